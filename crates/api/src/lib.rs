@@ -1,0 +1,76 @@
+//! The wire types of vmfork's REST API (JSON over HTTP, version 1).
+//!
+//! A leaf crate: the daemon serves these, the CLI reads them, the OpenAPI document is made from
+//! them. Everything that counts bytes ends in `_bytes`, every duration in `_ms` or `_us`, every
+//! instant in `_unix_ms` (milliseconds since 1970, the host's clock).
+//!
+//! | route | does |
+//! |---|---|
+//! | `GET /v1/version` | [`Version`] |
+//! | `GET /v1/doctor` | [`DoctorReport`], as the daemon sees the host |
+//! | `GET /v1/host` | [`HostInfo`]: memory, pool, what an earlier daemon lost |
+//! | `GET /v1/images` | `Vec<`[`Image`]`>` |
+//! | `DELETE /v1/images/{name}` | 204; 409 while a VM uses it |
+//! | `GET /v1/vms` | `Vec<`[`Vm`]`>` (`?all=true` with the ended ones) |
+//! | `POST /v1/vms` | [`RunRequest`] → 201 [`Vm`] |
+//! | `GET /v1/vms/{vm}` | [`VmDetail`]; `{vm}` is a name or an id, everywhere |
+//! | `DELETE /v1/vms/{vm}` | forget an ended VM (`?force=true`: kill it first) → 204 |
+//! | `POST /v1/vms/{vm}/kill` | [`KillRequest`] → [`Vm`] |
+//! | `POST /v1/vms/{vm}/fork` | [`ForkRequest`] → [`ForkReply`] |
+//! | `GET /v1/tree` | `Vec<`[`TreeNode`]`>`: the families |
+//! | `POST /v1/vms/{vm}/exec` | [`ExecRequest`] → [`ExecReply`]: whole output at once |
+//! | `GET /v1/vms/{vm}/exec/stream` | WebSocket, see [`ExecClientMessage`], [`ExecServerMessage`] |
+//! | `GET /v1/vms/{vm}/files?path=` | the bytes of a file; `x-vmfork-mode` carries the mode (octal) |
+//! | `PUT /v1/vms/{vm}/files?path=&mode=` | store the body; 204 |
+//! | `GET /v1/vms/{vm}/logs?follow=` | text: console output and what detached programs printed |
+//! | `GET /v1/vms/{vm}/console` | WebSocket, binary both ways: the serial console |
+//! | `GET /v1/openapi.json`, `GET /metrics` | the document, Prometheus text |
+//!
+//! Every error is an [`ErrorBody`] with a fitting HTTP status.
+
+mod error;
+mod fork;
+mod host;
+mod memory;
+mod session;
+mod vm;
+
+pub use error::{ErrorBody, ErrorCode};
+pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages};
+pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
+pub use memory::{BytesBySource, FaultCounts, MemoryInfo};
+pub use session::{
+    ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize,
+};
+pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail, VmState};
+
+/// The value of every top-level document's `schema` field under `--json`.
+pub const SCHEMA: &str = "vmfork/1";
+
+/// Longest VM or image name, in bytes.
+pub const NAME_BYTES_MAX: usize = 63;
+
+/// Whether `name` may name a VM or an image: 1 to 63 of `a-z A-Z 0-9 . _ -`, the first a letter
+/// or digit. The one check of names; done at the edge (REST and CLI), relied on below it.
+pub fn name_is_valid(name: &str) -> bool {
+    let bytes = name.as_bytes();
+    !bytes.is_empty()
+        && bytes.len() <= NAME_BYTES_MAX
+        && bytes[0].is_ascii_alphanumeric()
+        && bytes.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_a_folder_are_refused() {
+        for bad in ["", ".", "..", "../x", "a/b", ".hidden", "-x", "a b", "é", &"a".repeat(64)] {
+            assert!(!name_is_valid(bad), "{bad:?}");
+        }
+        for good in ["web", "web.1", "a-b_c", "0", &"a".repeat(63)] {
+            assert!(name_is_valid(good), "{good:?}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Where a VM's guest memory is. All page counts are of 4 KiB pages.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct MemoryInfo {
+    /// Guest memory, in pages.
+    pub pages: u64,
+    /// Pages that only this VM holds (it wrote them).
+    pub private_pages: u64,
+    /// Pages mapped in this VM as the zero page.
+    pub zero_pages: u64,
+    /// Pages of this VM's image that are present in the image's cache on this host.
+    pub cache_present_pages: u64,
+    /// Bytes brought into the image's cache since the freeze, by demand or drain.
+    pub fetched_bytes: u64,
+    /// The same on demand alone: what clones, and the parent, touched (with neighbours).
+    pub demand_bytes: u64,
+    /// Frozen pages of the image not yet drained.
+    pub undrained_pages: u64,
+    /// The id of the image that the VM is a view of; absent in a VM that booted.
+    pub image: Option<String>,
+    /// How many views (VMs) the image has.
+    pub image_views: u32,
+    pub faults: FaultCounts,
+    pub source: BytesBySource,
+}
+
+/// Faults of this VM that reached user space.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct FaultCounts {
+    /// Answered with the zero page.
+    pub zero: u64,
+    /// The page was filled into the cache.
+    pub fetch: u64,
+    /// The page was in the cache by then: woken only.
+    pub present: u64,
+    /// A run of an ancestor's cache, or of zeros, was mapped into the view.
+    pub mapped: u64,
+}
+
+/// Bytes brought into the image's cache, by where they were.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct BytesBySource {
+    /// Moved aside in a VM's process.
+    pub frozen: u64,
+    /// Copied from an ancestor's cache.
+    pub image: u64,
+    /// From another host (always 0 so far).
+    pub peer: u64,
+    /// From a stored snapshot (always 0 so far).
+    pub chunk: u64,
+}

@@ -1,0 +1,77 @@
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Run a program in the guest. Over `POST …/exec` stdin is whole and the output comes back whole;
+/// over the WebSocket it streams.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecRequest {
+    /// The program and its arguments; looked up in the guest's PATH.
+    pub argv: Vec<String>,
+    /// Added to the guest's default environment.
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+    #[serde(default)]
+    pub cwd: Option<String>,
+    /// A user name in the guest; default root.
+    #[serde(default)]
+    pub user: Option<String>,
+    /// Standard input, base64 (`POST` only).
+    #[serde(default)]
+    pub stdin_base64: Option<String>,
+    /// Kill it after so long, in ms; default: never (WebSocket), 600000 (`POST`).
+    #[serde(default)]
+    pub timeout_ms: Option<u64>,
+    /// Run it on a terminal (WebSocket only).
+    #[serde(default)]
+    pub tty: Option<TerminalSize>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TerminalSize {
+    pub rows: u16,
+    pub cols: u16,
+    /// `TERM` in the guest; default `xterm`.
+    #[serde(default)]
+    pub term: Option<String>,
+}
+
+/// What `POST …/exec` answers. Output beyond 16 MiB a stream is cut, and `truncated` set.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct ExecReply {
+    pub schema: String,
+    /// The program's exit code; 128 + n where signal n ended it.
+    pub exit_code: i32,
+    pub signal: Option<i32>,
+    pub timed_out: bool,
+    pub stdout_base64: String,
+    pub stderr_base64: String,
+    pub truncated: bool,
+    pub duration_ms: f64,
+}
+
+/// Text messages from the client on the exec WebSocket. The first must be `start`. Standard input
+/// goes as binary messages.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ExecClientMessage {
+    Start(ExecRequest),
+    /// No more standard input.
+    StdinEof,
+    /// A signal by number, to the program's process group.
+    Signal { signal: i32 },
+    Resize { rows: u16, cols: u16 },
+}
+
+/// Text messages from the server on the exec WebSocket. Output comes as binary messages, whose
+/// first byte is 1 for stdout (and the terminal), 2 for stderr. After `exited` or `error` the
+/// server closes. If the client's connection ends first, the program gets SIGHUP.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ExecServerMessage {
+    Started { pid: u32 },
+    Exited { exit_code: i32, signal: Option<i32> },
+    Error { error: crate::ErrorBody },
+}

@@ -1,0 +1,125 @@
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::MemoryInfo;
+
+/// How the guest's instructions are executed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Accel {
+    Kvm,
+    Tcg,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VmState {
+    /// QEMU is up, the guest's agent has not answered yet.
+    Starting,
+    /// The agent has answered (or the VM was started without one).
+    Running,
+    /// A freeze is going on.
+    Frozen,
+    /// Ended in good order: powered off, `sf_exit`, killed on request.
+    Exited,
+    /// Ended by a fault; `reason` says which.
+    Failed,
+}
+
+impl VmState {
+    /// Whether there is no QEMU any more.
+    pub fn has_ended(self) -> bool {
+        matches!(self, Self::Exited | Self::Failed)
+    }
+}
+
+/// Start a VM from an image. Everything but `image` has a default.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RunRequest {
+    pub image: String,
+    /// Default: made from the image's name and a number.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// Guest memory in MiB, 64 to 262144 and even; default 512.
+    #[serde(default)]
+    pub memory_mib: Option<u64>,
+    /// vCPUs, 1 to 64; default 1.
+    #[serde(default)]
+    pub cpus: Option<u32>,
+    /// Insist on one; default: KVM where it runs stock kernels, else TCG.
+    #[serde(default)]
+    pub accel: Option<Accel>,
+    /// How long to wait for the guest's agent, in ms; default 120000. 0: don't wait.
+    #[serde(default)]
+    pub boot_timeout_ms: Option<u64>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Vm {
+    /// Unique for ever, 16 hex digits.
+    pub id: String,
+    pub name: String,
+    pub image: String,
+    /// The id of the VM at the root of the family.
+    pub family: String,
+    /// The name of the VM that this one was forked from.
+    pub parent: Option<String>,
+    /// 0 in a VM that booted, 1..m in the clones of a ticket.
+    pub vmid: u32,
+    pub state: VmState,
+    /// Why it failed, or how it ended.
+    pub reason: Option<String>,
+    pub accel: Accel,
+    pub cpus: u32,
+    pub memory_mib: u64,
+    pub created_unix_ms: u64,
+    /// How long until the agent had answered, in ms since the request.
+    pub ready_ms: Option<f64>,
+    /// QEMU's process id, while there is one.
+    pub pid: Option<u32>,
+    /// How many live VMs were forked from this one.
+    pub clones: u32,
+    /// Guest memory that only this VM holds; a sample that `GET /v1/vms` refreshes.
+    pub private_bytes: u64,
+    /// Guest memory mapped from caches that the family shares.
+    pub shared_bytes: u64,
+    /// Page faults answered by the page engine for this VM.
+    pub faults: u64,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct VmDetail {
+    pub schema: String,
+    #[serde(flatten)]
+    pub vm: Vm,
+    pub memory: MemoryInfo,
+    /// The QEMU it runs in, as the binary reports it.
+    pub qemu_version: String,
+    /// What the agent said when it first answered.
+    pub agent_version: Option<String>,
+    pub guest_kernel: Option<String>,
+    /// Names of live clones, by vmid.
+    pub clone_names: Vec<String>,
+    /// Why the accelerator was chosen.
+    pub accel_reason: String,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct KillRequest {
+    /// First ask the guest to power off, and wait this long, in ms; 0 or absent: at once.
+    #[serde(default)]
+    pub grace_ms: u64,
+    /// With all VMs that descend from it.
+    #[serde(default)]
+    pub family: bool,
+}
+
+/// A VM and what was forked from it; ended VMs appear while a live descendant has them as ancestor.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct TreeNode {
+    pub vm: Vm,
+    #[schema(no_recursion)]
+    pub children: Vec<TreeNode>,
+}

@@ -1,0 +1,2 @@
+mod control;
+fn main() {}
