@@ -1,0 +1,14 @@
+//! `vmforkd`, one per host: puts the planes together, serves the REST API.
+//!
+//! ```text
+//!   http ──► control::Control ──► (hub: VMs, forks, pool, images)
+//!    │                                │        │
+//!    └── metrics ◄────────────────────┘        ├── agent, tickets (the guests' side)
+//!   lifecycle ──► state (folder, journal)      └── admission, cgroup (what fits)
+//!      └── config, doctor
+//! ```
+//!
+//! [`http`] knows nothing of QEMU: it turns requests into calls of [`control::Control`]. Everything
+//! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
+
+pub mod control;
