@@ -32,9 +32,16 @@
 //!
 //! In a clone all channels of the parent stay open on the guest's side: their programs run on, and
 //! what they print arrives as stream frames of channels that the clone's daemon side never opened;
-//! it goes to the clone's log, and is credited. Streams towards the guest are ended in a clone.
+//! it goes to the clone's log, and is credited. Their windows begin anew, full, in a clone, since what
+//! was on its way at the freeze went to the parent's daemon side. Streams towards the guest are ended
+//! in a clone (a terminal stays open, without input); file transfers are given up.
+//! Channel numbers go on from the parent's: the daemon must not open one in a clone that the parent
+//! had open when it froze (the agent answers `Failed` with `EEXIST`).
 //! Replies to requests that a program of the parent had under way are not repeated in a clone: the
 //! agent fails them with `ECANCELED`, except for the `Clone` that made it.
+//!
+//! If neither `Continue` nor `Identity` comes within 30 s of guest time, the agent goes on as if
+//! `Continue` had come, and ignores that `Continue` if it still comes.
 //!
 //! No I/O here: [`Decoder`] is fed bytes and gives frames; [`encode`] makes bytes.
 

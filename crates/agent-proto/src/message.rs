@@ -74,9 +74,17 @@ pub struct MessageInfo {
 pub enum ToGuest {
     /// The first message in a VM that boots; the answer is [`ToHost::Hello`]. Sent again once a second
     /// until answered.
-    Hello { protocol: u32, name: String, machine_id: String, entropy: String, realtime_ns: u64 },
+    Hello {
+        protocol: u32,
+        name: String,
+        machine_id: String,
+        entropy: String,
+        realtime_ns: u64,
+    },
     /// Answered with [`ToHost::Pong`].
-    Ping { token: u64 },
+    Ping {
+        token: u64,
+    },
 
     /// Run a program on this channel → `Started` | `Failed`, streams, `Exited` (after both output
     /// streams have ended).
@@ -88,35 +96,59 @@ pub enum ToGuest {
         tty: Option<TerminalSize>,
     },
     /// To the program's process group (with a terminal: its foreground one).
-    Signal { signal: i32 },
-    Resize { rows: u16, cols: u16 },
+    Signal {
+        signal: i32,
+    },
+    Resize {
+        rows: u16,
+        cols: u16,
+    },
     /// Nobody listens to this channel any more: SIGHUP to the program (SIGKILL after 2 s if it has not
     /// ended), or abandon the transfer. The agent sends nothing more on it.
     Cancel,
     /// The daemon has consumed so many bytes of a stream `kind` of this channel.
-    Credit { kind: u8, bytes: u32 },
+    Credit {
+        kind: u8,
+        bytes: u32,
+    },
 
     /// → `File`, then a stream of kind `File`; or `Failed`.
-    ReadFile { path: String },
+    ReadFile {
+        path: String,
+    },
     /// Then a stream of kind `File` follows at once. → `Written` | `Failed`. Written beside the target and
     /// renamed over it at the end. A `path` that is a folder: `EISDIR`. Parent folders must exist.
-    WriteFile { path: String, mode: u32 },
+    WriteFile {
+        path: String,
+        mode: u32,
+    },
 
     /// See the crate's header.
-    Prepare { fork: u64 },
-    Continue { fork: u64 },
+    Prepare {
+        fork: u64,
+    },
+    Continue {
+        fork: u64,
+    },
     Identity(ForkIdentity),
 
     // Answers to programs' requests, on the agent's channels.
     /// To `RequestTicket`.
-    Ticket { ticket: u64, granted: u32 },
+    Ticket {
+        ticket: u64,
+        granted: u32,
+    },
     /// To `Join` and `KillTicket`: all workers have ended.
-    Ended { workers: Vec<Worker> },
+    Ended {
+        workers: Vec<Worker>,
+    },
     /// To `Recv`: a stream of kind `Data` of that length follows.
     Incoming(MessageInfo),
     /// To a `Send` whose stream has ended and been stored, to `ExitClone`, to a `Clone` in the parent
     /// (the workers that did start are in `Ticket`'s state: see `sf_join`).
-    Ok { value: u64 },
+    Ok {
+        value: u64,
+    },
     /// To any request.
     Error(RequestError),
 
@@ -128,40 +160,84 @@ pub enum ToGuest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToHost {
-    Hello { protocol: u32, agent_version: String, kernel: String, cpus: u32 },
-    Pong { token: u64 },
+    Hello {
+        protocol: u32,
+        agent_version: String,
+        kernel: String,
+        cpus: u32,
+    },
+    Pong {
+        token: u64,
+    },
 
-    Started { pid: u32 },
+    Started {
+        pid: u32,
+    },
     /// `exit_code` is 128 + signal where one ended it.
-    Exited { exit_code: i32, signal: Option<i32> },
+    Exited {
+        exit_code: i32,
+        signal: Option<i32>,
+    },
     Failed(RequestError),
-    Credit { kind: u8, bytes: u32 },
+    Credit {
+        kind: u8,
+        bytes: u32,
+    },
 
     File(FileInfo),
-    Written { bytes: u64 },
+    Written {
+        bytes: u64,
+    },
 
-    Prepared { fork: u64 },
-    Confirmed { fork: u64 },
+    Prepared {
+        fork: u64,
+    },
+    Confirmed {
+        fork: u64,
+    },
     /// The clone could not take its identity; it must not be released.
-    Refused { fork: u64, message: String },
+    Refused {
+        fork: u64,
+        message: String,
+    },
 
     // Programs' requests, each on a new channel of the agent's.
     /// `sf_request_ticket` → `Ticket` | `Error`.
-    RequestTicket { count: u32, hierarchical: bool },
+    RequestTicket {
+        count: u32,
+        hierarchical: bool,
+    },
     /// `sf_clone` → in the parent `Ok { value: workers started }` | `Error` after `Continue`; in a
     /// clone `Identity` is the answer.
-    Clone { ticket: u64 },
+    Clone {
+        ticket: u64,
+    },
     /// `sf_join` → `Ended` | `Error`.
-    Join { ticket: u64 },
+    Join {
+        ticket: u64,
+    },
     /// `sf_kill` → `Ended` | `Error`.
-    KillTicket { ticket: u64 },
-    /// `sf_exit` in a clone, once per worker. When the last worker of the VM has exited, the VM is ended.
-    ExitClone { vmid: u32 },
+    KillTicket {
+        ticket: u64,
+    },
+    /// `sf_exit` in a clone, once per worker → `Ok`. `error` is set when the worker's process ended
+    /// without `sf_exit`, or never began. When the last worker of the VM has exited, the VM is ended.
+    ExitClone {
+        vmid: u32,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
     /// `sf_send` in a clone: a stream of kind `Data` follows at once. → `Ok` | `Error`.
-    Send { vmid: u32, length_bytes: u64 },
+    Send {
+        vmid: u32,
+        length_bytes: u64,
+    },
     /// `sf_recv` in the parent: the next message of worker `vmid`, or of any. Waits until there is one.
     /// → `Incoming` + stream | `Error` (`EPIPE`: that worker, or all, have ended and nothing is left).
-    Recv { ticket: u64, vmid: Option<u32> },
+    Recv {
+        ticket: u64,
+        vmid: Option<u32>,
+    },
     /// The program that waited for a request's answer has gone.
     Abandon,
 }
