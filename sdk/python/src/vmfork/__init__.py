@@ -1,0 +1,110 @@
+"""Fork running virtual machines: the client of vmfork's daemon.
+
+::
+
+    import vmfork
+
+    with vmfork.Client() as client, client.run("debian", name="web") as vm:
+        vm.exec("echo loaded > /tmp/data", check=True)
+        with vm.fork(4) as clones:
+            for clone in clones:
+                print(clone.vmid, clone.exec("cat /tmp/data").stdout_text)
+
+:class:`AsyncClient` is the same for asyncio. What can go wrong is a tree under
+:class:`VmforkError`.
+"""
+
+from ._async_client import AsyncClient, AsyncForkResult, AsyncVM
+from ._client import VM, Client, ForkResult
+from ._config import Timeout
+from ._errors import (
+    ApiError,
+    BadRequest,
+    Conflict,
+    ConnectionFailed,
+    ExecFailed,
+    GuestError,
+    HostError,
+    InternalError,
+    NoCapacity,
+    NotFound,
+    PageLost,
+    ProtocolError,
+    QemuError,
+    TimeoutExceeded,
+    Unauthorized,
+    VmforkError,
+)
+from ._models import (
+    Accel,
+    BytesBySource,
+    Check,
+    CheckStatus,
+    CloneInfo,
+    DoctorReport,
+    ErrorBody,
+    ExecResult,
+    FaultCounts,
+    ForkReply,
+    ForkStages,
+    HostInfo,
+    Image,
+    LostVm,
+    MemoryInfo,
+    PoolInfo,
+    TreeNode,
+    Version,
+    VmDetail,
+    VmInfo,
+    VmState,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "VM",
+    "Accel",
+    "ApiError",
+    "AsyncClient",
+    "AsyncForkResult",
+    "AsyncVM",
+    "BadRequest",
+    "BytesBySource",
+    "Check",
+    "CheckStatus",
+    "Client",
+    "CloneInfo",
+    "Conflict",
+    "ConnectionFailed",
+    "DoctorReport",
+    "ErrorBody",
+    "ExecFailed",
+    "ExecResult",
+    "FaultCounts",
+    "ForkReply",
+    "ForkResult",
+    "ForkStages",
+    "GuestError",
+    "HostError",
+    "HostInfo",
+    "Image",
+    "InternalError",
+    "LostVm",
+    "MemoryInfo",
+    "NoCapacity",
+    "NotFound",
+    "PageLost",
+    "PoolInfo",
+    "ProtocolError",
+    "QemuError",
+    "Timeout",
+    "TimeoutExceeded",
+    "TreeNode",
+    "Unauthorized",
+    "Version",
+    "VmDetail",
+    "VmInfo",
+    "VmState",
+    "VmforkError",
+    "__version__",
+]

@@ -1,0 +1,383 @@
+"""The client for code that blocks; :mod:`._async_client` is its twin."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+import httpx
+
+from . import _protocol as protocol
+from ._config import Endpoint, Timeout, find_endpoint
+from ._errors import Conflict, ExecFailed, NotFound, VmforkError
+from ._fork_result import BaseForkResult, settle
+from ._models import (
+    DoctorReport,
+    ExecResult,
+    HostInfo,
+    Image,
+    TreeNode,
+    Version,
+    VmDetail,
+    VmInfo,
+)
+from ._protocol import Call
+from ._transport import client_options, request_options, sync_transport, translated
+
+__all__ = ["VM", "Client", "ForkResult"]
+
+T = TypeVar("T")
+
+
+class Client:
+    """A daemon, as seen from here. Safe to use from several threads.
+
+    Without arguments it is the daemon that ``VMFORK_HOST``, ``VMFORK_SOCKET`` or ``VMFORK_STATE``
+    name, else this host's own. ``host`` ("10.0.0.5:7070") wants a ``token`` or ``VMFORK_TOKEN``.
+    ``transport`` takes the place of the network. Starts nothing: where no daemon answers, calls
+    raise :class:`ConnectionFailed`.
+    """
+
+    def __init__(
+        self,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        state: str | os.PathLike[str] | None = None,
+        host: str | None = None,
+        token: str | None = None,
+        timeout: Timeout | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._endpoint: Endpoint = find_endpoint(
+            socket=socket, state=state, host=host, token=token
+        )
+        self._timeout = Timeout() if timeout is None else timeout
+        self._http = httpx.Client(
+            transport=transport if transport is not None else sync_transport(self._endpoint),
+            **client_options(self._endpoint),
+        )
+
+    @property
+    def timeout(self) -> Timeout:
+        """The bounds that this client waits by."""
+        return self._timeout
+
+    def run(
+        self,
+        image: str,
+        *,
+        name: str | None = None,
+        memory_mib: int | None = None,
+        cpus: int | None = None,
+        accel: str | None = None,
+        boot_timeout_s: float | None = None,
+    ) -> VM:
+        """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait)."""
+        call = protocol.run(
+            image,
+            name=name,
+            memory_mib=memory_mib,
+            cpus=cpus,
+            accel=accel,
+            boot_timeout_s=boot_timeout_s,
+            timeout=self._timeout,
+        )
+        return VM._of(self, self._send(call))
+
+    def vm(self, name: str) -> VM:
+        """The VM of that name or id."""
+        detail = self._send(protocol.inspect(name, self._timeout))
+        return VM._of(self, detail)
+
+    def vms(self, *, ended: bool = False) -> list[VM]:
+        """All VMs of the host; with the ended ones too if asked for."""
+        infos = self._send(protocol.vms(ended=ended, timeout=self._timeout))
+        return [VM._of(self, info) for info in infos]
+
+    def tree(self) -> list[TreeNode]:
+        """The families: who was forked from whom."""
+        return self._send(protocol.tree(self._timeout))
+
+    def images(self) -> list[Image]:
+        """The guest images in the store."""
+        return self._send(protocol.images(self._timeout))
+
+    def remove_image(self, name: str) -> None:
+        """Delete a guest image; :class:`Conflict` while a VM uses it."""
+        self._send(protocol.remove_image(name, self._timeout))
+
+    def host(self) -> HostInfo:
+        """Memory, pool, and what an earlier daemon lost."""
+        return self._send(protocol.host(self._timeout))
+
+    def doctor(self) -> DoctorReport:
+        """The host's fitness, as the daemon sees it."""
+        return self._send(protocol.doctor(self._timeout))
+
+    def version(self) -> Version:
+        """Versions of the daemon, its QEMU and the kernel."""
+        return self._send(protocol.version(self._timeout))
+
+    def close(self) -> None:
+        """Close the connections. VMs are left as they are."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<vmfork.Client {self._endpoint}>"
+
+    def _send(self, call: Call[T], content: bytes | Iterator[bytes] | None = None) -> T:
+        options = request_options(call, self._timeout, content)
+        with translated(call, self._endpoint, self._timeout):
+            response = self._http.request(call.method, call.path, **options)
+        return call.finish(response.status_code, response.content)
+
+    @contextmanager
+    def _stream(self, call: Call[Any]) -> Iterator[httpx.Response]:
+        options = request_options(call, self._timeout)
+        with (
+            translated(call, self._endpoint, self._timeout),
+            self._http.stream(call.method, call.path, **options) as response,
+        ):
+            if not 200 <= response.status_code < 300:
+                raise call.error(response.status_code, response.read())
+            yield response
+
+
+class VM:
+    """A handle on one VM. As a context manager it kills the VM at the end.
+
+    ``info`` is the last that was heard of it (``None`` for a new clone); :meth:`inspect` asks
+    again. Calls go by its id where that is known, which no other VM ever has, else by its name.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        name: str,
+        vmid: int,
+        id: str | None = None,  # noqa: A002 - the API's word
+        info: VmInfo | None = None,
+    ) -> None:
+        self._client = client
+        self.name = name
+        self.vmid = vmid
+        self.id = id
+        self.info = info
+
+    @classmethod
+    def _of(cls, client: Client, info: VmInfo) -> VM:
+        return cls(client, name=info.name, vmid=info.vmid, id=info.id, info=info)
+
+    def inspect(self) -> VmDetail:
+        """Everything about it, memory included; refreshes ``info``."""
+        detail = self._client._send(protocol.inspect(self._ref, self._timeout))
+        self._heard(detail)
+        return detail
+
+    def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: bytes | str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Run a program in the guest to its end. A string goes to ``/bin/sh -c``.
+
+        After ``timeout_s`` (default ``Timeout.exec_s``) it is killed and ``timed_out`` set. With
+        ``check`` anything but exit code 0 raises :class:`ExecFailed`.
+        """
+        argv = protocol.argv_of(command)
+        call = protocol.exec_(
+            self._ref,
+            argv,
+            stdin=stdin,
+            env=env,
+            cwd=cwd,
+            user=user,
+            exec_timeout_s=timeout_s,
+            timeout=self._timeout,
+        )
+        result = self._client._send(call)
+        if check and not result.ok:
+            raise ExecFailed(argv, result, vm=self.name)
+        return result
+
+    def fork(
+        self,
+        count: int = 1,
+        *,
+        names: Sequence[str] | None = None,
+        all_or_nothing: bool = False,
+        timeout_s: float | None = None,
+    ) -> ForkResult:
+        """Fork it into ``count`` clones. What fits is started; the rest is an error each.
+
+        With ``all_or_nothing`` the whole call fails if not all of them fit.
+        """
+        call = protocol.fork(
+            self._ref,
+            count,
+            names=names,
+            all_or_nothing=all_or_nothing,
+            fork_timeout_s=timeout_s,
+            timeout=self._timeout,
+        )
+        reply = self._client._send(call)
+        return ForkResult(
+            reply,
+            [
+                VM(self._client, name=clone.name, vmid=clone.vmid, id=clone.id)
+                for clone in reply.clones
+                if clone.error is None
+            ],
+        )
+
+    def kill(self, *, grace_s: float = 0.0, family: bool = False) -> VmInfo:
+        """End it: after asking the guest to power off, if given ``grace_s``, else at once."""
+        call = protocol.kill(self._ref, grace_s=grace_s, family=family, timeout=self._timeout)
+        info = self._client._send(call)
+        self._heard(info)
+        return info
+
+    def remove(self, *, force: bool = False) -> None:
+        """Forget it, its name and its log. It must have ended, unless ``force`` ends it."""
+        self._client._send(protocol.remove(self._ref, force=force, timeout=self._timeout))
+
+    def logs(self) -> str:
+        """Console output so far, and what detached programs printed."""
+        call = protocol.logs(self._ref, follow=False, idle_s=self._timeout.idle_s)
+        return self._client._send(call)
+
+    def follow_logs(self, *, idle_s: float = 3600.0) -> Iterator[str]:
+        """The log so far and as it grows, until the VM ends or is silent for ``idle_s``."""
+        call = protocol.logs(self._ref, follow=True, idle_s=idle_s)
+        with self._client._stream(call) as response:
+            yield from response.iter_text()
+
+    def read_file(self, path: str) -> bytes:
+        """A file's bytes; for large ones see :meth:`copy_out`."""
+        return self._client._send(protocol.read_file(self._ref, path, self._timeout))
+
+    def write_file(self, path: str, content: bytes | str, *, mode: int = 0o644) -> None:
+        """Store ``content``; the old file stays whole until the new one is complete."""
+        data = content.encode() if isinstance(content, str) else content
+        self._client._send(protocol.write_file(self._ref, path, mode, self._timeout), data)
+
+    def copy_in(
+        self, source: str | os.PathLike[str], path: str, *, mode: int | None = None
+    ) -> None:
+        """Copy a local file into the guest, piece by piece, with its mode unless given one."""
+        with Path(source).open("rb") as file:
+            bits = os.fstat(file.fileno()).st_mode & 0o7777 if mode is None else mode
+            call = protocol.write_file(self._ref, path, bits, self._timeout)
+            self._client._send(call, _pieces(file))
+
+    def copy_out(self, path: str, target: str | os.PathLike[str]) -> int:
+        """Copy a file out of the guest, piece by piece; returns its length in bytes.
+
+        Written beside ``target`` and renamed over it at the end, with the guest's mode.
+        """
+        target_path = Path(target)
+        call = protocol.read_file(self._ref, path, self._timeout)
+        part = target_path.with_name(f".{target_path.name}.{secrets.token_hex(4)}")
+        try:
+            with self._client._stream(call) as response, part.open("xb") as file:
+                for piece in response.iter_bytes():
+                    file.write(piece)
+                length = file.tell()
+                os.fchmod(file.fileno(), protocol.file_mode(response.headers))
+            part.replace(target_path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return length
+
+    def __enter__(self) -> VM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _end([self], error)
+
+    def __repr__(self) -> str:
+        state = "" if self.info is None else f" {self.info.state}"
+        return f"<vmfork.VM {self.name}{state}>"
+
+    @property
+    def _ref(self) -> str:
+        return self.name if self.id is None else self.id
+
+    @property
+    def _timeout(self) -> Timeout:
+        return self._client._timeout
+
+    def _heard(self, info: VmInfo) -> None:
+        self.info = info
+        self.id = info.id
+
+
+class ForkResult(BaseForkResult[VM]):
+    """What a fork gave: a sequence of the clones that run, and an error for each that does not.
+
+    As a context manager it kills the clones at the end.
+    """
+
+    def raise_for_errors(self) -> ForkResult:
+        """Raise the first error, if there is one; else return self."""
+        for error in self.errors:
+            raise error
+        return self
+
+    def __enter__(self) -> ForkResult:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _end(self._clones, error)
+
+
+def _end(vms: Sequence[VM], error: BaseException | None) -> None:
+    """Kill all of them. One that has ended is fine; other trouble is told once all were tried."""
+    trouble: list[VmforkError] = []
+    for vm in vms:
+        try:
+            vm.kill()
+        except (NotFound, Conflict):
+            pass  # it has ended by itself, or was removed
+        except VmforkError as failure:
+            trouble.append(failure)
+    settle(trouble, error)
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(protocol.PIECE_BYTES):
+        yield piece

@@ -1,0 +1,328 @@
+"""What the daemon says, as frozen dataclasses.
+
+Names and units are those of the REST API: ``_bytes``, ``_ms``, ``_unix_ms``, ``_pages`` (4 KiB).
+Fields that a newer daemon adds are ignored; one that is missing without a default is a
+``ProtocolError`` (see :mod:`._decode`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "Accel",
+    "BytesBySource",
+    "Check",
+    "CheckStatus",
+    "CloneInfo",
+    "DoctorReport",
+    "ErrorBody",
+    "ExecResult",
+    "FaultCounts",
+    "ForkReply",
+    "ForkStages",
+    "HostInfo",
+    "Image",
+    "LostVm",
+    "MemoryInfo",
+    "PoolInfo",
+    "TreeNode",
+    "Version",
+    "VmDetail",
+    "VmInfo",
+    "VmState",
+]
+
+
+class _Word(enum.StrEnum):
+    """A closed set of words that may grow: one from the future becomes ``UNKNOWN``."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _Word | None:
+        return cls("unknown") if isinstance(value, str) and value != "unknown" else None
+
+
+class Accel(_Word):
+    """How the guest's instructions are executed."""
+
+    KVM = "kvm"
+    TCG = "tcg"
+    UNKNOWN = "unknown"
+
+
+class VmState(_Word):
+    """Where a VM is in its life; ``EXITED`` and ``FAILED`` are its ends."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FROZEN = "frozen"
+    EXITED = "exited"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no QEMU any more."""
+        return self in (VmState.EXITED, VmState.FAILED)
+
+
+class CheckStatus(_Word):
+    """How one check of ``doctor`` went."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBody:
+    """An error as it crosses the wire."""
+
+    code: str
+    message: str
+    cause: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VmInfo:
+    """One VM, as lists show it."""
+
+    id: str
+    name: str
+    image: str
+    family: str
+    """The id of the VM at the root of the family."""
+    parent: str | None = None
+    """The name of the VM that this one was forked from."""
+    vmid: int = 0
+    """0 in a VM that booted, 1 to m in clones."""
+    state: VmState
+    reason: str | None = None
+    """Why it failed, or how it ended."""
+    accel: Accel
+    cpus: int
+    memory_mib: int
+    created_unix_ms: int
+    ready_ms: float | None = None
+    """From the request until the agent had answered."""
+    pid: int | None = None
+    """QEMU's process id, while there is one."""
+    clones: int = 0
+    private_bytes: int = 0
+    shared_bytes: int = 0
+    faults: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultCounts:
+    """Faults of a VM that reached user space, by how they were answered."""
+
+    zero: int = 0
+    fetch: int = 0
+    present: int = 0
+    mapped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesBySource:
+    """Bytes brought into an image's cache, by where they were."""
+
+    frozen: int = 0
+    image: int = 0
+    peer: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInfo:
+    """Where a VM's guest memory is."""
+
+    pages: int
+    private_pages: int = 0
+    zero_pages: int = 0
+    cache_present_pages: int = 0
+    fetched_bytes: int = 0
+    """Brought into the image's cache since the freeze, by demand or drain."""
+    demand_bytes: int = 0
+    """The same on demand alone, with neighbours."""
+    undrained_pages: int = 0
+    image: str | None = None
+    image_views: int = 0
+    faults: FaultCounts = FaultCounts()
+    source: BytesBySource = BytesBySource()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VmDetail(VmInfo):
+    """One VM with everything that the daemon knows about it."""
+
+    memory: MemoryInfo
+    qemu_version: str
+    agent_version: str | None = None
+    guest_kernel: str | None = None
+    clone_names: tuple[str, ...] = ()
+    accel_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeNode:
+    """A VM and what was forked from it."""
+
+    vm: VmInfo
+    children: tuple[TreeNode, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkStages:
+    """Where the time of a fork went, each in ms; stop to cont make up the pause."""
+
+    prepare_ms: float = 0.0
+    quiesce_ms: float = 0.0
+    stop_ms: float = 0.0
+    freeze_ms: float = 0.0
+    state_ms: float = 0.0
+    cont_ms: float = 0.0
+    derive_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloneInfo:
+    """What became of one clone of a fork."""
+
+    vmid: int
+    name: str
+    id: str | None = None
+    state: VmState
+    ready_ms: float | None = None
+    """From the request until this clone's agent had confirmed its identity."""
+    pooled: bool = False
+    error: ErrorBody | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkReply:
+    """The daemon's answer to a fork."""
+
+    parent: str
+    requested: int
+    granted: int
+    pause_ms: float
+    total_ms: float
+    stages: ForkStages = ForkStages()
+    clones: tuple[CloneInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Who answers."""
+
+    vmforkd: str
+    api: str
+    qemu: str | None = None
+    kernel: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check of the host."""
+
+    name: str
+    status: CheckStatus
+    detail: str = ""
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorReport:
+    """All checks of the host."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed (warnings count as ok)."""
+        return all(check.status is not CheckStatus.FAILED for check in self.checks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolInfo:
+    """QEMUs that were started in advance."""
+
+    target: int = 0
+    waiting: int = 0
+    hits: int = 0
+    misses: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostVm:
+    """A VM that was there when an earlier daemon ended without stopping it."""
+
+    name: str
+    id: str
+    image: str
+    parent: str | None = None
+    created_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInfo:
+    """Memory, pool and losses of the host."""
+
+    memory_total_bytes: int
+    memory_available_bytes: int
+    memory_admissible_bytes: int
+    cache_bytes: int = 0
+    cpus: int
+    accel_default: Accel
+    accel_reason: str = ""
+    vms: int = 0
+    snapshots: int = 0
+    pool: PoolInfo = PoolInfo()
+    lost: tuple[LostVm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A guest image in the store."""
+
+    name: str
+    size_bytes: int
+    created_unix_ms: int
+    origin: str = ""
+    kernel: str = ""
+    agent: bool = True
+    vms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """How a program in a guest ended, and what it printed."""
+
+    exit_code: int
+    """128 + n where signal n ended it."""
+    signal: int | None = None
+    timed_out: bool = False
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+    """Whether a stream was longer than 16 MiB and cut."""
+    duration_ms: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended with 0, in time."""
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def stdout_text(self) -> str:
+        """``stdout`` as UTF-8; bytes that are not become U+FFFD."""
+        return self.stdout.decode("utf-8", "replace")
+
+    @property
+    def stderr_text(self) -> str:
+        """``stderr`` as UTF-8; bytes that are not become U+FFFD."""
+        return self.stderr.decode("utf-8", "replace")

@@ -1,0 +1,252 @@
+"""The blocking client, against the fake daemon behind httpx's transport seam."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import httpx
+import pytest
+import vmfork
+from conftest import FakeDaemon, error, reply
+
+
+@pytest.fixture()
+def client(transport: httpx.MockTransport) -> vmfork.Client:
+    return vmfork.Client(transport=transport)
+
+
+def test_run_asks_only_for_what_was_given(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    vm = client.run("debian", name="web", memory_mib=256)
+    assert (vm.name, vm.vmid, vm.id) == ("web", 0, "0" * 16)
+    assert vm.info is not None
+    assert vm.info.state is vmfork.VmState.RUNNING
+    assert daemon.asked == [
+        (
+            "POST",
+            "/v1/vms",
+            {},
+            {"image": "debian", "name": "web", "memory_mib": 256, "boot_timeout_ms": 120000},
+        )
+    ]
+
+
+def test_exec_passes_everything_and_decodes_the_output(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    vm = client.run("debian", name="web")
+    result = vm.exec(
+        ["tr", "a", "b"], stdin="aé", env={"X": "1"}, cwd="/tmp", user="nobody", timeout_s=2
+    )
+    assert result.ok
+    assert result.stdout == "aé".encode()
+    assert daemon.asked[-1][3] == {
+        "argv": ["tr", "a", "b"],
+        "env": {"X": "1"},
+        "cwd": "/tmp",
+        "user": "nobody",
+        "stdin_base64": "YcOp",
+        "timeout_ms": 2000,
+    }
+
+
+def test_a_string_goes_to_the_guests_shell(client: vmfork.Client) -> None:
+    assert client.run("debian").exec("a | b").stdout_text == "/bin/sh -c a | b"
+
+
+def test_check_turns_a_failed_command_into_an_exception(client: vmfork.Client) -> None:
+    vm = client.run("debian", name="web")
+    assert vm.exec(["false"]).exit_code == 3
+    with pytest.raises(vmfork.ExecFailed) as info:
+        vm.exec(["false"], check=True)
+    assert str(info.value) == "'false' in `web` ended with exit code 3: why"
+    assert info.value.result.exit_code == 3
+    assert info.value.vm == "web"
+
+
+def test_a_fork_is_a_sequence_of_clones_and_an_error_for_each_other(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    daemon.room = 2
+    fork = client.run("debian", name="web").fork(3)
+    assert [clone.name for clone in fork] == ["web.1", "web.2"]
+    assert len(fork) == 2
+    assert fork[1].vmid == 2
+    assert (fork.requested, fork.granted, fork.pause_ms, fork.total_ms) == (3, 2, 3.4, 31.0)
+    assert fork.stages.stop_ms == 0.5
+    (failure,) = fork.errors
+    assert isinstance(failure, vmfork.NoCapacity)
+    assert failure.vm == "web.3"
+    assert str(failure) == "start `web.3`: 1 MiB left"
+    with pytest.raises(vmfork.NoCapacity):
+        fork.raise_for_errors()
+
+
+def test_all_or_nothing_raises(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    daemon.room = 2
+    with pytest.raises(vmfork.NoCapacity):
+        client.run("debian", name="web").fork(3, all_or_nothing=True)
+    assert [vm.name for vm in client.vms()] == ["web"]
+
+
+def test_with_blocks_kill_at_the_end(client: vmfork.Client) -> None:
+    with client.run("debian", name="web") as vm:
+        with vm.fork(2) as clones:
+            clones[0].kill()  # one that has ended already is no trouble
+        assert [other.name for other in client.vms()] == ["web"]
+    assert client.vms() == []
+    assert len(client.vms(ended=True)) == 3
+
+
+def test_clean_up_does_not_hide_the_error_that_ended_the_block(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    with pytest.raises(KeyError) as info, client.run("debian", name="web"):
+        daemon.canned = [error(502, "qemu", "kill `web`")]
+        raise KeyError("mine")
+    assert info.value.__notes__ == ["while ending VMs: kill `web`"]
+
+
+def test_inspect_tells_a_clone_its_id(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    (clone,) = client.run("debian", name="web").fork(1)
+    assert (clone.id, clone.info) == (None, None)
+    detail = clone.inspect()
+    assert clone.id == detail.id
+    assert detail.memory.faults == vmfork.FaultCounts(fetch=1)
+    assert detail.parent == "web"
+    clone.remove(force=True)
+    assert daemon.asked[-1][:3] == ("DELETE", f"/v1/vms/{detail.id}", {"force": "true"})
+
+
+def test_files_go_both_ways(client: vmfork.Client, daemon: FakeDaemon, tmp_path: Path) -> None:
+    vm = client.run("debian", name="web")
+    vm.write_file("/a b?&", "text", mode=0o600)
+    assert daemon.files == {"/a b?&": (0o600, b"text")}
+    assert vm.read_file("/a b?&") == b"text"
+    local = tmp_path / "in"
+    local.write_bytes(bytes(range(256)) * 4096)
+    local.chmod(0o750)
+    vm.copy_in(local, "/data")
+    assert daemon.files["/data"] == (0o750, local.read_bytes())
+    assert vm.copy_out("/data", tmp_path / "out") == 1 << 20
+    assert (tmp_path / "out").read_bytes() == local.read_bytes()
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_copy_that_fails_leaves_the_old_file_and_no_litter(
+    client: vmfork.Client, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    target.write_text("old")
+    vm = client.run("debian", name="web")
+    with pytest.raises(vmfork.NotFound):
+        vm.copy_out("/nope", target)
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_logs(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    vm = client.run("debian", name="web")
+    assert vm.logs() == "boot\nlögin\n"
+    assert "".join(vm.follow_logs()) == "boot\nlögin\n"
+    assert daemon.asked[-1][2] == {"follow": "true"}
+
+
+ERROR_CLASSES = {
+    "bad_request": vmfork.BadRequest,
+    "unauthorized": vmfork.Unauthorized,
+    "not_found": vmfork.NotFound,
+    "conflict": vmfork.Conflict,
+    "no_capacity": vmfork.NoCapacity,
+    "guest": vmfork.GuestError,
+    "qemu": vmfork.QemuError,
+    "host": vmfork.HostError,
+    "page_lost": vmfork.PageLost,
+    "timeout": vmfork.TimeoutExceeded,
+    "internal": vmfork.InternalError,
+    "a_code_from_the_future": vmfork.ApiError,
+}
+
+
+@pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
+def test_every_code_has_its_class(
+    client: vmfork.Client, daemon: FakeDaemon, code: str, kind: type[vmfork.ApiError]
+) -> None:
+    daemon.canned = [error(500, code, "fork `web`", cause="because", remedy="do this")]
+    with pytest.raises(vmfork.ApiError) as info:
+        client.vm("web")
+    failure = info.value
+    assert type(failure) is kind
+    assert (failure.code, failure.message, failure.cause, failure.remedy, failure.vm) == (
+        code, "fork `web`", "because", "do this", "web",
+    )
+    assert str(failure) == "fork `web`: because (hint: do this)"
+    again = pickle.loads(pickle.dumps(failure))
+    assert (type(again), str(again), again.code) == (kind, str(failure), code)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((200, {}, b"<html>"), "Version is not JSON"),
+        (reply(200, {"api": "v1"}), "Version.vmforkd is missing"),
+        (reply(200, {"api": 1, "vmforkd": "x"}), "Version.api should be of type str, but is 1"),
+        (reply(200, []), "Version should be an object, but is []"),
+        ((502, {}, b"bad gateway"), "version: HTTP 502 without an error document: 'bad gateway'"),
+    ],
+)
+def test_what_is_not_vmfork_is_told_so(
+    client: vmfork.Client, daemon: FakeDaemon, answer: tuple[int, dict[str, str], bytes], text: str
+) -> None:
+    daemon.canned = [answer]
+    with pytest.raises(vmfork.ProtocolError) as info:
+        client.version()
+    assert text in str(info.value)
+
+
+def test_words_of_a_newer_daemon_become_unknown(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    daemon.add("web", {}, state="levitating", accel="warp")
+    (vm,) = (vm for vm in client.vms(ended=True))
+    assert vm.info is not None
+    assert vm.info.state is vmfork.VmState.UNKNOWN
+    assert vm.info.accel is vmfork.Accel.UNKNOWN
+
+
+def test_lists_trees_and_the_host(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    vm = daemon.add("web", {})
+    daemon.canned = [
+        reply(200, [{"vm": vm, "children": [{"vm": {**vm, "vmid": 1}, "children": []}]}]),
+        reply(200, [{"name": "debian", "size_bytes": 5, "created_unix_ms": 1, "agent": True}]),
+        reply(200, {
+            "memory_total_bytes": 3, "memory_available_bytes": 2, "memory_admissible_bytes": 1,
+            "cpus": 2, "accel_default": "tcg", "accel_reason": "kvm_pvm",
+            "pool": {"target": 4, "waiting": 3, "hits": 2, "misses": 1},
+            "lost": [{"name": "old", "id": "1", "image": "debian", "parent": None}],
+        }),
+        reply(200, {"checks": [{"name": "qemu", "status": "failed", "remedy": "apt"}]}),
+        reply(200, {"vmforkd": "0.1.0", "api": "v1", "qemu": None, "kernel": "6.18"}),
+    ]
+    assert client.tree()[0].children[0].vm.vmid == 1
+    assert client.images()[0].name == "debian"
+    host = client.host()
+    assert (host.pool.waiting, host.lost[0].name) == (3, "old")
+    assert not client.doctor().ok
+    assert client.version().qemu is None
+
+
+def test_names_that_would_be_another_route_are_refused(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    for name in ("", ".", ".."):
+        with pytest.raises(vmfork.BadRequest):
+            client.vm(name)
+    with pytest.raises(vmfork.NotFound):
+        client.vm("a/../kill")
+    assert len(daemon.asked) == 1
+
+
+def test_models_are_frozen_and_slotted() -> None:
+    result = vmfork.ExecResult(exit_code=0)
+    with pytest.raises(AttributeError):
+        result.exit_code = 1  # type: ignore[misc]
+    assert not hasattr(result, "__dict__")
