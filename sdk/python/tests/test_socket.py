@@ -104,7 +104,8 @@ def test_the_environment_names_the_daemon() -> None:
     assert at() == "/run/vmfork/vmforkd.sock"
     assert at(VMFORK_STATE="/s") == "/s/vmforkd.sock"
     assert at(VMFORK_STATE="/s", VMFORK_SOCKET="/x.sock") == "/x.sock"
-    assert at(VMFORK_HOST="10.0.0.5:7070", VMFORK_SOCKET="/x.sock") == "http://10.0.0.5:7070"
+    assert at(VMFORK_HOST="tcp://10.0.0.5:7070", VMFORK_SOCKET="/x.sock") == "http://10.0.0.5:7070"
+    assert at(VMFORK_HOST="unix:///y.sock") == "/y.sock"
     given = find_endpoint(socket="/mine.sock", environ={"VMFORK_HOST": "h:1"})
     assert str(given) == "/mine.sock"
 
@@ -127,7 +128,10 @@ def test_a_token_is_sent_as_a_bearer(socket_path: Path, daemon: FakeDaemon) -> N
     [
         ({"socket": "/a", "host": "h:1"}, "one of"),
         ({"socket": "/" + "a" * 107}, "longer than the 107 bytes"),
-        ({"host": "ftp://h"}, "ADDRESS:PORT"),
+        ({"host": "ftp://h"}, "tcp://127"),
+        ({"host": "tcp://h"}, "tcp://127"),
+        ({"host": "tcp://h:99999"}, "tcp://127"),
+        ({"host": "tcp://:9"}, "tcp://127"),
     ],
 )
 def test_addresses_that_cannot_be_meant(arguments: dict[str, str], text: str) -> None:

@@ -38,7 +38,7 @@ class Client:
     """A daemon, as seen from here. Safe to use from several threads.
 
     Without arguments it is the daemon that ``VMFORK_HOST``, ``VMFORK_SOCKET`` or ``VMFORK_STATE``
-    name, else this host's own. ``host`` ("10.0.0.5:7070") wants a ``token`` or ``VMFORK_TOKEN``.
+    name, else this host's own. ``host`` (tcp://ADDRESS:PORT) wants a ``token`` or ``VMFORK_TOKEN``.
     ``transport`` takes the place of the network. Starts nothing: where no daemon answers, calls
     raise :class:`ConnectionFailed`.
     """

@@ -82,6 +82,8 @@ def find_endpoint(
             socket = env.get("VMFORK_SOCKET") or None
         if host is None and socket is None:
             state = env.get("VMFORK_STATE") or None
+    if host is not None and host.startswith("unix://"):
+        socket, host = host.removeprefix("unix://"), None
     if host is not None:
         return Endpoint(
             socket=None,
@@ -101,8 +103,11 @@ def find_endpoint(
 
 
 def _base_url(host: str) -> str:
+    # https:// is for a daemon behind a proxy that speaks TLS.
     if host.startswith(("http://", "https://")):
         return host.rstrip("/")
-    if "://" in host or "/" in host:
-        raise ValueError(f"host {host!r} should be ADDRESS:PORT or a URL of http(s)")
-    return f"http://{host}"
+    address = host.removeprefix("tcp://")
+    name, colon, port = address.rpartition(":")
+    if not (name and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"host {host!r}: write it like tcp://127.0.0.1:7070 or unix:///PATH")
+    return f"http://{address}"
