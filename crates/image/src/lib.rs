@@ -1,1 +1,27 @@
+//! Images, by name and number: pages, their sources, and the table that says which page has which.
+//!
+//! ```text
+//!   PageIdx, BlockIdx, PageRange      where in an image
+//!   ImageId, Source, Origin           whose bytes, and where that image keeps them
+//!   PageTable                         for every page its Source; persistent, shared, derived
+//! ```
+//!
+//! An image is an immutable array of pages, of memory or of a disk: nothing here knows which. A
+//! freeze *derives* the new image's [`PageTable`] from the one its VM began with; both share what
+//! did not change, so that a table costs what was written and neither its image's size nor the
+//! depth of its ancestry.
+//!
+//! Left to others: the bytes themselves (`vmfork-memory`), which to fetch next (`vmfork-policy`).
+//! No I/O, no threads, no clock, no unsafe code.
 
+#![deny(unsafe_code)]
+
+mod page;
+mod source;
+mod table;
+
+pub use page::{
+    BLOCK_BYTES, BLOCK_PAGES, BlockIdx, PAGE_BYTES, PAGES_MAX, PageIdx, PageRange, RangeError,
+};
+pub use source::{ImageId, ImageIdError, Origin, Source};
+pub use table::{BlockView, MixedBlock, Owners, PageTable, Runs, TableError, TableSize};
