@@ -66,9 +66,10 @@ pub enum Op {
     /// Map a run of another cache over a part of the view that no page was ever installed in, and register it.
     /// args: offset in bytes (also the offset in the cache), length in bytes; fd: the cache.
     /// Every page in the run that is a hole in that cache must be known to be zero.
+    /// EBUSY: QEMU itself has installed pages in a block of the run (a disk read, a balloon); nothing was mapped.
     MapCache = 4,
     /// Map zeros (anonymous memory) over such a part; not registered: the kernel serves it alone.
-    /// args: offset, length in bytes.
+    /// args: offset, length in bytes. EBUSY: as for `MapCache`.
     MapZero = 5,
     /// Unmap a part of a moved range. args: address, length in bytes.
     Release = 6,

@@ -11,13 +11,13 @@ use vmfork_tap_proto::{
     STATUS_MERGEABLE, VERSION,
 };
 
-use crate::{ram, seccomp, sys};
+use crate::{blocks, ram, seccomp, sys};
 
 const STACK_BYTES: usize = 64 << 10;
-const BLOCKS_MAX: usize = (RAM_BYTES_MAX / BLOCK_BYTES) as usize;
 
 /// A bit per block of RAM: another mapping may begin here. A freeze moves each mapping by itself.
-static BOUNDARIES: [AtomicU64; BLOCKS_MAX / 64] = [const { AtomicU64::new(0) }; BLOCKS_MAX / 64];
+static BOUNDARIES: [AtomicU64; blocks::BLOCKS_MAX / 64] =
+    [const { AtomicU64::new(0) }; blocks::BLOCKS_MAX / 64];
 static CONTROL: AtomicI32 = AtomicI32::new(-1);
 static QEMU_PIDFD: AtomicI32 = AtomicI32::new(-1);
 
@@ -208,9 +208,7 @@ impl Keeper {
     fn attach(&self, cache: c_int) -> Result<(), u32> {
         let (start, bytes) = Self::manageable_ram()?;
         self.map_view(cache, start, bytes)?;
-        for word in &BOUNDARIES {
-            word.store(0, Relaxed);
-        }
+        forget_parts(bytes);
         ram::set_view();
         Ok(())
     }
@@ -244,9 +242,7 @@ impl Keeper {
         if let Err(errno) = self.map_view(cache, start, bytes) {
             return Err(self.give_back(start, aside, moved, errno));
         }
-        for word in &BOUNDARIES {
-            word.store(0, Relaxed);
-        }
+        forget_parts(bytes);
         ram::set_view();
         let end = sys::monotonic_ns();
         Ok([aside as u64, between - began, end - between, stretches, 0, 0])
@@ -281,7 +277,7 @@ impl Keeper {
         let at = start + usize::try_from(offset).map_err(|_| EINVAL)?;
         let len = usize::try_from(len).map_err(|_| EINVAL)?;
         if let Some(cache) = cache {
-            self.map_view(cache, at, len)?;
+            self.map_view(cache, at, len)
         } else {
             let flags =
                 libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -289,10 +285,8 @@ impl Keeper {
             unsafe { sys::mmap(at, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)? };
             // SAFETY: advice for a range mapped just now; it is allowed to fail.
             let _advised = unsafe { sys::madvise(at, len, libc::MADV_NOHUGEPAGE) };
+            Ok(())
         }
-        set_boundary(offset / BLOCK_BYTES);
-        set_boundary(end / BLOCK_BYTES);
-        Ok(())
     }
 
     fn release(args: [u64; 4]) -> Result<(), u32> {
@@ -309,8 +303,17 @@ impl Keeper {
     }
 }
 
-fn set_boundary(block: u64) {
-    if let Some(word) = BOUNDARIES.get((block / 64) as usize) {
+/// RAM is one mapping again, with nothing installed.
+fn forget_parts(ram_bytes: usize) {
+    let blocks = ram_bytes / BLOCK_BYTES as usize;
+    for word in BOUNDARIES.iter().take(blocks / 64 + 1) {
+        word.store(0, Relaxed);
+    }
+    blocks::reset(blocks);
+}
+
+fn set_boundary(block: usize) {
+    if let Some(word) = BOUNDARIES.get(block / 64) {
         word.fetch_or(1 << (block % 64), Relaxed);
     }
 }

@@ -24,6 +24,7 @@
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #![expect(clippy::cast_possible_truncation, reason = "usize and u64 are one on x86-64")]
 
+mod blocks;
 #[expect(unreachable_pub, reason = "exported by name to the dynamic linker")]
 mod hooks;
 mod keeper;

@@ -13,7 +13,7 @@ use linux_raw_sys::general::{
 use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_ZEROPAGE};
 use vmfork_tap_proto::BLOCK_BYTES;
 
-use crate::sys;
+use crate::{blocks, sys};
 
 pub(crate) const PAGE_BYTES: usize = 4096;
 
@@ -141,11 +141,16 @@ pub(crate) fn register(userfaultfd: c_int, at: usize, len: usize) -> Result<(), 
 /// Bounded: every step advances.
 pub(crate) fn install_zeros(at: usize, len: usize) {
     let end = at + len;
+    let (start, _) = range();
     let mut next = at;
     let mut retries = 0;
     while next < end {
         let block_end = (next | (BLOCK_BYTES as usize - 1)) + 1;
         let stop = block_end.min(end);
+        if !blocks::touch((next - start) / BLOCK_BYTES as usize) {
+            next = stop;
+            continue;
+        }
         let mut request = uffdio_zeropage {
             range: uffdio_range { start: next as u64, len: (stop - next) as u64 },
             mode: 0,
