@@ -276,6 +276,19 @@ impl Keeper {
         }
         let at = start + usize::try_from(offset).map_err(|_| EINVAL)?;
         let len = usize::try_from(len).map_err(|_| EINVAL)?;
+        let (first_block, end_block) =
+            ((offset / BLOCK_BYTES) as usize, (end / BLOCK_BYTES) as usize);
+        if !blocks::claim(first_block, end_block) {
+            return Err(libc::EBUSY.unsigned_abs());
+        }
+        let mapped = self.map_over(at, len, cache);
+        blocks::settle(first_block, end_block, mapped.is_ok());
+        set_boundary(first_block);
+        set_boundary(end_block);
+        mapped
+    }
+
+    fn map_over(&self, at: usize, len: usize, cache: Option<c_int>) -> Result<(), u32> {
         if let Some(cache) = cache {
             self.map_view(cache, at, len)
         } else {
