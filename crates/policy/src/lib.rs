@@ -1,1 +1,34 @@
+//! What to fetch next, for one image on one host.
+//!
+//! ```text
+//!   fault ──► Scheduler::on_fault ──► Outcome: zero, present, or it waits
+//!                     │
+//!   engine ──► Scheduler::next ──► Fetch { range, reason } ──► read a source, write the cache
+//!                     ▲                                              │
+//!   wake or stop ◄── on_filled / on_failed ◄─────────────────────────┘
+//!                     ▲
+//!              Background: the drain; later working sets, segments, profiles
+//! ```
+//!
+//! [`Scheduler`] holds every decision and does nothing itself: feed it what happened, carry out
+//! what it returns. The engine, the benchmarks and the simulator run the same code.
+//!
+//! Promises: demand goes before everything else, first come first served; a page is under way at
+//! most once, and never while present; whoever waits for a page is named exactly once, to be woken
+//! or to be stopped; every queue has a bound.
+//!
+//! Left to others: reading sources, writing caches, waking (`vmfork-memory`). No I/O, no threads,
+//! no clock, no unsafe code.
 
+#![deny(unsafe_code)]
+
+mod background;
+mod presence;
+mod scheduler;
+
+pub use background::{Background, Drain, Proposal};
+pub use presence::Presence;
+pub use scheduler::{
+    BACKGROUNDS_MAX, Config, ConfigError, Fetch, Outcome, Reason, Refusal, Scheduler,
+    TooManyBackgrounds, ViewId,
+};

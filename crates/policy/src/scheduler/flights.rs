@@ -1,0 +1,116 @@
+//! Fetches under way.
+
+use std::collections::BTreeMap;
+
+use vmfork_image::{PageIdx, PageRange};
+
+/// The pages that have been asked for and neither filled nor failed yet: disjoint runs, by their
+/// first page.
+#[derive(Debug, Default)]
+pub(super) struct Flights {
+    runs: BTreeMap<PageIdx, Flight>,
+    background: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Flight {
+    end: PageIdx,
+    background: bool,
+}
+
+impl Flights {
+    /// How many runs. A fetch that is reported in pieces may count more than once meanwhile.
+    pub(super) fn len(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// How many of them nobody waited for when they set out.
+    pub(super) fn background(&self) -> usize {
+        self.background
+    }
+
+    /// The run that holds `page`.
+    pub(super) fn at(&self, page: PageIdx) -> Option<PageRange> {
+        let (start, flight) = self.runs.range(..=page).next_back()?;
+        (page < flight.end).then(|| PageRange::between(*start, flight.end))
+    }
+
+    /// The part of `range` around `page` that is free of flights; `page` itself must be.
+    pub(super) fn clip(&self, page: PageIdx, range: PageRange) -> PageRange {
+        let before = self.runs.range(..page).next_back().map_or(PageIdx(0), |(_, f)| f.end);
+        let after = self.runs.range(page..).next().map_or(range.end(), |(start, _)| *start);
+        PageRange::between(range.start().max(before), range.end().min(after))
+    }
+
+    /// `range` must be free of flights.
+    pub(super) fn insert(&mut self, range: PageRange, background: bool) {
+        debug_assert_eq!(self.clip(range.start(), range), range);
+        self.put(range.start(), Flight { end: range.end(), background });
+    }
+
+    /// Takes out what is in `range`, whole flights or parts.
+    pub(super) fn remove(&mut self, range: PageRange) {
+        if range.is_empty() {
+            return;
+        }
+        let from = self.at(range.start()).map_or(range.start(), |flight| flight.start());
+        while let Some((start, flight)) =
+            self.runs.range(from..range.end()).next().map(|(start, flight)| (*start, *flight))
+        {
+            self.runs.remove(&start);
+            self.background -= usize::from(flight.background);
+            if range.end() < flight.end {
+                self.put(range.end(), flight);
+            }
+            if start < range.start() {
+                self.put(start, Flight { end: range.start(), ..flight });
+                // What is left before `range` begins at `from`: go on behind it.
+                return self.remove(PageRange::between(flight.end.min(range.end()), range.end()));
+            }
+        }
+    }
+
+    fn put(&mut self, start: PageIdx, flight: Flight) {
+        self.background += usize::from(flight.background);
+        self.runs.insert(start, flight);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn flights_are_the_pages_put_in_less_those_taken_out(
+            steps in prop::collection::vec((any::<bool>(), any::<bool>(), 0..40u64, 0..12u64), 1..60),
+        ) {
+            let mut flights = Flights::default();
+            let mut model = [None; 64];
+            for (insert, background, start, len) in steps {
+                let range = PageRange::new(PageIdx(start), len).expect("small");
+                let cells = usize::try_from(start).expect("small")
+                    ..usize::try_from(start + len).expect("small");
+                if !insert {
+                    flights.remove(range);
+                    model[cells].fill(None);
+                } else if len > 0 && model[cells.clone()].iter().all(Option::is_none) {
+                    flights.insert(range, background);
+                    model[cells].fill(Some(background));
+                }
+                for (page, cell) in (0..).map(PageIdx).zip(&model) {
+                    prop_assert_eq!(flights.at(page).is_some(), cell.is_some());
+                    if cell.is_none() {
+                        let clip = flights.clip(page, PageRange::first(64));
+                        prop_assert!(clip.contains(page));
+                        prop_assert!(clip.pages().all(|page| flights.at(page).is_none()));
+                    }
+                }
+                let background = flights.runs.values().filter(|flight| flight.background).count();
+                prop_assert_eq!(flights.background(), background);
+            }
+        }
+    }
+}

@@ -1,0 +1,363 @@
+mod flights;
+mod waits;
+
+use std::fmt;
+
+use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable, Source};
+
+use self::flights::Flights;
+use self::waits::{First, Waits};
+use crate::{Background, Presence, Proposal};
+
+/// Most background policies of a scheduler.
+pub const BACKGROUNDS_MAX: usize = 8;
+
+/// The number of a view: one VM's sight of an image. Given by the engine, never used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ViewId(pub u64);
+
+impl fmt::Display for ViewId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Sizes and bounds of a [`Scheduler`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// A page that is waited for is fetched with its neighbours: those in the aligned window of so
+    /// many pages. A power of two, 1 to 512.
+    pub unit_pages: u64,
+    /// Most fetches under way at a time, at least 1.
+    pub fetches_max: usize,
+    /// Most of those that nobody waits for, so that demand always finds room: fewer than
+    /// `fetches_max`. 0: no background.
+    pub background_fetches_max: usize,
+    /// Most pairs of a view and a page that wait at a time, at least 1. A view waits for as many
+    /// pages at once as it has vCPUs and I/O threads, so this is far from what happens; it
+    /// bounds memory.
+    pub waits_max: usize,
+}
+
+impl Default for Config {
+    /// 64 KiB units; bounds for a few hundred views.
+    fn default() -> Self {
+        Self { unit_pages: 16, fetches_max: 64, background_fetches_max: 4, waits_max: 65_536 }
+    }
+}
+
+/// A configuration that makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    #[error("fill unit of {unit_pages} pages; it must be a power of two from 1 to {BLOCK_PAGES}")]
+    Unit { unit_pages: u64 },
+    #[error("{background} background fetches of at most {total} must leave room for demand")]
+    Fetches { background: usize, total: usize },
+    #[error("no view may wait for a page (waits_max is 0)")]
+    Waits,
+}
+
+/// More policies than [`BACKGROUNDS_MAX`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("no room for background policy `{name}`: there are {BACKGROUNDS_MAX}")]
+pub struct TooManyBackgrounds {
+    pub name: &'static str,
+}
+
+/// What becomes of a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The page is zero: give the view zeros.
+    Zero,
+    /// The page is in the cache by now: wake the view.
+    Present,
+    /// The view waits. `on_filled` or `on_failed` will name it, once for this page however often
+    /// it faults there meanwhile.
+    Waits,
+    /// The view can't be served: stop it.
+    Refused(Refusal),
+}
+
+/// Why a fault is not taken on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("the image has no such page")]
+    NoSuchPage,
+    #[error("too many pages are waited for")]
+    TooManyWaits,
+}
+
+/// Pages to bring into the cache: all absent, none under way, all of one source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fetch {
+    /// Never empty.
+    pub range: PageRange,
+    /// By the image's table; never zero.
+    pub source: Source,
+    pub reason: Reason,
+}
+
+/// Why pages are fetched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// A view waits for at least one of them.
+    Demand,
+    /// The policy of this name proposed them.
+    Background(&'static str),
+}
+
+/// Decides for one image on one host which pages come into its cache next.
+///
+/// Serves whatever non-zero pages it is asked for, by whichever image they are owned: blocks that
+/// are better mapped from an ancestor's cache the engine sends to that ancestor's scheduler.
+///
+/// Each call takes time for the pages it names and a logarithm of those that wait; `next` also
+/// passes over what the background finds present, once per page and pass.
+#[derive(Debug)]
+pub struct Scheduler<P> {
+    table: PageTable,
+    presence: P,
+    config: Config,
+    waits: Waits,
+    flights: Flights,
+    /// Earlier ones go first.
+    backgrounds: Vec<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    policy: Box<dyn Background>,
+    /// What is left of its last proposal.
+    rest: Option<Proposal>,
+}
+
+impl<P: Presence> Scheduler<P> {
+    /// # Errors
+    /// If `config` makes no sense.
+    pub fn new(table: PageTable, presence: P, config: Config) -> Result<Self, ConfigError> {
+        let Config { unit_pages, fetches_max, background_fetches_max, waits_max } = config;
+        if !unit_pages.is_power_of_two() || unit_pages > BLOCK_PAGES {
+            return Err(ConfigError::Unit { unit_pages });
+        }
+        if background_fetches_max >= fetches_max {
+            return Err(ConfigError::Fetches {
+                background: background_fetches_max,
+                total: fetches_max,
+            });
+        }
+        if waits_max == 0 {
+            return Err(ConfigError::Waits);
+        }
+        Ok(Self {
+            table,
+            presence,
+            config,
+            waits: Waits::default(),
+            flights: Flights::default(),
+            backgrounds: Vec::new(),
+        })
+    }
+
+    /// The image's table.
+    pub fn table(&self) -> &PageTable {
+        &self.table
+    }
+
+    /// The image's presence, as given.
+    pub fn presence(&self) -> &P {
+        &self.presence
+    }
+
+    /// Adds a background policy behind those that are there; in the place of the one of the same
+    /// name, if there is one.
+    ///
+    /// # Errors
+    /// If there are [`BACKGROUNDS_MAX`].
+    pub fn add_background(
+        &mut self,
+        policy: Box<dyn Background>,
+    ) -> Result<(), TooManyBackgrounds> {
+        let name = policy.name();
+        let running = Running { policy, rest: None };
+        match self.backgrounds.iter().position(|other| other.policy.name() == name) {
+            Some(at) => self.backgrounds[at] = running,
+            None if self.backgrounds.len() < BACKGROUNDS_MAX => self.backgrounds.push(running),
+            None => return Err(TooManyBackgrounds { name }),
+        }
+        Ok(())
+    }
+
+    /// Ends a background policy; what it has under way still arrives.
+    pub fn remove_background(&mut self, name: &str) {
+        self.backgrounds.retain(|running| running.policy.name() != name);
+    }
+
+    /// A view touched a page that its mapping lacks.
+    pub fn on_fault(&mut self, view: ViewId, page: PageIdx) -> Outcome {
+        match self.table.get(page) {
+            None => return Outcome::Refused(Refusal::NoSuchPage),
+            Some(Source::Zero) => return Outcome::Zero,
+            Some(Source::Image(_)) => {}
+        }
+        for running in &mut self.backgrounds {
+            running.policy.on_fault(page);
+        }
+        if self.waits.has(view, page) {
+            return Outcome::Waits;
+        }
+        if self.presence.is_present(page) {
+            return Outcome::Present;
+        }
+        if self.waits.count() >= self.config.waits_max {
+            return Outcome::Refused(Refusal::TooManyWaits);
+        }
+        self.waits.add(view, page, self.flights.at(page).is_none());
+        Outcome::Waits
+    }
+
+    /// What to fetch next. From then on it is under way, until `on_filled` and `on_failed` have
+    /// named all of it, in one piece or several. `None`: nothing now; ask again after the next
+    /// event.
+    ///
+    /// `background_pages`: most pages to fetch that nobody waits for, 0 for none. Demand is not
+    /// held back by it.
+    pub fn next(&mut self, background_pages: u64) -> Option<Fetch> {
+        if self.flights.len() >= self.config.fetches_max {
+            return None;
+        }
+        let (range, reason) = match self.waits.first() {
+            Some(first) => (self.around(first), Reason::Demand),
+            None if self.flights.background() < self.config.background_fetches_max => {
+                self.propose(background_pages)?
+            }
+            None => return None,
+        };
+        self.waits.set_out(range);
+        self.flights.insert(range, reason != Reason::Demand);
+        Some(Fetch { range, source: self.table.lookup(range.start()), reason })
+    }
+
+    /// These pages are present now (and [`Presence`] says so). They need not have been asked for,
+    /// nor be all of what was. Returns whom to wake, by page.
+    pub fn on_filled(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
+        self.flights.remove(range);
+        for running in &mut self.backgrounds {
+            running.policy.on_filled(range);
+        }
+        self.waits.take(range)
+    }
+
+    /// No source could serve these pages. Returns which views to stop, with the page of each.
+    ///
+    /// A failure is put down to a page only if it is reported alone: of several pages, those
+    /// that are waited for are fetched again one by one, since one bad neighbour must not stop a
+    /// view; the result is empty then.
+    pub fn on_failed(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
+        self.flights.remove(range);
+        for running in &mut self.backgrounds {
+            running.policy.on_failed(range);
+        }
+        if range.len() == 1 {
+            return self.waits.take(range);
+        }
+        self.waits.retry_alone(range);
+        Vec::new()
+    }
+
+    /// The view is gone: it waits for nothing any more. What is under way still arrives.
+    pub fn remove_view(&mut self, view: ViewId) {
+        self.waits.remove_view(view);
+    }
+
+    /// Whether nobody waits and nothing is under way.
+    pub fn is_idle(&self) -> bool {
+        self.waits.count() == 0 && self.flights.len() == 0
+    }
+
+    /// Whether no background policy has anything left to fetch, nor under way. Of the drain: it has
+    /// tried everything; whether all came in, [`Presence`] tells.
+    pub fn background_done(&self) -> bool {
+        self.flights.background() == 0
+            && self
+                .backgrounds
+                .iter()
+                .all(|running| running.rest.is_none() && running.policy.is_done())
+    }
+
+    /// How many pairs of a view and a page wait.
+    pub fn waits(&self) -> usize {
+        self.waits.count()
+    }
+
+    /// How many fetches are under way. One that is reported in pieces may count more than once.
+    pub fn fetches(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// The pages to fetch for one that is waited for.
+    fn around(&self, first: First) -> PageRange {
+        let page = first.page;
+        let unit = if first.alone { 1 } else { self.config.unit_pages };
+        let window_start = PageIdx(page.0 / unit * unit);
+        let window_end = self.table.range().end().min(PageIdx(window_start.0 + unit));
+        let (run, _) = self.table.run_at(page, PageRange::between(window_start, window_end));
+        let run = self.flights.clip(page, run);
+        let is_present = |page: &PageIdx| self.presence.is_present(*page);
+        let before = run.until_page(page).pages().rev().take_while(|page| !is_present(page));
+        let start = before.last().unwrap_or(page);
+        let after = run.from_page(PageIdx(page.0 + 1)).pages();
+        let last = after.take_while(|page| !is_present(page)).last().unwrap_or(page);
+        PageRange::between(start, PageIdx(last.0 + 1))
+    }
+
+    /// The pages to fetch that nobody waits for.
+    fn propose(&mut self, pages_max: u64) -> Option<(PageRange, Reason)> {
+        if pages_max == 0 {
+            return None;
+        }
+        for at in 0..self.backgrounds.len() {
+            let running = &mut self.backgrounds[at];
+            while let Some(proposal) =
+                running.rest.take().or_else(|| running.policy.propose(&self.table))
+            {
+                let whole = proposal.range.intersect(&self.table.range());
+                let piece_max = pages_max.min(proposal.pages_max.max(1));
+                let Some(range) =
+                    first_fetchable(&self.table, &self.presence, &self.flights, whole, piece_max)
+                else {
+                    continue;
+                };
+                let rest = whole.from_page(range.end());
+                running.rest = (!rest.is_empty()).then_some(Proposal { range: rest, ..proposal });
+                return Some((range, Reason::Background(running.policy.name())));
+            }
+        }
+        None
+    }
+}
+
+/// The first run in `whole`, of at most `pages_max` pages, that is neither zero nor present nor
+/// under way and has one source.
+fn first_fetchable(
+    table: &PageTable,
+    presence: &impl Presence,
+    flights: &Flights,
+    whole: PageRange,
+    pages_max: u64,
+) -> Option<PageRange> {
+    let mut rest = whole;
+    while let Some(absent) = presence.next_absent(rest) {
+        let page = absent.start();
+        if let Some(flight) = flights.at(page) {
+            rest = rest.from_page(flight.end());
+            continue;
+        }
+        let (run, source) = table.run_at(page, absent);
+        if source == Source::Zero {
+            rest = rest.from_page(run.end());
+            continue;
+        }
+        return Some(flights.clip(page, run).truncate(pages_max));
+    }
+    None
+}

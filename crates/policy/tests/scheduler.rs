@@ -1,0 +1,236 @@
+//! Promises of the scheduler, one by one.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_policy::{
+    Background, Config, ConfigError, Drain, Outcome, Proposal, Reason, Refusal, Scheduler, ViewId,
+};
+
+const VIEW: ViewId = ViewId(1);
+const OTHER: ViewId = ViewId(2);
+
+type Presence = Rc<RefCell<Vec<bool>>>;
+
+fn own() -> ImageId {
+    ImageId::new(7).expect("not 0")
+}
+
+fn range(start: u64, len: u64) -> PageRange {
+    PageRange::new(PageIdx(start), len).expect("small")
+}
+
+fn scheduler(pages: u64, config: Config) -> (Scheduler<Presence>, Presence) {
+    let present = Rc::new(RefCell::new(vec![false; usize::try_from(pages).expect("small")]));
+    let table = PageTable::uniform(pages, Source::Image(own()));
+    (Scheduler::new(table, Rc::clone(&present), config).expect("valid"), present)
+}
+
+fn fill(
+    scheduler: &mut Scheduler<Presence>,
+    present: &Presence,
+    range: PageRange,
+) -> Vec<(ViewId, PageIdx)> {
+    for page in range.pages() {
+        present.borrow_mut()[usize::try_from(page.0).expect("small")] = true;
+    }
+    scheduler.on_filled(range)
+}
+
+#[test]
+fn several_views_on_one_page_cause_one_fetch_and_are_all_woken() {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    for view in [VIEW, OTHER, VIEW] {
+        assert_eq!(scheduler.on_fault(view, PageIdx(20)), Outcome::Waits);
+    }
+    let fetch = scheduler.next(0).expect("demand");
+    assert_eq!((fetch.range, fetch.reason), (range(16, 16), Reason::Demand));
+    // A neighbour that is under way needs no fetch of its own.
+    assert_eq!(scheduler.on_fault(OTHER, PageIdx(31)), Outcome::Waits);
+    assert_eq!(scheduler.next(0), None);
+    let woken = fill(&mut scheduler, &present, fetch.range);
+    assert_eq!(woken, [(VIEW, PageIdx(20)), (OTHER, PageIdx(20)), (OTHER, PageIdx(31))]);
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(17)), Outcome::Present);
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn demand_goes_first_and_finds_room() {
+    let config =
+        Config { unit_pages: 1, fetches_max: 3, background_fetches_max: 2, ..Config::default() };
+    let (mut scheduler, _) = scheduler(4096, config);
+    scheduler.add_background(Box::new(Drain::new(own(), 512))).expect("room");
+    for _ in 0..2 {
+        let fetch = scheduler.next(512).expect("drain");
+        assert_eq!(fetch.reason, Reason::Background("drain"));
+    }
+    assert_eq!(scheduler.next(512), None);
+    scheduler.on_fault(VIEW, PageIdx(4000));
+    scheduler.on_fault(VIEW, PageIdx(3000));
+    assert_eq!(scheduler.next(512).expect("demand").range, range(4000, 1));
+    assert_eq!(scheduler.next(512), None, "no room");
+    scheduler.on_filled(range(4000, 1));
+    assert_eq!(scheduler.next(512).expect("demand").range, range(3000, 1));
+}
+
+#[test]
+fn one_bad_neighbour_stops_nobody() {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    scheduler.add_background(Box::new(Drain::new(own(), 512))).expect("room");
+    scheduler.on_fault(VIEW, PageIdx(3));
+    scheduler.on_fault(OTHER, PageIdx(5));
+    let fetch = scheduler.next(0).expect("demand");
+    assert_eq!(scheduler.on_failed(fetch.range), [], "tried again, one by one");
+    assert_eq!(scheduler.next(0).expect("demand").range, range(3, 1));
+    assert_eq!(scheduler.next(0).expect("demand").range, range(5, 1));
+    assert_eq!(fill(&mut scheduler, &present, range(3, 1)), [(VIEW, PageIdx(3))]);
+    assert_eq!(scheduler.on_failed(range(5, 1)), [(OTHER, PageIdx(5))]);
+    // The drain brings in the rest, though it is told of a failure.
+    let mut steps = 0;
+    while let Some(fetch) = scheduler.next(512) {
+        if fetch.range.contains(PageIdx(5)) {
+            scheduler.on_failed(fetch.range);
+        } else {
+            fill(&mut scheduler, &present, fetch.range);
+        }
+        steps += 1;
+        assert!(steps < 200, "it does not end");
+    }
+    assert!(scheduler.background_done());
+    let absent = |page: &u64| !present.borrow()[usize::try_from(*page).expect("small")];
+    assert_eq!((0..64).filter(absent).collect::<Vec<_>>(), [5]);
+}
+
+#[test]
+fn a_fill_in_pieces_wakes_piece_by_piece() {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    scheduler.on_fault(VIEW, PageIdx(0));
+    scheduler.on_fault(OTHER, PageIdx(15));
+    let fetch = scheduler.next(0).expect("demand");
+    assert_eq!(fill(&mut scheduler, &present, range(0, 4)), [(VIEW, PageIdx(0))]);
+    assert!(!scheduler.is_idle());
+    let rest = fetch.range.from_page(PageIdx(4));
+    assert_eq!(fill(&mut scheduler, &present, rest), [(OTHER, PageIdx(15))]);
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_view_that_is_gone_is_not_fetched_for() {
+    let (mut scheduler, _) = scheduler(64, Config::default());
+    scheduler.on_fault(VIEW, PageIdx(0));
+    scheduler.on_fault(VIEW, PageIdx(40));
+    scheduler.on_fault(OTHER, PageIdx(40));
+    scheduler.remove_view(VIEW);
+    assert_eq!(scheduler.next(0).expect("demand").range, range(32, 16));
+    assert_eq!(scheduler.next(0), None);
+    assert_eq!(scheduler.on_filled(range(32, 16)), [(OTHER, PageIdx(40))]);
+}
+
+#[test]
+fn waits_are_bounded() {
+    let (mut scheduler, _) = scheduler(64, Config { waits_max: 2, ..Config::default() });
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(0)), Outcome::Waits);
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(1)), Outcome::Waits);
+    assert_eq!(scheduler.on_fault(OTHER, PageIdx(1)), Outcome::Refused(Refusal::TooManyWaits));
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(1)), Outcome::Waits, "waits already");
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(64)), Outcome::Refused(Refusal::NoSuchPage));
+}
+
+#[test]
+fn senseless_configurations_are_refused() {
+    let new = |config| Scheduler::new(PageTable::uniform(1, Source::Zero), present(), config).err();
+    let present_config = Config::default();
+    for unit_pages in [0, 3, 1024] {
+        let error = new(Config { unit_pages, ..present_config }).expect("refused");
+        assert_eq!(
+            error.to_string(),
+            format!("fill unit of {unit_pages} pages; it must be a power of two from 1 to 512")
+        );
+    }
+    let full = Config { fetches_max: 4, background_fetches_max: 4, ..present_config };
+    assert_eq!(new(full), Some(ConfigError::Fetches { background: 4, total: 4 }));
+    assert_eq!(new(Config { waits_max: 0, ..present_config }), Some(ConfigError::Waits));
+    assert_eq!(new(present_config), None);
+
+    fn present() -> Presence {
+        Rc::default()
+    }
+}
+
+/// Prefetches the rest of a segment once a part of it has faulted: that [`Background`] carries a
+/// predictor, not only lists.
+#[derive(Debug, Default)]
+struct Segments {
+    faults: BTreeMap<u64, u64>,
+    ready: Vec<u64>,
+}
+
+const SEGMENT_PAGES: u64 = 64;
+
+impl Background for Segments {
+    fn name(&self) -> &'static str {
+        "segments"
+    }
+
+    fn propose(&mut self, _: &PageTable) -> Option<Proposal> {
+        let segment = self.ready.pop()?;
+        Some(Proposal { range: range(segment * SEGMENT_PAGES, SEGMENT_PAGES), pages_max: 32 })
+    }
+
+    fn is_done(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    fn on_fault(&mut self, page: PageIdx) {
+        let segment = page.0 / SEGMENT_PAGES;
+        let faults = self.faults.entry(segment).or_default();
+        *faults += 1;
+        if *faults == 3 {
+            self.ready.push(segment);
+        }
+    }
+}
+
+#[test]
+fn a_predictor_fits_and_goes_before_the_drain() {
+    let config = Config { unit_pages: 1, ..Config::default() };
+    let (mut scheduler, present) = scheduler(4096, config);
+    scheduler.add_background(Box::new(Segments::default())).expect("room");
+    scheduler.add_background(Box::new(Drain::new(own(), 8))).expect("room");
+    assert_eq!(scheduler.next(512).expect("drain").range, range(0, 8));
+    for page in [640, 650, 660] {
+        scheduler.on_fault(VIEW, PageIdx(page));
+        let fetch = scheduler.next(512).expect("demand");
+        assert_eq!(fetch.reason, Reason::Demand);
+        fill(&mut scheduler, &present, fetch.range);
+    }
+    let mut predicted = 0;
+    loop {
+        let fetch = scheduler.next(512).expect("there is the drain");
+        fill(&mut scheduler, &present, fetch.range);
+        if fetch.reason != Reason::Background("segments") {
+            break;
+        }
+        assert!(range(640, 64).covers(&fetch.range));
+        predicted += fetch.range.len();
+    }
+    assert_eq!(predicted, 61);
+    scheduler.remove_background("drain");
+    fill(&mut scheduler, &present, range(0, 8));
+    assert!(scheduler.background_done());
+}
+
+#[test]
+fn a_policy_takes_the_place_of_its_namesake() {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    for _ in 0..100 {
+        scheduler.add_background(Box::new(Drain::new(own(), 64))).expect("the same name");
+    }
+    let fetch = scheduler.next(512).expect("drain");
+    assert_eq!(fetch.range, range(0, 64));
+    fill(&mut scheduler, &present, fetch.range);
+    assert_eq!(scheduler.next(512), None);
+    assert!(scheduler.background_done());
+}
