@@ -1,1 +1,48 @@
+//! Guest memory on one host: caches, frozen ranges, views, and the page engine that ties them together.
+//!
+//! ```text
+//!                freeze                       fault (userfaultfd)
+//!   GuestMemory ────────► Engine thread ◄───────────────────────── views (QEMU processes)
+//!    (a VM's RAM)           │   ▲ answer: wake | zeros | map a run of an ancestor | fill the cache
+//!                           ▼   │
+//!                       HostImage: Cache (memfd + Presence), PageTable, FrozenRange
+//!                           ▲
+//!                           └── read by the engines of images derived from it
+//! ```
+//!
+//! One [`Engine`] per image: a thread that owns all that changes. It fills the image's cache once, however
+//! many views wait, and never a view by itself, so that all clones share one copy until they write
+//! (design.md §3.2). [`GuestMemory`] is a VM's RAM, by way of the shim's keeper: attach it to an image,
+//! freeze it into a new one.
+//!
+//! Promises: a fault is answered or its view is reported lost; a page is brought into a cache at most once;
+//! bytes in a cache never change while a table names them.
+//!
+//! Left to others: QEMU, which pages to prefetch, when to fork, what to do with a lost VM.
 
+mod cache;
+mod counters;
+mod engine;
+mod frozen;
+mod garbage;
+mod guest_memory;
+mod host_image;
+mod pagemap;
+mod presence;
+mod sync;
+mod tap;
+mod uffd;
+mod view;
+
+pub use cache::Cache;
+pub use counters::{Counter, ImageCounters, ViewCounters};
+pub use engine::{Engine, EngineError, EngineEvent, EngineOptions, EventSink};
+pub use garbage::collect_garbage;
+pub use guest_memory::{
+    ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample, USERFAULTFD_DEVICE,
+};
+pub use host_image::{HostImage, PageLost};
+pub use presence::Presence;
+pub use tap::{ShimEnds, Tap, TapError};
+pub use uffd::Uffd;
+pub use view::ViewId;

@@ -1,0 +1,103 @@
+//! What this host holds of one memory image: a memfd and its presence bitmap.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use vmfork_image::PageRange;
+
+use crate::presence::Presence;
+
+/// The cache of one image. Filled by the image's engine alone, mapped privately by its views, read by the
+/// engines of images that descend from it.
+#[derive(Debug)]
+pub struct Cache {
+    memfd: OwnedFd,
+    /// The same file, for views: enough for a private mapping, not enough to change the cache.
+    read_only: OwnedFd,
+    presence: Presence,
+}
+
+impl Cache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// No memory or no fds left.
+    pub(crate) fn new(name: &str, pages: u64) -> io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memfd = rustix::fs::memfd_create(name, flags)?;
+        rustix::fs::ftruncate(&memfd, PageRange::first(pages).byte_len())?;
+        rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        // QEMU is handed a read-only descriptor, and must not be able to reopen it for writing.
+        rustix::fs::fchmod(&memfd, Mode::RUSR | Mode::WUSR)?;
+        let path = format!("/proc/self/fd/{}", memfd.as_raw_fd());
+        let read_only = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        Ok(Self { memfd, read_only, presence: Presence::new(pages) })
+    }
+
+    pub fn presence(&self) -> &Presence {
+        &self.presence
+    }
+
+    /// What a view maps.
+    pub(crate) fn for_views(&self) -> BorrowedFd<'_> {
+        self.read_only.as_fd()
+    }
+
+    /// Put pages into the cache. Their presence is the caller's to set, afterwards.
+    ///
+    /// # Errors
+    /// The host is out of memory.
+    pub(crate) fn write(&self, range: PageRange, bytes: &[u8]) -> io::Result<()> {
+        debug_assert_eq!(bytes.len() as u64, range.byte_len());
+        let (mut offset, mut rest) = (range.byte_offset(), bytes);
+        while !rest.is_empty() {
+            match rustix::io::pwrite(&self.memfd, rest, offset) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => {
+                    offset += written as u64;
+                    rest = &rest[written..];
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Take pages that are present.
+    ///
+    /// # Errors
+    /// As pread(2) on a memfd: never, in practice.
+    pub(crate) fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        debug_assert_eq!(bytes.len() as u64, range.byte_len());
+        let (mut offset, mut rest) = (range.byte_offset(), bytes);
+        while !rest.is_empty() {
+            match rustix::io::pread(&self.memfd, &mut *rest, offset) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => {
+                    offset += read as u64;
+                    rest = &mut rest[read..];
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Give pages back to the host that no table of a live image names.
+    ///
+    /// # Errors
+    /// As fallocate(2).
+    pub(crate) fn discard(&self, range: PageRange) -> io::Result<()> {
+        self.presence.clear(range);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.memfd, flags, range.byte_offset(), range.byte_len())?)
+    }
+
+    /// Bytes of host memory that the cache takes.
+    pub fn resident_bytes(&self) -> u64 {
+        rustix::fs::fstat(&self.memfd).map_or(0, |stat| stat.st_blocks.cast_unsigned() * 512)
+    }
+}

@@ -1,0 +1,289 @@
+//! The page engine of one image: a handle, and the thread behind it.
+
+mod answer;
+mod derive;
+mod drain;
+mod worker;
+
+use std::os::fd::OwnedFd;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+use std::{fmt, io};
+
+use rustix::event::EventfdFlags;
+use vmfork_image::{ImageId, PageTable, Source};
+
+use crate::frozen::FrozenRange;
+use crate::host_image::{Ancestors, HostImage};
+use crate::view::{View, ViewId};
+
+/// How long an engine may take to answer its owner. It answers between two faults.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What can be set.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Pages brought in by one fault, the page with its neighbours: a power of two, 1 to 512. See
+    /// docs/performance.md for how the default was measured.
+    pub fill_unit_pages: u64,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { fill_unit_pages: 16 }
+    }
+}
+
+/// What an engine tells its owner, from its own thread.
+#[derive(Debug, Clone)]
+pub enum EngineEvent {
+    /// The page table is complete.
+    Sealed { image: ImageId },
+    /// All frozen pages are in the cache; the process that they were frozen in is needed no more.
+    Drained { image: ImageId },
+    /// No source could serve a page that the view waits for. Its VM must be ended.
+    ViewLost { image: ImageId, view: ViewId, reason: String },
+    /// The engine has ended by a fault of its own. All its views must be ended.
+    Died { image: ImageId, reason: String },
+}
+
+/// Where an engine's events go. Called on the engine's thread: must not block.
+pub type EventSink = Arc<dyn Fn(EngineEvent) + Send + Sync>;
+
+/// An engine can't do what its owner asks.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error("image {image}: its page engine has ended")]
+    Gone { image: ImageId },
+    #[error("image {image}: its page engine has not answered within {} s", REPLY_TIMEOUT.as_secs())]
+    Timeout { image: ImageId },
+    #[error("image {image} has {pages} pages, the VM {vm_pages}")]
+    Size { image: ImageId, pages: u64, vm_pages: u64 },
+    #[error("image {image}: what the VM had written is not known yet")]
+    NotSealed { image: ImageId },
+    #[error("start a page engine")]
+    Start(#[source] io::Error),
+}
+
+enum Command {
+    /// The freeze is done: the pages lie aside there.
+    Begin {
+        frozen: FrozenRange,
+    },
+    AddView {
+        id: ViewId,
+        view: View,
+    },
+    RemoveView {
+        id: ViewId,
+        done: SyncSender<()>,
+    },
+    /// For tests of what a bug in the engine does to others.
+    Panic,
+    Stop,
+}
+
+/// The handle of an image's engine. Dropping it ends the engine, unless other images still need pages that
+/// are not drained: then it goes on until they are.
+pub struct Engine {
+    image: Arc<HostImage>,
+    /// What was known before the freeze: the table of the image that the VM began from.
+    base_table: PageTable,
+    commands: Mutex<Sender<Command>>,
+    wake: Arc<OwnedFd>,
+    progress: Arc<Progress>,
+}
+
+/// How far an engine has come; for those who wait.
+#[derive(Debug, Default)]
+struct Progress {
+    reached: Mutex<Reached>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Reached {
+    sealed: bool,
+    drained: bool,
+    ended: bool,
+}
+
+impl Progress {
+    fn update(&self, change: impl FnOnce(&mut Reached)) {
+        change(&mut self.reached.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    fn get(&self) -> Reached {
+        *self.reached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait(&self, timeout: Duration, until: impl Fn(Reached) -> bool) -> Reached {
+        let reached = self.reached.lock().unwrap_or_else(PoisonError::into_inner);
+        let (reached, _) = self
+            .changed
+            .wait_timeout_while(reached, timeout, |now| !until(*now) && !now.ended)
+            .unwrap_or_else(PoisonError::into_inner);
+        *reached
+    }
+}
+
+impl Engine {
+    /// Start the engine of a new image, to be frozen from a VM that began from `base` (or booted). It waits for
+    /// [`crate::GuestMemory::freeze`].
+    ///
+    /// # Errors
+    /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size, or the host lacks memory, fds or
+    /// threads.
+    pub fn prepare(
+        id: ImageId,
+        pages: u64,
+        base: Option<&Arc<HostImage>>,
+        options: &EngineOptions,
+        events: EventSink,
+    ) -> Result<Self, EngineError> {
+        let (base_table, ancestors) = match base {
+            None => (PageTable::uniform(pages, Source::Zero), Ancestors::new()),
+            Some(base) => {
+                let sealed = base.sealed().ok_or(EngineError::NotSealed { image: base.id() })?;
+                if base.pages() != pages {
+                    return Err(EngineError::Size {
+                        image: base.id(),
+                        pages: base.pages(),
+                        vm_pages: pages,
+                    });
+                }
+                let mut ancestors = sealed.ancestors.clone();
+                ancestors.insert(base.id(), Arc::clone(base));
+                (sealed.table.clone(), ancestors)
+            }
+        };
+        let image = Arc::new(HostImage::new(id, pages).map_err(EngineError::Start)?);
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| EngineError::Start(errno.into()))?;
+        let wake = Arc::new(wake);
+        let (commands, inbox) = channel();
+        let progress = Arc::new(Progress::default());
+        let worker = worker::Worker::new(
+            Arc::clone(&image),
+            base_table.clone(),
+            ancestors,
+            options,
+            worker::Inbox { commands: inbox, wake: Arc::clone(&wake) },
+            Arc::clone(&events),
+            Arc::clone(&progress),
+        );
+        let ended = Arc::clone(&progress);
+        std::thread::Builder::new()
+            .name(format!("engine-{id}"))
+            .spawn(move || {
+                let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| worker.run()));
+                ended.update(|reached| reached.ended = true);
+                if let Err(panic) = outcome {
+                    let reason = panic_text(&*panic);
+                    tracing::error!(image = %id, reason, "page engine died");
+                    events(EngineEvent::Died { image: id, reason });
+                }
+            })
+            .map_err(EngineError::Start)?;
+        Ok(Self { image, base_table, commands: Mutex::new(commands), wake, progress })
+    }
+
+    pub fn image(&self) -> &Arc<HostImage> {
+        &self.image
+    }
+
+    /// The image's table, or, while that is being derived, the one it is derived from: what must not be
+    /// collected as garbage.
+    pub(crate) fn reachable(&self) -> &PageTable {
+        self.image.table().unwrap_or(&self.base_table)
+    }
+
+    /// Wait until the page table is complete. → whether it is.
+    pub fn wait_sealed(&self, timeout: Duration) -> bool {
+        self.progress.wait(timeout, |reached| reached.sealed).sealed
+    }
+
+    /// Wait until all frozen pages are in the cache. → whether they are.
+    pub fn wait_drained(&self, timeout: Duration) -> bool {
+        self.progress.wait(timeout, |reached| reached.drained).drained
+    }
+
+    pub fn is_drained(&self) -> bool {
+        self.progress.get().drained
+    }
+
+    /// Whether the thread has ended, which it does by itself only if it failed.
+    pub fn has_ended(&self) -> bool {
+        self.progress.get().ended
+    }
+
+    /// Make the engine's thread panic, to test what others see then.
+    pub fn inject_panic(&self) {
+        let _sent = self.send(Command::Panic);
+    }
+
+    pub(crate) fn begin(&self, frozen: FrozenRange) -> Result<(), EngineError> {
+        self.send(Command::Begin { frozen })
+    }
+
+    pub(crate) fn add_view(&self, id: ViewId, view: View) -> Result<(), EngineError> {
+        self.send(Command::AddView { id, view })
+    }
+
+    /// The view's faults are this engine's affair no more, from the return of this on.
+    pub(crate) fn remove_view(&self, id: ViewId) -> Result<(), EngineError> {
+        let (done, wait): (_, Receiver<()>) = sync_channel(1);
+        self.send(Command::RemoveView { id, done })?;
+        wait.recv_timeout(REPLY_TIMEOUT).map_err(|error| match error {
+            std::sync::mpsc::RecvTimeoutError::Timeout => {
+                EngineError::Timeout { image: self.image.id() }
+            }
+            std::sync::mpsc::RecvTimeoutError::Disconnected => {
+                EngineError::Gone { image: self.image.id() }
+            }
+        })
+    }
+
+    fn send(&self, command: Command) -> Result<(), EngineError> {
+        self.commands
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .send(command)
+            .map_err(|_| EngineError::Gone { image: self.image.id() })?;
+        let _woken = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+        Ok(())
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _sent = self.send(Command::Stop);
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("image", &self.image.id())
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+/// Numbers for views, unique in this process.
+pub(crate) fn next_view_id() -> ViewId {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    ViewId(NEXT.fetch_add(1, Ordering::Relaxed))
+}

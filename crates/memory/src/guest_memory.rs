@@ -1,0 +1,275 @@
+//! The RAM of one running QEMU, by way of the shim's keeper.
+//!
+//! ```text
+//!   connect ──► Booted ──freeze──► View of the new image ──freeze──► View of the next …
+//!          └──► (waiting) ──attach──► View of the snapshot's image
+//! ```
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmfork_image::{PAGE_BYTES, PageRange};
+use vmfork_tap_proto::{BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSION};
+
+use crate::counters::ViewCounters;
+use crate::engine::{Engine, EngineError, next_view_id};
+use crate::frozen::FrozenRange;
+use crate::pagemap::{Held, Pagemap};
+use crate::tap::{Tap, TapError, pidfd_of};
+use crate::uffd::Uffd;
+use crate::view::{View, ViewId};
+
+/// What the daemon opens for the shim.
+pub const USERFAULTFD_DEVICE: &str = "/dev/userfaultfd";
+
+/// A QEMU's RAM can't be taken hold of.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    #[error(
+        "the shim does not answer: QEMU was started without it, or the kernel refused it userfaultfd"
+    )]
+    NoShim(#[source] TapError),
+    #[error("the shim is of version {found}, this daemon needs {VERSION}")]
+    Version { found: u64 },
+    #[error("QEMU made {mappings} mappings of its RAM; exactly 1 can be forked")]
+    Mappings { mappings: u64 },
+    #[error("QEMU mapped {found} bytes of RAM, {expected} were asked for")]
+    Size { found: u64, expected: u64 },
+    #[error("QEMU's RAM at {start:#x} is not aligned to {BLOCK_BYTES} bytes")]
+    Alignment { start: u64 },
+    #[error("QEMU marks RAM mergeable in spite of mem-merge=off; a freeze would walk every page")]
+    Mergeable,
+    #[error("the shim handed over no userfaultfd")]
+    NoUserfaultfd,
+    #[error("look into process {pid}")]
+    Process {
+        pid: u64,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A freeze, or an attach, failed.
+#[derive(Debug, thiserror::Error)]
+pub enum FreezeError {
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error("find the moved pages' process")]
+    Process(#[source] io::Error),
+}
+
+impl FreezeError {
+    /// Whether RAM is in an unknown state and QEMU must be killed. Else the VM can go on as it was.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            Self::Tap(error) => error.is_fatal(),
+            Self::Engine(_) | Self::Process(_) => true,
+        }
+    }
+}
+
+/// Where the time of a freeze went.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FreezeTimes {
+    /// Moving the pages aside.
+    pub moving: Duration,
+    /// Mapping the new cache and registering it.
+    pub mapping: Duration,
+    /// All of it, with the way to the keeper and the engines.
+    pub total: Duration,
+    /// How many mappings RAM consisted of.
+    pub mappings: u64,
+}
+
+/// How much of RAM is the VM's own.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MemorySample {
+    pub private_pages: u64,
+    pub zero_pages: u64,
+}
+
+/// The RAM of one QEMU. Dropping it ends that QEMU, if it still runs.
+#[derive(Debug)]
+pub struct GuestMemory {
+    tap: Arc<Tap>,
+    uffd: Arc<Uffd>,
+    pagemap: Pagemap,
+    keeper_pid: u32,
+    qemu_pid: u32,
+    hva: u64,
+    pages: u64,
+    view: Option<(Arc<Engine>, ViewId)>,
+    counters: Arc<ViewCounters>,
+}
+
+impl GuestMemory {
+    /// Take hold of the RAM of a QEMU that has come up, and check that it can be forked.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: it can't.
+    pub fn connect(tap: Tap, qemu_pid: u32, memory_bytes: u64) -> Result<Self, ConnectError> {
+        let (values, fd) = tap.call(Op::Status, [0; 4], None).map_err(ConnectError::NoShim)?;
+        let [version, keeper, hva, bytes, mappings, flags] = values;
+        if version != u64::from(VERSION) {
+            return Err(ConnectError::Version { found: version });
+        }
+        let in_process = |source| ConnectError::Process { pid: keeper, source };
+        let keeper_pid =
+            u32::try_from(keeper).map_err(|_| in_process(io::ErrorKind::InvalidData.into()))?;
+        tap.set_keeper(pidfd_of(keeper_pid).map_err(in_process)?);
+        if mappings != 1 {
+            return Err(ConnectError::Mappings { mappings });
+        }
+        if bytes != memory_bytes {
+            return Err(ConnectError::Size { found: bytes, expected: memory_bytes });
+        }
+        if hva % BLOCK_BYTES != 0 || bytes % BLOCK_BYTES != 0 {
+            return Err(ConnectError::Alignment { start: hva });
+        }
+        if flags & STATUS_MERGEABLE != 0 {
+            return Err(ConnectError::Mergeable);
+        }
+        let uffd = Arc::new(Uffd::new(fd.ok_or(ConnectError::NoUserfaultfd)?));
+        let pagemap = Pagemap::open(keeper_pid).map_err(in_process)?;
+        Ok(Self {
+            tap: Arc::new(tap),
+            uffd,
+            pagemap,
+            keeper_pid,
+            qemu_pid,
+            hva,
+            pages: bytes / PAGE_BYTES,
+            view: None,
+            counters: Arc::default(),
+        })
+    }
+
+    /// How many pages RAM has.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    pub fn keeper_pid(&self) -> u32 {
+        self.keeper_pid
+    }
+
+    /// The engine of the image that RAM is a view of; `None` in a VM that booted and was never forked.
+    pub fn engine(&self) -> Option<&Arc<Engine>> {
+        self.view.as_ref().map(|(engine, _)| engine)
+    }
+
+    /// The number by which [`crate::EngineEvent::ViewLost`] names this VM.
+    pub fn view_id(&self) -> Option<ViewId> {
+        self.view.as_ref().map(|(_, id)| *id)
+    }
+
+    /// Faults that the page engines answered for this VM.
+    pub fn counters(&self) -> &ViewCounters {
+        &self.counters
+    }
+
+    /// Make RAM a view of a snapshot's image. QEMU waits for its device state; nothing in RAM counts.
+    ///
+    /// # Errors
+    /// The keeper or the engine has gone, or refuses.
+    pub fn attach(&mut self, engine: &Arc<Engine>) -> Result<(), FreezeError> {
+        let image = engine.image();
+        if image.pages() != self.pages {
+            let error =
+                EngineError::Size { image: image.id(), pages: image.pages(), vm_pages: self.pages };
+            return Err(error.into());
+        }
+        self.tap.call(Op::Attach, [0; 4], Some(image.cache().for_views()))?;
+        self.become_view(engine)?;
+        Ok(())
+    }
+
+    /// Freeze the stopped VM's RAM into the image of `next`, and go on as its first view. Takes well under a
+    /// millisecond, whatever the size of RAM.
+    ///
+    /// # Errors
+    /// If not [`FreezeError::is_fatal`], RAM is as before.
+    pub fn freeze(&mut self, next: &Arc<Engine>) -> Result<FreezeTimes, FreezeError> {
+        let began = Instant::now();
+        let before = self.view.take();
+        if let Some((engine, id)) = &before {
+            engine.remove_view(*id)?;
+        }
+        let cache = next.image().cache().for_views();
+        let values = match self.tap.call(Op::Freeze, [0; 4], Some(cache)) {
+            Ok((values, _)) => values,
+            Err(error) => {
+                // RAM is the old image's view still, though of the engine's knowledge of it only the safe part
+                // is left: nothing more will be mapped over it.
+                if let Some((engine, _)) = before {
+                    self.become_touched_view(&engine)?;
+                }
+                return Err(error.into());
+            }
+        };
+        let [address, moving_ns, mapping_ns, mappings, ..] = values;
+        let pids = [self.keeper_pid, self.qemu_pid];
+        let frozen = FrozenRange::new(address, self.pages, Arc::clone(&self.tap), &pids)
+            .map_err(FreezeError::Process)?;
+        next.begin(frozen)?;
+        self.become_view(next)?;
+        Ok(FreezeTimes {
+            moving: Duration::from_nanos(moving_ns),
+            mapping: Duration::from_nanos(mapping_ns),
+            total: began.elapsed(),
+            mappings,
+        })
+    }
+
+    /// Leave the image's engine: the VM has ended.
+    pub fn detach(&mut self) {
+        if let Some((engine, id)) = self.view.take()
+            && let Err(error) = engine.remove_view(id)
+        {
+            tracing::debug!(%error, "detach");
+        }
+    }
+
+    /// Count the pages that this VM alone holds. Takes 1 ms per GiB.
+    ///
+    /// # Errors
+    /// The VM has gone.
+    pub fn sample(&self) -> io::Result<MemorySample> {
+        let mut sample = MemorySample::default();
+        self.pagemap.scan(self.hva, PageRange::first(self.pages), |run, held| match held {
+            Held::Private => sample.private_pages += run.len(),
+            Held::Zero => sample.zero_pages += run.len(),
+        })?;
+        Ok(sample)
+    }
+
+    fn become_view(&mut self, engine: &Arc<Engine>) -> Result<(), EngineError> {
+        let id = next_view_id();
+        engine.add_view(id, self.new_view())?;
+        self.view = Some((Arc::clone(engine), id));
+        Ok(())
+    }
+
+    fn become_touched_view(&mut self, engine: &Arc<Engine>) -> Result<(), EngineError> {
+        let id = next_view_id();
+        let mut view = self.new_view();
+        view.touch_all();
+        engine.add_view(id, view)?;
+        self.view = Some((Arc::clone(engine), id));
+        Ok(())
+    }
+
+    fn new_view(&self) -> View {
+        let (uffd, tap) = (Arc::clone(&self.uffd), Arc::clone(&self.tap));
+        View::new(uffd, tap, self.hva, self.pages, Arc::clone(&self.counters))
+    }
+}
+
+impl Drop for GuestMemory {
+    fn drop(&mut self) {
+        self.detach();
+    }
+}

@@ -1,0 +1,218 @@
+//! The daemon's end of a keeper's control socket (`vmfork-tap-proto`).
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::fs::MemfdFlags;
+use rustix::net::sockopt::Timeout;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use rustix::process::{PidfdFlags, WaitId, WaitIdOptions};
+use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
+
+/// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is held up
+/// for so long is lost.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the shim must be handed before QEMU starts.
+#[derive(Debug)]
+pub struct ShimEnds {
+    /// For `VMFORK_TAP_CONTROL`.
+    pub control: OwnedFd,
+    /// For `VMFORK_TAP_RAM` and `mem-path`.
+    pub ram: OwnedFd,
+}
+
+/// A request to a keeper failed.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    #[error("keeper: {op:?}: the keeper has gone")]
+    Gone { op: Op },
+    #[error("keeper: {op:?}: no answer within {} s", REPLY_TIMEOUT.as_secs())]
+    Timeout { op: Op },
+    #[error("keeper: {op:?} refused")]
+    Refused {
+        op: Op,
+        #[source]
+        source: io::Error,
+    },
+    #[error("keeper: {op:?}: answer of {len} bytes makes no sense")]
+    BadReply { op: Op, len: usize },
+    #[error("keeper: {op:?}: socket")]
+    Socket {
+        op: Op,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl TapError {
+    /// Whether RAM is in an unknown state and QEMU must be killed.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            Self::Refused { source, .. } => source.raw_os_error() == Some(libc::ENOTRECOVERABLE),
+            Self::Gone { .. } => false,
+            _ => true,
+        }
+    }
+}
+
+/// The socket to one keeper. Requests are serialised: the control plane (attach, freeze) and an engine (map a
+/// run, release) may both have some.
+#[derive(Debug)]
+pub struct Tap {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    socket: OwnedFd,
+    sequence: u32,
+    /// Known once the keeper has answered `Status`; a pidfd of a child of ours.
+    keeper: Option<OwnedFd>,
+}
+
+impl Tap {
+    /// A socket, and what the shim in a QEMU with `memory_bytes` of RAM needs.
+    ///
+    /// # Errors
+    /// No fds or memory left.
+    pub fn new(memory_bytes: u64) -> io::Result<(Self, ShimEnds)> {
+        let (ours, control) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(REPLY_TIMEOUT))?;
+        rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(REPLY_TIMEOUT))?;
+        let ram = rustix::fs::memfd_create("vmfork-ram", MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&ram, memory_bytes)?;
+        let inner = Inner { socket: ours, sequence: 0, keeper: None };
+        Ok((Self { inner: Mutex::new(inner) }, ShimEnds { control, ram }))
+    }
+
+    /// Remember the keeper's process, to reap it at the end.
+    pub(crate) fn set_keeper(&self, pidfd: OwnedFd) {
+        self.lock().keeper = Some(pidfd);
+    }
+
+    /// One request, one answer.
+    ///
+    /// # Errors
+    /// See [`TapError`].
+    pub(crate) fn call(
+        &self,
+        op: Op,
+        args: [u64; 4],
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<([u64; 6], Option<OwnedFd>), TapError> {
+        let mut inner = self.lock();
+        inner.sequence = inner.sequence.wrapping_add(1);
+        let request = Request { op: op as u32, sequence: inner.sequence, args };
+        send(&inner.socket, &request.to_bytes(), fd).map_err(|errno| socket_error(op, errno))?;
+        let mut bytes = [0; REPLY_BYTES];
+        let (len, fd) =
+            receive(&inner.socket, &mut bytes).map_err(|errno| socket_error(op, errno))?;
+        if len == 0 {
+            return Err(TapError::Gone { op });
+        }
+        let reply = Reply::from_bytes(&bytes);
+        if len != REPLY_BYTES || reply.sequence != inner.sequence {
+            return Err(TapError::BadReply { op, len });
+        }
+        if reply.errno != 0 {
+            let source = io::Error::from_raw_os_error(reply.errno.cast_signed());
+            return Err(TapError::Refused { op, source });
+        }
+        Ok((reply.values, fd))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Tap {
+    /// Ends the keeper, and QEMU with it if that still runs, and reaps the keeper.
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let _gone = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
+        if let Some(pidfd) = inner.keeper.take() {
+            // The keeper ends within microseconds of the shutdown.
+            let mut waiting = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+            let second = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
+            let ended = rustix::event::poll(&mut waiting, Some(&second));
+            if ended != Ok(1) {
+                let _killed =
+                    rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
+            }
+            if let Err(errno) =
+                rustix::process::waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED)
+            {
+                tracing::debug!(%errno, "keeper: wait");
+            }
+        }
+    }
+}
+
+/// A pidfd of a process.
+pub(crate) fn pidfd_of(pid: u32) -> io::Result<OwnedFd> {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+fn socket_error(op: Op, errno: rustix::io::Errno) -> TapError {
+    use rustix::io::Errno;
+    match errno {
+        Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => TapError::Gone { op },
+        Errno::AGAIN => TapError::Timeout { op },
+        errno => TapError::Socket { op, source: errno.into() },
+    }
+}
+
+fn send(
+    socket: &OwnedFd,
+    bytes: &[u8],
+    fd: Option<BorrowedFd<'_>>,
+) -> Result<(), rustix::io::Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.map(|fd| [fd]);
+    if let Some(fds) = &fds {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let parts = [IoSlice::new(bytes)];
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)
+    })
+    .map(|_| ())
+}
+
+fn receive(
+    socket: &OwnedFd,
+    bytes: &mut [u8],
+) -> Result<(usize, Option<OwnedFd>), rustix::io::Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let got = loop {
+        let mut parts = [IoSliceMut::new(&mut *bytes)];
+        match rustix::net::recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    let mut fd = None;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            fd = fds.last().or(fd);
+        }
+    }
+    Ok((got.bytes, fd))
+}

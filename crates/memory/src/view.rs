@@ -1,0 +1,172 @@
+//! One VM's sight of an image, as its engine sees it.
+
+use std::sync::Arc;
+
+use vmfork_image::{BLOCK_BYTES, BlockIdx, ImageId, PAGE_BYTES, PageIdx, PageRange};
+use vmfork_tap_proto::Op;
+
+use crate::counters::ViewCounters;
+use crate::host_image::HostImage;
+use crate::tap::{Tap, TapError};
+use crate::uffd::{Uffd, ZeroOutcome};
+
+/// Most runs that are mapped into one view. Each is moved by itself at the next freeze (about 2 µs), and the
+/// kernel allows a process 65530 mappings.
+const MAPPED_RUNS_MAX: usize = 4096;
+
+/// How often a busy address space is tried again.
+const RETRIES_MAX: u32 = 1000;
+
+/// The number of a view, unique in this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ViewId(pub(crate) u64);
+
+/// What was done in a block of the view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockState {
+    /// The engine has installed nothing; whatever the VM touches first faults, unless the image's cache has it.
+    Fresh,
+    /// Pages come from the image's own cache, or are zero pages.
+    Touched,
+    /// The cache of an ancestor is mapped there.
+    Mapped(ImageId),
+    /// Anonymous memory is mapped there: no more faults.
+    Zeros,
+}
+
+/// How zero pages were installed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ZeroInstall {
+    Done,
+    /// The VM has gone.
+    Gone,
+}
+
+#[derive(Debug)]
+pub(crate) struct View {
+    pub(crate) uffd: Arc<Uffd>,
+    pub(crate) counters: Arc<ViewCounters>,
+    hva: u64,
+    pages: u64,
+    tap: Arc<Tap>,
+    blocks: Vec<BlockState>,
+    mapped_runs: usize,
+    /// Ancestors whose caches are mapped, so that they stay.
+    mapped: Vec<Arc<HostImage>>,
+}
+
+impl View {
+    pub(crate) fn new(
+        uffd: Arc<Uffd>,
+        tap: Arc<Tap>,
+        hva: u64,
+        pages: u64,
+        counters: Arc<ViewCounters>,
+    ) -> Self {
+        let blocks = usize::try_from(pages * PAGE_BYTES / BLOCK_BYTES).unwrap_or(0);
+        Self {
+            uffd,
+            counters,
+            hva,
+            pages,
+            tap,
+            blocks: vec![BlockState::Fresh; blocks],
+            mapped_runs: 0,
+            mapped: Vec::new(),
+        }
+    }
+
+    /// The page at an address of QEMU's, if it is in RAM.
+    pub(crate) fn page_at(&self, address: u64) -> Option<PageIdx> {
+        let offset = address.checked_sub(self.hva)?;
+        let page = PageIdx::of_byte(offset);
+        (page.0 < self.pages).then_some(page)
+    }
+
+    pub(crate) fn block(&self, block: BlockIdx) -> BlockState {
+        usize::try_from(block.0)
+            .ok()
+            .and_then(|block| self.blocks.get(block).copied())
+            .unwrap_or(BlockState::Touched)
+    }
+
+    pub(crate) fn touch(&mut self, block: BlockIdx) {
+        if let Some(state) =
+            usize::try_from(block.0).ok().and_then(|block| self.blocks.get_mut(block))
+            && *state == BlockState::Fresh
+        {
+            *state = BlockState::Touched;
+        }
+    }
+
+    /// Nothing is known of what is installed: map nothing over it.
+    pub(crate) fn touch_all(&mut self) {
+        self.blocks.fill(BlockState::Touched);
+    }
+
+    /// Whether another run may be mapped.
+    pub(crate) fn may_map(&self) -> bool {
+        self.mapped_runs < MAPPED_RUNS_MAX
+    }
+
+    pub(crate) fn wake(&self, range: PageRange) {
+        self.uffd.wake(self.hva + range.byte_offset(), range.byte_len());
+    }
+
+    /// Install the zero page from the start of `range` on, as far as nothing is there, and wake who waits in it.
+    pub(crate) fn install_zeros(&mut self, range: PageRange) -> ZeroInstall {
+        let mut rest = range;
+        let mut retries = 0;
+        for (block, _) in range.by_block() {
+            self.touch(block);
+        }
+        while !rest.is_empty() {
+            let start = self.hva + rest.byte_offset();
+            match self.uffd.zeropage(start, rest.byte_len()) {
+                ZeroOutcome::Installed(bytes) => {
+                    rest = rest.from_page(PageIdx(rest.start().0 + bytes / PAGE_BYTES));
+                }
+                ZeroOutcome::AlreadyThere => break,
+                ZeroOutcome::Retry if retries < RETRIES_MAX => retries += 1,
+                ZeroOutcome::Retry | ZeroOutcome::Gone => return ZeroInstall::Gone,
+            }
+        }
+        if !rest.is_empty() {
+            self.wake(rest);
+        }
+        ZeroInstall::Done
+    }
+
+    /// Map the cache of `ancestor` (or zeros, if `None`) over whole blocks that are `Fresh`, and wake who waits
+    /// there. → false if QEMU itself has touched one of them, or the keeper will not: nothing was mapped.
+    pub(crate) fn map_run(&mut self, range: PageRange, ancestor: Option<&Arc<HostImage>>) -> bool {
+        let args = [range.byte_offset(), range.byte_len(), 0, 0];
+        let outcome = match ancestor {
+            Some(image) => self.tap.call(Op::MapCache, args, Some(image.cache().for_views())),
+            None => self.tap.call(Op::MapZero, args, None),
+        };
+        if let Err(error) = outcome {
+            if !matches!(&error, TapError::Refused { source, .. } if source.raw_os_error() == Some(libc::EBUSY))
+            {
+                tracing::warn!(%error, %range, "map a run");
+            }
+            return false;
+        }
+        let state = ancestor.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
+        for (block, _) in range.by_block() {
+            if let Some(slot) =
+                usize::try_from(block.0).ok().and_then(|block| self.blocks.get_mut(block))
+            {
+                *slot = state;
+            }
+        }
+        self.mapped_runs += 1;
+        if let Some(image) = ancestor
+            && !self.mapped.iter().any(|known| known.id() == image.id())
+        {
+            self.mapped.push(Arc::clone(image));
+        }
+        self.wake(range);
+        true
+    }
+}
