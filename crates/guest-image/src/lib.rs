@@ -1,1 +1,53 @@
+//! Guest images: what a VM boots from. Building one from Debian's packages, importing one that the
+//! user brings, listing, opening and removing them.
+//!
+//! ```text
+//!   <store>/NAME/image.json   Metadata: kernel version, command line, hashes
+//!               kernel        bzImage or ELF
+//!               initrd        newc archive: the agent as /init, kernel modules
+//!               root.img      ext4, read-only, shared by every VM
+//!   <store>/.tmp-NAME-PID-N/  a build under way, locked; swept by the next one if its owner died
+//!   <store>/.lock             held for the moments when names change
+//! ```
+//!
+//! ```text
+//!   Spec ─► base tree (mmdebstrap, cached) ─► + artifacts, files ─► mke2fs ─┐
+//!        └► kernel package (unpacked) ─► modules ─► newc archive ───────────┴─► Store::commit
+//! ```
+//!
+//! Promises: an image is there whole or not at all, whatever dies when; a build that would yield what
+//! is there already does nothing; no file system is mounted; a cancelled build leaves neither processes
+//! nor files. Everything blocks, and every wait has a bound: call it from a thread that may wait.
+//!
+//! Left to others: what runs as `/init` (`vmfork-agent`), QEMU's own arguments (`vmfork-qemu`), who
+//! may remove an image in use (the daemon).
 
+#![forbid(unsafe_code)]
+
+mod apt;
+mod artifacts;
+mod base;
+mod build;
+mod cpio;
+mod error;
+mod ext4;
+mod import;
+mod initrd;
+mod kernel;
+mod metadata;
+mod modules;
+mod process;
+mod progress;
+mod spec;
+mod store;
+mod tree;
+
+pub use artifacts::{Artifacts, ArtifactsError};
+pub use build::{BuildOptions, Built, build};
+pub use error::{BuildError, ImportError, StoreError};
+pub use import::{ImportOptions, import};
+pub use metadata::{FileInfo, Metadata};
+pub use process::Cancel;
+pub use progress::{Progress, Stage};
+pub use spec::{ExtraFile, Spec, SpecError};
+pub use store::{ImageFiles, Store};

@@ -1,0 +1,36 @@
+#!/bin/sh
+# Run by mmdebstrap outside of the new root ($1), with its index still there: fetches the kernel
+# package without installing it, notes the archive's date, keeps what was downloaded.
+set -eu
+root=$1
+export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"
+
+# The newest date in the index is the image's own: the same index gives the same time stamps.
+epoch=0
+for release in "$root"/var/lib/apt/lists/*Release; do
+	[ -e "$release" ] || continue
+	date=$(sed -n 's/^Date: //p' "$release" | head -n 1)
+	seconds=$(date -u -d "$date" +%s)
+	if [ "$seconds" -gt "$epoch" ]; then epoch=$seconds; fi
+done
+echo "$epoch" >"$VMFORK_OUT/epoch"
+
+# linux-image-cloud-amd64 is an empty package that depends on the newest kernel.
+kernel=$(apt-cache depends "$VMFORK_KERNEL" | sed -n 's/^ *Depends: \(linux-image-[0-9][^ ]*\)$/\1/p' | head -n 1)
+kernel=${kernel:-$VMFORK_KERNEL}
+mkdir -p "$VMFORK_OUT/kernel"
+cd "$VMFORK_OUT/kernel"
+# apt takes a file that is there already, if its checksum is right.
+cp -p "$VMFORK_ARCHIVES/$kernel"_*.deb . 2>/dev/null || true
+apt-get -o APT::Sandbox::User=root download "$kernel"
+newest=$(ls -t ./*.deb | head -n 1)
+for deb in ./*.deb; do
+	if [ "$deb" != "$newest" ]; then rm -f "$deb"; fi
+done
+
+for deb in "$root"/var/cache/apt/archives/*.deb "$newest"; do
+	[ -e "$deb" ] || continue
+	name=$(basename "$deb")
+	cp "$deb" "$VMFORK_ARCHIVES/.new-$$"
+	mv "$VMFORK_ARCHIVES/.new-$$" "$VMFORK_ARCHIVES/$name"
+done

@@ -1,0 +1,30 @@
+//! Puts the initrd together: the agent as `/init`, the modules it loads, the places it mounts things.
+//!
+//! Not compressed: QEMU hands it to the guest by DMA, while unpacking it would be the guest's work,
+//! which under TCG costs more than the bytes (measured: see `docs/decisions`).
+
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::path::Path;
+
+use crate::cpio::Archive;
+use crate::kernel::Module;
+
+/// Write the initrd to the new file `to`; every entry gets the time stamp `epoch_s`.
+pub(crate) fn write(to: &Path, agent: &[u8], modules: &[Module], epoch_s: u32) -> io::Result<()> {
+    let mut archive = Archive::new(BufWriter::new(File::create(to)?), epoch_s);
+    for folder in ["dev", "proc", "sys", "run", "newroot", "modules"] {
+        archive.folder(folder, 0o755)?;
+    }
+    archive.char_device("dev/console", 0o600, (5, 1))?;
+    archive.char_device("dev/null", 0o666, (1, 3))?;
+    archive.file("init", 0o755, agent)?;
+    let mut order = String::new();
+    for module in modules {
+        archive.file(&format!("modules/{}", module.file_name), 0o644, &module.data)?;
+        order.push_str(&module.file_name);
+        order.push('\n');
+    }
+    archive.file("modules/order", 0o644, order.as_bytes())?;
+    archive.finish()?.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+}

@@ -1,0 +1,70 @@
+//! `image.json`: what is known about an image besides its bytes.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the layout of `image.json` and of the folder around it.
+pub(crate) const SCHEMA: &str = "vmfork-guest-image/1";
+
+/// The contents of `image.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Metadata {
+    /// Layout version.
+    pub schema: String,
+    /// The image's name, equal to its folder's.
+    pub name: String,
+    /// When the build ended, milliseconds since 1970.
+    pub created_unix_ms: u64,
+    /// `debian bookworm`, `imported`.
+    pub origin: String,
+    /// As `uname -r` says it in the guest; empty where it could not be told.
+    pub kernel_version: String,
+    /// The kernel's command line. Whoever starts the VM may append to it.
+    pub cmdline: String,
+    /// Packages that were asked for beyond the minimal system.
+    pub packages: Vec<String>,
+    /// Whether the vmfork agent runs in it: without one a VM can be forked, but not `exec`ed in.
+    pub agent: bool,
+    /// Memory of a VM for which nobody says, in MiB.
+    pub default_memory_mib: u32,
+    /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
+    /// Absent in imported images.
+    pub input_hash: Option<String>,
+    /// Hash over the root file system's tree (names, modes, owners, contents), which two builds of
+    /// one state of the archive have in common even where the file system's bytes differ.
+    pub tree_hash: Option<String>,
+    /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
+    pub files: BTreeMap<String, FileInfo>,
+}
+
+/// One file of an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileInfo {
+    /// Its length. A sparse file takes less of the disk.
+    pub size_bytes: u64,
+    /// BLAKE3 of its contents, in hex.
+    pub blake3: String,
+}
+
+impl Metadata {
+    /// Length of all files together.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.files.values().map(|f| f.size_bytes).sum()
+    }
+
+    /// The form in which the REST API lists it; `vms` is for the daemon to fill in.
+    #[must_use]
+    pub fn to_api(&self) -> vmfork_api::Image {
+        vmfork_api::Image {
+            name: self.name.clone(),
+            size_bytes: self.size_bytes(),
+            created_unix_ms: self.created_unix_ms,
+            origin: self.origin.clone(),
+            kernel: self.kernel_version.clone(),
+            agent: self.agent,
+            vms: 0,
+        }
+    }
+}

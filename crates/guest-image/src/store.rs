@@ -1,0 +1,360 @@
+//! The folder that holds all images, and the shelf it is built on: a folder of folders that appear
+//! and vanish whole.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, OFlags, RenameFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::error::StoreError;
+use crate::metadata::{Metadata, SCHEMA};
+
+/// The lock is held for renames and removals, never for a build.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(30);
+const LOCK_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+const TMP_PREFIX: &str = ".tmp-";
+pub(crate) const METADATA_FILE: &str = "image.json";
+pub(crate) const KERNEL_FILE: &str = "kernel";
+pub(crate) const INITRD_FILE: &str = "initrd";
+pub(crate) const ROOT_FILE: &str = "root.img";
+/// `image.json` is a page; anything larger is not ours.
+const METADATA_BYTES_MAX: u64 = 1 << 20;
+
+/// All images of one host.
+#[derive(Debug, Clone)]
+pub struct Store {
+    shelf: Shelf,
+}
+
+/// An image, opened. Its files live until these are closed, even if the image is removed meanwhile.
+#[derive(Debug)]
+pub struct ImageFiles {
+    /// What is known about it.
+    pub metadata: Metadata,
+    /// bzImage or ELF.
+    pub kernel: File,
+    /// Absent only in imported images.
+    pub initrd: Option<File>,
+    /// Raw file system, to be attached read-only as the first virtio disk. Absent only in imported
+    /// images.
+    pub root: Option<File>,
+    /// The folder that they are in. Another build may put other files there at any time: use the fds.
+    pub folder: PathBuf,
+}
+
+impl Store {
+    /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { shelf: Shelf::new(root) }
+    }
+
+    /// The store's folder.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.shelf.root
+    }
+
+    /// All images by name. What is damaged is left out, with a warning in the log.
+    ///
+    /// # Errors
+    /// The folder cannot be read. A folder that is not there is an empty store.
+    pub fn list(&self) -> Result<Vec<Metadata>, StoreError> {
+        let mut images = Vec::new();
+        for name in self.shelf.names()? {
+            if !vmfork_api::name_is_valid(&name) {
+                continue;
+            }
+            match self.metadata(&name) {
+                Ok(metadata) => images.push(metadata),
+                Err(StoreError::NotFound { .. }) => {} // removed since we read the folder
+                Err(error) => tracing::warn!(image = name, %error, "image left out of the list"),
+            }
+        }
+        images.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(images)
+    }
+
+    /// What is known about image `name`.
+    ///
+    /// # Errors
+    /// No such image, or an `image.json` that is none.
+    pub fn metadata(&self, name: &str) -> Result<Metadata, StoreError> {
+        let folder = self.folder(name)?;
+        let path = folder.join(METADATA_FILE);
+        let damaged = |why: String| StoreError::Damaged { name: name.into(), why };
+        let text = match fs::metadata(&path) {
+            Ok(m) if m.len() > METADATA_BYTES_MAX => {
+                return Err(damaged(format!("{METADATA_FILE} has {} bytes", m.len())));
+            }
+            Ok(_) => fs::read(&path).map_err(StoreError::io("read", &path))?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !folder.exists() => {
+                return Err(StoreError::NotFound { name: name.into() });
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return Err(damaged(format!("{METADATA_FILE} is missing")));
+            }
+            Err(e) => return Err(StoreError::io("read", &path)(e)),
+        };
+        let metadata: Metadata = serde_json::from_slice(&text)
+            .map_err(|e| damaged(format!("{METADATA_FILE} cannot be read: {e}")))?;
+        if metadata.schema != SCHEMA {
+            return Err(damaged(format!("its layout is {}, not {SCHEMA}", metadata.schema)));
+        }
+        if metadata.name != name {
+            return Err(damaged(format!("{METADATA_FILE} is that of `{}`", metadata.name)));
+        }
+        Ok(metadata)
+    }
+
+    /// Open the files of image `name`.
+    ///
+    /// # Errors
+    /// No such image; a file that is missing or has another length than when it was stored.
+    pub fn open(&self, name: &str) -> Result<ImageFiles, StoreError> {
+        let metadata = self.metadata(name)?;
+        let folder = self.folder(name)?;
+        let file = |file_name: &'static str| -> Result<Option<File>, StoreError> {
+            let Some(info) = metadata.files.get(file_name) else { return Ok(None) };
+            let path = folder.join(file_name);
+            let file = OpenOptions::new()
+                .read(true)
+                .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+                .open(&path)
+                .map_err(StoreError::io("open", &path))?;
+            let found = file.metadata().map_err(StoreError::io("look at", &path))?;
+            if !found.is_file() || found.len() != info.size_bytes {
+                let why = format!("{file_name} has {} bytes, not {}", found.len(), info.size_bytes);
+                return Err(StoreError::Damaged { name: name.into(), why });
+            }
+            Ok(Some(file))
+        };
+        let kernel = file(KERNEL_FILE)?.ok_or_else(|| StoreError::Damaged {
+            name: name.into(),
+            why: "it has no kernel".into(),
+        })?;
+        Ok(ImageFiles {
+            kernel,
+            initrd: file(INITRD_FILE)?,
+            root: file(ROOT_FILE)?,
+            folder: folder.clone(),
+            metadata,
+        })
+    }
+
+    /// Remove image `name`. VMs that have its files open keep them.
+    ///
+    /// # Errors
+    /// No such image, or the folder cannot be changed.
+    pub fn remove(&self, name: &str) -> Result<(), StoreError> {
+        self.folder(name)?;
+        if self.shelf.remove(name)? {
+            Ok(())
+        } else {
+            Err(StoreError::NotFound { name: name.into() })
+        }
+    }
+
+    /// A place to put image `name` together, out of sight; sweeps away what dead builds left.
+    pub(crate) fn stage(&self, name: &str) -> Result<Staging, StoreError> {
+        self.folder(name)?;
+        self.shelf.stage(name)
+    }
+
+    /// Write `image.json` and let the image appear, in place of one of that name.
+    pub(crate) fn commit(&self, staging: Staging, metadata: &Metadata) -> Result<(), StoreError> {
+        let path = staging.path().join(METADATA_FILE);
+        let mut text = serde_json::to_vec_pretty(metadata)
+            .map_err(|e| StoreError::io("write", &path)(e.into()))?;
+        text.push(b'\n');
+        fs::write(&path, text).map_err(StoreError::io("write", &path))?;
+        self.shelf.commit(staging, &metadata.name)
+    }
+
+    fn folder(&self, name: &str) -> Result<PathBuf, StoreError> {
+        if vmfork_api::name_is_valid(name) {
+            Ok(self.shelf.root.join(name))
+        } else {
+            Err(StoreError::BadName { name: name.into() })
+        }
+    }
+}
+
+/// A folder whose entries are folders of files, each there whole or not at all.
+#[derive(Debug, Clone)]
+pub(crate) struct Shelf {
+    root: PathBuf,
+}
+
+impl Shelf {
+    pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    /// The entries' names, unsorted, without hidden ones.
+    pub(crate) fn names(&self) -> Result<Vec<String>, StoreError> {
+        let entries = match fs::read_dir(&self.root) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(StoreError::io("read", &self.root)(e)),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(StoreError::io("read", &self.root))?;
+            if let Ok(name) = entry.file_name().into_string()
+                && !name.starts_with('.')
+            {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    pub(crate) fn stage(&self, name: &str) -> Result<Staging, StoreError> {
+        fs::create_dir_all(&self.root).map_err(StoreError::io("make", &self.root))?;
+        let _lock = self.lock()?;
+        self.sweep();
+        let path = self.tmp_path(name);
+        fs::create_dir(&path).map_err(StoreError::io("make", &path))?;
+        let lock = File::open(&path).map_err(StoreError::io("open", &path))?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|e| StoreError::io("lock", &path)(e.into()))?;
+        Ok(Staging { path, _lock: lock })
+    }
+
+    pub(crate) fn commit(&self, staging: Staging, name: &str) -> Result<(), StoreError> {
+        // QEMU runs as another user and gets these files as fds; it re-opens them through /proc.
+        let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
+        for entry in entries {
+            let path = entry.map_err(StoreError::io("read", &staging.path))?.path();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644))
+                .and_then(|()| File::open(&path)?.sync_all())
+                .map_err(StoreError::io("sync", &path))?;
+        }
+        fs::set_permissions(&staging.path, fs::Permissions::from_mode(0o755))
+            .and_then(|()| File::open(&staging.path)?.sync_all())
+            .map_err(StoreError::io("sync", &staging.path))?;
+        let target = self.root.join(name);
+        let _lock = self.lock()?;
+        let rename = |flags| {
+            let here = rustix::fs::CWD;
+            rustix::fs::renameat_with(here, &staging.path, here, &target, flags)
+        };
+        match rename(RenameFlags::NOREPLACE) {
+            // What was there trades places with the new one and goes with `staging`.
+            Err(Errno::EXIST) => rename(RenameFlags::EXCHANGE),
+            other => other,
+        }
+        .map_err(|e| StoreError::io("move into place", &target)(e.into()))?;
+        self.sync()
+    }
+
+    /// Whether there was such an entry.
+    pub(crate) fn remove(&self, name: &str) -> Result<bool, StoreError> {
+        if !self.root.join(name).exists() {
+            return Ok(false);
+        }
+        let _lock = self.lock()?;
+        let (from, to) = (self.root.join(name), self.tmp_path(name));
+        match fs::rename(&from, &to) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(StoreError::io("remove", &from)(e)),
+        }
+        self.sync()?;
+        // Gone already for everybody; were we to die here, the next sweep does the rest.
+        fs::remove_dir_all(&to).map_err(StoreError::io("remove", &to))?;
+        Ok(true)
+    }
+
+    fn tmp_path(&self, name: &str) -> PathBuf {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        self.root.join(format!("{TMP_PREFIX}{name}-{}-{count}", std::process::id()))
+    }
+
+    /// Remove what dead builds left. A live one holds a lock on its folder, which dies with it.
+    fn sweep(&self) {
+        let Ok(entries) = fs::read_dir(&self.root) else { return };
+        for entry in entries.flatten() {
+            if !entry.file_name().to_string_lossy().starts_with(TMP_PREFIX) {
+                continue;
+            }
+            let path = entry.path();
+            let Ok(folder) = File::open(&path) else { continue };
+            if rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok() {
+                tracing::info!(path = %path.display(), "removing what a dead build left");
+                if let Err(error) = fs::remove_dir_all(&path) {
+                    tracing::warn!(path = %path.display(), %error, "a dead build's folder stays");
+                }
+            }
+        }
+    }
+
+    fn lock(&self) -> Result<File, StoreError> {
+        let path = self.root.join(".lock");
+        let file = OpenOptions::new()
+            .create(true)
+            .write(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(StoreError::io("open", &path))?;
+        let deadline = Instant::now() + LOCK_WAIT_MAX;
+        loop {
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(file),
+                Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
+                    let _ = rustix::event::poll(&mut [], Some(&LOCK_TICK));
+                }
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {
+                    let seconds = LOCK_WAIT_MAX.as_secs();
+                    return Err(StoreError::Busy { path: self.root.clone(), seconds });
+                }
+                Err(e) => return Err(StoreError::io("lock", &path)(e.into())),
+            }
+        }
+    }
+
+    fn sync(&self) -> Result<(), StoreError> {
+        File::open(&self.root)
+            .and_then(|folder| folder.sync_all())
+            .map_err(StoreError::io("sync", &self.root))
+    }
+}
+
+/// A folder being filled. Dropping it removes it, with all that is in it.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl Staging {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        match fs::remove_dir_all(&self.path) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => {
+                tracing::warn!(path = %self.path.display(), %error, "temporary folder stays");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;
