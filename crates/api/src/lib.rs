@@ -39,9 +39,7 @@ pub use error::{ErrorBody, ErrorCode};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
 pub use memory::{BytesBySource, FaultCounts, MemoryInfo};
-pub use session::{
-    ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize,
-};
+pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail, VmState};
 
 /// The value of every top-level document's `schema` field under `--json`.

@@ -61,8 +61,13 @@ pub enum ExecClientMessage {
     /// No more standard input.
     StdinEof,
     /// A signal by number, to the program's process group.
-    Signal { signal: i32 },
-    Resize { rows: u16, cols: u16 },
+    Signal {
+        signal: i32,
+    },
+    Resize {
+        rows: u16,
+        cols: u16,
+    },
 }
 
 /// Text messages from the server on the exec WebSocket. Output comes as binary messages, whose

@@ -1,0 +1,128 @@
+//! Extractors that answer with an `ErrorBody` where axum's own answer with text.
+
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
+
+use super::check;
+use super::error::{ApiError, bad_request};
+
+/// A JSON body. An empty one is an error.
+#[derive(Debug)]
+pub(super) struct Body<T>(pub(super) T);
+
+/// A JSON body that may be left out: then it is the default.
+#[derive(Debug)]
+pub(super) struct OptionalBody<T>(pub(super) T);
+
+/// The query string. Unknown parameters are errors where `T` denies them.
+#[derive(Debug)]
+pub(super) struct Params<T>(pub(super) T);
+
+/// `{vm}` of the path: a name or an id.
+#[derive(Debug)]
+pub(super) struct VmRef(pub(super) String);
+
+/// `{name}` of the path: an image's.
+#[derive(Debug)]
+pub(super) struct ImageName(pub(super) String);
+
+async fn bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
+    Bytes::from_request(request, state).await.map_err(|rejection| {
+        let status = rejection.status();
+        let error = bad_request("read the request's body").cause(rejection.body_text());
+        match (status, &rejection) {
+            (StatusCode::PAYLOAD_TOO_LARGE, _) => ApiError::with_status(
+                status,
+                error.remedy("send less: big inputs go by `PUT …/files` or the exec stream"),
+            ),
+            (_, BytesRejection::FailedToBufferBody(_) | _) => error.into(),
+        }
+    })
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    if bytes.is_empty() {
+        return Err(bad_request("the request has no body")
+            .remedy("send a JSON object; its fields are in /v1/openapi.json")
+            .into());
+    }
+    serde_json::from_slice(bytes).map_err(|error| {
+        bad_request("the request's body is not what this route takes")
+            .cause(error)
+            .remedy("the fields of each request are in /v1/openapi.json")
+            .into()
+    })
+}
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        parse(&bytes(request, state).await?).map(Self)
+    }
+}
+
+impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for OptionalBody<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let bytes = bytes(request, state).await?;
+        if bytes.is_empty() { Ok(Self(T::default())) } else { parse(&bytes).map(Self) }
+    }
+}
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        let Query(params) = Query::try_from_uri(&parts.uri).map_err(|rejection| {
+            bad_request("the parameters after `?` are not what this route takes")
+                .cause(rejection.body_text())
+                .remedy("the parameters of each route are in /v1/openapi.json")
+        })?;
+        Ok(Self(params))
+    }
+}
+
+async fn path_part<S: Send + Sync>(parts: &mut Parts, state: &S) -> Result<String, ApiError> {
+    match Path::<String>::from_request_parts(parts, state).await {
+        Ok(Path(part)) => Ok(part),
+        Err(rejection) => {
+            Err(bad_request("the path is not well formed").cause(rejection.body_text()).into())
+        }
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for VmRef {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let vm = path_part(parts, state).await?;
+        check::name("VM", &vm)?;
+        Ok(Self(vm))
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for ImageName {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let name = path_part(parts, state).await?;
+        check::name("image", &name)?;
+        Ok(Self(name))
+    }
+}
+
+/// `?follow`, `?follow=true` and `?follow=1` are all yes.
+pub(super) fn switch<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    match String::deserialize(deserializer)?.as_str() {
+        "" | "1" | "true" => Ok(true),
+        "0" | "false" => Ok(false),
+        other => Err(serde::de::Error::custom(format!("`{other}` is neither true nor false"))),
+    }
+}

@@ -1,0 +1,132 @@
+use std::path::Path;
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use futures_util::{StreamExt, stream};
+use serde::Deserialize;
+use tokio::sync::mpsc;
+use utoipa::IntoParams;
+use vmfork_api::{ErrorBody, ErrorCode};
+
+use super::App;
+use super::check;
+use super::error::ApiError;
+use super::extract::{Params, VmRef};
+
+/// Most bytes that go to [`crate::control::Control`] at once.
+pub(super) const CHUNK_BYTES_MAX: usize = 64 * 1024;
+/// Chunks between a client and a guest: a megabyte.
+const CHUNKS_MAX: usize = 16;
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ReadParams {
+    /// The path in the guest, from the root.
+    path: String,
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct WriteParams {
+    /// The path in the guest, from the root.
+    path: String,
+    /// Permission bits in octal; default 0644.
+    mode: Option<String>,
+}
+
+/// The bytes of a file in the guest.
+#[utoipa::path(get, path = "/v1/vms/{vm}/files", tag = "guest",
+    params(("vm" = String, Path, description = "A VM's name or id"), ReadParams),
+    responses(
+        (status = 200, description = "The bytes. A connection that ends without the last chunk means that reading failed half-way",
+            content_type = "application/octet-stream",
+            headers(
+                ("x-vmfork-mode" = String, description = "Permission bits, octal"),
+                ("x-vmfork-size" = u64, description = "The size when it was opened, in bytes; files in /proc say 0")
+            )),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn read(
+    State(app): State<App>,
+    VmRef(vm): VmRef,
+    Params(params): Params<ReadParams>,
+) -> Result<Response, ApiError> {
+    check::guest_path(&params.path)?;
+    let mut file = app.control.read_file(&vm, &params.path).await?;
+    // While nothing is sent yet, a failure can still be told as one.
+    let first = file.content.recv().await.transpose()?;
+    let rest = stream::unfold(file.content, |mut content| async move {
+        let chunk = content.recv().await?;
+        if let Err(error) = &chunk {
+            tracing::warn!("a file's transfer to a client broke off: {error}");
+        }
+        Some((chunk, content))
+    });
+    let body = Body::from_stream(stream::iter(first.map(Ok)).chain(rest));
+    let headers = [
+        ("x-vmfork-mode", format!("{:04o}", file.mode)),
+        ("x-vmfork-size", file.size_bytes.to_string()),
+        (CONTENT_TYPE.as_str(), "application/octet-stream".to_owned()),
+    ];
+    Ok((headers, body).into_response())
+}
+
+/// Store the body as a file in the guest. If the body does not come whole, the old file stays.
+#[utoipa::path(put, path = "/v1/vms/{vm}/files", tag = "guest",
+    params(("vm" = String, Path, description = "A VM's name or id"), WriteParams),
+    request_body(content_type = "application/octet-stream", description = "Of any length"),
+    responses((status = 204, description = "Stored"), (status = "default", body = ErrorBody))
+)]
+pub(super) async fn write(
+    State(app): State<App>,
+    VmRef(vm): VmRef,
+    Params(params): Params<WriteParams>,
+    request: Request,
+) -> Result<StatusCode, ApiError> {
+    check::guest_path(&params.path)?;
+    if Path::new(&params.path).file_name().is_none() || params.path.ends_with('/') {
+        return Err(super::bad_request(format!("`path` is `{}`, a folder", params.path))
+            .remedy("name the file that is to be written")
+            .into());
+    }
+    let mode = check::mode(params.mode.as_deref())?;
+    let (content_tx, content_rx) = mpsc::channel(CHUNKS_MAX);
+    // In a task of its own: whatever becomes of this handler, the receiver sees the end of the body
+    // as an end only if all of it came, and as an error else.
+    tokio::spawn(pump(request.into_body(), content_tx));
+    app.control.write_file(&vm, &params.path, mode, content_rx).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Ends with the body, with its connection, or when the receiver is gone.
+async fn pump(body: Body, content_tx: mpsc::Sender<Result<Bytes, ErrorBody>>) {
+    let mut chunks = body.into_data_stream();
+    loop {
+        let chunk = tokio::select! {
+            chunk = chunks.next() => chunk,
+            () = content_tx.closed() => return,
+        };
+        let mut bytes = match chunk {
+            Some(Ok(bytes)) => bytes,
+            None => return,
+            Some(Err(error)) => {
+                let error = ErrorBody::new(ErrorCode::BadRequest, "the file did not come whole")
+                    .cause(error);
+                let _ = content_tx.send(Err(error)).await;
+                return;
+            }
+        };
+        while !bytes.is_empty() {
+            let chunk = bytes.split_to(bytes.len().min(CHUNK_BYTES_MAX));
+            if content_tx.send(Ok(chunk)).await.is_err() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,76 @@
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
+use vmfork_api::{DoctorReport, ErrorBody, HostInfo, Image, Version};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::ImageName;
+
+/// Versions of the daemon, QEMU and the kernel.
+#[utoipa::path(get, path = "/v1/version", tag = "host", responses(
+    (status = 200, body = Version), (status = "default", body = ErrorBody)
+))]
+pub(super) async fn version(State(app): State<App>) -> Result<Json<Version>, ApiError> {
+    Ok(Json(app.control.version().await?))
+}
+
+/// What the host has and lacks, as the daemon sees it.
+#[utoipa::path(get, path = "/v1/doctor", tag = "host", responses(
+    (status = 200, body = DoctorReport), (status = "default", body = ErrorBody)
+))]
+pub(super) async fn doctor(State(app): State<App>) -> Result<Json<DoctorReport>, ApiError> {
+    Ok(Json(app.control.doctor().await?))
+}
+
+/// Memory, the pool, and what an earlier daemon lost.
+#[utoipa::path(get, path = "/v1/host", tag = "host", responses(
+    (status = 200, body = HostInfo), (status = "default", body = ErrorBody)
+))]
+pub(super) async fn host(State(app): State<App>) -> Result<Json<HostInfo>, ApiError> {
+    Ok(Json(app.control.host().await?))
+}
+
+/// The guest images in the store.
+#[utoipa::path(get, path = "/v1/images", tag = "host", responses(
+    (status = 200, body = Vec<Image>), (status = "default", body = ErrorBody)
+))]
+pub(super) async fn images(State(app): State<App>) -> Result<Json<Vec<Image>>, ApiError> {
+    Ok(Json(app.control.images().await?))
+}
+
+/// Remove an image from the store.
+#[utoipa::path(delete, path = "/v1/images/{name}", tag = "host",
+    params(("name" = String, Path, description = "The image's name")),
+    responses(
+        (status = 204, description = "Removed"),
+        (status = 409, description = "A VM uses it", body = ErrorBody),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn remove_image(
+    State(app): State<App>,
+    ImageName(name): ImageName,
+) -> Result<StatusCode, ApiError> {
+    app.control.remove_image(&name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// This document.
+#[utoipa::path(get, path = "/v1/openapi.json", tag = "host", responses(
+    (status = 200, description = "OpenAPI 3.1", content_type = "application/json")
+))]
+pub(super) async fn openapi() -> impl IntoResponse {
+    ([(CONTENT_TYPE, "application/json")], super::openapi_json())
+}
+
+/// Counters, gauges and histograms for Prometheus.
+#[utoipa::path(get, path = "/metrics", tag = "host", responses(
+    (status = 200, description = "OpenMetrics text", body = String, content_type = "text/plain")
+))]
+pub(super) async fn metrics(State(app): State<App>) -> impl IntoResponse {
+    const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(CONTENT_TYPE, OPEN_METRICS)], app.metrics.text())
+}

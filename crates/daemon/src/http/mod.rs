@@ -1,0 +1,200 @@
+//! The REST API: requests in, calls of [`Control`] out.
+//!
+//! ```text
+//!   socket ──► listen (who may connect) ──► auth (TCP only) ──► route ──► extract, check ──► Control
+//!                                                                └─ exec, console: WebSocket
+//! ```
+//!
+//! Promises: every error is an `ErrorBody`, whatever was wrong with the request, a panic included.
+//! What a handler awaits is dropped when its client goes away, and with it the operation. No queue
+//! grows with what a client sends or fails to read: a slow reader slows the guest's program.
+//!
+//! Left to others: what the operations mean ([`Control`]); users (there is one kind: who may open
+//! the socket, or has the token).
+
+mod auth;
+mod check;
+mod console;
+mod error;
+mod exec;
+mod exec_stream;
+mod extract;
+mod files;
+mod host;
+mod listen;
+mod logs;
+mod server;
+mod vms;
+mod ws;
+
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
+use axum::http::{Method, StatusCode, Uri};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use futures_util::FutureExt;
+use tokio::sync::watch;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+use vmfork_api::{ErrorBody, ErrorCode};
+
+use self::error::{ApiError, bad_request};
+use crate::control::Control;
+use crate::metrics::Metrics;
+
+pub use self::auth::{Token, TokenError};
+pub use self::listen::{ListenError, Listeners, SOCKET_PATH_BYTES_MAX, SocketOwner};
+pub use self::server::serve;
+
+/// JSON bodies are small; only `POST …/exec` may be larger, for its standard input.
+const JSON_BYTES_MAX: usize = 1024 * 1024;
+
+/// What each request is served with.
+#[derive(Clone)]
+pub struct App {
+    control: Arc<dyn Control>,
+    metrics: Arc<Metrics>,
+    /// Becomes true when the daemon ends: open streams are closed.
+    stop: watch::Receiver<bool>,
+}
+
+impl fmt::Debug for App {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("App").finish_non_exhaustive()
+    }
+}
+
+impl App {
+    pub fn new(
+        control: Arc<dyn Control>,
+        metrics: Arc<Metrics>,
+        stop: watch::Receiver<bool>,
+    ) -> Self {
+        Self { control, metrics, stop }
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "vmfork",
+        description = "Fork running virtual machines. Every error is an `ErrorBody`.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
+    components(schemas(
+        vmfork_api::ExecClientMessage,
+        vmfork_api::ExecServerMessage,
+        vmfork_api::ErrorBody
+    )),
+    tags(
+        (name = "vms", description = "Virtual machines: run, fork, inspect, end"),
+        (name = "guest", description = "Inside a virtual machine: programs, files, console"),
+        (name = "host", description = "This host: state, checks, images, metrics"),
+    )
+)]
+struct Document;
+
+fn routes() -> OpenApiRouter<App> {
+    let exec = OpenApiRouter::new()
+        .routes(routes!(exec::exec))
+        .layer(DefaultBodyLimit::max(exec::REQUEST_BYTES_MAX));
+    OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(host::version))
+        .routes(routes!(host::doctor))
+        .routes(routes!(host::host))
+        .routes(routes!(host::images))
+        .routes(routes!(host::remove_image))
+        .routes(routes!(vms::list, vms::run))
+        .routes(routes!(vms::inspect, vms::remove))
+        .routes(routes!(vms::kill))
+        .routes(routes!(vms::fork))
+        .routes(routes!(vms::tree))
+        .routes(routes!(exec_stream::exec_stream))
+        .routes(routes!(files::read, files::write))
+        .routes(routes!(logs::logs))
+        .routes(routes!(console::console))
+        .routes(routes!(host::openapi))
+        .routes(routes!(host::metrics))
+        .layer(DefaultBodyLimit::max(JSON_BYTES_MAX))
+        .merge(exec)
+}
+
+/// The OpenAPI document, as `docs/openapi.json` has it.
+pub fn openapi_json() -> String {
+    let (_, document) = routes().split_for_parts();
+    let mut json = document.to_pretty_json().unwrap_or_else(|error| {
+        unreachable!("the document is made of structs and string keys: {error}")
+    });
+    json.push('\n');
+    json
+}
+
+/// All routes. Whoever can send a request may do anything.
+pub fn router(app: App) -> Router {
+    let (router, _) = routes().split_for_parts();
+    router
+        .fallback(no_such_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn(catch_panic))
+        .layer(from_fn_with_state(app.clone(), count))
+        .with_state(app)
+}
+
+/// The same for those who send `Authorization: Bearer TOKEN`.
+pub fn router_with_token(app: App, token: Token) -> Router {
+    router(app).layer(from_fn_with_state(Arc::new(token), auth::require))
+}
+
+/// Until the daemon is to end, or whoever could tell is gone.
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+async fn no_such_route(method: Method, uri: Uri) -> ApiError {
+    ErrorBody::new(ErrorCode::NotFound, format!("no route `{method} {}`", uri.path()))
+        .remedy("the routes are in /v1/openapi.json; perhaps client and daemon differ in version")
+        .into()
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::with_status(
+        StatusCode::METHOD_NOT_ALLOWED,
+        bad_request(format!("`{}` does not take {method}", uri.path()))
+            .remedy("the methods of each route are in /v1/openapi.json"),
+    )
+}
+
+/// A handler that panics is a bug of one request, not the end of the daemon.
+async fn catch_panic(request: Request, next: Next) -> Response {
+    let path = request.uri().path().to_owned();
+    match AssertUnwindSafe(next.run(request)).catch_unwind().await {
+        Ok(response) => response,
+        Err(_) => {
+            tracing::error!(path, "a request's handler panicked");
+            ApiError::from(
+                ErrorBody::new(ErrorCode::Internal, format!("the handler of `{path}` panicked"))
+                    .remedy("this is a bug of vmfork: please report it with the daemon's log"),
+            )
+            .into_response()
+        }
+    }
+}
+
+async fn count(State(app): State<App>, request: Request, next: Next) -> Response {
+    let method = request.method().clone();
+    let route = request
+        .extensions()
+        .get::<MatchedPath>()
+        .map_or_else(|| "none".to_owned(), |matched| matched.as_str().to_owned());
+    // HTTP lets anybody make up methods: only those that a route may have become labels.
+    let known = [Method::GET, Method::HEAD, Method::POST, Method::PUT, Method::DELETE];
+    let label = if known.contains(&method) { method.as_str() } else { "other" };
+    let response = next.run(request).await;
+    app.metrics.request(label, &route, response.status().as_u16());
+    response
+}

@@ -1,0 +1,382 @@
+//! What the daemon counts, for Prometheus (`GET /metrics`).
+//!
+//! Whoever does a thing says so by a method of [`Metrics`]; what is better looked up than kept (VMs
+//! by state, cache sizes) is set by the closure given to [`Metrics::on_scrape`], just before the
+//! text is made. No method blocks or fails.
+
+use std::fmt::{self, Debug};
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+use vmfork_api::{ErrorCode, VmState};
+
+/// A part of a fork. The first six make up the parent's side, as in `ForkStages`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Stage {
+    Prepare,
+    Quiesce,
+    Stop,
+    Freeze,
+    State,
+    Cont,
+    /// After the pause: what the parent had written, and the new page table.
+    Derive,
+    /// Of each clone: a QEMU had, its memory mapped to the image.
+    CloneAttach,
+    /// Of each clone: device state loaded and running.
+    CloneLoad,
+    /// Of each clone: the agent has confirmed the new identity.
+    CloneIdentity,
+    /// From the request until the last clone was ready.
+    Total,
+    /// How long the parent's vCPUs stood still.
+    Pause,
+}
+
+/// How a page fault that reached user space was answered; as in `FaultCounts`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FaultKind {
+    Zero,
+    Fetch,
+    Present,
+    Mapped,
+}
+
+/// Where bytes brought into a cache came from; as in `BytesBySource`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Source {
+    Frozen,
+    Image,
+    Peer,
+    Chunk,
+}
+
+/// How a VM came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum EndReason {
+    /// Powered off, or `sf_exit`.
+    Exited,
+    /// On request.
+    Killed,
+    /// QEMU died by itself, or by another's hand.
+    QemuDied,
+    /// No source had a page.
+    PageLost,
+    /// The agent did not answer in time, or refused.
+    Guest,
+    /// Killed by its memory limit.
+    OutOfMemory,
+    /// Anything else.
+    Fault,
+}
+
+/// Label values are the variant's name in snake case.
+macro_rules! label_value {
+    ($($label:ty),*) => {$(
+        impl EncodeLabelValue for $label {
+            fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> fmt::Result {
+                EncodeLabelValue::encode(&snake_case(self).as_str(), encoder)
+            }
+        }
+    )*};
+}
+label_value!(Stage, FaultKind, Source, EndReason);
+
+fn snake_case(variant: &impl Debug) -> String {
+    let mut out = String::new();
+    for c in format!("{variant:?}").chars() {
+        if c.is_ascii_uppercase() && !out.is_empty() {
+            out.push('_');
+        }
+        out.push(c.to_ascii_lowercase());
+    }
+    out
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StageLabel {
+    stage: Stage,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CodeLabel {
+    code: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: EndReason,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FaultLabel {
+    kind: FaultKind,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SourceLabel {
+    source: Source,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabel {
+    state: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabel {
+    method: String,
+    route: String,
+    status: u16,
+}
+
+/// 50 µs to 52 s, a factor of 2 apart: `stop` takes 0.5 ms, a boot takes seconds.
+const BUCKET_FIRST_S: f64 = 50e-6;
+const BUCKET_COUNT: u16 = 21;
+
+fn histogram() -> Histogram {
+    Histogram::new(exponential_buckets(BUCKET_FIRST_S, 2.0, BUCKET_COUNT))
+}
+
+type Refresh = Box<dyn Fn(&Metrics) + Send + Sync>;
+
+/// All metrics of a daemon. One per process, shared by `Arc`.
+pub struct Metrics {
+    registry: Registry,
+    refresh: OnceLock<Refresh>,
+    stages: Family<StageLabel, Histogram, fn() -> Histogram>,
+    boot: Histogram,
+    forks: Counter,
+    clones_started: Counter,
+    clones_failed: Family<CodeLabel, Counter>,
+    vms_started: Counter,
+    vms_ended: Family<ReasonLabel, Counter>,
+    pool_hits: Counter,
+    pool_misses: Counter,
+    faults: Family<FaultLabel, Counter>,
+    fetched: Family<SourceLabel, Counter>,
+    drained: Counter,
+    requests: Family<RequestLabel, Counter>,
+    vms: Family<StateLabel, Gauge>,
+    snapshots: Gauge,
+    cache: Gauge<u64, AtomicU64>,
+    pool_waiting: Gauge,
+    admissible: Gauge<u64, AtomicU64>,
+}
+
+impl Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("vmfork");
+        macro_rules! metric {
+            ($name:literal, $help:literal) => {
+                metric!($name, $help, Default::default())
+            };
+            ($name:literal, $help:literal, $make:expr) => {{
+                let metric = $make;
+                registry.register($name, $help, Clone::clone(&metric));
+                metric
+            }};
+            ($name:literal, $help:literal, $make:expr, $unit:ident) => {{
+                let metric = $make;
+                registry.register_with_unit($name, $help, Unit::$unit, Clone::clone(&metric));
+                metric
+            }};
+        }
+        let stages: Family<StageLabel, Histogram, fn() -> Histogram> =
+            Family::new_with_constructor(histogram);
+        Self {
+            stages: metric!("fork_stage", "How long a part of a fork took", stages, Seconds),
+            boot: metric!(
+                "vm_boot",
+                "From the request until a booted VM's agent had answered",
+                histogram(),
+                Seconds
+            ),
+            forks: metric!("forks", "Forks whose freeze was done"),
+            clones_started: metric!("clones_started", "Clones that became ready"),
+            clones_failed: metric!("clones_failed", "Clones that did not, by error code"),
+            vms_started: metric!("vms_started", "VMs that were started, clones too"),
+            vms_ended: metric!("vms_ended", "VMs that came to their end, by reason"),
+            pool_hits: metric!("pool_hits", "Clones started in a QEMU that had waited"),
+            pool_misses: metric!("pool_misses", "Clones that had to wait for a new QEMU"),
+            faults: metric!("faults", "Page faults that reached user space, by answer"),
+            fetched: metric!(
+                "cache_filled",
+                "Brought into caches, by where it was",
+                Default::default(),
+                Bytes
+            ),
+            drained: metric!(
+                "drained",
+                "Moved from frozen ranges into caches in the background",
+                Default::default(),
+                Bytes
+            ),
+            requests: metric!("http_requests", "REST requests, by route and status"),
+            vms: metric!("vms", "VMs, by state"),
+            snapshots: metric!("snapshots", "Snapshots that are held"),
+            cache: metric!("cache", "In the caches of all images", Default::default(), Bytes),
+            pool_waiting: metric!("pool_waiting", "QEMUs that wait, over all shapes"),
+            admissible: metric!(
+                "memory_admissible",
+                "What may still be handed out to VMs",
+                Default::default(),
+                Bytes
+            ),
+            registry,
+            refresh: OnceLock::new(),
+        }
+    }
+
+    /// `refresh` is called at each scrape and sets the gauges. Only the first one counts. It must not
+    /// block, and should hold no `Arc` of what holds these metrics (take a `Weak`).
+    pub fn on_scrape(&self, refresh: impl Fn(&Self) + Send + Sync + 'static) {
+        let _already_set = self.refresh.set(Box::new(refresh));
+    }
+
+    /// The OpenMetrics text.
+    pub fn text(&self) -> String {
+        if let Some(refresh) = self.refresh.get() {
+            refresh(self);
+        }
+        let mut text = String::new();
+        // Writing to a String can't fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+
+    pub fn observe_stage(&self, stage: Stage, took: Duration) {
+        self.stages.get_or_create(&StageLabel { stage }).observe(took.as_secs_f64());
+    }
+
+    pub fn observe_boot(&self, took: Duration) {
+        self.boot.observe(took.as_secs_f64());
+    }
+
+    pub fn forked(&self) {
+        self.forks.inc();
+    }
+
+    pub fn clone_started(&self) {
+        self.clones_started.inc();
+    }
+
+    pub fn clone_failed(&self, code: ErrorCode) {
+        let code = snake_case(&code);
+        self.clones_failed.get_or_create(&CodeLabel { code }).inc();
+    }
+
+    pub fn vm_started(&self) {
+        self.vms_started.inc();
+    }
+
+    pub fn vm_ended(&self, reason: EndReason) {
+        self.vms_ended.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    pub fn pool_hit(&self) {
+        self.pool_hits.inc();
+    }
+
+    pub fn pool_missed(&self) {
+        self.pool_misses.inc();
+    }
+
+    /// `count` more faults than when this was last called for `kind`.
+    pub fn add_faults(&self, kind: FaultKind, count: u64) {
+        self.faults.get_or_create(&FaultLabel { kind }).inc_by(count);
+    }
+
+    /// So many more bytes than when this was last called for `source`.
+    pub fn add_cache_filled(&self, source: Source, bytes: u64) {
+        self.fetched.get_or_create(&SourceLabel { source }).inc_by(bytes);
+    }
+
+    pub fn add_drained(&self, bytes: u64) {
+        self.drained.inc_by(bytes);
+    }
+
+    /// `route` is the pattern (`/v1/vms/{vm}`), never the path as sent: there must be few of them.
+    pub fn request(&self, method: &str, route: &str, status: u16) {
+        let label = RequestLabel { method: method.into(), route: route.into(), status };
+        self.requests.get_or_create(&label).inc();
+    }
+
+    pub fn set_vms(&self, state: VmState, count: usize) {
+        let state = snake_case(&state);
+        let count = i64::try_from(count).unwrap_or(i64::MAX);
+        self.vms.get_or_create(&StateLabel { state }).set(count);
+    }
+
+    pub fn set_snapshots(&self, count: usize) {
+        self.snapshots.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
+    pub fn set_cache_bytes(&self, bytes: u64) {
+        self.cache.set(bytes);
+    }
+
+    pub fn set_pool_waiting(&self, count: usize) {
+        self.pool_waiting.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
+    pub fn set_admissible_bytes(&self, bytes: u64) {
+        self.admissible.set(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_thing_said_is_in_the_text() {
+        let metrics = Metrics::new();
+        metrics.observe_stage(Stage::CloneIdentity, Duration::from_millis(7));
+        metrics.clone_failed(ErrorCode::NoCapacity);
+        metrics.vm_ended(EndReason::PageLost);
+        metrics.add_faults(FaultKind::Mapped, 3);
+        metrics.add_cache_filled(Source::Frozen, 65_536);
+        metrics.request("GET", "/v1/vms/{vm}", 404);
+        metrics.on_scrape(|metrics| {
+            metrics.set_vms(VmState::Running, 2);
+            metrics.set_admissible_bytes(1 << 30);
+        });
+        let text = metrics.text();
+        for line in [
+            r#"vmfork_fork_stage_seconds_count{stage="clone_identity"} 1"#,
+            r#"vmfork_fork_stage_seconds_bucket{le="0.0064",stage="clone_identity"} 0"#,
+            r#"vmfork_fork_stage_seconds_bucket{le="0.0128",stage="clone_identity"} 1"#,
+            r#"vmfork_clones_failed_total{code="no_capacity"} 1"#,
+            r#"vmfork_vms_ended_total{reason="page_lost"} 1"#,
+            r#"vmfork_faults_total{kind="mapped"} 3"#,
+            r#"vmfork_cache_filled_bytes_total{source="frozen"} 65536"#,
+            r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
+            r#"vmfork_vms{state="running"} 2"#,
+            "vmfork_memory_admissible_bytes 1073741824",
+        ] {
+            assert!(text.lines().any(|l| l == line), "no `{line}` in\n{text}");
+        }
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

@@ -1,0 +1,424 @@
+//! A host that is made up. What a call does follows from the name it is given.
+
+use std::collections::HashMap;
+use std::future::pending;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use tokio::sync::mpsc;
+use vmfork_api::{
+    Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
+    KillRequest, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
+};
+use vmfork_daemon::control::{
+    Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream,
+};
+
+/// Bytes of `/big`: more than any buffer on the way.
+pub(crate) const BIG_BYTES: usize = 24 * 1024 * 1024;
+
+#[derive(Debug, Default)]
+pub(crate) struct Fake {
+    /// What was asked, one line each.
+    pub(crate) calls: Mutex<Vec<String>>,
+    pub(crate) files: Mutex<HashMap<String, (u32, Vec<u8>)>>,
+    /// Calls that never answer, while they are awaited.
+    pub(crate) waiting: AtomicUsize,
+    /// How the content of transfers to `hang` ended.
+    pub(crate) ends: Arc<Mutex<Vec<&'static str>>>,
+    pub(crate) programs: Arc<Programs>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Programs {
+    /// Programs whose input was dropped.
+    pub(crate) hangups: AtomicUsize,
+    pub(crate) produced_bytes: AtomicU64,
+    pub(crate) taken_bytes: AtomicU64,
+    pub(crate) largest_stdin: AtomicUsize,
+    pub(crate) inputs: Mutex<Vec<String>>,
+}
+
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Fake {
+    fn note(&self, call: String) {
+        self.calls.lock().expect("lock").push(call);
+    }
+
+    pub(crate) fn last_call(&self) -> String {
+        self.calls.lock().expect("lock").last().cloned().unwrap_or_default()
+    }
+
+    async fn never<T>(&self) -> T {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let _waiting = Waiting(&self.waiting);
+        pending().await
+    }
+
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::SeqCst)
+    }
+}
+
+fn missing(vm: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::NotFound, format!("no VM named `{vm}` on this host"))
+        .remedy("`vmfork ps` lists the VMs that are here")
+}
+
+fn exists(vm: &str) -> Result<(), ErrorBody> {
+    if vm == "nope" { Err(missing(vm)) } else { Ok(()) }
+}
+
+pub(crate) fn vm(name: &str) -> Vm {
+    Vm {
+        id: "00000000000000aa".into(),
+        name: name.into(),
+        image: "debian".into(),
+        family: "00000000000000aa".into(),
+        parent: None,
+        vmid: 0,
+        state: VmState::Running,
+        reason: None,
+        accel: Accel::Tcg,
+        cpus: 1,
+        memory_mib: 512,
+        created_unix_ms: 1,
+        ready_ms: Some(2.5),
+        pid: Some(1),
+        clones: 0,
+        private_bytes: 0,
+        shared_bytes: 0,
+        faults: 0,
+    }
+}
+
+impl Control for Fake {
+    fn version(&self) -> Answer<'_, Version> {
+        async {
+            Ok(Version {
+                schema: SCHEMA.into(),
+                vmforkd: "0".into(),
+                api: "1".into(),
+                qemu: None,
+                kernel: "6".into(),
+            })
+        }
+        .boxed()
+    }
+
+    fn doctor(&self) -> Answer<'_, vmfork_api::DoctorReport> {
+        let check = vmfork_api::Check {
+            name: "kvm".into(),
+            status: CheckStatus::Ok,
+            detail: "fine".into(),
+            remedy: None,
+        };
+        async { Ok(vmfork_api::DoctorReport { schema: SCHEMA.into(), checks: vec![check] }) }
+            .boxed()
+    }
+
+    fn host(&self) -> Answer<'_, HostInfo> {
+        async {
+            Ok(HostInfo {
+                schema: SCHEMA.into(),
+                memory_total_bytes: 3,
+                memory_available_bytes: 2,
+                memory_admissible_bytes: 1,
+                cache_bytes: 0,
+                cpus: 2,
+                accel_default: Accel::Tcg,
+                accel_reason: "made up".into(),
+                vms: 0,
+                snapshots: 0,
+                pool: vmfork_api::PoolInfo::default(),
+                lost: vec![],
+            })
+        }
+        .boxed()
+    }
+
+    fn images(&self) -> Answer<'_, Vec<Image>> {
+        async { Ok(vec![]) }.boxed()
+    }
+
+    fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        self.note(format!("remove image {name}"));
+        async move {
+            match name {
+                "used" => Err(ErrorBody::new(ErrorCode::Conflict, "image `used` is in use")),
+                _ => Ok(()),
+            }
+        }
+        .boxed()
+    }
+
+    fn vms(&self, all: bool) -> Answer<'_, Vec<Vm>> {
+        self.note(format!("vms {all}"));
+        async { Ok(vec![vm("web")]) }.boxed()
+    }
+
+    fn tree(&self) -> Answer<'_, Vec<TreeNode>> {
+        async {
+            Ok(vec![TreeNode {
+                vm: vm("web"),
+                children: vec![TreeNode { vm: vm("web.1"), children: vec![] }],
+            }])
+        }
+        .boxed()
+    }
+
+    fn run(&self, request: RunRequest) -> Answer<'_, Vm> {
+        async move {
+            if request.memory_mib == Some(262_144) {
+                return Err(ErrorBody::new(ErrorCode::NoCapacity, "too much"));
+            }
+            Ok(vm(request.name.as_deref().unwrap_or("debian-1")))
+        }
+        .boxed()
+    }
+
+    fn inspect<'a>(&'a self, name: &'a str) -> Answer<'a, VmDetail> {
+        async move {
+            exists(name)?;
+            assert_ne!(name, "panic", "a bug, made up");
+            Ok(VmDetail {
+                schema: SCHEMA.into(),
+                vm: vm(name),
+                memory: vmfork_api::MemoryInfo::default(),
+                qemu_version: "7.2".into(),
+                agent_version: None,
+                guest_kernel: None,
+                clone_names: vec![],
+                accel_reason: "made up".into(),
+            })
+        }
+        .boxed()
+    }
+
+    fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()> {
+        self.note(format!("remove {vm} {force}"));
+        async move { exists(vm) }.boxed()
+    }
+
+    fn kill<'a>(&'a self, name: &'a str, request: KillRequest) -> Answer<'a, Vm> {
+        self.note(format!("kill {name} {} {}", request.grace_ms, request.family));
+        async move {
+            exists(name)?;
+            Ok(vm(name))
+        }
+        .boxed()
+    }
+
+    fn fork<'a>(&'a self, name: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
+        async move {
+            exists(name)?;
+            if name == "hang" {
+                return self.never().await;
+            }
+            Ok(ForkReply {
+                schema: SCHEMA.into(),
+                parent: name.into(),
+                requested: request.count,
+                granted: request.count,
+                pause_ms: 3.4,
+                total_ms: 30.0,
+                stages: vmfork_api::ForkStages::default(),
+                clones: vec![],
+            })
+        }
+        .boxed()
+    }
+
+    fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession> {
+        self.note(format!("exec {vm} {}", request.argv.join(" ")));
+        async move {
+            exists(vm)?;
+            if vm == "hang" {
+                return self.never().await;
+            }
+            let (input, input_rx) = mpsc::channel(4);
+            let (output_tx, output) = mpsc::channel(4);
+            let programs = self.programs.clone();
+            tokio::spawn(async move {
+                program(&request.argv[0], &programs, input_rx, output_tx).await;
+            });
+            Ok(ExecSession { pid: 7, input, output })
+        }
+        .boxed()
+    }
+
+    fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream> {
+        async move {
+            exists(vm)?;
+            let (content_tx, content) = mpsc::channel(4);
+            let stored = self.files.lock().expect("lock").get(path).cloned();
+            let (mode, bytes) = match (path, stored) {
+                (_, Some(stored)) => stored,
+                ("/big" | "/half", None) => (0o644, vec![7; BIG_BYTES]),
+                ("/broken", None) => (0o644, vec![]),
+                _ => return Err(ErrorBody::new(ErrorCode::NotFound, format!("no file `{path}`"))),
+            };
+            let size_bytes = bytes.len() as u64;
+            let breaks = matches!(path, "/half" | "/broken");
+            tokio::spawn(async move {
+                let half = if breaks { bytes.len() / 2 } else { bytes.len() };
+                for chunk in bytes[..half].chunks(64 * 1024) {
+                    if content_tx.send(Ok(Bytes::copy_from_slice(chunk))).await.is_err() {
+                        return;
+                    }
+                }
+                if breaks {
+                    let error = ErrorBody::new(ErrorCode::Guest, "the disk is bad");
+                    let _ = content_tx.send(Err(error)).await;
+                }
+            });
+            Ok(FileStream { mode, size_bytes, content })
+        }
+        .boxed()
+    }
+
+    fn write_file<'a>(
+        &'a self,
+        vm: &'a str,
+        path: &'a str,
+        mode: u32,
+        mut content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+    ) -> Answer<'a, ()> {
+        async move {
+            exists(vm)?;
+            if vm == "hang" {
+                // Like an agent's side that lives on when the request's future is dropped.
+                let ends = self.ends.clone();
+                let task = tokio::spawn(async move {
+                    let end = loop {
+                        match content.recv().await {
+                            Some(Ok(_)) => {}
+                            Some(Err(_)) => break "abandoned",
+                            None => break "whole",
+                        }
+                    };
+                    ends.lock().expect("lock").push(end);
+                });
+                return task.await.map_err(|e| ErrorBody::new(ErrorCode::Internal, e.to_string()));
+            }
+            let mut bytes = Vec::new();
+            while let Some(chunk) = content.recv().await {
+                bytes.extend_from_slice(&chunk?);
+            }
+            self.files.lock().expect("lock").insert(path.to_owned(), (mode, bytes));
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>> {
+        async move {
+            exists(vm)?;
+            let (lines_tx, lines) = mpsc::channel(4);
+            tokio::spawn(async move {
+                let _ = lines_tx.send(Bytes::from_static(b"booted\n")).await;
+                if follow {
+                    lines_tx.closed().await;
+                }
+            });
+            Ok(lines)
+        }
+        .boxed()
+    }
+
+    fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession> {
+        async move {
+            exists(vm)?;
+            let (input, mut typed) = mpsc::channel::<Bytes>(4);
+            let (shown, output) = mpsc::channel(4);
+            tokio::spawn(async move {
+                let _ = shown.send(Bytes::from_static(b"login: ")).await;
+                while let Some(bytes) = typed.recv().await {
+                    if bytes == "poweroff" || shown.send(bytes).await.is_err() {
+                        return;
+                    }
+                }
+            });
+            Ok(ConsoleSession { input, output })
+        }
+        .boxed()
+    }
+}
+
+/// A program in the guest that isn't there.
+async fn program(
+    name: &str,
+    seen: &Programs,
+    mut input: mpsc::Receiver<ExecInput>,
+    output: mpsc::Sender<ExecOutput>,
+) {
+    let mut exited = ExecOutput::Exited { exit_code: 0, signal: None };
+    match name {
+        "false" => exited = ExecOutput::Exited { exit_code: 1, signal: None },
+        "both" => {
+            let _ = output.send(ExecOutput::Stdout(Bytes::from_static(b"out"))).await;
+            let _ = output.send(ExecOutput::Stderr(Bytes::from_static(b"err"))).await;
+        }
+        "broken" => {
+            exited = ExecOutput::Error(ErrorBody::new(ErrorCode::Guest, "no such program"));
+        }
+        "vanish" => return,
+        // Ignores everything, SIGKILL too.
+        "undead" => output.closed().await,
+        // Prints 64 MiB as fast as it is read.
+        "flood" => {
+            let block = Bytes::from(vec![b'y'; 64 * 1024]);
+            for _ in 0..1024 {
+                if output.send(ExecOutput::Stdout(block.clone())).await.is_err() {
+                    seen.hangups.fetch_add(1, Ordering::SeqCst);
+                    return;
+                }
+                seen.produced_bytes.fetch_add(64 * 1024, Ordering::SeqCst);
+            }
+        }
+        // Reads nothing for a while, then everything.
+        "slow-reader" => {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            while let Some(message) = input.recv().await {
+                match message {
+                    ExecInput::Stdin(bytes) => {
+                        seen.taken_bytes.fetch_add(bytes.len() as u64, Ordering::SeqCst);
+                        seen.largest_stdin.fetch_max(bytes.len(), Ordering::SeqCst);
+                    }
+                    ExecInput::StdinEof => break,
+                    _ => {}
+                }
+            }
+        }
+        // `cat`, and `sleep` which does the same with nothing on its input.
+        _ => loop {
+            match input.recv().await {
+                Some(ExecInput::Stdin(bytes)) => {
+                    let _ = output.send(ExecOutput::Stdout(bytes)).await;
+                }
+                Some(ExecInput::StdinEof) if name == "cat" => break,
+                Some(ExecInput::Signal(signal)) => {
+                    seen.inputs.lock().expect("lock").push(format!("signal {signal}"));
+                    exited = ExecOutput::Exited { exit_code: 128 + signal, signal: Some(signal) };
+                    break;
+                }
+                Some(other) => seen.inputs.lock().expect("lock").push(format!("{other:?}")),
+                None => {
+                    seen.hangups.fetch_add(1, Ordering::SeqCst);
+                    return;
+                }
+            }
+        },
+    }
+    let _ = output.send(exited).await;
+}

@@ -1,0 +1,103 @@
+//! Every route's ordinary answer.
+
+use http_body_util::BodyExt;
+use serde_json::json;
+use tokio::time::timeout;
+use tokio_tungstenite::tungstenite::Message;
+
+use futures_util::SinkExt;
+
+use crate::client::{Daemon, LONG, next};
+
+#[tokio::test]
+async fn what_is_read_comes_as_documents() {
+    let daemon = Daemon::start().await;
+    for (path, pointer, value) in [
+        ("/v1/version", "/schema", json!("vmfork/1")),
+        ("/v1/doctor", "/checks/0/name", json!("kvm")),
+        ("/v1/host", "/memory_admissible_bytes", json!(1)),
+        ("/v1/images", "", json!([])),
+        ("/v1/vms", "/0/name", json!("web")),
+        ("/v1/tree", "/0/children/0/vm/name", json!("web.1")),
+        ("/v1/vms/web", "/name", json!("web")),
+        ("/v1/vms/00000000000000aa", "/memory/pages", json!(0)),
+        ("/v1/openapi.json", "/openapi", json!("3.1.0")),
+    ] {
+        let reply = daemon.get(path).await;
+        assert_eq!(reply.status, 200, "{path}");
+        assert_eq!(reply.headers["content-type"], "application/json", "{path}");
+        assert_eq!(reply.json().pointer(pointer), Some(&value), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn vms_are_started_forked_killed_and_forgotten() {
+    let daemon = Daemon::start().await;
+    let reply = daemon.post("/v1/vms", &json!({"image": "debian", "name": "web"})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["name"]), (201, &json!("web")));
+
+    let reply = daemon.post("/v1/vms/web/fork", &json!({"count": 3})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["granted"]), (200, &json!(3)));
+
+    assert_eq!(daemon.post("/v1/vms/web/kill", &json!({"family": true})).await.status, 200);
+    assert_eq!(daemon.fake.last_call(), "kill web 0 true");
+    assert_eq!(daemon.send("POST", "/v1/vms/web/kill", "").await.status, 200);
+    assert_eq!(daemon.fake.last_call(), "kill web 0 false");
+
+    assert_eq!(daemon.send("DELETE", "/v1/vms/web?force=true", "").await.status, 204);
+    assert_eq!(daemon.fake.last_call(), "remove web true");
+    assert_eq!(daemon.send("DELETE", "/v1/images/debian", "").await.status, 204);
+    assert_eq!(daemon.fake.last_call(), "remove image debian");
+}
+
+#[tokio::test]
+async fn switches_may_stand_alone() {
+    let daemon = Daemon::start().await;
+    for (query, seen) in [("", false), ("?all", true), ("?all=true", true), ("?all=0", false)] {
+        assert_eq!(daemon.get(&format!("/v1/vms{query}")).await.status, 200);
+        assert_eq!(daemon.fake.last_call(), format!("vms {seen}"));
+    }
+}
+
+#[tokio::test]
+async fn logs_come_as_text_and_followers_get_them_as_they_come() {
+    let daemon = Daemon::start().await;
+    let reply = daemon.get("/v1/vms/web/logs").await;
+    assert_eq!(reply.headers["content-type"], "text/plain; charset=utf-8");
+    assert_eq!(reply.body, "booted\n");
+
+    let mut following = daemon.open("GET", "/v1/vms/web/logs?follow", "").await.into_body();
+    let frame = timeout(LONG, following.frame()).await.expect("in time").expect("a frame");
+    assert_eq!(frame.expect("data").into_data().expect("data"), "booted\n");
+    let more = timeout(std::time::Duration::from_millis(50), following.frame()).await;
+    assert!(more.is_err(), "it must stay open");
+}
+
+#[tokio::test]
+async fn the_console_shows_and_takes_bytes_until_the_vm_ends() {
+    let daemon = Daemon::start().await;
+    let mut ws = daemon.web_socket("/v1/vms/web/console").await;
+    assert_eq!(next(&mut ws).await.into_data(), "login: ");
+    ws.send(Message::binary("root\n")).await.expect("send");
+    assert_eq!(next(&mut ws).await.into_data(), "root\n");
+    ws.send(Message::binary("poweroff")).await.expect("send");
+    let Message::Close(Some(frame)) = next(&mut ws).await else { panic!("no close") };
+    assert_eq!((u16::from(frame.code), frame.reason.as_str()), (1000, "the VM has ended"));
+}
+
+#[tokio::test]
+async fn metrics_count_requests_by_route_and_status() {
+    let daemon = Daemon::start().await;
+    daemon.get("/v1/vms/web").await;
+    daemon.get("/v1/vms/nope").await;
+    daemon.get("/no/such/route").await;
+    let reply = daemon.get("/metrics").await;
+    let text = String::from_utf8(reply.body.to_vec()).expect("text");
+    for line in [
+        r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="200"} 1"#,
+        r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
+        r#"vmfork_http_requests_total{method="GET",route="none",status="404"} 1"#,
+    ] {
+        assert!(text.contains(line), "no `{line}` in\n{text}");
+    }
+}
