@@ -12,3 +12,5 @@
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
 pub mod control;
+pub mod http;
+pub mod metrics;
