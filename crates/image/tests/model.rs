@@ -179,6 +179,19 @@ fn a_table_of_one_source_has_no_nodes() {
 }
 
 #[test]
+fn blocks_written_bit_by_bit_collapse_up_to_the_root() {
+    // Cut short at both ends of the tree's shape: 17 blocks and a part of one.
+    let pages = 17 * BLOCK_PAGES + 40;
+    let mut table = PageTable::uniform(pages, Source::Zero);
+    for start in (0..pages.div_ceil(128)).rev().map(|i| i * 128) {
+        let piece = range(start, 128.min(pages - start));
+        table = table.derive([(piece, image(1))]).expect("within");
+    }
+    assert_eq!(table.size(), vmfork_image::TableSize::default());
+    assert_eq!(table, PageTable::uniform(pages, image(1)));
+}
+
+#[test]
 fn a_derive_makes_nodes_for_what_changed_only() {
     // A table with every block mixed: whatever a derive copies too much, shows.
     let busy = (0..BIG / BLOCK_PAGES).map(|block| (range(block * BLOCK_PAGES + 9, 3), image(1)));

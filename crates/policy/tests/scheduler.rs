@@ -222,6 +222,66 @@ fn a_predictor_fits_and_goes_before_the_drain() {
     assert!(scheduler.background_done());
 }
 
+/// Wants one list of runs, whatever they are.
+#[derive(Debug)]
+struct List(Vec<PageRange>);
+
+impl Background for List {
+    fn name(&self) -> &'static str {
+        "list"
+    }
+
+    fn propose(&mut self, _: &PageTable) -> Option<Proposal> {
+        self.0.pop().map(|range| Proposal { range, pages_max: 512 })
+    }
+
+    fn is_done(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+#[test]
+fn what_is_zero_present_or_beyond_the_image_is_left_out_of_a_list() {
+    let other = Source::Image(ImageId::new(3).expect("not 0"));
+    let table = PageTable::uniform(64, Source::Zero)
+        .derive([(range(10, 6), other), (range(16, 4), Source::Image(own()))])
+        .expect("within");
+    let present: Presence = Rc::new(RefCell::new(vec![false; 64]));
+    let mut scheduler =
+        Scheduler::new(table, Rc::clone(&present), Config::default()).expect("valid");
+    fill(&mut scheduler, &present, range(12, 1));
+    let list = List(vec![range(0, 64), range(60, 100)]);
+    scheduler.add_background(Box::new(list)).expect("room");
+    let mut fetched = Vec::new();
+    while let Some(fetch) = scheduler.next(512) {
+        fetched.push((fetch.range, fetch.source));
+    }
+    let own = Source::Image(own());
+    assert_eq!(fetched, [(range(10, 2), other), (range(13, 3), other), (range(16, 4), own)]);
+}
+
+#[test]
+fn the_background_is_done_when_all_of_it_has_arrived() {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    scheduler.add_background(Box::new(Drain::new(own(), 40))).expect("room");
+    assert!(!scheduler.background_done(), "nothing fetched");
+    assert_eq!(scheduler.next(512).expect("drain").range, range(0, 40));
+    assert_eq!(scheduler.next(512).expect("drain").range, range(40, 24));
+    assert_eq!(scheduler.next(512), None);
+    assert!(!scheduler.background_done(), "under way");
+    fill(&mut scheduler, &present, range(40, 24));
+    assert!(!scheduler.background_done(), "some under way");
+    fill(&mut scheduler, &present, range(0, 40));
+    assert!(scheduler.background_done());
+
+    // A policy with something left of its proposal is not done, whatever it says itself.
+    scheduler.add_background(Box::new(List(vec![range(0, 64)]))).expect("room");
+    present.borrow_mut().fill(false);
+    assert_eq!(scheduler.next(8).expect("list").range, range(0, 8));
+    fill(&mut scheduler, &present, range(0, 8));
+    assert!(!scheduler.background_done(), "56 pages left");
+}
+
 #[test]
 fn a_policy_takes_the_place_of_its_namesake() {
     let (mut scheduler, present) = scheduler(64, Config::default());
