@@ -71,6 +71,11 @@ impl HostImage {
         &self.cache
     }
 
+    /// What was brought into the cache, and from where.
+    pub fn counters(&self) -> &ImageCounters {
+        &self.counters
+    }
+
     /// Its page table, once that is complete.
     pub fn table(&self) -> Option<&PageTable> {
         self.sealed.get().map(|sealed| &sealed.table)

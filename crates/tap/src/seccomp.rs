@@ -7,7 +7,8 @@ use libc::{sock_filter, sock_fprog};
 
 use crate::sys;
 
-const ALLOWED: [libc::c_long; 13] = [
+const ALLOWED: [libc::c_long; 14] = [
+    libc::SYS_getpid,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_mmap,

@@ -1,0 +1,138 @@
+//! A stand-in for QEMU in tests of the shim and the engine: maps its "RAM" as QEMU does, then reads and writes it
+//! on command. One command a line on stdin, one answer a line on stdout.
+//!
+//! | command | answer |
+//! |---|---|
+//! | `fill PAGE COUNT SEED` | `ok`: each page gets bytes that follow from SEED and its number |
+//! | `poke PAGE SEED` | `ok`: as `fill`, one page |
+//! | `sum PAGE COUNT` | a hash per page, in hex, separated by blanks; 0 for a page of zeros |
+//! | `drop PAGE COUNT` | `ok`: `madvise(MADV_DONTNEED)`, as a balloon does |
+//! | `pread PAGE COUNT FILE` | `ok`: whole pages read from a file |
+//! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
+
+use std::io::{BufRead, Write};
+use std::os::fd::AsRawFd;
+
+const PAGE: usize = 4096;
+
+fn main() {
+    let bytes: usize =
+        std::env::args().nth(1).and_then(|text| text.parse().ok()).expect("RAM's size");
+    let ram_fd: i32 = std::env::args().nth(2).and_then(|text| text.parse().ok()).expect("RAM's fd");
+    let ram = map_ram(bytes, ram_fd);
+    println!("ready");
+    for line in std::io::stdin().lock().lines() {
+        let line = line.expect("stdin");
+        let words: Vec<&str> = line.split(' ').collect();
+        let number = |at: usize| words[at].parse::<usize>().expect("a number");
+        let answer = match words[0] {
+            "fill" => {
+                for page in number(1)..number(1) + number(2) {
+                    write_page(ram, page, number(3) as u64);
+                }
+                "ok".to_owned()
+            }
+            "poke" => {
+                write_page(ram, number(1), number(2) as u64);
+                "ok".to_owned()
+            }
+            "sum" => {
+                let sums: Vec<String> = (number(1)..number(1) + number(2))
+                    .map(|page| format!("{:x}", sum_page(ram, page)))
+                    .collect();
+                sums.join(" ")
+            }
+            "drop" => {
+                let at = (ram + number(1) * PAGE) as *mut libc::c_void;
+                // SAFETY: a part of RAM, which nothing but this program uses.
+                let done = unsafe { libc::madvise(at, number(2) * PAGE, libc::MADV_DONTNEED) };
+                if done == 0 { "ok".to_owned() } else { "failed".to_owned() }
+            }
+            "pread" => {
+                let file = std::fs::File::open(words[3]).expect("file");
+                let at = (ram + number(1) * PAGE) as *mut libc::c_void;
+                // SAFETY: a part of RAM, which nothing but this program uses.
+                let read = unsafe { libc::pread64(file.as_raw_fd(), at, number(2) * PAGE, 0) };
+                if read as usize == number(2) * PAGE {
+                    "ok".to_owned()
+                } else {
+                    format!("read {read}")
+                }
+            }
+            "threads" => {
+                let (first, count) = (number(1), number(2));
+                let threads: Vec<_> = (0..number(3))
+                    .map(|_| {
+                        std::thread::spawn(move || {
+                            (first..first + count)
+                                .map(|page| sum_page(ram, page))
+                                .fold(0u64, u64::wrapping_add)
+                        })
+                    })
+                    .collect();
+                let sums: Vec<u64> =
+                    threads.into_iter().map(|thread| thread.join().expect("thread")).collect();
+                if sums.windows(2).all(|pair| pair[0] == pair[1]) {
+                    "ok".to_owned()
+                } else {
+                    "differ".to_owned()
+                }
+            }
+            other => panic!("{other}"),
+        };
+        println!("{answer}");
+        std::io::stdout().flush().expect("stdout");
+    }
+}
+
+/// As QEMU's `qemu_ram_mmap`: reserve with room to align, then map the file over a part.
+fn map_ram(bytes: usize, fd: i32) -> usize {
+    let align = 1 << 30;
+    // SAFETY: a new mapping at an address of the kernel's choice, and one within it.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let area = libc::mmap(std::ptr::null_mut(), bytes + align, libc::PROT_NONE, flags, -1, 0);
+        assert_ne!(area, libc::MAP_FAILED);
+        let start = (area as usize).next_multiple_of(align);
+        let at = start as *mut libc::c_void;
+        let ram = libc::mmap(
+            at,
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            fd,
+            0,
+        );
+        assert_eq!(ram, at);
+        start
+    }
+}
+
+/// What page `page` holds after `fill` with `seed`: never all zeros.
+fn word(page: usize, seed: u64, at: usize) -> u64 {
+    (page as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        ^ seed.wrapping_mul(0xD134_2543_DE82_EF95)
+        ^ (at as u64)
+        | 1
+}
+
+fn write_page(ram: usize, page: usize, seed: u64) {
+    for at in 0..PAGE / 8 {
+        // SAFETY: a word of RAM.
+        unsafe { ((ram + page * PAGE + at * 8) as *mut u64).write_volatile(word(page, seed, at)) };
+    }
+}
+
+fn sum_page(ram: usize, page: usize) -> u64 {
+    let mut sum = 0u64;
+    for at in 0..PAGE / 8 {
+        // SAFETY: a word of RAM.
+        let word = unsafe { ((ram + page * PAGE + at * 8) as *const u64).read_volatile() };
+        sum = if word == 0 {
+            sum
+        } else {
+            (sum.rotate_left(5) ^ word).wrapping_mul(0x2545_F491_4F6C_DD1D)
+        };
+    }
+    sum
+}

@@ -1,0 +1,178 @@
+//! Fake VMs under the real shim and the real engine.
+
+#![allow(unreachable_pub, missing_debug_implementations, reason = "a module of tests")]
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vmfork_image::ImageId;
+use vmfork_memory::{Engine, EngineEvent, EngineOptions, GuestMemory, Tap, USERFAULTFD_DEVICE};
+use vmfork_tap_proto as proto;
+
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Why the tests of this file can't run here; printed, and the test passes.
+pub fn unsupported() -> Option<String> {
+    std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(USERFAULTFD_DEVICE)
+        .err()
+        .map(|error| format!("SKIPPED: {USERFAULTFD_DEVICE}: {error}"))
+}
+
+fn target_dir() -> PathBuf {
+    // …/target/debug/deps/this-test
+    let exe = std::env::current_exe().expect("own path");
+    exe.ancestors().nth(3).expect("a target folder").to_owned()
+}
+
+/// The shim, built once by cargo under its own profile.
+fn shim() -> PathBuf {
+    static BUILD: std::sync::Once = std::sync::Once::new();
+    BUILD.call_once(|| {
+        let status = Command::new(env!("CARGO"))
+            .args(["build", "-q", "--profile", "tap", "-p", "vmfork-tap", "--target-dir"])
+            .arg(target_dir())
+            .status()
+            .expect("cargo");
+        assert!(status.success(), "build the shim");
+    });
+    target_dir().join("tap/libvmfork_tap.so")
+}
+
+pub struct FakeVm {
+    pub memory: Option<GuestMemory>,
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl FakeVm {
+    pub fn start(pages: u64, role: proto::Role) -> Self {
+        let bytes = pages * PAGE_BYTES;
+        let (tap, ends) = Tap::new(bytes).expect("socket");
+        let device: OwnedFd = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(USERFAULTFD_DEVICE)
+            .expect("userfaultfd")
+            .into();
+        let fds = [ends.control, device, ends.ram];
+        let numbers = fds.each_ref().map(AsRawFd::as_raw_fd);
+        let mut command = Command::new(target_dir().join("debug/examples/fake_vm"));
+        command
+            .arg(bytes.to_string())
+            .arg("102")
+            .env("LD_PRELOAD", shim())
+            .env(proto::ENV_CONTROL, "100")
+            .env(proto::ENV_USERFAULTFD, "101")
+            .env(proto::ENV_RAM, "102")
+            .env(proto::ENV_ROLE, role.as_str())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        // SAFETY: dup2 is async-signal-safe; nothing else happens between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                for (number, to) in numbers.iter().zip(100..) {
+                    if libc::dup2(*number, to) < 0 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().expect("fake VM: cargo build --examples");
+        drop(fds);
+        let stdin = child.stdin.take().expect("piped");
+        let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
+        let mut line = String::new();
+        stdout.read_line(&mut line).expect("ready");
+        let memory = GuestMemory::connect(tap, child.id(), bytes).expect("connect");
+        Self { memory: Some(memory), child, stdin, stdout }
+    }
+
+    pub fn memory(&mut self) -> &mut GuestMemory {
+        self.memory.as_mut().expect("not ended")
+    }
+
+    pub fn send(&mut self, command: &str) {
+        writeln!(self.stdin, "{command}").expect("alive");
+    }
+
+    pub fn receive(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("alive");
+        line.trim_end().to_owned()
+    }
+
+    pub fn ask(&mut self, command: &str) -> String {
+        self.send(command);
+        self.receive()
+    }
+
+    pub fn sums(&mut self, first: u64, count: u64) -> Vec<u64> {
+        self.ask(&format!("sum {first} {count}"))
+            .split(' ')
+            .map(|word| u64::from_str_radix(word, 16).expect("hex"))
+            .collect()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for FakeVm {
+    fn drop(&mut self) {
+        let _killed = self.child.kill();
+        let _reaped = self.child.wait();
+        self.memory.take();
+    }
+}
+
+pub type Events = Arc<Mutex<VecDeque<EngineEvent>>>;
+
+/// A new engine, and what it reports.
+pub fn engine(vm: &mut FakeVm, unit: u64) -> (Arc<Engine>, Events) {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let id = ImageId::new(NEXT.fetch_add(1, Ordering::Relaxed)).expect("not 0");
+    let events = Events::default();
+    let sink = Arc::clone(&events);
+    let pages = vm.memory().pages();
+    if let Some(engine) = vm.memory().engine() {
+        assert!(engine.wait_sealed(Duration::from_secs(10)), "base sealed");
+    }
+    let base = vm.memory().engine().map(|engine| Arc::clone(engine.image()));
+    let options = EngineOptions { fill_unit_pages: unit };
+    let engine = Engine::prepare(
+        id,
+        pages,
+        base.as_ref(),
+        &options,
+        Arc::new(move |event| sink.lock().expect("not poisoned").push_back(event)),
+    )
+    .expect("engine");
+    (Arc::new(engine), events)
+}
+
+/// Freeze a VM.
+pub fn freeze(vm: &mut FakeVm, unit: u64) -> Arc<Engine> {
+    let (engine, _) = engine(vm, unit);
+    vm.memory().freeze(&engine).expect("freeze");
+    engine
+}
+
+/// Start a clone.
+pub fn clone_of(engine: &Arc<Engine>) -> FakeVm {
+    let mut vm = FakeVm::start(engine.image().pages(), proto::Role::Wait);
+    vm.memory().attach(engine).expect("attach");
+    vm
+}
