@@ -1,0 +1,176 @@
+"""One real `vmforkd` with a state folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import vmfork
+
+from . import images, leftovers, places, processes
+from .leftovers import Host
+from .waits import eventually
+
+START_S = 20.0
+STOP_S = 30.0
+
+#: Flags of `vmforkd`, in one place.
+FLAG_STATE = "--state"
+FLAG_SOCKET = "--socket"
+FLAG_FILL_UNIT = "--fill-unit-pages"
+FLAG_POOL = "--pool"
+
+#: Daemons that run now, for reports of failures.
+running: list[Daemon] = []
+
+
+class Daemon:
+    """Start, kill and restart it; `close` stops it and asserts that nothing is left."""
+
+    def __init__(
+        self,
+        flags: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        places.require_build()
+        self.before = Host.now()
+        self.folder = Path(tempfile.mkdtemp(prefix="vf-", dir=places.SHORT_TMP))
+        # QEMU runs as another user, who has to get through.
+        self.folder.chmod(0o711)
+        self.state = self.folder / "s"
+        self.socket = self.folder / "d.sock"
+        self.log = self.folder / "vmforkd.log"
+        self.flags = list(flags)
+        self.prefix = list(prefix)
+        self.env = {**os.environ, **(env or {})}
+        for name in ("VMFORK_HOST", "VMFORK_SOCKET", "VMFORK_STATE", "VMFORK_TOKEN"):
+            if env is None or name not in env:
+                self.env.pop(name, None)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.timeout = vmfork.Timeout(request_s=30, boot_s=180, fork_s=60, exec_s=300, slack_s=15)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait for nothing."""
+        where = [FLAG_STATE, str(self.state), FLAG_SOCKET, str(self.socket)]
+        argv = [*self.prefix, str(places.VMFORKD), *where, *self.flags]
+        with self.log.open("ab") as log:
+            self.process = leftovers.spawn(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, cwd="/"
+            )
+        running.append(self)
+        return self.process
+
+    def start(self) -> Daemon:
+        """Start it and wait until it answers."""
+        process = self.spawn()
+
+        def answers() -> bool:
+            if process.poll() is not None:
+                raise AssertionError(f"vmforkd ended with {process.returncode} at once:\n{self.log_tail()}")
+            with self.client() as client:
+                try:
+                    client.version()
+                except vmfork.ConnectionFailed:
+                    return False
+            return True
+
+        eventually(answers, START_S, "vmforkd answers")
+        return self
+
+    def client(self) -> vmfork.Client:
+        return vmfork.Client(socket=self.socket, timeout=self.timeout)
+
+    def add_image(self, name: str) -> None:
+        """Put an image of the shared store into this daemon's."""
+        images.link_into(self.state / "images", name)
+
+    def stop(self) -> int:
+        """In good order; returns the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"vmforkd did not end within {STOP_S:g} s of SIGTERM") from None
+        finally:
+            self._forget()
+
+    def kill(self) -> None:
+        """As hard as it goes."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self in running:
+            running.remove(self)
+
+    def close(self) -> None:
+        """Stop it if it runs, assert that nothing is left, and remove the folder."""
+        code = 0
+        problems: list[str] = []
+        try:
+            if self.process is not None and self.process.poll() is None:
+                code = self.stop()
+                if code != 0:
+                    problems.append(f"vmforkd ended with {code} on SIGTERM")
+            elif self.process is not None:
+                self._forget()
+            problems += self.left_behind(10.0)
+            if problems:
+                raise AssertionError(f"left behind: {problems}\n{self.log_tail()}")
+        finally:
+            for process in leftovers.orphans():
+                process.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def left_behind(self, within_s: float) -> list[str]:
+        """What the daemon has left on the host, once it had time to go away."""
+        end = time.monotonic() + within_s
+        while True:
+            found = [str(process) for process in leftovers.orphans()]
+            found += Host.now().added_since(self.before, self.folder)
+            if self.socket.exists() and (self.process is None or self.process.returncode == 0):
+                found.append(f"socket file {self.socket}")
+            if not found or time.monotonic() > end:
+                return found
+            time.sleep(0.05)
+
+    # -- sight -----------------------------------------------------------------------------------
+
+    def log_tail(self, lines: int = 60) -> str:
+        try:
+            text = self.log.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "(no log)"
+        return "\n".join(text[-lines:])
+
+    def processes(self) -> list[processes.Process]:
+        """All that descend from it and live: QEMUs and keepers."""
+        assert self.process is not None
+        return [process for process in processes.below(self.process.pid) if process.state != "Z"]
+
+    def qemu(self, vm: vmfork.VM) -> processes.Process:
+        """The QEMU of one VM."""
+        pid = vm.inspect().pid
+        assert pid is not None, f"{vm} has no pid"
+        process = processes.read(pid)
+        assert process is not None, f"no process {pid} of {vm}"
+        return process
+
+    def keepers(self, vm: vmfork.VM) -> list[processes.Process]:
+        """Processes below a VM's QEMU: those that keep moved pages alive until they are drained."""
+        return [process for process in processes.below(self.qemu(vm).pid) if process.state != "Z"]

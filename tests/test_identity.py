@@ -1,0 +1,116 @@
+"""Two copies of everything, one identity each: entropy, names, numbers, clocks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import vmfork
+
+from harness.programs import Memcheck
+
+
+def _distinct(values: list[str]) -> bool:
+    return len(set(values)) == len(values)
+
+
+def _of(vms: list[vmfork.VM], command: str) -> list[str]:
+    return [vm.exec(command, check=True).stdout_text.strip() for vm in vms]
+
+
+def test_clones_differ_in_all_that_is_random(vm: vmfork.VM) -> None:
+    vm.exec("head -c 64 /dev/urandom > /dev/null", check=True)
+    with vm.fork(4) as clones:
+        everybody = [vm, *clones.raise_for_errors()]
+        for command in (
+            "head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'",
+            "cat /proc/sys/kernel/random/uuid",
+            "cat /etc/machine-id",
+            "hostname",
+        ):
+            assert _distinct(_of(everybody, command)), command
+        for machine_id in _of(everybody, "cat /etc/machine-id"):
+            assert len(machine_id) == 32
+            int(machine_id, 16)
+
+
+def test_random_numbers_that_were_being_drawn_at_the_fork_differ(vm: vmfork.VM) -> None:
+    """A program that draws all the time gets other bytes in each clone, from its first draw there on."""
+    vm.exec(
+        "(while :; do cat /proc/sys/kernel/random/uuid; done > /run/uuids) >/dev/null 2>&1 &", check=True
+    )
+    for _ in range(3):
+        before = set(vm.exec("cat /run/uuids").stdout_text.split())
+        with vm.fork(2) as clones:
+            one, other = (
+                set(clone.exec("cat /run/uuids").stdout_text.split()) for clone in clones.raise_for_errors()
+            )
+        # What was drawn before the freeze is in both; nothing that is drawn later may be. The uuids
+        # between our reading and the freeze, and the one in flight, can't be told apart: so look
+        # at the end of each file, which was written last.
+        shared = (one & other) - before
+        assert len(one - other) > 0
+        assert len(other - one) > 0
+        last = [sorted(one - other), sorted(other - one)]
+        assert not set(last[0]) & set(last[1])
+        # At most what the parent drew in the moment before the freeze.
+        now = set(vm.exec("cat /run/uuids").stdout_text.split())
+        assert shared <= now, "clones share random numbers that the parent never drew"
+
+
+def test_vmid_and_identity_are_right(vm: vmfork.VM) -> None:
+    assert vm.exec("cat /run/vmfork/vmid").stdout_text.strip() == str(vm.vmid)
+    with vm.fork(3) as clones:
+        for clone in clones.raise_for_errors():
+            assert clone.exec("cat /run/vmfork/vmid").stdout_text.strip() == str(clone.vmid)
+            identity = json.loads(clone.read_file("/run/vmfork/identity.json"))
+            assert identity["vmid"] == clone.vmid
+            assert identity["name"] == clone.name
+            assert clone.exec("hostname").stdout_text.strip() == clone.name
+            assert clone.exec("cat /etc/hostname").stdout_text.strip() == clone.name
+            (grandchild,) = clone.fork(1).raise_for_errors()
+            assert grandchild.exec("cat /run/vmfork/vmid").stdout_text.strip() == "1"
+            assert clone.exec("cat /run/vmfork/vmid").stdout_text.strip() == str(clone.vmid)
+            grandchild.kill()
+
+
+def test_the_booted_vm_has_an_identity_too(booted: vmfork.VM) -> None:
+    assert booted.exec("cat /run/vmfork/vmid").stdout_text.strip() == "0"
+    assert booted.exec("hostname").stdout_text.strip() == booted.name
+
+
+def _clock_error_s(vm: vmfork.VM) -> float:
+    """How far the guest's clock is from ours, at least; the round trip is no error of the clock."""
+    best = float("inf")
+    for _ in range(5):
+        before = time.time()
+        guest = int(vm.exec("date +%s%N", check=True).stdout) / 1e9
+        after = time.time()
+        best = min(best, max(before - guest, guest - after, 0.0))
+    return best
+
+
+def test_clocks_are_within_50_ms_of_the_host(booted: vmfork.VM, vm: vmfork.VM) -> None:
+    assert _clock_error_s(vm) < 0.05
+    with vm.fork(2) as clones:
+        for clone in clones.raise_for_errors():
+            assert _clock_error_s(clone) < 0.05
+            (late,) = clone.fork(1).raise_for_errors()
+            assert _clock_error_s(late) < 0.05
+
+
+def test_the_monotonic_clock_never_goes_back(vm: vmfork.VM) -> None:
+    before = float(vm.exec("cut -d' ' -f1 /proc/uptime", check=True).stdout)
+    with vm.fork(1) as clones:
+        after = float(clones[0].exec("cut -d' ' -f1 /proc/uptime", check=True).stdout)
+    assert after >= before
+
+
+def test_identity_is_there_before_user_code_goes_on(
+    vm: vmfork.VM, need: Callable[[object, str], None]
+) -> None:
+    """By the time a fork is answered, every clone that is reported has its own identity."""
+    Memcheck.start(vm, mib=32, threads=1, seed=1)  # so that it has something to do meanwhile
+    with vm.fork(8) as clones:
+        assert _of(list(clones.raise_for_errors()), "hostname") == [clone.name for clone in clones]
