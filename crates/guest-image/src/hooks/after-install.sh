@@ -20,17 +20,13 @@ kernel=$(apt-cache depends "$VMFORK_KERNEL" | sed -n 's/^ *Depends: \(linux-imag
 kernel=${kernel:-$VMFORK_KERNEL}
 mkdir -p "$VMFORK_OUT/kernel"
 cd "$VMFORK_OUT/kernel"
+deb=$(apt-get -qq --print-uris download "$kernel" | awk '{ print $2; exit }')
 # apt takes a file that is there already, if its checksum is right.
-cp -p "$VMFORK_ARCHIVES/$kernel"_*.deb . 2>/dev/null || true
+if [ -e "$VMFORK_ARCHIVES/$deb" ]; then cp "$VMFORK_ARCHIVES/$deb" .; fi
 apt-get -o APT::Sandbox::User=root download "$kernel"
-newest=$(ls -t ./*.deb | head -n 1)
-for deb in ./*.deb; do
-	if [ "$deb" != "$newest" ]; then rm -f "$deb"; fi
-done
 
-for deb in "$root"/var/cache/apt/archives/*.deb "$newest"; do
-	[ -e "$deb" ] || continue
-	name=$(basename "$deb")
-	cp "$deb" "$VMFORK_ARCHIVES/.new-$$"
-	mv "$VMFORK_ARCHIVES/.new-$$" "$VMFORK_ARCHIVES/$name"
+for file in "$root"/var/cache/apt/archives/*.deb "$deb"; do
+	[ -e "$file" ] || continue
+	cp "$file" "$VMFORK_ARCHIVES/.new-$$"
+	mv "$VMFORK_ARCHIVES/.new-$$" "$VMFORK_ARCHIVES/$(basename "$file")"
 done

@@ -1,0 +1,38 @@
+# The front door. `make help` lists what there is; anything longer than a line is in mk/.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench check setup install-deps build image clean distclean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
+
+demo: build ## build everything, then fork a running VM and do a real job on its clones
+	@mk/demo.sh
+
+test: build ## everything that is tested: check, then the built programs from outside
+	@mk/test.sh
+
+bench: build ## measure; writes JSON, a table and an HTML report
+	@mk/bench.sh
+
+check: setup ## quick: format, lints, unit tests
+	@mk/check.sh
+
+setup: install-deps ## install what is missing, check the toolchain
+	@mk/toolchain.sh
+
+install-deps: ## install the Debian packages that are missing (as root)
+	@mk/install-deps.sh
+
+build: setup ## programs, shim, agent and guest libraries into out/
+	@mk/build.sh
+
+image: build ## build the default guest image
+	@mk/image.sh default
+
+clean: ## stop the daemon, remove state and everything built; downloads stay
+	@mk/clean.sh
+
+distclean: clean ## remove the downloads too
+	@mk/distclean.sh

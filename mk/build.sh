@@ -1,0 +1,71 @@
+#!/bin/sh
+# Builds everything and lays it out as an installation would:
+#
+#   out/bin/{vmfork,vmforkd}
+#   out/lib/vmfork/libvmfork_tap.so   preloaded into QEMU
+#   out/lib/vmfork/vmfork-agent       static; /init of guest images
+#   out/lib/vmfork/guest/             laid over the root of guest images: C library, Python module
+#   out/lib/vmfork/images/*.json      specs of guest images
+#
+# The programs find the rest at ../lib/vmfork from themselves, or where VMFORK_LIBDIR says.
+. "$(dirname "$0")/env.sh"
+
+triple=x86_64-unknown-linux-gnu
+lib=$OUT/lib/vmfork
+guest=$lib/guest
+
+# place MODE FILE TO: whole or not at all, also while the old one runs.
+place() {
+	mkdir -p "$(dirname "$3")"
+	cmp -s "$2" "$3" && return
+	install -m "$1" "$2" "$3.new"
+	mv "$3.new" "$3"
+}
+
+programs() { cargo build --release -p vmfork-daemon -p vmfork-cli; }
+shim() { cargo build --profile tap -p vmfork-tap; }
+# --target keeps RUSTFLAGS away from build scripts; a folder of its own keeps the rest from being
+# built anew each time.
+agent() {
+	RUSTFLAGS='-C target-feature=+crt-static' \
+		cargo build --profile guest --target "$triple" -p vmfork-agent --target-dir "$TARGET/guest"
+}
+
+step "building vmfork and vmforkd" programs
+step "building the shim" shim
+step "building the guest agent" agent
+place 755 "$TARGET/release/vmfork" "$OUT/bin/vmfork"
+place 755 "$TARGET/release/vmforkd" "$OUT/bin/vmforkd"
+place 644 "$TARGET/tap/libvmfork_tap.so" "$lib/libvmfork_tap.so"
+place 755 "$TARGET/guest/$triple/guest/vmfork-agent" "$lib/vmfork-agent"
+for spec in guest/image/*.json; do
+	place 644 "$spec" "$lib/images/$(basename "$spec")"
+done
+
+# The guest's folder is made anew and swapped in: what was removed from the sources must go.
+rm -rf "$guest.new" "$guest.old"
+mkdir -p "$guest.new"
+if [ -f guest/c/Makefile ]; then
+	step "building the guest's C library" \
+		make --no-print-directory -C guest/c install BUILD="$TARGET/guest-c" DESTDIR="$guest.new" \
+		PREFIX=/usr LIBDIR=/usr/lib/x86_64-linux-gnu
+fi
+packages=$guest.new/usr/lib/python3/dist-packages
+mkdir -p "$packages"
+for source in guest/python guest/python/src; do
+	for module in "$source"/*.py "$source"/*/__init__.py; do
+		[ -f "$module" ] || continue
+		case $module in
+		*/tests/* | */test_*.py | */conftest.py | */setup.py) ;;
+		*/__init__.py) cp -R "$(dirname "$module")" "$packages/" ;;
+		*) cp "$module" "$packages/" ;;
+		esac
+	done
+done
+find "$packages" -name __pycache__ -prune -exec rm -rf {} +
+# Compiled here rather than by every VM; checked by nobody, since the image is read-only.
+python3 -m compileall -q --invalidation-mode unchecked-hash -s "$guest.new" "$packages"
+find "$guest.new" -type d -exec chmod 755 {} +
+if [ -d "$guest" ]; then mv "$guest" "$guest.old"; fi
+mv "$guest.new" "$guest"
+rm -rf "$guest.old"

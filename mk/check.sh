@@ -1,0 +1,45 @@
+#!/bin/sh
+# The quick part: what is run before each commit.
+. "$(dirname "$0")/env.sh"
+
+planes() {
+	# The data plane is threads and fds: no async runtime may come in through a dependency.
+	for crate in image policy memory tap agent; do
+		tree=$(cargo tree --quiet -p "vmfork-$crate" -e normal --prefix none)
+		if printf '%s\n' "$tree" | grep -q '^tokio '; then
+			die "vmfork-$crate reaches tokio" "cargo tree -p vmfork-$crate -i tokio"
+		fi
+	done
+}
+
+sdk() {
+	(cd sdk/python && python3 -m pytest -q -p no:cacheprovider)
+	if python3 -c 'import mypy' 2>/dev/null; then
+		(cd sdk/python && python3 -m mypy --cache-dir "$CACHE/mypy")
+	else
+		echo "left out: mypy (apt-get install mypy)" >&2
+	fi
+	if command -v ruff >/dev/null 2>&1; then
+		(cd sdk/python && ruff check --cache-dir "$CACHE/ruff")
+	else
+		echo "left out: ruff (not in Debian 12)" >&2
+	fi
+}
+
+shell_scripts() {
+	for script in mk/*.sh .ci/run crates/guest-image/src/hooks/*.sh; do
+		sh -n "$script"
+	done
+	if command -v shellcheck >/dev/null 2>&1; then
+		shellcheck -x -P mk mk/*.sh .ci/run crates/guest-image/src/hooks/*.sh
+	else
+		echo "left out: shellcheck (apt-get install shellcheck)" >&2
+	fi
+}
+
+step "format" cargo fmt --all --check
+step "lints" cargo clippy --workspace --all-targets --quiet -- -D warnings
+step "planes" planes
+step "unit tests" cargo test --workspace --quiet --lib --bins
+step "Python SDK" sdk
+step "shell scripts" shell_scripts

@@ -1,0 +1,45 @@
+# Sourced by the scripts beside it: where things are, and how to say what goes on.
+# shellcheck shell=sh
+
+set -eu
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+cd "$ROOT"
+
+# rustup puts cargo where only a login shell looks.
+if ! command -v cargo >/dev/null 2>&1 && [ -x "$HOME/.cargo/bin/cargo" ]; then
+	PATH=$HOME/.cargo/bin:$PATH
+	export PATH
+fi
+
+# shellcheck disable=SC2034 # used by those who source this
+OUT=$ROOT/out
+CACHE=$ROOT/.cache
+# shellcheck disable=SC2034
+TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
+
+# A state folder of this checkout's own. Not inside it: a checkout below /root is closed to the
+# unprivileged user that QEMU runs as, and the path of a unix socket has at most 107 bytes.
+checkout=$(printf %s "$ROOT" | cksum | cut -d ' ' -f 1)
+: "${VMFORK_STATE:=/var/lib/vmfork-dev/$checkout}"
+: "${VMFORK_SOCKET:=$VMFORK_STATE/vmforkd.sock}"
+# Base systems and downloaded packages outlive `make clean`.
+: "${VMFORK_CACHE:=$CACHE/guest-images}"
+export VMFORK_STATE VMFORK_SOCKET VMFORK_CACHE
+
+say() { printf '\n=== %s\n' "$*" >&2; }
+
+die() {
+	printf 'error: %s\n' "$1" >&2
+	shift
+	for hint; do printf 'hint: %s\n' "$hint" >&2; done
+	exit 1
+}
+
+# step TEXT COMMAND…: says what begins, and how long it took.
+step() {
+	say "$1"
+	shift
+	step_began=$(date +%s)
+	"$@"
+	printf -- '--- %s s\n' "$(($(date +%s) - step_began))" >&2
+}

@@ -1,0 +1,6 @@
+#!/bin/sh
+# mk/image.sh NAME: builds the guest image of guest/image/NAME.json, unless it is there already.
+. "$(dirname "$0")/env.sh"
+
+mkdir -p "$VMFORK_STATE" "$VMFORK_CACHE"
+step "guest image $1" "$OUT/bin/vmfork" image build "$1" --spec "$OUT/lib/vmfork/images/$1.json"

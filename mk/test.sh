@@ -1,0 +1,26 @@
+#!/bin/sh
+# Everything: the quick part, then what takes a kernel, a guest or the network, then the built
+# programs from outside. pytest's arguments may be given.
+. "$(dirname "$0")/env.sh"
+
+VMFORK_TEST_CACHE=$VMFORK_CACHE
+export VMFORK_TEST_CACHE
+
+guest_library() {
+	if grep -q '^test:' guest/c/Makefile 2>/dev/null; then
+		make --no-print-directory -C guest/c test BUILD="$TARGET/guest-c"
+	fi
+	if [ -d guest/python/tests ]; then
+		(cd guest/python && python3 -m pytest -q -p no:cacheprovider tests)
+	fi
+}
+
+documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
+
+began=$(date +%s)
+mk/check.sh
+step "integration tests" cargo test --workspace --quiet --test '*' -- --nocapture
+step "documentation" documentation
+step "guest library" guest_library
+step "black box tests" python3 -m pytest -p no:cacheprovider tests "$@"
+say "all tests passed in $(($(date +%s) - began)) s"
