@@ -1,0 +1,50 @@
+//! The kernel's command line: words that begin with `vmfork.` are for the agent.
+
+/// What the command line asks of the agent.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cmdline {
+    /// `vmfork.init=PATH`: the program that becomes PID 1 of the root; the agent serves beside it.
+    pub(crate) init: Option<String>,
+    /// `vmfork.root=PATH`: the root file system's device; default `/dev/vda`.
+    pub(crate) root: Option<String>,
+    /// `vmfork.rootfstype=NAME`: default `ext4`.
+    pub(crate) root_type: Option<String>,
+    /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the host.
+    pub(crate) reporting_order: Option<u32>,
+}
+
+impl Cmdline {
+    /// Of the running kernel. Without `/proc` it is empty.
+    pub(crate) fn read() -> Self {
+        Self::parse(&std::fs::read_to_string("/proc/cmdline").unwrap_or_default())
+    }
+
+    pub(crate) fn parse(text: &str) -> Self {
+        let mut out = Self::default();
+        for word in text.split_ascii_whitespace() {
+            let Some((key, value)) = word.split_once('=') else { continue };
+            let path = || value.starts_with('/').then(|| value.to_owned());
+            match key {
+                "vmfork.init" => out.init = path(),
+                "vmfork.root" => out.root = path(),
+                "vmfork.rootfstype" => out.root_type = Some(value.to_owned()),
+                "vmfork.reporting_order" => out.reporting_order = value.parse().ok(),
+                _ => {}
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_our_words_count_and_bad_values_are_left_out() {
+        let line = Cmdline::parse(
+            "console=ttyS0 vmfork.init=/sbin/init quiet vmfork.reporting_order=x vmfork.root=vda",
+        );
+        assert_eq!(line, Cmdline { init: Some("/sbin/init".into()), ..Cmdline::default() });
+    }
+}
