@@ -1,0 +1,102 @@
+//! A connection to the daemon, whichever kind of socket it is.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
+
+use crate::config::Endpoint;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// Why there is no connection.
+#[derive(Debug)]
+pub(crate) enum ConnectError {
+    /// No socket there, or nobody behind it.
+    Absent(io::Error),
+    Other(io::Error),
+}
+
+impl ConnectError {
+    pub(crate) fn into_io(self) -> io::Error {
+        match self {
+            Self::Absent(error) | Self::Other(error) => error,
+        }
+    }
+}
+
+pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
+    let connecting = async {
+        match endpoint {
+            Endpoint::Unix(path) => UnixStream::connect(path).await.map(Stream::Unix),
+            Endpoint::Tcp(address) => {
+                let stream = TcpStream::connect(address).await?;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }
+        }
+    };
+    match timeout(CONNECT_TIMEOUT, connecting).await {
+        Ok(Ok(stream)) => Ok(stream),
+        Ok(Err(error)) => Err(match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                ConnectError::Absent(error)
+            }
+            _ => ConnectError::Other(error),
+        }),
+        Err(_) => Err(ConnectError::Other(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
+        ))),
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
+            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}

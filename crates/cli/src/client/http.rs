@@ -1,0 +1,278 @@
+//! Requests and their answers.
+
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::io;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow};
+use bytes::Bytes;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Empty, Full, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+use vmfork_api::{ErrorBody, ErrorCode};
+
+use super::{Client, QUICK, SLACK};
+use crate::config::{Endpoint, Global};
+use crate::failure::{ApiError, HintExt as _};
+
+/// Largest document that the daemon may answer with. 10,000 VMs take some 5 MiB.
+const DOCUMENT_BYTES_MAX: usize = 64 << 20;
+
+pub(crate) type Body = UnsyncBoxBody<Bytes, io::Error>;
+
+/// A path with a query, percent-encoded.
+#[derive(Debug, Clone)]
+pub(crate) struct Query(String);
+
+impl Query {
+    /// `path` consists of route words and checked names, which need no encoding.
+    pub(crate) fn new(path: impl Into<String>) -> Self {
+        Self(path.into())
+    }
+
+    pub(crate) fn with(mut self, key: &str, value: &str) -> Self {
+        self.0.push(if self.0.contains('?') { '&' } else { '?' });
+        self.0.push_str(key);
+        self.0.push('=');
+        for &byte in value.as_bytes() {
+            if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+                self.0.push(char::from(byte));
+            } else {
+                let _ = write!(self.0, "%{byte:02X}");
+            }
+        }
+        self
+    }
+}
+
+/// A response's body; dropping it closes the connection.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    response: Response<Incoming>,
+    _connection: Connection,
+}
+
+/// Ends the task that drives a connection.
+#[derive(Debug)]
+struct Connection(AbortHandle);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Answer {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.response.headers().get(name)?.to_str().ok()
+    }
+
+    /// The next piece of the body, `None` at its end. `bound`: how long it may take to come.
+    pub(crate) async fn chunk(&mut self, bound: Option<Duration>) -> anyhow::Result<Option<Bytes>> {
+        loop {
+            let frame = match bound {
+                None => self.response.body_mut().frame().await,
+                Some(bound) => {
+                    timeout(bound, self.response.body_mut().frame()).await.map_err(|_| {
+                        anyhow!("the daemon has sent nothing for {} s", bound.as_secs())
+                    })?
+                }
+            };
+            match frame {
+                None => return Ok(None),
+                Some(frame) => {
+                    let frame = frame.context("the daemon broke off its answer")?;
+                    if let Ok(data) = frame.into_data() {
+                        return Ok(Some(data));
+                    }
+                }
+            }
+        }
+    }
+
+    async fn collect(self) -> anyhow::Result<Bytes> {
+        let body = Limited::new(self.response.into_body(), DOCUMENT_BYTES_MAX);
+        match timeout(QUICK, body.collect()).await {
+            Ok(Ok(body)) => Ok(body.to_bytes()),
+            Ok(Err(error)) => Err(anyhow!("read the daemon's answer: {error}")),
+            Err(_) => Err(anyhow!("the daemon broke off its answer")),
+        }
+    }
+}
+
+impl Client<'_> {
+    pub(crate) async fn get<T: DeserializeOwned>(&self, path: Query) -> anyhow::Result<T> {
+        self.call(Method::GET, path, None::<&()>, QUICK).await
+    }
+
+    /// The document as it came.
+    pub(crate) async fn get_bytes(&self, path: Query) -> anyhow::Result<Bytes> {
+        self.send(Method::GET, &path, empty(), QUICK).await?.collect().await
+    }
+
+    /// `bound`: how long the daemon may take for it by its own rules.
+    pub(crate) async fn post<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        document: &impl Serialize,
+        bound: Duration,
+    ) -> anyhow::Result<T> {
+        self.call(Method::POST, path, Some(document), bound.saturating_add(SLACK)).await
+    }
+
+    pub(crate) async fn delete(&self, path: Query) -> anyhow::Result<()> {
+        let bound = QUICK.saturating_add(SLACK);
+        self.send(Method::DELETE, &path, empty(), bound).await?.collect().await?;
+        Ok(())
+    }
+
+    async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: Query,
+        document: Option<&impl Serialize>,
+        bound: Duration,
+    ) -> anyhow::Result<T> {
+        let body = match document {
+            None => empty(),
+            Some(document) => full(serde_json::to_vec(document)?),
+        };
+        let bytes = self.send(method, &path, body, bound).await?.collect().await?;
+        serde_json::from_slice(&bytes)
+            .with_context(|| format!("the daemon's answer to {} is not understood", path.0))
+            .hint("`vmfork version` shows whether vmfork and vmforkd are of one version")
+    }
+
+    /// The answer's head must come within `bound` after the body has gone out.
+    pub(crate) async fn send(
+        &self,
+        method: Method,
+        path: &Query,
+        body: Body,
+        bound: Duration,
+    ) -> anyhow::Result<Answer> {
+        let started = Instant::now();
+        let stream = super::connect(&self.global.endpoint)
+            .await
+            .map_err(|error| unreachable(self.global, error.into_io()))?;
+        let lost = || format!("the daemon at {} does not answer", self.global.endpoint);
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.with_context(lost)?;
+        let driver = tokio::spawn(async move {
+            // Its error is also the request's or the body's, where it is reported.
+            let _ = connection.await;
+        });
+        let connection = Connection(driver.abort_handle());
+        let mut request =
+            Request::builder().method(method.clone()).uri(&path.0).header(HOST, host(self.global));
+        if method == Method::POST {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        if let Some(token) = &self.global.token {
+            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        }
+        let request = request.body(body).context("make the request")?;
+        let response = timeout(bound, sender.send_request(request))
+            .await
+            .map_err(|_| anyhow!("{method} {}: no answer within {} s", path.0, bound.as_secs()))
+            .hint("`vmfork daemon status` and the daemon's log tell whether it is well")?
+            .with_context(lost)?;
+        let status = response.status();
+        self.global.printer.detail(&format!(
+            "{method} {}: {status} in {}",
+            path.0,
+            crate::format::millis(started.elapsed().as_secs_f64() * 1000.0)
+        ));
+        let answer = Answer { response, _connection: connection };
+        if status.is_success() {
+            return Ok(answer);
+        }
+        Err(api_error(status, &answer.collect().await?).into())
+    }
+}
+
+/// The `Host` header, which HTTP/1.1 demands.
+pub(super) fn host(global: &Global) -> &str {
+    match &global.endpoint {
+        Endpoint::Unix(_) => "vmforkd",
+        Endpoint::Tcp(address) => address,
+    }
+}
+
+pub(crate) fn empty() -> Body {
+    Empty::new().map_err(never).boxed_unsync()
+}
+
+fn full(bytes: Vec<u8>) -> Body {
+    Full::new(Bytes::from(bytes)).map_err(never).boxed_unsync()
+}
+
+fn never(never: Infallible) -> io::Error {
+    match never {}
+}
+
+/// What a failed answer says; something else than the daemon may have written it.
+pub(super) fn api_error(status: StatusCode, body: &[u8]) -> ApiError {
+    ApiError(serde_json::from_slice::<ErrorBody>(body).unwrap_or_else(|_| {
+        let text = String::from_utf8_lossy(&body[..body.len().min(300)]);
+        let text = crate::format::printable(text.trim());
+        ErrorBody {
+            code: if status == StatusCode::UNAUTHORIZED {
+                ErrorCode::Unauthorized
+            } else {
+                ErrorCode::Internal
+            },
+            message: format!("the daemon answered {status}"),
+            cause: (!text.is_empty()).then_some(text),
+            remedy: (status == StatusCode::UNAUTHORIZED)
+                .then(|| "set VMFORK_TOKEN to the token that the daemon was given".to_owned()),
+        }
+    }))
+}
+
+/// Nobody to talk to, and what to do about it.
+pub(crate) fn unreachable(global: &Global, error: io::Error) -> anyhow::Error {
+    let hint = match (&global.endpoint, error.kind()) {
+        (_, io::ErrorKind::PermissionDenied) => {
+            "use sudo, or join the group that owns the socket".to_owned()
+        }
+        (Endpoint::Unix(_), _) => {
+            "`vmfork daemon start` starts one; --socket or VMFORK_SOCKET name another".to_owned()
+        }
+        (Endpoint::Tcp(_), _) => "is VMFORK_HOST right, and was vmforkd given a token?".to_owned(),
+    };
+    let result: anyhow::Result<()> =
+        Err(anyhow::Error::new(error).context(format!("no daemon answers at {}", global.endpoint)))
+            .hint(hint);
+    match result {
+        Err(error) => error,
+        Ok(()) => anyhow!("no daemon answers"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn query_values_can_hold_any_byte() {
+        let query = Query::new("/v1/vms/web/files").with("path", "/a b&c=ü").with("mode", "644");
+        assert_eq!(query.0, "/v1/vms/web/files?path=/a%20b%26c%3D%C3%BC&mode=644");
+    }
+
+    #[test]
+    fn an_answer_that_is_no_error_body_is_still_told() {
+        let ApiError(body) = api_error(StatusCode::BAD_GATEWAY, b"<html>\x1b[0m");
+        assert_eq!(body.message, "the daemon answered 502 Bad Gateway");
+        assert_eq!(body.cause.as_deref(), Some("<html>\u{fffd}[0m"));
+    }
+}

@@ -1,0 +1,244 @@
+//! `vmfork image`: building and importing happen here, in the state folder; listing and removing
+//! through the daemon where one runs, which knows what is in use.
+
+use anyhow::Context as _;
+use serde::Serialize;
+use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use vmfork_api::Image;
+use vmfork_guest_image::{
+    Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
+};
+
+use super::{for_each, kill};
+use crate::client::{Client, ConnectError, Query, connect, unreachable};
+use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
+use crate::failure::{Exit, with_remedy};
+use crate::format;
+use crate::printer::Field;
+
+/// News of a build that nobody has looked at yet.
+const NEWS_QUEUE_LEN: usize = 64;
+
+#[derive(Serialize)]
+struct Images {
+    images: Vec<Image>,
+}
+
+#[derive(Serialize)]
+struct Made {
+    #[serde(flatten)]
+    image: Image,
+    /// False if it was there already, built from the same.
+    fresh: bool,
+}
+
+/// Ends a build when the command is given up.
+struct CancelOnDrop(Cancel);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+pub(super) async fn run(global: &Global, action: ImageAction) -> anyhow::Result<Exit> {
+    match action {
+        ImageAction::Build(config) => make(global, config).await,
+        ImageAction::Ls => list(global).await,
+        ImageAction::Rm { images } => remove(global, images).await,
+        ImageAction::Import(config) => take_over(global, config).await,
+    }
+}
+
+fn store(global: &Global) -> Store {
+    Store::new(global.state_dir.join("images"))
+}
+
+async fn make(global: &Global, config: BuildConfig) -> anyhow::Result<Exit> {
+    let spec = config.spec()?;
+    let artifacts = Artifacts::in_libdir(&Artifacts::libdir()).map_err(|error| {
+        let remedy = error.remedy();
+        with_remedy(error, remedy)
+    })?;
+    let cancel = Cancel::default();
+    let _guard = CancelOnDrop(cancel.clone());
+    let options = BuildOptions {
+        name: config.name.clone(),
+        cache_dir: global.state_dir.join("cache"),
+        artifacts,
+        refresh: config.refresh,
+        cancel,
+    };
+    let (tx, mut rx) = mpsc::channel(NEWS_QUEUE_LEN);
+    let store = store(global);
+    let building = spawn_blocking(move || {
+        build(&spec, &store, &options, &mut |news| {
+            // A step that finds the queue full is followed by another; a stage is waited for.
+            if matches!(news, Progress::Step { .. }) {
+                let _ = tx.try_send(news);
+            } else {
+                let _ = tx.blocking_send(news);
+            }
+        })
+    });
+    let bar = global.printer.steps(100, format!("Building `{}`", config.name));
+    let mut stage = Stage::Index;
+    while let Some(news) = rx.recv().await {
+        match news {
+            Progress::Stage(now) => {
+                stage = now;
+                bar.set_position(u64::from(stage.percent_before()));
+                bar.set_message(format!("Building `{}`: {}", config.name, stage.label()));
+                if !global.printer.shows_progress() {
+                    global.printer.note(&format!("Building `{}`: {}", config.name, stage.label()));
+                }
+            }
+            Progress::Step { done, total, what } => {
+                bar.set_position(percent(stage, done, total));
+                bar.set_message(format!("Building `{}`: {} {what}", config.name, stage.label()));
+            }
+            Progress::Note(text) => bar.suspend(|| global.printer.note(&text)),
+            _ => {}
+        }
+    }
+    let built = building.await.context("build the image")?.map_err(|error| {
+        let remedy = error.remedy();
+        with_remedy(error, remedy)
+    })?;
+    bar.finish_and_clear();
+    report(global, &built.metadata, built.fresh)
+}
+
+/// How far a build is, in percent.
+fn percent(stage: Stage, done: u32, total: Option<u32>) -> u64 {
+    let from = u64::from(stage.percent_before());
+    let next = Stage::ALL.into_iter().find(|other| *other > stage);
+    let to = next.map_or(100, |next| u64::from(next.percent_before()));
+    let total = u64::from(total.unwrap_or_default()).max(1);
+    from + to.saturating_sub(from) * u64::from(done).min(total) / total
+}
+
+fn report(global: &Global, metadata: &Metadata, fresh: bool) -> anyhow::Result<Exit> {
+    let image = metadata.to_api();
+    if global.printer.json {
+        global.printer.with_schema(&Made { image, fresh })?;
+        return Ok(Exit::Done);
+    }
+    global.printer.line(&image.name)?;
+    let size = format::size(image.size_bytes);
+    global.printer.note(&if fresh {
+        format!("`{}` is ready ({size})", image.name)
+    } else {
+        format!("`{}` was there already, made of the same ({size})", image.name)
+    });
+    Ok(Exit::Done)
+}
+
+async fn take_over(global: &Global, config: ImportConfig) -> anyhow::Result<Exit> {
+    let _guard = CancelOnDrop(config.options.cancel.clone());
+    let store = store(global);
+    let spinner = global.printer.spinner(format!("Importing `{}`", config.name));
+    let importing = spawn_blocking(move || {
+        let (initrd, root) = (config.initrd.as_deref(), config.root.as_deref());
+        import(&store, &config.name, &config.kernel, initrd, root, &config.options)
+    });
+    let metadata = importing.await.context("import the image")?.map_err(|error| {
+        let remedy = error.remedy();
+        with_remedy(error, remedy)
+    })?;
+    spinner.finish_and_clear();
+    report(global, &metadata, true)
+}
+
+/// The daemon, if one runs.
+async fn daemon(global: &Global) -> anyhow::Result<Option<Client<'_>>> {
+    match connect(&global.endpoint).await {
+        Ok(_) => Ok(Some(Client::unchecked(global))),
+        Err(ConnectError::Absent(error)) => match &global.endpoint {
+            crate::config::Endpoint::Unix(_) => Ok(None),
+            // The store of another host can't be looked at from here.
+            crate::config::Endpoint::Tcp(_) => Err(unreachable(global, error)),
+        },
+        Err(ConnectError::Other(error)) => Err(unreachable(global, error)),
+    }
+}
+
+async fn list(global: &Global) -> anyhow::Result<Exit> {
+    let images: Vec<Image> = match daemon(global).await? {
+        Some(client) => client.get(Query::new("/v1/images")).await?,
+        None => {
+            let listed = store(global).list().map_err(|error| {
+                let remedy = error.remedy();
+                with_remedy(error, remedy)
+            })?;
+            listed.iter().map(Metadata::to_api).collect()
+        }
+    };
+    if global.printer.json {
+        global.printer.with_schema(&Images { images })?;
+        return Ok(Exit::Done);
+    }
+    let rows = images.into_iter().map(|image| {
+        vec![
+            Field::Text(image.name),
+            Field::Text(format::printable(&image.origin)),
+            Field::Text(format::printable(&image.kernel)),
+            Field::Text(if image.agent { "yes" } else { "no" }.to_owned()),
+            Field::Figure(format::size(image.size_bytes)),
+            Field::Figure(format::age_since(image.created_unix_ms)),
+            Field::Figure(image.vms.to_string()),
+        ]
+    });
+    global
+        .printer
+        .table(&["IMAGE", "ORIGIN", "KERNEL", "AGENT", "SIZE", "AGE", "VMS"], rows.collect())?;
+    Ok(Exit::Done)
+}
+
+async fn remove(global: &Global, images: Vec<String>) -> anyhow::Result<Exit> {
+    let daemon = daemon(global).await?;
+    let answers = match &daemon {
+        Some(client) => {
+            for_each(images, |name| async move {
+                client.delete(Query::new(format!("/v1/images/{name}"))).await
+            })
+            .await
+        }
+        None => {
+            let store = &store(global);
+            for_each(images, |name| async move {
+                let (store, name) = (store.clone(), name);
+                let removing = spawn_blocking(move || store.remove(&name));
+                removing.await.context("remove the image")?.map_err(|error| {
+                    let remedy = error.remedy();
+                    with_remedy(error, remedy)
+                })
+            })
+            .await
+        }
+    };
+    kill::report(
+        global,
+        "Removed",
+        answers.into_iter().map(|(name, answer)| (name, answer.map(|()| None))),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_build_only_goes_forward() {
+        let mut last = 0;
+        for stage in Stage::ALL {
+            for done in [0, 5, 10, 20] {
+                let now = percent(stage, done, Some(10));
+                assert!(now >= last && now <= 100, "{stage:?} {done}: {now} after {last}");
+                last = now;
+            }
+        }
+        assert_eq!(percent(Stage::Index, 3, None), u64::from(Stage::Download.percent_before()));
+    }
+}

@@ -1,0 +1,130 @@
+//! `vmfork inspect`: one VM, with where its memory is.
+
+use vmfork_api::{MemoryInfo, VmDetail};
+
+use super::run::accel_word;
+use crate::client::{Client, Query};
+use crate::config::Global;
+use crate::failure::Exit;
+use crate::format;
+use crate::printer::state_word;
+
+const PAGE_BYTES: u64 = 4096;
+
+pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
+    let client = Client::new(global).await?;
+    let detail: VmDetail = client.get(Query::new(format!("/v1/vms/{vm}"))).await?;
+    if global.printer.json {
+        global.printer.document(&detail)?;
+    } else {
+        global.printer.data(&render(&detail))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn render(detail: &VmDetail) -> String {
+    let vm = &detail.vm;
+    let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
+    let mut state = state_word(vm.state).to_owned();
+    if let Some(reason) = &vm.reason {
+        state = format!("{state}: {}", format::printable(reason));
+    }
+    let clones = match detail.clone_names.as_slice() {
+        [] => "-".to_owned(),
+        names => names.join(" "),
+    };
+    let ready = vm.ready_ms.map_or_else(|| "-".to_owned(), format::millis);
+    let mut fields: Vec<(&str, String)> = vec![
+        ("name", vm.name.clone()),
+        ("id", vm.id.clone()),
+        ("state", state),
+        ("image", vm.image.clone()),
+        ("parent", or_none(&vm.parent)),
+        ("vmid", vm.vmid.to_string()),
+        ("clones", clones),
+        ("age", format::age_since(vm.created_unix_ms)),
+        ("ready after", ready),
+        (
+            "machine",
+            format!(
+                "{}, {}",
+                format::plural(u64::from(vm.cpus), "vCPU"),
+                format::size(vm.memory_mib.saturating_mul(1 << 20))
+            ),
+        ),
+        ("accelerator", format!("{} ({})", accel_word(vm.accel), detail.accel_reason)),
+        (
+            "qemu",
+            match vm.pid {
+                Some(pid) => format!("{}, pid {pid}", detail.qemu_version),
+                None => detail.qemu_version.clone(),
+            },
+        ),
+        ("agent", or_none(&detail.agent_version)),
+        ("guest kernel", or_none(&detail.guest_kernel)),
+    ];
+    for (_, value) in &mut fields {
+        *value = format::printable(value);
+    }
+    let mut text = section("", &fields);
+    text.push_str("\nmemory\n");
+    text.push_str(&section("  ", &memory(&detail.memory)));
+    text
+}
+
+fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
+    let pages = |n: u64| {
+        format!("{} ({})", format::plural(n, "page"), format::size(n.saturating_mul(PAGE_BYTES)))
+    };
+    let faults = &memory.faults;
+    let source = &memory.source;
+    vec![
+        ("guest", pages(memory.pages)),
+        ("private", pages(memory.private_pages)),
+        ("zero", pages(memory.zero_pages)),
+        ("in the cache", pages(memory.cache_present_pages)),
+        ("not yet drained", pages(memory.undrained_pages)),
+        (
+            "image",
+            match &memory.image {
+                Some(image) => {
+                    format!("{image}, {}", format::plural(u64::from(memory.image_views), "view"))
+                }
+                None => "- (it booted)".to_owned(),
+            },
+        ),
+        (
+            "fetched",
+            format!(
+                "{}, {} of it on demand",
+                format::size(memory.fetched_bytes),
+                format::size(memory.demand_bytes)
+            ),
+        ),
+        (
+            "faults",
+            format!(
+                "{} zero, {} fetch, {} present, {} mapped",
+                format::count(faults.zero),
+                format::count(faults.fetch),
+                format::count(faults.present),
+                format::count(faults.mapped)
+            ),
+        ),
+        (
+            "bytes from",
+            format!(
+                "{} frozen, {} image, {} peer, {} chunk",
+                format::size(source.frozen),
+                format::size(source.image),
+                format::size(source.peer),
+                format::size(source.chunk)
+            ),
+        ),
+    ]
+}
+
+fn section(indent: &str, fields: &[(&str, String)]) -> String {
+    let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
+    fields.iter().map(|(name, value)| format!("{indent}{name:width$}  {value}\n")).collect()
+}

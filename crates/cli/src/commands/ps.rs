@@ -1,0 +1,59 @@
+//! `vmfork ps`.
+
+use serde::Serialize;
+use vmfork_api::Vm;
+
+use crate::client::{Client, Query};
+use crate::config::Global;
+use crate::failure::Exit;
+use crate::format;
+use crate::printer::{Field, Level};
+
+#[derive(Serialize)]
+pub(super) struct VmList {
+    pub(super) vms: Vec<Vm>,
+}
+
+pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
+    let client = Client::new(global).await?;
+    let vms = list(&client, all).await?;
+    let printer = &global.printer;
+    if printer.json {
+        printer.with_schema(&VmList { vms })?;
+    } else if printer.level == Level::Quiet {
+        // For `vmfork kill $(vmfork ps -q)`.
+        printer.data(&vms.iter().map(|vm| format!("{}\n", vm.name)).collect::<String>())?;
+    } else {
+        printer.table(
+            &["VM", "PARENT", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"],
+            vms.iter().map(row).collect(),
+        )?;
+    }
+    Ok(Exit::Done)
+}
+
+pub(super) async fn list(client: &Client<'_>, all: bool) -> anyhow::Result<Vec<Vm>> {
+    let query = Query::new("/v1/vms");
+    client.get(if all { query.with("all", "true") } else { query }).await
+}
+
+fn row(vm: &Vm) -> Vec<Field> {
+    let mut row = vec![
+        Field::Text(vm.name.clone()),
+        Field::Text(vm.parent.clone().unwrap_or_else(|| "-".to_owned())),
+        Field::State(vm.state),
+        Field::Figure(format::age_since(vm.created_unix_ms)),
+    ];
+    row.extend(memory_fields(vm));
+    row
+}
+
+/// Private and shared memory, and faults; an ended VM has none.
+pub(super) fn memory_fields(vm: &Vm) -> [Field; 3] {
+    let figure = |text: String| Field::Figure(if vm.state.has_ended() { "-".into() } else { text });
+    [
+        figure(format::size(vm.private_bytes)),
+        figure(format::size(vm.shared_bytes)),
+        figure(format::count(vm.faults)),
+    ]
+}

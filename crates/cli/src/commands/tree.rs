@@ -1,0 +1,123 @@
+//! `vmfork tree`: the families, drawn.
+//!
+//! A chain of forks can be as deep as its user likes, and the document nests twice per generation.
+//! So it is read, and drawn, on a thread with a stack for it instead of being refused at serde's
+//! limit of 128.
+
+use anyhow::{Context as _, anyhow};
+use bytes::Bytes;
+use serde::Deserialize as _;
+use vmfork_api::{SCHEMA, TreeNode, Vm};
+
+use super::ps::memory_fields;
+use crate::client::{Client, Query};
+use crate::config::Global;
+use crate::failure::Exit;
+use crate::format;
+use crate::printer::Field;
+
+/// Enough for some 10,000 generations; only what is touched is ever backed.
+const STACK_BYTES: usize = 256 << 20;
+
+pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
+    let client = Client::new(global).await?;
+    let document = client.get_bytes(Query::new("/v1/tree")).await?;
+    let text = String::from_utf8(document.to_vec()).context("the daemon's tree is not UTF-8")?;
+    let lines = deep(document).await.context("the daemon's tree is not understood")?;
+    if global.printer.json {
+        global.printer.line(&format!("{{\"schema\":\"{SCHEMA}\",\"families\":{text}}}"))?;
+        return Ok(Exit::Done);
+    }
+    let rows = lines.into_iter().map(|(branch, vm)| {
+        let mut row = vec![
+            Field::Text(format!("{branch}{}", vm.name)),
+            Field::Figure(vm.vmid.to_string()),
+            Field::State(vm.state),
+            Field::Figure(format::age_since(vm.created_unix_ms)),
+        ];
+        row.extend(memory_fields(&vm));
+        row
+    });
+    global
+        .printer
+        .table(&["VM", "VMID", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"], rows.collect())?;
+    Ok(Exit::Done)
+}
+
+/// Reads and draws on a thread of its own.
+async fn deep(document: Bytes) -> anyhow::Result<Vec<(String, Vm)>> {
+    let (tx, rx) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new()
+        .name("tree".to_owned())
+        .stack_size(STACK_BYTES)
+        .spawn(move || {
+            let mut deserializer = serde_json::Deserializer::from_slice(&document);
+            deserializer.disable_recursion_limit();
+            let lines = Vec::<TreeNode>::deserialize(&mut deserializer).map(|families| {
+                let mut lines = Vec::new();
+                for family in families {
+                    draw(family, "", "", &mut lines);
+                }
+                lines
+            });
+            let _ = tx.send(lines);
+        })
+        .context("start a thread")?;
+    Ok(rx.await.map_err(|_| anyhow!("its reader ended early"))??)
+}
+
+/// `first` stands before the node itself, `rest` before what hangs below it.
+fn draw(node: TreeNode, first: &str, rest: &str, lines: &mut Vec<(String, Vm)>) {
+    lines.push((first.to_owned(), node.vm));
+    let last = node.children.len().saturating_sub(1);
+    for (i, child) in node.children.into_iter().enumerate() {
+        let (branch, below) = if i == last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
+        draw(child, &format!("{rest}{branch}"), &format!("{rest}{below}"), lines);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str, children: &str) -> String {
+        format!(
+            r#"{{"vm":{{"id":"0","name":"{name}","image":"i","family":"0","parent":null,"vmid":0,
+            "state":"running","reason":null,"accel":"tcg","cpus":1,"memory_mib":512,
+            "created_unix_ms":0,"ready_ms":null,"pid":null,"clones":0,"private_bytes":0,
+            "shared_bytes":0,"faults":0}},"children":[{children}]}}"#
+        )
+    }
+
+    async fn drawn(families: &str) -> Vec<String> {
+        let lines = deep(Bytes::from(format!("[{families}]"))).await.expect("a tree");
+        lines.into_iter().map(|(branch, vm)| format!("{branch}{}", vm.name)).collect()
+    }
+
+    #[tokio::test]
+    async fn branches_connect_parents_and_clones() {
+        let family = [
+            node("web.1", &node("web.1.1", "")),
+            node("web.2", &[node("web.2.1", ""), node("web.2.2", "")].join(",")),
+        ];
+        let families = [node("web", &family.join(",")), node("db", "")].join(",");
+        assert_eq!(
+            drawn(&families).await,
+            [
+                "web",
+                "├─ web.1",
+                "│  └─ web.1.1",
+                "└─ web.2",
+                "   ├─ web.2.1",
+                "   └─ web.2.2",
+                "db",
+            ]
+        );
+    }
+
+    #[tokio::test]
+    async fn a_chain_of_a_thousand_generations_is_read() {
+        let chain = (0..1000).rev().fold(String::new(), |below, i| node(&format!("g{i}"), &below));
+        assert_eq!(drawn(&chain).await.len(), 1000);
+    }
+}

@@ -1,0 +1,376 @@
+//! Each command's options, checked.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use vmfork_api::{Accel, ExecRequest, ForkRequest, KillRequest, RunRequest, name_is_valid};
+
+use super::{ImageAction, misuse, value};
+use crate::args::{
+    RawAccel, RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawRun, RawTop,
+    Shell,
+};
+use crate::failure::Misuse;
+
+/// The daemon's own bounds, where a request names none (see `vmfork-api`).
+const BOOT_TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
+const FORK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
+const FORK_COUNT_MAX: u32 = 1024;
+const CPUS_MAX: u32 = 64;
+
+#[derive(Debug)]
+pub(crate) enum Command {
+    Run(RunConfig),
+    Exec(ExecConfig),
+    Cp(CpConfig),
+    Fork(ForkConfig),
+    Ps { all: bool },
+    Tree,
+    Inspect { vm: String },
+    Logs { vm: String, follow: bool },
+    Console { vm: String },
+    Kill(KillConfig),
+    Rm(RmConfig),
+    Top(TopConfig),
+    Doctor,
+    Version,
+    Image(ImageAction),
+    Daemon(DaemonAction),
+    Completion(Shell),
+    Detached(Vec<OsString>),
+}
+
+#[derive(Debug)]
+pub(crate) struct RunConfig {
+    pub(crate) request: RunRequest,
+    /// How long the daemon may take for it.
+    pub(crate) bound: Duration,
+}
+
+#[derive(Debug)]
+pub(crate) struct ExecConfig {
+    pub(crate) vm: String,
+    pub(crate) request: ExecRequest,
+    pub(crate) stdin: bool,
+    pub(crate) tty: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct CpConfig {
+    pub(crate) from: Place,
+    pub(crate) to: Place,
+}
+
+/// One side of a copy.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Standard input or output.
+    Stream,
+    Here(PathBuf),
+    Guest {
+        vm: String,
+        path: String,
+    },
+}
+
+#[derive(Debug)]
+pub(crate) struct ForkConfig {
+    pub(crate) vm: String,
+    pub(crate) request: ForkRequest,
+    pub(crate) bound: Duration,
+}
+
+#[derive(Debug)]
+pub(crate) struct KillConfig {
+    pub(crate) vms: Vec<String>,
+    pub(crate) request: KillRequest,
+}
+
+#[derive(Debug)]
+pub(crate) struct RmConfig {
+    pub(crate) vms: Vec<String>,
+    pub(crate) force: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct TopConfig {
+    pub(crate) once: bool,
+    pub(crate) interval: Duration,
+}
+
+#[derive(Debug)]
+pub(crate) enum DaemonAction {
+    Start,
+    Stop { force: bool },
+    Status,
+}
+
+impl Command {
+    pub(crate) fn new(raw: RawCommand, global: &RawGlobal) -> Result<Self, Misuse> {
+        Ok(match raw {
+            RawCommand::Run(raw) => Self::Run(run(raw)?),
+            RawCommand::Exec(raw) => Self::Exec(exec(raw, global.json)?),
+            RawCommand::Cp(raw) => Self::Cp(cp(&raw)?),
+            RawCommand::Fork(raw) => Self::Fork(fork(raw)?),
+            RawCommand::Ps(raw) => Self::Ps { all: raw.all },
+            RawCommand::Tree => Self::Tree,
+            RawCommand::Inspect(raw) => Self::Inspect { vm: vm(raw.vm)? },
+            RawCommand::Logs(raw) => Self::Logs { vm: vm(raw.vm)?, follow: raw.follow },
+            RawCommand::Console(raw) => {
+                if global.json {
+                    return misuse("console: --json makes no sense here");
+                }
+                Self::Console { vm: vm(raw.vm)? }
+            }
+            RawCommand::Kill(raw) => Self::Kill(kill(raw)?),
+            RawCommand::Rm(raw) => Self::Rm(RmConfig { vms: vms(raw.vms)?, force: raw.force }),
+            RawCommand::Top(raw) => Self::Top(top(&raw)?),
+            RawCommand::Doctor => Self::Doctor,
+            RawCommand::Version => Self::Version,
+            RawCommand::Image(raw) => Self::Image(ImageAction::new(raw)?),
+            RawCommand::Daemon(raw) => Self::Daemon(match raw {
+                RawDaemon::Start => DaemonAction::Start,
+                RawDaemon::Stop { force } => DaemonAction::Stop { force },
+                RawDaemon::Status => DaemonAction::Status,
+            }),
+            RawCommand::Completion { shell } => Self::Completion(shell),
+            RawCommand::Detached { argv } => Self::Detached(argv),
+        })
+    }
+}
+
+impl Command {
+    /// How long it may take to undo what is half done, once it is interrupted.
+    pub(crate) fn unwind_bound(&self) -> Duration {
+        match self {
+            // A build's own processes end, and its folder goes.
+            Self::Image(_) => Duration::from_secs(10),
+            _ => Duration::ZERO,
+        }
+    }
+}
+
+fn vm(name: String) -> Result<String, Misuse> {
+    value::name(name, "VM's name")
+}
+
+fn vms(names: Vec<String>) -> Result<Vec<String>, Misuse> {
+    names.into_iter().map(vm).collect()
+}
+
+fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
+    if let Some(cpus) = raw.cpus.filter(|cpus| !(1..=CPUS_MAX).contains(cpus)) {
+        return misuse(format!("--cpus {cpus}: a VM can have 1 to {CPUS_MAX}"));
+    }
+    let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
+    let request = RunRequest {
+        image: value::name(raw.image, "image's name")?,
+        name: raw.name.map(vm).transpose()?,
+        memory_mib: raw.memory.map(|text| value::memory_mib(&text)).transpose()?,
+        cpus: raw.cpus,
+        accel: raw.accel.map(|accel| match accel {
+            RawAccel::Kvm => Accel::Kvm,
+            RawAccel::Tcg => Accel::Tcg,
+        }),
+        boot_timeout_ms: timeout.map(value::millis),
+    };
+    Ok(RunConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
+}
+
+fn exec(raw: RawExec, json: bool) -> Result<ExecConfig, Misuse> {
+    if json && raw.tty {
+        return misuse(
+            "exec: --json collects the whole output, which a terminal (-t) has no end of",
+        );
+    }
+    if raw.argv.first().is_none_or(String::is_empty) {
+        return misuse("exec: the program's name is empty");
+    }
+    let mut env = BTreeMap::new();
+    for text in raw.env {
+        let (key, value) = match text.split_once('=') {
+            Some((key, value)) => (key.to_owned(), value.to_owned()),
+            None => match env::var(&text) {
+                Ok(value) => (text, value),
+                Err(env::VarError::NotPresent) => continue,
+                Err(env::VarError::NotUnicode(_)) => {
+                    return misuse(format!("--env {text}: its value here is not UTF-8"));
+                }
+            },
+        };
+        if key.is_empty() || key.contains('\0') || value.contains('\0') {
+            return misuse("--env: write it like KEY=VALUE");
+        }
+        env.insert(key, value);
+    }
+    let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
+    if timeout.is_some_and(|timeout| timeout.is_zero()) {
+        return misuse("--timeout 0: the program would be killed at once");
+    }
+    Ok(ExecConfig {
+        vm: vm(raw.vm)?,
+        request: ExecRequest {
+            argv: raw.argv,
+            env,
+            cwd: raw.workdir,
+            user: raw.user,
+            stdin_base64: None,
+            timeout_ms: timeout.map(value::millis),
+            tty: None,
+        },
+        stdin: raw.interactive || raw.tty,
+        tty: raw.tty,
+    })
+}
+
+fn cp(raw: &RawCp) -> Result<CpConfig, Misuse> {
+    let (from, to) = (place(&raw.from)?, place(&raw.to)?);
+    match (&from, &to) {
+        (Place::Guest { .. }, Place::Guest { .. }) => misuse(
+            "cp: one side must be here; from VM to VM: `vmfork cp A:PATH - | vmfork cp - B:PATH`",
+        ),
+        (Place::Guest { .. }, _) | (_, Place::Guest { .. }) => Ok(CpConfig { from, to }),
+        _ => misuse("cp: one side must be in a VM, as VM:PATH"),
+    }
+}
+
+/// `VM:PATH` if what stands before the first colon could name a VM; a local file of such a name
+/// is reached by `./NAME`.
+fn place(text: &str) -> Result<Place, Misuse> {
+    if text == "-" {
+        return Ok(Place::Stream);
+    }
+    match text.split_once(':') {
+        Some((vm, path)) if name_is_valid(vm) => {
+            if path.is_empty() {
+                return misuse(format!("cp: {text}: a path must follow the colon"));
+            }
+            Ok(Place::Guest { vm: vm.to_owned(), path: path.to_owned() })
+        }
+        _ if text.is_empty() => misuse("cp: an empty path"),
+        _ => Ok(Place::Here(PathBuf::from(text))),
+    }
+}
+
+fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
+    let given = u32::try_from(raw.names.len()).unwrap_or(u32::MAX);
+    let count = raw.count.unwrap_or(given.max(1));
+    if !(1..=FORK_COUNT_MAX).contains(&count) {
+        return misuse(format!("fork: {count} clones: 1 to {FORK_COUNT_MAX} can be asked for"));
+    }
+    if given != 0 && given != count {
+        return misuse(format!("fork: {given} names for {count} clones"));
+    }
+    let names = raw
+        .names
+        .into_iter()
+        .map(|n| value::name(n, "clone's name"))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut sorted: Vec<&String> = names.iter().collect();
+    sorted.sort();
+    if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return misuse(format!("fork: the name `{}` is given twice", twice[0]));
+    }
+    let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
+    if timeout.is_some_and(|timeout| timeout.is_zero()) {
+        return misuse("--timeout 0: no clone can be ready by then");
+    }
+    Ok(ForkConfig {
+        vm: vm(raw.vm)?,
+        request: ForkRequest {
+            count,
+            names: (!names.is_empty()).then_some(names),
+            all_or_nothing: raw.all_or_nothing,
+            timeout_ms: timeout.map(value::millis),
+        },
+        bound: timeout.unwrap_or(FORK_TIMEOUT_DEFAULT),
+    })
+}
+
+fn kill(raw: RawKill) -> Result<KillConfig, Misuse> {
+    let grace = raw.grace.map(|text| value::time(&text, "--grace")).transpose()?;
+    let grace_ms = value::millis(grace.unwrap_or_default());
+    Ok(KillConfig { vms: vms(raw.vms)?, request: KillRequest { grace_ms, family: raw.family } })
+}
+
+fn top(raw: &RawTop) -> Result<TopConfig, Misuse> {
+    let interval = match &raw.interval {
+        None => Duration::from_secs(1),
+        Some(text) => value::time(text, "--interval")?,
+    };
+    if interval < Duration::from_millis(100) {
+        return misuse("--interval: 100ms is the shortest");
+    }
+    Ok(TopConfig { once: raw.once, interval })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::RawArgs;
+
+    fn parse(line: &str) -> Result<Command, String> {
+        let raw = RawArgs::try_parse_from(line.split(' ')).map_err(|error| error.to_string())?;
+        Command::new(raw.command, &raw.global).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_flag_definitions_are_consistent() {
+        <RawArgs as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn places_are_told_apart_by_what_stands_before_the_colon() {
+        let guest =
+            |vm: &str, path: &str| Place::Guest { vm: vm.to_owned(), path: path.to_owned() };
+        assert_eq!(place("web:/etc/x:y").unwrap(), guest("web", "/etc/x:y"));
+        assert_eq!(place("./web:x").unwrap(), Place::Here("./web:x".into()));
+        assert_eq!(place("/a/b:c").unwrap(), Place::Here("/a/b:c".into()));
+        assert_eq!(place("-").unwrap(), Place::Stream);
+        assert!(place("web:").is_err());
+        assert!(parse("vmfork cp a b").is_err());
+        assert!(parse("vmfork cp a:/x b:/y").is_err());
+    }
+
+    #[test]
+    fn names_of_clones_must_be_as_many_as_clones_and_differ() {
+        let Ok(Command::Fork(fork)) = parse("vmfork fork web --name a,b --name c") else {
+            panic!("three names are three clones")
+        };
+        assert_eq!(fork.request.count, 3);
+        for bad in [
+            "vmfork fork web -n 2 --name a",
+            "vmfork fork web --name a,a",
+            "vmfork fork web -n 0",
+            "vmfork fork web -n 1025",
+            "vmfork fork web --name ../x",
+            "vmfork fork web --timeout 0",
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_programs_own_flags_stay_with_the_program() {
+        let Ok(Command::Exec(exec)) = parse("vmfork exec web -i -e A=1 -- sh -c -i --json") else {
+            panic!("a plain exec")
+        };
+        assert_eq!(exec.request.argv, ["sh", "-c", "-i", "--json"]);
+        assert!(exec.stdin && !exec.tty);
+        let Ok(Command::Exec(exec)) = parse("vmfork exec web ls -l -t") else { panic!("no --") };
+        assert_eq!(exec.request.argv, ["ls", "-l", "-t"]);
+        assert!(!exec.tty);
+    }
+
+    #[test]
+    fn bad_names_are_refused_before_the_daemon_is_asked() {
+        for bad in ["vmfork run ../x", "vmfork inspect a/b", "vmfork kill ok .."] {
+            assert!(parse(bad).unwrap_err().contains("can't be a"), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! The second step of parsing: from words as typed ([`crate::args`]) and the environment to values
+//! that are known to fit together. What is wrong here is [`Misuse`]: exit status 2.
+
+mod command;
+mod global;
+mod image;
+mod value;
+
+pub(crate) use command::{
+    Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig,
+    RunConfig, TopConfig,
+};
+pub(crate) use global::{Endpoint, Environment, Global};
+pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};
+
+use crate::failure::Misuse;
+
+fn misuse<T>(text: impl Into<String>) -> Result<T, Misuse> {
+    Err(Misuse(text.into()))
+}

@@ -1,0 +1,116 @@
+//! Single values: names, sizes, times.
+
+use std::time::Duration;
+
+use vmfork_api::{NAME_BYTES_MAX, name_is_valid};
+
+use super::misuse;
+use crate::failure::Misuse;
+
+/// Longest time that any option takes: a week. Keeps sums far from overflow.
+const TIME_MAX: Duration = Duration::from_secs(7 * 86_400);
+
+pub(super) fn name(name: String, what: &str) -> Result<String, Misuse> {
+    if name_is_valid(&name) {
+        return Ok(name);
+    }
+    misuse(format!(
+        "`{}` can't be a {what}: 1 to {NAME_BYTES_MAX} of a-z A-Z 0-9 . _ - are allowed, the first \
+         a letter or digit",
+        crate::format::printable(&name)
+    ))
+}
+
+/// `500ms`, `30s`, `2m`, `1h`, or a plain number of seconds; decimals are fine.
+pub(super) fn time(text: &str, option: &str) -> Result<Duration, Misuse> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale = match unit {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        _ => return misuse(format!("{option} {text}: no unit `{unit}`; use ms, s, m or h")),
+    };
+    let seconds = match number.parse::<f64>() {
+        Ok(number) if number >= 0.0 && number.is_finite() => number * scale,
+        _ => return misuse(format!("{option} {text}: not a time; write it like 500ms, 30s, 2m")),
+    };
+    if seconds > TIME_MAX.as_secs_f64() {
+        return misuse(format!("{option} {text}: longer than a week"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+pub(super) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Guest memory in MiB: `512`, `512M`, `512MiB`, `2G`, `1.5G`.
+pub(super) fn memory_mib(text: &str) -> Result<u64, Misuse> {
+    let bad = || Misuse(format!("--memory {text}: not a size; write it like 512, 512M, 2G"));
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale = match unit.to_ascii_lowercase().as_str() {
+        "" | "m" | "mb" | "mib" => 1_u64,
+        "g" | "gb" | "gib" => 1024,
+        "t" | "tb" | "tib" => 1024 * 1024,
+        _ => return Err(bad()),
+    };
+    // Whole MiB only, so the fraction is exact: at most four decimals of a GiB can give one.
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if fraction.len() > 6 || !fraction.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(bad());
+    }
+    let whole: u64 = whole.parse().map_err(|_| bad())?;
+    let mut mib = whole.checked_mul(scale).ok_or_else(bad)?;
+    if !fraction.is_empty() {
+        let digits: u64 = fraction.parse().map_err(|_| bad())?;
+        let divisor = fraction.bytes().fold(1_u64, |product, _| product * 10);
+        if !(digits * scale).is_multiple_of(divisor) {
+            return misuse(format!("--memory {text}: not a whole number of MiB"));
+        }
+        mib += digits * scale / divisor;
+    }
+    if !(64..=262_144).contains(&mib) || !mib.is_multiple_of(2) {
+        return misuse(format!(
+            "--memory {text}: a VM can have 64 MiB to 262144 MiB (256 GiB), in steps of 2 MiB"
+        ));
+    }
+    Ok(mib)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_in_the_usual_spellings_and_limits() {
+        for (text, mib) in [
+            ("64", 64),
+            ("512M", 512),
+            ("512MiB", 512),
+            ("2G", 2048),
+            ("1.5g", 1536),
+            ("0.25T", 262_144),
+        ] {
+            assert_eq!(memory_mib(text).unwrap(), mib, "{text}");
+        }
+        for text in ["", "M", "63", "65", "0.3G", "512G", "-5", "1e3", "5Q", "99999999999999999999"]
+        {
+            assert!(memory_mib(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn times_are_read_with_units_and_bounds() {
+        for (text, ms) in
+            [("500ms", 500), ("30", 30_000), ("30s", 30_000), ("1.5m", 90_000), ("0", 0)]
+        {
+            assert_eq!(millis(time(text, "--timeout").unwrap()), ms, "{text}");
+        }
+        for text in ["", "s", "-1s", "nan", "inf", "5 weeks", "1000h"] {
+            assert!(time(text, "--timeout").is_err(), "{text}");
+        }
+    }
+}
