@@ -73,7 +73,7 @@ pub struct PoolInfo {
     pub misses: u64,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LostVm {
     pub name: String,
     pub id: String,

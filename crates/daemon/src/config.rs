@@ -1,0 +1,337 @@
+//! What the daemon is told: flags and environment ([`Flags`]), checked into a [`Config`].
+
+use std::ffi::OsStr;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::http::SOCKET_PATH_BYTES_MAX;
+
+const STATE_DEFAULT: &str = "/var/lib/vmfork";
+const SOCKET_DEFAULT: &str = "/run/vmfork/vmforkd.sock";
+const QEMU_DEFAULT: &str = "qemu-system-x86_64";
+
+/// How many user ids may follow the base, one for each VM that runs at the same time.
+pub const QEMU_UIDS: u32 = 65_536;
+
+/// The flags as given.
+#[derive(Debug, Clone, Parser)]
+#[command(
+    name = "vmforkd",
+    version,
+    about = "Fork running virtual machines: the daemon of one host"
+)]
+pub struct Flags {
+    /// Folder for images, logs and the journal [default: /var/lib/vmfork]
+    #[arg(long, value_name = "DIR", env = "VMFORK_STATE")]
+    pub state: Option<PathBuf>,
+
+    /// Unix socket of the REST API [default: vmforkd.sock in the folder of --state, else
+    /// /run/vmfork/vmforkd.sock]
+    #[arg(long, value_name = "PATH", env = "VMFORK_SOCKET")]
+    pub socket: Option<PathBuf>,
+
+    /// Group, by name or number, that may use the socket besides its owner
+    #[arg(long, value_name = "GROUP", env = "VMFORK_SOCKET_GROUP")]
+    pub socket_group: Option<String>,
+
+    /// Serve the REST API on TCP as well, to those who have the token
+    #[arg(long, value_name = "IP:PORT", env = "VMFORK_LISTEN")]
+    pub listen: Option<SocketAddr>,
+
+    /// File with the token for --listen; must not be readable by everybody
+    #[arg(long, value_name = "PATH", env = "VMFORK_TOKEN_FILE")]
+    pub token_file: Option<PathBuf>,
+
+    /// Started QEMUs that wait for clones, for each machine shape in use; 0: none
+    #[arg(long, value_name = "N", env = "VMFORK_POOL", default_value_t = 4,
+          value_parser = clap::value_parser!(u32).range(0..=1024))]
+    pub pool: u32,
+
+    /// Pages that one fault brings into a cache, with their neighbours
+    #[arg(long, value_name = "N", env = "VMFORK_FILL_UNIT_PAGES", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub fill_unit_pages: u32,
+
+    /// The QEMU to run VMs in [default: qemu-system-x86_64 in PATH]
+    #[arg(long, value_name = "PATH", env = "VMFORK_QEMU")]
+    pub qemu: Option<PathBuf>,
+
+    /// First of 65,536 user and group ids that QEMUs run as, one each
+    #[arg(long, value_name = "UID", env = "VMFORK_QEMU_UID_BASE", default_value_t = 1_879_100_000)]
+    pub qemu_uid_base: u32,
+
+    /// Memory that VMs never get, for the rest of the host
+    #[arg(long, value_name = "MIB", env = "VMFORK_MEMORY_RESERVE_MIB", default_value_t = 512)]
+    pub memory_reserve_mib: u64,
+
+    /// How much of its memory a clone is expected to write, in percent; 100: never overcommit
+    #[arg(long, value_name = "N", env = "VMFORK_CLONE_GROWTH_PERCENT", default_value_t = 10,
+          value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub clone_growth_percent: u8,
+
+    /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
+    #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
+    pub log_level: String,
+
+    /// Folder of the shim and the guest agent [default: ../lib/vmfork beside the folder of vmforkd]
+    #[arg(long, value_name = "DIR", env = "VMFORK_LIBDIR")]
+    pub libdir: Option<PathBuf>,
+}
+
+/// The settings, checked. All paths are absolute.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub state: PathBuf,
+    pub socket: PathBuf,
+    pub socket_gid: Option<u32>,
+    pub tcp: Option<Tcp>,
+    /// Waiting QEMUs for each machine shape; 0: no pool.
+    pub pool: u32,
+    /// 1 to 512.
+    pub fill_unit_pages: u32,
+    /// Absolute if it was found; else the bare name, and `doctor` says that it is missing.
+    pub qemu: PathBuf,
+    /// [`QEMU_UIDS`] ids from here on are QEMU's.
+    pub qemu_uid_base: u32,
+    pub memory_reserve_bytes: u64,
+    /// 1 to 100.
+    pub clone_growth_percent: u8,
+    /// A valid filter for `tracing_subscriber::EnvFilter`.
+    pub log_filter: String,
+    pub libdir: PathBuf,
+}
+
+#[derive(Debug, Clone)]
+pub struct Tcp {
+    pub address: SocketAddr,
+    pub token_file: PathBuf,
+}
+
+/// A setting that can't be. The text names the flag.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("--listen {address} without --token-file: whoever reaches the port could do anything")]
+    ListenWithoutToken { address: SocketAddr },
+    #[error("--token-file without --listen: the unix socket takes no token")]
+    TokenWithoutListen,
+    #[error(
+        "--socket {path}: {bytes} bytes; a socket's path may have at most {SOCKET_PATH_BYTES_MAX}"
+    )]
+    SocketTooLong { path: PathBuf, bytes: usize },
+    #[error("--socket-group {group}: no such group")]
+    NoGroup { group: String },
+    #[error("--socket-group {group}: read /etc/group")]
+    Groups {
+        group: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("--qemu-uid-base {base}: must be 1000 to {}", UID_BASE_MAX)]
+    UidBase { base: u32 },
+    #[error("--memory-reserve-mib {mib}: more than any host has")]
+    Reserve { mib: u64 },
+    #[error("--log-level {filter}")]
+    LogFilter {
+        filter: String,
+        #[source]
+        source: tracing_subscriber::filter::ParseError,
+    },
+    #[error("find the folder we are in")]
+    WorkingFolder(#[source] io::Error),
+    #[error("find our own executable, for --libdir")]
+    Executable(#[source] io::Error),
+}
+
+/// User ids above 2³¹ are trouble in too many programs.
+const UID_BASE_MAX: u32 = (1 << 31) - QEMU_UIDS;
+
+impl Flags {
+    /// # Errors
+    /// If a value can't be, alone or with another.
+    pub fn check(self) -> Result<Config, ConfigError> {
+        let absolute = |path: &Path| std::path::absolute(path).map_err(ConfigError::WorkingFolder);
+        let state = absolute(self.state.as_deref().unwrap_or(Path::new(STATE_DEFAULT)))?;
+        let socket = match (self.socket, self.state) {
+            (Some(socket), _) => absolute(&socket)?,
+            (None, Some(_)) => state.join("vmforkd.sock"),
+            (None, None) => PathBuf::from(SOCKET_DEFAULT),
+        };
+        let bytes = socket.as_os_str().len();
+        if bytes > SOCKET_PATH_BYTES_MAX {
+            return Err(ConfigError::SocketTooLong { path: socket, bytes });
+        }
+        let tcp = match (self.listen, self.token_file) {
+            (Some(address), Some(file)) => Some(Tcp { address, token_file: absolute(&file)? }),
+            (Some(address), None) => return Err(ConfigError::ListenWithoutToken { address }),
+            (None, Some(_)) => return Err(ConfigError::TokenWithoutListen),
+            (None, None) => None,
+        };
+        if !(1000..=UID_BASE_MAX).contains(&self.qemu_uid_base) {
+            return Err(ConfigError::UidBase { base: self.qemu_uid_base });
+        }
+        let memory_reserve_bytes = self
+            .memory_reserve_mib
+            .checked_mul(1 << 20)
+            .ok_or(ConfigError::Reserve { mib: self.memory_reserve_mib })?;
+        if let Err(source) = EnvFilter::try_new(&self.log_level) {
+            return Err(ConfigError::LogFilter { filter: self.log_level, source });
+        }
+        let libdir = match self.libdir {
+            Some(libdir) => absolute(&libdir)?,
+            None => libdir_beside(&std::env::current_exe().map_err(ConfigError::Executable)?),
+        };
+        let qemu = self.qemu.unwrap_or_else(|| PathBuf::from(QEMU_DEFAULT));
+        Ok(Config {
+            socket_gid: self.socket_group.map(|group| group_id(&group)).transpose()?,
+            state,
+            socket,
+            tcp,
+            pool: self.pool,
+            fill_unit_pages: self.fill_unit_pages,
+            qemu: find_program(&qemu, std::env::var_os("PATH").as_deref()).unwrap_or(qemu),
+            qemu_uid_base: self.qemu_uid_base,
+            memory_reserve_bytes,
+            clone_growth_percent: self.clone_growth_percent,
+            log_filter: self.log_level,
+            libdir,
+        })
+    }
+}
+
+impl Config {
+    /// The library that is preloaded into QEMU.
+    pub fn shim(&self) -> PathBuf {
+        self.libdir.join("libvmfork_tap.so")
+    }
+
+    /// The agent that is put into guest images.
+    pub fn agent(&self) -> PathBuf {
+        self.libdir.join("vmfork-agent")
+    }
+}
+
+/// `/usr/bin/vmforkd` → `/usr/lib/vmfork`.
+fn libdir_beside(executable: &Path) -> PathBuf {
+    let bin = executable.parent().unwrap_or(Path::new("/"));
+    bin.parent().unwrap_or(bin).join("lib/vmfork")
+}
+
+/// As a shell would: a name with a slash is a path, any other is looked for in `path`.
+pub(crate) fn find_program(name: &Path, path: Option<&OsStr>) -> Option<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let runs = |file: &Path| {
+        file.metadata().is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+    };
+    if name.as_os_str().as_bytes().contains(&b'/') {
+        return std::path::absolute(name).ok().filter(|file| runs(file));
+    }
+    std::env::split_paths(path?).map(|folder| folder.join(name)).find(|file| runs(file))
+}
+
+fn group_id(group: &str) -> Result<u32, ConfigError> {
+    if let Ok(gid) = group.parse() {
+        return Ok(gid);
+    }
+    let groups = std::fs::read_to_string("/etc/group")
+        .map_err(|source| ConfigError::Groups { group: group.to_owned(), source })?;
+    find_group(&groups, group).ok_or_else(|| ConfigError::NoGroup { group: group.to_owned() })
+}
+
+/// `groups` is what group(5) describes: `name:password:gid:members`, a line each.
+fn find_group(groups: &str, name: &str) -> Option<u32> {
+    groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(flags: &[&str]) -> Result<Config, ConfigError> {
+        let flags = [&["vmforkd"], flags].concat();
+        Flags::try_parse_from(flags).expect("flags that parse").check()
+    }
+
+    fn refusal(flags: &[&str]) -> String {
+        config(flags).expect_err("a refusal").to_string()
+    }
+
+    #[test]
+    fn the_defaults_are_a_whole_configuration() {
+        let config = config(&[]).expect("defaults");
+        assert_eq!(config.state, Path::new("/var/lib/vmfork"));
+        assert_eq!(config.socket, Path::new("/run/vmfork/vmforkd.sock"));
+        assert_eq!((config.pool, config.fill_unit_pages), (4, 16));
+        assert!(config.tcp.is_none() && config.socket_gid.is_none());
+        assert!(config.libdir.ends_with("lib/vmfork"));
+    }
+
+    #[test]
+    fn the_socket_goes_with_the_state() {
+        assert_eq!(config(&["--state", "/x"]).expect("ok").socket, Path::new("/x/vmforkd.sock"));
+        let both = config(&["--state", "/x", "--socket", "/y"]).expect("ok");
+        assert_eq!(both.socket, Path::new("/y"));
+        let relative = config(&["--state", "x"]).expect("ok");
+        assert!(relative.state.is_absolute() && relative.state.ends_with("x"));
+    }
+
+    #[test]
+    fn a_port_is_served_with_a_token_only() {
+        assert_eq!(
+            refusal(&["--listen", "127.0.0.1:7070"]),
+            "--listen 127.0.0.1:7070 without --token-file: whoever reaches the port could do anything"
+        );
+        assert!(refusal(&["--token-file", "/t"]).starts_with("--token-file without --listen"));
+        let config = config(&["--listen", "127.0.0.1:7070", "--token-file", "/t"]).expect("ok");
+        assert_eq!(config.tcp.expect("tcp").address.port(), 7070);
+    }
+
+    #[test]
+    fn values_that_cannot_be_are_refused_by_name() {
+        let long = format!("/{}", "x".repeat(100));
+        for flags in [
+            &["--socket", &*long][..],
+            &["--socket-group", "no:such:group"],
+            &["--qemu-uid-base", "0"],
+            &["--qemu-uid-base", "4000000000"],
+            &["--memory-reserve-mib", "99999999999999999"],
+            &["--log-level", "=[loud"],
+        ] {
+            assert!(refusal(flags).starts_with(flags[0]), "{flags:?}: {}", refusal(flags));
+        }
+        for flags in [
+            ["--pool", "1025"],
+            ["--fill-unit-pages", "0"],
+            ["--fill-unit-pages", "513"],
+            ["--clone-growth-percent", "101"],
+            ["--listen", "localhost"],
+        ] {
+            assert!(Flags::try_parse_from(["vmforkd", flags[0], flags[1]]).is_err(), "{flags:?}");
+        }
+    }
+
+    #[test]
+    fn groups_are_found_by_name_and_number() {
+        let groups = "root:x:0:\nkvm:x:105:a,b\nbad:x\nkvmx:x:7:\n";
+        assert_eq!(find_group(groups, "kvm"), Some(105));
+        assert_eq!(find_group(groups, "bad"), None);
+        assert_eq!(find_group(groups, "kv"), None);
+        assert_eq!(group_id("42").ok(), Some(42));
+    }
+
+    #[test]
+    fn programs_are_found_like_a_shell_does() {
+        let found = find_program(Path::new("sh"), Some(OsStr::new("/nowhere:/bin:/usr/bin")));
+        assert_eq!(found, Some(PathBuf::from("/bin/sh")));
+        assert_eq!(find_program(Path::new("/bin/sh"), None), Some(PathBuf::from("/bin/sh")));
+        assert_eq!(find_program(Path::new("/etc/passwd"), None), None);
+        assert_eq!(find_program(Path::new("no-such"), Some(OsStr::new("/bin"))), None);
+    }
+}

@@ -1,0 +1,457 @@
+//! The one folder that outlives a daemon, and what the next one makes of it.
+//!
+//! ```text
+//!   /var/lib/vmfork/          0711: QEMUs pass through
+//!   ├── vmforkd.lock          flock'ed while a daemon runs; holds its pid
+//!   ├── journal.jsonl         what exists (see `journal`)
+//!   ├── images/               guest images; the image store's
+//!   └── vms/ID/               0700: logs and sockets of one VM, gone with it
+//! ```
+//!
+//! VMs do not survive their daemon: it holds the userfaultfds that their memory depends on. So a
+//! daemon that starts after one that died kills what that one left (by the journal, told apart from
+//! later processes by their beginnings; and by the mark in their environment, for what was started
+//! but not yet written down), removes its folders, and remembers which VMs were lost.
+//!
+//! Promises: no two daemons on one folder; nothing is killed that was not ours.
+
+mod journal;
+mod process;
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+use vmfork_api::LostVm;
+
+use self::journal::{Journal, Record};
+
+pub use self::journal::ProcessKind;
+pub use self::process::ProcessId;
+
+/// Set for every process that a daemon starts, to the path of its state folder.
+const MARK: &str = "VMFORK_OWNER";
+/// How long killed leftovers may take to end. A QEMU with much memory takes a second or so.
+const KILL_WAIT: Duration = Duration::from_secs(10);
+
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    #[error("vmforkd (pid {pid}) already runs on {path}")]
+    Locked { path: PathBuf, pid: String },
+    #[error("{doing} {path}")]
+    Io {
+        doing: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "processes of an earlier daemon do not end, though killed: {pids:?}; they hold their \
+         memory until the kernel lets go of them"
+    )]
+    Stuck { pids: Vec<u32> },
+}
+
+/// The state folder, ours alone until this is dropped.
+#[derive(Debug)]
+pub struct State {
+    root: PathBuf,
+    journal: Mutex<Journal>,
+    _lock: File,
+}
+
+/// What was found of an earlier daemon.
+#[derive(Debug, Default)]
+pub struct Recovery {
+    /// VMs that it had and did not stop.
+    pub lost: Vec<LostVm>,
+    pub processes_killed: usize,
+    pub folders_removed: usize,
+    /// Lines of the journal that made no sense.
+    pub lines_skipped: usize,
+}
+
+fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StateError {
+    let path = path.to_owned();
+    move |source| StateError::Io { doing, path, source }
+}
+
+fn make_folder(path: &Path, mode: u32) -> Result<(), StateError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(path)
+        .and_then(|()| fs::set_permissions(path, Permissions::from_mode(mode)))
+        .map_err(failed("make the folder", path))
+}
+
+impl State {
+    /// Take the folder `root`, making it where it is missing, and clear away what an earlier daemon
+    /// left there and in the process table.
+    ///
+    /// # Errors
+    /// If another daemon has it, it can't be written, or a leftover process can't be ended.
+    pub fn open(root: &Path) -> Result<(Self, Recovery), StateError> {
+        make_folder(root, 0o711)?;
+        let root = fs::canonicalize(root).map_err(failed("resolve", root))?;
+        let lock = lock(&root)?;
+        make_folder(&root.join("images"), 0o755)?;
+        make_folder(&root.join("vms"), 0o711)?;
+
+        let path = root.join("journal.jsonl");
+        let (mut live, lines_skipped) = journal::read(&path).map_err(failed("read", &path))?;
+        let boot_id = boot_id();
+        let mut leftovers: Vec<ProcessId> = if live.boot_id == boot_id {
+            live.processes.values().map(|process| process.process).collect()
+        } else {
+            Vec::new()
+        };
+        for marked in process::with_environment(&mark_entry(&root)) {
+            if !leftovers.contains(&marked) {
+                leftovers.push(marked);
+            }
+        }
+        let (killed, stuck) = process::kill_all(&leftovers, KILL_WAIT);
+        if !stuck.is_empty() {
+            return Err(StateError::Stuck { pids: stuck.iter().map(|p| p.pid).collect() });
+        }
+
+        let lost: Vec<LostVm> = std::mem::take(&mut live.vms).into_values().collect();
+        live.processes.clear();
+        live.apply(Record::Opened { boot_id });
+        for vm in &lost {
+            live.apply(Record::VmLost { vm: vm.clone() });
+        }
+        let folders_removed = clear(&root.join("vms"))?;
+        let journal = Journal::create(&path, live).map_err(failed("write", &path))?;
+        let recovery =
+            Recovery { lost, processes_killed: killed.len(), folders_removed, lines_skipped };
+        Ok((Self { root, journal: Mutex::new(journal), _lock: lock }, recovery))
+    }
+
+    /// The folder itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub fn images(&self) -> PathBuf {
+        self.root.join("images")
+    }
+
+    /// The folder of one VM, whether it is there or not. `id` must be one of ours: it is not checked.
+    pub fn vm_folder(&self, id: &str) -> PathBuf {
+        self.root.join("vms").join(id)
+    }
+
+    /// Make a VM's folder, for us alone (0700).
+    ///
+    /// # Errors
+    /// If it is there already, or can't be made.
+    pub fn create_vm_folder(&self, id: &str) -> io::Result<PathBuf> {
+        let path = self.vm_folder(id);
+        DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(path)
+    }
+
+    /// Remove a VM's folder with all that is in it; none is fine.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn remove_vm_folder(&self, id: &str) -> io::Result<()> {
+        match fs::remove_dir_all(self.vm_folder(id)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Key and value to be put into the environment of every process that is started for a VM, so that
+    /// it is found even if this daemon dies before it writes the process down.
+    pub fn process_mark(&self) -> (&'static str, OsString) {
+        (MARK, self.root.as_os_str().to_owned())
+    }
+
+    fn journal(&self) -> MutexGuard<'_, Journal> {
+        // A panic while appending leaves at worst a line that is skipped.
+        self.journal.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Write down a VM, before its QEMU is started.
+    ///
+    /// # Errors
+    /// If the disk is full or failing: better not start it then.
+    pub fn vm_created(&self, vm: LostVm) -> io::Result<()> {
+        self.journal().append(Record::VmCreated { vm })
+    }
+
+    /// A VM came to its end and is nobody's loss.
+    pub fn vm_ended(&self, id: &str) {
+        self.append(Record::VmEnded { id: id.to_owned() });
+    }
+
+    /// Write down a process that was just started, of a VM or (`None`) of the pool. To give a waiting
+    /// QEMU to a VM, say this again with the VM.
+    ///
+    /// # Errors
+    /// If the process is gone already, or the disk is full or failing.
+    pub fn process_started(
+        &self,
+        vm: Option<&str>,
+        kind: ProcessKind,
+        pid: u32,
+    ) -> io::Result<ProcessId> {
+        let process = ProcessId::of(pid)?;
+        let vm = vm.map(ToOwned::to_owned);
+        self.journal().append(Record::ProcessStarted { vm, kind, process })?;
+        Ok(process)
+    }
+
+    /// A process was waited for, or seen to be gone.
+    pub fn process_ended(&self, process: ProcessId) {
+        self.append(Record::ProcessEnded { process });
+    }
+
+    /// Wait for keepers that have ended and became our children when their QEMU died. Does not block.
+    /// Children that are waited for elsewhere (QEMUs) are left alone.
+    pub fn reap_keepers(&self) -> Vec<ProcessId> {
+        let keepers: Vec<ProcessId> = {
+            let journal = self.journal();
+            let processes = journal.live().processes.values();
+            processes.filter(|p| p.kind == ProcessKind::Keeper).map(|p| p.process).collect()
+        };
+        let mut ended = Vec::new();
+        for keeper in keepers {
+            let Some(pid) = i32::try_from(keeper.pid).ok().and_then(Pid::from_raw) else {
+                continue;
+            };
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+            // Not (yet) our child is an error here, and everyday.
+            if let Ok(Some(_)) = waitid(WaitId::Pid(pid), options) {
+                self.process_ended(keeper);
+                ended.push(keeper);
+            }
+        }
+        ended
+    }
+
+    /// VMs that earlier daemons lost, oldest first.
+    pub fn lost(&self) -> Vec<LostVm> {
+        self.journal().live().lost.iter().cloned().collect()
+    }
+
+    /// Forget the lost VM with this id, or all lost VMs of this name. Returns whether there was one.
+    pub fn forget_lost(&self, name_or_id: &str) -> bool {
+        let mut journal = self.journal();
+        let lost = journal.live().lost.iter();
+        let ids: Vec<String> = lost
+            .filter(|vm| vm.id == name_or_id || vm.name == name_or_id)
+            .map(|vm| vm.id.clone())
+            .collect();
+        for id in &ids {
+            warn_if_failed(journal.append(Record::LostForgotten { id: id.clone() }));
+        }
+        !ids.is_empty()
+    }
+
+    fn append(&self, record: Record) {
+        warn_if_failed(self.journal().append(record));
+    }
+}
+
+/// Not knowing that something ended costs the next daemon a look; it is no reason to fail now.
+fn warn_if_failed(appended: io::Result<()>) {
+    if let Err(error) = appended {
+        tracing::warn!(
+            "the journal can't be written, a later daemon may report VMs as lost that were not: {error}"
+        );
+    }
+}
+
+fn lock(root: &Path) -> Result<File, StateError> {
+    let path = root.join("vmforkd.lock");
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .map_err(failed("open", &path))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            let _ = (&mut file).take(20).read_to_string(&mut pid);
+            let pid = if pid.is_empty() { "unknown".into() } else { pid.trim().to_owned() };
+            return Err(StateError::Locked { path: root.to_owned(), pid });
+        }
+        Err(TryLockError::Error(error)) => return Err(failed("lock", &path)(error)),
+    }
+    file.set_len(0)
+        .and_then(|()| writeln!(file, "{}", std::process::id()))
+        .map_err(failed("write", &path))?;
+    Ok(file)
+}
+
+/// Changes with every boot of the host; empty where it can't be read, which then counts as the same.
+fn boot_id() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
+}
+
+fn mark_entry(root: &Path) -> Vec<u8> {
+    [MARK.as_bytes(), b"=", root.as_os_str().as_bytes()].concat()
+}
+
+/// Remove all that is in `folder`; returns how much that was.
+fn clear(folder: &Path) -> Result<usize, StateError> {
+    let mut count = 0;
+    for entry in fs::read_dir(folder).map_err(failed("list", folder))? {
+        let entry = entry.map_err(failed("list", folder))?;
+        let path = entry.path();
+        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        if is_folder { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }
+            .map_err(failed("remove the leftover", &path))?;
+        count += 1;
+    }
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    fn vm(id: &str) -> LostVm {
+        LostVm {
+            name: "web".into(),
+            id: id.into(),
+            image: "debian".into(),
+            parent: None,
+            created_unix_ms: 7,
+        }
+    }
+
+    fn open(root: &Path) -> (State, Recovery) {
+        State::open(root).expect("the folder is free")
+    }
+
+    fn sleeper(state: Option<&State>) -> Child {
+        let mut command = Command::new("sleep");
+        command.arg("60");
+        if let Some(state) = state {
+            let (key, value) = state.process_mark();
+            command.env(key, value);
+        }
+        command.spawn().expect("sleep")
+    }
+
+    #[test]
+    fn two_daemons_do_not_share_a_folder() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let (first, _) = open(folder.path());
+        let error = State::open(folder.path()).expect_err("taken").to_string();
+        assert!(
+            error.starts_with(&format!("vmforkd (pid {}) already runs on /", std::process::id())),
+            "{error}"
+        );
+        drop(first);
+        open(folder.path());
+    }
+
+    #[test]
+    fn a_daemon_that_died_leaves_its_losses_and_nothing_else() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let (state, _) = open(folder.path());
+        for id in ["a", "b", "c"] {
+            state.vm_created(vm(id)).expect("append");
+            fs::write(state.create_vm_folder(id).expect("folder").join("log"), "x").expect("write");
+        }
+        state.vm_ended("b");
+        // One that was written down, one that was not yet, one that is somebody else's.
+        let (mut known, mut marked, mut other) =
+            (sleeper(None), sleeper(Some(&state)), sleeper(None));
+        state.process_started(Some("a"), ProcessKind::Qemu, known.id()).expect("append");
+        drop(state);
+
+        let (state, recovery) = open(folder.path());
+        let ids: Vec<_> = recovery.lost.iter().map(|vm| vm.id.as_str()).collect();
+        assert_eq!(ids, ["a", "c"]);
+        assert_eq!((recovery.processes_killed, recovery.folders_removed), (2, 3));
+        for child in [&mut known, &mut marked] {
+            assert!(!child.wait().expect("wait").success());
+        }
+        assert!(other.try_wait().expect("wait").is_none(), "somebody else's process was killed");
+        other.kill().expect("kill");
+        other.wait().expect("wait");
+        assert!(!state.vm_folder("a").exists());
+
+        // Told until somebody says that they know.
+        drop(state);
+        let (state, recovery) = open(folder.path());
+        assert!(recovery.lost.is_empty());
+        assert_eq!(state.lost().len(), 2);
+        assert!(state.forget_lost("a") && !state.forget_lost("a"));
+        drop(state);
+        assert_eq!(open(folder.path()).0.lost().len(), 1);
+    }
+
+    #[test]
+    fn processes_of_an_earlier_boot_are_nobodys() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let mut other = sleeper(None);
+        let process = ProcessId::of(other.id()).expect("there");
+        let mut live = journal::Live::default();
+        live.apply(Record::Opened { boot_id: "another boot".into() });
+        live.apply(Record::VmCreated { vm: vm("a") });
+        live.apply(Record::ProcessStarted { vm: None, kind: ProcessKind::Qemu, process });
+        Journal::create(&folder.path().join("journal.jsonl"), live).expect("write");
+
+        let (_state, recovery) = open(folder.path());
+        assert_eq!((recovery.lost.len(), recovery.processes_killed), (1, 0));
+        assert!(other.try_wait().expect("wait").is_none());
+        other.kill().expect("kill");
+        other.wait().expect("wait");
+    }
+
+    #[test]
+    fn keepers_are_reaped_and_other_children_are_not() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let (state, _) = open(folder.path());
+        let (mut keeper, mut qemu) = (sleeper(None), sleeper(None));
+        let id = state.process_started(None, ProcessKind::Keeper, keeper.id()).expect("append");
+        state.process_started(None, ProcessKind::Qemu, qemu.id()).expect("append");
+        assert!(state.reap_keepers().is_empty());
+        keeper.kill().expect("kill");
+        qemu.kill().expect("kill");
+        let mut reaped = Vec::new();
+        for _ in 0..1000 {
+            reaped = state.reap_keepers();
+            if !reaped.is_empty() {
+                break;
+            }
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: 5_000_000,
+            });
+        }
+        assert_eq!(reaped, [id]);
+        assert!(qemu.wait().is_ok(), "the QEMU's own waiter was robbed");
+    }
+
+    #[test]
+    fn a_vm_folder_is_for_us_alone_and_goes_with_the_vm() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let (state, _) = open(folder.path());
+        let path = state.create_vm_folder("a").expect("folder");
+        assert_eq!(path.metadata().expect("metadata").permissions().mode() & 0o7777, 0o700);
+        assert!(state.create_vm_folder("a").is_err());
+        state.remove_vm_folder("a").expect("remove");
+        state.remove_vm_folder("a").expect("again is fine");
+    }
+}
