@@ -11,6 +11,10 @@
 //! [`http`] knows nothing of QEMU: it turns requests into calls of [`control::Control`]. Everything
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
+pub mod admission;
+pub mod cgroup;
+pub mod config;
 pub mod control;
 pub mod http;
 pub mod metrics;
+pub mod state;
