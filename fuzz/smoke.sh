@@ -1,0 +1,69 @@
+#!/bin/sh
+# Runs every fuzz target for some seconds: fuzz/smoke.sh [SECONDS]
+#
+# With a nightly toolchain and a C++ compiler by libFuzzer, under AddressSanitizer; without, on
+# stable, by mutating seeds at random. VMFORK_FUZZ_STABLE=1 asks for the latter.
+# A failing input is kept in fuzz/artifacts/TARGET/.
+set -eu
+cd "$(dirname "$0")"
+
+seconds=${1:-5}
+target_dir=${CARGO_TARGET_DIR:-$PWD/target}
+triple=$(rustc -vV | sed -n 's/^host: //p')
+
+say() { printf '%s\n' "$*" >&2; }
+
+# `random` writes the seeds and lists the targets, whatever runs them.
+cargo build --quiet --release --no-default-features --bin random --target-dir "$target_dir/stable"
+random=$target_dir/stable/release/random
+"$random" seeds corpus
+
+if [ "${VMFORK_FUZZ_STABLE:-}" != 1 ] && cargo +nightly --version >/dev/null 2>&1 &&
+    command -v c++ >/dev/null; then
+    say "fuzz: libFuzzer, ${seconds} s a target"
+    coverage="-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"
+    coverage="$coverage -Cllvm-args=-sanitizer-coverage-inline-8bit-counters"
+    coverage="$coverage -Cllvm-args=-sanitizer-coverage-pc-table"
+    coverage="$coverage -Cllvm-args=-sanitizer-coverage-trace-compares"
+    # With --target, the flags do not reach build scripts.
+    RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 $coverage" \
+        cargo +nightly build --quiet --release --target "$triple" --target-dir "$target_dir/nightly"
+    run() {
+        mkdir -p "artifacts/$1" "corpus/$1"
+        "$target_dir/nightly/$triple/release/$1" "corpus/$1" -max_total_time="$2" \
+            -rss_limit_mb=1024 -timeout=10 -verbosity=0 -print_final_stats=1 \
+            -artifact_prefix="artifacts/$1/"
+    }
+else
+    say "fuzz: no nightly toolchain or no C++ compiler (or told so): at random, ${seconds} s a target"
+    run() { "$random" run "$1" "$2"; }
+fi
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# First that a bug would be found at all.
+if run planted 60 >"$log" 2>&1; then
+    say "fuzz: the planted bug was not found; the fuzzer does not work:"
+    cat "$log" >&2
+    exit 1
+fi
+if ! grep -q planted "$log"; then
+    say "fuzz: the planted bug's target failed for another reason:"
+    cat "$log" >&2
+    exit 1
+fi
+rm -rf artifacts/planted corpus/planted
+
+failed=0
+for target in $("$random" targets); do
+    [ "$target" = planted ] && continue
+    if run "$target" "$seconds" >"$log" 2>&1; then
+        say "fuzz: $target passes ($(sed -n 's/.*number_of_executed_units: *//p; s/.*: \([0-9]* inputs\).*/\1/p' "$log"))"
+    else
+        say "fuzz: $target FAILED:"
+        cat "$log" >&2
+        failed=1
+    fi
+done
+exit "$failed"

@@ -1,0 +1,44 @@
+//! What is fuzzed: one module per parser of bytes that others write.
+//!
+//! Each has `run`, which panics if a promise is broken, and `seeds`, real inputs to begin with.
+//! `fuzz_targets/` hands them to libFuzzer, `src/bin/random.rs` runs them on stable Rust.
+
+pub mod agent_frames;
+pub mod planted;
+pub mod qmp_lines;
+pub mod tap_packets;
+
+/// One parser under test.
+#[derive(Debug)]
+pub struct Target {
+    pub name: &'static str,
+    pub run: fn(&[u8]),
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+/// All targets. The last has a bug on purpose.
+pub const TARGETS: [Target; 4] = [
+    Target { name: "agent_frames", run: agent_frames::run, seeds: agent_frames::seeds },
+    Target { name: "qmp_lines", run: qmp_lines::run, seeds: qmp_lines::seeds },
+    Target { name: "tap_packets", run: tap_packets::run, seeds: tap_packets::seeds },
+    Target { name: "planted", run: planted::run, seeds: planted::seeds },
+];
+
+/// Cuts an input in two: how it arrives (the first four bytes: lengths of reads, repeated), and
+/// the bytes that do.
+fn reads(data: &[u8]) -> (&[u8], impl Iterator<Item = &[u8]>) {
+    let (cuts, stream) = data.split_at(data.len().min(4));
+    let mut rest = stream;
+    let mut at = 0;
+    let pieces = std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let cut = cuts.get(at % 4).copied().unwrap_or(1);
+        at += 1;
+        let (piece, after) = rest.split_at(rest.len().min(usize::from(cut) + 1));
+        rest = after;
+        Some(piece)
+    });
+    (stream, pieces)
+}
