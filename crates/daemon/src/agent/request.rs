@@ -1,0 +1,201 @@
+//! What programs in a guest ask of the host (the fork API), and how they are answered.
+
+use bytes::Bytes;
+use rustix::io::Errno;
+use tokio::sync::mpsc;
+use vmfork_agent_proto::{RequestError, Worker};
+
+use super::command::Command;
+use super::mux::{Reply, Request};
+
+/// One request of one guest. Numbers are not used twice by one link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub u32);
+
+/// A program's request. The field names follow `vmfork_agent_proto::ToHost`.
+#[derive(Debug)]
+pub enum GuestRequest {
+    RequestTicket {
+        count: u32,
+        hierarchical: bool,
+        reply: Responder,
+    },
+    Clone {
+        ticket: u64,
+        reply: Responder,
+    },
+    Join {
+        ticket: u64,
+        reply: Responder,
+    },
+    KillTicket {
+        ticket: u64,
+        reply: Responder,
+    },
+    /// `error`: the worker's process ended without `sf_exit`.
+    ExitClone {
+        vmid: u32,
+        error: Option<String>,
+        reply: Responder,
+    },
+    /// `vmid` is one that [`super::AgentLink::identity`] gave to this VM.
+    Send {
+        vmid: u32,
+        message: Message,
+        reply: Responder,
+    },
+    Recv {
+        ticket: u64,
+        vmid: Option<u32>,
+        reply: Responder,
+    },
+    /// Nobody waits for the answer to this request any more. It was delivered before.
+    Abandon {
+        request: RequestId,
+    },
+}
+
+impl GuestRequest {
+    pub(super) fn new(channel: u32, request: Request, commands: &CommandSender) -> Self {
+        let reply = Responder { channel, commands: commands.clone(), answered: false };
+        match request {
+            Request::Ticket { count, hierarchical } => {
+                Self::RequestTicket { count, hierarchical, reply }
+            }
+            Request::Clone { ticket } => Self::Clone { ticket, reply },
+            Request::Join { ticket } => Self::Join { ticket, reply },
+            Request::Kill { ticket } => Self::KillTicket { ticket, reply },
+            Request::Exit { vmid, error } => Self::ExitClone { vmid, error, reply },
+            Request::Send { vmid, pieces, cost } => {
+                let lease = Lease { vmid, cost, commands: commands.clone() };
+                let pieces: Vec<Bytes> = pieces.into_iter().map(Bytes::from).collect();
+                Self::Send { vmid, message: Message { pieces, lease: Some(lease) }, reply }
+            }
+            Request::Receive { ticket, vmid } => Self::Recv { ticket, vmid, reply },
+        }
+    }
+
+    /// Which request this is, or ends.
+    pub fn id(&self) -> RequestId {
+        match self {
+            Self::RequestTicket { reply, .. }
+            | Self::Clone { reply, .. }
+            | Self::Join { reply, .. }
+            | Self::KillTicket { reply, .. }
+            | Self::ExitClone { reply, .. }
+            | Self::Send { reply, .. }
+            | Self::Recv { reply, .. } => reply.id(),
+            Self::Abandon { request } => *request,
+        }
+    }
+}
+
+/// The way back to the driver. Weak: an unanswered request does not keep a link alive.
+pub(super) type CommandSender = mpsc::WeakUnboundedSender<Command>;
+
+/// Answers one request, once. Dropped without an answer it answers `EIO`. Answers to programs that
+/// have gone, and to guests that have, go nowhere.
+#[derive(Debug)]
+pub struct Responder {
+    channel: u32,
+    commands: CommandSender,
+    answered: bool,
+}
+
+impl Responder {
+    pub fn id(&self) -> RequestId {
+        RequestId(self.channel)
+    }
+
+    /// To `Clone` (the number of workers started), `ExitClone` and `Send` (0).
+    pub fn ok(self, value: u64) {
+        self.answer(Reply::Ok { value }, None);
+    }
+
+    /// To `RequestTicket`.
+    pub fn ticket(self, ticket: u64, granted: u32) {
+        self.answer(Reply::Ticket { ticket, granted }, None);
+    }
+
+    /// To `Join` and `KillTicket`.
+    pub fn ended(self, workers: Vec<Worker>) {
+        self.answer(Reply::Ended { workers }, None);
+    }
+
+    /// To `Recv`: the message of worker `vmid` is streamed as fast as the program takes it.
+    pub fn incoming(self, vmid: u32, message: Message) {
+        let length_bytes = message.length_bytes();
+        let Message { pieces, lease } = message;
+        self.answer(Reply::Incoming { vmid, length_bytes, pieces }, lease);
+    }
+
+    /// To any request.
+    pub fn error(self, errno: Errno, message: impl Into<String>) {
+        let error = RequestError { errno: errno.raw_os_error(), message: message.into() };
+        self.answer(Reply::Error(error), None);
+    }
+
+    fn answer(mut self, reply: Reply, lease: Option<Lease>) {
+        self.answered = true;
+        self.send(reply, lease);
+    }
+
+    fn send(&self, reply: Reply, lease: Option<Lease>) {
+        if let Some(commands) = self.commands.upgrade() {
+            // The link may have closed; then nobody waits.
+            let _ = commands.send(Command::Reply { channel: self.channel, reply, lease });
+        }
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        if !self.answered {
+            let error = RequestError {
+                errno: Errno::IO.raw_os_error(),
+                message: "the host gave no answer".to_owned(),
+            };
+            self.send(Reply::Error(error), None);
+        }
+    }
+}
+
+/// A message from a worker to its parent, whole. While it lives it counts against what its worker may
+/// have undelivered.
+#[derive(Debug)]
+pub struct Message {
+    pieces: Vec<Bytes>,
+    lease: Option<Lease>,
+}
+
+impl Message {
+    /// A message of the host's own, which counts against nobody.
+    pub fn new(bytes: impl Into<Bytes>) -> Self {
+        Self { pieces: vec![bytes.into()], lease: None }
+    }
+
+    pub fn length_bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len() as u64).sum()
+    }
+
+    /// The bytes, in order.
+    pub fn pieces(&self) -> &[Bytes] {
+        &self.pieces
+    }
+}
+
+/// A message's share of its worker's allowance, on the link it came from.
+#[derive(Debug)]
+pub(super) struct Lease {
+    vmid: u32,
+    cost: u64,
+    commands: CommandSender,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(commands) = self.commands.upgrade() {
+            let _ = commands.send(Command::MailReleased { vmid: self.vmid, cost: self.cost });
+        }
+    }
+}
