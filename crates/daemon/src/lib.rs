@@ -12,9 +12,11 @@
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
 pub mod admission;
+pub mod agent;
 pub mod cgroup;
 pub mod config;
 pub mod control;
 pub mod http;
 pub mod metrics;
 pub mod state;
+pub mod tickets;
