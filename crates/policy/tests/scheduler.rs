@@ -129,6 +129,26 @@ fn a_view_that_is_gone_is_not_fetched_for() {
 }
 
 #[test]
+fn a_table_may_become_known_block_by_block() {
+    let parent = Source::Image(ImageId::new(3).expect("not 0"));
+    let table = PageTable::uniform(1024, parent);
+    let present: Presence = Rc::new(RefCell::new(vec![false; 1024]));
+    let config = Config { unit_pages: 512, ..Config::default() };
+    let mut scheduler = Scheduler::new(table.clone(), present, config).expect("valid");
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(5)), Outcome::Waits);
+    assert_eq!(scheduler.next(0).expect("demand").source, parent);
+
+    let own = Source::Image(own());
+    let derived = table.derive([(range(600, 8), own), (range(608, 416), Source::Zero)]);
+    scheduler.set_table(derived.expect("within"));
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(700)), Outcome::Zero);
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(601)), Outcome::Waits);
+    let fetch = scheduler.next(0).expect("demand");
+    assert_eq!((fetch.range, fetch.source), (range(600, 8), own));
+    assert_eq!(scheduler.on_filled(range(0, 512)), [(VIEW, PageIdx(5))]);
+}
+
+#[test]
 fn waits_are_bounded() {
     let (mut scheduler, _) = scheduler(64, Config { waits_max: 2, ..Config::default() });
     assert_eq!(scheduler.on_fault(VIEW, PageIdx(0)), Outcome::Waits);

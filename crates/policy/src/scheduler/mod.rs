@@ -163,6 +163,17 @@ impl<P: Presence> Scheduler<P> {
         &self.table
     }
 
+    /// Replaces the table while it is still being derived. It must be right for a block before a fault
+    /// in that block is reported, and for all blocks before a background policy is added; what is
+    /// waited for or under way must not change.
+    ///
+    /// # Panics
+    /// If it is for another number of pages.
+    pub fn set_table(&mut self, table: PageTable) {
+        assert_eq!(table.pages(), self.table.pages(), "a table of another image");
+        self.table = table;
+    }
+
     /// The image's presence, as given.
     pub fn presence(&self) -> &P {
         &self.presence
