@@ -1,0 +1,392 @@
+//! Starting a QEMU: command line, unprivileged process, sockets, greeting.
+//!
+//! ```text
+//!   Launch::boot / Launch::wait ─► command_line ─► spawner thread ─► child (vfork, setuid, exec)
+//!                                                                        │
+//!          Qemu { process, qmp, serial, agent } ◄── greeting, capabilities
+//! ```
+//!
+//! QEMU gets the fds that it needs, at fixed numbers ([`Slot`]), and the environment that the shim needs;
+//! nothing else. As another user it can open no file of the daemon's: files come as fds, but QEMU opens
+//! them anew by `/proc/self/fd/N`, so *their own* mode must let that user read them (memfds do).
+
+mod child;
+pub mod command_line;
+mod process;
+mod spawner;
+
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom};
+use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
+
+use crate::probe::Binary;
+use crate::qmp::{Qmp, QmpError};
+use crate::shape::{DiskId, GuestKind, Shape};
+use child::Plan;
+pub use command_line::{AGENT_PORT, Begin, Slot, command_line};
+pub use process::{ExitStatus, Process};
+
+/// From `exec` to the greeting: 20 to 45 ms on an idle host.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
+/// A BIOS cylinder: SeaBIOS can't read a smaller virtio disk.
+const BOOT_DISK_BYTES_MIN: u64 = 516_096;
+
+/// The user that a QEMU runs as. Needs no entry in `/etc/passwd`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunAs {
+    pub uid: u32,
+    pub gid: u32,
+}
+
+/// What a booting VM begins with.
+#[derive(Debug)]
+pub enum Boot {
+    Kernel {
+        kernel: OwnedFd,
+        initrd: Option<OwnedFd>,
+        /// The kernel's command line.
+        append: OsString,
+    },
+    /// The boot sector of the shape's disk.
+    Disk,
+}
+
+/// What the shim inside QEMU needs.
+#[derive(Debug)]
+pub struct ShimFds {
+    /// The shared library. Opened here and named by its fd: QEMU's user needn't reach its folder.
+    pub library: PathBuf,
+    /// The keeper's end of the control socket.
+    pub control: OwnedFd,
+    /// An open `/dev/userfaultfd`.
+    pub userfaultfd: OwnedFd,
+    /// An open `/dev/kvm`, with [`Accel::Kvm`].
+    pub kvm: Option<OwnedFd>,
+}
+
+/// A QEMU that could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("prepare to start QEMU: {what}")]
+    Prepare {
+        what: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the disk that was handed over is not the one of the machine's shape")]
+    WrongDisk,
+    #[error("QEMU runs as user {uid}, who may not read the {what}: its mode is {mode:o}")]
+    Unreadable { what: &'static str, uid: u32, mode: u32 },
+    #[error("start {binary}")]
+    Spawn {
+        binary: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    /// `words`: the end of its stderr.
+    #[error("QEMU could not start ({status}): {words}")]
+    Ended { status: ExitStatus, words: String },
+    #[error("QEMU started but does not answer")]
+    Qmp(#[source] QmpError),
+}
+
+/// A QEMU about to be started.
+#[derive(Debug)]
+pub struct Launch {
+    binary: Binary,
+    shape: Shape,
+    ram: OwnedFd,
+    disk: Option<OwnedFd>,
+    boot: Option<Boot>,
+    shim: Option<ShimFds>,
+    run_as: Option<RunAs>,
+    cgroup_procs: Option<OwnedFd>,
+}
+
+impl Launch {
+    fn new(binary: Binary, shape: Shape, ram: OwnedFd, boot: Option<Boot>) -> Self {
+        let (disk, shim, run_as, cgroup_procs) = (None, None, None, None);
+        Self { binary, shape, ram, disk, boot, shim, run_as, cgroup_procs }
+    }
+
+    /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder that is never
+    /// written, without it the guest's RAM, shared.
+    pub fn boot(binary: Binary, shape: Shape, ram: OwnedFd, boot: Boot) -> Self {
+        Self::new(binary, shape, ram, Some(boot))
+    }
+
+    /// A QEMU that waits for [`Qmp::load_state`].
+    pub fn wait(binary: Binary, shape: Shape, ram: OwnedFd) -> Self {
+        Self::new(binary, shape, ram, None)
+    }
+
+    /// The file of the shape's disk, open for reading.
+    #[must_use]
+    pub fn disk(mut self, disk: OwnedFd) -> Self {
+        self.disk = Some(disk);
+        self
+    }
+
+    /// Preload the shim. Its role follows from [`Launch::boot`] or [`Launch::wait`].
+    #[must_use]
+    pub fn shim(mut self, shim: ShimFds) -> Self {
+        self.shim = Some(shim);
+        self
+    }
+
+    /// Run as this user, without groups; needs privilege. Else QEMU runs as the daemon does.
+    #[must_use]
+    pub fn run_as(mut self, user: RunAs) -> Self {
+        self.run_as = Some(user);
+        self
+    }
+
+    /// Put QEMU into the cgroup of this `cgroup.procs`, open for writing, before it begins.
+    #[must_use]
+    pub fn cgroup(mut self, procs: OwnedFd) -> Self {
+        self.cgroup_procs = Some(procs);
+        self
+    }
+
+    /// Start it, and wait until it answers, with the migration capabilities set. On a tokio runtime. Dropping the
+    /// future ends the QEMU.
+    ///
+    /// # Errors
+    /// [`StartError`]; if QEMU ended by itself, with what it said.
+    pub async fn start(self) -> Result<Qemu, StartError> {
+        let binary = self.binary.path.clone();
+        let (plan, ends) = self.plan()?;
+        let child = spawner::start(plan)
+            .await
+            .map_err(|source| StartError::Spawn { binary: binary.clone(), source })?;
+        let process = Process::adopt(child, ends.stderr)
+            .map_err(|source| StartError::Prepare { what: "watch the process", source })?;
+        let greeted = async {
+            let qmp = Qmp::connect(ends.qmp, GREETING_TIMEOUT).await?;
+            qmp.set_migration_capabilities().await?;
+            Ok(qmp)
+        };
+        match greeted.await {
+            Ok(qmp) => Ok(Qemu { process, qmp, serial: ends.serial, agent: ends.agent }),
+            Err(error @ QmpError::Lost { .. }) => Err(ended(&process, error).await),
+            Err(error) => Err(StartError::Qmp(error)),
+        }
+    }
+
+    fn plan(self) -> Result<(Plan, Ends), StartError> {
+        let prepare = |what| move |source| StartError::Prepare { what, source };
+        self.check_files()?;
+        let pair = || UnixStream::pair().map_err(prepare("make a socket pair"));
+        let (qmp, qemu_qmp) = pair()?;
+        let (serial, qemu_serial) = pair()?;
+        let mut fds: Vec<(Slot, OwnedFd)> = vec![
+            (Slot::Qmp, qemu_qmp.into()),
+            (Slot::Serial, qemu_serial.into()),
+            (Slot::Ram, self.ram),
+        ];
+        let agent = match self.shape.guest {
+            GuestKind::Linux => {
+                let (agent, qemu_agent) = pair()?;
+                fds.push((Slot::Agent, qemu_agent.into()));
+                Some(OwnedFd::from(agent))
+            }
+            GuestKind::Bare => None,
+        };
+        if let Some(disk) = self.disk {
+            let disk = match self.shape.guest {
+                GuestKind::Bare => padded_boot_disk(disk).map_err(prepare("pad the boot disk"))?,
+                GuestKind::Linux => disk,
+            };
+            fds.push((Slot::Disk, disk));
+        }
+
+        let role = if self.boot.is_some() { Role::Boot } else { Role::Wait };
+        let arguments = match self.boot {
+            Some(Boot::Kernel { kernel, initrd, append }) => {
+                fds.push((Slot::Kernel, kernel));
+                let begin = Begin::Kernel { append: &append, initrd: initrd.is_some() };
+                fds.extend(initrd.map(|initrd| (Slot::Initrd, initrd)));
+                command_line(&self.shape, begin, &self.binary.firmware)
+            }
+            Some(Boot::Disk) => command_line(&self.shape, Begin::Disk, &self.binary.firmware),
+            None => command_line(&self.shape, Begin::Wait, &self.binary.firmware),
+        };
+        let mut environment = Vec::new();
+        if let Some(shim) = self.shim {
+            environment = shim_environment(shim, role, &mut fds)
+                .map_err(prepare("open the shim's library"))?;
+        }
+
+        let dev_null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| prepare("open /dev/null")(e.into()))?;
+        let dev_null_2 = dev_null.try_clone().map_err(prepare("duplicate /dev/null"))?;
+        let (stderr, qemu_stderr) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+            .map_err(|e| prepare("make a pipe")(e.into()))?;
+        let standard = [(0, dev_null), (1, dev_null_2), (2, qemu_stderr)];
+        let fds = fds.into_iter().map(|(slot, fd)| (slot.number(), fd)).chain(standard).collect();
+
+        let c_string = |text: OsString| {
+            CString::new(text.into_vec())
+                .map_err(|e| prepare("make the command line: it holds a zero byte")(e.into()))
+        };
+        let program = c_string(self.binary.path.into_os_string())?;
+        let arguments: Result<Vec<CString>, StartError> = std::iter::once(Ok(program.clone()))
+            .chain(arguments.into_iter().map(c_string))
+            .collect();
+        let plan = Plan {
+            program,
+            arguments: arguments?,
+            environment: environment.into_iter().map(c_string).collect::<Result<_, _>>()?,
+            fds,
+            run_as: self.run_as,
+            cgroup_procs: self.cgroup_procs,
+        };
+        Ok((plan, Ends { qmp: qmp.into(), serial: serial.into(), agent, stderr }))
+    }
+
+    fn check_files(&self) -> Result<(), StartError> {
+        let disk = self.disk.as_ref().map(DiskId::of).transpose();
+        let disk =
+            disk.map_err(|source| StartError::Prepare { what: "examine the disk", source })?;
+        if disk != self.shape.disk {
+            return Err(StartError::WrongDisk);
+        }
+        let Some(RunAs { uid, gid }) = self.run_as else { return Ok(()) };
+        let (kernel, initrd) = match &self.boot {
+            Some(Boot::Kernel { kernel, initrd, .. }) => (Some(kernel), initrd.as_ref()),
+            _ => (None, None),
+        };
+        let files = [("disk", self.disk.as_ref()), ("kernel", kernel), ("initrd", initrd)];
+        for (what, file) in files.into_iter().filter_map(|(what, file)| Some((what, file?))) {
+            let stat = rustix::fs::fstat(file)
+                .map_err(|e| StartError::Prepare { what: "examine a file", source: e.into() })?;
+            let mask = match () {
+                () if stat.st_uid == uid => 0o400,
+                () if stat.st_gid == gid => 0o040,
+                () => 0o004,
+            };
+            if uid != 0 && stat.st_mode & mask == 0 {
+                return Err(StartError::Unreadable { what, uid, mode: stat.st_mode & 0o7777 });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Our ends of what QEMU got.
+#[derive(Debug)]
+struct Ends {
+    qmp: OwnedFd,
+    serial: OwnedFd,
+    agent: Option<OwnedFd>,
+    stderr: OwnedFd,
+}
+
+/// A QEMU that answers. Dropping it ends it.
+#[derive(Debug)]
+pub struct Qemu {
+    pub process: Process,
+    pub qmp: Qmp,
+    /// The guest's ttyS0: a connected stream socket, blocking. Read it, or the guest's output is lost.
+    pub serial: OwnedFd,
+    /// The agent's virtio-serial port: a connected stream socket, blocking. With a Linux guest.
+    pub agent: Option<OwnedFd>,
+}
+
+impl Qemu {
+    /// Alive, and its control socket too.
+    pub fn is_alive(&self) -> bool {
+        self.process.is_alive() && self.qmp.is_open()
+    }
+
+    /// If the error is that QEMU is gone, say how it ended and its last words, which tell why. (QEMU exits when a
+    /// state doesn't load.)
+    pub async fn explain(&self, error: QmpError) -> QmpError {
+        explain(&self.process, error).await
+    }
+}
+
+/// A socket closes before its process has ended: wait this long for the status.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+
+async fn explain(process: &Process, error: QmpError) -> QmpError {
+    if !error.is_lost() {
+        return error;
+    }
+    match tokio::time::timeout(END_TIMEOUT, process.wait()).await {
+        Ok(status) => {
+            let words = or_silence(process.last_words().await);
+            QmpError::Lost { reason: format!("QEMU ended ({status}): {words}") }
+        }
+        Err(_) => error,
+    }
+}
+
+async fn ended(process: &Process, error: QmpError) -> StartError {
+    match tokio::time::timeout(END_TIMEOUT, process.wait()).await {
+        Ok(status) => StartError::Ended { status, words: or_silence(process.last_words().await) },
+        Err(_) => StartError::Qmp(error),
+    }
+}
+
+fn or_silence(words: String) -> String {
+    if words.is_empty() { "it said nothing".to_owned() } else { words }
+}
+
+fn shim_environment(
+    shim: ShimFds,
+    role: Role,
+    fds: &mut Vec<(Slot, OwnedFd)>,
+) -> io::Result<Vec<OsString>> {
+    let library = std::fs::File::open(&shim.library)
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", shim.library.display())))?;
+    fds.push((Slot::TapLibrary, library.into()));
+    fds.push((Slot::TapControl, shim.control));
+    fds.push((Slot::TapUserfaultfd, shim.userfaultfd));
+    let number = |name: &str, slot: Slot| format!("{name}={}", slot.number()).into();
+    let mut environment = vec![
+        format!("LD_PRELOAD={}", Slot::TapLibrary.path()).into(),
+        number(ENV_CONTROL, Slot::TapControl),
+        number(ENV_USERFAULTFD, Slot::TapUserfaultfd),
+        number(ENV_RAM, Slot::Ram),
+        format!("{ENV_ROLE}={}", role.as_str()).into(),
+    ];
+    if let Some(kvm) = shim.kvm {
+        fds.push((Slot::TapKvm, kvm));
+        environment.push(number(ENV_KVM, Slot::TapKvm));
+    }
+    Ok(environment)
+}
+
+/// The disk, or a copy that is long enough to boot from.
+fn padded_boot_disk(disk: OwnedFd) -> io::Result<OwnedFd> {
+    let size = u64::try_from(rustix::fs::fstat(&disk)?.st_size).unwrap_or(0);
+    if size >= BOOT_DISK_BYTES_MIN {
+        return Ok(disk);
+    }
+    let copy = rustix::fs::memfd_create("vmfork-boot-disk", MemfdFlags::CLOEXEC)?;
+    let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
+    let disk = std::fs::File::from(disk);
+    std::os::unix::fs::FileExt::read_exact_at(&disk, &mut bytes, 0)?;
+    rustix::io::write(&copy, &bytes)?;
+    rustix::fs::ftruncate(&copy, 2 * BOOT_DISK_BYTES_MIN)?;
+    rustix::fs::seek(&copy, SeekFrom::Start(0))?;
+    Ok(copy)
+}
+
+/// A memfd to tell QEMU that its RAM is: of the shape's size, empty.
+///
+/// # Errors
+/// If the host has no fd left.
+pub fn ram_file(shape: &Shape) -> io::Result<OwnedFd> {
+    let ram = rustix::fs::memfd_create("vmfork-ram", MemfdFlags::CLOEXEC)?;
+    rustix::fs::ftruncate(ram.as_fd(), shape.memory_bytes)?;
+    Ok(ram)
+}
