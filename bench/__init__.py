@@ -1,0 +1,1 @@
+"""vmfork's benchmark: see `run.py`."""

@@ -1,0 +1,7 @@
+"""`python3 -m bench`."""
+
+import sys
+
+from .run import main
+
+sys.exit(main())

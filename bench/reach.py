@@ -1,0 +1,104 @@
+"""The figures to reach, and whether this run reached them. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .measure import Figures, Series
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One line of the table."""
+
+    figure: str
+    limit: float
+    at_most: bool
+    unit: str
+    of: Callable[[Figures], float]
+
+    def value(self, figures: Figures) -> float:
+        """The figure as measured; NaN if this run did not measure it."""
+        try:
+            return self.of(figures)
+        except (Missing, ZeroDivisionError):
+            return math.nan
+
+    def verdict(self, figures: Figures) -> str:
+        """`reached`, `missed`, or `not measured`."""
+        value = self.value(figures)
+        if math.isnan(value):
+            return "not measured"
+        good = value <= self.limit if self.at_most else value >= self.limit
+        return "reached" if good else "missed"
+
+    @property
+    def limit_text(self) -> str:
+        return f"{'≤' if self.at_most else '≥'} {self.limit:g} {self.unit}".strip()
+
+
+class Missing(Exception):
+    """A series that the figure needs is not there."""
+
+
+def _get(figures: Figures, name: str, **labels: object) -> Series:
+    found = figures.find(name, **labels)
+    if found is None or not found.values:
+        raise Missing(name)
+    return found
+
+
+def _p50(name: str, **labels: object) -> Callable[[Figures], float]:
+    return lambda figures: _get(figures, name, **labels).p50
+
+
+def _p99(name: str, **labels: object) -> Callable[[Figures], float]:
+    return lambda figures: _get(figures, name, **labels).p99
+
+
+def _ratio(
+    one: Callable[[Figures], float], other: Callable[[Figures], float]
+) -> Callable[[Figures], float]:
+    return lambda figures: one(figures) / other(figures)
+
+
+_PAUSE = _p50("pause_ms", memory="512 MiB", load="idle")
+
+TABLE = [
+    Reach("parent's pause, 512 MiB, p50", 4, True, "ms", _PAUSE),
+    Reach("parent's pause, 512 MiB, p99", 12, True, "ms", _p99("pause_ms", memory="512 MiB", load="idle")),
+    Reach(
+        "pause at 4 GiB with 2 GiB dirty, over 512 MiB",
+        1.3, True, "", _ratio(_p50("pause_ms", memory="4096 MiB", load="2 GiB dirty"), _PAUSE),
+    ),
+    Reach(
+        "pause at a parent's 50th fork, over its 1st",
+        1.5, True, "", _ratio(_p50("chain_pause_ms", fork="last"), _p50("chain_pause_ms", fork="first")),
+    ),
+    Reach("parent's work after a fork over before, CPU-bound", 0.95, False, "", _p50("work_ratio", who="parent", work="cpu")),
+    Reach("parent's work after a fork over before, memory-bound", 0.85, False, "", _p50("work_ratio", who="parent", work="mem")),
+    Reach("one pooled clone: its agent has answered", 40, True, "ms", _p50("clone_ready_ms", memory="512 MiB", pool="yes")),
+    Reach("one pooled clone: has run a command and answered", 120, True, "ms", _p50("clone_command_ms", memory="512 MiB", pool="yes")),
+    Reach("CPU time per pooled clone to running", 8, True, "ms", _p50("clone_cpu_ms", qemu_start="without")),
+    Reach("CPU time per pooled clone, with starting its QEMU", 30, True, "ms", _p50("clone_cpu_ms", qemu_start="with")),
+    Reach("32 clones have all run a command and answered", 2000, True, "ms", _p50("all_answered_ms", clones=32)),
+    Reach("guest memory fetched by an idle clone of 512 MiB", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB")),
+    Reach("private guest memory of an idle clone after 10 s", 4, True, "MiB", _p50("idle_private_MiB", memory="512 MiB")),
+    Reach("guest memory fetched by a clone that fills 1 GiB afresh", 4, True, "%", _p50("fresh_fetched_percent", memory="2048 MiB")),
+    Reach("100 live snapshots, chain: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="chain")),
+    Reach("100 live snapshots, tree: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="tree")),
+    Reach(
+        "stop-save-restore over fork, to first answer, 1 GiB",
+        20, False, "",
+        _ratio(
+            _p50("restore_answer_ms", memory="1024 MiB", qemu_start="without"),
+            _p50("clone_ready_ms", memory="1024 MiB", pool="yes"),
+        ),
+    ),
+    Reach(
+        "page already touched by a sibling, over a local fault",
+        0.02, True, "", _ratio(_p50("fault_us", page="touched by a sibling"), _p50("fault_us", page="fetched")),
+    ),
+]

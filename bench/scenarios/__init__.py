@@ -1,0 +1,17 @@
+"""One module per question. Each has `TITLE` and `run(world)`, which adds series to `world.figures`."""
+
+from types import ModuleType
+
+from . import baseline, chain, clones, faults, idle, pause, snapshots, work
+
+#: In the order in which they run and are reported.
+ALL: dict[str, ModuleType] = {
+    "pause": pause,
+    "chain": chain,
+    "work": work,
+    "clones": clones,
+    "idle": idle,
+    "faults": faults,
+    "snapshots": snapshots,
+    "baseline": baseline,
+}

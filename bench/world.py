@@ -1,0 +1,132 @@
+"""What scenarios measure in: daemons, VMs, guest programs, rounds, and a word on how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "sdk" / "python" / "src")]
+
+import vmfork  # noqa: E402
+from harness import images, leftovers, programs  # noqa: E402
+from harness.daemon import FLAG_POOL, Daemon  # noqa: E402
+from harness.waits import eventually  # noqa: E402
+
+from .measure import Figures  # noqa: E402
+
+__all__ = ["ROOT", "Daemon", "World", "cpu_ms", "eventually", "images", "leftovers", "programs", "vmfork"]
+
+T = TypeVar("T")
+
+programs_bench = Path(__file__).resolve().parent / "guest"
+
+
+class World:
+    """One run of the benchmark."""
+
+    def __init__(self, *, rounds: int, quick: bool) -> None:
+        self.figures = Figures()
+        self.quick = quick
+        self._rounds = rounds
+        self.notes: list[str] = []
+        self.image = images.build()
+        self._live = sys.stderr.isatty()
+
+    def pick(self, full: Sequence[T], quick: Sequence[T]) -> Sequence[T]:
+        """Fewer cases in a quick run."""
+        return quick if self.quick else full
+
+    def rounds(self, what: str, share: float = 1.0) -> Iterator[int]:
+        """The rounds of one figure; ``share`` of them where each takes long, but never under 3."""
+        count = max(3, round(self._rounds * share))
+        for number in range(count):
+            self.say(f"{what}: round {number + 1} of {count}", fleeting=True)
+            yield number
+        self.say(f"{what}: {count} rounds")
+
+    def say(self, text: str, *, fleeting: bool = False) -> None:
+        """Progress, to stderr; fleeting lines only to a terminal."""
+        if self._live:
+            sys.stderr.write(f"\r\033[K{text}" + ("" if fleeting else "\n"))
+        elif not fleeting:
+            sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    def note(self, text: str) -> None:
+        """Something that a reader of the report should know."""
+        self.notes.append(text)
+        self.say(f"note: {text}")
+
+    @contextlib.contextmanager
+    def daemon(self, *, pool: int) -> Iterator[tuple[Daemon, vmfork.Client]]:
+        """A daemon of one's own with a pool of that size, gone without trace afterwards."""
+        daemon = Daemon([FLAG_POOL, str(pool)])
+        try:
+            daemon.add_image(self.image)
+            daemon.start()
+            with daemon.client() as client:
+                yield daemon, client
+        finally:
+            daemon.close()
+
+    def run(self, client: vmfork.Client, *, memory_mib: int, cpus: int = 1) -> vmfork.VM:
+        """A VM that has booted and come to rest."""
+        vm = client.run(self.image, name="parent", memory_mib=memory_mib, cpus=cpus)
+        vm.exec("mount -o remount,size=90% /dev/shm; sleep 1", check=True)
+        return vm
+
+    def pool_is_full(self, client: vmfork.Client, count: int) -> None:
+        """Wait until so many QEMUs wait. The pool's shape is known from the first fork on."""
+        eventually(lambda: client.host().pool.waiting >= count, 120, f"{count} QEMUs in the pool", every_s=0.05)
+
+    def drained(self, vm: vmfork.VM) -> None:
+        """Wait until nothing of a VM's last freeze is left aside."""
+        eventually(lambda: vm.inspect().memory.undrained_pages == 0, 120, "the drain is done", every_s=0.05)
+
+
+@contextlib.contextmanager
+def background(vm: vmfork.VM, command: str) -> Iterator[None]:
+    """A program that runs in a guest during the block, and its output in /run/background."""
+    pid = vm.exec(f"({command}) > /run/background 2>&1 < /dev/null & echo $!", check=True).stdout_text.strip()
+    try:
+        yield
+    finally:
+        vm.exec(f"kill {pid} $(pgrep -P {pid}); wait; true")
+
+
+def put(vm: vmfork.VM, name: str) -> str:
+    """Copy a guest program in: one of the tests', or one of `bench/guest`."""
+    return programs.put(vm, name)
+
+
+def answer_all(vms: Sequence[vmfork.VM]) -> None:
+    """Each runs a command and answers, all at once."""
+    with ThreadPoolExecutor(max(1, len(vms))) as pool:
+        for result in pool.map(lambda vm: vm.exec(["true"]), vms):
+            if result.exit_code != 0:
+                raise RuntimeError(f"`true` ended with {result.exit_code}")
+
+
+def end_all(vms: Sequence[vmfork.VM]) -> None:
+    """Kill and forget them."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda vm: vm.remove(force=True), vms))
+
+
+def cpu_ms(pid: int) -> float:
+    """CPU time of a process's live threads, to the nanosecond."""
+    total = 0
+    for task in (Path("/proc") / str(pid) / "task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e6
+
+
+def now_ms() -> float:
+    return time.monotonic() * 1000
