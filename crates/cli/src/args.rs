@@ -1,7 +1,6 @@
 //! The command line as typed: names, shapes and help texts. Nothing is checked here that needs
 //! more than one value or the environment; [`crate::config`] turns these into what commands run on.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
@@ -84,12 +83,6 @@ pub(crate) enum RawCommand {
     Completion {
         #[arg(value_name = "SHELL")]
         shell: Shell,
-    },
-    /// Leave the session of the terminal, then become another program
-    #[command(name = "__detached", hide = true)]
-    Detached {
-        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
-        argv: Vec<OsString>,
     },
 }
 

@@ -28,7 +28,7 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow};
 use clap::Parser as _;
 
-use crate::args::RawArgs;
+use crate::args::{RawArgs, RawGlobal};
 use crate::config::{Command, Environment, Global};
 use crate::failure::Exit;
 use crate::signals::Signals;
@@ -40,6 +40,13 @@ const MISUSE: u8 = 2;
 const UNWIND_BOUND: Duration = Duration::from_millis(200);
 
 fn main() -> ExitCode {
+    // Not a command for people: how `start` makes the daemon leave our session.
+    let mut words = std::env::args_os().skip(1);
+    if words.next().is_some_and(|word| word == start::DETACHED) {
+        let error = start::become_detached(&words.collect::<Vec<_>>());
+        Global::printer(&RawGlobal::default(), &Environment::default()).error(&error);
+        return ExitCode::from(FAILED);
+    }
     let raw = match RawArgs::try_parse() {
         Ok(raw) => raw,
         Err(error) => {

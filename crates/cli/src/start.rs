@@ -36,6 +36,9 @@ const LOG_TAIL_LINES: usize = 5;
 
 pub(crate) const DAEMON: &str = "vmforkd";
 
+/// The first word of the command line by which this program is told to [`become_detached`].
+pub(crate) const DETACHED: &str = "__detached";
+
 /// What had to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Started {
@@ -76,7 +79,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     let log_start = log.metadata().map(|metadata| metadata.len()).unwrap_or_default();
     // This very program, also where its file has been replaced meanwhile.
     let mut child = tokio::process::Command::new("/proc/self/exe")
-        .arg("__detached")
+        .arg(DETACHED)
         .arg(&program)
         .arg("--state")
         .arg(state)

@@ -61,6 +61,52 @@ pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Stream, ConnectError>
     }
 }
 
+/// A stream that goes on reading when the other side reads no more.
+///
+/// A daemon that refuses an upload half way answers, and closes with the rest of the upload unread.
+/// The next write then fails, and the answer, which says why, would be lost with it. Here it seems to
+/// succeed instead; if there is no answer to read either, reading fails.
+#[derive(Debug)]
+pub(crate) struct Patient(pub(crate) Stream);
+
+impl AsyncRead for Patient {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Patient {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        match Pin::new(&mut self.get_mut().0).poll_write(cx, buf) {
+            Poll::Ready(Err(error)) if is_closed(&error) => Poll::Ready(Ok(buf.len())),
+            other => other,
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match Pin::new(&mut self.get_mut().0).poll_shutdown(cx) {
+            Poll::Ready(Err(error)) if is_closed(&error) => Poll::Ready(Ok(())),
+            other => other,
+        }
+    }
+}
+
+fn is_closed(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
 impl AsyncRead for Stream {
     fn poll_read(
         self: Pin<&mut Self>,

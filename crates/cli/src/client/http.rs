@@ -20,6 +20,7 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use vmfork_api::{ErrorBody, ErrorCode};
 
+use super::connect::Patient;
 use super::{Client, QUICK, SLACK};
 use crate::config::{Endpoint, Global};
 use crate::failure::{ApiError, HintExt as _};
@@ -166,7 +167,7 @@ impl Client<'_> {
             .map_err(|error| unreachable(self.global, error.into_io()))?;
         let lost = || format!("the daemon at {} does not answer", self.global.endpoint);
         let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.with_context(lost)?;
+            http1::handshake(TokioIo::new(Patient(stream))).await.with_context(lost)?;
         let driver = tokio::spawn(async move {
             // Its error is also the request's or the body's, where it is reported.
             let _ = connection.await;

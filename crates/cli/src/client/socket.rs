@@ -7,6 +7,7 @@ use futures_util::{SinkExt as _, StreamExt as _};
 use tokio::time::timeout;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
+use tokio_tungstenite::tungstenite::error::ProtocolError;
 use tokio_tungstenite::tungstenite::http::HeaderValue;
 use tokio_tungstenite::tungstenite::http::header::AUTHORIZATION;
 use tokio_tungstenite::tungstenite::{self, Message};
@@ -83,8 +84,11 @@ impl Receiver {
                 }
                 Some(Ok(Message::Binary(bytes))) => return Ok(Some(Incoming::Binary(bytes))),
                 Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Frame(_))) => {}
+                // What the end means is for the messages before it to tell.
                 Some(Err(
-                    tungstenite::Error::ConnectionClosed | tungstenite::Error::AlreadyClosed,
+                    tungstenite::Error::ConnectionClosed
+                    | tungstenite::Error::AlreadyClosed
+                    | tungstenite::Error::Protocol(ProtocolError::ResetWithoutClosingHandshake),
                 )) => return Ok(None),
                 Some(Err(error)) => {
                     return Err(error).context("the connection to the daemon broke");

@@ -49,7 +49,6 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Image(action) => image::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,
         Command::Completion(shell) => completion::run(global, shell),
-        Command::Detached(argv) => Err(crate::start::become_detached(&argv)),
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::env;
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -40,7 +39,6 @@ pub(crate) enum Command {
     Image(ImageAction),
     Daemon(DaemonAction),
     Completion(Shell),
-    Detached(Vec<OsString>),
 }
 
 #[derive(Debug)]
@@ -137,7 +135,6 @@ impl Command {
                 RawDaemon::Status => DaemonAction::Status,
             }),
             RawCommand::Completion { shell } => Self::Completion(shell),
-            RawCommand::Detached { argv } => Self::Detached(argv),
         })
     }
 }

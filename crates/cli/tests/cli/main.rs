@@ -1,0 +1,7 @@
+//! The real `vmfork` as a process: against a fake daemon, and without one.
+
+mod commands;
+mod start;
+mod streams;
+mod support;
+mod terminals;
