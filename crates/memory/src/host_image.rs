@@ -81,6 +81,13 @@ impl HostImage {
         self.sealed.get().map(|sealed| &sealed.table)
     }
 
+    /// This image, and every image that its table names: all whose caches hold a part of its bytes. Itself alone
+    /// while its table is not complete.
+    pub fn with_ancestors(self: &Arc<Self>) -> Vec<Arc<HostImage>> {
+        let ancestors = self.sealed().into_iter().flat_map(|sealed| sealed.ancestors.values());
+        std::iter::once(self).chain(ancestors).map(Arc::clone).collect()
+    }
+
     pub(crate) fn sealed(&self) -> Option<&Sealed> {
         self.sealed.get()
     }
