@@ -19,12 +19,24 @@ FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthrea
 def build(name: str) -> Path:
     """The program, compiled from a `guest/NAME.c`; kept until the source changes."""
     (source,) = [folder / f"{name}.c" for folder in SOURCES if (folder / f"{name}.c").exists()]
-    key = hashlib.sha256(source.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
-    program = places.CACHE / "test-programs" / f"{name}-{key}"
+    return _compile([source], FLAGS)
+
+
+def build_with_fork_api(source: Path) -> Path:
+    """A guest program that uses the C fork API, with the library linked in."""
+    library = places.ROOT / "guest" / "c"
+    flags = [flag for flag in FLAGS if flag != "-Werror"]
+    return _compile([source, library / "vmfork.c"], [*flags, f"-I{library}"])
+
+
+def _compile(sources: list[Path], flags: list[str]) -> Path:
+    content = b"\0".join(source.read_bytes() for source in sources) + " ".join(flags).encode()
+    key = hashlib.sha256(content).hexdigest()[:16]
+    program = places.CACHE / "test-programs" / f"{sources[0].stem}-{key}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         part = program.with_suffix(f".{os.getpid()}")
-        subprocess.run(["cc", *FLAGS, "-o", part, source], check=True, timeout=120)
+        subprocess.run(["cc", *flags, "-o", part, *sources], check=True, timeout=120)
         part.replace(program)
     return program
 
