@@ -80,15 +80,14 @@ impl<T, E: Into<anyhow::Error>> HintExt<T> for Result<T, E> {
     }
 }
 
-/// The same for a library's error, which brings its remedy along.
-pub(crate) fn with_remedy<E>(error: E, remedy: Option<String>) -> anyhow::Error
+/// The same for a library's error, which brings its remedy along: `.map_err(with(E::remedy))`.
+pub(crate) fn with<E>(remedy: impl Fn(&E) -> Option<String>) -> impl Fn(E) -> anyhow::Error
 where
     E: std::error::Error + Send + Sync + 'static,
 {
-    let error = anyhow::Error::new(error);
-    match remedy {
-        Some(hint) => Hinted { hint, error }.into(),
-        None => error,
+    move |error| match remedy(&error) {
+        Some(hint) => Hinted { hint, error: error.into() }.into(),
+        None => error.into(),
     }
 }
 

@@ -7,13 +7,14 @@ use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use vmfork_api::Image;
 use vmfork_guest_image::{
-    Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
+    Artifacts, ArtifactsError, BuildError, BuildOptions, Cancel, ImportError, Metadata, Progress,
+    Stage, Store, StoreError, build, import,
 };
 
 use super::{for_each, kill};
 use crate::client::{Client, ConnectError, Query, connect, unreachable};
 use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
-use crate::failure::{Exit, with_remedy};
+use crate::failure::{Exit, with};
 use crate::format;
 use crate::printer::Field;
 
@@ -57,10 +58,8 @@ fn store(global: &Global) -> Store {
 
 async fn make(global: &Global, config: BuildConfig) -> anyhow::Result<Exit> {
     let spec = config.spec()?;
-    let artifacts = Artifacts::in_libdir(&Artifacts::libdir()).map_err(|error| {
-        let remedy = error.remedy();
-        with_remedy(error, remedy)
-    })?;
+    let artifacts =
+        Artifacts::in_libdir(&Artifacts::libdir()).map_err(with(ArtifactsError::remedy))?;
     let cancel = Cancel::default();
     let _guard = CancelOnDrop(cancel.clone());
     let options = BuildOptions {
@@ -102,10 +101,7 @@ async fn make(global: &Global, config: BuildConfig) -> anyhow::Result<Exit> {
             _ => {}
         }
     }
-    let built = building.await.context("build the image")?.map_err(|error| {
-        let remedy = error.remedy();
-        with_remedy(error, remedy)
-    })?;
+    let built = building.await.context("build the image")?.map_err(with(BuildError::remedy))?;
     bar.finish_and_clear();
     report(global, &built.metadata, built.fresh)
 }
@@ -143,10 +139,8 @@ async fn take_over(global: &Global, config: ImportConfig) -> anyhow::Result<Exit
         let (initrd, root) = (config.initrd.as_deref(), config.root.as_deref());
         import(&store, &config.name, &config.kernel, initrd, root, &config.options)
     });
-    let metadata = importing.await.context("import the image")?.map_err(|error| {
-        let remedy = error.remedy();
-        with_remedy(error, remedy)
-    })?;
+    let metadata =
+        importing.await.context("import the image")?.map_err(with(ImportError::remedy))?;
     spinner.finish_and_clear();
     report(global, &metadata, true)
 }
@@ -168,10 +162,7 @@ async fn list(global: &Global) -> anyhow::Result<Exit> {
     let images: Vec<Image> = match daemon(global).await? {
         Some(client) => client.get(Query::new("/v1/images")).await?,
         None => {
-            let listed = store(global).list().map_err(|error| {
-                let remedy = error.remedy();
-                with_remedy(error, remedy)
-            })?;
+            let listed = store(global).list().map_err(with(StoreError::remedy))?;
             listed.iter().map(Metadata::to_api).collect()
         }
     };
@@ -210,10 +201,7 @@ async fn remove(global: &Global, images: Vec<String>) -> anyhow::Result<Exit> {
             for_each(images, |name| async move {
                 let (store, name) = (store.clone(), name);
                 let removing = spawn_blocking(move || store.remove(&name));
-                removing.await.context("remove the image")?.map_err(|error| {
-                    let remedy = error.remedy();
-                    with_remedy(error, remedy)
-                })
+                removing.await.context("remove the image")?.map_err(with(StoreError::remedy))
             })
             .await
         }

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use vmfork_guest_image::{ExtraFile, ImportOptions, Spec};
+use vmfork_guest_image::{ExtraFile, ImportOptions, Spec, SpecError};
 
 use super::{misuse, value};
 use crate::args::{RawImage, RawImageBuild, RawImageImport};
-use crate::failure::Misuse;
+use crate::failure::{Misuse, with};
 
 /// Name and contents of the image that is built when nothing is said.
 const DEFAULT_NAME: &str = "default";
@@ -105,10 +105,7 @@ impl BuildConfig {
     /// The spec with what the command line adds to it.
     pub(crate) fn spec(&self) -> anyhow::Result<Spec> {
         let mut spec = match &self.spec_file {
-            Some(path) => Spec::read(path).map_err(|error| {
-                let remedy = error.remedy();
-                crate::failure::with_remedy(error, remedy)
-            })?,
+            Some(path) => Spec::read(path).map_err(with(SpecError::remedy))?,
             None => serde_json::from_str(DEFAULT_SPEC)?,
         };
         spec.packages.extend(self.packages.iter().cloned());
