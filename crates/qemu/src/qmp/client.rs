@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -37,7 +37,7 @@ struct Handle {
     shared: Arc<Shared>,
     greeting: Greeting,
     reader: AbortHandle,
-    pub(super) migrating: tokio::sync::Mutex<()>,
+    migrating: tokio::sync::Mutex<()>,
 }
 
 impl Drop for Handle {
@@ -337,12 +337,6 @@ impl Qmp {
             reason = self.closed() => Err(QmpError::Lost { reason }),
             () = tokio::time::sleep(timeout) => Err(timed_out("migrate", timeout)),
         }
-    }
-}
-
-impl AsFd for Qmp {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.handle.shared.stream.as_fd()
     }
 }
 

@@ -66,7 +66,7 @@ impl Qmp {
 
     /// Write the state of the stopped VM to the prepared fd, and wait until it is there.
     ///
-    /// On QEMU 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout` it
+    /// Run it where it isn't dropped half-way: a migration that nobody waits for goes on. On QEMU 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout` it
     /// is cancelled, so that the VM can go on.
     ///
     /// # Errors

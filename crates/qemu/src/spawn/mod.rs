@@ -108,12 +108,14 @@ pub struct Launch {
     shim: Option<ShimFds>,
     run_as: Option<RunAs>,
     cgroup_procs: Option<OwnedFd>,
+    environment: Vec<OsString>,
 }
 
 impl Launch {
     fn new(binary: Binary, shape: Shape, ram: OwnedFd, boot: Option<Boot>) -> Self {
         let (disk, shim, run_as, cgroup_procs) = (None, None, None, None);
-        Self { binary, shape, ram, disk, boot, shim, run_as, cgroup_procs }
+        let environment = Vec::new();
+        Self { binary, shape, ram, disk, boot, shim, run_as, cgroup_procs, environment }
     }
 
     /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder that is never
@@ -152,6 +154,13 @@ impl Launch {
     #[must_use]
     pub fn cgroup(mut self, procs: OwnedFd) -> Self {
         self.cgroup_procs = Some(procs);
+        self
+    }
+
+    /// Add `KEY=value` to the environment, which is empty but for what the shim needs.
+    #[must_use]
+    pub fn environment(mut self, variable: OsString) -> Self {
+        self.environment.push(variable);
         self
     }
 
@@ -218,10 +227,11 @@ impl Launch {
             Some(Boot::Disk) => command_line(&self.shape, Begin::Disk, &self.binary.firmware),
             None => command_line(&self.shape, Begin::Wait, &self.binary.firmware),
         };
-        let mut environment = Vec::new();
+        let mut environment = self.environment;
         if let Some(shim) = self.shim {
-            environment = shim_environment(shim, role, &mut fds)
+            let of_shim = shim_environment(shim, role, &mut fds)
                 .map_err(prepare("open the shim's library"))?;
+            environment.extend(of_shim);
         }
 
         let dev_null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())

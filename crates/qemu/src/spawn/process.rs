@@ -80,9 +80,16 @@ impl Process {
 
     /// Wait for its end. As often as you like.
     pub async fn wait(&self) -> ExitStatus {
+        self.exit().await
+    }
+
+    /// As [`Process::wait`], without holding on to the handle.
+    pub fn exit(&self) -> impl Future<Output = ExitStatus> + Send + use<> {
         let mut exit = self.exit.clone();
-        let status = exit.wait_for(Option::is_some).await;
-        status.ok().and_then(|status| *status).unwrap_or(ExitStatus::Unknown)
+        async move {
+            let status = exit.wait_for(Option::is_some).await;
+            status.ok().and_then(|status| *status).unwrap_or(ExitStatus::Unknown)
+        }
     }
 
     /// How it ended, if it has.

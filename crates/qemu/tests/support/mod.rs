@@ -90,9 +90,10 @@ impl Bare {
             Launch::wait(binary, shape, ram)
         };
         let launch = launch.disk(clone(&self.disk));
+        // Without the shim QEMU opens /dev/kvm itself.
         match unprivileged() {
-            Some(user) => launch.run_as(user),
-            None => launch,
+            Some(user) if self.shape.accel == Accel::Tcg => launch.run_as(user),
+            _ => launch,
         }
     }
 

@@ -1,0 +1,238 @@
+//! A clone's part: a QEMU becomes a view of the snapshot, loads the device state, runs, takes its identity.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmfork_agent_proto::{ForkIdentity, TicketClone};
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_qemu::pool;
+use vmfork_qemu::qmp::reopen_from_start;
+
+use super::snapshot::Snapshot;
+use super::tickets::{Event, Origin};
+use super::{PendingMachine, failed, ms};
+use crate::admission::Lease;
+use crate::hub::{Core, chain};
+use crate::metrics::{EndReason, Stage};
+use crate::vm::machine::Machine;
+use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
+
+/// How long QEMU may take to load a state that takes milliseconds.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
+
+#[derive(Debug)]
+pub(super) struct CloneOrder {
+    pub(super) name: String,
+    /// The number of its first worker.
+    pub(super) vmid: u32,
+    pub(super) ticket: Option<TicketClone>,
+    pub(super) lease: Lease,
+    pub(super) began: Instant,
+    pub(super) deadline: Instant,
+    pub(super) origin: Option<Origin>,
+}
+
+/// Start one clone. → its line in the reply, and the VM if it is ready.
+pub(super) async fn start(
+    core: Arc<Core>,
+    parent: Arc<Vm>,
+    snapshot: Arc<Snapshot>,
+    order: CloneOrder,
+    machine: PendingMachine,
+) -> (CloneResult, Option<Arc<Vm>>) {
+    let (name, vmid) = (order.name.clone(), order.vmid);
+    let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
+    let starting = start_within(&core, &parent, &snapshot, order, machine);
+    let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
+        Ok(outcome) => outcome,
+        Err(_elapsed) => Err(ErrorBody {
+            code: ErrorCode::Timeout,
+            message: format!("start clone `{name}`"),
+            cause: Some(format!(
+                "not ready {} ms after the fork's request",
+                (deadline - began).as_millis()
+            )),
+            remedy: Some("give the fork a longer `--timeout`, or fork fewer at once".to_owned()),
+        }),
+    };
+    match outcome {
+        Ok((vm, from)) => {
+            if let Some(origin) = &origin {
+                let _desk_closed =
+                    origin.parent.send(Event::Running { ticket: origin.ticket, vmid });
+            }
+            core.metrics.clone_started();
+            let result = CloneResult {
+                vmid,
+                name,
+                state: vm.state(),
+                ready_ms: Some(ms(began.elapsed())),
+                pooled: from == pool::Origin::Pooled,
+                error: None,
+            };
+            (result, Some(vm))
+        }
+        Err(error) => {
+            core.metrics.clone_failed(error.code);
+            report_failure(origin.as_ref(), vmid, &error);
+            tracing::warn!(clone = name, cause = error.cause, "clone not started");
+            (failed(vmid, name, error), None)
+        }
+    }
+}
+
+/// A clone of a ticket could not be started.
+pub(super) fn report_failure(origin: Option<&Origin>, vmid: u32, error: &ErrorBody) {
+    if let Some(origin) = origin {
+        let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
+        let _desk_closed = origin.parent.send(Event::Ended { ticket: origin.ticket, vmid, reason });
+    }
+}
+
+async fn start_within(
+    core: &Arc<Core>,
+    parent: &Arc<Vm>,
+    snapshot: &Arc<Snapshot>,
+    order: CloneOrder,
+    machine: PendingMachine,
+) -> Result<(Arc<Vm>, pool::Origin), ErrorBody> {
+    let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
+    let error = |code, cause: String, remedy: &str| ErrorBody {
+        code,
+        message: format!("start clone `{name}`"),
+        cause: Some(cause),
+        remedy: Some(remedy.to_owned()),
+    };
+    let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
+    let (machine, from) = match machine.await {
+        Ok(Ok(machine)) => machine,
+        Ok(Err(launch)) => return Err(error(ErrorCode::Qemu, chain(&launch), doctor)),
+        Err(_given_up) => {
+            return Err(error(ErrorCode::Timeout, "the fork was given up".to_owned(), doctor));
+        }
+    };
+    let machine = Arc::new(machine);
+    let identity = Identity {
+        id: random_hex::<8>(),
+        name: name.clone(),
+        parent: Some((parent.identity.id.clone(), parent.name().to_owned())),
+        vmid,
+        created_unix_ms: now_unix_ms(),
+        ..parent.identity.clone()
+    };
+    let vm = core.add_vm(identity, Some(lease), origin).map_err(|io| {
+        error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
+    })?;
+    vm.set_machine(Arc::clone(&machine));
+    // From here on the VM is listed: whatever goes wrong ends it with the reason.
+    let guard = EndOnDrop { core, vm: Some(&vm) };
+    let outcome = bring_up(core, &vm, &machine, snapshot, ticket, deadline).await;
+    match outcome {
+        Ok(()) => {
+            guard.disarm();
+            Ok((vm, from))
+        }
+        Err(failure) => {
+            let reason = chain(&*failure.source);
+            core.end(&vm, End::failed(failure.kind, reason.clone()));
+            Err(error(failure.code, reason, failure.remedy))
+        }
+    }
+}
+
+struct Failure {
+    code: ErrorCode,
+    kind: EndReason,
+    remedy: &'static str,
+    source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl Failure {
+    fn qemu(source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        let remedy = "`vmfork doctor` checks the host; the daemon's log has more";
+        Self { code: ErrorCode::Qemu, kind: EndReason::QemuDied, remedy, source: Box::new(source) }
+    }
+
+    fn guest(source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        let remedy =
+            "a clone that can't confirm its identity is never released; is the guest starved?";
+        Self { code: ErrorCode::Guest, kind: EndReason::Guest, remedy, source: Box::new(source) }
+    }
+}
+
+async fn bring_up(
+    core: &Arc<Core>,
+    vm: &Arc<Vm>,
+    machine: &Arc<Machine>,
+    snapshot: &Snapshot,
+    ticket: Option<TicketClone>,
+    deadline: Instant,
+) -> Result<(), Failure> {
+    let attach = Instant::now();
+    tokio::task::block_in_place(|| machine.memory().attach(&snapshot.engine))
+        .map_err(Failure::qemu)?;
+    core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
+
+    let load = Instant::now();
+    {
+        // Loading is CPU-bound: more at a time than cores would only make all of them late.
+        let _turn = core.loading.acquire().await;
+        let state = reopen_from_start(snapshot.state.as_fd()).map_err(Failure::qemu)?;
+        if let Err(error) = machine.qmp.load_state(state.as_fd(), LOAD_TIMEOUT).await {
+            return Err(Failure::qemu(error));
+        }
+    }
+    core.start_channels(vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
+    core.metrics.observe_stage(Stage::CloneLoad, load.elapsed());
+
+    let identity = Instant::now();
+    match vm.link() {
+        Ok(link) => {
+            let fork_identity = ForkIdentity {
+                fork: snapshot.fork,
+                vmid: vm.identity.vmid,
+                name: vm.name().to_owned(),
+                machine_id: random_hex::<16>(),
+                entropy: random_hex::<64>(),
+                realtime_ns: realtime_ns(),
+                ticket,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            let taken = link.identity(fork_identity, left);
+            let (taken, running) = tokio::join!(taken, machine.qmp.cont());
+            running.map_err(Failure::qemu)?;
+            taken.map_err(Failure::guest)?;
+        }
+        Err(_no_agent) => machine.qmp.cont().await.map_err(Failure::qemu)?,
+    }
+    core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
+    vm.set_ready(None);
+    Ok(())
+}
+
+fn realtime_ns() -> u64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// Ends a clone whose start is given up half-way.
+struct EndOnDrop<'a> {
+    core: &'a Arc<Core>,
+    vm: Option<&'a Arc<Vm>>,
+}
+
+impl EndOnDrop<'_> {
+    fn disarm(mut self) {
+        self.vm = None;
+    }
+}
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        if let Some(vm) = self.vm {
+            self.core.end(vm, End::failed(EndReason::Guest, "not ready in time"));
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The parent's part: quiesce, stop, freeze, save the device state, go on.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::MemfdFlags;
+use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
+use vmfork_memory::{Engine, EngineOptions, FreezeError};
+use vmfork_qemu::QmpError;
+
+use super::ms;
+use super::snapshot::Snapshot;
+use crate::admission::Lease;
+use crate::hub::Core;
+use crate::metrics::{EndReason, Stage};
+use crate::vm::machine::Machine;
+use crate::vm::{End, Vm};
+
+/// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its time.
+const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the scan of an earlier freeze may still take.
+const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long QEMU may take to write 300 kB to memory.
+const STATE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Freeze the parent. → the snapshot, where the time went, and the pause.
+///
+/// # Errors
+/// The parent goes on as before, unless its RAM was lost half-way, which ends it.
+pub(super) async fn freeze(
+    core: &Arc<Core>,
+    parent: &Arc<Vm>,
+    machine: &Arc<Machine>,
+    lease: Lease,
+    began: Instant,
+) -> Result<(Snapshot, ForkStages, Duration), ErrorBody> {
+    let failed = |code, error: &dyn std::error::Error| fork_error(parent, code, error);
+    let engine = tokio::task::block_in_place(|| prepare_engine(core, machine))
+        .map_err(|error| failed(ErrorCode::Host, &error))?;
+    let engine = Arc::new(engine);
+    let state = state_file().map_err(|error| failed(ErrorCode::Host, &error))?;
+    let state_fd = machine
+        .qmp
+        .prepare_state_fd(state.as_fd())
+        .await
+        .map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let fork = parent.next_fork();
+    let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
+    core.metrics.observe_stage(Stage::Prepare, began.elapsed());
+
+    let quiesce = Instant::now();
+    let held = if parent.identity.has_agent {
+        let link = parent.link()?;
+        Some(
+            link.prepare(fork, QUIESCE_TIMEOUT)
+                .await
+                .map_err(|error| error.to_body(format!("fork `{}`", parent.name())))?,
+        )
+    } else {
+        None
+    };
+    let console = parent.console();
+    let held_console = console.as_ref().map(|console| console.hold());
+    stages.quiesce_ms = ms(quiesce.elapsed());
+    core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
+
+    parent.set_frozen(true);
+    let pause = Instant::now();
+    let step = |stage: Stage, since: Instant| {
+        core.metrics.observe_stage(stage, since.elapsed());
+        ms(since.elapsed())
+    };
+    let outcome = async {
+        machine.qmp.stop().await.map_err(Broken::Qmp)?;
+        stages.stop_ms = step(Stage::Stop, pause);
+        if held.as_ref().is_some_and(|held| !held.is_intact()) {
+            return Err(Broken::Unquiet);
+        }
+        let freeze = Instant::now();
+        tokio::task::block_in_place(|| machine.memory().freeze(&engine)).map_err(Broken::Freeze)?;
+        stages.freeze_ms = step(Stage::Freeze, freeze);
+        let state = Instant::now();
+        machine.qmp.migrate(state_fd, STATE_TIMEOUT).await.map_err(Broken::Qmp)?;
+        stages.state_ms = step(Stage::State, state);
+        Ok(())
+    }
+    .await;
+    let fatal = matches!(&outcome, Err(Broken::Freeze(error)) if error.is_fatal());
+    if !fatal {
+        let cont = Instant::now();
+        if let Err(error) = machine.qmp.cont().await {
+            core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
+            return Err(failed(ErrorCode::Qemu, &error));
+        }
+        stages.cont_ms = step(Stage::Cont, cont);
+    }
+    let pause = pause.elapsed();
+    parent.set_frozen(false);
+    drop(held_console);
+    let inheritance = held.as_ref().map(|held| held.inheritance().clone());
+    if let Some(held) = held {
+        held.continue_();
+    }
+    if let Err(broken) = outcome {
+        if fatal {
+            core.end(parent, End::failed(EndReason::Fault, format!("lost its memory: {broken}")));
+        }
+        return Err(failed(ErrorCode::Qemu, &broken));
+    }
+    core.parent_is_now_a_clone(parent);
+    let snapshot = Snapshot { state, engine, inheritance, fork, _lease: lease };
+    Ok((snapshot, stages, pause))
+}
+
+/// What went wrong in the pause.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error(transparent)]
+    Qmp(QmpError),
+    #[error(transparent)]
+    Freeze(FreezeError),
+    #[error("the guest's agent spoke before the VM stood still: its guest is very slow")]
+    Unquiet,
+}
+
+fn prepare_engine(core: &Core, machine: &Machine) -> Result<Engine, vmfork_memory::EngineError> {
+    let base = machine.engine();
+    if let Some(base) = &base {
+        base.wait_sealed(SEAL_TIMEOUT);
+    }
+    let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
+    let pages = machine.memory().pages();
+    Engine::prepare(
+        core.next_image(),
+        pages,
+        base.as_ref().map(|engine| engine.image()),
+        &options,
+        core.event_sink(),
+    )
+}
+
+fn state_file() -> Result<OwnedFd, std::io::Error> {
+    Ok(rustix::fs::memfd_create("vmfork-state", MemfdFlags::CLOEXEC)?)
+}
+
+/// An error of a fork, with its whole chain as the cause.
+pub(super) fn fork_error(parent: &Vm, code: ErrorCode, error: &dyn std::error::Error) -> ErrorBody {
+    ErrorBody {
+        code,
+        message: format!("fork `{}`", parent.name()),
+        cause: Some(crate::hub::chain(error)),
+        remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
+    }
+}

@@ -1,0 +1,23 @@
+//! What a freeze yields: the device state and the memory image. Anonymous: it goes with
+//! the last clone that is being started from it; the image lives as long as it has views.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vmfork_memory::Engine;
+
+use crate::admission::Lease;
+use crate::agent::Inheritance;
+
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    /// The device state, as QEMU wrote it.
+    pub(crate) state: OwnedFd,
+    pub(crate) engine: Arc<Engine>,
+    /// What the clones' links must know of the parent's; `None` without an agent.
+    pub(crate) inheritance: Option<Inheritance>,
+    /// The number by which the guest's agent knows the fork.
+    pub(crate) fork: u64,
+    /// Memory for what the parent writes anew.
+    pub(crate) _lease: Lease,
+}

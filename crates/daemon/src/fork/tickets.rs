@@ -1,0 +1,262 @@
+//! The fork API of programs in guests, carried out: one task per VM owns the VM's [`TicketBook`], feeds it what
+//! programs ask and what becomes of the clones, and does what it says.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use tokio::sync::mpsc;
+use vmfork_agent_proto::TicketClone;
+
+use super::Order;
+use crate::admission::ForkGrant;
+use crate::agent::{GuestRequest, Message, Responder};
+use crate::hub::Core;
+use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
+use crate::vm::{End, Vm};
+
+/// Requests of one guest that wait to be looked at.
+pub(crate) const REQUESTS_MAX: usize = 1024;
+/// Bound on the fork behind an `sf_clone`.
+const FORK_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What the task of one VM hears.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A worker of this VM's tickets asks, in clone `vm`: `sf_exit` and `sf_send` are the parent's affair.
+    Worker { ticket: u64, vm: u32, request: GuestRequest },
+    /// A clone is being started.
+    Born { ticket: u64, vm: Arc<Vm> },
+    /// A clone runs.
+    Running { ticket: u64, vmid: u32 },
+    /// A clone has ended.
+    Ended { ticket: u64, vmid: u32, reason: String },
+    /// The fork behind an `sf_clone` is over.
+    Forked { ticket: u64, outcome: Result<(), Refusal> },
+}
+
+/// Which ticket made a clone, and who is told what becomes of it.
+#[derive(Debug, Clone)]
+pub(crate) struct Origin {
+    pub(crate) ticket: u64,
+    pub(crate) parent: mpsc::UnboundedSender<Event>,
+}
+
+type Book = TicketBook<Responder, Message>;
+
+struct Desk {
+    core: Arc<Core>,
+    vm: Arc<Vm>,
+    book: Book,
+    events: mpsc::UnboundedSender<Event>,
+    /// Set in a clone that a ticket made.
+    origin: Option<Origin>,
+    epoch: Instant,
+    /// Memory of tickets that are granted and not used.
+    grants: std::collections::HashMap<u64, ForkGrant>,
+    /// Clones by ticket and number.
+    clones: std::collections::HashMap<(u64, u32), Arc<Vm>>,
+}
+
+/// Serve the fork API of one VM until it ends.
+pub(crate) fn start(
+    core: Arc<Core>,
+    vm: Arc<Vm>,
+    origin: Option<Origin>,
+    mut requests: mpsc::Receiver<GuestRequest>,
+) {
+    let (events, mut events_rx) = mpsc::unbounded_channel();
+    let book = Book::new(vm.identity.cpus);
+    let mut desk = Desk {
+        core,
+        vm,
+        book,
+        events,
+        origin,
+        epoch: Instant::now(),
+        grants: std::collections::HashMap::new(),
+        clones: std::collections::HashMap::new(),
+    };
+    tokio::spawn(async move {
+        loop {
+            let expiry = desk
+                .book
+                .next_expiry()
+                .map_or(Duration::from_secs(3600), |at| at.saturating_sub(desk.epoch.elapsed()));
+            tokio::select! {
+                request = requests.recv() => match request {
+                    Some(request) => desk.on_request(request),
+                    // The link has ended; what its workers still do is heard until the VM has ended, too.
+                    None => { desk.vm.wait_end().await; break }
+                },
+                Some(event) = events_rx.recv() => desk.on_event(event),
+                () = tokio::time::sleep(expiry) => {
+                    let actions = desk.book.expire(desk.epoch.elapsed());
+                    desk.carry_out(actions);
+                }
+                _ = desk.vm.wait_end() => break,
+            }
+        }
+        let actions = desk.book.parent_ended();
+        desk.carry_out(actions);
+        // Workers that outlive their parent are answered, as the book says, until the last has ended.
+        while desk.book.has_workers() {
+            let Some(event) = events_rx.recv().await else { break };
+            desk.on_event(event);
+        }
+    });
+}
+
+impl Desk {
+    fn on_request(&mut self, request: GuestRequest) {
+        let actions = match request {
+            GuestRequest::RequestTicket { count, hierarchical, reply } => {
+                self.book.request(reply, count, hierarchical)
+            }
+            GuestRequest::Clone { ticket, reply } => self.book.clone_vm(reply, ticket),
+            GuestRequest::Join { ticket, reply } => self.book.join(reply, ticket),
+            GuestRequest::KillTicket { ticket, reply } => self.book.kill(reply, ticket),
+            GuestRequest::Recv { ticket, vmid, reply } => self.book.receive(reply, ticket, vmid),
+            GuestRequest::Abandon { request } => {
+                self.book.abandon(|reply| reply.id() == request);
+                return;
+            }
+            request @ (GuestRequest::ExitClone { .. } | GuestRequest::Send { .. }) => {
+                return self.pass_to_parent(request);
+            }
+        };
+        self.carry_out(actions);
+    }
+
+    fn pass_to_parent(&self, request: GuestRequest) {
+        let event = match &self.origin {
+            Some(origin) => {
+                let (ticket, vm) = (origin.ticket, self.vm.identity.vmid);
+                origin.parent.send(Event::Worker { ticket, vm, request }).map_err(|unsent| unsent.0)
+            }
+            None => Err(Event::Worker { ticket: 0, vm: 0, request }),
+        };
+        // Nobody above: the VM booted, was forked from outside, or its parent's desk has closed.
+        if let Err(Event::Worker { request, .. }) = event {
+            let had_parent = self.origin.is_some();
+            match request {
+                GuestRequest::ExitClone { reply, .. } if had_parent => {
+                    reply.ok(0);
+                    self.core.end(&self.vm, End::exited("sf_exit"));
+                }
+                GuestRequest::ExitClone { reply, .. } => {
+                    reply.error(Errno::INVAL, "this VM is not a clone of a ticket");
+                }
+                GuestRequest::Send { reply, .. } if had_parent => {
+                    reply.error(Errno::PIPE, "the parent has ended");
+                }
+                GuestRequest::Send { reply, .. } => {
+                    reply.error(Errno::INVAL, "this VM is not a clone of a ticket");
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn on_event(&mut self, event: Event) {
+        let actions = match event {
+            Event::Worker { ticket, vm, request } => match request {
+                GuestRequest::ExitClone { vmid, error, reply } => {
+                    self.book.exit(reply, ticket, vm, vmid, error)
+                }
+                GuestRequest::Send { vmid, message, reply } => {
+                    self.book.send(reply, ticket, vm, vmid, message)
+                }
+                _ => return,
+            },
+            Event::Born { ticket, vm } => {
+                self.clones.insert((ticket, vm.identity.vmid), vm);
+                return;
+            }
+            Event::Running { ticket, vmid } => self.book.vm_running(ticket, vmid),
+            Event::Ended { ticket, vmid, reason } => {
+                self.clones.remove(&(ticket, vmid));
+                self.book.vm_ended(ticket, vmid, &reason)
+            }
+            Event::Forked { ticket, outcome } => match outcome {
+                Ok(()) => self.book.cloned(ticket),
+                Err(refusal) => self.book.clone_failed(ticket, refusal, self.epoch.elapsed()),
+            },
+        };
+        self.carry_out(actions);
+    }
+
+    fn carry_out(&mut self, actions: Vec<Action<Responder, Message>>) {
+        for action in actions {
+            match action {
+                Action::Answer(reply, answer) => give(reply, answer),
+                Action::Allocate { ticket, vms } => {
+                    let places = self.allocate(ticket, vms);
+                    let actions = self.book.allocated(ticket, places, self.epoch.elapsed());
+                    self.carry_out(actions);
+                }
+                Action::Release { ticket } => drop(self.grants.remove(&ticket)),
+                Action::StartClones { ticket, vms } => self.fork(ticket, vms),
+                Action::KillVm { ticket, vmid } => {
+                    if let Some(vm) = self.clones.get(&(ticket, vmid)) {
+                        self.core.end(vm, End::exited("its workers have ended"));
+                    }
+                }
+            }
+        }
+    }
+
+    /// How many of `vms` places there are.
+    fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
+        let memory_bytes = self.vm.identity.memory_bytes;
+        match self.core.admission.fork(self.vm.name(), memory_bytes, vms, false) {
+            Ok(grant) => {
+                let places = u32::try_from(grant.clones.len()).unwrap_or(vms);
+                self.grants.insert(ticket, grant);
+                Ok(places)
+            }
+            Err(error) => {
+                let text = error
+                    .cause
+                    .map_or(error.message.clone(), |cause| format!("{}: {cause}", error.message));
+                Err(Refusal::new(Errno::NOMEM, text))
+            }
+        }
+    }
+
+    fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {
+        // The fork takes its own memory; the ticket's is given back in the same breath.
+        self.grants.remove(&ticket);
+        let count = u32::try_from(vms.len()).unwrap_or(u32::MAX);
+        let names = self.core.registry.names_for_clones(self.vm.name(), count);
+        let clones = names
+            .into_iter()
+            .zip(&vms)
+            .map(|(name, spec)| {
+                (name, spec.vmid, Some(TicketClone { ticket, workers: spec.workers }))
+            })
+            .collect();
+        let origin = Origin { ticket, parent: self.events.clone() };
+        let order =
+            Order { clones, all_or_nothing: false, timeout: FORK_TIMEOUT, origin: Some(origin) };
+        let (core, vm, events) =
+            (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
+        tokio::spawn(async move {
+            let outcome = match super::run(&core, &vm, order).await {
+                Ok(_each_was_reported) => Ok(()),
+                Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
+            };
+            let _desk_closed = events.send(Event::Forked { ticket, outcome });
+        });
+    }
+}
+
+fn give(reply: Responder, answer: Answer<Message>) {
+    match answer {
+        Answer::Ok { value } => reply.ok(value),
+        Answer::Ticket { ticket, granted } => reply.ticket(ticket, granted),
+        Answer::Ended { workers } => reply.ended(workers),
+        Answer::Incoming { vmid, message } => reply.incoming(vmid, message),
+        Answer::Error(Refusal { errno, message }) => reply.error(errno, message),
+    }
+}

@@ -1,0 +1,111 @@
+//! What happens by itself: page engines report, QEMUs end, memory of the dead is given back.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use vmfork_memory::{Engine, EngineEvent, collect_garbage};
+use vmfork_qemu::spawn::ExitStatus;
+
+use super::Core;
+use crate::metrics::EndReason;
+use crate::vm::machine::Machine;
+use crate::vm::{End, Vm};
+
+/// Garbage is collected at most so often.
+const GARBAGE_PAUSE: Duration = Duration::from_millis(500);
+/// And keepers that outlived their QEMU are looked for so often.
+const REAP_PERIOD: Duration = Duration::from_secs(5);
+
+pub(super) fn start(core: &Arc<Core>, mut events: mpsc::UnboundedReceiver<EngineEvent>) {
+    let weak = Arc::downgrade(core);
+    tokio::spawn(async move {
+        while let Some(event) = events.recv().await {
+            let Some(core) = weak.upgrade() else { return };
+            on_engine_event(&core, event);
+        }
+    });
+    let weak = Arc::downgrade(core);
+    tokio::spawn(async move {
+        loop {
+            {
+                let Some(core) = weak.upgrade() else { return };
+                tokio::select! {
+                    () = core.garbage.notified() => {}
+                    () = tokio::time::sleep(REAP_PERIOD) => {}
+                }
+                core.state.reap_keepers();
+                collect(&core);
+            }
+            tokio::time::sleep(GARBAGE_PAUSE).await;
+        }
+    });
+}
+
+fn collect(core: &Arc<Core>) {
+    let live: Vec<Arc<Engine>> =
+        core.registry.live().iter().filter_map(|vm| vm.machine()?.engine()).collect();
+    let freed_bytes = tokio::task::block_in_place(|| collect_garbage(&live));
+    if freed_bytes > 0 {
+        tracing::debug!(freed_bytes, "memory of dead relatives given back");
+    }
+}
+
+fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
+    match event {
+        EngineEvent::Sealed { image } => tracing::debug!(%image, "page table complete"),
+        EngineEvent::Drained { image } => tracing::debug!(%image, "drained"),
+        EngineEvent::ViewLost { image, view, reason } => {
+            let lost = core
+                .registry
+                .live()
+                .into_iter()
+                .find(|vm| vm.machine().is_some_and(|machine| machine.view_id() == Some(view)));
+            if let Some(vm) = lost {
+                let reason = format!("a page of image {image} was lost: {reason}");
+                core.end(&vm, End::failed(EndReason::PageLost, reason));
+            }
+        }
+        EngineEvent::Died { image, reason } => {
+            for vm in core.registry.live() {
+                let engine = vm.machine().and_then(|machine| machine.engine());
+                if engine.is_some_and(|engine| engine.image().id() == image) {
+                    let reason = format!("the page engine of image {image} died: {reason}");
+                    core.end(&vm, End::failed(EndReason::PageLost, reason));
+                }
+            }
+        }
+    }
+}
+
+/// Notice the end of a VM's QEMU.
+pub(super) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
+    let (weak, vm) = (Arc::downgrade(core), Arc::clone(vm));
+    // Not the machine itself: it would live as long as this task.
+    let machine = Arc::downgrade(machine);
+    tokio::spawn(async move {
+        let status = {
+            let Some(strong) = machine.upgrade() else { return };
+            let exit = strong.process.exit();
+            drop(strong);
+            tokio::select! {
+                status = exit => status,
+                _ = vm.wait_end() => return,
+            }
+        };
+        let words = match machine.upgrade() {
+            Some(machine) => machine.process.last_words().await,
+            None => String::new(),
+        };
+        let end = match status {
+            ExitStatus::Code(0) => End::exited("powered off"),
+            status if words.is_empty() => {
+                End::failed(EndReason::QemuDied, format!("QEMU died ({status})"))
+            }
+            status => End::failed(EndReason::QemuDied, format!("QEMU died ({status}): {words}")),
+        };
+        if let Some(core) = weak.upgrade() {
+            core.end(&vm, end);
+        }
+    });
+}

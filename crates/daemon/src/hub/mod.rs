@@ -1,0 +1,380 @@
+//! The host's control plane: everything that [`crate::control::Control`] promises, put together.
+//!
+//! ```text
+//!   Hub (Control) ──► Core ──┬── registry: VMs by name
+//!                            ├── launcher, pool: QEMUs
+//!                            ├── admission, state, metrics
+//!                            └── events of page engines ──► the VM concerned ends
+//! ```
+
+mod boot;
+mod events;
+mod operations;
+mod registry;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, mpsc};
+use vmfork_api::{ErrorCode, LostVm};
+use vmfork_guest_image::{Store, StoreError};
+use vmfork_image::ImageId;
+use vmfork_memory::{EngineEvent, EventSink};
+use vmfork_qemu::pool::{Limits, Pool};
+use vmfork_qemu::{Accel, DiskId, Shape};
+
+pub(crate) use self::registry::Registry;
+use crate::admission::{Admission, Lease, Policy, ProcProbe};
+use crate::agent::{AgentLink, Inheritance, LinkOptions, MailLimits};
+use crate::config::Config;
+use crate::fork::tickets::{self, Event, Origin};
+use crate::metrics::Metrics;
+use crate::state::State;
+use crate::vm::console::Console;
+use crate::vm::launch::{LaunchError, Launcher};
+use crate::vm::log::Log;
+use crate::vm::machine::Machine;
+use crate::vm::{End, Identity, Vm};
+
+/// Most waiting QEMUs over all shapes.
+const POOL_MAX: usize = 1024;
+/// A shape that nobody used for so long gives its waiting QEMUs back.
+const POOL_IDLE: Duration = Duration::from_secs(600);
+/// Pieces of output that a log may lag behind before some are dropped.
+const LOG_PIECES: usize = 256;
+
+/// What all parts of the control plane share.
+pub(crate) struct Core {
+    pub(crate) config: Config,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) state: Arc<State>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) admission: Admission,
+    pub(crate) images: Store,
+    pub(crate) launcher: Arc<Launcher>,
+    pub(crate) pool: Pool<Shape, Machine, LaunchError>,
+    pub(crate) disks: Arc<Disks>,
+    pub(crate) cores: usize,
+    /// Device states that are loaded at the same time.
+    pub(crate) loading: Semaphore,
+    engine_events: mpsc::UnboundedSender<EngineEvent>,
+    next_image: AtomicU64,
+    pool_hits: AtomicU64,
+    pool_misses: AtomicU64,
+    garbage: tokio::sync::Notify,
+}
+
+/// The root disks in use, by what the pool knows of them.
+#[derive(Debug, Default)]
+pub(crate) struct Disks {
+    open: Mutex<HashMap<DiskId, Arc<OwnedFd>>>,
+}
+
+impl Disks {
+    pub(crate) fn add(&self, id: DiskId, disk: OwnedFd) {
+        self.open
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(id)
+            .or_insert_with(|| Arc::new(disk));
+    }
+
+    /// A descriptor of its own for a QEMU.
+    pub(crate) fn get(&self, id: DiskId) -> io::Result<OwnedFd> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.get(&id).ok_or(io::ErrorKind::NotFound)?.try_clone()
+    }
+}
+
+impl vmfork_qemu::pool::Pooled for Machine {
+    fn is_alive(&self) -> bool {
+        Self::is_alive(self)
+    }
+}
+
+/// The real [`crate::control::Control`].
+pub struct Hub {
+    pub(crate) core: Arc<Core>,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub").finish_non_exhaustive()
+    }
+}
+
+impl Hub {
+    /// Put the host together. On a tokio runtime.
+    ///
+    /// # Errors
+    /// There is no QEMU that could be used.
+    pub async fn start(
+        config: Config,
+        metrics: Arc<Metrics>,
+        state: Arc<State>,
+    ) -> Result<Arc<Self>, vmfork_qemu::probe::ProbeError> {
+        let binary = vmfork_qemu::probe::find(Some(&config.qemu)).await?;
+        if let Some(warning) = binary.version.warning() {
+            tracing::warn!(warning, "QEMU");
+        }
+        tracing::info!(path = %binary.path.display(), version = %binary.version, "QEMU");
+        let launcher = Arc::new(Launcher::new(
+            binary,
+            config.shim(),
+            config.qemu_uid_base,
+            Arc::clone(&state),
+        ));
+        let disks = Arc::new(Disks::default());
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
+        let pool = {
+            let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+            Pool::new(limits, move |shape: Shape| {
+                let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+                Box::pin(async move {
+                    let disk = shape.disk.map(|id| disks.get(id)).transpose();
+                    let disk = disk.map_err(LaunchError::Prepare)?;
+                    launcher.wait(shape, disk).await
+                })
+            })
+        };
+        let policy = Policy {
+            reserve_bytes: config.memory_reserve_bytes,
+            clone_growth_percent: config.clone_growth_percent,
+        };
+        let (engine_events, events) = mpsc::unbounded_channel();
+        let core = Arc::new(Core {
+            images: Store::new(state.images()),
+            admission: Admission::new(policy, Box::new(ProcProbe)),
+            registry: Arc::new(Registry::default()),
+            config,
+            metrics: Arc::clone(&metrics),
+            state,
+            launcher,
+            pool,
+            disks,
+            cores,
+            loading: Semaphore::new(cores),
+            engine_events,
+            next_image: AtomicU64::new(1),
+            pool_hits: AtomicU64::new(0),
+            pool_misses: AtomicU64::new(0),
+            garbage: tokio::sync::Notify::new(),
+        });
+        events::start(&core, events);
+        let weak = Arc::downgrade(&core);
+        metrics.on_scrape(move |metrics| {
+            if let Some(core) = weak.upgrade() {
+                core.refresh(metrics);
+            }
+        });
+        Ok(Arc::new(Self { core }))
+    }
+
+    /// End all VMs, in no particular order.
+    pub async fn stop(&self) {
+        let live = self.core.registry.live();
+        if !live.is_empty() {
+            tracing::info!(vms = live.len(), "stopping: all VMs end");
+        }
+        for vm in live {
+            self.core.end(&vm, End::killed("the daemon was stopped"));
+        }
+    }
+}
+
+impl Core {
+    /// An id for an image, never used before by this daemon.
+    pub(crate) fn next_image(&self) -> ImageId {
+        let number = self.next_image.fetch_add(1, Ordering::Relaxed);
+        ImageId::new(number.max(1)).unwrap_or_else(|| unreachable!("at least 1"))
+    }
+
+    /// Where page engines send their events.
+    pub(crate) fn event_sink(&self) -> EventSink {
+        let events = self.engine_events.clone();
+        Arc::new(move |event| {
+            let _daemon_ends = events.send(event);
+        })
+    }
+
+    /// A QEMU for a clone, if one waits.
+    pub(crate) fn claim(&self, shape: &Shape) -> Option<Machine> {
+        let claimed = self.pool.claim(shape);
+        match claimed {
+            Some(_) => {
+                self.metrics.pool_hit();
+                self.pool_hits.fetch_add(1, Ordering::Relaxed);
+            }
+            None => {
+                self.metrics.pool_missed();
+                self.pool_misses.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        claimed
+    }
+
+    /// List a VM that is about to start.
+    pub(crate) fn add_vm(
+        self: &Arc<Self>,
+        identity: Identity,
+        lease: Option<Lease>,
+        origin: Option<Origin>,
+    ) -> io::Result<Arc<Vm>> {
+        let folder = self.state.create_vm_folder(&identity.id)?;
+        let log = Log::create(&folder)?;
+        self.state.vm_created(LostVm {
+            name: identity.name.clone(),
+            id: identity.id.clone(),
+            image: identity.image.clone(),
+            parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
+            created_unix_ms: identity.created_unix_ms,
+        })?;
+        let vm = Vm::new(identity, log, lease, origin);
+        self.registry.add(Arc::clone(&vm));
+        self.metrics.vm_started();
+        if let Some(origin) = &vm.origin {
+            let born = Event::Born { ticket: origin.ticket, vm: Arc::clone(&vm) };
+            let _desk_closed = origin.parent.send(born);
+        }
+        Ok(vm)
+    }
+
+    /// Console, agent link and the watch over the process, for a VM that has its machine. `inheritance` in a
+    /// clone.
+    pub(crate) fn start_channels(
+        self: &Arc<Self>,
+        vm: &Arc<Vm>,
+        machine: &Arc<Machine>,
+        inheritance: Option<&Inheritance>,
+    ) -> io::Result<()> {
+        vm.with_lease(|lease| lease.used_by(machine.pid()));
+        if let Some(serial) = machine.take_serial() {
+            vm.set_console(Arc::new(Console::start(serial, Arc::clone(&vm.log))?));
+        }
+        if let Some(agent) = machine.take_agent().filter(|_| vm.identity.has_agent) {
+            let stream = std::os::unix::net::UnixStream::from(agent);
+            stream.set_nonblocking(true)?;
+            let stream = tokio::net::UnixStream::from_std(stream)?;
+            let (log_tx, mut log_rx) = mpsc::channel(LOG_PIECES);
+            let (requests_tx, requests) = mpsc::channel(tickets::REQUESTS_MAX);
+            let options =
+                LinkOptions { log: log_tx, requests: requests_tx, mail: MailLimits::default() };
+            let link = match inheritance {
+                Some(inheritance) => AgentLink::start_clone(stream, options, inheritance),
+                None => AgentLink::start(stream, options),
+            };
+            vm.set_link(link);
+            let log = Arc::clone(&vm.log);
+            tokio::spawn(async move {
+                while let Some(piece) = log_rx.recv().await {
+                    log.append(piece);
+                }
+            });
+            tickets::start(Arc::clone(self), Arc::clone(vm), vm.origin.clone(), requests);
+        }
+        events::watch(self, vm, machine);
+        Ok(())
+    }
+
+    /// End a VM, once: the first reason stands.
+    pub(crate) fn end(self: &Arc<Self>, vm: &Arc<Vm>, end: End) {
+        if !vm.end(end.clone()) {
+            return;
+        }
+        tracing::info!(vm = vm.name(), id = vm.identity.id, state = ?end.state, reason = end.reason, "VM ended");
+        self.metrics.vm_ended(end.kind);
+        self.state.vm_ended(&vm.identity.id);
+        if let Some(origin) = &vm.origin {
+            let (ticket, vmid) = (origin.ticket, vm.identity.vmid);
+            let _desk_closed =
+                origin.parent.send(Event::Ended { ticket, vmid, reason: end.reason });
+        }
+        for forgotten in self.registry.has_ended(&vm.identity.id) {
+            self.forget_folder(&forgotten);
+        }
+        self.garbage.notify_one();
+    }
+
+    /// Remove what is kept on disk of a VM that is not listed any more.
+    pub(crate) fn forget_folder(&self, id: &str) {
+        if let Err(error) = self.state.remove_vm_folder(id) {
+            tracing::warn!(%error, id, "remove a VM's folder");
+        }
+    }
+
+    /// The parent's old pages are in its snapshot's cache now.
+    pub(crate) fn parent_is_now_a_clone(&self, parent: &Vm) {
+        parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.memory_bytes));
+    }
+
+    /// Bytes in the caches of all images that live VMs are views of, and of their ancestors.
+    pub(crate) fn cache_bytes(&self) -> u64 {
+        let mut images = HashMap::new();
+        for vm in self.registry.live() {
+            if let Some(engine) = vm.machine().and_then(|machine| machine.engine()) {
+                for image in engine.image().with_ancestors() {
+                    images.entry(image.id()).or_insert_with(|| image.cache().resident_bytes());
+                }
+            }
+        }
+        images.values().sum()
+    }
+
+    /// How many QEMUs wait, over all shapes.
+    pub(crate) fn pool_waiting(&self) -> usize {
+        self.pool.counts().iter().map(|(_, counts)| counts.waiting).sum()
+    }
+
+    fn refresh(&self, metrics: &Metrics) {
+        use vmfork_api::VmState;
+        let all = self.registry.all();
+        for state in
+            [VmState::Starting, VmState::Running, VmState::Frozen, VmState::Exited, VmState::Failed]
+        {
+            metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
+        }
+        let engines: std::collections::HashSet<_> = all
+            .iter()
+            .filter_map(|vm| vm.machine()?.engine())
+            .map(|engine| engine.image().id())
+            .collect();
+        metrics.set_snapshots(engines.len());
+        metrics.set_cache_bytes(self.cache_bytes());
+        metrics.set_pool_waiting(self.pool_waiting());
+        metrics.set_admissible_bytes(self.admission.admissible_bytes());
+    }
+}
+
+/// An error with all its causes, joined by `: `.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// The API's code for an error of the image store.
+fn store_code(error: &StoreError) -> ErrorCode {
+    match error {
+        StoreError::NotFound { .. } => ErrorCode::NotFound,
+        StoreError::BadName { .. } => ErrorCode::BadRequest,
+        _ => ErrorCode::Host,
+    }
+}
+
+/// The API's word for an accelerator.
+pub(crate) fn accel_word(accel: Accel) -> vmfork_api::Accel {
+    match accel {
+        Accel::Tcg => vmfork_api::Accel::Tcg,
+        Accel::Kvm => vmfork_api::Accel::Kvm,
+    }
+}

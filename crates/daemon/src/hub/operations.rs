@@ -1,0 +1,374 @@
+//! [`Control`] on the real host.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use tokio::sync::mpsc;
+use vmfork_api::{
+    BytesBySource, DoctorReport, ErrorBody, ErrorCode, ExecRequest, FaultCounts, ForkReply,
+    ForkRequest, HostInfo, Image, KillRequest, MemoryInfo, PoolInfo, RunRequest, SCHEMA, TreeNode,
+    Version, VmDetail,
+};
+use vmfork_qemu::probe::{self, KvmFacts};
+
+use super::{Core, Hub, accel_word, boot, chain};
+use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream};
+use crate::fork;
+use crate::vm::{End, Vm};
+
+/// How long the agent may take to start a program, or to open a file.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a transfer into a guest may stand still.
+const STALL: Duration = Duration::from_secs(60);
+/// How long a killed QEMU may take to be gone.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Control for Hub {
+    fn version(&self) -> Answer<'_, Version> {
+        async {
+            let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+            Ok(Version {
+                schema: SCHEMA.to_owned(),
+                vmforkd: env!("CARGO_PKG_VERSION").to_owned(),
+                api: "v1".to_owned(),
+                qemu: Some(self.core.launcher.binary.version.to_string()),
+                kernel,
+            })
+        }
+        .boxed()
+    }
+
+    fn doctor(&self) -> Answer<'_, DoctorReport> {
+        async {
+            let cgroup = crate::cgroup::Cgroups::detect();
+            let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
+            Ok(crate::doctor::examine(&self.core.config, &self.core.admission, cgroup).await)
+        }
+        .boxed()
+    }
+
+    fn host(&self) -> Answer<'_, HostInfo> {
+        async { Ok(self.core.host_info()) }.boxed()
+    }
+
+    fn images(&self) -> Answer<'_, Vec<Image>> {
+        async {
+            let listed = self.core.images.list().map_err(|error| ErrorBody {
+                code: ErrorCode::Host,
+                message: "list the images".to_owned(),
+                cause: Some(chain(&error)),
+                remedy: error.remedy(),
+            })?;
+            let live = self.core.registry.live();
+            Ok(listed
+                .into_iter()
+                .map(|metadata| {
+                    let mut image = metadata.to_api();
+                    let users = live.iter().filter(|vm| vm.identity.image == image.name).count();
+                    image.vms = u32::try_from(users).unwrap_or(u32::MAX);
+                    image
+                })
+                .collect())
+        }
+        .boxed()
+    }
+
+    fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        async move {
+            let user = self.core.registry.live().into_iter().find(|vm| vm.identity.image == name);
+            if let Some(vm) = user {
+                return Err(ErrorBody {
+                    code: ErrorCode::Conflict,
+                    message: format!("remove image `{name}`"),
+                    cause: Some(format!("VM `{}` runs from it", vm.name())),
+                    remedy: Some(format!("`vmfork kill --family {}` first", vm.name())),
+                });
+            }
+            self.core.images.remove(name).map_err(|error| ErrorBody {
+                code: super::store_code(&error),
+                message: format!("remove image `{name}`"),
+                cause: Some(chain(&error)),
+                remedy: error.remedy(),
+            })
+        }
+        .boxed()
+    }
+
+    fn vms(&self, all: bool) -> Answer<'_, Vec<vmfork_api::Vm>> {
+        async move {
+            let registry = &self.core.registry;
+            let vms = if all { registry.all() } else { registry.live() };
+            Ok(tokio::task::block_in_place(|| {
+                vms.iter().map(|vm| self.core.summary(vm, true)).collect()
+            }))
+        }
+        .boxed()
+    }
+
+    fn tree(&self) -> Answer<'_, Vec<TreeNode>> {
+        async { Ok(self.core.registry.tree()) }.boxed()
+    }
+
+    fn run(&self, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {
+        async {
+            let vm = boot::run(&self.core, request).await?;
+            Ok(self.core.summary(&vm, false))
+        }
+        .boxed()
+    }
+
+    fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let core = &self.core;
+            let agent = vm.agent();
+            let clones = core.registry.clones_of(&vm.identity.id);
+            Ok(VmDetail {
+                schema: SCHEMA.to_owned(),
+                vm: core.summary(&vm, true),
+                memory: tokio::task::block_in_place(|| core.memory_info(&vm)),
+                qemu_version: core.launcher.binary.version.to_string(),
+                agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
+                guest_kernel: agent.map(|agent| agent.kernel),
+                clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
+                accel_reason: vm.identity.accel_reason.clone(),
+            })
+        }
+        .boxed()
+    }
+
+    fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()> {
+        async move {
+            let found = match self.core.registry.find(vm) {
+                Ok(found) => found,
+                // One that an earlier daemon lost can be forgotten, too.
+                Err(_) if self.core.state.forget_lost(vm) => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            if found.end_now().is_none() {
+                if !force {
+                    return Err(ErrorBody {
+                        code: ErrorCode::Conflict,
+                        message: format!("remove `{}`", found.name()),
+                        cause: Some("it is running".to_owned()),
+                        remedy: Some(format!("`vmfork rm -f {}` ends it first", found.name())),
+                    });
+                }
+                self.core.end(&found, End::killed("removed"));
+            }
+            self.core.registry.remove(&found.identity.id);
+            self.core.forget_folder(&found.identity.id);
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, vmfork_api::Vm> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let victims = if request.family {
+                self.core.registry.descendants(&vm.identity.id)
+            } else {
+                vec![Arc::clone(&vm)]
+            };
+            if request.grace_ms > 0 {
+                let grace = Duration::from_millis(request.grace_ms);
+                let all = victims.iter().map(|victim| power_off(victim, grace));
+                futures_util::future::join_all(all).await;
+            }
+            for victim in &victims {
+                let process = victim.machine().map(|machine| machine.process.exit());
+                self.core.end(victim, End::killed("killed on request"));
+                if let Some(exit) = process {
+                    let _gone = tokio::time::timeout(KILL_TIMEOUT, exit).await;
+                }
+            }
+            Ok(self.core.summary(&vm, false))
+        }
+        .boxed()
+    }
+
+    fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
+        async move {
+            let parent = self.core.registry.find(vm)?;
+            fork::by_request(&self.core, &parent, request).await
+        }
+        .boxed()
+    }
+
+    fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let what = format!(
+                "run `{}` in `{}`",
+                request.argv.first().map_or("", String::as_str),
+                vm.name()
+            );
+            vm.link()?.exec(request, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let what = format!("read `{path}` in `{}`", vm.name());
+            vm.link()?.read_file(path, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn write_file<'a>(
+        &'a self,
+        vm: &'a str,
+        path: &'a str,
+        mode: u32,
+        content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+    ) -> Answer<'a, ()> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let what = format!("write `{path}` in `{}`", vm.name());
+            let written = vm.link()?.write_file(path, mode, content, STALL).await;
+            written.map(drop).map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            vm.log.read(follow).map_err(|error| ErrorBody {
+                code: ErrorCode::Host,
+                message: format!("read the log of `{}`", vm.name()),
+                cause: Some(chain(&error)),
+                remedy: None,
+            })
+        }
+        .boxed()
+    }
+
+    fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            vm.running_machine()?;
+            let console = vm.console().ok_or_else(|| ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("look at the console of `{}`", vm.name()),
+                cause: Some("it is still being started".to_owned()),
+                remedy: Some("try again in a moment".to_owned()),
+            })?;
+            Ok(console.attach())
+        }
+        .boxed()
+    }
+}
+
+/// Ask the guest to power off, and wait.
+async fn power_off(vm: &Arc<Vm>, grace: Duration) {
+    let asked = match vm.link() {
+        Ok(link) => link.poweroff().is_ok(),
+        Err(_no_agent) => match vm.machine() {
+            Some(machine) => machine.qmp.system_powerdown().await.is_ok(),
+            None => false,
+        },
+    };
+    if asked {
+        let _off = tokio::time::timeout(grace, vm.wait_end()).await;
+    }
+}
+
+impl Core {
+    fn summary(&self, vm: &Arc<Vm>, sample: bool) -> vmfork_api::Vm {
+        let clones = self.registry.clones_of(&vm.identity.id).len();
+        vm.summary(u32::try_from(clones).unwrap_or(u32::MAX), sample)
+    }
+
+    fn memory_info(&self, vm: &Arc<Vm>) -> MemoryInfo {
+        let pages = vm.identity.memory_bytes / vmfork_image::PAGE_BYTES;
+        let Some(machine) = vm.machine() else {
+            return MemoryInfo { pages, ..MemoryInfo::default() };
+        };
+        let sample = machine.sample();
+        let faults = {
+            let memory = machine.memory();
+            let counters = memory.counters();
+            FaultCounts {
+                zero: counters.zero.get(),
+                fetch: counters.fetch.get(),
+                present: counters.present.get(),
+                mapped: counters.mapped.get(),
+            }
+        };
+        let mut info = MemoryInfo {
+            pages,
+            private_pages: sample.private_pages,
+            zero_pages: sample.zero_pages,
+            faults,
+            ..MemoryInfo::default()
+        };
+        if let Some(engine) = machine.engine() {
+            let image = engine.image();
+            let counters = image.counters();
+            let present = image.cache().presence();
+            info.image = Some(image.id().to_string());
+            info.cache_present_pages = present.count(vmfork_image::PageRange::first(pages));
+            info.demand_bytes = counters.demand_bytes.get();
+            info.fetched_bytes = info.demand_bytes + counters.drained_bytes.get();
+            info.undrained_pages = if engine.is_drained() {
+                0
+            } else {
+                image.table().map_or(0, |table| {
+                    table.pages_of(image.id()).map(|run| run.len() - present.count(run)).sum()
+                })
+            };
+            let views = self.registry.live().into_iter().filter(|other| {
+                let engine = other.machine().and_then(|machine| machine.engine());
+                engine.is_some_and(|engine| engine.image().id() == image.id())
+            });
+            info.image_views = u32::try_from(views.count()).unwrap_or(u32::MAX);
+            info.source = BytesBySource {
+                frozen: counters.from_frozen_bytes.get(),
+                image: counters.from_image_bytes.get(),
+                peer: 0,
+                chunk: 0,
+            };
+        }
+        info
+    }
+
+    fn host_info(&self) -> HostInfo {
+        let host = self.admission.host();
+        let (accel, reason) = match probe::choose_accel(None, &KvmFacts::gather()) {
+            Ok(choice) => (choice.accel, choice.reason),
+            Err(error) => (vmfork_qemu::Accel::Tcg, error.to_string()),
+        };
+        let live = self.registry.live();
+        let images: std::collections::HashSet<_> = live
+            .iter()
+            .filter_map(|vm| vm.machine()?.engine())
+            .map(|engine| engine.image().id())
+            .collect();
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        HostInfo {
+            schema: SCHEMA.to_owned(),
+            memory_total_bytes: host.total_bytes,
+            memory_available_bytes: host.available_bytes,
+            memory_admissible_bytes: self.admission.admissible_bytes(),
+            cache_bytes: self.cache_bytes(),
+            cpus: count(self.cores),
+            accel_default: accel_word(accel),
+            accel_reason: reason,
+            vms: count(live.len()),
+            snapshots: count(images.len()),
+            pool: PoolInfo {
+                target: self.config.pool,
+                waiting: count(self.pool_waiting()),
+                hits: self.pool_hits.load(std::sync::atomic::Ordering::Relaxed),
+                misses: self.pool_misses.load(std::sync::atomic::Ordering::Relaxed),
+            },
+            lost: self.state.lost(),
+        }
+    }
+}

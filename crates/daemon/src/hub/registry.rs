@@ -1,0 +1,209 @@
+//! The VMs of this host, running and ended, by id and by name.
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmfork_api::{ErrorBody, ErrorCode, NAME_BYTES_MAX, TreeNode};
+
+use crate::vm::Vm;
+
+/// Ended VMs that are remembered; the oldest are forgotten first.
+const ENDED_MAX: usize = 256;
+
+/// All VMs. Names are unique among those listed and those reserved.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// By the order in which they were added.
+    vms: BTreeMap<u64, Arc<Vm>>,
+    next: u64,
+    reserved: HashSet<String>,
+    ended: VecDeque<String>,
+}
+
+/// Names that are kept for VMs about to be added; free again when dropped.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    registry: Arc<Registry>,
+    names: Vec<String>,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut inner = self.registry.inner();
+        for name in &self.names {
+            inner.reserved.remove(name);
+        }
+    }
+}
+
+impl Inner {
+    fn is_taken(&self, name: &str) -> bool {
+        self.reserved.contains(name) || self.vms.values().any(|vm| vm.name() == name)
+    }
+}
+
+impl Registry {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keep names.
+    ///
+    /// # Errors
+    /// The first that is taken.
+    pub(crate) fn reserve(self: &Arc<Self>, names: &[&str]) -> Result<Reservation, String> {
+        let mut inner = self.inner();
+        let mut kept = Vec::new();
+        for name in names {
+            // An ended VM gives its name up to one that begins.
+            let of_ended = inner
+                .vms
+                .iter()
+                .find(|(_, vm)| vm.name() == *name && vm.end_now().is_some())
+                .map(|(number, _)| *number);
+            if let Some(number) = of_ended {
+                inner.vms.remove(&number);
+            }
+            if inner.is_taken(name) || kept.iter().any(|kept| kept == name) {
+                return Err((*name).to_owned());
+            }
+            kept.push((*name).to_owned());
+        }
+        inner.reserved.extend(kept.iter().cloned());
+        drop(inner);
+        Ok(Reservation { registry: Arc::clone(self), names: kept })
+    }
+
+    /// A free name made from an image's: `debian-1`.
+    pub(crate) fn name_for_image(&self, image: &str) -> String {
+        let inner = self.inner();
+        let stem: String = image.chars().take(NAME_BYTES_MAX - 8).collect();
+        (1..)
+            .map(|number: u32| format!("{stem}-{number}"))
+            .find(|name| !inner.is_taken(name))
+            .unwrap_or_default()
+    }
+
+    /// Free names for clones: `web.1`, `web.2` … A name that gets too long loses its beginning.
+    pub(crate) fn names_for_clones(&self, parent: &str, count: u32) -> Vec<String> {
+        let inner = self.inner();
+        let keep = NAME_BYTES_MAX - 8;
+        let stem = parent.get(parent.len().saturating_sub(keep)..).unwrap_or(parent);
+        let stem = stem.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+        (1..)
+            .map(|number: u32| format!("{stem}.{number}"))
+            .filter(|name| !inner.is_taken(name))
+            .take(count as usize)
+            .collect()
+    }
+
+    pub(crate) fn add(&self, vm: Arc<Vm>) {
+        let mut inner = self.inner();
+        let number = inner.next;
+        inner.next += 1;
+        inner.vms.insert(number, vm);
+    }
+
+    /// By name or id.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn find(&self, name_or_id: &str) -> Result<Arc<Vm>, ErrorBody> {
+        let inner = self.inner();
+        inner
+            .vms
+            .values()
+            .find(|vm| vm.name() == name_or_id || vm.identity.id == name_or_id)
+            .cloned()
+            .ok_or_else(|| ErrorBody {
+                code: ErrorCode::NotFound,
+                message: format!("no VM named `{name_or_id}` on this host"),
+                cause: None,
+                remedy: Some("`vmfork ps -a` lists the VMs that are here".to_owned()),
+            })
+    }
+
+    /// All, in the order in which they began.
+    pub(crate) fn all(&self) -> Vec<Arc<Vm>> {
+        self.inner().vms.values().cloned().collect()
+    }
+
+    /// Those that have not ended.
+    pub(crate) fn live(&self) -> Vec<Arc<Vm>> {
+        let mut all = self.all();
+        all.retain(|vm| vm.end_now().is_none());
+        all
+    }
+
+    pub(crate) fn remove(&self, id: &str) {
+        self.inner().vms.retain(|_, vm| vm.identity.id != id);
+    }
+
+    /// A VM has ended. → ids of ended VMs that are forgotten now, to make room.
+    pub(crate) fn has_ended(&self, id: &str) -> Vec<String> {
+        let mut inner = self.inner();
+        inner.ended.push_back(id.to_owned());
+        let mut forgotten = Vec::new();
+        while inner.ended.len() > ENDED_MAX {
+            let Some(oldest) = inner.ended.pop_front() else { break };
+            inner.vms.retain(|_, vm| vm.identity.id != oldest);
+            forgotten.push(oldest);
+        }
+        forgotten
+    }
+
+    /// Live VMs that were forked from this one, by number.
+    pub(crate) fn clones_of(&self, id: &str) -> Vec<Arc<Vm>> {
+        let mut clones = self.live();
+        clones.retain(|vm| vm.identity.parent.as_ref().is_some_and(|(parent, _)| parent == id));
+        clones.sort_by_key(|vm| vm.identity.vmid);
+        clones
+    }
+
+    /// All live VMs that descend from this one, itself too.
+    pub(crate) fn descendants(&self, id: &str) -> Vec<Arc<Vm>> {
+        let all = self.all();
+        let mut ids: HashSet<String> = HashSet::from([id.to_owned()]);
+        // Parents are added before their clones, so one pass finds all.
+        for vm in &all {
+            if vm.identity.parent.as_ref().is_some_and(|(parent, _)| ids.contains(parent)) {
+                ids.insert(vm.identity.id.clone());
+            }
+        }
+        all.into_iter()
+            .filter(|vm| ids.contains(&vm.identity.id) && vm.end_now().is_none())
+            .collect()
+    }
+
+    /// The families. An ended VM is shown while something that lives descends from it.
+    pub(crate) fn tree(&self) -> Vec<TreeNode> {
+        let all = self.all();
+        let known: HashSet<&str> = all.iter().map(|vm| vm.identity.id.as_str()).collect();
+        all.iter()
+            .filter(|vm| match &vm.identity.parent {
+                None => true,
+                Some((parent, _)) => !known.contains(parent.as_str()),
+            })
+            .filter_map(|root| node(root, &all))
+            .collect()
+    }
+}
+
+/// A VM with what descends from it; `None` if nothing of that lives.
+fn node(vm: &Arc<Vm>, all: &[Arc<Vm>]) -> Option<TreeNode> {
+    let children: Vec<TreeNode> = all
+        .iter()
+        .filter(|other| {
+            other.identity.parent.as_ref().is_some_and(|(parent, _)| *parent == vm.identity.id)
+        })
+        .filter_map(|child| node(child, all))
+        .collect();
+    let lives = vm.end_now().is_none();
+    let count = u32::try_from(children.len()).unwrap_or(u32::MAX);
+    (lives || !children.is_empty()).then(|| TreeNode { vm: vm.summary(count, false), children })
+}

@@ -1,0 +1,367 @@
+//! One VM: who it is, what it runs in, and how it ends.
+//!
+//! ```text
+//!   Starting ──agent answered──► Running ◄──► Frozen (a fork's pause)
+//!       └───────────────────────────┴── end() ──► Exited | Failed   (once; whoever comes first says why)
+//! ```
+//!
+//! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The [`Machine`] is dropped at the
+//! end, and with it the process, the keeper and the view.
+
+pub(crate) mod console;
+pub(crate) mod launch;
+pub(crate) mod log;
+pub(crate) mod machine;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use tokio::sync::watch;
+use vmfork_api::{Accel, ErrorBody, ErrorCode, VmState};
+
+use self::console::Console;
+use self::log::Log;
+use self::machine::Machine;
+use crate::admission::Lease;
+use crate::agent::{AgentInfo, AgentLink};
+use crate::fork::tickets::Origin;
+use crate::metrics::EndReason;
+
+/// What never changes.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// 16 hex digits.
+    pub id: String,
+    pub name: String,
+    pub image: String,
+    /// The id of the root of its family.
+    pub family: String,
+    /// Id and name of the VM that it was forked from.
+    pub parent: Option<(String, String)>,
+    /// 0 in a VM that booted.
+    pub vmid: u32,
+    pub accel: Accel,
+    pub accel_reason: String,
+    pub cpus: u32,
+    pub memory_bytes: u64,
+    /// Whether an agent is expected in the guest.
+    pub has_agent: bool,
+    pub created_unix_ms: u64,
+}
+
+/// How a VM ended.
+#[derive(Debug, Clone)]
+pub struct End {
+    pub state: VmState,
+    pub reason: String,
+    pub kind: EndReason,
+}
+
+impl End {
+    /// In good order.
+    pub fn exited(reason: impl Into<String>) -> Self {
+        Self { state: VmState::Exited, reason: reason.into(), kind: EndReason::Exited }
+    }
+
+    /// On request.
+    pub fn killed(reason: impl Into<String>) -> Self {
+        Self { state: VmState::Exited, reason: reason.into(), kind: EndReason::Killed }
+    }
+
+    /// By a fault.
+    pub fn failed(kind: EndReason, reason: impl Into<String>) -> Self {
+        Self { state: VmState::Failed, reason: reason.into(), kind }
+    }
+}
+
+/// What changes.
+#[derive(Debug, Default)]
+struct Live {
+    machine: Option<Arc<Machine>>,
+    link: Option<AgentLink>,
+    console: Option<Arc<Console>>,
+    agent: Option<AgentInfo>,
+    lease: Option<Lease>,
+    ready: Option<Duration>,
+    frozen: bool,
+}
+
+/// A VM of this host, running or ended.
+#[derive(Debug)]
+pub struct Vm {
+    pub identity: Identity,
+    pub log: Arc<Log>,
+    /// The ticket that made it.
+    pub(crate) origin: Option<Origin>,
+    began: Instant,
+    live: Mutex<Live>,
+    ended: watch::Sender<Option<End>>,
+    /// One fork at a time.
+    pub(crate) forking: tokio::sync::Mutex<()>,
+    forks: AtomicU64,
+    /// Last counts before the end.
+    faults: AtomicU64,
+}
+
+impl Vm {
+    pub(crate) fn new(
+        identity: Identity,
+        log: Arc<Log>,
+        lease: Option<Lease>,
+        origin: Option<Origin>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            identity,
+            log,
+            origin,
+            began: Instant::now(),
+            live: Mutex::new(Live { lease, ..Live::default() }),
+            ended: watch::Sender::new(None),
+            forking: tokio::sync::Mutex::new(()),
+            forks: AtomicU64::new(0),
+            faults: AtomicU64::new(0),
+        })
+    }
+
+    fn live(&self) -> MutexGuard<'_, Live> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn name(&self) -> &str {
+        &self.identity.name
+    }
+
+    /// Give it its QEMU. If it was ended meanwhile, the QEMU goes at once.
+    pub fn set_machine(&self, machine: Arc<Machine>) {
+        if self.end_now().is_none() {
+            self.live().machine = Some(machine);
+        }
+        if self.end_now().is_some() {
+            self.let_go();
+        }
+    }
+
+    /// Its memory's account learns what it uses, and that it was forked.
+    pub fn with_lease(&self, with: impl FnOnce(&Lease)) {
+        if let Some(lease) = &self.live().lease {
+            with(lease);
+        }
+    }
+
+    pub fn set_link(&self, link: AgentLink) {
+        self.live().link = Some(link);
+    }
+
+    pub fn set_console(&self, console: Arc<Console>) {
+        self.live().console = Some(console);
+    }
+
+    /// Its agent has answered.
+    pub fn set_ready(&self, agent: Option<AgentInfo>) {
+        let mut live = self.live();
+        live.agent = agent;
+        live.ready = Some(self.began.elapsed());
+    }
+
+    pub fn set_frozen(&self, frozen: bool) {
+        self.live().frozen = frozen;
+    }
+
+    pub fn ready(&self) -> Option<Duration> {
+        self.live().ready
+    }
+
+    pub fn agent(&self) -> Option<AgentInfo> {
+        self.live().agent.clone()
+    }
+
+    pub fn machine(&self) -> Option<Arc<Machine>> {
+        self.live().machine.clone()
+    }
+
+    pub fn console(&self) -> Option<Arc<Console>> {
+        self.live().console.clone()
+    }
+
+    /// The link to its agent.
+    ///
+    /// # Errors
+    /// It has ended, or has none (yet).
+    pub fn link(&self) -> Result<AgentLink, ErrorBody> {
+        let link = self.live().link.clone();
+        link.ok_or_else(|| match self.end_now() {
+            Some(end) => self.has_ended(&end),
+            None if self.identity.has_agent => ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("reach the agent of `{}`", self.name()),
+                cause: Some("the VM is still starting".to_owned()),
+                remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
+            },
+            None => ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("reach the agent of `{}`", self.name()),
+                cause: Some(format!("image `{}` has no agent", self.identity.image)),
+                remedy: Some("`vmfork console` still works".to_owned()),
+            },
+        })
+    }
+
+    /// Its QEMU.
+    ///
+    /// # Errors
+    /// It has ended, or is still being started.
+    pub fn running_machine(&self) -> Result<Arc<Machine>, ErrorBody> {
+        if let Some(end) = self.end_now() {
+            return Err(self.has_ended(&end));
+        }
+        self.machine().ok_or_else(|| ErrorBody {
+            code: ErrorCode::Conflict,
+            message: format!("`{}` is not running", self.name()),
+            cause: Some("its QEMU is being started".to_owned()),
+            remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
+        })
+    }
+
+    fn has_ended(&self, end: &End) -> ErrorBody {
+        ErrorBody {
+            code: ErrorCode::Conflict,
+            message: format!("`{}` is not running", self.name()),
+            cause: Some(end.reason.clone()),
+            remedy: Some(format!("`vmfork logs {}` shows its last words", self.name())),
+        }
+    }
+
+    /// A number for a fork, not used before for this VM.
+    pub fn next_fork(&self) -> u64 {
+        self.forks.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub fn state(&self) -> VmState {
+        if let Some(end) = self.end_now() {
+            return end.state;
+        }
+        let live = self.live();
+        match live.ready {
+            _ if live.frozen => VmState::Frozen,
+            Some(_) => VmState::Running,
+            None => VmState::Starting,
+        }
+    }
+
+    /// How it ended, if it has.
+    pub fn end_now(&self) -> Option<End> {
+        self.ended.borrow().clone()
+    }
+
+    /// Wait for its end.
+    pub async fn wait_end(&self) -> End {
+        let mut ended = self.ended.subscribe();
+        match ended.wait_for(Option::is_some).await {
+            Ok(end) => end.clone().unwrap_or_else(|| End::exited("ended")),
+            Err(_sender_is_ours) => End::exited("ended"),
+        }
+    }
+
+    /// End it. The first reason stands. → whether this was the first.
+    pub fn end(&self, end: End) -> bool {
+        let first = self.ended.send_if_modified(|slot| {
+            let first = slot.is_none();
+            if first {
+                *slot = Some(end);
+            }
+            first
+        });
+        if first {
+            self.faults.store(self.count_faults(), Ordering::Relaxed);
+            self.let_go();
+        }
+        first
+    }
+
+    fn let_go(&self) {
+        let live = {
+            let mut live = self.live();
+            let kept = Live { agent: live.agent.clone(), ready: live.ready, ..Live::default() };
+            std::mem::replace(&mut *live, kept)
+        };
+        // The process first: whoever waits in a fault of a view that is given up must not wait for ever.
+        if let Some(machine) = &live.machine {
+            machine.process.kill();
+        }
+        drop(live);
+        self.log.close();
+    }
+
+    fn count_faults(&self) -> u64 {
+        self.machine().map_or(0, |machine| {
+            let memory = machine.memory();
+            let counters = memory.counters();
+            counters.zero.get()
+                + counters.fetch.get()
+                + counters.present.get()
+                + counters.mapped.get()
+        })
+    }
+
+    /// What `ps` shows. `children`: how many live VMs were forked from it. `sample`: count its own memory, which
+    /// takes 1 ms per GiB.
+    pub fn summary(&self, children: u32, sample: bool) -> vmfork_api::Vm {
+        let identity = &self.identity;
+        let machine = self.machine();
+        let memory = machine.as_ref().filter(|_| sample).map(|machine| machine.sample());
+        let private_bytes = memory.map_or(0, |m| m.private_pages * vmfork_image::PAGE_BYTES);
+        let shared_bytes = machine
+            .as_ref()
+            .and_then(|machine| machine.engine())
+            .map_or(0, |engine| engine.image().cache().resident_bytes());
+        let faults = if machine.is_some() {
+            self.count_faults()
+        } else {
+            self.faults.load(Ordering::Relaxed)
+        };
+        vmfork_api::Vm {
+            id: identity.id.clone(),
+            name: identity.name.clone(),
+            image: identity.image.clone(),
+            family: identity.family.clone(),
+            parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
+            vmid: identity.vmid,
+            state: self.state(),
+            reason: self.end_now().map(|end| end.reason),
+            accel: identity.accel,
+            cpus: identity.cpus,
+            memory_mib: identity.memory_bytes >> 20,
+            created_unix_ms: identity.created_unix_ms,
+            ready_ms: self.ready().map(|ready| ready.as_secs_f64() * 1e3),
+            pid: machine.map(|machine| machine.pid()),
+            clones: children,
+            private_bytes,
+            shared_bytes,
+            faults,
+        }
+    }
+}
+
+/// The wall clock, in ms since 1970.
+pub(crate) fn now_unix_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}
+
+/// `N` random bytes from the host, as hex digits.
+///
+/// # Panics
+/// If the kernel has no random numbers, which Linux always has once it is up.
+pub(crate) fn random_hex<const N: usize>() -> String {
+    let mut bytes = [0u8; N];
+    if let Err(error) = getrandom::fill(&mut bytes) {
+        unreachable!("getrandom(2) of a few bytes: {error}");
+    }
+    bytes.iter().fold(String::with_capacity(2 * N), |mut text, byte| {
+        use std::fmt::Write;
+        let _infallible = write!(text, "{byte:02x}");
+        text
+    })
+}
