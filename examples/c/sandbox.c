@@ -14,9 +14,8 @@
 #include <unistd.h>
 #include <vmfork.h>
 
-#define PRECIOUS "/tmp/vmfork-sandbox-precious"
-
 static char secret[1 << 16];
+static char precious[256];
 
 static int fail(const char *what, int error)
 {
@@ -31,7 +30,7 @@ static void untrusted(int hangs)
 
 	sf_send(answer, strlen(answer));
 	memset(secret, 'X', sizeof(secret));
-	unlink(PRECIOUS);
+	unlink(precious);
 	if (!hangs)
 		sf_exit();
 	for (;;)
@@ -66,12 +65,15 @@ static int run(int hangs, char *answer, size_t room)
 int main(void)
 {
 	char answer[32];
-	FILE *file = fopen(PRECIOUS, "w");
+	const char *folder = getenv("TMPDIR");
+	FILE *file;
 	size_t i;
 	int hangs;
 
+	snprintf(precious, sizeof(precious), "%s/vmfork-sandbox-precious", folder ? folder : "/tmp");
+	file = fopen(precious, "w");
 	if (!file || fclose(file) != 0)
-		return fail(PRECIOUS, -errno);
+		return fail(precious, -errno);
 	memset(secret, 's', sizeof(secret));
 	for (hangs = 0; hangs <= 1; hangs++) {
 		if (run(hangs, answer, sizeof(answer)) != 0)
@@ -83,7 +85,7 @@ int main(void)
 	for (i = 0; i < sizeof(secret); i++)
 		if (secret[i] != 's')
 			return fail("our memory was changed", -EIO);
-	if (unlink(PRECIOUS) != 0)
+	if (unlink(precious) != 0)
 		return fail("our file is gone", -errno);
 	printf("our memory and our file are as they were\n");
 	return 0;

@@ -14,7 +14,7 @@ import time
 
 from vmfork import sf_clone, sf_exit, sf_kill, sf_recv, sf_request_ticket, sf_send
 
-PRECIOUS = "/tmp/vmfork-sandbox-precious"
+PRECIOUS = os.environ.get("TMPDIR", "/tmp") + "/vmfork-sandbox-precious"
 ANSWERING = "answer = 6 * 7\nsecrets.clear()\nos.unlink(PRECIOUS)"
 HANGING = "send('working on it')\nwhile True: time.sleep(1)"
 

@@ -1,6 +1,10 @@
 //! The command line of the agent as a service.
 
 use std::path::PathBuf;
+use std::time::Duration;
+
+/// Longer than a daemon takes to give a fork up.
+const FORK_LIMIT: Duration = Duration::from_secs(30);
 
 pub(crate) const USAGE: &str = "\
 vmfork-agent: the guest side of vmfork
@@ -15,6 +19,7 @@ usage: vmfork-agent serve [OPTION…]
   --apply-identity      apply entropy, clock, host name and machine id although --port is given
   --dry-identity DIR    write them to files under DIR instead
   --run-dir DIR         where fork.sock, vmid and identity.json are; default /run/vmfork
+  --fork-limit-ms N     how long a fork may take before the agent goes on; default 30000
   --firstboot           run /etc/vmfork/firstboot
   --version             print the version
   --help                print this
@@ -44,6 +49,8 @@ pub(crate) struct Options {
     pub(crate) port: PortPath,
     pub(crate) effects: Effects,
     pub(crate) run_dir: PathBuf,
+    /// How long a fork may take before the agent speaks again unasked.
+    pub(crate) fork_limit: Duration,
     pub(crate) firstboot: bool,
 }
 
@@ -54,6 +61,7 @@ impl Options {
             port: PortPath::Virtio,
             effects: Effects::Real,
             run_dir: PathBuf::from("/run/vmfork"),
+            fork_limit: FORK_LIMIT,
             firstboot: true,
         }
     }
@@ -81,6 +89,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Command, String> {
     }
     let (mut port, mut apply, mut dry, mut run_dir, mut firstboot) =
         (None, false, None, None, false);
+    let mut fork_limit = FORK_LIMIT;
     while let Some(arg) = args.next() {
         let mut value = || args.next().map(PathBuf::from).ok_or(format!("{arg} needs a value"));
         match arg.as_str() {
@@ -88,6 +97,11 @@ pub(crate) fn parse(args: &[String]) -> Result<Command, String> {
             "--apply-identity" => apply = true,
             "--dry-identity" => dry = Some(value()?),
             "--run-dir" => run_dir = Some(value()?),
+            "--fork-limit-ms" => {
+                let limit = value()?;
+                let ms = limit.to_str().and_then(|text| text.parse().ok());
+                fork_limit = Duration::from_millis(ms.ok_or("--fork-limit-ms needs a number")?);
+            }
             "--firstboot" => firstboot = true,
             "--help" | "-h" => return Ok(Command::Help),
             other => return Err(format!("unknown option `{other}`")),
@@ -106,6 +120,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Command, String> {
         port: port.map_or(PortPath::Virtio, PortPath::Path),
         effects,
         run_dir: run_dir.unwrap_or(guest.run_dir),
+        fork_limit,
         firstboot,
     }))
 }

@@ -37,8 +37,6 @@ use crate::port::{Lost, Port};
 use crate::sys;
 use crate::transfer::{Incoming, Outgoing};
 
-/// How long a fork may take before the agent speaks again unasked.
-const QUIET: Duration = Duration::from_secs(30);
 /// Most channels that the daemon may have open.
 const CHANNELS_MAX: usize = 1024;
 /// Open files that so many channels and connections may need.
@@ -85,6 +83,7 @@ pub(crate) struct Server {
     incoming: BTreeMap<u32, Incoming>,
     leftovers: Leftovers,
     quiesce: Option<Quiesce>,
+    fork_limit: Duration,
     /// The daemon has been connected since the last [`Server::disconnected`].
     has_session: bool,
     /// The image's first-boot command, while it runs.
@@ -123,6 +122,7 @@ impl Server {
             incoming: BTreeMap::new(),
             leftovers: Leftovers::default(),
             quiesce: None,
+            fork_limit: options.fork_limit,
             has_session: false,
             firstboot: None,
             scratch: vec![0; 32 * 1024],
@@ -288,7 +288,7 @@ impl Server {
         self.local.tick(now);
         self.leftovers.tick(now);
         if let Some(Quiesce { fork, .. }) = self.quiesce.take_if(|quiesce| now >= quiesce.until) {
-            log!("fork {fork}: nothing heard for {QUIET:?}, going on");
+            log!("fork {fork}: nothing heard for {:?}, going on", self.fork_limit);
             self.resume(fork);
         }
         if self.quiesce.is_none() {
@@ -461,7 +461,7 @@ impl Server {
                 if let Some(Quiesce { fork, .. }) = self.quiesce {
                     self.resume(fork);
                 }
-                self.quiesce = Some(Quiesce { fork, until: now + QUIET });
+                self.quiesce = Some(Quiesce { fork, until: now + self.fork_limit });
                 self.port.send(0, &ToHost::Prepared { fork });
             }
             ToGuest::Continue { fork } => {

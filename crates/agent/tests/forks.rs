@@ -61,6 +61,20 @@ fn between_prepared_and_continue_nothing_is_written() {
 }
 
 #[test]
+fn a_fork_that_nobody_ends_ends_by_itself() {
+    let mut daemon = Daemon::start_with(&["--fork-limit-ms", "600"]);
+    daemon.prepare(7);
+    daemon.send(0, &ToGuest::Ping { token: 4 });
+    assert_eq!(daemon.frame_within(SILENCE), None);
+    assert_eq!(daemon.message_on(0), ToHost::Pong { token: 4 });
+    daemon.send(0, &ToGuest::Continue { fork: 7 });
+    daemon.prepare(8);
+    daemon.send(0, &ToGuest::Continue { fork: 8 });
+    daemon.exec(2, &["true"]);
+    assert_eq!(daemon.finish(2).exit_code, 0);
+}
+
+#[test]
 fn a_clone_takes_its_identity_in_order_then_confirms() {
     let mut daemon = Daemon::start();
     daemon.prepare(3);

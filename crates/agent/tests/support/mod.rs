@@ -32,6 +32,10 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// Start an agent and accept its connection.
     pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    pub(crate) fn start_with(options: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("temp dir");
         let socket = folder.path().join("port");
         let listener = UnixListener::bind(&socket).expect("bind");
@@ -40,6 +44,7 @@ impl Daemon {
             .args(["--port".as_ref(), socket.as_os_str()])
             .args(["--dry-identity".as_ref(), folder.path().as_os_str()])
             .args(["--run-dir".as_ref(), folder.path().join("run").as_os_str()])
+            .args(options)
             .stdin(Stdio::null())
             .spawn()
             .expect("start the agent");
