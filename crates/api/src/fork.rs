@@ -58,6 +58,9 @@ pub struct ForkStages {
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct CloneResult {
+    /// The id of the VM; absent if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
     pub vmid: u32,
     pub name: String,
     pub state: VmState,

@@ -103,6 +103,8 @@ pub struct VmDetail {
     pub clone_names: Vec<String>,
     /// Why the accelerator was chosen.
     pub accel_reason: String,
+    /// The process that keeps frozen pages beside QEMU, while there is one.
+    pub keeper_pid: Option<u32>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

@@ -64,6 +64,7 @@ pub(super) async fn start(
             }
             core.metrics.clone_started();
             let result = CloneResult {
+                id: Some(vm.identity.id.clone()),
                 vmid,
                 name,
                 state: vm.state(),

@@ -33,7 +33,7 @@ use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
 
 /// Most clones of one fork.
-pub const COUNT_MAX: u32 = 1024;
+pub(crate) const COUNT_MAX: u32 = 1024;
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 
@@ -221,6 +221,7 @@ pub(crate) fn ms(duration: Duration) -> f64 {
 
 fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
     CloneResult {
+        id: None,
         vmid,
         name,
         state: VmState::Failed,

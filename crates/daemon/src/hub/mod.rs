@@ -28,10 +28,12 @@ use vmfork_qemu::pool::{Limits, Pool};
 use vmfork_qemu::{Accel, DiskId, Shape};
 
 pub(crate) use self::registry::Registry;
-use crate::admission::{Admission, Lease, Policy, ProcProbe};
+use crate::admission::{Admission, Lease};
 use crate::agent::{AgentLink, Inheritance, LinkOptions, MailLimits};
+use crate::cgroup::{self, Cgroups};
 use crate::config::Config;
 use crate::fork::tickets::{self, Event, Origin};
+use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
 use crate::state::State;
 use crate::vm::console::Console;
@@ -49,11 +51,13 @@ const LOG_PIECES: usize = 256;
 
 /// What all parts of the control plane share.
 pub(crate) struct Core {
-    pub(crate) config: Config,
+    pub(crate) config: Arc<Config>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<State>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) admission: Admission,
+    /// Where the host has cgroup v2 with the memory controller.
+    cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
@@ -112,11 +116,8 @@ impl Hub {
     ///
     /// # Errors
     /// There is no QEMU that could be used.
-    pub async fn start(
-        config: Config,
-        metrics: Arc<Metrics>,
-        state: Arc<State>,
-    ) -> Result<Arc<Self>, vmfork_qemu::probe::ProbeError> {
+    pub async fn start(parts: Parts) -> Result<Arc<Self>, vmfork_qemu::probe::ProbeError> {
+        let Parts { config, state, metrics, admission, cgroups } = parts;
         let binary = vmfork_qemu::probe::find(Some(&config.qemu)).await?;
         if let Some(warning) = binary.version.warning() {
             tracing::warn!(warning, "QEMU");
@@ -142,14 +143,11 @@ impl Hub {
                 })
             })
         };
-        let policy = Policy {
-            reserve_bytes: config.memory_reserve_bytes,
-            clone_growth_percent: config.clone_growth_percent,
-        };
         let (engine_events, events) = mpsc::unbounded_channel();
         let core = Arc::new(Core {
             images: Store::new(state.images()),
-            admission: Admission::new(policy, Box::new(ProcProbe)),
+            admission,
+            cgroups: cgroups.ok(),
             registry: Arc::new(Registry::default()),
             config,
             metrics: Arc::clone(&metrics),
@@ -253,6 +251,12 @@ impl Core {
         inheritance: Option<&Inheritance>,
     ) -> io::Result<()> {
         vm.with_lease(|lease| lease.used_by(machine.pid()));
+        if let Some(cgroups) = &self.cgroups {
+            let limit_bytes = cgroup::limit_bytes(vm.identity.memory_bytes);
+            let cgroup = cgroups.create(&vm.identity.id, limit_bytes)?;
+            cgroup.add(machine.pid())?;
+            vm.set_cgroup(cgroup);
+        }
         if let Some(serial) = machine.take_serial() {
             vm.set_console(Arc::new(Console::start(serial, Arc::clone(&vm.log))?));
         }

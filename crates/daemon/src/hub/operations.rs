@@ -134,6 +134,7 @@ impl Control for Hub {
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.accel_reason.clone(),
+                keeper_pid: vm.machine().map(|machine| machine.memory().keeper_pid()),
             })
         }
         .boxed()

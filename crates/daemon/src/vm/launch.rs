@@ -17,7 +17,7 @@ use crate::state::{ProcessKind, State};
 
 /// A QEMU that could not be started, or whose RAM can't be taken hold of.
 #[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
+pub(crate) enum LaunchError {
     #[error("open {path}")]
     Open {
         path: PathBuf,
@@ -40,7 +40,7 @@ pub enum LaunchError {
 
 /// What every QEMU of this daemon has in common.
 #[derive(Debug)]
-pub struct Launcher {
+pub(crate) struct Launcher {
     pub(crate) binary: Binary,
     pub(crate) shim: PathBuf,
     pub(crate) uid_base: u32,
@@ -57,7 +57,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`LaunchError`]; nothing is left running.
-    pub async fn boot(
+    pub(crate) async fn boot(
         &self,
         shape: Shape,
         disk: Option<OwnedFd>,
@@ -70,7 +70,11 @@ impl Launcher {
     ///
     /// # Errors
     /// [`LaunchError`]; nothing is left running.
-    pub async fn wait(&self, shape: Shape, disk: Option<OwnedFd>) -> Result<Machine, LaunchError> {
+    pub(crate) async fn wait(
+        &self,
+        shape: Shape,
+        disk: Option<OwnedFd>,
+    ) -> Result<Machine, LaunchError> {
         self.start(shape, disk, None).await
     }
 

@@ -25,6 +25,7 @@ use self::log::Log;
 use self::machine::Machine;
 use crate::admission::Lease;
 use crate::agent::{AgentInfo, AgentLink};
+use crate::cgroup::VmCgroup;
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 
@@ -83,6 +84,7 @@ struct Live {
     console: Option<Arc<Console>>,
     agent: Option<AgentInfo>,
     lease: Option<Lease>,
+    cgroup: Option<VmCgroup>,
     ready: Option<Duration>,
     frozen: bool,
 }
@@ -151,6 +153,10 @@ impl Vm {
 
     pub fn set_link(&self, link: AgentLink) {
         self.live().link = Some(link);
+    }
+
+    pub(crate) fn set_cgroup(&self, cgroup: VmCgroup) {
+        self.live().cgroup = Some(cgroup);
     }
 
     pub fn set_console(&self, console: Arc<Console>) {
@@ -289,7 +295,16 @@ impl Vm {
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
-        drop(live);
+        let cgroup = live.cgroup;
+        if let Some((machine, cgroup)) = live.machine.as_ref().zip(cgroup) {
+            // It can be removed only when nobody is in it any more.
+            let exit = machine.process.exit();
+            tokio::spawn(async move {
+                exit.await;
+                drop(cgroup);
+            });
+        }
+        drop((live.link, live.console, live.machine, live.lease));
         self.log.close();
     }
 

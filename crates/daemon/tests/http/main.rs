@@ -5,6 +5,7 @@ mod errors;
 mod exec;
 mod fake;
 mod files;
+mod lifecycle;
 mod openapi;
 mod routes;
 mod sockets;

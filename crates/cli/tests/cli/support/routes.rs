@@ -255,6 +255,7 @@ async fn fork(
     let fits = if name == "full" { 2 } else { request.count };
     let clones: Vec<CloneResult> = (1..=request.count)
         .map(|vmid| CloneResult {
+            id: None,
             vmid,
             name: format!("{name}.{vmid}"),
             state: if vmid > fits { VmState::Failed } else { VmState::Running },

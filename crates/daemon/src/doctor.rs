@@ -1,0 +1,428 @@
+//! What the host has and lacks for vmfork, a line and a remedy each.
+//!
+//! Each check is a function of what was read to a [`Check`]; [`examine`] reads. Checks look and touch
+//! nothing. `failed` means that VMs can't run (or can't be forked) as it is, `warning` that
+//! something is missing that not everybody needs.
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use linux_raw_sys::general::{PAGE_IS_FILE, PAGE_IS_PRESENT, page_region, pm_scan_arg};
+use rustix::fs::{MemfdFlags, memfd_create, statvfs};
+use rustix::ioctl::{Opcode, Updater, opcode};
+use rustix::process::{Resource, geteuid, getrlimit};
+use vmfork_api::{Check, CheckStatus, DoctorReport, SCHEMA};
+use vmfork_qemu::probe::{self, AccelChoice, Binary, KvmFacts, NoKvm, ProbeError};
+
+use crate::admission::Admission;
+use crate::config::{Config, find_program};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// `PAGEMAP_SCAN` came with it.
+const KERNEL_MIN: (u32, u32) = (6, 7);
+/// A view has at most a mapping for each 2 MiB block of its memory.
+const MAP_COUNT_MIN: u64 = 65_530;
+/// A VM takes about a dozen.
+const FILES_MIN: u64 = 4096;
+/// The smallest guest that does something.
+const MEMORY_BYTES_MIN: u64 = 256 * MIB;
+
+/// Look at everything. `cgroup` is what [`crate::cgroup::Cgroups::detect`] found at start.
+pub async fn examine(
+    config: &Config,
+    admission: &Admission,
+    cgroup: Result<(), String>,
+) -> DoctorReport {
+    let qemu = qemu(probe::find(Some(&config.qemu)).await);
+    let path = std::env::var_os("PATH");
+    let host = admission.host();
+    let checks = vec![
+        privileges(geteuid().is_root()),
+        kernel(&read("/proc/sys/kernel/osrelease")),
+        userfaultfd(&open_userfaultfd()),
+        pagemap_scan(&scan_own_pages()),
+        memfd(&memfd_create("vmfork-doctor", MemfdFlags::CLOEXEC).map(drop)),
+        overcommit(read("/proc/sys/vm/overcommit_memory").trim()),
+        map_count(read("/proc/sys/vm/max_map_count").trim()),
+        open_files(getrlimit(Resource::Nofile).maximum),
+        qemu,
+        part("shim", &config.shim(), "VMs can't be started without it"),
+        kvm(&probe::choose_accel(None, &KvmFacts::gather())),
+        memory(host.total_bytes, host.available_bytes, admission.admissible_bytes()),
+        shared_memory(&free_bytes(Path::new("/dev/shm"))),
+        cgroups(cgroup),
+        disk(&config.state, &free_bytes(&config.state)),
+        agent(&config.agent()),
+        mmdebstrap(find_program(Path::new("mmdebstrap"), path.as_deref()).is_some()),
+    ];
+    DoctorReport { schema: SCHEMA.to_owned(), checks }
+}
+
+/// Empty if it can't be read.
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+fn ok(name: &str, detail: impl Into<String>) -> Check {
+    Check { name: name.into(), status: CheckStatus::Ok, detail: detail.into(), remedy: None }
+}
+
+fn warning(name: &str, detail: impl Into<String>, remedy: impl Into<String>) -> Check {
+    let remedy = Some(remedy.into());
+    Check { name: name.into(), status: CheckStatus::Warning, detail: detail.into(), remedy }
+}
+
+fn failure(name: &str, detail: impl Into<String>, remedy: impl Into<String>) -> Check {
+    Check { status: CheckStatus::Failed, ..warning(name, detail, remedy) }
+}
+
+fn privileges(is_root: bool) -> Check {
+    let name = "privileges";
+    if is_root {
+        return ok(name, "vmforkd runs as root; its QEMUs do not");
+    }
+    failure(
+        name,
+        "vmforkd does not run as root",
+        "start it as root: it opens /dev/userfaultfd and gives each QEMU a user of its own",
+    )
+}
+
+fn kernel(release: &str) -> Check {
+    let (name, release) = ("kernel", release.trim());
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let remedy = "boot a kernel of 6.7 or later; Debian 12 has one in bookworm-backports (linux-image-amd64)";
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= KERNEL_MIN => {
+            ok(name, format!("Linux {release}"))
+        }
+        (Some(Ok(_)), Some(Ok(_))) => {
+            failure(name, format!("Linux {release} is older than 6.7: no PAGEMAP_SCAN"), remedy)
+        }
+        _ => warning(name, format!("a version that can't be read: `{release}`"), remedy),
+    }
+}
+
+fn open_userfaultfd() -> io::Result<()> {
+    OpenOptions::new().read(true).write(true).open("/dev/userfaultfd").map(drop)
+}
+
+fn userfaultfd(opened: &io::Result<()>) -> Check {
+    let name = "userfaultfd";
+    match opened {
+        Ok(()) => ok(name, "/dev/userfaultfd opens"),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => failure(
+            name,
+            format!("/dev/userfaultfd: {error}"),
+            "start vmforkd as root, or let the container have the device /dev/userfaultfd",
+        ),
+        Err(error) => failure(
+            name,
+            format!("/dev/userfaultfd: {error}"),
+            "use a kernel with CONFIG_USERFAULTFD, and devtmpfs on /dev",
+        ),
+    }
+}
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`; linux-raw-sys lacks it.
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<pm_scan_arg>(b'f', 16);
+
+/// Scan a page of our own.
+fn scan_own_pages() -> io::Result<()> {
+    let pagemap = fs::File::open("/proc/self/pagemap")?;
+    let page = rustix::param::page_size();
+    let seen = 7_u8;
+    let start = (&raw const seen).addr() & !(page - 1);
+    let mut region = page_region { start: 0, end: 0, categories: 0 };
+    let mut argument = pm_scan_arg {
+        size: size_of::<pm_scan_arg>() as u64,
+        flags: 0,
+        start: start as u64,
+        end: (start + page) as u64,
+        walk_end: 0,
+        vec: (&raw mut region).expose_provenance() as u64,
+        vec_len: 1,
+        max_pages: 0,
+        category_inverted: u64::from(PAGE_IS_FILE),
+        category_mask: u64::from(PAGE_IS_FILE | PAGE_IS_PRESENT),
+        category_anyof_mask: 0,
+        return_mask: u64::from(PAGE_IS_PRESENT),
+    };
+    // SAFETY:
+    // - PAGEMAP_SCAN reads and writes a `pm_scan_arg`, whose `size` is right.
+    // - `argument.vec` points to `vec_len`, one, live and writable `page_region`.
+    // - It changes no memory but these: no flag asks for write protection.
+    let scanned = unsafe {
+        rustix::ioctl::ioctl(pagemap.as_fd(), Updater::<PAGEMAP_SCAN, _>::new(&mut argument))
+    };
+    scanned?;
+    if region.start == start as u64 {
+        Ok(())
+    } else {
+        Err(io::Error::other("it did not find a page of our own stack"))
+    }
+}
+
+fn pagemap_scan(scanned: &io::Result<()>) -> Check {
+    let name = "pagemap_scan";
+    match scanned {
+        Ok(()) => ok(name, "tells which pages a process wrote"),
+        Err(error) => failure(
+            name,
+            format!("PAGEMAP_SCAN: {error}"),
+            "boot a kernel of 6.7 or later, with /proc/PID/pagemap open to root",
+        ),
+    }
+}
+
+fn memfd(made: &rustix::io::Result<()>) -> Check {
+    match made {
+        Ok(()) => ok("memfd", "memory files can be made"),
+        Err(error) => failure(
+            "memfd",
+            format!("memfd_create: {error}"),
+            "use a kernel with CONFIG_MEMFD_CREATE; look for a seccomp filter around vmforkd",
+        ),
+    }
+}
+
+fn overcommit(mode: &str) -> Check {
+    let name = "overcommit";
+    if mode == "2" {
+        return warning(
+            name,
+            "vm.overcommit_memory is 2: each clone is charged for all of its memory",
+            "sysctl vm.overcommit_memory=0 (vmfork keeps its own accounts)",
+        );
+    }
+    ok(name, format!("vm.overcommit_memory is {mode}"))
+}
+
+fn map_count(count: &str) -> Check {
+    let name = "max_map_count";
+    match count.parse::<u64>() {
+        Ok(count) if count >= MAP_COUNT_MIN => ok(name, format!("vm.max_map_count is {count}")),
+        _ => warning(
+            name,
+            format!("vm.max_map_count is {count}: VMs that were forked often may run out"),
+            format!("sysctl vm.max_map_count={MAP_COUNT_MIN}"),
+        ),
+    }
+}
+
+/// `None` is no limit.
+fn open_files(limit: Option<u64>) -> Check {
+    let name = "open_files";
+    match limit {
+        Some(limit) if limit < FILES_MIN => warning(
+            name,
+            format!("vmforkd may open {limit} files: enough for some {} VMs", limit / 12),
+            "raise the limit: `LimitNOFILE=1048576` in the unit, or `ulimit -n`",
+        ),
+        Some(limit) => ok(name, format!("vmforkd may open {limit} files")),
+        None => ok(name, "vmforkd may open any number of files"),
+    }
+}
+
+fn qemu(found: Result<Binary, ProbeError>) -> Check {
+    let name = "qemu";
+    let install = "apt-get install qemu-system-x86, or name another by --qemu";
+    match found {
+        Ok(binary) => {
+            let detail = format!("QEMU {} at {}", binary.version, binary.path.display());
+            match binary.version.warning() {
+                None => ok(name, detail),
+                Some(doubt) => warning(
+                    name,
+                    format!("{detail}; {doubt}"),
+                    "fine if it works; `make test` tells",
+                ),
+            }
+        }
+        Err(error) => {
+            let source = std::error::Error::source(&error);
+            let cause = source.map(|source| format!(": {source}")).unwrap_or_default();
+            failure(name, format!("{error}{cause}"), install)
+        }
+    }
+}
+
+/// A file that is built with vmforkd.
+fn part(name: &str, path: &Path, without: &str) -> Check {
+    if path.is_file() {
+        return ok(name, path.display().to_string());
+    }
+    failure(
+        name,
+        format!("{} is missing: {without}", path.display()),
+        "`make build` makes it; --libdir or VMFORK_LIBDIR says where it is",
+    )
+}
+
+fn agent(path: &Path) -> Check {
+    let check = part("agent", path, "images can't be built");
+    match check.status {
+        CheckStatus::Failed => Check { status: CheckStatus::Warning, ..check },
+        _ => check,
+    }
+}
+
+fn kvm(choice: &Result<AccelChoice, NoKvm>) -> Check {
+    use vmfork_qemu::Accel;
+    let remedy = "nothing to do for TCG, which is slower; for KVM use a host with VT-x or AMD-V and load kvm_intel or kvm_amd";
+    match choice {
+        Ok(AccelChoice { accel: Accel::Kvm, reason }) => ok("kvm", reason.clone()),
+        Ok(AccelChoice { reason, .. }) => warning("kvm", reason.clone(), remedy),
+        Err(error) => warning("kvm", error.to_string(), remedy),
+    }
+}
+
+fn memory(total_bytes: u64, available_bytes: u64, admissible_bytes: u64) -> Check {
+    let name = "memory";
+    let detail = format!(
+        "{} MiB, {} MiB of it available, {} MiB admissible for VMs",
+        total_bytes / MIB,
+        available_bytes / MIB,
+        admissible_bytes / MIB
+    );
+    let remedy = "end VMs or other programs, or lower --memory-reserve-mib";
+    if admissible_bytes >= MEMORY_BYTES_MIN {
+        ok(name, detail)
+    } else {
+        warning(name, detail, remedy)
+    }
+}
+
+/// Bytes free to us on the file system of `path`.
+fn free_bytes(path: &Path) -> io::Result<u64> {
+    let found = statvfs(path)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+fn shared_memory(free: &io::Result<u64>) -> Check {
+    let name = "shm";
+    let remedy =
+        "mount -t tmpfs tmpfs /dev/shm (programs beside vmfork want it; VMs' memory is in memfds)";
+    match free {
+        Ok(free) if *free >= 64 * MIB => ok(name, format!("/dev/shm has {} MiB free", free / MIB)),
+        Ok(free) => warning(name, format!("/dev/shm has {} MiB free", free / MIB), remedy),
+        Err(error) => warning(name, format!("/dev/shm: {error}"), remedy),
+    }
+}
+
+fn cgroups(found: Result<(), String>) -> Check {
+    match found {
+        Ok(()) => ok("cgroup", "each VM has a memory limit of its own (cgroup v2)"),
+        Err(reason) => warning(
+            "cgroup",
+            format!("VMs have no memory limit of their own: {reason}"),
+            "boot with systemd.unified_cgroup_hierarchy=1, and run vmforkd by its unit",
+        ),
+    }
+}
+
+fn disk(state: &Path, free: &io::Result<u64>) -> Check {
+    let (name, state) = ("disk", state.display());
+    let remedy = "make room, or choose another folder by --state";
+    match free {
+        Ok(free) if *free >= 2 * GIB => ok(name, format!("{state} has {:.1} GiB free", gib(*free))),
+        Ok(free) if *free >= 64 * MIB => warning(
+            name,
+            format!("{state} has {} MiB free; an image takes 200 to 1000", free / MIB),
+            remedy,
+        ),
+        Ok(free) => failure(name, format!("{state} has {} MiB free", free / MIB), remedy),
+        Err(error) => failure(name, format!("{state}: {error}"), remedy),
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people, to one digit")]
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
+}
+
+fn mmdebstrap(is_there: bool) -> Check {
+    if is_there {
+        return ok("mmdebstrap", "images can be built");
+    }
+    warning(
+        "mmdebstrap",
+        "not installed: images can't be built, only imported",
+        "apt-get install mmdebstrap",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn statuses(checks: &[Check]) -> Vec<CheckStatus> {
+        checks.iter().map(|check| check.status).collect()
+    }
+
+    #[test]
+    fn kernels_are_told_apart_by_their_numbers() {
+        use CheckStatus::{Failed, Ok, Warning};
+        let seen =
+            ["6.7.0", "6.18.44-fc\n", "7.0", "6.1.0-56-cloud-amd64", "5.15", "x"].map(kernel);
+        assert_eq!(statuses(&seen), [Ok, Ok, Ok, Failed, Failed, Warning]);
+    }
+
+    #[test]
+    fn this_host_can_scan_pages_or_says_why_not() {
+        let release = read("/proc/sys/kernel/osrelease");
+        assert_eq!(pagemap_scan(&scan_own_pages()).status, kernel(&release).status);
+    }
+
+    #[test]
+    fn what_is_not_there_is_said_with_a_remedy() {
+        let none = || Err(io::Error::from(io::ErrorKind::NotFound));
+        let checks = [
+            privileges(false),
+            kernel("4.19"),
+            userfaultfd(&none()),
+            userfaultfd(&Err(io::ErrorKind::PermissionDenied.into())),
+            pagemap_scan(&none()),
+            memfd(&Err(rustix::io::Errno::NOSYS)),
+            overcommit("2"),
+            map_count("100"),
+            open_files(Some(1024)),
+            qemu(Err(ProbeError::NotFound)),
+            part("shim", Path::new("/no/such/file"), "…"),
+            agent(Path::new("/no/such/file")),
+            kvm(&Err(NoKvm { reason: "…".into() })),
+            memory(GIB, MIB, 0),
+            shared_memory(&Ok(MIB)),
+            cgroups(Err("…".into())),
+            disk(Path::new("/"), &Ok(0)),
+            disk(Path::new("/"), &Ok(GIB)),
+            mmdebstrap(false),
+        ];
+        for check in checks {
+            assert_ne!(check.status, CheckStatus::Ok, "{check:?}");
+            let remedy = check.remedy.as_deref().unwrap_or_default();
+            assert!(!remedy.is_empty() && !remedy.contains('\n'), "{check:?}");
+            assert!(!check.detail.contains('\n'), "{check:?}");
+        }
+    }
+
+    #[test]
+    fn a_fit_host_needs_no_remedy() {
+        let checks = [
+            privileges(true),
+            userfaultfd(&Ok(())),
+            overcommit("0"),
+            map_count("65530"),
+            open_files(None),
+            memory(8 * GIB, 8 * GIB, 7 * GIB),
+            disk(Path::new("/"), &Ok(3 * GIB)),
+            cgroups(Ok(())),
+        ];
+        for check in checks {
+            assert_eq!((check.status, &check.remedy), (CheckStatus::Ok, &None), "{check:?}");
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! A daemon's life from its settings to its end.
+//!
+//! ```text
+//!   limits ─► State (lock, clear away) ─► sockets ─► host starts ─► READY ─► serve … signal
+//!                                                                               │
+//!   exit ◄─ socket and lock given up ◄─ host shuts down ◄─ requests finish ◄────┘
+//! ```
+//!
+//! The sockets are there before the host is, so that a client that just started the daemon waits in
+//! the backlog and not in a loop. A second signal ends the wait for whatever the end waits for.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::fs;
+use std::future::Future;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::future::BoxFuture;
+use rustix::process::{Resource, Rlimit, getpid, getrlimit, set_child_subreaper, setrlimit};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::admission::{Admission, Policy, ProcProbe};
+use crate::cgroup::Cgroups;
+use crate::config::Config;
+use crate::control::Control;
+use crate::http::{self, App, Listeners, SocketOwner, Token};
+use crate::metrics::Metrics;
+use crate::state::State;
+
+/// How long the host may take to end its VMs.
+const SHUTDOWN_WAIT: Duration = Duration::from_secs(30);
+/// A VM takes about a dozen; this is far below what the kernel allows by default (2²⁰).
+const FILES_WANTED: u64 = 1 << 19;
+
+/// What a host is made of.
+#[derive(Debug, Clone)]
+pub struct Parts {
+    pub config: Arc<Config>,
+    pub state: Arc<State>,
+    pub metrics: Arc<Metrics>,
+    pub admission: Admission,
+    /// Or why VMs get no memory limit of their own.
+    pub cgroups: Result<Arc<Cgroups>, String>,
+}
+
+/// A host that has started.
+pub struct Host {
+    pub control: Arc<dyn Control>,
+    /// Ends all VMs and writes down that they are nobody's loss. Called once, after the last request.
+    pub shutdown: BoxFuture<'static, ()>,
+}
+
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Host").finish_non_exhaustive()
+    }
+}
+
+/// Live until SIGTERM or SIGINT.
+///
+/// # Errors
+/// If the daemon can't be started. What goes wrong later is in the log.
+pub async fn run<S, F>(config: Config, start: S) -> Result<()>
+where
+    S: FnOnce(Parts) -> F,
+    F: Future<Output = Result<Host>>,
+{
+    let mut signals = Signals::new().context("wait for signals")?;
+    let notify = std::env::var_os("NOTIFY_SOCKET");
+    run_until(config, start, notify, async move || signals.next().await).await
+}
+
+/// The same; `end` answers with why, each time that somebody wants the end. `notify` is where systemd
+/// wants to be told.
+///
+/// # Errors
+/// If the daemon can't be started.
+pub async fn run_until<S, F>(
+    config: Config,
+    start: S,
+    notify: Option<OsString>,
+    mut end: impl AsyncFnMut() -> &'static str,
+) -> Result<()>
+where
+    S: FnOnce(Parts) -> F,
+    F: Future<Output = Result<Host>>,
+{
+    raise_limits();
+    let (state, recovery) = State::open(&config.state)?;
+    for vm in &recovery.lost {
+        tracing::warn!(vm = vm.name, id = vm.id, image = vm.image, "lost with an earlier daemon");
+    }
+    if recovery.processes_killed + recovery.folders_removed + recovery.lines_skipped > 0 {
+        tracing::warn!(
+            processes_killed = recovery.processes_killed,
+            folders_removed = recovery.folders_removed,
+            journal_lines_skipped = recovery.lines_skipped,
+            "cleared away what an earlier daemon left"
+        );
+    }
+    let cgroups = match Cgroups::detect() {
+        Ok(cgroups) => {
+            cgroups.remove_stale();
+            Ok(Arc::new(cgroups))
+        }
+        Err(error) => {
+            let reason = format!("{:#}", anyhow::Error::from(error));
+            tracing::info!("VMs get no memory limit of their own: {reason}");
+            Err(reason)
+        }
+    };
+    let listeners = listen(&config).await?;
+    let policy = Policy {
+        reserve_bytes: config.memory_reserve_bytes,
+        clone_growth_percent: config.clone_growth_percent,
+    };
+    let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
+    let parts = Parts {
+        config: Arc::clone(&config),
+        state: Arc::clone(&state),
+        metrics: Arc::clone(&metrics),
+        admission: Admission::new(policy, Box::new(ProcProbe)),
+        cgroups,
+    };
+    // A signal while the host starts ends it there: dropping the future gives up what it had begun.
+    let host = tokio::select! {
+        host = start(parts) => host?,
+        why = end() => {
+            tracing::info!(why, "ending before the host had started");
+            return Ok(());
+        }
+    };
+    let (stop_tx, stop_rx) = watch::channel(false);
+    let app = App::new(host.control, metrics, stop_rx.clone());
+    let serving = tokio::spawn(http::serve(listeners, app, stop_rx));
+    let reaping = tokio::spawn(reap(state));
+    tracing::info!(socket = %config.socket.display(), state = %config.state.display(), "ready");
+    tell(notify.as_deref(), "READY=1");
+
+    let why = end().await;
+    tracing::info!(why, "ending");
+    tell(notify.as_deref(), "STOPPING=1");
+    stop_tx.send_replace(true);
+    let ending = async {
+        if let Err(error) = serving.await {
+            tracing::error!("the HTTP server ended by itself: {error}");
+        }
+        if timeout(SHUTDOWN_WAIT, host.shutdown).await.is_err() {
+            tracing::error!(
+                "not all VMs ended within {SHUTDOWN_WAIT:?}; the next daemon ends them"
+            );
+        }
+    };
+    tokio::select! {
+        () = ending => tracing::info!("ended"),
+        why = end() => tracing::warn!(why, "ending at once; the next daemon clears away the rest"),
+    }
+    reaping.abort();
+    Ok(())
+}
+
+async fn listen(config: &Config) -> Result<Listeners> {
+    if let Some(folder) = config.socket.parent() {
+        fs::create_dir_all(folder)
+            .with_context(|| format!("make the folder {}", folder.display()))?;
+    }
+    let listeners = Listeners::unix(&config.socket, SocketOwner { gid: config.socket_gid }).await?;
+    let Some(tcp) = &config.tcp else { return Ok(listeners) };
+    let token = Token::from_file(&tcp.token_file)?;
+    let listeners = listeners.and_tcp(tcp.address, token).await?;
+    if let Some(address) = listeners.tcp_address() {
+        tracing::info!(%address, "serving on TCP to those who have the token");
+        if !address.ip().is_loopback() {
+            tracing::warn!(%address, "tokens and data pass unencrypted: keep it to a network you trust");
+        }
+    }
+    Ok(listeners)
+}
+
+/// Neither is needed to begin with, so neither is an error.
+fn raise_limits() {
+    let files = getrlimit(Resource::Nofile);
+    let wanted = files.maximum.map_or(FILES_WANTED, |maximum| maximum.min(FILES_WANTED));
+    if files.current.is_some_and(|current| current < wanted) {
+        let limit = Rlimit { current: Some(wanted), maximum: files.maximum };
+        if let Err(error) = setrlimit(Resource::Nofile, limit) {
+            tracing::warn!("raise the number of open files to {wanted}: {error}");
+        }
+    }
+    // Keepers outlive their QEMUs and then become our children.
+    if let Err(error) = set_child_subreaper(Some(getpid())) {
+        tracing::warn!("become the parent of orphaned keepers: {error}");
+    }
+}
+
+async fn reap(state: Arc<State>) {
+    let mut children = match signal(SignalKind::child()) {
+        Ok(children) => children,
+        Err(error) => return tracing::warn!("wait for children: {error}"),
+    };
+    while children.recv().await.is_some() {
+        for keeper in state.reap_keepers() {
+            tracing::debug!(pid = keeper.pid, "a keeper has ended");
+        }
+    }
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Tell systemd, if it asked to be told (sd_notify(3)).
+fn tell(notify: Option<&OsStr>, message: &str) {
+    let Some(notify) = notify else { return };
+    let address = match notify.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(notify),
+    };
+    let told = address.and_then(|address| {
+        let socket = UnixDatagram::unbound()?;
+        socket.set_nonblocking(true)?;
+        socket.send_to_addr(message.as_bytes(), &address)
+    });
+    if let Err(error) = told {
+        tracing::warn!("tell systemd {message}: {error}");
+    }
+}
