@@ -67,7 +67,7 @@ pub struct ShimFds {
     pub control: OwnedFd,
     /// An open `/dev/userfaultfd`.
     pub userfaultfd: OwnedFd,
-    /// An open `/dev/kvm`, with [`Accel::Kvm`].
+    /// An open `/dev/kvm`, with [`Accel::Kvm`](crate::Accel::Kvm).
     pub kvm: Option<OwnedFd>,
 }
 
