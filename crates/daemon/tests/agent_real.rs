@@ -127,8 +127,10 @@ async fn programs_run_with_input_output_and_signals() {
     assert_eq!(finish(&mut session).await.1, 128 + 15);
 
     let mark = guest.agent.folder.path().join("hung-up");
-    let script =
-        format!("trap ': > {}; exit' HUP; echo up; while :; do sleep 0.05; done", mark.display());
+    let script = format!(
+        "exec 2>/dev/null; trap ': > {}; exit' HUP; echo up; while :; do sleep 0.05; done",
+        mark.display()
+    );
     let mut session = start(&guest.link, &script).await;
     assert!(matches!(session.output.recv().await, Some(ExecOutput::Stdout(_))));
     drop(session);
