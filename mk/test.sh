@@ -7,8 +7,8 @@ VMFORK_TEST_CACHE=$VMFORK_CACHE
 export VMFORK_TEST_CACHE
 
 guest_library() {
-	if grep -q '^test:' guest/c/Makefile 2>/dev/null; then
-		make --no-print-directory -C guest/c test BUILD="$TARGET/guest-c"
+	if grep -q '^check:' guest/c/Makefile 2>/dev/null; then
+		make --no-print-directory -C guest/c check BUILD="$TARGET/guest-c"
 	fi
 	if [ -d guest/python/tests ]; then
 		(cd guest/python && python3 -m pytest -q -p no:cacheprovider tests)
@@ -16,6 +16,10 @@ guest_library() {
 }
 
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
+
+# The tests' own store shares the downloads.
+mkdir -p "$CACHE/test-images" "$VMFORK_CACHE"
+[ -e "$CACHE/test-images/cache" ] || ln -s "$VMFORK_CACHE" "$CACHE/test-images/cache"
 
 began=$(date +%s)
 mk/check.sh
