@@ -151,7 +151,7 @@ fn make(
 
     let mut reader = OutputReader::default();
     let mut trouble = Trouble::default();
-    process::run(command, cancel, MMDEBSTRAP_MAX, &mut |line| {
+    process::run_sealed(command, cancel, MMDEBSTRAP_MAX, &mut |line| {
         trouble.line(line);
         reader.line(line, progress);
     })
@@ -363,6 +363,7 @@ pub(crate) fn package_of(program: &str) -> &'static str {
         "xz" => "xz-utils",
         "zstd" => "zstd",
         "tar" => "tar",
+        "setpriv" | "unshare" => "util-linux",
         _ => "mmdebstrap",
     }
 }

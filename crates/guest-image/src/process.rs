@@ -91,6 +91,31 @@ pub(crate) fn run(
     limit: Duration,
     on_line: &mut dyn FnMut(&str),
 ) -> Result<(), RunError> {
+    start(command, &[], cancel, limit, on_line)
+}
+
+/// The same for a program that starts many others and mounts things: it gets process and mount
+/// namespaces of its own, so that when it ends, or we die, nothing of it goes on. Needs root.
+///
+/// # Errors
+/// See [`run`].
+pub(crate) fn run_sealed(
+    command: Command,
+    cancel: &Cancel,
+    limit: Duration,
+    on_line: &mut dyn FnMut(&str),
+) -> Result<(), RunError> {
+    let seal = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"];
+    start(command, &seal, cancel, limit, on_line)
+}
+
+fn start(
+    command: Command,
+    wrapper: &[&str],
+    cancel: &Cancel,
+    limit: Duration,
+    on_line: &mut dyn FnMut(&str),
+) -> Result<(), RunError> {
     let program = command.get_program().to_string_lossy().into_owned();
     if cancel.is_cancelled() {
         return Err(RunError::Cancelled);
@@ -98,25 +123,25 @@ pub(crate) fn run(
     if !on_path(&program) {
         return Err(RunError::NotFound { program });
     }
-    let start = |source| RunError::Start { program: program.clone(), source };
-    let (reader, writer) = io::pipe().map_err(start)?;
-    let second = writer.try_clone().map_err(start)?;
-    let mut command = dies_with_us(command);
+    let not_started = |source| RunError::Start { program: program.clone(), source };
+    let (reader, writer) = io::pipe().map_err(not_started)?;
+    let second = writer.try_clone().map_err(not_started)?;
+    let mut command = dies_with_us(command, wrapper);
     let child = command
         .stdin(Stdio::null())
         .stdout(writer)
         .stderr(second)
         .process_group(0)
         .spawn()
-        .map_err(start)?;
+        .map_err(not_started)?;
     drop(command); // it holds the writing ends, without which we would never see the end of file
     let mut group = Group { child, done: false };
-    rustix::io::ioctl_fionbio(&reader, true).map_err(|e| start(e.into()))?;
+    rustix::io::ioctl_fionbio(&reader, true).map_err(|e| not_started(e.into()))?;
 
     let mut lines = Lines::default();
     let deadline = Instant::now() + limit;
     let status = loop {
-        let exited = group.try_wait().map_err(start)?;
+        let exited = group.try_wait().map_err(not_started)?;
         let open = lines
             .drain(&reader, on_line)
             .map_err(|source| RunError::Output { program: program.clone(), source })?;
@@ -172,14 +197,11 @@ pub(crate) fn on_path(program: &str) -> bool {
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
-/// The same command, told by the kernel when we die: a killed `vmfork` leaves no mmdebstrap behind.
-/// `setpriv` is in util-linux, which every Debian has.
-fn dies_with_us(command: Command) -> Command {
-    if !on_path("setpriv") {
-        return command;
-    }
+/// The same command behind `wrapper`, killed by the kernel when we die. `setpriv` and `unshare` are in
+/// util-linux, which every Debian has.
+fn dies_with_us(command: Command, wrapper: &[&str]) -> Command {
     let mut wrapped = Command::new("setpriv");
-    wrapped.args(["--pdeathsig", "TERM", "--"]);
+    wrapped.args(["--pdeathsig", "KILL", "--"]).args(wrapper);
     wrapped.arg(command.get_program()).args(command.get_args());
     for (key, value) in command.get_envs() {
         match value {
