@@ -195,6 +195,7 @@ impl Control for Fake {
                 schema: SCHEMA.into(),
                 vm: vm(name),
                 memory: vmfork_api::MemoryInfo::default(),
+                keeper_pid: None,
                 qemu_version: "7.2".into(),
                 agent_version: None,
                 guest_kernel: None,
