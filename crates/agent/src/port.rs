@@ -11,8 +11,8 @@
 //! plain `poll` would spin: such a port is watched edge-triggered instead.
 //!
 //! Output waits in one buffer of whole frames. Senders of streams ask [`Port::has_room`] first, so
-//! that it stays short: everything in it goes out before a fork. While the port is *held*, nothing
-//! is written at all.
+//! that it stays short: everything in it goes out before a fork. When the port is *held*, what is
+//! queued already goes out, and nothing after it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -61,7 +61,8 @@ pub(crate) struct Port {
     read_buffer: Vec<u8>,
     out: Vec<u8>,
     sent: usize,
-    held: bool,
+    /// Nothing of `out` from here on is written.
+    held_at: Option<usize>,
 }
 
 impl Port {
@@ -73,7 +74,7 @@ impl Port {
             read_buffer: vec![0; READ_BYTES],
             out: Vec::new(),
             sent: 0,
-            held: false,
+            held_at: None,
         }
     }
 
@@ -86,17 +87,18 @@ impl Port {
         self.out.len() - self.sent < ROOM_BYTES
     }
 
-    pub(crate) fn is_flushed(&self) -> bool {
-        self.sent == self.out.len()
-    }
-
-    /// Write nothing until [`Port::release`].
+    /// Write what is queued by now, and nothing that comes later until [`Port::release`].
     pub(crate) fn hold(&mut self) {
-        self.held = true;
+        self.held_at = Some(self.out.len());
     }
 
     pub(crate) fn release(&mut self) {
-        self.held = false;
+        self.held_at = None;
+    }
+
+    /// What may be written now.
+    fn writable(&self) -> &[u8] {
+        self.out.get(self.sent..self.held_at.unwrap_or(self.out.len())).unwrap_or_default()
     }
 
     pub(crate) fn send(&mut self, channel: u32, message: &ToHost) {
@@ -113,25 +115,32 @@ impl Port {
 
     fn push(&mut self, frame: &[u8]) {
         if self.sent == self.out.len() {
-            self.out.clear();
-            self.sent = 0;
+            self.forget_sent();
         }
         self.out.extend_from_slice(frame);
     }
 
-    /// Take back a frame that [`Port::send`] was given last, unless part of it has gone out.
+    fn forget_sent(&mut self) {
+        self.out.drain(..self.sent);
+        self.held_at = self.held_at.map(|at| at.saturating_sub(self.sent));
+        self.sent = 0;
+    }
+
+    /// Take back the frame that was queued last before [`Port::hold`], unless part of it has gone out.
     pub(crate) fn take_back(&mut self, channel: u32, message: &ToHost) {
         let Ok(frame) = encode_message(channel, message) else { return };
-        if self.out.get(self.sent..).is_some_and(|waiting| waiting.ends_with(&frame)) {
-            self.out.truncate(self.out.len() - frame.len());
+        if self.writable().ends_with(&frame)
+            && let Some(end) = self.held_at
+        {
+            self.out.drain(end - frame.len()..end);
+            self.held_at = Some(end - frame.len());
         }
     }
 
     /// Drop what was queued while the port was held: whole frames, for another daemon side.
     pub(crate) fn drop_held(&mut self) {
-        if self.held {
-            self.out.clear();
-            self.sent = 0;
+        if let Some(at) = self.held_at {
+            self.out.truncate(at);
         }
     }
 
@@ -145,7 +154,7 @@ impl Port {
                 if self.out.len() - self.sent < BACKLOG_BYTES_MAX {
                     flags |= PollFlags::IN;
                 }
-                if !self.held && !self.is_flushed() {
+                if !self.writable().is_empty() {
                     flags |= PollFlags::OUT;
                 }
                 Some((fd.as_fd(), flags))
@@ -227,7 +236,7 @@ impl Port {
         self.decoder = Decoder::new();
         self.out.clear();
         self.sent = 0;
-        self.held = false;
+        self.held_at = None;
     }
 
     fn take_state(&mut self) -> State {
@@ -262,9 +271,9 @@ impl Port {
     /// # Errors
     /// As [`Port::read`].
     pub(crate) fn flush(&mut self) -> Result<(), Lost> {
-        while !self.held && self.sent < self.out.len() {
+        while !self.writable().is_empty() {
             let State::Connected(fd) = &self.state else { return Ok(()) };
-            match rustix::io::write(fd, self.out.get(self.sent..).unwrap_or_default()) {
+            match rustix::io::write(fd, self.writable()) {
                 Ok(n) => self.sent += n,
                 Err(Errno::AGAIN) => break,
                 Err(Errno::INTR) => {}
@@ -273,8 +282,7 @@ impl Port {
             }
         }
         if self.sent > ROOM_BYTES {
-            self.out.drain(..self.sent);
-            self.sent = 0;
+            self.forget_sent();
         }
         Ok(())
     }
@@ -329,4 +337,48 @@ fn open_path(path: &Path) -> io::Result<OwnedFd> {
     }
     let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
     Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pong(token: u64) -> ToHost {
+        ToHost::Pong { token }
+    }
+
+    #[test]
+    fn a_held_port_writes_what_came_before_and_nothing_after() {
+        let (ours, mut theirs) = UnixStream::pair().expect("socket pair");
+        ours.set_nonblocking(true).expect("non-blocking");
+        theirs.set_nonblocking(true).expect("non-blocking");
+        let mut port = Port::new(PortPath::Virtio);
+        port.state = State::Connected(ours.into());
+        let mut written = |port: &mut Port| {
+            port.flush().expect("connected");
+            let mut bytes = Vec::new();
+            let _ = io::Read::read_to_end(&mut theirs, &mut bytes);
+            bytes
+        };
+        let bytes = |token| encode_message(0, &pong(token)).expect("short");
+
+        port.send(0, &pong(1));
+        port.hold();
+        port.send(0, &pong(2));
+        assert_eq!(written(&mut port), bytes(1));
+        port.send(0, &pong(3));
+        assert_eq!(written(&mut port), b"");
+        port.take_back(0, &pong(1));
+        port.release();
+        assert_eq!(written(&mut port), [bytes(2), bytes(3)].concat(), "1 had gone out");
+
+        port.send(0, &pong(4));
+        port.hold();
+        port.send(0, &pong(5));
+        port.take_back(0, &pong(4));
+        port.drop_held();
+        port.release();
+        port.send(0, &pong(6));
+        assert_eq!(written(&mut port), bytes(6), "4 was taken back, 5 was for another daemon");
+    }
 }

@@ -141,7 +141,7 @@ impl Server {
         loop {
             self.port.refresh(Instant::now(), self.quiesce.is_some());
             self.carry_files_on();
-            if let Err(lost) = self.flush() {
+            if let Err(lost) = self.port.flush() {
                 self.disconnected(&lost);
             }
             if let Some(stop) = self.stop {
@@ -216,6 +216,10 @@ impl Server {
     }
 
     fn serve(&mut self, token: Token, flags: PollFlags, now: Instant) -> Result<(), Lost> {
+        // A `Prepare` in the same batch: programs are found ready again afterwards.
+        if self.quiesce.is_some() && !matches!(token, Token::Port | Token::Signals) {
+            return Ok(());
+        }
         match token {
             Token::Port => self.serve_port(flags, now)?,
             Token::Signals => {
@@ -254,15 +258,6 @@ impl Server {
         } else {
             Ok(()) // Room to write: `flush` is next.
         }
-    }
-
-    /// Write what waits. Once `Prepared` is out, the port is held.
-    fn flush(&mut self) -> Result<(), Lost> {
-        self.port.flush()?;
-        if self.quiesce.is_some() && self.port.is_connected() && self.port.is_flushed() {
-            self.port.hold();
-        }
-        Ok(())
     }
 
     fn carry_files_on(&mut self) {
@@ -463,6 +458,7 @@ impl Server {
                 }
                 self.quiesce = Some(Quiesce { fork, until: now + self.fork_limit });
                 self.port.send(0, &ToHost::Prepared { fork });
+                self.port.hold();
             }
             ToGuest::Continue { fork } => {
                 if self.quiesce.as_ref().is_some_and(|quiesce| quiesce.fork == fork) {
@@ -515,6 +511,7 @@ impl Server {
             Err(message) => {
                 log!("fork {fork}: refused: {message}");
                 self.port.send(0, &ToHost::Refused { fork, message });
+                self.port.hold();
             }
             Ok(answer) => {
                 self.quiesce = None;
