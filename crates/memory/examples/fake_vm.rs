@@ -10,6 +10,12 @@
 //! | `pread PAGE COUNT FILE` | `ok`: whole pages read from a file |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
+#![allow(
+    clippy::print_stdout,
+    clippy::cast_sign_loss,
+    reason = "a program for tests that talks on stdout"
+)]
+
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
 

@@ -86,12 +86,11 @@ impl Cache {
         Ok(())
     }
 
-    /// Give pages back to the host that no table of a live image names.
+    /// Give pages back to the host, whose presence has been cleared.
     ///
     /// # Errors
     /// As fallocate(2).
     pub(crate) fn discard(&self, range: PageRange) -> io::Result<()> {
-        self.presence.clear(range);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.memfd, flags, range.byte_offset(), range.byte_len())?)
     }

@@ -2,20 +2,26 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_tap_proto::Op;
 
 use crate::pagemap::{Held, Pagemap};
-use crate::tap::{Tap, pidfd_of};
+use crate::tap::{Posted, Tap, pidfd_of};
+
+/// Originals are given back in stretches of at most 8 MiB: each is one `munmap` in the keeper, 150 µs at most,
+/// behind which a request to map a run may have to wait.
+const RELEASE_PAGES_MAX: u64 = 2048;
 
 /// A process in whose address space the pages lie: the keeper, or QEMU.
 #[derive(Debug)]
 struct Holder {
     pid: libc::pid_t,
     pidfd: OwnedFd,
+    /// Opened when first needed, then kept: a derivation asks it hundreds of times.
+    pagemap: OnceLock<Pagemap>,
 }
 
 impl Holder {
@@ -23,6 +29,14 @@ impl Holder {
         let mut waiting = [rustix::event::PollFd::new(&self.pidfd, rustix::event::PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut waiting, Some(&now)) == Ok(0)
+    }
+
+    fn pagemap(&self) -> io::Result<&Pagemap> {
+        if let Some(pagemap) = self.pagemap.get() {
+            return Ok(pagemap);
+        }
+        let pagemap = Pagemap::open(self.pid.cast_unsigned())?;
+        Ok(self.pagemap.get_or_init(|| pagemap))
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> io::Result<()> {
@@ -52,6 +66,16 @@ impl Holder {
     }
 }
 
+/// What became of an attempt to give pages back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Release {
+    /// There is nothing to give back.
+    Nothing,
+    Begun,
+    /// The keeper is behind: try again later.
+    Busy,
+}
+
 /// The range that a freeze moved aside.
 #[derive(Debug)]
 pub(crate) struct FrozenRange {
@@ -72,7 +96,11 @@ impl FrozenRange {
         let holders: Vec<_> = pids
             .iter()
             .filter_map(|pid| {
-                Some(Holder { pid: libc::pid_t::try_from(*pid).ok()?, pidfd: pidfd_of(*pid).ok()? })
+                Some(Holder {
+                    pid: libc::pid_t::try_from(*pid).ok()?,
+                    pidfd: pidfd_of(*pid).ok()?,
+                    pagemap: OnceLock::new(),
+                })
             })
             .collect();
         if holders.is_empty() {
@@ -109,8 +137,8 @@ impl FrozenRange {
     ) -> io::Result<()> {
         let mut last = io::Error::from_raw_os_error(libc::ESRCH);
         for holder in &self.holders {
-            let pid = holder.pid.cast_unsigned();
-            match Pagemap::open(pid).and_then(|map| map.scan(self.address, range, &mut found)) {
+            let pagemap = holder.pagemap();
+            match pagemap.and_then(|map| map.scan(self.address, range, &mut found)) {
                 Ok(()) if holder.is_alive() => return Ok(()),
                 Ok(()) => {}
                 Err(error) => last = error,
@@ -119,17 +147,28 @@ impl FrozenRange {
         Err(last)
     }
 
-    /// Give everything before `page` back to the host. If the keeper has gone, the memory goes with QEMU.
-    pub(crate) fn release_until(&self, page: PageIdx) {
-        let from = self.released_pages.fetch_max(page.0, Ordering::Relaxed);
-        let range = PageRange::between(PageIdx(from), page);
+    /// Give the next stretch back to the host, of what lies before `limit`. Does not wait for it. If the keeper
+    /// has gone, the memory goes with QEMU.
+    pub(crate) fn release_some(&self, limit: PageIdx) -> Release {
+        let from = PageIdx(self.released_pages.load(Ordering::Relaxed));
+        let range = PageRange::between(from, limit.min(PageIdx(self.pages)));
+        let range = range.truncate(RELEASE_PAGES_MAX);
         if range.is_empty() {
-            return;
+            return Release::Nothing;
         }
         let args = [self.address + range.byte_offset(), range.byte_len(), 0, 0];
-        if let Err(error) = self.tap.call(Op::Release, args, None) {
-            tracing::debug!(%error, %range, "release frozen pages");
+        match self.tap.post(Op::Release, args) {
+            Ok(Posted::Sent) => {}
+            Ok(Posted::Busy) => return Release::Busy,
+            Err(error) => tracing::debug!(%error, %range, "release frozen pages"),
         }
+        self.released_pages.store(range.end().0, Ordering::Relaxed);
+        Release::Begun
+    }
+
+    /// Whether a process that holds the pages still runs.
+    pub(crate) fn is_held(&self) -> bool {
+        self.holders.iter().any(Holder::is_alive)
     }
 
     /// Where a page lies, for messages.
@@ -140,6 +179,13 @@ impl FrozenRange {
 
 impl Drop for FrozenRange {
     fn drop(&mut self) {
-        self.release_until(PageIdx(self.pages));
+        let from = self.released_pages.load(Ordering::Relaxed);
+        let range = PageRange::between(PageIdx(from), PageIdx(self.pages));
+        if !range.is_empty() {
+            let args = [self.address + range.byte_offset(), range.byte_len(), 0, 0];
+            if let Err(error) = self.tap.call(Op::Release, args, None) {
+                tracing::debug!(%error, %range, "release frozen pages");
+            }
+        }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{PAGE_BYTES, PageRange};
+use vmfork_policy::ViewId;
 use vmfork_tap_proto::{BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSION};
 
 use crate::counters::ViewCounters;
@@ -18,7 +19,7 @@ use crate::frozen::FrozenRange;
 use crate::pagemap::{Held, Pagemap};
 use crate::tap::{Tap, TapError, pidfd_of};
 use crate::uffd::Uffd;
-use crate::view::{View, ViewId};
+use crate::view::View;
 
 /// What the daemon opens for the shim.
 pub const USERFAULTFD_DEVICE: &str = "/dev/userfaultfd";
@@ -66,6 +67,7 @@ impl FreezeError {
     pub fn is_fatal(&self) -> bool {
         match self {
             Self::Tap(error) => error.is_fatal(),
+            Self::Engine(EngineError::Size { .. }) => false,
             Self::Engine(_) | Self::Process(_) => true,
         }
     }
@@ -176,15 +178,18 @@ impl GuestMemory {
     /// # Errors
     /// The keeper or the engine has gone, or refuses.
     pub fn attach(&mut self, engine: &Arc<Engine>) -> Result<(), FreezeError> {
-        let image = engine.image();
-        if image.pages() != self.pages {
-            let error =
-                EngineError::Size { image: image.id(), pages: image.pages(), vm_pages: self.pages };
-            return Err(error.into());
-        }
-        self.tap.call(Op::Attach, [0; 4], Some(image.cache().for_views()))?;
-        self.become_view(engine)?;
+        self.check_size(engine)?;
+        self.tap.call(Op::Attach, [0; 4], Some(engine.image().cache().for_views()))?;
+        self.join(engine, self.new_view())?;
         Ok(())
+    }
+
+    fn check_size(&self, engine: &Engine) -> Result<(), EngineError> {
+        let image = engine.image();
+        if image.pages() == self.pages {
+            return Ok(());
+        }
+        Err(EngineError::Size { image: image.id(), pages: image.pages(), vm_pages: self.pages })
     }
 
     /// Freeze the stopped VM's RAM into the image of `next`, and go on as its first view. Takes well under a
@@ -194,18 +199,17 @@ impl GuestMemory {
     /// If not [`FreezeError::is_fatal`], RAM is as before.
     pub fn freeze(&mut self, next: &Arc<Engine>) -> Result<FreezeTimes, FreezeError> {
         let began = Instant::now();
-        let before = self.view.take();
-        if let Some((engine, id)) = &before {
-            engine.remove_view(*id)?;
-        }
-        let cache = next.image().cache().for_views();
-        let values = match self.tap.call(Op::Freeze, [0; 4], Some(cache)) {
-            Ok((values, _)) => values,
+        self.check_size(next)?;
+        // Kept until its pages have moved: it holds on to the caches that it maps.
+        let before = match self.view.take() {
+            Some((engine, id)) => Some((engine.remove_view(id)?, engine)),
+            None => None,
+        };
+        let values = match self.call_freeze(next) {
+            Ok(values) => values,
             Err(error) => {
-                // RAM is the old image's view still, though of the engine's knowledge of it only the safe part
-                // is left: nothing more will be mapped over it.
-                if let Some((engine, _)) = before {
-                    self.become_touched_view(&engine)?;
+                if let Some((view, engine)) = before {
+                    self.join(&engine, view)?;
                 }
                 return Err(error.into());
             }
@@ -215,7 +219,7 @@ impl GuestMemory {
         let frozen = FrozenRange::new(address, self.pages, Arc::clone(&self.tap), &pids)
             .map_err(FreezeError::Process)?;
         next.begin(frozen)?;
-        self.become_view(next)?;
+        self.join(next, self.new_view())?;
         Ok(FreezeTimes {
             moving: Duration::from_nanos(moving_ns),
             mapping: Duration::from_nanos(mapping_ns),
@@ -246,17 +250,13 @@ impl GuestMemory {
         Ok(sample)
     }
 
-    fn become_view(&mut self, engine: &Arc<Engine>) -> Result<(), EngineError> {
-        let id = next_view_id();
-        engine.add_view(id, self.new_view())?;
-        self.view = Some((Arc::clone(engine), id));
-        Ok(())
+    fn call_freeze(&self, next: &Engine) -> Result<[u64; 6], TapError> {
+        let cache = next.image().cache().for_views();
+        self.tap.call(Op::Freeze, [0; 4], Some(cache)).map(|(values, _)| values)
     }
 
-    fn become_touched_view(&mut self, engine: &Arc<Engine>) -> Result<(), EngineError> {
+    fn join(&mut self, engine: &Arc<Engine>, view: View) -> Result<(), EngineError> {
         let id = next_view_id();
-        let mut view = self.new_view();
-        view.touch_all();
         engine.add_view(id, view)?;
         self.view = Some((Arc::clone(engine), id));
         Ok(())

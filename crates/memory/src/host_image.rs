@@ -1,14 +1,17 @@
 //! What this host knows of one memory image: its cache, its page table, and where its own pages still are.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_image::{ImageId, Origin, PageIdx, PageRange, PageTable};
 
 use crate::cache::Cache;
 use crate::counters::ImageCounters;
 use crate::frozen::FrozenRange;
+use crate::handover;
+use crate::retention::Retention;
 
 /// Images by id.
 pub(crate) type Ancestors = BTreeMap<ImageId, Arc<HostImage>>;
@@ -30,16 +33,30 @@ pub struct HostImage {
     pages: u64,
     cache: Cache,
     frozen: Mutex<Option<Arc<FrozenRange>>>,
-    sealed: OnceLock<Sealed>,
+    table: OnceLock<PageTable>,
+    /// The images that the table names, without this one; while somebody may derive from it.
+    ancestors: Mutex<Ancestors>,
+    retention: Retention,
+    /// Of every engine that ever served this image or one that descends from it.
+    needed_by: Mutex<Vec<Weak<Reach>>>,
     pub(crate) counters: ImageCounters,
 }
 
-/// What is known once the freeze's pages have been told apart.
+/// What a live engine may still read, of its own image and of others.
 #[derive(Debug)]
-pub(crate) struct Sealed {
-    pub(crate) table: PageTable,
-    /// The images that the table names, without this one.
-    pub(crate) ancestors: Ancestors,
+pub(crate) struct Reach {
+    pub(crate) image: Arc<HostImage>,
+    /// The table of the image that its VM began from.
+    pub(crate) base_table: PageTable,
+    /// That image. Its cache may lend blocks, even if it owns no page any more.
+    pub(crate) base: Option<Weak<HostImage>>,
+}
+
+impl Reach {
+    /// The image's table or, while that is being derived, the one that it is derived from.
+    pub(crate) fn table(&self) -> &PageTable {
+        self.image.table().unwrap_or(&self.base_table)
+    }
 }
 
 impl HostImage {
@@ -53,7 +70,10 @@ impl HostImage {
             pages,
             cache: Cache::new(&format!("vmfork-{id}"), pages)?,
             frozen: Mutex::new(None),
-            sealed: OnceLock::new(),
+            table: OnceLock::new(),
+            ancestors: Mutex::default(),
+            retention: Retention::new(pages),
+            needed_by: Mutex::default(),
             counters: ImageCounters::default(),
         })
     }
@@ -78,38 +98,70 @@ impl HostImage {
 
     /// Its page table, once that is complete.
     pub fn table(&self) -> Option<&PageTable> {
-        self.sealed.get().map(|sealed| &sealed.table)
+        self.table.get()
     }
 
     /// This image, and every image that its table names: all whose caches hold a part of its bytes. Itself alone
-    /// while its table is not complete.
+    /// while its table is not complete, and after its engine has ended.
     pub fn with_ancestors(self: &Arc<Self>) -> Vec<Arc<HostImage>> {
-        let ancestors = self.sealed().into_iter().flat_map(|sealed| sealed.ancestors.values());
-        std::iter::once(self).chain(ancestors).map(Arc::clone).collect()
+        let ancestors = lock(&self.ancestors);
+        std::iter::once(self).chain(ancestors.values()).map(Arc::clone).collect()
     }
 
-    pub(crate) fn sealed(&self) -> Option<&Sealed> {
-        self.sealed.get()
+    /// The images that the table names, without this one.
+    pub(crate) fn ancestors(&self) -> Ancestors {
+        lock(&self.ancestors).clone()
     }
 
-    pub(crate) fn seal(&self, table: PageTable, mut ancestors: Ancestors) {
+    /// The table is complete; `ancestors` has at least the images that it names. → those.
+    pub(crate) fn seal(&self, table: PageTable, mut ancestors: Ancestors) -> Ancestors {
         ancestors.retain(|id, _| *id != self.id && table.owners().get(*id) > 0);
-        let _first = self.sealed.set(Sealed { table, ancestors });
+        *lock(&self.ancestors) = ancestors.clone();
+        let _first = self.table.set(table);
+        ancestors
     }
 
-    pub(crate) fn set_frozen(&self, range: Option<Arc<FrozenRange>>) {
-        *self.frozen.lock().unwrap_or_else(PoisonError::into_inner) = range;
+    /// The engine has ended: nobody will derive from this image any more. Ancestors that only it knew go.
+    pub(crate) fn retire(&self) {
+        let gone = std::mem::take(&mut *lock(&self.ancestors));
+        drop(gone); // not under the lock
+    }
+
+    /// An engine begins to depend on this image.
+    pub(crate) fn add_reach(&self, reach: &Arc<Reach>) {
+        let mut needed_by = lock(&self.needed_by);
+        needed_by.retain(|reach| reach.strong_count() > 0);
+        needed_by.push(Arc::downgrade(reach));
+    }
+
+    /// The live engines that depend on this image.
+    pub(crate) fn needed_by(&self) -> Vec<Arc<Reach>> {
+        lock(&self.needed_by).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether somebody holds this image's own engine.
+    pub(crate) fn has_engine(&self) -> bool {
+        self.needed_by().iter().any(|reach| reach.image.id == self.id)
+    }
+
+    pub(crate) fn retention(&self) -> &Retention {
+        &self.retention
+    }
+
+    pub(crate) fn set_frozen(&self, range: Arc<FrozenRange>) {
+        *lock(&self.frozen) = Some(range);
+    }
+
+    /// Everything is in the cache.
+    pub(crate) fn take_frozen(&self) -> Option<Arc<FrozenRange>> {
+        lock(&self.frozen).take()
     }
 
     pub(crate) fn frozen(&self) -> Option<Arc<FrozenRange>> {
-        self.frozen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.frozen).clone()
     }
 
     /// Read pages whose bytes are this image's own. → where they were.
-    ///
-    /// From the cache, or from where the freeze moved them. The drain may move a page from there to the cache
-    /// meanwhile: it sets the page's presence *before* it gives the original back, so bytes from there count only
-    /// if the page is still absent afterwards.
     ///
     /// # Errors
     /// [`PageLost`].
@@ -118,42 +170,38 @@ impl HostImage {
         range: PageRange,
         bytes: &mut [u8],
     ) -> Result<Origin, PageLost> {
-        let mut at = range.start();
-        let mut origin = Origin::Cache;
-        while at < range.end() {
-            let (run, present) = self.cache.presence().run(range.from_page(at));
-            let from = usize::try_from((at.0 - range.start().0) * vmfork_image::PAGE_BYTES);
-            let len = usize::try_from(run.byte_len());
-            let part = from
-                .ok()
-                .zip(len.ok())
-                .and_then(|(from, len)| bytes.get_mut(from..from + len))
-                .ok_or_else(|| self.lost(at, "buffer too small".to_owned()))?;
-            if present {
-                self.cache
-                    .read(run, part)
-                    .map_err(|error| self.lost(at, format!("cache: {error}")))?;
-                at = run.end();
-                continue;
-            }
-            let outcome = match self.frozen() {
-                Some(frozen) => frozen
-                    .read(run, part)
-                    .map_err(|error| format!("frozen at {:#x}: {error}", frozen.address_of(at))),
-                None => Err("nothing holds it any more".to_owned()),
-            };
-            let (after, present) = self.cache.presence().run(run);
-            if present {
-                continue; // drained meanwhile: take it from the cache
-            }
-            outcome.map_err(|reason| self.lost(at, reason))?;
-            origin = Origin::Frozen;
-            at = after.end();
+        if bytes.len() as u64 != range.byte_len() {
+            return Err(self.lost(range.start(), "buffer of another size".to_owned()));
         }
-        Ok(origin)
+        let bytes = RefCell::new(bytes);
+        let with = |run: PageRange, read: &dyn Fn(&mut [u8]) -> io::Result<()>| {
+            let from = usize::try_from(run.byte_offset() - range.byte_offset());
+            let len = usize::try_from(run.byte_len());
+            let (from, len) = from.and_then(|from| len.map(|len| (from, len))).unwrap_or((0, 0));
+            read(&mut bytes.borrow_mut()[from..from + len])
+        };
+        handover::read(
+            self.cache.presence(),
+            range,
+            |run| {
+                with(run, &|part| self.cache.read(run, part))
+                    .map_err(|error| format!("cache: {error}"))
+            },
+            |run| {
+                let frozen = self.frozen().ok_or("nothing holds it any more")?;
+                with(run, &|part| frozen.read(run, part)).map_err(|error| {
+                    format!("frozen at {:#x}: {error}", frozen.address_of(run.start()))
+                })
+            },
+        )
+        .map_err(|(page, reason)| self.lost(page, reason))
     }
 
     fn lost(&self, page: PageIdx, reason: String) -> PageLost {
         PageLost { page, image: self.id, reason }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

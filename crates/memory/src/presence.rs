@@ -3,7 +3,7 @@
 //! A page's bit is set by the image's own engine after the page's bytes are in the cache (Release), and never
 //! cleared while anyone may read it. Other engines that copy or map the page test it first (Acquire). A frozen
 //! page's original is given back only after its bit is set; so a reader that took bytes from the original and
-//! *still* finds the bit unset had good bytes ([`crate::HostImage::read_owned`]).
+//! *still* finds the bit unset had good bytes ([`crate::handover`]).
 
 use vmfork_image::{PageIdx, PageRange};
 
@@ -38,7 +38,8 @@ impl Presence {
         });
     }
 
-    /// The pages of `range` are in the cache no more. Only for pages that no table of a live image names.
+    /// The pages of `range` are in the cache no more. Only for pages that no table of a live image names, and
+    /// that no view maps.
     pub fn clear(&self, range: PageRange) {
         self.change(range, |word, mask| {
             word.fetch_and(!mask, Ordering::Release);
@@ -88,6 +89,24 @@ impl Presence {
     }
 }
 
+impl vmfork_policy::Presence for Presence {
+    fn is_present(&self, page: PageIdx) -> bool {
+        Presence::is_present(self, page)
+    }
+
+    fn next_absent(&self, range: PageRange) -> Option<PageRange> {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let (run, present) = self.run(rest);
+            if !present {
+                return Some(run);
+            }
+            rest = rest.from_page(run.end());
+        }
+        None
+    }
+}
+
 /// Each word that `range` (clipped to the image) touches, with the mask of its bits there.
 fn each_word(range: PageRange, pages: u64, mut with: impl FnMut(u64, u64)) {
     let (mut at, end) = (range.start().0, range.end().0.min(pages));
@@ -134,6 +153,9 @@ mod tests {
             prop_assert_eq!(first, at(probe.0));
             let expected = whole.pages().take_while(|page| at(page.0) == first).count() as u64;
             prop_assert_eq!(run, range(probe.0, expected));
+            let absent = vmfork_policy::Presence::next_absent(&bits, whole);
+            prop_assert_eq!(absent.map(|run| run.start()), whole.pages().find(|page| !at(page.0)));
+            prop_assert!(absent.is_none_or(|run| run.pages().all(|page| !at(page.0))));
         }
     }
 }

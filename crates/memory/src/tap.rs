@@ -19,6 +19,9 @@ use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
 /// for so long is lost.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Most requests under way whose answers nobody waits for.
+const POSTED_MAX: u32 = 4;
+
 /// What the shim must be handed before QEMU starts.
 #[derive(Debug)]
 pub struct ShimEnds {
@@ -31,6 +34,7 @@ pub struct ShimEnds {
 /// A request to a keeper failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
+    /// It had gone before it was asked: nothing has changed.
     #[error("keeper: {op:?}: the keeper has gone")]
     Gone { op: Op },
     #[error("keeper: {op:?}: no answer within {} s", REPLY_TIMEOUT.as_secs())]
@@ -73,6 +77,8 @@ pub struct Tap {
 struct Inner {
     socket: OwnedFd,
     sequence: u32,
+    /// Requests whose answers nobody waits for, and which have not come yet.
+    unanswered: u32,
     /// Known once the keeper has answered `Status`; a pidfd of a child of ours.
     keeper: Option<OwnedFd>,
 }
@@ -93,7 +99,7 @@ impl Tap {
         rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Send, Some(REPLY_TIMEOUT))?;
         let ram = rustix::fs::memfd_create("vmfork-ram", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&ram, memory_bytes)?;
-        let inner = Inner { socket: ours, sequence: 0, keeper: None };
+        let inner = Inner { socket: ours, sequence: 0, unanswered: 0, keeper: None };
         Ok((Self { inner: Mutex::new(inner) }, ShimEnds { control, ram }))
     }
 
@@ -113,28 +119,88 @@ impl Tap {
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<([u64; 6], Option<OwnedFd>), TapError> {
         let mut inner = self.lock();
-        inner.sequence = inner.sequence.wrapping_add(1);
-        let request = Request { op: op as u32, sequence: inner.sequence, args };
-        send(&inner.socket, &request.to_bytes(), fd).map_err(|errno| socket_error(op, errno))?;
-        let mut bytes = [0; REPLY_BYTES];
-        let (len, fd) =
-            receive(&inner.socket, &mut bytes).map_err(|errno| socket_error(op, errno))?;
-        if len == 0 {
-            return Err(TapError::Gone { op });
+        inner.send(op, args, fd)?;
+        // The keeper answers in order: first what was posted before.
+        loop {
+            match inner.receive(op, RecvFlags::empty()) {
+                Ok((reply, fd)) if reply.sequence == inner.sequence => {
+                    if reply.errno != 0 {
+                        let source = io::Error::from_raw_os_error(reply.errno.cast_signed());
+                        return Err(TapError::Refused { op, source });
+                    }
+                    return Ok((reply.values, fd));
+                }
+                Ok((reply, _)) if inner.unanswered > 0 => inner.forget(&reply),
+                Ok(_) => return Err(TapError::BadReply { op, len: REPLY_BYTES }),
+                Err(error) => {
+                    // Should it come after all.
+                    inner.unanswered += 1;
+                    return Err(error);
+                }
+            }
         }
-        let reply = Reply::from_bytes(&bytes);
-        if len != REPLY_BYTES || reply.sequence != inner.sequence {
-            return Err(TapError::BadReply { op, len });
+    }
+
+    /// One request, whose answer is of no interest. Does not wait.
+    ///
+    /// # Errors
+    /// See [`TapError`].
+    pub(crate) fn post(&self, op: Op, args: [u64; 4]) -> Result<Posted, TapError> {
+        let mut inner = self.lock();
+        while inner.unanswered > 0 {
+            match inner.receive(op, RecvFlags::DONTWAIT) {
+                Ok((reply, _)) => inner.forget(&reply),
+                Err(TapError::Timeout { .. }) => break,
+                Err(error) => return Err(error),
+            }
         }
-        if reply.errno != 0 {
-            let source = io::Error::from_raw_os_error(reply.errno.cast_signed());
-            return Err(TapError::Refused { op, source });
+        if inner.unanswered >= POSTED_MAX {
+            return Ok(Posted::Busy);
         }
-        Ok((reply.values, fd))
+        inner.send(op, args, None)?;
+        inner.unanswered += 1;
+        Ok(Posted::Sent)
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What became of a request that nobody waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Posted {
+    Sent,
+    /// The keeper has not caught up with earlier ones; nothing was sent.
+    Busy,
+}
+
+impl Inner {
+    fn send(&mut self, op: Op, args: [u64; 4], fd: Option<BorrowedFd<'_>>) -> Result<(), TapError> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let request = Request { op: op as u32, sequence: self.sequence, args };
+        send(&self.socket, &request.to_bytes(), fd).map_err(|errno| socket_error(op, errno))
+    }
+
+    fn receive(&mut self, op: Op, flags: RecvFlags) -> Result<(Reply, Option<OwnedFd>), TapError> {
+        let mut bytes = [0; REPLY_BYTES];
+        let (len, fd) =
+            receive(&self.socket, &mut bytes, flags).map_err(|errno| socket_error(op, errno))?;
+        match len {
+            // Gone after it was asked: who knows how far it had come.
+            0 => Err(TapError::Socket { op, source: io::ErrorKind::UnexpectedEof.into() }),
+            REPLY_BYTES => Ok((Reply::from_bytes(&bytes), fd)),
+            len => Err(TapError::BadReply { op, len }),
+        }
+    }
+
+    /// The answer to a request that was posted.
+    fn forget(&mut self, reply: &Reply) {
+        self.unanswered -= 1;
+        if reply.errno != 0 {
+            let error = io::Error::from_raw_os_error(reply.errno.cast_signed());
+            tracing::debug!(%error, "keeper: a posted request failed");
+        }
     }
 }
 
@@ -198,12 +264,14 @@ fn send(
 fn receive(
     socket: &OwnedFd,
     bytes: &mut [u8],
+    flags: RecvFlags,
 ) -> Result<(usize, Option<OwnedFd>), rustix::io::Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let got = loop {
         let mut parts = [IoSliceMut::new(&mut *bytes)];
-        match rustix::net::recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+        let flags = flags | RecvFlags::CMSG_CLOEXEC;
+        match rustix::net::recvmsg(socket, &mut parts, &mut ancillary, flags) {
             Err(rustix::io::Errno::INTR) => {}
             other => break other?,
         }

@@ -40,11 +40,11 @@ impl Uffd {
         Self { fd }
     }
 
-    /// Addresses of faults that wait, appended to `faults`. Nothing waits: nothing appended.
+    /// Calls `found` with the address of each fault that waits.
     ///
     /// # Errors
     /// Anything but "nothing there".
-    pub(crate) fn read_faults(&self, faults: &mut Vec<u64>) -> io::Result<()> {
+    pub(crate) fn read_faults(&self, mut found: impl FnMut(u64)) -> io::Result<()> {
         let mut bytes = [0u8; BATCH * size_of::<uffd_msg>()];
         loop {
             let read = match rustix::io::read(&self.fd, &mut bytes) {
@@ -58,7 +58,7 @@ impl Uffd {
                 if u32::from(message[0]) == UFFD_EVENT_PAGEFAULT {
                     let mut address = [0; 8];
                     address.copy_from_slice(&message[16..24]);
-                    faults.push(u64::from_ne_bytes(address));
+                    found(u64::from_ne_bytes(address));
                 }
             }
             if read < bytes.len() {

@@ -1,5 +1,6 @@
 //! One VM's sight of an image, as its engine sees it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vmfork_image::{BLOCK_BYTES, BlockIdx, ImageId, PAGE_BYTES, PageIdx, PageRange};
@@ -16,10 +17,6 @@ const MAPPED_RUNS_MAX: usize = 4096;
 
 /// How often a busy address space is tried again.
 const RETRIES_MAX: u32 = 1000;
-
-/// The number of a view, unique in this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ViewId(pub(crate) u64);
 
 /// What was done in a block of the view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,9 +47,44 @@ pub(crate) struct View {
     pages: u64,
     tap: Arc<Tap>,
     blocks: Vec<BlockState>,
+    /// What is mapped of other images' caches, which keep it for as long as this view lives.
+    loans: Vec<Loan>,
     mapped_runs: usize,
-    /// Ancestors whose caches are mapped, so that they stay.
-    mapped: Vec<Arc<HostImage>>,
+    lenders: BTreeMap<ImageId, Arc<HostImage>>,
+}
+
+/// A run of blocks of another image's cache that may be mapped.
+#[derive(Debug)]
+pub(crate) struct Loan {
+    run: PageRange,
+    lender: Arc<HostImage>,
+}
+
+impl Loan {
+    /// Take a loan of blocks that are complete; `None` if one is not (any more).
+    pub(crate) fn take(
+        lender: &Arc<HostImage>,
+        run: PageRange,
+        is_complete: impl Fn(BlockIdx) -> bool,
+    ) -> Option<Self> {
+        let lent = lender.retention().retain(run, is_complete);
+        lent.then(|| Self { run, lender: Arc::clone(lender) })
+    }
+
+    /// The same, of one of its blocks alone.
+    fn narrow(mut self, block: PageRange) -> Self {
+        let (before, after) = (self.run.until_page(block.start()), self.run.from_page(block.end()));
+        self.lender.retention().release(before);
+        self.lender.retention().release(after);
+        self.run = block;
+        self
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        self.lender.retention().release(self.run);
+    }
 }
 
 impl View {
@@ -71,8 +103,9 @@ impl View {
             pages,
             tap,
             blocks: vec![BlockState::Fresh; blocks],
+            loans: Vec::new(),
             mapped_runs: 0,
-            mapped: Vec::new(),
+            lenders: BTreeMap::new(),
         }
     }
 
@@ -99,9 +132,9 @@ impl View {
         }
     }
 
-    /// Nothing is known of what is installed: map nothing over it.
-    pub(crate) fn touch_all(&mut self) {
-        self.blocks.fill(BlockState::Touched);
+    /// The image whose cache is mapped somewhere in the view.
+    pub(crate) fn lender(&self, id: ImageId) -> Option<&Arc<HostImage>> {
+        self.lenders.get(&id)
     }
 
     /// Whether another run may be mapped.
@@ -137,23 +170,59 @@ impl View {
         ZeroInstall::Done
     }
 
-    /// Map the cache of `ancestor` (or zeros, if `None`) over whole blocks that are `Fresh`, and wake who waits
-    /// there. → false if QEMU itself has touched one of them, or the keeper will not: nothing was mapped.
-    pub(crate) fn map_run(&mut self, range: PageRange, ancestor: Option<&Arc<HostImage>>) -> bool {
-        let args = [range.byte_offset(), range.byte_len(), 0, 0];
-        let outcome = match ancestor {
+    /// Map what is lent over whole blocks that are `Fresh`, or else at least the block of `page`, and wake who
+    /// waits there. → whether that was done; not if QEMU itself has touched the block, or the keeper has gone.
+    ///
+    /// # Errors
+    /// Who knows what is mapped there now: the VM must not go on.
+    pub(crate) fn map_loan(&mut self, page: PageIdx, mut loan: Loan) -> Result<bool, TapError> {
+        let lender = Arc::clone(&loan.lender);
+        if !self.map(loan.run, Some(&lender))? {
+            match page.block().pages() {
+                Some(block) if block != loan.run && loan.run.covers(&block) => {
+                    loan = loan.narrow(block);
+                }
+                _ => return Ok(false),
+            }
+            if !self.map(loan.run, Some(&lender))? {
+                return Ok(false);
+            }
+        }
+        self.lenders.entry(lender.id()).or_insert(lender);
+        self.loans.push(loan);
+        Ok(true)
+    }
+
+    /// As [`View::map_loan`], with anonymous memory in blocks of zeros.
+    ///
+    /// # Errors
+    /// As [`View::map_loan`].
+    pub(crate) fn map_zeros(&mut self, page: PageIdx, run: PageRange) -> Result<bool, TapError> {
+        if self.map(run, None)? {
+            return Ok(true);
+        }
+        match page.block().pages() {
+            Some(block) if block != run && run.covers(&block) => self.map(block, None),
+            _ => Ok(false),
+        }
+    }
+
+    fn map(&mut self, run: PageRange, lender: Option<&Arc<HostImage>>) -> Result<bool, TapError> {
+        let args = [run.byte_offset(), run.byte_len(), 0, 0];
+        let outcome = match lender {
             Some(image) => self.tap.call(Op::MapCache, args, Some(image.cache().for_views())),
             None => self.tap.call(Op::MapZero, args, None),
         };
-        if let Err(error) = outcome {
-            if !matches!(&error, TapError::Refused { source, .. } if source.raw_os_error() == Some(libc::EBUSY))
-            {
-                tracing::warn!(%error, %range, "map a run");
+        match outcome {
+            Ok(_) => {}
+            Err(error) if error.is_fatal() => return Err(error),
+            Err(error) => {
+                tracing::debug!(%error, %run, "map a run");
+                return Ok(false);
             }
-            return false;
         }
-        let state = ancestor.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
-        for (block, _) in range.by_block() {
+        let state = lender.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
+        for (block, _) in run.by_block() {
             if let Some(slot) =
                 usize::try_from(block.0).ok().and_then(|block| self.blocks.get_mut(block))
             {
@@ -161,12 +230,7 @@ impl View {
             }
         }
         self.mapped_runs += 1;
-        if let Some(image) = ancestor
-            && !self.mapped.iter().any(|known| known.id() == image.id())
-        {
-            self.mapped.push(Arc::clone(image));
-        }
-        self.wake(range);
-        true
+        self.wake(run);
+        Ok(true)
     }
 }

@@ -148,16 +148,17 @@ fn the_death_of_the_process_before_the_drain_stops_its_clones_and_hangs_nobody()
 #[test]
 fn random_families_agree_with_a_model() {
     needs_userfaultfd!();
-    let seed =
+    let seed: u64 =
         std::env::var("VMFORK_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
             std::time::SystemTime::now()
                 .duration_since(std::time::UNIX_EPOCH)
                 .expect("after 1970")
-                .as_nanos() as u64
+                .subsec_nanos()
+                .into()
         });
     eprintln!("VMFORK_TEST_SEED={seed}");
     let mut state = seed | 1;
-    let mut random = move |below: u64| {
+    let mut random = move |below: u64| -> u64 {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;

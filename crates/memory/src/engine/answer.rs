@@ -1,21 +1,23 @@
 //! How a fault is answered: a decision without I/O.
 //!
 //! ```text
+//!   where another image is mapped:   present there ──► Wake    zero ──► Zeros    else ──► Lost
 //!   in the cache already? ───────────────────────────► Wake
 //!   zero?   whole untouched blocks of zeros ─────────► MapZeros   (no more faults there)
 //!           else ────────────────────────────────────► Zeros      (the rest of the run in the block)
-//!   an ancestor's, in an untouched block that is
-//!           the ancestor's as a whole, and complete ─► MapCache   (share its pages: design.md §3.2)
+//!   in an untouched block whose every page another
+//!           image has too, and that image's cache holds
+//!           all that is not zero ────────────────────► MapCache   (share its pages: design.md §3.2)
 //!   else ────────────────────────────────────────────► Fetch
 //! ```
-
-use std::sync::Arc;
+//!
+//! The *lenders* that come into question for a block are the owners of its pages, of which the youngest may
+//! have all the others' pages copied, and the image that the VM began from.
 
 use vmfork_image::{
     BLOCK_PAGES, BlockIdx, BlockView, ImageId, PageIdx, PageRange, PageTable, Source,
 };
 
-use crate::host_image::{Ancestors, HostImage};
 use crate::presence::Presence;
 use crate::view::BlockState;
 
@@ -29,13 +31,49 @@ pub(crate) enum Answer {
     MapZeros(PageRange),
     MapCache(ImageId, PageRange),
     Fetch,
+    /// Something is mapped over the page's block that can't give its bytes.
+    Lost,
+}
+
+/// Another image whose cache may be mapped.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lender<'a> {
+    /// Complete.
+    pub(crate) table: &'a PageTable,
+    pub(crate) presence: &'a Presence,
+}
+
+impl Lender<'_> {
+    /// Whether a block of the image of `table` can be served by the lender's cache: by both tables each page has
+    /// the same source, and what is not zero is present. (What is zero is a hole there, which nobody ever fills.)
+    /// At least one page is not zero. The last block, if cut short, can't.
+    pub(crate) fn has_whole(&self, table: &PageTable, block: BlockIdx) -> bool {
+        let Some(pages) = block.pages().filter(|pages| table.range().covers(pages)) else {
+            return false;
+        };
+        if !table.same_block(self.table, block) {
+            return false;
+        }
+        match table.block(block) {
+            BlockView::Uniform(Source::Zero) => false,
+            BlockView::Uniform(_) => self.presence.count(pages) == BLOCK_PAGES,
+            BlockView::Mixed(_) => table.runs(pages).all(|(run, source)| {
+                source == Source::Zero || self.presence.count(run) == run.len()
+            }),
+        }
+    }
 }
 
 /// What a decision is made from.
 pub(crate) struct Sight<'a> {
     pub(crate) table: &'a PageTable,
     pub(crate) presence: &'a Presence,
-    pub(crate) ancestors: &'a Ancestors,
+    /// The image that the VM began from, if that may lend.
+    pub(crate) base: Option<ImageId>,
+    /// Images that may lend: not the view's own.
+    pub(crate) lender: &'a dyn Fn(ImageId) -> Option<Lender<'a>>,
+    /// Whether an image, whose cache is mapped in the view, has a page present. `None`: no such image.
+    pub(crate) is_lent: &'a dyn Fn(ImageId, PageIdx) -> Option<bool>,
     /// Whether the table is right for a block (while it is being derived).
     pub(crate) is_known: &'a dyn Fn(BlockIdx) -> bool,
     /// What was done in a block of the view.
@@ -48,37 +86,58 @@ impl Sight<'_> {
     /// Answer a fault on `page`, whose block is known.
     pub(crate) fn decide(&self, page: PageIdx) -> Answer {
         let block = page.block();
+        let is_zero = matches!(self.table.get(page), None | Some(Source::Zero));
         match (self.state)(block) {
-            BlockState::Mapped(id) => {
-                let there =
-                    self.ancestors.get(&id).is_none_or(|k| k.cache().presence().is_present(page));
-                return if there { Answer::Wake } else { self.zeros_at(page) };
+            BlockState::Mapped(id) if (self.is_lent)(id, page) == Some(true) => {
+                return Answer::Wake;
             }
-            BlockState::Zeros => return self.zeros_at(page),
+            BlockState::Mapped(_) | BlockState::Zeros if is_zero => return self.zeros_at(page),
+            BlockState::Mapped(_) | BlockState::Zeros => return Answer::Lost,
             BlockState::Fresh | BlockState::Touched => {}
         }
         if self.presence.is_present(page) {
             return Answer::Wake;
         }
-        match self.table.get(page) {
-            None | Some(Source::Zero) => self
+        if is_zero {
+            return self
                 .run_of_blocks(block, |block| self.is_all_zero(block))
-                .map_or_else(|| self.zeros_at(page), Answer::MapZeros),
-            Some(Source::Image(id)) => {
-                let Some(ancestor) = self.ancestors.get(&id) else { return Answer::Fetch };
-                self.run_of_blocks(block, |block| self.is_whole(block, ancestor))
-                    .map_or(Answer::Fetch, |run| Answer::MapCache(id, run))
+                .map_or_else(|| self.zeros_at(page), Answer::MapZeros);
+        }
+        let mut best: Option<(ImageId, PageRange)> = None;
+        self.each_candidate(block, |id| {
+            let Some(lender) = (self.lender)(id) else { return };
+            let run = self.run_of_blocks(block, |block| lender.has_whole(self.table, block));
+            // A longer run is one mapping instead of many, each of which the next freeze moves by itself.
+            if let Some(run) = run
+                && best.is_none_or(|(_, other)| run.len() > other.len())
+            {
+                best = Some((id, run));
             }
+        });
+        best.map_or(Answer::Fetch, |(id, run)| Answer::MapCache(id, run))
+    }
+
+    fn each_candidate(&self, block: BlockIdx, mut with: impl FnMut(ImageId)) {
+        if let Some(base) = self.base {
+            with(base);
+        }
+        let mut also = |source: Source| {
+            if let Some(id) = source.image().filter(|id| self.base != Some(*id)) {
+                with(id);
+            }
+        };
+        match self.table.block(block) {
+            BlockView::Uniform(source) => also(source),
+            BlockView::Mixed(mixed) => mixed.palette().iter().copied().for_each(also),
         }
     }
 
     /// The zero run that begins at `page`, within its block. (What lies before it may be installed already.)
     fn zeros_at(&self, page: PageIdx) -> Answer {
-        let Some(block) = page.block().pages() else { return Answer::Zeros(page.range()) };
-        let within = block.intersect(&self.table.range());
-        if self.table.get(page) != Some(Source::Zero) {
+        let within = page.block().pages().map(|block| block.intersect(&self.table.range()));
+        let Some(within) = within.filter(|within| within.contains(page)) else {
             return Answer::Zeros(page.range());
-        }
+        };
         let (run, _) = self.table.run_at(page, within);
         Answer::Zeros(run.from_page(page))
     }
@@ -90,6 +149,7 @@ impl Sight<'_> {
             block.0 < blocks
                 && (self.state)(block) == BlockState::Fresh
                 && (self.is_known)(block)
+                // Else the VM may have installed, and written to, a page of the cache without a fault.
                 && block.pages().is_some_and(|pages| self.presence.count(pages) == 0)
                 && fits(block)
         };
@@ -109,24 +169,8 @@ impl Sight<'_> {
     fn is_all_zero(&self, block: BlockIdx) -> bool {
         matches!(self.table.block(block), BlockView::Uniform(Source::Zero))
     }
-
-    /// Whether all of a block can be served by the ancestor's cache: each page is the ancestor's and present
-    /// there, or zero in both (a hole of that cache that its engine will never fill). At least one is not zero.
-    fn is_whole(&self, block: BlockIdx, ancestor: &Arc<HostImage>) -> bool {
-        let Some(pages) = block.pages() else { return false };
-        let theirs = ancestor.cache().presence();
-        match self.table.block(block) {
-            BlockView::Uniform(Source::Zero) => false,
-            BlockView::Uniform(Source::Image(id)) => {
-                id == ancestor.id() && theirs.count(pages) == BLOCK_PAGES
-            }
-            BlockView::Mixed(_) => {
-                let Some(their_table) = ancestor.table() else { return false };
-                self.table.runs(pages).all(|(run, source)| match source {
-                    Source::Image(id) => id == ancestor.id() && theirs.count(run) == run.len(),
-                    Source::Zero => their_table.runs(run).all(|(_, source)| source == Source::Zero),
-                })
-            }
-        }
-    }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "answer_tests.rs"]
+mod tests;

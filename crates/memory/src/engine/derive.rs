@@ -51,15 +51,16 @@ impl Derivation {
         self.next >= self.blocks
     }
 
-    /// Make the table right for one block.
+    /// Make the table right for one block. → whether it may have changed.
     ///
     /// # Errors
     /// The process that holds the frozen pages has gone.
-    pub(crate) fn ensure(&mut self, block: BlockIdx, frozen: &FrozenRange) -> io::Result<()> {
+    pub(crate) fn ensure(&mut self, block: BlockIdx, frozen: &FrozenRange) -> io::Result<bool> {
         if self.is_known(block) {
-            return Ok(());
+            return Ok(false);
         }
-        self.scan(block.0, block.0 + 1, frozen)
+        self.scan(block.0, block.0 + 1, frozen)?;
+        Ok(true)
     }
 
     /// Scan the next stride.

@@ -1,53 +1,87 @@
 //! The drain: frozen pages that nobody asked for move to the cache, and their originals back to the host.
+//!
+//! ```text
+//!   Idle ──sealed──► Copying ──all tried──► Releasing ──all given back──► Complete
+//!                       └──some lost──► Incomplete
+//! ```
+//!
+//! The scheduler's [`vmfork_policy::Drain`] says which pages; what is kept here is how far originals may be
+//! given back, which holds for as long as the drain goes through the image in order and none of it fails.
 
-use vmfork_image::{PageIdx, PageRange};
+use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable};
 
 use crate::host_image::{HostImage, PageLost};
+use crate::presence::Presence;
 
 /// Pages copied in one go: 256 KiB, about 60 µs, which a fault may have to wait.
-const STEP_PAGES: u64 = 64;
+pub(super) const STEP_PAGES: u64 = 64;
 
-/// Originals are given back in stretches of 16 MiB: each is a call to the keeper.
-const RELEASE_PAGES: u64 = 4096;
+/// The policy's name in the scheduler.
+pub(super) const NAME: &str = "drain";
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Not frozen, or not sealed yet.
+    #[default]
+    Idle,
+    Copying,
+    /// All pages are in the cache.
+    Releasing,
+    /// And the originals are given back.
+    Complete,
+    /// Some pages could not be had. Originals stay where they are, as far as there are any.
+    Incomplete,
+}
 
 /// Where the drain stands in one image.
 #[derive(Debug, Default)]
-pub(crate) struct Drain {
-    next: u64,
-    released: u64,
-    complete: bool,
+pub(super) struct Progress {
+    pub(super) stage: Stage,
+    /// All own pages before this one are present.
+    copied: u64,
+    failed: bool,
 }
 
-impl Drain {
-    pub(crate) fn is_complete(&self) -> bool {
-        self.complete
+impl Progress {
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.stage, Stage::Copying | Stage::Releasing)
     }
 
-    /// Copy the next few pages. The image is sealed.
-    ///
-    /// # Errors
-    /// Pages could not be had.
-    pub(crate) fn step(&mut self, image: &HostImage, buffer: &mut Vec<u8>) -> Result<(), PageLost> {
-        let Some(table) = image.table() else { return Ok(()) };
-        let Some(run) = table.next_of(image.id(), PageIdx(self.next)) else {
-            self.complete = true;
-            // Dropping the last reference gives back what is left of the moved range.
-            image.set_frozen(None);
-            return Ok(());
+    /// Pages that the drain proposed were copied.
+    pub(super) fn on_filled(&mut self, range: PageRange) {
+        if !self.failed {
+            self.copied = self.copied.max(range.end().0);
+        }
+    }
+
+    /// Or were not.
+    pub(super) fn on_failed(&mut self) {
+        self.failed = true;
+    }
+
+    /// Originals before this page may be given back: whole blocks, since a huge page that is given back in part
+    /// is split.
+    pub(super) fn release_limit(&self, pages: u64) -> PageIdx {
+        match self.stage {
+            Stage::Releasing => PageIdx(pages),
+            _ => PageIdx(self.copied / BLOCK_PAGES * BLOCK_PAGES),
+        }
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed
+    }
+
+    /// Everything has been tried.
+    pub(super) fn on_copied(&mut self, image: &HostImage, table: &PageTable) {
+        let all_there = |presence: &Presence| {
+            table.pages_of(image.id()).all(|run| presence.count(run) == run.len())
         };
-        let (part, present) = image.cache().presence().run(run.truncate(STEP_PAGES));
-        if !present {
-            fill(image, image, part, buffer)?;
-            image.counters.drained_bytes.add(part.byte_len());
-        }
-        self.next = part.end().0;
-        if self.next >= self.released + RELEASE_PAGES {
-            if let Some(frozen) = image.frozen() {
-                frozen.release_until(PageIdx(self.next));
-            }
-            self.released = self.next;
-        }
-        Ok(())
+        self.stage = if !self.failed || all_there(image.cache().presence()) {
+            Stage::Releasing
+        } else {
+            Stage::Incomplete
+        };
     }
 }
 
@@ -55,7 +89,7 @@ impl Drain {
 ///
 /// # Errors
 /// The pages could not be had, or the host is out of memory.
-pub(crate) fn fill(
+pub(super) fn fill(
     image: &HostImage,
     owner: &HostImage,
     range: PageRange,
@@ -76,4 +110,23 @@ pub(crate) fn fill(
     };
     counter.add(range.byte_len());
     Ok(())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn range(start: u64, len: u64) -> PageRange {
+        PageRange::new(PageIdx(start), len).expect("small")
+    }
+
+    #[test]
+    fn nothing_is_given_back_behind_a_page_that_failed() {
+        let mut progress = Progress { stage: Stage::Copying, ..Progress::default() };
+        progress.on_filled(range(0, 600));
+        assert_eq!(progress.release_limit(4096), PageIdx(512));
+        progress.on_failed();
+        progress.on_filled(range(600, 2000));
+        assert_eq!(progress.release_limit(4096), PageIdx(512));
+    }
 }

@@ -3,22 +3,24 @@
 mod answer;
 mod derive;
 mod drain;
+mod pace;
+mod poller;
 mod worker;
 
-use std::os::fd::OwnedFd;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use std::{fmt, io};
 
-use rustix::event::EventfdFlags;
 use vmfork_image::{ImageId, PageTable, Source};
+use vmfork_policy::ViewId;
 
+use self::poller::Bell;
 use crate::frozen::FrozenRange;
-use crate::host_image::{Ancestors, HostImage};
-use crate::view::{View, ViewId};
+use crate::host_image::{Ancestors, HostImage, Reach};
+use crate::view::View;
 
 /// How long an engine may take to answer its owner. It answers between two faults.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -79,7 +81,8 @@ enum Command {
     },
     RemoveView {
         id: ViewId,
-        done: SyncSender<()>,
+        /// Gets the view back. Whatever it maps of others' caches stays until that is dropped.
+        view: SyncSender<View>,
     },
     /// For tests of what a bug in the engine does to others.
     Panic,
@@ -89,11 +92,9 @@ enum Command {
 /// The handle of an image's engine. Dropping it ends the engine, unless other images still need pages that
 /// are not drained: then it goes on until they are.
 pub struct Engine {
-    image: Arc<HostImage>,
-    /// What was known before the freeze: the table of the image that the VM began from.
-    base_table: PageTable,
+    reach: Arc<Reach>,
     commands: Mutex<Sender<Command>>,
-    wake: Arc<OwnedFd>,
+    bell: Bell,
     progress: Arc<Progress>,
 }
 
@@ -136,8 +137,8 @@ impl Engine {
     /// [`crate::GuestMemory::freeze`].
     ///
     /// # Errors
-    /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size, or the host lacks memory, fds or
-    /// threads.
+    /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size or an engine no more, or the host
+    /// lacks memory, fds or threads.
     pub fn prepare(
         id: ImageId,
         pages: u64,
@@ -148,7 +149,7 @@ impl Engine {
         let (base_table, ancestors) = match base {
             None => (PageTable::uniform(pages, Source::Zero), Ancestors::new()),
             Some(base) => {
-                let sealed = base.sealed().ok_or(EngineError::NotSealed { image: base.id() })?;
+                let table = base.table().ok_or(EngineError::NotSealed { image: base.id() })?;
                 if base.pages() != pages {
                     return Err(EngineError::Size {
                         image: base.id(),
@@ -156,50 +157,69 @@ impl Engine {
                         vm_pages: pages,
                     });
                 }
-                let mut ancestors = sealed.ancestors.clone();
+                let mut ancestors = base.ancestors();
                 ancestors.insert(base.id(), Arc::clone(base));
-                (sealed.table.clone(), ancestors)
+                (table.clone(), ancestors)
             }
         };
         let image = Arc::new(HostImage::new(id, pages).map_err(EngineError::Start)?);
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| EngineError::Start(errno.into()))?;
-        let wake = Arc::new(wake);
+        let reach = Arc::new(Reach {
+            image: Arc::clone(&image),
+            base_table: base_table.clone(),
+            base: base.map(Arc::downgrade),
+        });
+        for needed in ancestors.values().chain([&image]) {
+            needed.add_reach(&reach);
+        }
+        // Its ancestors, too, were kept until here.
+        if let Some(base) = base.filter(|base| !base.has_engine()) {
+            return Err(EngineError::Gone { image: base.id() });
+        }
+        let bell = Bell::new().map_err(EngineError::Start)?;
         let (commands, inbox) = channel();
         let progress = Arc::new(Progress::default());
-        let worker = worker::Worker::new(
-            Arc::clone(&image),
-            base_table.clone(),
+        let start = worker::Start {
+            image: Arc::clone(&image),
+            base: base.map(Arc::downgrade),
+            base_table,
             ancestors,
-            options,
-            worker::Inbox { commands: inbox, wake: Arc::clone(&wake) },
-            Arc::clone(&events),
-            Arc::clone(&progress),
-        );
-        let ended = Arc::clone(&progress);
+            unit_pages: options.fill_unit_pages.clamp(1, 512).next_power_of_two(),
+            commands: inbox,
+            bell: bell.clone(),
+            events: Arc::clone(&events),
+            progress: Arc::clone(&progress),
+        };
+        let worker = worker::Worker::new(start).map_err(EngineError::Start)?;
+        let (ended, weak) = (Arc::clone(&progress), Arc::downgrade(&image));
         std::thread::Builder::new()
             .name(format!("engine-{id}"))
             .spawn(move || {
                 let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| worker.run()));
                 ended.update(|reached| reached.ended = true);
-                if let Err(panic) = outcome {
-                    let reason = panic_text(&*panic);
-                    tracing::error!(image = %id, reason, "page engine died");
-                    events(EngineEvent::Died { image: id, reason });
-                }
+                let reason = match outcome {
+                    Ok(Ok(())) => {
+                        if let Some(image) = weak.upgrade() {
+                            image.retire();
+                        }
+                        return;
+                    }
+                    Ok(Err(error)) => format!("wait for faults: {error}"),
+                    Err(panic) => panic_text(&*panic),
+                };
+                tracing::error!(image = %id, reason, "page engine died");
+                events(EngineEvent::Died { image: id, reason });
             })
             .map_err(EngineError::Start)?;
-        Ok(Self { image, base_table, commands: Mutex::new(commands), wake, progress })
+        Ok(Self { reach, commands: Mutex::new(commands), bell, progress })
     }
 
     pub fn image(&self) -> &Arc<HostImage> {
-        &self.image
+        &self.reach.image
     }
 
-    /// The image's table, or, while that is being derived, the one it is derived from: what must not be
-    /// collected as garbage.
-    pub(crate) fn reachable(&self) -> &PageTable {
-        self.image.table().unwrap_or(&self.base_table)
+    /// What the engine may still read.
+    pub(crate) fn reach(&self) -> &Reach {
+        &self.reach
     }
 
     /// Wait until the page table is complete. → whether it is.
@@ -234,17 +254,15 @@ impl Engine {
         self.send(Command::AddView { id, view })
     }
 
-    /// The view's faults are this engine's affair no more, from the return of this on.
-    pub(crate) fn remove_view(&self, id: ViewId) -> Result<(), EngineError> {
-        let (done, wait): (_, Receiver<()>) = sync_channel(1);
-        self.send(Command::RemoveView { id, done })?;
+    /// The view's faults are this engine's affair no more, from the return of this on. → the view, for as long
+    /// as what it maps must stay.
+    pub(crate) fn remove_view(&self, id: ViewId) -> Result<View, EngineError> {
+        let (view, wait): (_, Receiver<View>) = sync_channel(1);
+        self.send(Command::RemoveView { id, view })?;
+        let image = self.image().id();
         wait.recv_timeout(REPLY_TIMEOUT).map_err(|error| match error {
-            std::sync::mpsc::RecvTimeoutError::Timeout => {
-                EngineError::Timeout { image: self.image.id() }
-            }
-            std::sync::mpsc::RecvTimeoutError::Disconnected => {
-                EngineError::Gone { image: self.image.id() }
-            }
+            RecvTimeoutError::Timeout => EngineError::Timeout { image },
+            RecvTimeoutError::Disconnected => EngineError::Gone { image },
         })
     }
 
@@ -253,8 +271,8 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .send(command)
-            .map_err(|_| EngineError::Gone { image: self.image.id() })?;
-        let _woken = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+            .map_err(|_| EngineError::Gone { image: self.image().id() })?;
+        self.bell.ring();
         Ok(())
     }
 }
@@ -262,13 +280,16 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         let _sent = self.send(Command::Stop);
+        if self.has_ended() {
+            self.image().retire();
+        }
     }
 }
 
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Engine")
-            .field("image", &self.image.id())
+            .field("image", &self.image().id())
             .field("progress", &self.progress)
             .finish_non_exhaustive()
     }

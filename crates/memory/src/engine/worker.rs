@@ -1,33 +1,49 @@
 //! The thread behind an engine: reads faults, carries out answers, and works through the background in between.
+//!
+//! ```text
+//!   sleep ──► commands ──► faults of all views ──► answer ──► Wake, Zeros, Map…          at once
+//!     ▲                                              └──► Scheduler::on_fault             in order of arrival
+//!     │                                                          │
+//!     └── one step of the background, if it is due ◄── Scheduler::next, until nobody waits
+//! ```
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::io;
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
-use vmfork_image::{BlockIdx, PageIdx, PageRange, PageTable, Source};
+use vmfork_image::{BlockIdx, ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_policy::{Config, Fetch, Outcome, Reason, Scheduler, ViewId};
 
-use super::answer::{Answer, Sight};
+use super::answer::{Answer, Lender, Sight};
 use super::derive::Derivation;
-use super::drain::{Drain, fill};
-use super::{Command, EngineEvent, EngineOptions, EventSink, Progress};
-use crate::frozen::FrozenRange;
+use super::drain::{self, STEP_PAGES, Stage};
+use super::pace::Pace;
+use super::poller::{Bell, Poller, Ready};
+use super::{Command, EngineEvent, EventSink, Progress};
+use crate::frozen::{FrozenRange, Release};
 use crate::host_image::{Ancestors, HostImage, PageLost};
-use crate::view::{View, ViewId, ZeroInstall};
+use crate::presence::Presence;
+use crate::view::{Loan, View, ZeroInstall};
 
-/// Where commands come from.
-pub(super) struct Inbox {
+/// What a worker is made of.
+pub(super) struct Start {
+    pub(super) image: Arc<HostImage>,
+    /// The image that the VM began from, and its table.
+    pub(super) base: Option<Weak<HostImage>>,
+    pub(super) base_table: PageTable,
+    pub(super) ancestors: Ancestors,
+    pub(super) unit_pages: u64,
     pub(super) commands: Receiver<Command>,
-    pub(super) wake: Arc<OwnedFd>,
+    pub(super) bell: Bell,
+    pub(super) events: EventSink,
+    pub(super) progress: Arc<Progress>,
 }
 
 enum Phase {
     /// Not frozen yet.
-    Waiting {
-        base: PageTable,
-    },
+    Waiting,
     Deriving {
         derivation: Derivation,
         frozen: Arc<FrozenRange>,
@@ -42,108 +58,120 @@ enum Phase {
 
 pub(super) struct Worker {
     image: Arc<HostImage>,
+    base: Option<Weak<HostImage>>,
     ancestors: Ancestors,
     phase: Phase,
-    drain: Drain,
+    /// Its table is the base's until the image is frozen, then right for every block that was asked for.
+    scheduler: Scheduler<CachePresence>,
+    drain: drain::Progress,
     views: BTreeMap<ViewId, View>,
-    unit_pages: u64,
-    inbox: Inbox,
+    commands: Receiver<Command>,
+    bell: Bell,
+    poller: Poller,
+    pace: Pace,
     events: EventSink,
     progress: Arc<Progress>,
     stopping: bool,
-    /// How long the background rests before its next step: as long as the last one took.
-    rest: Duration,
     buffer: Vec<u8>,
-    faults: Vec<u64>,
+    faults: Vec<(ViewId, PageIdx)>,
+}
+
+/// The presence of the image's cache, for the scheduler.
+#[derive(Debug)]
+struct CachePresence(Arc<HostImage>);
+
+impl vmfork_policy::Presence for CachePresence {
+    fn is_present(&self, page: PageIdx) -> bool {
+        self.0.cache().presence().is_present(page)
+    }
+
+    fn next_absent(&self, range: PageRange) -> Option<PageRange> {
+        vmfork_policy::Presence::next_absent(self.0.cache().presence(), range)
+    }
 }
 
 impl Worker {
-    pub(super) fn new(
-        image: Arc<HostImage>,
-        base: PageTable,
-        ancestors: Ancestors,
-        options: &EngineOptions,
-        inbox: Inbox,
-        events: EventSink,
-        progress: Arc<Progress>,
-    ) -> Self {
-        Self {
-            image,
-            ancestors,
-            phase: Phase::Waiting { base },
-            drain: Drain::default(),
+    /// # Errors
+    /// No fds or memory left.
+    pub(super) fn new(start: Start) -> io::Result<Self> {
+        let config = Config { unit_pages: start.unit_pages, ..Config::default() };
+        let presence = CachePresence(Arc::clone(&start.image));
+        let scheduler = Scheduler::new(start.base_table, presence, config)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        Ok(Self {
+            image: start.image,
+            base: start.base,
+            ancestors: start.ancestors,
+            phase: Phase::Waiting,
+            scheduler,
+            drain: drain::Progress::default(),
             views: BTreeMap::new(),
-            unit_pages: options.fill_unit_pages.clamp(1, 512).next_power_of_two(),
-            inbox,
-            events,
-            progress,
+            commands: start.commands,
+            poller: Poller::new(&start.bell)?,
+            bell: start.bell,
+            pace: Pace::new(Instant::now()),
+            events: start.events,
+            progress: start.progress,
             stopping: false,
-            rest: Duration::ZERO,
             buffer: Vec::new(),
             faults: Vec::new(),
-        }
+        })
     }
 
     /// Until told to stop, and everything is done that others rely on.
-    pub(super) fn run(mut self) {
+    ///
+    /// # Errors
+    /// The kernel does not tell of faults any more.
+    pub(super) fn run(mut self) -> io::Result<()> {
+        let mut ready = Ready::default();
         while !self.may_end() {
-            self.wait();
-            self.take_commands();
-            let served = self.serve_faults();
-            if !served {
+            self.poller.wait(self.timeout(), &mut ready)?;
+            if ready.commands {
+                self.bell.silence();
+                self.take_commands();
+            }
+            self.read_faults(&ready.views);
+            self.serve_faults();
+            if self.has_background() && self.pace.wait(Instant::now()).is_zero() {
+                let began = Instant::now();
                 self.background_step();
+                self.pace.stepped(began, Instant::now());
             }
         }
+        Ok(())
     }
 
-    /// Told to stop, no view left, and nobody needs pages that are not drained yet.
+    /// Told to stop, and nobody needs pages that are not drained yet.
     fn may_end(&self) -> bool {
-        let needed_by_others = matches!(self.phase, Phase::Sealed)
-            && !self.drain.is_complete()
-            && Arc::strong_count(&self.image) > 1;
+        // The scheduler's presence is the second reference.
+        let needed_by_others = self.drain.is_running() && Arc::strong_count(&self.image) > 2;
         self.stopping && !needed_by_others
     }
 
     fn has_background(&self) -> bool {
         match self.phase {
             Phase::Deriving { .. } => true,
-            Phase::Sealed => !self.drain.is_complete(),
-            Phase::Waiting { .. } | Phase::Failed { .. } => false,
+            Phase::Sealed => self.drain.is_running(),
+            Phase::Waiting | Phase::Failed { .. } => false,
         }
     }
 
-    /// Sleep until a fault or a command comes, or the background's rest is over.
-    fn wait(&self) {
-        let timeout = self
-            .has_background()
-            .then(|| Timespec { tv_sec: 0, tv_nsec: i64::from(self.rest.subsec_nanos()) });
-        let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(self.views.len() + 1);
-        fds.push(PollFd::from_borrowed_fd(self.inbox.wake.as_fd(), PollFlags::IN));
-        for view in self.views.values() {
-            fds.push(PollFd::from_borrowed_fd(view.uffd.as_fd(), PollFlags::IN));
-        }
-        if let Err(errno) = rustix::event::poll(&mut fds, timeout.as_ref())
-            && errno != rustix::io::Errno::INTR
-        {
-            tracing::error!(%errno, "page engine: poll");
-        }
+    /// How long to sleep, if nothing comes.
+    fn timeout(&self) -> Option<Duration> {
+        self.has_background().then(|| self.pace.wait(Instant::now()))
     }
 
     fn take_commands(&mut self) {
-        let mut count = [0; 8];
-        let _drained = rustix::io::read(&*self.inbox.wake, &mut count);
         loop {
-            match self.inbox.commands.try_recv() {
+            match self.commands.try_recv() {
                 Ok(Command::Begin { frozen }) => self.begin(frozen),
-                Ok(Command::AddView { id, view }) => {
-                    if let Phase::Failed { reason } = &self.phase {
-                        self.report_lost(id, reason.clone());
+                Ok(Command::AddView { id, view }) => self.add_view(id, view),
+                Ok(Command::RemoveView { id, view: back }) => {
+                    self.scheduler.remove_view(id);
+                    if let Some(view) = self.views.remove(&id) {
+                        self.poller.remove(&view.uffd);
+                        let _waited_for = back.send(view);
                     }
-                    self.views.insert(id, view);
-                }
-                Ok(Command::RemoveView { id, done }) => {
-                    self.views.remove(&id);
-                    let _waited_for = done.send(());
                 }
                 Ok(Command::Panic) => panic!("injected"),
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => {
@@ -156,251 +184,345 @@ impl Worker {
     }
 
     fn begin(&mut self, frozen: FrozenRange) {
-        let Phase::Waiting { base } = &self.phase else { return };
-        let derivation = Derivation::new(self.image.id(), base.clone());
+        if !matches!(self.phase, Phase::Waiting) {
+            return;
+        }
+        let derivation = Derivation::new(self.image.id(), self.scheduler.table().clone());
         let frozen = Arc::new(frozen);
-        self.image.set_frozen(Some(Arc::clone(&frozen)));
+        self.image.set_frozen(Arc::clone(&frozen));
         self.phase = Phase::Deriving { derivation, frozen };
     }
 
-    /// → whether there were any.
-    fn serve_faults(&mut self) -> bool {
-        let ids: Vec<ViewId> = self.views.keys().copied().collect();
-        let mut served = false;
-        for id in ids {
-            let mut faults = std::mem::take(&mut self.faults);
-            faults.clear();
-            if let Some(view) = self.views.get(&id)
-                && let Err(error) = view.uffd.read_faults(&mut faults)
-            {
-                tracing::error!(?id, %error, "page engine: read faults");
-            }
-            for address in &faults {
-                served = true;
-                if let Some(page) = self.views.get(&id).and_then(|view| view.page_at(*address))
-                    && let Err(lost) = self.serve(id, page)
-                {
-                    self.report_lost(id, lost.to_string());
-                }
-            }
-            self.faults = faults;
+    fn add_view(&mut self, id: ViewId, view: View) {
+        if let Phase::Failed { reason } = &self.phase {
+            self.report_lost(id, reason.clone());
         }
-        served
+        if let Err(error) = self.poller.add(id, &view.uffd) {
+            self.report_lost(id, format!("its faults can't be waited for: {error}"));
+        }
+        // Faults that another engine read, and left, are raised anew.
+        view.wake(PageRange::first(self.image.pages()));
+        self.views.insert(id, view);
+    }
+
+    fn read_faults(&mut self, ready: &[ViewId]) {
+        self.faults.clear();
+        for id in ready {
+            let Some(view) = self.views.get(id) else { continue };
+            let faults = &mut self.faults;
+            let outcome = view.uffd.read_faults(|address| {
+                faults.extend(view.page_at(address).map(|page| (*id, page)));
+            });
+            if let Err(error) = outcome {
+                self.poller.remove(&view.uffd);
+                self.report_lost(*id, format!("its faults can't be read: {error}"));
+            }
+        }
+    }
+
+    fn serve_faults(&mut self) {
+        if self.faults.is_empty() {
+            return;
+        }
+        let faults = std::mem::take(&mut self.faults);
+        for (id, page) in &faults {
+            if let Err(reason) = self.serve(*id, *page) {
+                self.report_lost(*id, reason);
+            }
+        }
+        self.faults = faults;
+        while let Some(fetch) = self.scheduler.next(0) {
+            self.carry_out(fetch);
+        }
+        self.pace.served();
     }
 
     fn report_lost(&self, view: ViewId, reason: String) {
         (self.events)(EngineEvent::ViewLost { image: self.image.id(), view, reason });
     }
 
-    fn serve(&mut self, id: ViewId, page: PageIdx) -> Result<(), PageLost> {
-        self.know(page.block())?;
+    /// Answer a fault at once, or have its page fetched in its turn.
+    ///
+    /// # Errors
+    /// Why the view is lost.
+    fn serve(&mut self, id: ViewId, page: PageIdx) -> Result<(), String> {
+        self.know(page)?;
         let Some(view) = self.views.get(&id) else { return Ok(()) };
         match self.decide(view, page) {
             Answer::Wake => {
+                self.wake(id, page.range());
+                if let Some(view) = self.views.get_mut(&id) {
+                    view.touch(page.block());
+                    view.counters.present.add(1);
+                }
+            }
+            Answer::Zeros(range) => self.install_zeros(id, range),
+            Answer::MapZeros(run) => {
                 let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-                view.touch(page.block());
-                view.counters.present.add(1);
-                view.wake(page.range());
-                Ok(())
-            }
-            Answer::Zeros(range) => self.install_zeros(id, page, range),
-            Answer::MapZeros(range) => {
-                if self.map_run(id, page, range, None) {
-                    return Ok(());
+                if view.map_zeros(page, run).map_err(|error| error.to_string())? {
+                    view.counters.mapped.add(1);
+                } else {
+                    self.install_zeros(id, page.range());
                 }
-                self.install_zeros(id, page, page.range())
             }
-            Answer::MapCache(ancestor, range) => {
-                let ancestor = self.ancestors.get(&ancestor).cloned();
-                if ancestor.is_some() && self.map_run(id, page, range, ancestor.as_ref()) {
-                    return Ok(());
+            Answer::MapCache(lender, run) => {
+                let loan = self.borrow(lender, run);
+                let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+                let mapped = loan.map_or(Ok(false), |loan| view.map_loan(page, loan));
+                if mapped.map_err(|error| error.to_string())? {
+                    view.counters.mapped.add(1);
+                } else {
+                    self.queue(id, page)?;
                 }
-                self.fetch(id, page)
             }
-            Answer::Fetch => self.fetch(id, page),
+            Answer::Fetch => self.queue(id, page)?,
+            Answer::Lost => {
+                return Err(format!(
+                    "page {page} of image {}: what is mapped there has lost it",
+                    self.image.id()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn wake(&self, id: ViewId, range: PageRange) {
+        if let Some(view) = self.views.get(&id) {
+            view.wake(range);
         }
     }
 
-    /// Make sure that the table is right for a block.
-    fn know(&mut self, block: BlockIdx) -> Result<(), PageLost> {
+    /// The fault waits for its turn.
+    fn queue(&mut self, id: ViewId, page: PageIdx) -> Result<(), String> {
+        if let Some(view) = self.views.get_mut(&id) {
+            view.touch(page.block());
+        }
+        match self.scheduler.on_fault(id, page) {
+            Outcome::Waits => {
+                if let Some(view) = self.views.get(&id) {
+                    view.counters.fetch.add(1);
+                }
+            }
+            Outcome::Present => self.wake(id, page.range()),
+            Outcome::Zero => self.install_zeros(id, page.range()),
+            Outcome::Refused(refusal) => {
+                return Err(format!("page {page} of image {}: {refusal}", self.image.id()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Make sure that the table is right for a page's block.
+    fn know(&mut self, page: PageIdx) -> Result<(), String> {
         let outcome = match &mut self.phase {
             Phase::Sealed => return Ok(()),
-            Phase::Deriving { derivation, frozen } => derivation.ensure(block, frozen),
-            Phase::Waiting { .. } => Err(std::io::Error::other("the image is not frozen yet")),
-            Phase::Failed { reason } => Err(std::io::Error::other(reason.clone())),
+            Phase::Deriving { derivation, frozen } => {
+                derivation.ensure(page.block(), frozen).map(|changed| {
+                    if changed {
+                        self.scheduler.set_table(derivation.table().clone());
+                    }
+                })
+            }
+            Phase::Waiting => Err(io::Error::other("the image is not frozen yet")),
+            Phase::Failed { reason } => Err(io::Error::other(reason.clone())),
         };
-        outcome.map_err(|error| PageLost {
-            page: block.first_page().unwrap_or(PageIdx(0)),
-            image: self.image.id(),
-            reason: format!("what the VM had written can't be told: {error}"),
+        outcome.map_err(|error| {
+            let image = self.image.id();
+            format!("page {page} of image {image}: whose it is can't be told: {error}")
         })
     }
 
-    fn table(&self) -> Option<&PageTable> {
-        match &self.phase {
-            Phase::Deriving { derivation, .. } => Some(derivation.table()),
-            Phase::Sealed => self.image.table(),
-            Phase::Waiting { .. } | Phase::Failed { .. } => None,
-        }
-    }
-
     fn decide(&self, view: &View, page: PageIdx) -> Answer {
-        let Some(table) = self.table() else { return Answer::Fetch };
+        let base = self.base();
         Sight {
-            table,
+            table: self.scheduler.table(),
             presence: self.image.cache().presence(),
-            ancestors: &self.ancestors,
-            is_known: &|block| match &self.phase {
-                Phase::Deriving { derivation, .. } => derivation.is_known(block),
-                _ => true,
+            base: base.as_ref().map(|base| base.id()),
+            lender: &|id| lender(&self.ancestors, base.as_ref(), id).and_then(as_lender),
+            is_lent: &|id, page| {
+                view.lender(id).map(|lender| lender.cache().presence().is_present(page))
             },
+            is_known: &|block| self.is_known(block),
             state: &|block| view.block(block),
             may_map: view.may_map(),
         }
         .decide(page)
     }
 
-    fn install_zeros(
-        &mut self,
-        id: ViewId,
-        page: PageIdx,
-        range: PageRange,
-    ) -> Result<(), PageLost> {
-        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+    fn base(&self) -> Option<Arc<HostImage>> {
+        self.base.as_ref().and_then(Weak::upgrade)
+    }
+
+    fn is_known(&self, block: BlockIdx) -> bool {
+        match &self.phase {
+            Phase::Deriving { derivation, .. } => derivation.is_known(block),
+            _ => true,
+        }
+    }
+
+    fn borrow(&self, id: ImageId, run: PageRange) -> Option<Loan> {
+        let base = self.base();
+        let image = lender(&self.ancestors, base.as_ref(), id)?;
+        let lends = as_lender(image)?;
+        Loan::take(image, run, |block| lends.has_whole(self.scheduler.table(), block))
+    }
+
+    fn install_zeros(&mut self, id: ViewId, range: PageRange) {
+        let Some(view) = self.views.get_mut(&id) else { return };
         match view.install_zeros(range) {
-            ZeroInstall::Done => {
-                view.counters.zero.add(1);
-                Ok(())
-            }
+            ZeroInstall::Done => view.counters.zero.add(1),
             ZeroInstall::Gone => {
                 // Either the VM has ended, which its owner notices by itself, or its address space changes
                 // without end.
-                tracing::debug!(?id, %page, "zero page refused");
+                tracing::debug!(%id, %range, "zero pages refused");
                 view.wake(range);
-                Ok(())
             }
         }
     }
 
-    /// Map a run of blocks, or at least the one that `page` is in. → whether that was done.
-    fn map_run(
-        &mut self,
-        id: ViewId,
-        page: PageIdx,
-        range: PageRange,
-        ancestor: Option<&Arc<HostImage>>,
-    ) -> bool {
-        let Some(view) = self.views.get_mut(&id) else { return true };
-        let alone = page.block().pages();
-        let mapped = view.map_run(range, ancestor)
-            || alone.is_some_and(|alone| alone != range && view.map_run(alone, ancestor));
-        if mapped {
-            view.counters.mapped.add(1);
-        } else {
-            view.touch(page.block());
+    /// Bring pages into the cache, and tell who waits for them.
+    fn carry_out(&mut self, fetch: Fetch) {
+        let range = fetch.range;
+        let is_demand = fetch.reason == Reason::Demand;
+        match self.bring(range, fetch.source) {
+            Ok(()) => {
+                if is_demand {
+                    self.image.counters.demand_bytes.add(range.byte_len());
+                } else {
+                    self.image.counters.drained_bytes.add(range.byte_len());
+                    self.drain.on_filled(range);
+                }
+                let mut waited = self.scheduler.on_filled(range);
+                waited.sort_unstable();
+                waited.dedup_by_key(|(view, _)| *view);
+                for (id, _) in waited {
+                    self.wake(id, range);
+                }
+            }
+            Err(lost) => {
+                if !is_demand {
+                    self.drain.on_failed();
+                }
+                for (id, _) in self.scheduler.on_failed(range) {
+                    self.report_lost(id, lost.to_string());
+                }
+            }
         }
-        mapped
     }
 
-    /// Bring a page into the cache, with those of its neighbours that are absent and of the same owner.
-    fn fetch(&mut self, id: ViewId, page: PageIdx) -> Result<(), PageLost> {
-        let lost =
-            |reason: &str| PageLost { page, image: self.image.id(), reason: reason.to_owned() };
-        let table = self.table().ok_or_else(|| lost("no page table"))?;
-        let first = page.0 / self.unit_pages * self.unit_pages;
-        let end = (first + self.unit_pages).min(table.pages());
-        let (run, source) = table.run_at(page, PageRange::between(PageIdx(first), PageIdx(end)));
-        let Source::Image(owner) = source else {
-            return self.install_zeros(id, page, page.range());
+    fn bring(&mut self, range: PageRange, source: Source) -> Result<(), PageLost> {
+        let lost = |reason: &str| PageLost {
+            page: range.start(),
+            image: self.image.id(),
+            reason: reason.to_owned(),
         };
-        let owner = if owner == self.image.id() {
-            Arc::clone(&self.image)
-        } else {
-            Arc::clone(
-                self.ancestors.get(&owner).ok_or_else(|| lost("its owner is not on this host"))?,
-            )
+        let owner = match source {
+            Source::Zero => return Err(lost("it is zero, and never fetched")),
+            Source::Image(id) if id == self.image.id() => Arc::clone(&self.image),
+            Source::Image(id) => match self.ancestors.get(&id) {
+                Some(owner) => Arc::clone(owner),
+                None => return Err(lost(&format!("its owner {id} is not on this host"))),
+            },
         };
-        let range = self.absent_around(page, run);
-        if !range.is_empty() {
-            fill(&self.image, &owner, range, &mut self.buffer)?;
-            self.image.counters.demand_bytes.add(range.byte_len());
-        }
-        if let Some(view) = self.views.get_mut(&id) {
-            view.touch(page.block());
-            view.counters.fetch.add(1);
-            view.wake(if range.is_empty() { page.range() } else { range });
-        }
-        Ok(())
-    }
-
-    /// The absent pages around `page` within `run`.
-    fn absent_around(&self, page: PageIdx, run: PageRange) -> PageRange {
-        let presence = self.image.cache().presence();
-        let (after, present) = presence.run(run.from_page(page));
-        if present {
-            return PageRange::between(page, page);
-        }
-        let mut first = page.0;
-        while first > run.start().0 && !presence.is_present(PageIdx(first - 1)) {
-            first -= 1;
-        }
-        PageRange::between(PageIdx(first), after.end())
+        drain::fill(&self.image, &owner, range, &mut self.buffer)
     }
 
     /// One bounded piece of what nobody waits for.
     fn background_step(&mut self) {
-        if !self.has_background() {
-            return;
-        }
-        let began = Instant::now();
         match &mut self.phase {
             Phase::Deriving { derivation, frozen } => {
                 let outcome = derivation.step(frozen);
+                self.scheduler.set_table(derivation.table().clone());
                 let complete = derivation.is_complete();
                 match outcome {
                     Ok(()) if complete => self.seal(),
                     Ok(()) => {}
                     Err(error) => {
-                        self.fail(format!("what the VM had written can't be told: {error}"))
+                        self.fail(format!("what the VM had written can't be told: {error}"));
                     }
                 }
             }
-            Phase::Sealed => match self.drain.step(&self.image, &mut self.buffer) {
-                Ok(()) if self.drain.is_complete() => {
-                    self.progress.update(|reached| reached.drained = true);
-                    (self.events)(EngineEvent::Drained { image: self.image.id() });
-                }
-                Ok(()) => {}
-                Err(lost) => self.fail(lost.to_string()),
-            },
-            Phase::Waiting { .. } | Phase::Failed { .. } => {}
+            Phase::Sealed => self.drain_step(),
+            Phase::Waiting | Phase::Failed { .. } => {}
         }
-        self.rest = began.elapsed().min(Duration::from_millis(5));
+    }
+
+    fn drain_step(&mut self) {
+        let frozen = self.image.frozen();
+        if self.drain.stage == Stage::Copying {
+            if let Some(fetch) = self.scheduler.next(STEP_PAGES) {
+                self.carry_out(fetch);
+                // When a whole process has gone, page by page tells no more than the first one did.
+                if self.drain.has_failed() && frozen.as_ref().is_none_or(|it| !it.is_held()) {
+                    self.scheduler.remove_background(drain::NAME);
+                    self.drain.on_copied(&self.image, self.scheduler.table());
+                }
+            } else {
+                self.drain.on_copied(&self.image, self.scheduler.table());
+            }
+            if self.drain.stage == Stage::Incomplete {
+                tracing::error!(image = %self.image.id(), "some frozen pages are lost");
+            }
+        }
+        let limit = self.drain.release_limit(self.image.pages());
+        let released = frozen.map_or(Release::Nothing, |frozen| frozen.release_some(limit));
+        if self.drain.stage == Stage::Releasing && released == Release::Nothing {
+            self.drain.stage = Stage::Complete;
+            if let Some(frozen) = self.image.take_frozen() {
+                end(frozen);
+            }
+            self.progress.update(|reached| reached.drained = true);
+            (self.events)(EngineEvent::Drained { image: self.image.id() });
+        }
     }
 
     fn seal(&mut self) {
-        let failed = Phase::Failed { reason: String::new() };
-        let Phase::Deriving { derivation, .. } = std::mem::replace(&mut self.phase, failed) else {
+        let Phase::Deriving { derivation, .. } = std::mem::replace(&mut self.phase, Phase::Sealed)
+        else {
             return;
         };
         let spent = u64::try_from(derivation.spent.as_micros()).unwrap_or(u64::MAX);
         self.image.counters.derive_us.add(spent);
         let table = derivation.into_table();
         self.image.counters.frozen_pages.add(table.owners().get(self.image.id()));
-        self.image.seal(table, std::mem::take(&mut self.ancestors));
-        self.ancestors =
-            self.image.sealed().map(|sealed| sealed.ancestors.clone()).unwrap_or_default();
-        self.phase = Phase::Sealed;
+        self.ancestors = self.image.seal(table, std::mem::take(&mut self.ancestors));
+        let policy = vmfork_policy::Drain::new(self.image.id(), STEP_PAGES);
+        if let Err(error) = self.scheduler.add_background(Box::new(policy)) {
+            return self.fail(format!("it can't be drained: {error}"));
+        }
+        self.drain.stage = Stage::Copying;
         self.progress.update(|reached| reached.sealed = true);
         (self.events)(EngineEvent::Sealed { image: self.image.id() });
     }
 
-    /// Pages of this image can't be had any more: all views will sooner or later touch one.
+    /// The table will never be known: all views will sooner or later ask for a page.
     fn fail(&mut self, reason: String) {
         tracing::error!(image = %self.image.id(), reason, "image lost");
         for id in self.views.keys() {
             self.report_lost(*id, reason.clone());
         }
         self.phase = Phase::Failed { reason };
+    }
+}
+
+fn lender<'a>(
+    ancestors: &'a Ancestors,
+    base: Option<&'a Arc<HostImage>>,
+    id: ImageId,
+) -> Option<&'a Arc<HostImage>> {
+    ancestors.get(&id).or(base.filter(|base| base.id() == id))
+}
+
+fn as_lender(image: &Arc<HostImage>) -> Option<Lender<'_>> {
+    let presence: &Presence = image.cache().presence();
+    Some(Lender { table: image.table()?, presence })
+}
+
+/// Let go of a moved range. If that was the last that held the keeper of a VM that has ended, the keeper ends
+/// now, and takes its time (it frees all of that VM's memory), for which no fault should wait.
+fn end(frozen: Arc<FrozenRange>) {
+    let ending = std::thread::Builder::new().name("keeper-end".to_owned());
+    if let Err(error) = ending.spawn(move || drop(frozen)) {
+        tracing::debug!(%error, "no thread to end a keeper");
     }
 }

@@ -65,7 +65,9 @@ impl FakeVm {
             .open(USERFAULTFD_DEVICE)
             .expect("userfaultfd")
             .into();
-        let fds = [ends.control, device, ends.ram];
+        // Out of the way of the numbers that they get in the child.
+        let fds = [ends.control, device, ends.ram]
+            .map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 300).expect("duplicate"));
         let numbers = fds.each_ref().map(AsRawFd::as_raw_fd);
         let mut command = Command::new(target_dir().join("debug/examples/fake_vm"));
         command
@@ -123,10 +125,6 @@ impl FakeVm {
             .split(' ')
             .map(|word| u64::from_str_radix(word, 16).expect("hex"))
             .collect()
-    }
-
-    pub fn pid(&self) -> u32 {
-        self.child.id()
     }
 }
 
