@@ -7,11 +7,13 @@
 //! With [`Effects::Dry`] every effect is a file under one folder (and a line in its `effects`, for
 //! the order), so that tests can look at it.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::time::{ClockId, Timespec, clock_settime};
@@ -21,6 +23,9 @@ use crate::options::Effects;
 
 /// Fewest bytes of entropy that make a new identity.
 const ENTROPY_BYTES_MIN: usize = 32;
+pub(crate) const ETC_MACHINE_ID: &str = "/etc/machine-id";
+pub(crate) const RUN_MACHINE_ID: &str = "/run/machine-id";
+const MACHINE_ID_FILES: [&str; 2] = [RUN_MACHINE_ID, ETC_MACHINE_ID];
 /// Longest host name of Linux.
 const HOSTNAME_BYTES_MAX: usize = 64;
 
@@ -40,12 +45,15 @@ pub(crate) struct Machine {
     run_dir: PathBuf,
     /// `/dev/urandom`, with [`Effects::Real`].
     random: Option<File>,
+    /// The identity's files, open since the VM booted, with their lengths: a clone only writes. Opening them
+    /// anew would have each clone under TCG translate the way through the file systems.
+    files: RefCell<BTreeMap<PathBuf, (File, u64)>>,
 }
 
 impl Machine {
     pub(crate) fn new(effects: Effects, run_dir: PathBuf) -> Self {
         let random = (effects == Effects::Real).then(|| File::open("/dev/urandom").ok()).flatten();
-        Self { effects, run_dir, random }
+        Self { effects, run_dir, random, files: RefCell::default() }
     }
 
     /// Whether this machine is the agent's to change.
@@ -109,7 +117,11 @@ impl Machine {
         self.entropy(&entropy).map_err(|e| said("add entropy", &e))?;
         self.clock(basics.realtime_ns).map_err(|e| said("step the clock", &e))?;
         self.hostname(basics.name).map_err(|e| said("set the host name", &e))?;
-        for path in ["/etc/machine-id", "/run/machine-id"] {
+        for path in MACHINE_ID_FILES {
+            // As PID 1 the agent has made it a link to the other.
+            if self.is_real() && path == ETC_MACHINE_ID && is_link(path) {
+                continue;
+            }
             self.file(path, machine_id.as_bytes(), 0o444).map_err(|e| said(path, &e))?;
         }
         Ok(())
@@ -155,7 +167,29 @@ impl Machine {
             std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
             return overwrite(&path, bytes, 0o644);
         }
-        overwrite(Path::new(path), bytes, mode)
+        self.overwrite(Path::new(path), bytes, mode)
+    }
+
+    /// Write a small file in place: whoever reads meanwhile sees the old text or the new one, never an
+    /// empty file.
+    fn overwrite(&self, path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+        let mut files = self.files.borrow_mut();
+        // Whoever removed or replaced the file gets a new one.
+        let stands =
+            files.get(path).map(|(file, _)| file.metadata().map(|found| found.nlink() > 0));
+        if !stands.transpose()?.unwrap_or(false) {
+            let file = create(path, mode)?;
+            let length = file.metadata()?.len();
+            files.insert(path.to_owned(), (file, length));
+        }
+        let Some((file, length)) = files.get_mut(path) else { return Ok(()) };
+        file.write_all_at(bytes, 0)?;
+        let now = bytes.len() as u64;
+        if now < *length {
+            file.set_len(now)?;
+        }
+        *length = now;
+        Ok(())
     }
 
     fn publish(&self, vmid: u32, identity: &serde_json::Value) -> Result<(), String> {
@@ -165,7 +199,7 @@ impl Machine {
             if let Effects::Dry(folder) = &self.effects {
                 note_effect(folder, name).map_err(|e| said(name, &e))?;
             }
-            overwrite(&path, text.as_bytes(), 0o644).map_err(|e| said(path.display(), &e))?;
+            self.overwrite(&path, text.as_bytes(), 0o644).map_err(|e| said(path.display(), &e))?;
         }
         Ok(())
     }
@@ -175,13 +209,19 @@ fn said(what: impl Display, error: &io::Error) -> String {
     format!("{what}: {error}")
 }
 
-/// Write a small file in place: whoever reads meanwhile sees the old text or the new one, never an
-/// empty file.
+fn create(path: &Path, mode: u32) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(false).mode(mode).open(path)
+}
+
+/// Write a small file in place.
 fn overwrite(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let mut file =
-        OpenOptions::new().write(true).create(true).truncate(false).mode(mode).open(path)?;
+    let mut file = create(path, mode)?;
     file.write_all(bytes)?;
     file.set_len(bytes.len() as u64)
+}
+
+fn is_link(path: &str) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink())
 }
 
 /// The dry form of an effect: its value as a file.

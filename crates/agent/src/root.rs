@@ -11,6 +11,7 @@ use rustix::system::{RebootCommand, reboot};
 
 use crate::cmdline::Cmdline;
 use crate::console::log;
+use crate::machine::{ETC_MACHINE_ID, RUN_MACHINE_ID};
 use crate::server::Stop;
 use crate::sys;
 
@@ -53,12 +54,22 @@ pub(crate) fn set_up() {
     for (target, link) in LINKS {
         let _ = std::os::unix::fs::symlink(target, link);
     }
+    link_machine_id();
     if let Err(error) = sys::loopback_up() {
         log!("set lo up: {error}");
     }
     let cmdline = Cmdline::read();
     if let Some(order) = cmdline.reporting_order {
         apply_reporting_order(order);
+    }
+}
+
+/// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and needs not go
+/// through the overlay.
+fn link_machine_id() {
+    let _ = std::fs::remove_file(ETC_MACHINE_ID);
+    if let Err(error) = std::os::unix::fs::symlink(RUN_MACHINE_ID, ETC_MACHINE_ID) {
+        log!("{ETC_MACHINE_ID}: {error}");
     }
 }
 

@@ -134,6 +134,7 @@ fn assemble(
     let kernel_dir = out.join("kernel-package");
     let kernel = Kernel::unpack(&base.kernel_package(), &kernel_dir, cancel)?;
     let modules = kernel.modules(cancel)?;
+    let vmgenid = kernel.has_vmgenid();
     let kernel_file = out.join(KERNEL_FILE);
     fs::copy(&kernel.image, &kernel_file).map_err(BuildError::io("write", &kernel_file))?;
     let initrd_file = out.join(INITRD_FILE);
@@ -176,6 +177,7 @@ fn assemble(
         packages: spec.sorted_packages(),
         agent: true,
         default_memory_mib: spec.default_memory_mib,
+        vmgenid,
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
         files,

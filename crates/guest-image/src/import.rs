@@ -91,6 +91,7 @@ pub fn import(
         packages: Vec::new(),
         agent: options.agent,
         default_memory_mib: options.default_memory_mib,
+        vmgenid: None,
         input_hash: None,
         tree_hash: None,
         files,

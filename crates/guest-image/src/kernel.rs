@@ -54,6 +54,13 @@ impl Kernel {
         Ok(Self { version, image, modules })
     }
 
+    /// Whether it has a driver for the vmgenid device, by its configuration.
+    pub(crate) fn has_vmgenid(&self) -> Option<bool> {
+        let config = self.image.with_file_name(format!("config-{}", self.version));
+        let config = fs::read_to_string(config).ok()?;
+        Some(config.lines().any(|line| matches!(line, "CONFIG_VMGENID=y" | "CONFIG_VMGENID=m")))
+    }
+
     /// The modules that the initrd needs, in load order, uncompressed.
     pub(crate) fn modules(&self, cancel: &Cancel) -> Result<Vec<Module>, BuildError> {
         // The package brings no modules.dep: its installation would make one. depmod looks below

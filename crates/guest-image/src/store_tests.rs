@@ -20,6 +20,7 @@ fn metadata(name: &str, kernel: &[u8]) -> Metadata {
         packages: Vec::new(),
         agent: false,
         default_memory_mib: 512,
+        vmgenid: None,
         input_hash: None,
         tree_hash: None,
         files: BTreeMap::from([(KERNEL_FILE.to_owned(), info)]),

@@ -87,6 +87,8 @@ pub struct Shape {
     pub guest: GuestKind,
     /// The read-only disk: root file system, or what a bare guest boots from.
     pub disk: Option<DiskId>,
+    /// Whether a Linux guest gets a vmgenid device.
+    pub vmgenid: bool,
 }
 
 /// A shape that can't be.
@@ -126,7 +128,15 @@ impl Shape {
         if guest == GuestKind::Bare && disk.is_none() {
             return Err(ShapeError::NoBootDisk);
         }
-        Ok(Self { memory_bytes, cpus, accel, machine: Machine::Pc, guest, disk })
+        Ok(Self { memory_bytes, cpus, accel, machine: Machine::Pc, guest, disk, vmgenid: true })
+    }
+
+    /// Leave the vmgenid device out: a guest without a driver for it would still interpret ACPI code at the
+    /// start of every clone.
+    #[must_use]
+    pub fn without_vmgenid(mut self) -> Self {
+        self.vmgenid = false;
+        self
     }
 }
 

@@ -151,6 +151,7 @@ async fn bring_up(
         disk_id,
     )
     .map_err(|error| host_error(&error))?;
+    let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     if let (Some(id), Some(disk)) = (disk_id, &disk) {
         let kept = disk.try_clone().map_err(|error| host_error(&error))?;
         core.disks.add(id, kept);

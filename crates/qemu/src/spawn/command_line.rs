@@ -161,7 +161,9 @@ fn devices(line: &mut Line, shape: &Shape) {
         line.option("-object", "rng-builtin,id=random");
         line.option("-device", "virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6");
         // Each QEMU draws its own; after loading a state it tells the guest.
-        line.option("-device", "vmgenid,id=vmgenid,guid=auto");
+        if shape.vmgenid {
+            line.option("-device", "vmgenid,id=vmgenid,guid=auto");
+        }
     }
 }
 
