@@ -25,7 +25,7 @@ use crate::options::Effects;
 const ENTROPY_BYTES_MIN: usize = 32;
 pub(crate) const ETC_MACHINE_ID: &str = "/etc/machine-id";
 pub(crate) const RUN_MACHINE_ID: &str = "/run/machine-id";
-const MACHINE_ID_FILES: [&str; 2] = [RUN_MACHINE_ID, ETC_MACHINE_ID];
+const MACHINE_ID_FILES: [&str; 2] = [ETC_MACHINE_ID, RUN_MACHINE_ID];
 /// Longest host name of Linux.
 const HOSTNAME_BYTES_MAX: usize = 64;
 
