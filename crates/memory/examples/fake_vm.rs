@@ -8,6 +8,8 @@
 //! | `sum PAGE COUNT` | a hash per page, in hex, separated by blanks; 0 for a page of zeros |
 //! | `drop PAGE COUNT` | `ok`: `madvise(MADV_DONTNEED)`, as a balloon does |
 //! | `pread PAGE COUNT FILE` | `ok`: whole pages read from a file |
+//! | `touch PAGE COUNT STRIDE` | ns that reading a byte of every STRIDE-th of COUNT pages took: median, 99th percentile, sum |
+//! | `huge` | `ok`: `madvise(MADV_HUGEPAGE)`, as QEMU does |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
 #![allow(
@@ -64,6 +66,13 @@ fn main() {
                 } else {
                     format!("read {read}")
                 }
+            }
+            "touch" => touch(ram, number(1), number(2), number(3)),
+            "huge" => {
+                let at = ram as *mut libc::c_void;
+                // SAFETY: all of RAM; advice changes no contents.
+                let done = unsafe { libc::madvise(at, bytes, libc::MADV_HUGEPAGE) };
+                if done == 0 { "ok".to_owned() } else { "failed".to_owned() }
             }
             "threads" => {
                 let (first, count) = (number(1), number(2));
@@ -127,6 +136,21 @@ fn write_page(ram: usize, page: usize, seed: u64) {
         // SAFETY: a word of RAM.
         unsafe { ((ram + page * PAGE + at * 8) as *mut u64).write_volatile(word(page, seed, at)) };
     }
+}
+
+fn touch(ram: usize, first: usize, count: usize, stride: usize) -> String {
+    let mut times: Vec<u128> = (first..first + count)
+        .step_by(stride)
+        .map(|page| {
+            let began = std::time::Instant::now();
+            // SAFETY: a byte of RAM.
+            let _byte = unsafe { ((ram + page * PAGE) as *const u8).read_volatile() };
+            began.elapsed().as_nanos()
+        })
+        .collect();
+    times.sort_unstable();
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100];
+    format!("{} {} {}", at(50), at(99), times.iter().sum::<u128>())
 }
 
 fn sum_page(ram: usize, page: usize) -> u64 {

@@ -6,6 +6,7 @@
 //! ```
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -105,6 +106,7 @@ pub struct GuestMemory {
     pages: u64,
     view: Option<(Arc<Engine>, ViewId)>,
     counters: Arc<ViewCounters>,
+    freeze_fails: bool,
 }
 
 impl GuestMemory {
@@ -146,6 +148,7 @@ impl GuestMemory {
             pages: bytes / PAGE_BYTES,
             view: None,
             counters: Arc::default(),
+            freeze_fails: false,
         })
     }
 
@@ -250,8 +253,17 @@ impl GuestMemory {
         Ok(sample)
     }
 
-    fn call_freeze(&self, next: &Engine) -> Result<[u64; 6], TapError> {
-        let cache = next.image().cache().for_views();
+    /// Make the next freeze fail half-way, after the pages have moved, to test that they find their way back.
+    pub fn inject_freeze_failure(&mut self) {
+        self.freeze_fails = true;
+    }
+
+    fn call_freeze(&mut self, next: &Engine) -> Result<[u64; 6], TapError> {
+        let cache = if std::mem::take(&mut self.freeze_fails) {
+            self.uffd.as_fd() // can't be mapped
+        } else {
+            next.image().cache().for_views()
+        };
         self.tap.call(Op::Freeze, [0; 4], Some(cache)).map(|(values, _)| values)
     }
 

@@ -22,6 +22,8 @@ static CONTROL: AtomicI32 = AtomicI32::new(-1);
 static QEMU_PIDFD: AtomicI32 = AtomicI32::new(-1);
 
 const EINVAL: u32 = libc::EINVAL.unsigned_abs();
+/// RAM is in a state in which the VM must not go on.
+const HALF_DONE: u32 = libc::ENOTRECOVERABLE.unsigned_abs();
 
 /// Start the keeper on this control socket. If it can't be started, the socket closes, and `vmforkd` knows.
 pub(crate) fn start(control: c_int) {
@@ -111,7 +113,8 @@ impl Keeper {
             Some(Op::MapCache) => self.map_run(request.args, Some(fd)).map(|()| [0; 6]),
             Some(Op::MapZero) => self.map_run(request.args, None).map(|()| [0; 6]),
             Some(Op::Release) => Self::release(request.args).map(|()| [0; 6]),
-            Some(Op::Exit) | None => Err(EINVAL),
+            Some(Op::Exit) => Ok([0; 6]),
+            None => Err(EINVAL),
         };
         if fd >= 0 {
             sys::close(fd);
@@ -146,6 +149,8 @@ impl Keeper {
                 Err(_) => return None,
             }
         };
+        // A packet that was cut short is none that is known.
+        let len = if message.msg_flags & libc::MSG_TRUNC == 0 { len } else { packet.len() + 1 };
         let mut fd = -1;
         if message.msg_controllen >= 20 {
             let word = |at: usize| {
@@ -215,15 +220,7 @@ impl Keeper {
 
     /// Map a cache over a range of RAM, at the same offset, and register it.
     fn map_view(&self, cache: c_int, at: usize, len: usize) -> Result<(), u32> {
-        if cache < 0 {
-            return Err(libc::EBADF.unsigned_abs());
-        }
-        let (start, _) = ram::range();
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: the range lies in RAM, whose contents the request gives up: nothing was installed there, or
-        // it was moved aside just now.
-        unsafe { sys::mmap(at, len, prot, flags, cache, at - start)? };
+        map_cache(cache, at, len)?;
         ram::register(self.userfaultfd, at, len)
     }
 
@@ -260,8 +257,13 @@ impl Keeper {
             let whole = back.is_ok()
                 && (!was_view || ram::register(self.userfaultfd, start + offset, len).is_ok());
             if !whole {
-                return libc::ENOTRECOVERABLE.unsigned_abs();
+                return HALF_DONE;
             }
+        }
+        let (_, bytes) = ram::range();
+        if moved < bytes {
+            // SAFETY: the part of the reserved address space that nothing was ever moved to.
+            let _unreserved = unsafe { sys::munmap(aside + moved, bytes - moved) };
         }
         errno
     }
@@ -278,11 +280,13 @@ impl Keeper {
         let len = usize::try_from(len).map_err(|_| EINVAL)?;
         let (first_block, end_block) =
             ((offset / BLOCK_BYTES) as usize, (end / BLOCK_BYTES) as usize);
-        if !blocks::claim(first_block, end_block) {
+        if !blocks::RAM.claim(first_block, end_block) {
             return Err(libc::EBUSY.unsigned_abs());
         }
         let mapped = self.map_over(at, len, cache);
-        blocks::settle(first_block, end_block, mapped.is_ok());
+        // What is half done is never mapped over again.
+        let changed = mapped.is_ok() || mapped == Err(HALF_DONE);
+        blocks::RAM.settle(first_block, end_block, changed);
         set_boundary(first_block);
         set_boundary(end_block);
         mapped
@@ -290,11 +294,13 @@ impl Keeper {
 
     fn map_over(&self, at: usize, len: usize, cache: Option<c_int>) -> Result<(), u32> {
         if let Some(cache) = cache {
-            self.map_view(cache, at, len)
+            map_cache(cache, at, len)?;
+            // Mapped, but its missing pages would not be asked for.
+            ram::register(self.userfaultfd, at, len).map_err(|_| HALF_DONE)
         } else {
             let flags =
                 libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // SAFETY: as in `map_view`.
+            // SAFETY: as in `map_cache`.
             unsafe { sys::mmap(at, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)? };
             // SAFETY: advice for a range mapped just now; it is allowed to fail.
             let _advised = unsafe { sys::madvise(at, len, libc::MADV_NOHUGEPAGE) };
@@ -316,13 +322,26 @@ impl Keeper {
     }
 }
 
+/// Map a cache over a range of RAM, at the same offset.
+fn map_cache(cache: c_int, at: usize, len: usize) -> Result<(), u32> {
+    if cache < 0 {
+        return Err(libc::EBADF.unsigned_abs());
+    }
+    let (start, _) = ram::range();
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: the range lies in RAM, whose contents the request gives up: nothing was installed there, or it
+    // was moved aside just now.
+    unsafe { sys::mmap(at, len, prot, flags, cache, at - start) }.map(|_| ())
+}
+
 /// RAM is one mapping again, with nothing installed.
 fn forget_parts(ram_bytes: usize) {
     let blocks = ram_bytes / BLOCK_BYTES as usize;
     for word in BOUNDARIES.iter().take(blocks / 64 + 1) {
         word.store(0, Relaxed);
     }
-    blocks::reset(blocks);
+    blocks::RAM.reset(blocks);
 }
 
 fn set_boundary(block: usize) {

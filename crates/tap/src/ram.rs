@@ -147,7 +147,7 @@ pub(crate) fn install_zeros(at: usize, len: usize) {
     while next < end {
         let block_end = (next | (BLOCK_BYTES as usize - 1)) + 1;
         let stop = block_end.min(end);
-        if !blocks::touch((next - start) / BLOCK_BYTES as usize) {
+        if !blocks::RAM.touch((next - start) / BLOCK_BYTES as usize) {
             next = stop;
             continue;
         }

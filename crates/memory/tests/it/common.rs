@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EngineOptions, GuestMemory, Tap, USERFAULTFD_DEVICE};
@@ -28,10 +28,25 @@ pub fn unsupported() -> Option<String> {
         .map(|error| format!("SKIPPED: {USERFAULTFD_DEVICE}: {error}"))
 }
 
-fn target_dir() -> PathBuf {
-    // …/target/debug/deps/this-test
+/// Ends a test that can't run here, with a word why.
+macro_rules! needs_userfaultfd {
+    () => {
+        if let Some(why) = $crate::common::unsupported() {
+            eprintln!("{why}");
+            return;
+        }
+    };
+}
+pub(crate) use needs_userfaultfd;
+
+/// `up` folders above this program: …/target/debug/deps/this-test, …/target/release/examples/this-example
+fn above(up: usize) -> PathBuf {
     let exe = std::env::current_exe().expect("own path");
-    exe.ancestors().nth(3).expect("a target folder").to_owned()
+    exe.ancestors().nth(up).expect("a target folder").to_owned()
+}
+
+fn target_dir() -> PathBuf {
+    above(3)
 }
 
 /// The shim, built once by cargo under its own profile.
@@ -59,6 +74,14 @@ impl FakeVm {
     pub fn start(pages: u64, role: proto::Role) -> Self {
         let bytes = pages * PAGE_BYTES;
         let (tap, ends) = Tap::new(bytes).expect("socket");
+        let mut vm = Self::spawn(bytes, role, ends.control, ends.ram);
+        let memory = GuestMemory::connect(tap, vm.child.id(), bytes).expect("connect");
+        vm.memory = Some(memory);
+        vm
+    }
+
+    /// A fake VM whose keeper has this end of a control socket, and of whose memory nobody has taken hold.
+    pub fn spawn(bytes: u64, role: proto::Role, control: OwnedFd, ram: OwnedFd) -> Self {
         let device: OwnedFd = std::fs::OpenOptions::new()
             .read(true)
             .write(true)
@@ -66,10 +89,10 @@ impl FakeVm {
             .expect("userfaultfd")
             .into();
         // Out of the way of the numbers that they get in the child.
-        let fds = [ends.control, device, ends.ram]
+        let fds = [control, device, ram]
             .map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 300).expect("duplicate"));
         let numbers = fds.each_ref().map(AsRawFd::as_raw_fd);
-        let mut command = Command::new(target_dir().join("debug/examples/fake_vm"));
+        let mut command = Command::new(above(2).join("examples/fake_vm"));
         command
             .arg(bytes.to_string())
             .arg("102")
@@ -97,12 +120,15 @@ impl FakeVm {
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
         let mut line = String::new();
         stdout.read_line(&mut line).expect("ready");
-        let memory = GuestMemory::connect(tap, child.id(), bytes).expect("connect");
-        Self { memory: Some(memory), child, stdin, stdout }
+        Self { memory: None, child, stdin, stdout }
     }
 
     pub fn memory(&mut self) -> &mut GuestMemory {
         self.memory.as_mut().expect("not ended")
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn send(&mut self, command: &str) {
@@ -159,6 +185,24 @@ pub fn engine(vm: &mut FakeVm, unit: u64) -> (Arc<Engine>, Events) {
     )
     .expect("engine");
     (Arc::new(engine), events)
+}
+
+/// End a process that this test started.
+pub fn kill(pid: u32) {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a pid");
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill");
+}
+
+/// Wait, 10 s at most, for an event that `pick` makes something of.
+pub fn await_event<T>(events: &Events, pick: impl Fn(&EngineEvent) -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        if let Some(found) = events.lock().expect("not poisoned").iter().find_map(&pick) {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "no such event within 10 s");
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
 }
 
 /// Freeze a VM.

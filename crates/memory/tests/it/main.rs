@@ -1,0 +1,7 @@
+//! The shim, the keeper and the engine on fake VMs: `examples/fake_vm.rs` under the real preloaded library.
+
+mod common;
+mod faults;
+mod generations;
+mod shim;
+mod views;
