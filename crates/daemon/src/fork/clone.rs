@@ -13,6 +13,7 @@ use super::snapshot::Snapshot;
 use super::tickets::{Event, Origin};
 use super::{PendingMachine, failed, ms};
 use crate::admission::Lease;
+use crate::agent::AgentInfo;
 use crate::hub::{Core, chain};
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
@@ -128,7 +129,7 @@ async fn start_within(
     vm.set_machine(Arc::clone(&machine));
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };
-    let outcome = bring_up(core, &vm, &machine, snapshot, ticket, deadline).await;
+    let outcome = bring_up(core, &vm, &machine, snapshot, ticket, parent.agent(), deadline).await;
     match outcome {
         Ok(()) => {
             guard.disarm();
@@ -168,6 +169,7 @@ async fn bring_up(
     machine: &Arc<Machine>,
     snapshot: &Snapshot,
     ticket: Option<TicketClone>,
+    agent: Option<AgentInfo>,
     deadline: Instant,
 ) -> Result<(), Failure> {
     let attach = Instant::now();
@@ -208,7 +210,7 @@ async fn bring_up(
         Err(_no_agent) => machine.qmp.cont().await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
-    vm.set_ready(None);
+    vm.set_ready(agent);
     Ok(())
 }
 

@@ -46,6 +46,7 @@ pub(super) async fn freeze(
         .await
         .map_err(|error| failed(ErrorCode::Qemu, &error))?;
     let fork = parent.next_fork();
+    core.count(parent);
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
     core.metrics.observe_stage(Stage::Prepare, began.elapsed());
 

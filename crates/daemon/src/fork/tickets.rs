@@ -66,7 +66,7 @@ pub(crate) fn start(
     mut requests: mpsc::Receiver<GuestRequest>,
 ) {
     let (events, mut events_rx) = mpsc::unbounded_channel();
-    let book = Book::new(vm.identity.cpus);
+    let book = Book::numbered_from(vm.identity.cpus, core.first_ticket());
     let mut desk = Desk {
         core,
         vm,

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, collect_garbage};
 use vmfork_qemu::spawn::ExitStatus;
 
 use super::Core;
-use crate::metrics::EndReason;
+use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
 use crate::vm::{End, Vm};
 
@@ -53,7 +54,12 @@ fn collect(core: &Arc<Core>) {
 
 fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
     match event {
-        EngineEvent::Sealed { image } => tracing::debug!(%image, "page table complete"),
+        EngineEvent::Sealed { image } => {
+            tracing::debug!(%image, "page table complete");
+            if let Some(took) = derive_time(core, image) {
+                core.metrics.observe_stage(Stage::Derive, took);
+            }
+        }
         EngineEvent::Drained { image } => tracing::debug!(%image, "drained"),
         EngineEvent::ViewLost { image, view, reason } => {
             let lost = core
@@ -76,6 +82,13 @@ fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
             }
         }
     }
+}
+
+/// How long finding what the VM had written took; `None` if nobody that lives is a view of the image.
+fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
+    let engines = core.registry.live().into_iter().filter_map(|vm| vm.machine()?.engine());
+    let engine = engines.into_iter().find(|engine| engine.image().id() == image)?;
+    Some(Duration::from_micros(engine.image().counters().derive_us.get()))
 }
 
 /// Notice the end of a VM's QEMU.

@@ -11,6 +11,7 @@ mod boot;
 mod events;
 mod operations;
 mod registry;
+mod tally;
 
 use std::collections::HashMap;
 use std::io;
@@ -28,6 +29,7 @@ use vmfork_qemu::pool::{Limits, Pool};
 use vmfork_qemu::{Accel, DiskId, Shape};
 
 pub(crate) use self::registry::Registry;
+use self::tally::Tally;
 use crate::admission::{Admission, Lease};
 use crate::agent::{AgentLink, Inheritance, LinkOptions, MailLimits};
 use crate::cgroup::{self, Cgroups};
@@ -67,9 +69,11 @@ pub(crate) struct Core {
     pub(crate) loading: Semaphore,
     engine_events: mpsc::UnboundedSender<EngineEvent>,
     next_image: AtomicU64,
+    next_book: AtomicU64,
     pool_hits: AtomicU64,
     pool_misses: AtomicU64,
     garbage: tokio::sync::Notify,
+    tally: Tally,
 }
 
 /// The root disks in use, by what the pool knows of them.
@@ -159,9 +163,11 @@ impl Hub {
             loading: Semaphore::new(cores),
             engine_events,
             next_image: AtomicU64::new(1),
+            next_book: AtomicU64::new(0),
             pool_hits: AtomicU64::new(0),
             pool_misses: AtomicU64::new(0),
             garbage: tokio::sync::Notify::new(),
+            tally: Tally::default(),
         });
         events::start(&core, events);
         let weak = Arc::downgrade(&core);
@@ -190,6 +196,11 @@ impl Core {
     pub(crate) fn next_image(&self) -> ImageId {
         let number = self.next_image.fetch_add(1, Ordering::Relaxed);
         ImageId::new(number.max(1)).unwrap_or_else(|| unreachable!("at least 1"))
+    }
+
+    /// The number of a VM's first ticket: 2³² apart, so that no two VMs have tickets of one number.
+    pub(crate) fn first_ticket(&self) -> u64 {
+        (self.next_book.fetch_add(1, Ordering::Relaxed) << 32) + 1
     }
 
     /// Where page engines send their events.
@@ -287,9 +298,11 @@ impl Core {
 
     /// End a VM, once: the first reason stands.
     pub(crate) fn end(self: &Arc<Self>, vm: &Arc<Vm>, end: End) {
+        self.count(vm);
         if !vm.end(end.clone()) {
             return;
         }
+        self.tally.forget(vm);
         tracing::info!(vm = vm.name(), id = vm.identity.id, state = ?end.state, reason = end.reason, "VM ended");
         self.metrics.vm_ended(end.kind);
         self.state.vm_ended(&vm.identity.id);
@@ -309,6 +322,11 @@ impl Core {
         if let Err(error) = self.state.remove_vm_folder(id) {
             tracing::warn!(%error, id, "remove a VM's folder");
         }
+    }
+
+    /// Have the metrics know what page engines have done for a VM, before that is forgotten.
+    pub(crate) fn count(&self, vm: &Vm) {
+        self.tally.look_at(vm, &self.metrics);
     }
 
     /// The parent's old pages are in its snapshot's cache now.
@@ -337,6 +355,9 @@ impl Core {
     fn refresh(&self, metrics: &Metrics) {
         use vmfork_api::VmState;
         let all = self.registry.all();
+        for vm in &all {
+            self.count(vm);
+        }
         for state in
             [VmState::Starting, VmState::Running, VmState::Frozen, VmState::Exited, VmState::Failed]
         {

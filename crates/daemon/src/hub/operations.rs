@@ -108,7 +108,7 @@ impl Control for Hub {
     }
 
     fn tree(&self) -> Answer<'_, Vec<TreeNode>> {
-        async { Ok(self.core.registry.tree()) }.boxed()
+        async { Ok(tokio::task::block_in_place(|| self.core.registry.tree())) }.boxed()
     }
 
     fn run(&self, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {

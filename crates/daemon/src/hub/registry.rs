@@ -1,6 +1,6 @@
 //! The VMs of this host, running and ended, by id and by name.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_api::{ErrorBody, ErrorCode, NAME_BYTES_MAX, TreeNode};
@@ -21,7 +21,8 @@ struct Inner {
     /// By the order in which they were added.
     vms: BTreeMap<u64, Arc<Vm>>,
     next: u64,
-    reserved: HashSet<String>,
+    /// With their places in the order of the list: clones stand as they were named, whichever starts first.
+    reserved: HashMap<String, u64>,
     ended: VecDeque<String>,
 }
 
@@ -43,7 +44,7 @@ impl Drop for Reservation {
 
 impl Inner {
     fn is_taken(&self, name: &str) -> bool {
-        self.reserved.contains(name) || self.vms.values().any(|vm| vm.name() == name)
+        self.reserved.contains_key(name) || self.vms.values().any(|vm| vm.name() == name)
     }
 }
 
@@ -74,7 +75,11 @@ impl Registry {
             }
             kept.push((*name).to_owned());
         }
-        inner.reserved.extend(kept.iter().cloned());
+        for name in &kept {
+            let number = inner.next;
+            inner.next += 1;
+            inner.reserved.insert(name.clone(), number);
+        }
         drop(inner);
         Ok(Reservation { registry: Arc::clone(self), names: kept })
     }
@@ -104,8 +109,13 @@ impl Registry {
 
     pub(crate) fn add(&self, vm: Arc<Vm>) {
         let mut inner = self.inner();
-        let number = inner.next;
-        inner.next += 1;
+        let number = match inner.reserved.get(vm.name()) {
+            Some(number) => *number,
+            None => {
+                inner.next += 1;
+                inner.next - 1
+            }
+        };
         inner.vms.insert(number, vm);
     }
 
@@ -205,5 +215,68 @@ fn node(vm: &Arc<Vm>, all: &[Arc<Vm>]) -> Option<TreeNode> {
         .collect();
     let lives = vm.end_now().is_none();
     let count = u32::try_from(children.len()).unwrap_or(u32::MAX);
-    (lives || !children.is_empty()).then(|| TreeNode { vm: vm.summary(count, false), children })
+    (lives || !children.is_empty()).then(|| TreeNode { vm: vm.summary(count, lives), children })
+}
+
+#[cfg(test)]
+mod tests {
+    use vmfork_api::Accel;
+
+    use super::*;
+    use crate::vm::log::Log;
+    use crate::vm::{End, Identity};
+
+    fn vm(folder: &std::path::Path, name: &str, parent: Option<&Vm>) -> Arc<Vm> {
+        let identity = Identity {
+            id: format!("id-{name}"),
+            name: name.to_owned(),
+            image: "default".to_owned(),
+            family: "id-web".to_owned(),
+            parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
+            vmid: 0,
+            accel: Accel::Tcg,
+            accel_reason: String::new(),
+            cpus: 1,
+            memory_bytes: 64 << 20,
+            has_agent: true,
+            created_unix_ms: 0,
+        };
+        Vm::new(identity, Log::create(folder).expect("log"), None, None)
+    }
+
+    fn names(vms: &[Arc<Vm>]) -> Vec<&str> {
+        vms.iter().map(|vm| vm.name()).collect()
+    }
+
+    #[test]
+    fn clones_stand_in_the_order_of_their_names_whichever_starts_first() {
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Arc::new(Registry::default());
+        let web = vm(folder.path(), "web", None);
+        registry.add(Arc::clone(&web));
+        let reservation = registry.reserve(&["web.1", "web.2", "web.3"]).expect("free");
+        for name in ["web.3", "web.1", "web.2"] {
+            registry.add(vm(folder.path(), name, Some(&web)));
+        }
+        drop(reservation);
+        registry.add(vm(folder.path(), "other", None));
+        assert_eq!(names(&registry.all()), ["web", "web.1", "web.2", "web.3", "other"]);
+        let tree = registry.tree();
+        let children: Vec<_> = tree[0].children.iter().map(|node| &node.vm.name).collect();
+        assert_eq!(children, ["web.1", "web.2", "web.3"]);
+        assert_eq!(registry.descendants("id-web").len(), 4);
+    }
+
+    #[test]
+    fn an_ended_vm_gives_its_name_up_and_a_running_one_does_not() {
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Arc::new(Registry::default());
+        let web = vm(folder.path(), "web", None);
+        registry.add(Arc::clone(&web));
+        assert_eq!(registry.reserve(&["web"]).expect_err("taken"), "web");
+        web.end(End::killed("in this test"));
+        drop(registry.reserve(&["web"]).expect("free"));
+        assert_eq!(registry.reserve(&["a", "a"]).expect_err("twice"), "a");
+        registry.reserve(&["a"]).expect("nothing of a refused reservation stays");
+    }
 }

@@ -151,10 +151,11 @@ impl<R, M> TicketBook<R, M> {
         Self { cpus: cpus.max(1), tickets: BTreeMap::new(), next: 1, parent_ended: false }
     }
 
-    /// The book of a clone of this VM. Its numbers go on from here, so a parent's ticket that a program
-    /// in the clone still holds is `ESTALE` there and never another ticket.
-    pub fn for_clone(&self) -> Self {
-        Self { next: self.next, ..Self::new(self.cpus) }
+    /// The same, with `first` as the number of its first ticket. In a clone that is above all numbers of the
+    /// VMs that it descends from, so a parent's ticket that a program in the clone still holds is `ESTALE`
+    /// there and never another ticket.
+    pub fn numbered_from(cpus: u32, first: u64) -> Self {
+        Self { next: first.max(1), ..Self::new(cpus) }
     }
 
     /// `sf_request_ticket`.

@@ -10,7 +10,8 @@
 //!
 //! A [`TicketBook`] belongs to one VM, the parent, and knows the clones that its tickets made. It does
 //! no I/O and has no clock: feed it what happened, carry out the [`Action`]s it returns *in their
-//! order*. A clone that forks itself has a book of its own ([`TicketBook::for_clone`]).
+//! order*. A clone that forks itself has a book of its own, with numbers of its own
+//! ([`TicketBook::numbered_from`]).
 //!
 //! Promises: each request is answered once, or waits for something that will come (a worker's end, a
 //! message); a worker's messages are received in the order in which they came, each once; a worker

@@ -212,10 +212,11 @@ fn clones_outlive_their_parent_and_end_when_their_last_worker_has() {
 
 #[test]
 fn a_clones_book_never_takes_its_parents_ticket_for_its_own() {
-    let (book, _) = running(2, 2, false);
-    let mut of_clone = book.for_clone();
+    let first = (1 << 32) + 1;
+    let mut of_clone = Book::numbered_from(2, first);
     assert_eq!(errnos(&of_clone.join(1, 1)), [(1, Errno::STALE)]);
-    assert_eq!(of_clone.request(2, 1, false), [Action::Allocate { ticket: 2, vms: 1 }]);
+    assert_eq!(of_clone.request(2, 1, false), [Action::Allocate { ticket: first, vms: 1 }]);
+    assert_eq!(errnos(&of_clone.clone_vm(3, 1)), [(3, Errno::STALE)]);
 }
 
 /// What may happen to a running ticket.

@@ -1,0 +1,96 @@
+//! What page engines count, added up for the metrics: their counters end with the VM or the image that they
+//! belong to, those of the metrics don't.
+//!
+//! Looked at when somebody asks for the metrics, and before a VM ends or gets another image. Each figure is
+//! remembered as it was seen last, and what it has grown since is added.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use vmfork_image::ImageId;
+use vmfork_memory::HostImage;
+
+use crate::metrics::{FaultKind, Metrics, Source};
+use crate::vm::Vm;
+
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// By id, as long as the VM lives: faults as in [`FAULTS`].
+    vms: HashMap<String, [u64; FAULTS.len()]>,
+    images: HashMap<ImageId, (Weak<HostImage>, ImageBytes)>,
+}
+
+const FAULTS: [FaultKind; 4] =
+    [FaultKind::Zero, FaultKind::Fetch, FaultKind::Present, FaultKind::Mapped];
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct ImageBytes {
+    frozen: u64,
+    image: u64,
+    drained: u64,
+}
+
+impl Tally {
+    /// Add what has come since of one VM, its image and that image's ancestors.
+    pub(super) fn look_at(&self, vm: &Vm, metrics: &Metrics) {
+        let Some(machine) = vm.machine() else { return };
+        let engine = machine.engine();
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let memory = machine.memory();
+            let counters = memory.counters();
+            let now = [&counters.zero, &counters.fetch, &counters.present, &counters.mapped]
+                .map(vmfork_memory::Counter::get);
+            let before = seen.vms.entry(vm.identity.id.clone()).or_default();
+            for (kind, (now, before)) in FAULTS.into_iter().zip(now.into_iter().zip(&mut *before)) {
+                metrics.add_faults(kind, grown(now, before));
+            }
+        }
+        for image in engine.iter().flat_map(|engine| engine.image().with_ancestors()) {
+            let counters = image.counters();
+            let now = ImageBytes {
+                frozen: counters.from_frozen_bytes.get(),
+                image: counters.from_image_bytes.get(),
+                drained: counters.drained_bytes.get(),
+            };
+            let (_, before) = seen
+                .images
+                .entry(image.id())
+                .or_insert_with(|| (Arc::downgrade(&image), ImageBytes::default()));
+            metrics.add_cache_filled(Source::Frozen, grown(now.frozen, &mut before.frozen));
+            metrics.add_cache_filled(Source::Image, grown(now.image, &mut before.image));
+            metrics.add_drained(grown(now.drained, &mut before.drained));
+        }
+    }
+
+    /// A VM has ended; and images may have.
+    pub(super) fn forget(&self, vm: &Vm) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.vms.remove(&vm.identity.id);
+        seen.images.retain(|_, (image, _)| image.strong_count() > 0);
+    }
+}
+
+/// How much a figure has grown since it was `before`, which becomes `now`.
+fn grown(now: u64, before: &mut u64) -> u64 {
+    now.saturating_sub(std::mem::replace(before, now))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_is_added_once() {
+        let mut before = 0;
+        let steps = [3, 3, 10, 10].map(|now| grown(now, &mut before));
+        assert_eq!(steps, [3, 0, 7, 0]);
+        // One that went back is a figure's own mistake, and takes nothing away.
+        assert_eq!(grown(4, &mut before), 0);
+    }
+}
