@@ -30,6 +30,8 @@
  *				call goes on in the parent
  *	-EPROTO			the agent speaks another version of the protocol
  *	-EMFILE, -ENOMEM	no descriptor, no memory
+ *	-ESTALE			the ticket was discarded: joined, killed, not cloned within 60 s; or
+ *				it is the parent's, and this is a clone
  *
  * A signal handler that runs during a call does not end it.
  *
@@ -70,8 +72,8 @@ typedef struct sf_ticket {
  * @n             how many at most.
  * @hierarchical  0: one worker per clone. Else, where clones have several CPUs, each holds as many
  *                workers: process fork follows VM fork. @n counts workers then.
- * Returns  the ticket. Its .granted is negative on failure: -EINVAL (n < 1), -ENOMEM, -EAGAIN
- *          (there is no room for a single one).
+ * Returns  the ticket. Its .granted is negative on failure: -EINVAL (n < 1, or more than 4096),
+ *          -ENOMEM (there is no room for a single one), -EAGAIN (this VM holds 256 tickets).
  * Ends     with sf_join() or sf_kill(); with its VM at the latest.
  * Threads  safe.
  * Since    0.1
@@ -85,7 +87,8 @@ sf_ticket sf_request_ticket(int n, int hierarchical);
  * is this process; the others are its children, and each returns from here with its own number.
  *
  * Returns  0 in the parent; 1 to ticket.granted in the clones, a different number in each worker;
- *          -EINVAL (no such ticket, or it was cloned already), -ENOMEM, -EIO (the fork failed).
+ *          -EINVAL (no such ticket, or it was cloned already), -EAGAIN (nothing was forked; the
+ *          ticket is as before), -EIO (no clone could be started; the ticket is discarded).
  *          Some of the clones may have failed all the same: sf_join() tells.
  * Threads  safe; other threads run on, in the clones too.
  * Since    0.1
