@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_commands_do_what_the_document_shows(
     daemon.start()
     env = {name: value for name, value in os.environ.items() if not name.startswith("VMFORK_")}
     env |= {
-        "PATH": f"{places.OUT / 'bin'}:{env['PATH']}",
+        # With this Python first, whose modules the SDK needs.
+        "PATH": f"{places.OUT / 'bin'}:{Path(sys.executable).parent}:{env['PATH']}",
         "PYTHONPATH": str(places.ROOT / "sdk" / "python" / "src"),
         "VMFORK_SOCKET": str(daemon.socket),
         "VMFORK_STATE": str(daemon.state),
