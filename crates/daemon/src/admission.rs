@@ -19,7 +19,7 @@
 //!
 //! `MemAvailable` already lacks what VMs use, so a lease only holds back what its VM has yet to use.
 //! That is looked up (`/proc/PID/statm`) when a request would otherwise be refused, and at most
-//! once per [`PROBE_EVERY`].
+//! once per `PROBE_EVERY`.
 //!
 //! Promises: requests that are decided at the same time never get the same memory; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).

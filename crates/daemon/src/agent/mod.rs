@@ -9,7 +9,7 @@
 //!        ◄── GuestRequest (each with its Responder)
 //! ```
 //!
-//! One task owns the socket and the [`mux`]; whoever wants something of the guest sends it a command
+//! One task owns the socket and the `mux`; whoever wants something of the guest sends it a command
 //! and waits for the answer, for as long as he likes. Dropping a future or a session cancels what it
 //! began. What a consumer does not take stays within its stream's window, and stops that program only.
 //!

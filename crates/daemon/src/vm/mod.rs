@@ -5,7 +5,7 @@
 //!       └───────────────────────────┴── end() ──► Exited | Failed   (once; whoever comes first says why)
 //! ```
 //!
-//! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The [`Machine`] is dropped at the
+//! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The `Machine` is dropped at the
 //! end, and with it the process, the keeper and the view.
 
 pub(crate) mod console;
