@@ -65,6 +65,31 @@ impl Cache {
         Ok(())
     }
 
+    /// Put pages into the cache that another one has present, without a way through user space. As for
+    /// [`Cache::write`], presence is the caller's to set.
+    ///
+    /// # Errors
+    /// The host is out of memory, or the kernel can't (before Linux 5.19).
+    pub(crate) fn copy_from(&self, other: &Cache, range: PageRange) -> io::Result<()> {
+        let (mut from, mut to) = (range.byte_offset(), range.byte_offset());
+        let end = from + range.byte_len();
+        while to < end {
+            let len = usize::try_from(end - to).unwrap_or(usize::MAX);
+            match rustix::fs::copy_file_range(
+                &other.memfd,
+                Some(&mut from),
+                &self.memfd,
+                Some(&mut to),
+                len,
+            ) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
     /// Take pages that are present.
     ///
     /// # Errors

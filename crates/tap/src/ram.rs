@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 use linux_raw_sys::general::{
     UFFDIO_REGISTER_MODE_MISSING, uffdio_api, uffdio_range, uffdio_register, uffdio_zeropage,
 };
-use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_ZEROPAGE};
+use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_ZEROPAGE};
 use vmfork_tap_proto::BLOCK_BYTES;
 
 use crate::{blocks, sys};
@@ -134,6 +134,14 @@ pub(crate) fn register(userfaultfd: c_int, at: usize, len: usize) -> Result<(), 
     } else {
         Err(libc::EOPNOTSUPP.unsigned_abs())
     }
+}
+
+/// End the registration of a range, as far as it is registered.
+pub(crate) fn unregister(userfaultfd: c_int, at: usize, len: usize) -> Result<(), u32> {
+    let mut range = uffdio_range { start: at as u64, len: len as u64 };
+    let argument: *mut uffdio_range = &raw mut range;
+    // SAFETY: UFFDIO_UNREGISTER takes a `uffdio_range`, alive here.
+    unsafe { sys::ioctl(userfaultfd, UFFDIO_UNREGISTER, argument.expose_provenance()) }.map(|_| ())
 }
 
 /// Install the zero page wherever nothing is installed yet in a page-aligned range of a view: what was there

@@ -95,13 +95,16 @@ pub(super) fn fill(
     range: PageRange,
     buffer: &mut Vec<u8>,
 ) -> Result<(), PageLost> {
-    buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
-    owner.read_owned(range, buffer)?;
-    image.cache().write(range, buffer).map_err(|error| PageLost {
-        page: range.start(),
-        image: image.id(),
-        reason: format!("its cache can't grow: {error}"),
-    })?;
+    let is_cached = owner.cache().presence().count(range) == range.len();
+    if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
+        buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
+        owner.read_owned(range, buffer)?;
+        image.cache().write(range, buffer).map_err(|error| PageLost {
+            page: range.start(),
+            image: image.id(),
+            reason: format!("its cache can't grow: {error}"),
+        })?;
+    }
     image.cache().presence().set(range);
     let counter = if std::ptr::eq(image, owner) {
         &image.counters.from_frozen_bytes
