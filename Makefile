@@ -8,7 +8,7 @@ help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 demo: build ## build everything, then fork a running VM and do a real job on its clones
-	@mk/demo.sh
+	@mk/demo.sh $(ARGS)
 
 test: build ## everything that is tested: check, then the built programs from outside
 	@mk/test.sh
