@@ -79,6 +79,10 @@ def test_a_clone_killed_from_outside_is_told_to_who_joins(client: vmfork.Client,
     eventually(lambda: b"waiting" in vm.read_file("/run/outside"), 60, "the ticket is cloned")
     clones = [other for other in client.vms() if other.name not in before]
     assert sorted(clone.vmid for clone in clones) == [1, 2]
+    # The host can look up a fork that it did not ask for.
+    fork = vm.inspect().last_fork
+    assert fork is not None and 0 < fork.pause_ms < fork.total_ms
+    assert sorted(clone.id or "" for clone in fork.clones) == sorted(clone.id or "" for clone in clones)
     for clone in clones:
         clone.kill()
     eventually(lambda: b"ok" in vm.read_file("/run/outside"), 30, "sf_join has returned")

@@ -28,6 +28,9 @@ pub struct ForkReply {
     pub requested: u32,
     /// How many clones were started and are ready.
     pub granted: u32,
+    /// When the request came, which the times below count from.
+    #[serde(default)]
+    pub began_unix_ms: u64,
     /// How long the parent's vCPUs stood still, in ms: from before `stop` to after `cont`.
     pub pause_ms: f64,
     /// From the request until the last clone was ready, in ms.

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::MemoryInfo;
+use crate::{ForkReply, MemoryInfo};
 
 /// How the guest's instructions are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -105,6 +105,10 @@ pub struct VmDetail {
     pub accel_reason: String,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
+    /// The last fork of this VM that came to its end, whoever asked for it: a program in the guest (`sf_clone`)
+    /// has no other way to tell the host. Clones' states are those of that moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_fork: Option<ForkReply>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

@@ -27,6 +27,7 @@ class FakeDaemon:
         self.headers: list[dict[str, str]] = []
         self.vms: dict[str, dict[str, Any]] = {}
         self.files: dict[str, tuple[int, bytes]] = {}
+        self.forks: dict[str, dict[str, Any]] = {}
         self.canned: list[Answer] = []
         self.room = 1000
         self._lock = threading.Lock()
@@ -90,7 +91,10 @@ class FakeDaemon:
         match method, verb:
             case "GET", None:
                 memory = {"pages": 131072, "demand_bytes": 65536, "faults": {"fetch": 1}}
-                return reply(200, {**vm, "memory": memory, "qemu_version": "7.2"})
+                more = {"memory": memory, "qemu_version": "7.2"}
+                if vm["name"] in self.forks:
+                    more["last_fork"] = self.forks[vm["name"]]
+                return reply(200, {**vm, **more})
             case "DELETE", None:
                 del self.vms[vm["name"]]
                 return 204, {}, b""
@@ -136,11 +140,13 @@ class FakeDaemon:
             "parent": parent["name"],
             "requested": content["count"],
             "granted": granted,
+            "began_unix_ms": 1_700_000_000_000,
             "pause_ms": 3.4,
             "total_ms": 31,
             "stages": {"stop_ms": 0.5, "derive_ms": None},
             "clones": clones,
         }
+        self.forks[parent["name"]] = document
         return reply(200, document)
 
 

@@ -118,6 +118,16 @@ def test_inspect_tells_a_clone_its_id(client: vmfork.Client, daemon: FakeDaemon)
     assert daemon.asked[-1][:3] == ("DELETE", f"/v1/vms/{detail.id}", {"force": "true"})
 
 
+def test_inspect_tells_the_last_fork(client: vmfork.Client) -> None:
+    vm = client.run("debian", name="web")
+    assert vm.inspect().last_fork is None
+    vm.fork(2)
+    fork = vm.inspect().last_fork
+    assert fork is not None
+    assert (fork.pause_ms, fork.began_unix_ms) == (3.4, 1_700_000_000_000)
+    assert [clone.ready_ms for clone in fork.clones] == [21.0, 21.0]
+
+
 def test_files_go_both_ways(client: vmfork.Client, daemon: FakeDaemon, tmp_path: Path) -> None:
     vm = client.run("debian", name="web")
     vm.write_file("/a b?&", "text", mode=0o600)

@@ -123,6 +123,7 @@ mod tests {
             parent: "web".to_owned(),
             requested: 3,
             granted: 3,
+            began_unix_ms: 0,
             pause_ms: 3.42,
             total_ms: 31.4,
             stages: vmfork_api::ForkStages::default(),

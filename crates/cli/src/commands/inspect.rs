@@ -60,6 +60,22 @@ fn render(detail: &VmDetail) -> String {
                 None => detail.qemu_version.clone(),
             },
         ),
+        (
+            "last fork",
+            detail.last_fork.as_ref().map_or_else(
+                || "-".to_owned(),
+                |fork| {
+                    format!(
+                        "{} of {} clones in {}, paused {}, {} ago",
+                        fork.granted,
+                        fork.requested,
+                        format::millis(fork.total_ms),
+                        format::millis(fork.pause_ms),
+                        format::age_since(fork.began_unix_ms)
+                    )
+                },
+            ),
+        ),
         ("agent", or_none(&detail.agent_version)),
         ("guest kernel", or_none(&detail.guest_kernel)),
     ];

@@ -157,6 +157,7 @@ fn tables_have_no_colour_and_no_box_in_a_pipe() {
     assert!(ran.text().contains("FAULTS/S") && !ran.text().contains('\x1b'), "{ran:?}");
     let ran = daemon.run(&["inspect", "web"]);
     assert!(ran.text().contains("  private          9,728 pages (38 MiB)\n"), "{ran:?}");
+    assert!(ran.text().contains("2 of 3 clones in 31 ms, paused 3.4 ms, "), "{ran:?}");
 }
 
 #[test]

@@ -28,9 +28,9 @@ use self::clone::CloneOrder;
 use self::snapshot::Snapshot;
 use crate::hub::Core;
 use crate::metrics::Stage;
-use crate::vm::Vm;
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
+use crate::vm::{Vm, now_unix_ms};
 
 /// Most clones of one fork.
 pub(crate) const COUNT_MAX: u32 = 1024;
@@ -120,7 +120,7 @@ async fn carry_out(
     order: Order,
     given_up: CancellationToken,
 ) -> Result<ForkReply, ErrorBody> {
-    let began = Instant::now();
+    let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let deadline = began + order.timeout;
     let one_at_a_time = parent.forking.lock().await;
     let machine = parent.running_machine()?;
@@ -196,16 +196,19 @@ async fn carry_out(
         total_ms = ms(total),
         "forked"
     );
-    Ok(ForkReply {
+    let reply = ForkReply {
         schema: vmfork_api::SCHEMA.to_owned(),
         parent: parent.name().to_owned(),
         requested,
         granted,
+        began_unix_ms,
         pause_ms: ms(pause),
         total_ms: ms(total),
         stages,
         clones: results,
-    })
+    };
+    parent.set_last_fork(reply.clone());
+    Ok(reply)
 }
 
 /// How long finding what the parent had written took, if that is done.

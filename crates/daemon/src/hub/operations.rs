@@ -135,6 +135,7 @@ impl Control for Hub {
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.accel_reason.clone(),
                 keeper_pid: vm.machine().map(|machine| machine.memory().keeper_pid()),
+                last_fork: vm.last_fork(),
             })
         }
         .boxed()

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
-use vmfork_api::{Accel, ErrorBody, ErrorCode, VmState};
+use vmfork_api::{Accel, ErrorBody, ErrorCode, ForkReply, VmState};
 
 use self::console::Console;
 use self::log::Log;
@@ -102,6 +102,7 @@ pub struct Vm {
     /// One fork at a time.
     pub(crate) forking: tokio::sync::Mutex<()>,
     forks: AtomicU64,
+    last_fork: Mutex<Option<ForkReply>>,
     /// Last counts before the end.
     faults: AtomicU64,
 }
@@ -122,6 +123,7 @@ impl Vm {
             ended: watch::Sender::new(None),
             forking: tokio::sync::Mutex::new(()),
             forks: AtomicU64::new(0),
+            last_fork: Mutex::new(None),
             faults: AtomicU64::new(0),
         })
     }
@@ -241,6 +243,15 @@ impl Vm {
     /// A number for a fork, not used before for this VM.
     pub fn next_fork(&self) -> u64 {
         self.forks.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Keep what became of its last fork, for `inspect`; also when it has ended.
+    pub fn set_last_fork(&self, reply: ForkReply) {
+        *self.last_fork.lock().unwrap_or_else(PoisonError::into_inner) = Some(reply);
+    }
+
+    pub fn last_fork(&self) -> Option<ForkReply> {
+        self.last_fork.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub fn state(&self) -> VmState {

@@ -165,6 +165,8 @@ class VmDetail(VmInfo):
     guest_kernel: str | None = None
     clone_names: tuple[str, ...] = ()
     accel_reason: str = ""
+    last_fork: ForkReply | None = None
+    """The last fork of this VM that came to its end, also one that its guest asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,9 @@ class ForkReply:
     granted: int
     pause_ms: float
     total_ms: float
+    """From the request until the last clone was ready."""
+    began_unix_ms: int = 0
+    """When the request came."""
     stages: ForkStages = ForkStages()
     clones: tuple[CloneInfo, ...] = ()
 

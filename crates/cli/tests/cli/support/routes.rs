@@ -213,7 +213,10 @@ async fn inspect(Path(name): Path<String>) -> Result<Json<Value>, Failure> {
         "memory": {"pages": 131_072, "private_pages": 9728, "zero_pages": 1, "cache_present_pages": 2,
             "fetched_bytes": 3, "demand_bytes": 4, "undrained_pages": 5, "image": "m1",
             "image_views": 2, "faults": {"zero": 6, "fetch": 7, "present": 8, "mapped": 9},
-            "source": {"frozen": 10, "image": 11, "peer": 0, "chunk": 0}}});
+            "source": {"frozen": 10, "image": 11, "peer": 0, "chunk": 0}},
+        "last_fork": {"schema": SCHEMA, "parent": name, "requested": 3, "granted": 2,
+            "began_unix_ms": 1_700_000_000_000_u64, "pause_ms": 3.42, "total_ms": 31.4,
+            "stages": ForkStages::default(), "clones": []}});
     let fields = detail.as_object_mut().expect("an object");
     fields.extend(extra.as_object().expect("an object").clone());
     Ok(Json(detail))
@@ -276,6 +279,7 @@ async fn fork(
         parent: name,
         requested: request.count,
         granted: fits.min(request.count),
+        began_unix_ms: 1_700_000_000_000,
         pause_ms: 3.42,
         total_ms: 31.4,
         stages: ForkStages::default(),
