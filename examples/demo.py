@@ -190,13 +190,12 @@ def boot(display, vm):
     display.line(f"  {info.accel_reason}")
 
 
-def end(vm):
-    """The VM with all of its family."""
-    try:
-        vm.kill(family=True)
-        vm.remove(force=True)
-    except (vmfork.NotFound, vmfork.Conflict):
-        pass
+def end(client, vm):
+    """The VM with all of its family, and what is kept of them."""
+    vm.kill(family=True)
+    for other in client.vms(ended=True):
+        if other.info.family == vm.info.family:
+            other.remove(force=True)
 
 
 class Job:
@@ -446,7 +445,7 @@ def run(options, display):
             finally:
                 display.status("")
                 if vm is not None and not options.keep:
-                    end(vm)
+                    end(client, vm)
     finally:
         if ours and not (options.keep and vm is not None):
             daemon("stop", "--force")
