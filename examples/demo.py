@@ -27,7 +27,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import vmfork
+try:
+    import vmfork
+except ImportError:
+    sys.exit("error: the Python SDK is not there\nhint: `make demo` sets everything up and runs this")
 
 IMAGE = "demo"
 GUEST_PROGRAM = Path(__file__).with_name("demo_guest.py")
@@ -37,6 +40,7 @@ PAGE_BYTES = 4096
 BOOT_SECONDS_MAX = 180
 SILENCE_SECONDS_MAX = 180  # of the guest's program
 SAMPLE_SECONDS = 0.5
+ENVIRONMENT = ("VMFORK_STATE", "VMFORK_SOCKET")  # where `vmfork` finds the daemon
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -407,11 +411,11 @@ def interrupts():
             signal.signal(number, signal.SIG_IGN)
 
 
-def daemon(*words):
+def daemon(*words, stderr=None):
     """`vmfork daemon`, of which Ctrl-C hears nothing."""
-    return subprocess.run(
-        ["vmfork", "daemon", *words], stdout=subprocess.DEVNULL, start_new_session=True
-    ).returncode
+    command = ["vmfork", "daemon", *words]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+    return ended.returncode
 
 
 def number(text):
@@ -432,25 +436,31 @@ def arguments():
 
 
 def run(options, display):
-    ours, vm = daemon("status") != 0, None
+    if shutil.which("vmfork") is None:
+        raise Failed("`vmfork` is not in PATH: `make demo` sets everything up and runs this")
+    ours, vm = daemon("status", stderr=subprocess.DEVNULL) != 0, None
     try:
-        with vmfork.Client() as client:
-            try:
-                with interrupts():
-                    if ours and daemon("start"):
-                        raise Failed("the daemon could not be started")
-                    vm = start(client, options.memory)
-                    boot(display, vm)
-                    demonstrate(client, display, vm, options)
-            finally:
-                display.status("")
-                if vm is not None and not options.keep:
-                    end(client, vm)
+        with interrupts():
+            if ours and daemon("start"):
+                raise Failed("the daemon could not be started")
+            client = vmfork.Client()
+            vm = start(client, options.memory)
+            boot(display, vm)
+            demonstrate(client, display, vm, options)
     finally:
-        if ours and not (options.keep and vm is not None):
-            daemon("stop", "--force")
-    if options.keep:
-        display.line(f"kept      the VM {vm.name}, and its daemon")
+        display.status("")
+        keep = options.keep and vm is not None
+        try:
+            if vm is not None and not keep:
+                end(client, vm)
+        finally:
+            if ours and not keep:
+                daemon("stop", "--force", stderr=subprocess.DEVNULL)
+    if keep:
+        display.line(f"kept      the VM {vm.name} and the daemon; `make clean` ends them")
+        where = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+        if where:
+            display.line(f"          export {' '.join(where)}")
 
 
 def main():
