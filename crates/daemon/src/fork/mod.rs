@@ -40,8 +40,10 @@ const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 /// What a fork is asked to be.
 #[derive(Debug)]
 pub(crate) struct Order {
-    /// Of each clone, by number: its name, the number of its first worker, and its part of a ticket.
-    pub(crate) clones: Vec<(String, u32, Option<TicketClone>)>,
+    /// Of each clone: the number of its first worker, and its part of a ticket.
+    pub(crate) clones: Vec<(u32, Option<TicketClone>)>,
+    /// As many as clones; without, they get the parent's with the next free numbers.
+    pub(crate) names: Option<Vec<String>>,
     pub(crate) all_or_nothing: bool,
     pub(crate) timeout: Duration,
     /// The ticket behind it, and who is told what becomes of each clone.
@@ -63,23 +65,22 @@ pub(crate) async fn by_request(
             format!("count {} is not in 1 to {COUNT_MAX}", request.count),
         ));
     }
-    let names = match request.names {
-        Some(names) if names.len() == request.count as usize => names,
-        Some(names) => {
-            let text = format!("{} names for {} clones", names.len(), request.count);
-            return Err(bad_request(parent, text));
-        }
-        None => core.registry.names_for_clones(parent.name(), request.count),
-    };
+    if let Some(names) =
+        request.names.as_ref().filter(|names| names.len() != request.count as usize)
+    {
+        let text = format!("{} names for {} clones", names.len(), request.count);
+        return Err(bad_request(parent, text));
+    }
     let timeout =
         request.timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX);
-    let clones = names.into_iter().zip(1..).map(|(name, vmid)| (name, vmid, None)).collect();
-    run(
-        core,
-        parent,
-        Order { clones, all_or_nothing: request.all_or_nothing, timeout, origin: None },
-    )
-    .await
+    let order = Order {
+        clones: (1..=request.count).map(|vmid| (vmid, None)).collect(),
+        names: request.names,
+        all_or_nothing: request.all_or_nothing,
+        timeout,
+        origin: None,
+    };
+    run(core, parent, order).await
 }
 
 fn bad_request(parent: &Vm, cause: String) -> ErrorBody {
@@ -135,8 +136,13 @@ async fn carry_out(
         requested,
         order.all_or_nothing,
     )?;
-    let names: Vec<&str> = order.clones.iter().map(|(name, ..)| name.as_str()).collect();
-    let reservation = core.registry.reserve(&names).map_err(|name| name_taken(&parent, &name))?;
+    let reservation = match &order.names {
+        Some(names) => {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            core.registry.reserve(&names).map_err(|name| name_taken(&parent, &name))?
+        }
+        None => core.registry.reserve_for_clones(parent.name(), requested),
+    };
     let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
     let frozen = freeze::freeze(&core, &parent, &machine, grant.snapshot, began).await;
     let (snapshot, mut stages, pause) = match frozen {
@@ -149,7 +155,7 @@ async fn carry_out(
     let mut leases = grant.clones.into_iter();
     let mut clones = JoinSet::new();
     let mut results = Vec::new();
-    for (name, vmid, ticket) in order.clones {
+    for (name, (vmid, ticket)) in reservation.names().iter().cloned().zip(order.clones) {
         let Some((lease, machine)) = leases.next().zip(pending.next()) else {
             let error = grant.refused.clone().unwrap_or_else(|| no_place(&parent));
             core.metrics.clone_failed(error.code);

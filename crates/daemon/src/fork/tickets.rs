@@ -227,18 +227,18 @@ impl Desk {
     fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {
         // The fork takes its own memory; the ticket's is given back in the same breath.
         self.grants.remove(&ticket);
-        let count = u32::try_from(vms.len()).unwrap_or(u32::MAX);
-        let names = self.core.registry.names_for_clones(self.vm.name(), count);
-        let clones = names
+        let clones = vms
             .into_iter()
-            .zip(&vms)
-            .map(|(name, spec)| {
-                (name, spec.vmid, Some(TicketClone { ticket, workers: spec.workers }))
-            })
+            .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers })))
             .collect();
         let origin = Origin { ticket, parent: self.events.clone() };
-        let order =
-            Order { clones, all_or_nothing: false, timeout: FORK_TIMEOUT, origin: Some(origin) };
+        let order = Order {
+            clones,
+            names: None,
+            all_or_nothing: false,
+            timeout: FORK_TIMEOUT,
+            origin: Some(origin),
+        };
         let (core, vm, events) =
             (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {

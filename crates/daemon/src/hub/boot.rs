@@ -32,16 +32,16 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
-    let name = match request.name {
-        Some(name) => name,
-        None => core.registry.name_for_image(&request.image),
+    let reservation = match &request.name {
+        Some(name) => core.registry.reserve(&[name]).map_err(|taken| ErrorBody {
+            code: ErrorCode::Conflict,
+            message: format!("run `{taken}`"),
+            cause: Some(format!("there is a VM named `{taken}` already")),
+            remedy: Some(format!("choose another --name, or `vmfork rm -f {taken}`")),
+        })?,
+        None => core.registry.reserve_for_image(&request.image),
     };
-    let reservation = core.registry.reserve(&[&name]).map_err(|taken| ErrorBody {
-        code: ErrorCode::Conflict,
-        message: format!("run `{taken}`"),
-        cause: Some(format!("there is a VM named `{taken}` already")),
-        remedy: Some(format!("choose another --name, or `vmfork rm -f {taken}`")),
-    })?;
+    let name = reservation.names().concat();
     let memory_bytes = memory_mib << 20;
     let lease = core.admission.boot(&name, memory_bytes)?;
     let id = random_hex::<8>();

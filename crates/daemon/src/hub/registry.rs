@@ -42,7 +42,18 @@ impl Drop for Reservation {
     }
 }
 
+impl Reservation {
+    pub(crate) fn names(&self) -> &[String] {
+        &self.names
+    }
+}
+
 impl Inner {
+    /// The first free ones of a series that has no end.
+    fn free_names(&self, count: u32, name: impl Fn(u32) -> String) -> Vec<String> {
+        (1..).map(name).filter(|name| !self.is_taken(name)).take(count as usize).collect()
+    }
+
     fn is_taken(&self, name: &str) -> bool {
         self.reserved.contains_key(name) || self.vms.values().any(|vm| vm.name() == name)
     }
@@ -75,36 +86,35 @@ impl Registry {
             }
             kept.push((*name).to_owned());
         }
-        for name in &kept {
+        Ok(self.keep(inner, kept))
+    }
+
+    /// Keep a free name made from an image's: `debian-1`.
+    pub(crate) fn reserve_for_image(self: &Arc<Self>, image: &str) -> Reservation {
+        let stem: String = image.chars().take(NAME_BYTES_MAX - 8).collect();
+        let inner = self.inner();
+        let names = inner.free_names(1, |number| format!("{stem}-{number}"));
+        self.keep(inner, names)
+    }
+
+    /// Keep free names for clones: `web.1`, `web.2` … A name that gets too long loses its beginning.
+    pub(crate) fn reserve_for_clones(self: &Arc<Self>, parent: &str, count: u32) -> Reservation {
+        let keep = NAME_BYTES_MAX - 8;
+        let stem = parent.get(parent.len().saturating_sub(keep)..).unwrap_or(parent);
+        let stem = stem.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+        let inner = self.inner();
+        let names = inner.free_names(count, |number| format!("{stem}.{number}"));
+        self.keep(inner, names)
+    }
+
+    fn keep(self: &Arc<Self>, mut inner: MutexGuard<'_, Inner>, names: Vec<String>) -> Reservation {
+        for name in &names {
             let number = inner.next;
             inner.next += 1;
             inner.reserved.insert(name.clone(), number);
         }
         drop(inner);
-        Ok(Reservation { registry: Arc::clone(self), names: kept })
-    }
-
-    /// A free name made from an image's: `debian-1`.
-    pub(crate) fn name_for_image(&self, image: &str) -> String {
-        let inner = self.inner();
-        let stem: String = image.chars().take(NAME_BYTES_MAX - 8).collect();
-        (1..)
-            .map(|number: u32| format!("{stem}-{number}"))
-            .find(|name| !inner.is_taken(name))
-            .unwrap_or_default()
-    }
-
-    /// Free names for clones: `web.1`, `web.2` … A name that gets too long loses its beginning.
-    pub(crate) fn names_for_clones(&self, parent: &str, count: u32) -> Vec<String> {
-        let inner = self.inner();
-        let keep = NAME_BYTES_MAX - 8;
-        let stem = parent.get(parent.len().saturating_sub(keep)..).unwrap_or(parent);
-        let stem = stem.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
-        (1..)
-            .map(|number: u32| format!("{stem}.{number}"))
-            .filter(|name| !inner.is_taken(name))
-            .take(count as usize)
-            .collect()
+        Reservation { registry: Arc::clone(self), names }
     }
 
     pub(crate) fn add(&self, vm: Arc<Vm>) {
@@ -278,5 +288,24 @@ mod tests {
         drop(registry.reserve(&["web"]).expect("free"));
         assert_eq!(registry.reserve(&["a", "a"]).expect_err("twice"), "a");
         registry.reserve(&["a"]).expect("nothing of a refused reservation stays");
+    }
+
+    #[test]
+    fn two_forks_at_once_get_names_of_their_own() {
+        let registry = Arc::new(Registry::default());
+        let first = registry.reserve_for_clones("web", 2);
+        let second = registry.reserve_for_clones("web", 1);
+        assert_eq!(first.names(), ["web.1", "web.2"]);
+        assert_eq!(second.names(), ["web.3"]);
+        drop(first);
+        assert_eq!(registry.reserve_for_clones("web", 2).names(), ["web.1", "web.2"]);
+    }
+
+    #[test]
+    fn names_of_clones_stay_within_the_bound() {
+        let registry = Arc::new(Registry::default());
+        let parent = "n".repeat(NAME_BYTES_MAX);
+        let reservation = registry.reserve_for_clones(&parent, 1);
+        assert!(reservation.names()[0].len() <= NAME_BYTES_MAX);
     }
 }
