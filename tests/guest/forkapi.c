@@ -84,7 +84,7 @@ static void messages(void)
     rc = sf_join(ticket);
     check(rc == 0, "sf_join: %d failed", rc);
     rc = sf_join(ticket);
-    check(rc == -EINVAL, "sf_join again: %d", rc);
+    check(rc == -ESTALE, "sf_join again: %d", rc);
 }
 
 static void hierarchical(void)
@@ -125,7 +125,7 @@ static void kill_all(void)
     int rc = sf_kill(ticket);
     check(rc == 3, "sf_kill: %d", rc);
     rc = sf_kill(ticket);
-    check(rc == -EINVAL, "sf_kill again: %d", rc);
+    check(rc == -ESTALE, "sf_kill again: %d", rc);
 }
 
 static void errors(void)

@@ -92,7 +92,7 @@ def errors():
     refused(errno.EINVAL, vf.sf_clone, ticket)
     refused(errno.EPIPE, vf.sf_recv, ticket)
     vf.sf_join(ticket)
-    refused(errno.EINVAL, vf.sf_join, ticket)
+    refused(errno.ESTALE, vf.sf_join, ticket)
 
 
 def nested():
