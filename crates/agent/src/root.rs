@@ -32,6 +32,8 @@ const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd/1", "/dev/stdout"),
     ("/proc/self/fd/2", "/dev/stderr"),
 ];
+const ETC_HOSTNAME: &str = "/etc/hostname";
+const KERNEL_HOSTNAME: &str = "/proc/sys/kernel/hostname";
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
 /// How long programs have between SIGTERM and SIGKILL when the VM is powered off.
 const TERM_WAIT: Duration = Duration::from_secs(2);
@@ -54,7 +56,7 @@ pub(crate) fn set_up() {
     for (target, link) in LINKS {
         let _ = std::os::unix::fs::symlink(target, link);
     }
-    link_machine_id();
+    link_identity();
     if let Err(error) = sys::loopback_up() {
         log!("set lo up: {error}");
     }
@@ -65,11 +67,13 @@ pub(crate) fn set_up() {
 }
 
 /// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and needs not go
-/// through the overlay.
-fn link_machine_id() {
-    let _ = std::fs::remove_file(ETC_MACHINE_ID);
-    if let Err(error) = std::os::unix::fs::symlink(RUN_MACHINE_ID, ETC_MACHINE_ID) {
-        log!("{ETC_MACHINE_ID}: {error}");
+/// through the overlay. `/etc/hostname` becomes one to what the kernel says, which a clone sets anyway.
+fn link_identity() {
+    for (target, link) in [(RUN_MACHINE_ID, ETC_MACHINE_ID), (KERNEL_HOSTNAME, ETC_HOSTNAME)] {
+        let _ = std::fs::remove_file(link);
+        if let Err(error) = std::os::unix::fs::symlink(target, link) {
+            log!("{link}: {error}");
+        }
     }
 }
 
