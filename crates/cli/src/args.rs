@@ -253,7 +253,7 @@ pub(crate) enum RawImage {
         #[arg(required = true, value_name = "IMAGE")]
         images: Vec<String>,
     },
-    /// Take over a kernel, an initrd and a root file system of yours
+    /// Take over a kernel, an initrd and a root file system of yours, or a disk that boots
     Import(RawImageImport),
 }
 
@@ -288,10 +288,14 @@ pub(crate) struct RawImageImport {
     #[arg(value_name = "IMAGE")]
     pub(crate) name: String,
     /// bzImage or ELF
-    #[arg(long, value_name = "FILE")]
-    pub(crate) kernel: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "boot_disk")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Instead of a kernel: a raw disk with a boot sector; its VMs have no agent
+    #[arg(long, value_name = "FILE",
+          conflicts_with_all = ["kernel", "initrd", "root", "cmdline", "agent"])]
+    pub(crate) boot_disk: Option<PathBuf>,
     /// An initrd
-    #[arg(long, value_name = "FILE", required_unless_present = "root")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["root", "boot_disk"])]
     pub(crate) initrd: Option<PathBuf>,
     /// A raw file system, read-only to all VMs
     #[arg(long, value_name = "FILE")]

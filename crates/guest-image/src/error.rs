@@ -162,6 +162,8 @@ pub enum ImportError {
     NotADisk { path: PathBuf, why: &'static str },
     #[error("{} cannot be an initrd: {why}", path.display())]
     NotAnInitrd { path: PathBuf, why: &'static str },
+    #[error("{} has no boot sector", path.display())]
+    NotBootable { path: PathBuf },
     #[error("neither an initrd nor a root file system was given")]
     NothingToBoot,
     #[error("an image named `{name}` is there already")]
@@ -198,6 +200,10 @@ impl ImportError {
             }
             Self::NotADisk { .. } => Some(
                 "give a raw file system image; `qemu-img convert -O raw` makes one of a qcow2"
+                    .into(),
+            ),
+            Self::NotBootable { .. } => Some(
+                "give a raw disk whose first sector ends in the bytes 55 aa; without one, bring a --kernel"
                     .into(),
             ),
             Self::NotAnInitrd { .. } => {

@@ -1,4 +1,5 @@
-//! Takes over a kernel, an initrd and a root file system that the user brings.
+//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that boots by
+//! itself.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -41,6 +42,43 @@ impl Default for ImportOptions {
     }
 }
 
+/// What is brought.
+#[derive(Debug, Clone, Copy)]
+pub enum Brought<'a> {
+    /// A kernel, and at least one of the others.
+    Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
+    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no agent.
+    BootDisk(&'a Path),
+}
+
+impl<'a> Brought<'a> {
+    /// The files, each with its name in the store.
+    fn files(self) -> [(Option<&'a Path>, &'static str); 3] {
+        match self {
+            Self::Kernel { kernel, initrd, root } => {
+                [(Some(kernel), KERNEL_FILE), (initrd, INITRD_FILE), (root, ROOT_FILE)]
+            }
+            Self::BootDisk(disk) => {
+                [(None, KERNEL_FILE), (None, INITRD_FILE), (Some(disk), ROOT_FILE)]
+            }
+        }
+    }
+
+    /// → the kernel's version, as far as it tells.
+    fn check(self) -> Result<String, ImportError> {
+        match self {
+            Self::Kernel { initrd: None, root: None, .. } => Err(ImportError::NothingToBoot),
+            Self::Kernel { kernel, initrd, root } => {
+                let version = check_kernel(kernel)?;
+                initrd.map_or(Ok(()), check_initrd)?;
+                root.map_or(Ok(()), check_root)?;
+                Ok(version)
+            }
+            Self::BootDisk(disk) => check_boot_disk(disk).map(|()| String::new()),
+        }
+    }
+}
+
 /// Copy the files into the store as image `name`. Holes in them stay holes where the file system can.
 ///
 /// # Errors
@@ -48,14 +86,9 @@ impl Default for ImportOptions {
 pub fn import(
     store: &Store,
     name: &str,
-    kernel: &Path,
-    initrd: Option<&Path>,
-    root: Option<&Path>,
+    brought: Brought<'_>,
     options: &ImportOptions,
 ) -> Result<Metadata, ImportError> {
-    if initrd.is_none() && root.is_none() {
-        return Err(ImportError::NothingToBoot);
-    }
     match store.metadata(name) {
         Err(StoreError::NotFound { .. }) => {}
         Ok(_) | Err(StoreError::Damaged { .. }) if options.replace => {}
@@ -64,17 +97,10 @@ pub fn import(
         }
         Err(e) => return Err(e.into()),
     }
-    let kernel_version = check_kernel(kernel)?;
-    if let Some(initrd) = initrd {
-        check_initrd(initrd)?;
-    }
-    if let Some(root) = root {
-        check_root(root)?;
-    }
+    let kernel_version = brought.check()?;
     let staging = store.stage(name)?;
     let mut files = BTreeMap::new();
-    for (from, file_name) in [(Some(kernel), KERNEL_FILE), (initrd, INITRD_FILE), (root, ROOT_FILE)]
-    {
+    for (from, file_name) in brought.files() {
         let Some(from) = from else { continue };
         let to = staging.path().join(file_name);
         copy(from, &to, &options.cancel)?;
@@ -89,7 +115,7 @@ pub fn import(
         kernel_version,
         cmdline: options.cmdline.clone().unwrap_or_else(|| DEFAULT_CMDLINE.into()),
         packages: Vec::new(),
-        agent: options.agent,
+        agent: options.agent && matches!(brought, Brought::Kernel { .. }),
         default_memory_mib: options.default_memory_mib,
         vmgenid: None,
         input_hash: None,
@@ -168,6 +194,17 @@ fn check_root(path: &Path) -> Result<(), ImportError> {
     }
 }
 
+/// The firmware starts a disk only by this mark at the end of its first sector.
+fn check_boot_disk(path: &Path) -> Result<(), ImportError> {
+    const SECTOR_BYTES: u64 = 512;
+    let (head, _) = head(path, SECTOR_BYTES)?;
+    if head.get(510..512) == Some(&[0x55, 0xaa]) {
+        check_root(path)
+    } else {
+        Err(ImportError::NotBootable { path: path.into() })
+    }
+}
+
 /// Copy with holes: a block of zeros is skipped, not written.
 fn copy(from: &Path, to: &Path, cancel: &Cancel) -> Result<(), ImportError> {
     const BLOCK_BYTES: usize = 1 << 20;
@@ -221,18 +258,38 @@ mod tests {
         fs::write(path("r"), &root).unwrap();
         let options = ImportOptions::default();
         let (k, i, r) = (path("k"), path("i"), path("r"));
-        let metadata = import(&store, "mine", &k, Some(&i), Some(&r), &options).unwrap();
+        let whole = Brought::Kernel { kernel: &k, initrd: Some(&i), root: Some(&r) };
+        let metadata = import(&store, "mine", whole, &options).unwrap();
         assert_eq!(metadata.kernel_version, "6.1.0-9");
         assert!(!metadata.agent);
         let mut files = store.open("mine").unwrap();
         let mut copy = Vec::new();
         files.root.as_mut().unwrap().read_to_end(&mut copy).unwrap();
         assert!(copy == root);
-        let again = import(&store, "mine", &k, Some(&i), Some(&r), &options).unwrap_err();
+        let again = import(&store, "mine", whole, &options).unwrap_err();
         assert_eq!(again.to_string(), "an image named `mine` is there already");
         let replace = ImportOptions { replace: true, ..options };
-        import(&store, "mine", &k, None, Some(&r), &replace).unwrap();
+        let no_initrd = Brought::Kernel { kernel: &k, initrd: None, root: Some(&r) };
+        import(&store, "mine", no_initrd, &replace).unwrap();
         assert!(store.open("mine").unwrap().initrd.is_none());
+    }
+
+    #[test]
+    fn a_disk_that_boots_needs_no_kernel() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path().join("images"));
+        let disk = dir.path().join("disk");
+        let mut sector = vec![0_u8; 512];
+        fs::write(&disk, &sector).unwrap();
+        let options = ImportOptions { agent: true, ..ImportOptions::default() };
+        let bring = |options| import(&store, "tiny", Brought::BootDisk(&disk), options);
+        let error = bring(&options).unwrap_err();
+        assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
+        sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        fs::write(&disk, &sector).unwrap();
+        assert!(!bring(&options).unwrap().agent, "nobody could speak with it");
+        let files = store.open("tiny").unwrap();
+        assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
     }
 
     #[test]

@@ -45,7 +45,7 @@ mod tree;
 pub use artifacts::{Artifacts, ArtifactsError};
 pub use build::{BuildOptions, Built, build};
 pub use error::{BuildError, ImportError, StoreError};
-pub use import::{ImportOptions, import};
+pub use import::{Brought, ImportOptions, import};
 pub use metadata::{FileInfo, Metadata};
 pub use process::Cancel;
 pub use progress::{Progress, Stage};

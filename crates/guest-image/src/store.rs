@@ -36,12 +36,12 @@ pub struct Store {
 pub struct ImageFiles {
     /// What is known about it.
     pub metadata: Metadata,
-    /// bzImage or ELF.
-    pub kernel: File,
+    /// bzImage or ELF. Absent in an image that boots from its disk, `root`.
+    pub kernel: Option<File>,
     /// Absent only in imported images.
     pub initrd: Option<File>,
-    /// Raw file system, to be attached read-only as the first virtio disk. Absent only in imported
-    /// images.
+    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the disk
+    /// that is booted. Absent only in imported images.
     pub root: Option<File>,
     /// The folder that they are in. Another build may put other files there at any time: use the fds.
     pub folder: PathBuf,
@@ -133,17 +133,11 @@ impl Store {
             }
             Ok(Some(file))
         };
-        let kernel = file(KERNEL_FILE)?.ok_or_else(|| StoreError::Damaged {
-            name: name.into(),
-            why: "it has no kernel".into(),
-        })?;
-        Ok(ImageFiles {
-            kernel,
-            initrd: file(INITRD_FILE)?,
-            root: file(ROOT_FILE)?,
-            folder: folder.clone(),
-            metadata,
-        })
+        let (kernel, initrd, root) = (file(KERNEL_FILE)?, file(INITRD_FILE)?, file(ROOT_FILE)?);
+        if kernel.is_none() && (initrd.is_some() || root.is_none()) {
+            return Err(StoreError::Damaged { name: name.into(), why: "it has no kernel".into() });
+        }
+        Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
     }
 
     /// Remove image `name`. VMs that have its files open keep them.

@@ -49,7 +49,7 @@ fn an_image_appears_is_replaced_and_goes() {
     let names: Vec<_> = store.list().unwrap().into_iter().map(|m| m.name).collect();
     assert_eq!(names, ["a", "web"]);
     let files = store.open("web").unwrap();
-    assert_eq!(io::read_to_string(&files.kernel).unwrap(), "three");
+    assert_eq!(io::read_to_string(files.kernel.as_ref().unwrap()).unwrap(), "three");
     assert!(files.initrd.is_none());
     store.remove("web").unwrap();
     assert!(matches!(store.remove("web"), Err(StoreError::NotFound { .. })));
@@ -64,7 +64,7 @@ fn open_files_outlive_the_image() {
     put(&store, "web", b"bytes");
     let files = store.open("web").unwrap();
     store.remove("web").unwrap();
-    assert_eq!(io::read_to_string(&files.kernel).unwrap(), "bytes");
+    assert_eq!(io::read_to_string(files.kernel.as_ref().unwrap()).unwrap(), "bytes");
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn a_build_that_is_given_up_leaves_the_old_image_and_nothing_else() {
     let staging = store.stage("web").unwrap();
     fs::write(staging.path().join(KERNEL_FILE), b"half").unwrap();
     drop(staging);
-    assert_eq!(io::read_to_string(&store.open("web").unwrap().kernel).unwrap(), "old");
+    assert_eq!(io::read_to_string(store.open("web").unwrap().kernel.unwrap()).unwrap(), "old");
     assert_eq!(hidden(&store), 0);
 }
 

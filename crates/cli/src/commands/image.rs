@@ -136,8 +136,7 @@ async fn take_over(global: &Global, config: ImportConfig) -> anyhow::Result<Exit
     let store = store(global);
     let spinner = global.printer.spinner(format!("Importing `{}`", config.name));
     let importing = spawn_blocking(move || {
-        let (initrd, root) = (config.initrd.as_deref(), config.root.as_deref());
-        import(&store, &config.name, &config.kernel, initrd, root, &config.options)
+        import(&store, &config.name, config.from.brought(), &config.options)
     });
     let metadata =
         importing.await.context("import the image")?.map_err(with(ImportError::remedy))?;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vmfork_guest_image::{ExtraFile, ImportOptions, Spec, SpecError};
+use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec, SpecError};
 
 use super::{misuse, value};
 use crate::args::{RawImage, RawImageBuild, RawImageImport};
@@ -35,10 +35,25 @@ pub(crate) struct BuildConfig {
 #[derive(Debug)]
 pub(crate) struct ImportConfig {
     pub(crate) name: String,
-    pub(crate) kernel: PathBuf,
-    pub(crate) initrd: Option<PathBuf>,
-    pub(crate) root: Option<PathBuf>,
+    pub(crate) from: ImportFrom,
     pub(crate) options: ImportOptions,
+}
+
+#[derive(Debug)]
+pub(crate) enum ImportFrom {
+    Kernel { kernel: PathBuf, initrd: Option<PathBuf>, root: Option<PathBuf> },
+    BootDisk(PathBuf),
+}
+
+impl ImportFrom {
+    pub(crate) fn brought(&self) -> Brought<'_> {
+        match self {
+            Self::Kernel { kernel, initrd, root } => {
+                Brought::Kernel { kernel, initrd: initrd.as_deref(), root: root.as_deref() }
+            }
+            Self::BootDisk(disk) => Brought::BootDisk(disk),
+        }
+    }
 }
 
 impl ImageAction {
@@ -92,13 +107,12 @@ fn import(raw: RawImageImport) -> Result<ImportConfig, Misuse> {
         options.default_memory_mib =
             u32::try_from(value::memory_mib(&text)?).map_err(|error| Misuse(error.to_string()))?;
     }
-    Ok(ImportConfig {
-        name: name(raw.name)?,
-        kernel: raw.kernel,
-        initrd: raw.initrd,
-        root: raw.root,
-        options,
-    })
+    let from = match (raw.kernel, raw.boot_disk) {
+        (Some(kernel), _) => ImportFrom::Kernel { kernel, initrd: raw.initrd, root: raw.root },
+        (None, Some(disk)) => ImportFrom::BootDisk(disk),
+        (None, None) => return misuse("neither --kernel nor --boot-disk was given".to_owned()),
+    };
+    Ok(ImportConfig { name: name(raw.name)?, from, options })
 }
 
 impl BuildConfig {
