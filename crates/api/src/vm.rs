@@ -94,7 +94,7 @@ pub struct VmDetail {
     #[serde(flatten)]
     pub vm: Vm,
     pub memory: MemoryInfo,
-    /// The QEMU it runs in, as the binary reports it.
+    /// The QEMU it runs in, as the binary reports it; empty once it has ended.
     pub qemu_version: String,
     /// What the agent said when it first answered.
     pub agent_version: Option<String>,

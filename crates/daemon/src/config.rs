@@ -78,6 +78,11 @@ pub struct Flags {
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
 
+    /// Serve `POST /v1/debug/vms/{vm}/engine-panic`, which makes the page engine of a VM's image panic. For
+    /// tests of what happens then
+    #[arg(long, hide = true)]
+    pub debug_faults: bool,
+
     /// Folder of the shim and the guest agent [default: ../lib/vmfork beside the folder of vmforkd]
     #[arg(long, value_name = "DIR", env = "VMFORK_LIBDIR")]
     pub libdir: Option<PathBuf>,
@@ -104,6 +109,8 @@ pub struct Config {
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
+    /// Whether faults may be asked for, by `/v1/debug`.
+    pub debug_faults: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -199,6 +206,7 @@ impl Flags {
             clone_growth_percent: self.clone_growth_percent,
             log_filter: self.log_level,
             libdir,
+            debug_faults: self.debug_faults,
         })
     }
 }

@@ -42,6 +42,8 @@ pub trait Control: Send + Sync + 'static {
     ) -> Answer<'a, ()>;
     /// The log so far, and what comes while `follow` and until the VM ends.
     fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>>;
+    /// Make the page engine of the image panic that a VM is a view of. For tests of what happens then.
+    fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
 }
 

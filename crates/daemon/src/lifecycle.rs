@@ -139,7 +139,7 @@ where
         }
     };
     let (stop_tx, stop_rx) = watch::channel(false);
-    let app = App::new(host.control, metrics, stop_rx.clone());
+    let app = App::new(host.control, metrics, stop_rx.clone()).debug_faults(config.debug_faults);
     let serving = tokio::spawn(http::serve(listeners, app, stop_rx));
     let reaping = tokio::spawn(reap(state));
     tracing::info!(socket = %config.socket.display(), state = %config.state.display(), "ready");

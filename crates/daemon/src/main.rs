@@ -47,8 +47,9 @@ fn fail(error: &anyhow::Error, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "what `lifecycle::run` takes")]
 async fn start(parts: Parts) -> anyhow::Result<Host> {
-    let hub = Hub::start(parts).await?;
+    let hub = Hub::start(parts).await;
     let control: Arc<dyn Control> = Arc::clone(&hub) as Arc<dyn Control>;
     Ok(Host { control, shutdown: Box::pin(async move { hub.stop().await }) })
 }

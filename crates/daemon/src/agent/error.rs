@@ -85,6 +85,12 @@ impl LinkError {
         let remedy = match self {
             Self::Version { .. } => Some("build the image again with this version's `vmfork`"),
             Self::Closed(_) => Some("`vmfork ps -a` says whether the VM still runs"),
+            Self::Timeout { .. } => Some(
+                "`vmfork logs` and `vmfork console` show what the guest does; if it is only slow, try again; if its agent has ended, `vmfork kill` the VM and run it anew",
+            ),
+            Self::Refused { .. } => Some("`vmfork logs` shows what the guest printed"),
+            Self::Busy => Some("try again when the other fork is done"),
+            Self::TooManyChannels { .. } => Some("try again when some of them have ended"),
             _ => None,
         };
         ErrorBody {

@@ -109,7 +109,7 @@ async fn start_within(
     let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
     let (machine, from) = match machine.await {
         Ok(Ok(machine)) => machine,
-        Ok(Err(launch)) => return Err(error(ErrorCode::Qemu, chain(&launch), doctor)),
+        Ok(Err(launch)) => return Err(error(launch.code(), chain(&launch), launch.remedy())),
         Err(_given_up) => {
             return Err(error(ErrorCode::Timeout, "the fork was given up".to_owned(), doctor));
         }

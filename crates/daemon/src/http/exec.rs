@@ -60,13 +60,25 @@ pub(super) async fn exec(
     let program = request.argv[0].clone();
     let session = match timeout_at(deadline, app.control.exec(&vm, request)).await {
         Ok(session) => session?,
-        Err(_) => return Err(never_ended(&program, &vm, "it was not started in time").into()),
+        Err(_) => {
+            return Err(never_ended(
+                &program,
+                &vm,
+                "it was not started in time: the guest's agent does not answer",
+            )
+            .into());
+        }
     };
     let collected = match collect(session, stdin.into(), deadline).await {
         Ok(collected) => collected,
         Err(Ended::Error(error)) => return Err(error.into()),
         Err(Ended::Silent) => {
-            return Err(never_ended(&program, &vm, "it did not end when it was killed").into());
+            return Err(never_ended(
+                &program,
+                &vm,
+                "it did not end when it was killed: the guest or its agent is stuck",
+            )
+            .into());
         }
     };
     Ok(Json(ExecReply {

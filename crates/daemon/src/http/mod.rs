@@ -15,6 +15,7 @@
 mod auth;
 mod check;
 mod console;
+mod debug;
 mod error;
 mod exec;
 mod exec_stream;
@@ -61,6 +62,7 @@ pub struct App {
     metrics: Arc<Metrics>,
     /// Becomes true when the daemon ends: open streams are closed.
     stop: watch::Receiver<bool>,
+    debug_faults: bool,
 }
 
 impl fmt::Debug for App {
@@ -75,7 +77,13 @@ impl App {
         metrics: Arc<Metrics>,
         stop: watch::Receiver<bool>,
     ) -> Self {
-        Self { control, metrics, stop }
+        Self { control, metrics, stop, debug_faults: false }
+    }
+
+    /// Whether to serve the routes that make faults happen.
+    #[must_use]
+    pub fn debug_faults(self, debug_faults: bool) -> Self {
+        Self { debug_faults, ..self }
     }
 }
 
@@ -136,7 +144,10 @@ pub fn openapi_json() -> String {
 
 /// All routes. Whoever can send a request may do anything.
 pub fn router(app: App) -> Router {
-    let (router, _) = routes().split_for_parts();
+    let (mut router, _) = routes().split_for_parts();
+    if app.debug_faults {
+        router = router.merge(debug::routes());
+    }
     router
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)

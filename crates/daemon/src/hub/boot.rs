@@ -141,26 +141,30 @@ async fn bring_up(
         cause: Some(chain(error)),
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
     };
+    let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
     let disk = files.root.map(OwnedFd::from);
     let disk_id = disk.as_ref().map(DiskId::of).transpose().map_err(|error| host_error(&error))?;
-    let shape = Shape::new(
-        vm.identity.memory_bytes,
-        vm.identity.cpus,
-        choice.accel,
-        GuestKind::Linux,
-        disk_id,
-    )
-    .map_err(|error| host_error(&error))?;
+    let shape =
+        Shape::new(vm.identity.memory_bytes, vm.identity.cpus, choice.accel, guest, disk_id)
+            .map_err(|error| host_error(&error))?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     if let (Some(id), Some(disk)) = (disk_id, &disk) {
         let kept = disk.try_clone().map_err(|error| host_error(&error))?;
         core.disks.add(id, kept);
     }
     let append = OsString::from(&files.metadata.cmdline);
-    let boot =
-        Boot::Kernel { kernel: files.kernel.into(), initrd: files.initrd.map(Into::into), append };
-    let machine =
-        core.launcher.boot(shape.clone(), disk, boot).await.map_err(|error| host_error(&error))?;
+    let boot = match files.kernel {
+        Some(kernel) => {
+            Boot::Kernel { kernel: kernel.into(), initrd: files.initrd.map(Into::into), append }
+        }
+        None => Boot::Disk,
+    };
+    let machine = core.launcher.boot(shape.clone(), disk, boot).await;
+    let machine = machine.map_err(|error| ErrorBody {
+        code: error.code(),
+        remedy: Some(error.remedy().to_owned()),
+        ..host_error(&error)
+    })?;
     let machine = Arc::new(machine);
     vm.set_machine(Arc::clone(&machine));
     core.start_channels(vm, &machine, None).map_err(|error| host_error(&error))?;
@@ -174,12 +178,11 @@ async fn bring_up(
         }
         return Ok(());
     }
-    let left = deadline.saturating_duration_since(Instant::now());
-    greet(vm, left).await
+    greet(vm, deadline, timeout).await
 }
 
-/// Wait for the guest's agent.
-async fn greet(vm: &Arc<Vm>, timeout: Duration) -> Result<(), ErrorBody> {
+/// Wait for the guest's agent until `deadline`, which is `timeout` after the start.
+async fn greet(vm: &Arc<Vm>, deadline: Instant, timeout: Duration) -> Result<(), ErrorBody> {
     let link = vm.link()?;
     let hello = HelloRequest {
         name: vm.name().to_owned(),
@@ -194,13 +197,16 @@ async fn greet(vm: &Arc<Vm>, timeout: Duration) -> Result<(), ErrorBody> {
         remedy: Some(format!("`vmfork logs {}` shows what the guest printed", vm.name())),
     };
     tokio::select! {
-        answer = link.hello(hello, timeout) => match answer {
+        answer = link.hello(hello, deadline.saturating_duration_since(Instant::now())) => match answer {
             Ok(info) => {
                 vm.set_ready(Some(info));
                 Ok(())
             }
-            Err(error @ crate::agent::LinkError::Timeout { .. }) => {
-                let text = format!("the guest did not come up within {} s: {error}", timeout.as_secs());
+            Err(crate::agent::LinkError::Timeout { .. }) => {
+                let text = format!(
+                    "the guest's agent did not answer within {} s of the VM's start",
+                    timeout.as_secs_f64()
+                );
                 Err(guest_error(ErrorCode::Timeout, text))
             }
             Err(error) => Err(match vm.end_now() {
@@ -215,7 +221,7 @@ async fn greet(vm: &Arc<Vm>, timeout: Duration) -> Result<(), ErrorBody> {
 fn greet_in_background(core: &Arc<Core>, vm: &Arc<Vm>) {
     let (core, vm) = (Arc::clone(core), Arc::clone(vm));
     tokio::spawn(async move {
-        if let Err(error) = greet(&vm, BOOT_TIMEOUT).await {
+        if let Err(error) = greet(&vm, Instant::now() + BOOT_TIMEOUT, BOOT_TIMEOUT).await {
             let reason = error.cause.unwrap_or(error.message);
             core.end(&vm, End::failed(EndReason::Guest, reason));
         }

@@ -116,19 +116,21 @@ impl std::fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// Put the host together. On a tokio runtime.
-    ///
-    /// # Errors
-    /// There is no QEMU that could be used.
-    pub async fn start(parts: Parts) -> Result<Arc<Self>, vmfork_qemu::probe::ProbeError> {
+    /// Put the host together. On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who
+    /// wants a VM is told.
+    pub async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups } = parts;
-        let binary = vmfork_qemu::probe::find(Some(&config.qemu)).await?;
-        if let Some(warning) = binary.version.warning() {
-            tracing::warn!(warning, "QEMU");
+        match vmfork_qemu::probe::find(Some(&config.qemu)).await {
+            Ok(binary) => {
+                if let Some(warning) = binary.version.warning() {
+                    tracing::warn!(warning, "QEMU");
+                }
+                tracing::info!(path = %binary.path.display(), version = %binary.version, "QEMU");
+            }
+            Err(error) => tracing::error!("no VM can be started: {}", chain(&error)),
         }
-        tracing::info!(path = %binary.path.display(), version = %binary.version, "QEMU");
         let launcher = Arc::new(Launcher::new(
-            binary,
+            config.qemu.clone(),
             config.shim(),
             config.qemu_uid_base,
             Arc::clone(&state),
@@ -176,7 +178,7 @@ impl Hub {
                 core.refresh(metrics);
             }
         });
-        Ok(Arc::new(Self { core }))
+        Arc::new(Self { core })
     }
 
     /// End all VMs, in no particular order.
@@ -235,13 +237,21 @@ impl Core {
         origin: Option<Origin>,
     ) -> io::Result<Arc<Vm>> {
         let folder = self.state.create_vm_folder(&identity.id)?;
-        let log = Log::create(&folder)?;
-        self.state.vm_created(LostVm {
+        let lost = LostVm {
             name: identity.name.clone(),
             id: identity.id.clone(),
             image: identity.image.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
             created_unix_ms: identity.created_unix_ms,
+        };
+        let log = Log::create(&folder).and_then(|log| {
+            self.state.vm_created(lost)?;
+            Ok(log)
+        });
+        let log = log.inspect_err(|_| {
+            // It never was: nothing of it is to stay, nor to be told as lost.
+            self.state.vm_ended(&identity.id);
+            self.forget_folder(&identity.id);
         })?;
         let vm = Vm::new(identity, log, lease, origin);
         self.registry.add(Arc::clone(&vm));

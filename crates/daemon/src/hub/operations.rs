@@ -29,11 +29,12 @@ impl Control for Hub {
     fn version(&self) -> Answer<'_, Version> {
         async {
             let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+            let qemu = probe::find(Some(&self.core.config.qemu)).await;
             Ok(Version {
                 schema: SCHEMA.to_owned(),
                 vmforkd: env!("CARGO_PKG_VERSION").to_owned(),
                 api: "v1".to_owned(),
-                qemu: Some(self.core.launcher.binary.version.to_string()),
+                qemu: qemu.ok().map(|binary| binary.version.to_string()),
                 kernel,
             })
         }
@@ -125,16 +126,17 @@ impl Control for Hub {
             let core = &self.core;
             let agent = vm.agent();
             let clones = core.registry.clones_of(&vm.identity.id);
+            let machine = vm.machine();
             Ok(VmDetail {
                 schema: SCHEMA.to_owned(),
                 vm: core.summary(&vm, true),
                 memory: tokio::task::block_in_place(|| core.memory_info(&vm)),
-                qemu_version: core.launcher.binary.version.to_string(),
+                qemu_version: machine.as_ref().map_or_else(String::new, |m| m.version.to_string()),
                 agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.accel_reason.clone(),
-                keeper_pid: vm.machine().map(|machine| machine.memory().keeper_pid()),
+                keeper_pid: machine.map(|machine| machine.memory().keeper_pid()),
                 last_fork: vm.last_fork(),
             })
         }
@@ -247,6 +249,22 @@ impl Control for Hub {
                 cause: Some(chain(&error)),
                 remedy: None,
             })
+        }
+        .boxed()
+    }
+
+    fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()> {
+        async move {
+            let vm = self.core.registry.find(vm)?;
+            let engine = vm.running_machine()?.engine().ok_or_else(|| ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("make the page engine of `{}` panic", vm.name()),
+                cause: Some("it was never forked: it has none".to_owned()),
+                remedy: Some(format!("`vmfork fork {}` first", vm.name())),
+            })?;
+            tracing::warn!(vm = vm.name(), image = %engine.image().id(), "its page engine is made to panic");
+            engine.inject_panic();
+            Ok(())
         }
         .boxed()
     }

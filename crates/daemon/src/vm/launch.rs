@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
+use vmfork_api::ErrorCode;
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
-use vmfork_qemu::{Accel, Binary, Boot, Launch, Qemu, RunAs, Shape, ShimFds, StartError};
+use vmfork_qemu::probe::{self, ProbeError};
+use vmfork_qemu::{Accel, Boot, Launch, Qemu, RunAs, Shape, ShimFds, StartError, Version};
 
 use super::machine::Machine;
 use crate::config::QEMU_UIDS;
@@ -18,6 +20,8 @@ use crate::state::{ProcessKind, State};
 /// A QEMU that could not be started, or whose RAM can't be taken hold of.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LaunchError {
+    #[error("there is no QEMU to run it in")]
+    NoQemu(#[from] ProbeError),
     #[error("open {path}")]
     Open {
         path: PathBuf,
@@ -28,9 +32,10 @@ pub(crate) enum LaunchError {
     Prepare(#[source] io::Error),
     #[error(transparent)]
     Start(#[from] StartError),
-    #[error("QEMU {version} can't be forked")]
+    #[error("QEMU {version} ({path}) can't be forked")]
     Unforkable {
-        version: String,
+        path: PathBuf,
+        version: Version,
         #[source]
         source: ConnectError,
     },
@@ -38,10 +43,42 @@ pub(crate) enum LaunchError {
     Journal(#[source] io::Error),
 }
 
+impl LaunchError {
+    /// Whether the host lacks something, rather than QEMU having failed.
+    pub(crate) fn code(&self) -> ErrorCode {
+        match self {
+            Self::NoQemu(_) | Self::Open { .. } | Self::Prepare(_) | Self::Journal(_) => {
+                ErrorCode::Host
+            }
+            Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
+        }
+    }
+
+    /// What to do about it.
+    pub(crate) fn remedy(&self) -> &'static str {
+        match self {
+            Self::NoQemu(_) => {
+                "`apt-get install qemu-system-x86`, or name a QEMU of 7.2 or later with `vmforkd --qemu`"
+            }
+            Self::Open { path, .. } if path.as_os_str() == USERFAULTFD_DEVICE => {
+                "vmforkd must run as root on a kernel with CONFIG_USERFAULTFD, and a container must be given the device /dev/userfaultfd"
+            }
+            Self::Unforkable { .. } => {
+                "name another QEMU with `vmforkd --qemu`: those of Debian 12 and of its backports work"
+            }
+            Self::Journal(_) => "make room on the disk of the state folder",
+            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => {
+                "`vmfork doctor` checks the host; the daemon's log has more"
+            }
+        }
+    }
+}
+
 /// What every QEMU of this daemon has in common.
 #[derive(Debug)]
 pub(crate) struct Launcher {
-    pub(crate) binary: Binary,
+    /// Looked at anew for each VM: it may be installed or replaced while we run.
+    pub(crate) qemu: PathBuf,
     pub(crate) shim: PathBuf,
     pub(crate) uid_base: u32,
     pub(crate) state: Arc<State>,
@@ -49,8 +86,8 @@ pub(crate) struct Launcher {
 }
 
 impl Launcher {
-    pub(crate) fn new(binary: Binary, shim: PathBuf, uid_base: u32, state: Arc<State>) -> Self {
-        Self { binary, shim, uid_base, state, next_uid: AtomicU32::new(0) }
+    pub(crate) fn new(qemu: PathBuf, shim: PathBuf, uid_base: u32, state: Arc<State>) -> Self {
+        Self { qemu, shim, uid_base, state, next_uid: AtomicU32::new(0) }
     }
 
     /// A VM that boots.
@@ -84,6 +121,8 @@ impl Launcher {
         disk: Option<OwnedFd>,
         boot: Option<Boot>,
     ) -> Result<Machine, LaunchError> {
+        let binary = probe::find(Some(&self.qemu)).await?;
+        let version = binary.version;
         let (tap, ends) = Tap::new(shape.memory_bytes).map_err(LaunchError::Prepare)?;
         let kvm = (shape.accel == Accel::Kvm).then(|| open_device("/dev/kvm")).transpose()?;
         let shim = ShimFds {
@@ -93,8 +132,8 @@ impl Launcher {
             kvm,
         };
         let mut launch = match boot {
-            Some(boot) => Launch::boot(self.binary.clone(), shape.clone(), ends.ram, boot),
-            None => Launch::wait(self.binary.clone(), shape.clone(), ends.ram),
+            Some(boot) => Launch::boot(binary, shape.clone(), ends.ram, boot),
+            None => Launch::wait(binary, shape.clone(), ends.ram),
         };
         if let Some(disk) = disk {
             launch = launch.disk(disk);
@@ -104,14 +143,20 @@ impl Launcher {
         mark.push("=");
         mark.push(value);
         let qemu = launch.shim(shim).run_as(self.next_user()).environment(mark).start().await?;
-        self.take_hold(tap, qemu, shape)
+        self.take_hold(tap, qemu, shape, version)
     }
 
-    fn take_hold(&self, tap: Tap, qemu: Qemu, shape: Shape) -> Result<Machine, LaunchError> {
+    fn take_hold(
+        &self,
+        tap: Tap,
+        qemu: Qemu,
+        shape: Shape,
+        version: Version,
+    ) -> Result<Machine, LaunchError> {
         let pid = qemu.process.pid().unsigned_abs();
         let memory = tokio::task::block_in_place(|| {
             GuestMemory::connect(tap, pid, shape.memory_bytes).map_err(|source| {
-                LaunchError::Unforkable { version: self.binary.version.to_string(), source }
+                LaunchError::Unforkable { path: self.qemu.clone(), version, source }
             })
         })?;
         let started =
@@ -120,7 +165,7 @@ impl Launcher {
             started(ProcessKind::Qemu, pid)?,
             started(ProcessKind::Keeper, memory.keeper_pid())?,
         ];
-        Ok(Machine::new(qemu, memory, shape, processes, Arc::clone(&self.state)))
+        Ok(Machine::new(qemu, memory, shape, version, processes, Arc::clone(&self.state)))
     }
 
     /// A user of its own for each QEMU, so that none can signal or trace another.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_memory::{Engine, GuestMemory, MemorySample, ViewId};
-use vmfork_qemu::{Process, Qemu, Qmp, Shape};
+use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use crate::state::{ProcessId, State};
 
@@ -14,6 +14,8 @@ pub struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) process: Process,
     pub(crate) shape: Shape,
+    /// Of the QEMU that it runs in.
+    pub(crate) version: Version,
     /// Our ends of the guest's ttyS0 and of the agent's port, until someone takes them.
     channels: Mutex<Channels>,
     memory: Mutex<GuestMemory>,
@@ -32,12 +34,14 @@ impl Machine {
         qemu: Qemu,
         memory: GuestMemory,
         shape: Shape,
+        version: Version,
         processes: Vec<ProcessId>,
         state: Arc<State>,
     ) -> Self {
         let Qemu { process, qmp, serial, agent } = qemu;
         let channels = Mutex::new(Channels { serial: Some(serial), agent });
-        Self { qmp, process, shape, channels, memory: Mutex::new(memory), processes, state }
+        let memory = Mutex::new(memory);
+        Self { qmp, process, shape, version, channels, memory, processes, state }
     }
 
     /// The guest's serial console, once.

@@ -63,16 +63,24 @@ impl Reply {
 
 impl Daemon {
     pub(crate) async fn start() -> Self {
+        Self::start_with(|app| app).await
+    }
+
+    pub(crate) async fn start_with(change: impl FnOnce(App) -> App) -> Self {
         let folder = tempfile::tempdir().expect("temp dir");
         let socket = folder.path().join("sock");
         let listeners = Listeners::unix(&socket, SocketOwner::default()).await.expect("listen");
-        Self::start_on(folder, listeners)
+        Self::serve_on(folder, listeners, change)
     }
 
     pub(crate) fn start_on(folder: TempDir, listeners: Listeners) -> Self {
+        Self::serve_on(folder, listeners, |app| app)
+    }
+
+    fn serve_on(folder: TempDir, listeners: Listeners, change: impl FnOnce(App) -> App) -> Self {
         let (stop, stop_rx) = watch::channel(false);
         let fake = Arc::new(Fake::default());
-        let app = App::new(fake.clone(), Arc::new(Metrics::new()), stop_rx.clone());
+        let app = change(App::new(fake.clone(), Arc::new(Metrics::new()), stop_rx.clone()));
         let served = tokio::spawn(serve(listeners, app, stop_rx));
         Self { fake, stop, served, folder }
     }

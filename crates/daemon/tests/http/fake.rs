@@ -221,6 +221,11 @@ impl Control for Fake {
         .boxed()
     }
 
+    fn panic_engine<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        self.note(format!("panic engine {name}"));
+        async move { exists(name) }.boxed()
+    }
+
     fn fork<'a>(&'a self, name: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
         async move {
             exists(name)?;

@@ -6,6 +6,7 @@ use tokio::time::timeout;
 use tokio_tungstenite::tungstenite::Message;
 
 use futures_util::SinkExt;
+use vmfork_api::ErrorCode;
 
 use crate::client::{Daemon, LONG, next};
 
@@ -48,6 +49,17 @@ async fn vms_are_started_forked_killed_and_forgotten() {
     assert_eq!(daemon.fake.last_call(), "remove web true");
     assert_eq!(daemon.send("DELETE", "/v1/images/debian", "").await.status, 204);
     assert_eq!(daemon.fake.last_call(), "remove image debian");
+}
+
+#[tokio::test]
+async fn faults_are_made_only_where_that_is_allowed() {
+    let path = "/v1/debug/vms/web/engine-panic";
+    let daemon = Daemon::start().await;
+    daemon.send("POST", path, "").await.refused(404, ErrorCode::NotFound, "no route");
+    let daemon = Daemon::start_with(|app| app.debug_faults(true)).await;
+    assert_eq!(daemon.send("POST", path, "").await.status, 204);
+    assert_eq!(daemon.fake.last_call(), "panic engine web");
+    assert!(!daemon.get("/v1/openapi.json").await.json().to_string().contains("debug"));
 }
 
 #[tokio::test]
