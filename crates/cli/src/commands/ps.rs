@@ -1,7 +1,7 @@
 //! `vmfork ps`.
 
 use serde::Serialize;
-use vmfork_api::Vm;
+use vmfork_api::{HostInfo, Vm};
 
 use crate::client::{Client, Query};
 use crate::config::Global;
@@ -28,6 +28,15 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
             &["VM", "PARENT", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"],
             vms.iter().map(row).collect(),
         )?;
+        if all {
+            let host: HostInfo = client.get(Query::new("/v1/host")).await?;
+            for vm in &host.lost {
+                printer.note(&format!(
+                    "lost when an earlier daemon ended: {} (`vmfork rm {}` forgets it)",
+                    vm.name, vm.name
+                ));
+            }
+        }
     }
     Ok(Exit::Done)
 }

@@ -167,6 +167,8 @@ class VmDetail(VmInfo):
     accel_reason: str = ""
     last_fork: ForkReply | None = None
     """The last fork of this VM that came to its end, also one that its guest asked for."""
+    keeper_pid: int | None = None
+    """The process that keeps frozen pages beside QEMU, while there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
