@@ -47,7 +47,6 @@ fn fail(error: &anyhow::Error, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "what `lifecycle::run` takes")]
 async fn start(parts: Parts) -> anyhow::Result<Host> {
     let hub = Hub::start(parts).await;
     let control: Arc<dyn Control> = Arc::clone(&hub) as Arc<dyn Control>;
