@@ -39,6 +39,7 @@ pub(super) async fn freeze(
     let engine = tokio::task::block_in_place(|| prepare_engine(core, machine))
         .map_err(|error| failed(ErrorCode::Host, &error))?;
     let engine = Arc::new(engine);
+    core.add_engine(&engine);
     let state = state_file().map_err(|error| failed(ErrorCode::Host, &error))?;
     let state_fd = machine
         .qmp

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use vmfork_image::ImageId;
-use vmfork_memory::{Engine, EngineEvent, collect_garbage};
+use vmfork_memory::{EngineEvent, collect_garbage};
 use vmfork_qemu::spawn::ExitStatus;
 
 use super::Core;
@@ -44,8 +44,7 @@ pub(super) fn start(core: &Arc<Core>, mut events: mpsc::UnboundedReceiver<Engine
 }
 
 fn collect(core: &Arc<Core>) {
-    let live: Vec<Arc<Engine>> =
-        core.registry.live().iter().filter_map(|vm| vm.machine()?.engine()).collect();
+    let live = core.engines();
     let freed_bytes = tokio::task::block_in_place(|| collect_garbage(&live));
     if freed_bytes > 0 {
         tracing::debug!(freed_bytes, "memory of dead relatives given back");

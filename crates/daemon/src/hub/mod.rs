@@ -17,14 +17,14 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 use vmfork_api::{ErrorCode, LostVm};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
-use vmfork_memory::{EngineEvent, EventSink};
+use vmfork_memory::{Engine, EngineEvent, EventSink};
 use vmfork_qemu::pool::{Limits, Pool};
 use vmfork_qemu::{Accel, DiskId, Shape};
 
@@ -69,6 +69,8 @@ pub(crate) struct Core {
     pub(crate) loading: Semaphore,
     engine_events: mpsc::UnboundedSender<EngineEvent>,
     next_image: AtomicU64,
+    /// The engines of all images that someone holds, also of snapshots whose clones have not attached yet.
+    engines: Mutex<Vec<Weak<Engine>>>,
     next_book: AtomicU64,
     pool_hits: AtomicU64,
     pool_misses: AtomicU64,
@@ -165,6 +167,7 @@ impl Hub {
             loading: Semaphore::new(cores),
             engine_events,
             next_image: AtomicU64::new(1),
+            engines: Mutex::default(),
             next_book: AtomicU64::new(0),
             pool_hits: AtomicU64::new(0),
             pool_misses: AtomicU64::new(0),
@@ -203,6 +206,19 @@ impl Core {
     /// The number of a VM's first ticket: 2³² apart, so that no two VMs have tickets of one number.
     pub(crate) fn first_ticket(&self) -> u64 {
         (self.next_book.fetch_add(1, Ordering::Relaxed) << 32) + 1
+    }
+
+    /// An engine that is in use from now on, until its last holder drops it.
+    pub(crate) fn add_engine(&self, engine: &Arc<Engine>) {
+        let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|engine| engine.strong_count() > 0);
+        engines.push(Arc::downgrade(engine));
+    }
+
+    /// All engines that someone holds.
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        let engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Where page engines send their events.
