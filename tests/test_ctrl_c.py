@@ -16,7 +16,7 @@ import vmfork
 from harness import places, processes
 from harness.cli import Cli
 from harness.daemon import Daemon
-from harness.waits import eventually
+from harness.waits import eventually, stays
 from harness.world import World, whole
 
 #: A command has to end within this, however busy the host is.
@@ -102,15 +102,17 @@ def test_of_fork_leaves_whole_clones_or_none(world: World) -> None:
     for after_s in (0.0, 0.02, 0.05, 0.15, 0.5):
         code = interrupted(cli, "fork", world.vm.name, "-n", "6", after_s=after_s)
 
-        def at_rest() -> bool:
-            states = [vm.info.state for vm in world.client.vms() if vm.info is not None]
-            return all(state is vmfork.VmState.RUNNING for state in states)
+        # All of a fork that was done, or none of one that was given up; it may be done unnoticed.
+        counts = (6,) if code == 0 else (0, 6)
 
-        eventually(at_rest, 30, "nothing is half-way")
-        time.sleep(0.3)
+        def at_rest(counts: tuple[int, ...] = counts) -> bool:
+            seen = [vm for vm in world.client.vms() if vm.name not in mine]
+            running = [vm for vm in seen if vm.info and vm.info.state is vmfork.VmState.RUNNING]
+            return len(running) == len(seen) and len(seen) in counts
+
+        eventually(at_rest, 30, f"all clones or none, after {after_s} s")
+        stays(at_rest, 1, f"all clones or none, after {after_s} s")
         clones = [vm for vm in world.client.vms() if vm.name not in mine]
-        # All of a fork that was done, or none of one that was given up.
-        assert len(clones) in ((6,) if code == 0 else (0, 6)), f"{len(clones)} clones after {after_s} s"
         if clones:
             assert whole(clones[-1])
         for clone in clones:

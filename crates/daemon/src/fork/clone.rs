@@ -235,7 +235,10 @@ impl EndOnDrop<'_> {
 impl Drop for EndOnDrop<'_> {
     fn drop(&mut self) {
         if let Some(vm) = self.vm {
-            self.core.end(vm, End::failed(EndReason::Guest, "not ready in time"));
+            self.core.end(
+                vm,
+                End::failed(EndReason::Guest, "its start was given up before it was ready"),
+            );
         }
     }
 }

@@ -170,12 +170,24 @@ async fn carry_out(
         clones.spawn(clone::start(core, parent, snapshot, order, machine));
     }
     let mut started = Vec::new();
-    while let Some(joined) = clones.join_next().await {
+    let mut dropped = false;
+    loop {
+        let joined = tokio::select! {
+            joined = clones.join_next() => joined,
+            // Nobody waits: what is half-way ends here, not when it would be ready.
+            () = given_up.cancelled(), if !dropped => {
+                dropped = true;
+                clones.abort_all();
+                continue;
+            }
+        };
+        let Some(joined) = joined else { break };
         match joined {
             Ok((result, vm)) => {
                 results.push(result);
                 started.extend(vm);
             }
+            Err(error) if error.is_cancelled() => {}
             Err(error) => tracing::error!(%error, "a clone's start panicked"),
         }
     }
