@@ -130,7 +130,7 @@ static void kill_all(void)
 
 static void errors(void)
 {
-    sf_ticket none = {.id = 987654321, .granted = 1};
+    sf_ticket none = {.id = 1ULL << 62, .granted = 1};
     int rc = sf_request_ticket(0, 0).granted;
     check(rc == -EINVAL, "a ticket for 0: %d", rc);
     rc = sf_clone(none);

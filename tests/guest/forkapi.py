@@ -82,7 +82,7 @@ def kill():
 
 def errors():
     refused(errno.EINVAL, vf.sf_request_ticket, 0)
-    none = vf.Ticket(987654321, 1)
+    none = vf.Ticket(1 << 62, 1)
     for call in (vf.sf_clone, vf.sf_join, vf.sf_kill, vf.sf_recv):
         refused(errno.EINVAL, call, none)
     ticket = vf.sf_request_ticket(1)
