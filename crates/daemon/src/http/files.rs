@@ -1,6 +1,7 @@
 use std::path::Path;
+use std::time::Duration;
 
-use axum::body::{Body, Bytes};
+use axum::body::{Body, BodyDataStream, Bytes};
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
@@ -20,6 +21,8 @@ use super::extract::{Params, VmRef};
 pub(super) const CHUNK_BYTES_MAX: usize = 64 * 1024;
 /// Chunks between a client and a guest: a megabyte.
 const CHUNKS_MAX: usize = 16;
+/// How long what is left of a file that can't be stored is read, and thrown away.
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -89,6 +92,24 @@ pub(super) async fn write(
     Params(params): Params<WriteParams>,
     request: Request,
 ) -> Result<StatusCode, ApiError> {
+    let (content_tx, content_rx) = mpsc::channel(CHUNKS_MAX);
+    // In a task of its own: whatever becomes of this handler, the receiver sees the end of the body
+    // as an end only if all of it came, and as an error else.
+    let pump = tokio::spawn(pump(request.into_body(), content_tx));
+    let stored = store(&app, &vm, &params, content_rx).await;
+    if stored.is_err() {
+        // A client that is still sending would see a broken connection, and not the answer.
+        let _ended = pump.await;
+    }
+    stored.map(|()| StatusCode::NO_CONTENT)
+}
+
+async fn store(
+    app: &App,
+    vm: &str,
+    params: &WriteParams,
+    content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+) -> Result<(), ApiError> {
     check::guest_path(&params.path)?;
     if Path::new(&params.path).file_name().is_none() || params.path.ends_with('/') {
         return Err(super::bad_request(format!("`path` is `{}`, a folder", params.path))
@@ -96,21 +117,16 @@ pub(super) async fn write(
             .into());
     }
     let mode = check::mode(params.mode.as_deref())?;
-    let (content_tx, content_rx) = mpsc::channel(CHUNKS_MAX);
-    // In a task of its own: whatever becomes of this handler, the receiver sees the end of the body
-    // as an end only if all of it came, and as an error else.
-    tokio::spawn(pump(request.into_body(), content_tx));
-    app.control.write_file(&vm, &params.path, mode, content_rx).await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(app.control.write_file(vm, &params.path, mode, content).await?)
 }
 
-/// Ends with the body, with its connection, or when the receiver is gone.
+/// Ends with the body, with its connection, or some time after the receiver is gone.
 async fn pump(body: Body, content_tx: mpsc::Sender<Result<Bytes, ErrorBody>>) {
     let mut chunks = body.into_data_stream();
     loop {
         let chunk = tokio::select! {
             chunk = chunks.next() => chunk,
-            () = content_tx.closed() => return,
+            () = content_tx.closed() => return discard(chunks).await,
         };
         let mut bytes = match chunk {
             Some(Ok(bytes)) => bytes,
@@ -125,8 +141,13 @@ async fn pump(body: Body, content_tx: mpsc::Sender<Result<Bytes, ErrorBody>>) {
         while !bytes.is_empty() {
             let chunk = bytes.split_to(bytes.len().min(CHUNK_BYTES_MAX));
             if content_tx.send(Ok(chunk)).await.is_err() {
-                return;
+                return discard(chunks).await;
             }
         }
     }
+}
+
+async fn discard(mut chunks: BodyDataStream) {
+    let rest = async { while let Some(Ok(_)) = chunks.next().await {} };
+    let _late = tokio::time::timeout(DISCARD_TIMEOUT, rest).await;
 }

@@ -1,7 +1,7 @@
 //! Files both ways: any size, whole or not at all.
 
 use http_body_util::BodyExt;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmfork_api::ErrorCode::{BadRequest, Guest, NotFound};
 
 use crate::client::{Daemon, eventually};
@@ -68,4 +68,22 @@ async fn an_upload_that_breaks_off_never_looks_like_the_end_of_the_file() {
     eventually("the transfer ended", || !ends.lock().expect("lock").is_empty()).await;
     assert_eq!(*ends.lock().expect("lock"), ["abandoned"]);
     assert!(daemon.fake.files.lock().expect("lock").is_empty());
+}
+
+#[tokio::test]
+async fn a_client_that_sends_on_after_a_failure_still_gets_the_answer() {
+    let daemon = Daemon::start().await;
+    let content = vec![7; 8 << 20];
+    for (target, status) in [("nope/files?path=/x", "404"), ("web/files?path=x", "400")] {
+        let mut stream = daemon.connect().await;
+        let head = format!(
+            "PUT /v1/vms/{target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            content.len()
+        );
+        stream.write_all(head.as_bytes()).await.expect("write");
+        stream.write_all(&content).await.expect("the daemon hung up on a client that was sending");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{answer}");
+    }
 }
