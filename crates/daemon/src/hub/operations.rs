@@ -122,7 +122,7 @@ impl Control for Hub {
 
     fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("inspect", vm)?;
             let core = &self.core;
             let agent = vm.agent();
             let clones = core.registry.clones_of(&vm.identity.id);
@@ -145,7 +145,7 @@ impl Control for Hub {
 
     fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()> {
         async move {
-            let found = match self.core.registry.find(vm) {
+            let found = match self.core.registry.find("remove", vm) {
                 Ok(found) => found,
                 // One that an earlier daemon lost can be forgotten, too.
                 Err(_) if self.core.state.forget_lost(vm) => return Ok(()),
@@ -171,7 +171,7 @@ impl Control for Hub {
 
     fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, vmfork_api::Vm> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("kill", vm)?;
             let victims = if request.family {
                 self.core.registry.descendants(&vm.identity.id)
             } else {
@@ -196,7 +196,7 @@ impl Control for Hub {
 
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
         async move {
-            let parent = self.core.registry.find(vm)?;
+            let parent = self.core.registry.find("fork", vm)?;
             fork::by_request(&self.core, &parent, request).await
         }
         .boxed()
@@ -204,7 +204,7 @@ impl Control for Hub {
 
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("run a program in", vm)?;
             let what = format!(
                 "run `{}` in `{}`",
                 request.argv.first().map_or("", String::as_str),
@@ -217,7 +217,7 @@ impl Control for Hub {
 
     fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("read a file of", vm)?;
             let what = format!("read `{path}` in `{}`", vm.name());
             vm.link()?.read_file(path, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
         }
@@ -232,7 +232,7 @@ impl Control for Hub {
         content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
     ) -> Answer<'a, ()> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("write a file of", vm)?;
             let what = format!("write `{path}` in `{}`", vm.name());
             let written = vm.link()?.write_file(path, mode, content, STALL).await;
             written.map(drop).map_err(|error| error.to_body(what))
@@ -242,7 +242,7 @@ impl Control for Hub {
 
     fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("read the log of", vm)?;
             vm.log.read(follow).map_err(|error| ErrorBody {
                 code: ErrorCode::Host,
                 message: format!("read the log of `{}`", vm.name()),
@@ -271,7 +271,7 @@ impl Control for Hub {
 
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("look at the console of", vm)?;
             vm.running_machine()?;
             let console = vm.console().ok_or_else(|| ErrorBody {
                 code: ErrorCode::Conflict,

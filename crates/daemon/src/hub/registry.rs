@@ -129,11 +129,11 @@ impl Registry {
         inner.vms.insert(number, vm);
     }
 
-    /// By name or id.
+    /// By name or id; `to` says what for.
     ///
     /// # Errors
     /// There is none.
-    pub(crate) fn find(&self, name_or_id: &str) -> Result<Arc<Vm>, ErrorBody> {
+    pub(crate) fn find(&self, to: &str, name_or_id: &str) -> Result<Arc<Vm>, ErrorBody> {
         let inner = self.inner();
         inner
             .vms
@@ -142,9 +142,9 @@ impl Registry {
             .cloned()
             .ok_or_else(|| ErrorBody {
                 code: ErrorCode::NotFound,
-                message: format!("no VM named `{name_or_id}` on this host"),
-                cause: None,
-                remedy: Some("`vmfork ps -a` lists the VMs that are here".to_owned()),
+                message: format!("{to} `{name_or_id}`"),
+                cause: Some(format!("no VM named `{name_or_id}` on this host")),
+                remedy: Some("`vmfork ps` lists the VMs that are here".to_owned()),
             })
     }
 
