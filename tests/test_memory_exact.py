@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import pytest
 import vmfork
 
+from harness import daemon as daemons
 from harness.daemon import FLAG_FILL_UNIT, Daemon
 from harness.programs import Memcheck
+from harness.waits import eventually
 
 MakeDaemon = Callable[..., Daemon]
 
@@ -168,6 +170,35 @@ def test_many_clones_under_memory_pressure(start: Callable[..., vmfork.VM], seed
         family.members.remove(member)
         member.vm.remove(force=True)
     family.verify_all()
+
+
+@pytest.mark.limit(600)
+def test_what_is_given_back_is_needed_by_nobody(start: Callable[..., vmfork.VM], seed: int) -> None:
+    """Thirty forks of a VM that writes, and some of its clones, while earlier ones end in between."""
+    memory_mib = 256
+    vm = start(unit=16, cpus=1, memory_mib=memory_mib)
+    # Slow enough for generations to share: a part of the region is written between forks.
+    family = Family.begin(vm, seed, mib=48, threads=1, rate_mb_s=20)
+    for turn in range(30):
+        family.fork(family.parent, 1)
+        if turn % 3 == 0:
+            family.fork(family.random.choice(family.members), 1)
+        while len(family.members) > 4:
+            family.members.pop(family.random.randrange(len(family.members))).vm.remove(force=True)
+        if turn % 10 == 9:
+            family.verify_all()
+    for member in family.members:
+        member.vm.remove(force=True)
+    family.members.clear()
+    # Thirty generations have written more than a gigabyte.
+    eventually(lambda: held_mib() < 2 * memory_mib, 30, "caches of the dead are given back", every_s=0.5)
+    family.verify_all()
+
+
+def held_mib() -> float:
+    """What all caches of the host hold."""
+    with daemons.running[-1].client() as client:
+        return client.host().cache_bytes / (1 << 20)
 
 
 @pytest.mark.limit(600)
