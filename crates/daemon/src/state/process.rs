@@ -110,7 +110,15 @@ mod tests {
     use super::*;
 
     fn sleeper(mark: &str) -> Child {
-        Command::new("sleep").arg("60").env("VMFORK_TEST_MARK", mark).spawn().expect("sleep")
+        let child = Command::new("sleep").arg("60").env("VMFORK_TEST_MARK", mark).spawn();
+        let child = child.expect("sleep");
+        // `vfork` returns when exec has let go of our memory, before the environment is in place.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !environment_has(child.id(), format!("VMFORK_TEST_MARK={mark}").as_bytes()) {
+            assert!(Instant::now() < deadline, "sleep never began");
+            std::thread::yield_now();
+        }
+        child
     }
 
     #[test]
