@@ -255,7 +255,7 @@ impl Control for Hub {
 
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()> {
         async move {
-            let vm = self.core.registry.find(vm)?;
+            let vm = self.core.registry.find("make the page engine panic of", vm)?;
             let engine = vm.running_machine()?.engine().ok_or_else(|| ErrorBody {
                 code: ErrorCode::Conflict,
                 message: format!("make the page engine of `{}` panic", vm.name()),
