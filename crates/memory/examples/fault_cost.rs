@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo build --release -p vmfork-memory --examples
-//! cargo run --release -p vmfork-memory --example fault_cost [faults | map | freeze]
+//! cargo run --release -p vmfork-memory --example fault_cost [faults | map | freeze | scattered]
 //! ```
 
 #![allow(clippy::print_stdout, reason = "a program that prints a table")]
@@ -31,14 +31,16 @@ fn main() {
     if what.is_empty() || what == "map" {
         map();
     }
+    if what.is_empty() || what == "scattered" {
+        scattered(512);
+        scattered(4096);
+    }
     if what.is_empty() || what == "freeze" {
         for (mib, dirty_mib, huge) in
             [(512, 256, false), (512, 256, true), (4096, 2048, false), (4096, 2048, true)]
         {
             freezes(mib, dirty_mib, huge);
         }
-        scattered(512);
-        scattered(4096);
     }
 }
 

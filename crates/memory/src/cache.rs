@@ -8,8 +8,8 @@ use vmfork_image::PageRange;
 
 use crate::presence::Presence;
 
-/// The cache of one image. Filled by the image's engine alone, mapped privately by its views, read by the
-/// engines of images that descend from it.
+/// The cache of one image. Filled by the image's engine and, in blocks that are at home here, by those of images
+/// that descend from it, always with the same bytes; mapped privately by views of all of them.
 #[derive(Debug)]
 pub struct Cache {
     memfd: OwnedFd,

@@ -1,7 +1,7 @@
-//! Memory of dead relatives: pages in caches that no live table names, and no view maps.
+//! Memory of dead relatives: pages in caches that no live image can read.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 
@@ -9,7 +9,7 @@ use crate::engine::Engine;
 use crate::host_image::HostImage;
 
 /// Give back what the caches of images without an engine of their own (no views, no more forks from them) hold
-/// and no live page table names. `live`: the engines whose relatives to look at. → bytes given back.
+/// and no live image needs: its table names the page, or its block is at home there. `live`: the engines whose relatives to look at. → bytes given back.
 ///
 /// A parent that is forked for ever, while its clones come and go, overwrites its own pages again and again;
 /// each of its images is kept alive by the few pages that were not overwritten since. This keeps host memory at
@@ -21,34 +21,38 @@ pub fn collect_garbage(live: &[Arc<Engine>]) -> u64 {
     let mut dead: BTreeMap<ImageId, Arc<HostImage>> = BTreeMap::new();
     for engine in live {
         dead.extend(engine.image().ancestors());
-        if let Some(base) = engine.reach().base.as_ref().and_then(Weak::upgrade) {
-            dead.insert(base.id(), base);
-        }
     }
     dead.retain(|_, image| !image.has_engine());
     dead.values().map(|image| collect_from(image)).sum()
 }
 
 fn collect_from(image: &HostImage) -> u64 {
+    let presence = image.cache().presence();
     let mut freed_bytes = 0;
     for stretch in unneeded(image) {
-        let (cleared, pages) = image.retention().clear_unmapped(stretch, image.cache().presence());
-        for stretch in cleared {
-            if let Err(error) = image.cache().discard(stretch) {
-                tracing::warn!(%error, image = %image.id(), %stretch, "discard garbage");
+        // Nobody can come to need a page again that nobody needs: tables and homes are derived from those that
+        // there are. So nobody maps it, reads it or fills it while it goes.
+        for (_, piece) in stretch.by_block() {
+            let pages = presence.count(piece);
+            if pages == 0 {
+                continue;
+            }
+            presence.clear(piece);
+            match image.cache().discard(piece) {
+                Ok(()) => freed_bytes += pages * PAGE_BYTES,
+                Err(error) => {
+                    tracing::warn!(%error, image = %image.id(), %piece, "discard garbage");
+                }
             }
         }
-        freed_bytes += pages * PAGE_BYTES;
     }
     freed_bytes
 }
 
-/// Stretches of an image's pages that no live table names.
+/// Stretches of an image's pages that no live engine can come to read.
 fn unneeded(image: &HostImage) -> Vec<PageRange> {
-    let mut needed: Vec<PageRange> = Vec::new();
-    for reach in image.needed_by() {
-        needed.extend(reach.table().pages_of(image.id()));
-    }
+    let mut needed: Vec<PageRange> =
+        image.needed_by().iter().flat_map(|reach| reach.needed_of(image.id())).collect();
     needed.sort_by_key(PageRange::start);
     let mut stretches = Vec::new();
     let mut at = PageIdx(0);

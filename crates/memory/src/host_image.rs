@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::counters::ImageCounters;
 use crate::frozen::FrozenRange;
 use crate::handover;
-use crate::retention::Retention;
+use crate::homes::Homes;
 
 /// Images by id.
 pub(crate) type Ancestors = BTreeMap<ImageId, Arc<HostImage>>;
@@ -33,10 +33,9 @@ pub struct HostImage {
     pages: u64,
     cache: Cache,
     frozen: Mutex<Option<Arc<FrozenRange>>>,
-    table: OnceLock<PageTable>,
-    /// The images that the table names, without this one; while somebody may derive from it.
+    sealed: OnceLock<(PageTable, Homes)>,
+    /// The images that the table or the homes name, without this one; while somebody may derive from it.
     ancestors: Mutex<Ancestors>,
-    retention: Retention,
     /// Of every engine that ever served this image or one that descends from it.
     needed_by: Mutex<Vec<Weak<Reach>>>,
     pub(crate) counters: ImageCounters,
@@ -46,16 +45,20 @@ pub struct HostImage {
 #[derive(Debug)]
 pub(crate) struct Reach {
     pub(crate) image: Arc<HostImage>,
-    /// The table of the image that its VM began from.
+    /// Of the image that its VM began from.
     pub(crate) base_table: PageTable,
-    /// That image. Its cache may lend blocks, even if it owns no page any more.
-    pub(crate) base: Option<Weak<HostImage>>,
+    pub(crate) base_homes: Homes,
 }
 
 impl Reach {
-    /// The image's table or, while that is being derived, the one that it is derived from.
-    pub(crate) fn table(&self) -> &PageTable {
-        self.image.table().unwrap_or(&self.base_table)
+    /// What its views may read of the cache and the originals of an image: by the engine's own table or, while
+    /// that is being derived, by the one that it is derived from.
+    pub(crate) fn needed_of(&self, image: ImageId) -> Vec<PageRange> {
+        let (table, homes) = match self.image.sealed.get() {
+            Some((table, homes)) => (table, homes),
+            None => (&self.base_table, &self.base_homes),
+        };
+        table.pages_of(image).chain(homes.blocks_of(image)).collect()
     }
 }
 
@@ -70,9 +73,8 @@ impl HostImage {
             pages,
             cache: Cache::new(&format!("vmfork-{id}"), pages)?,
             frozen: Mutex::new(None),
-            table: OnceLock::new(),
+            sealed: OnceLock::new(),
             ancestors: Mutex::default(),
-            retention: Retention::new(pages),
             needed_by: Mutex::default(),
             counters: ImageCounters::default(),
         })
@@ -98,26 +100,35 @@ impl HostImage {
 
     /// Its page table, once that is complete.
     pub fn table(&self) -> Option<&PageTable> {
-        self.table.get()
+        self.sealed.get().map(|(table, _)| table)
     }
 
-    /// This image, and every image that its table names: all whose caches hold a part of its bytes. Itself alone
-    /// while its table is not complete, and after its engine has ended.
+    pub(crate) fn homes(&self) -> Option<&Homes> {
+        self.sealed.get().map(|(_, homes)| homes)
+    }
+
+    /// This image, and every image that its table names, or that is home to one of its blocks: all whose caches
+    /// hold a part of its bytes. Itself alone while its table is not complete, and after its engine has ended.
     pub fn with_ancestors(self: &Arc<Self>) -> Vec<Arc<HostImage>> {
         let ancestors = lock(&self.ancestors);
         std::iter::once(self).chain(ancestors.values()).map(Arc::clone).collect()
     }
 
-    /// The images that the table names, without this one.
+    /// The images that the table or the homes name, without this one.
     pub(crate) fn ancestors(&self) -> Ancestors {
         lock(&self.ancestors).clone()
     }
 
-    /// The table is complete; `ancestors` has at least the images that it names. → those.
-    pub(crate) fn seal(&self, table: PageTable, mut ancestors: Ancestors) -> Ancestors {
-        ancestors.retain(|id, _| *id != self.id && table.owners().get(*id) > 0);
+    /// The table is complete; `ancestors` has at least the images that it and the homes name. → those.
+    pub(crate) fn seal(
+        &self,
+        table: PageTable,
+        homes: Homes,
+        mut ancestors: Ancestors,
+    ) -> Ancestors {
+        ancestors.retain(|id, _| *id != self.id && (table.owners().get(*id) > 0 || homes.has(*id)));
         *lock(&self.ancestors) = ancestors.clone();
-        let _first = self.table.set(table);
+        let _first = self.sealed.set((table, homes));
         ancestors
     }
 
@@ -142,10 +153,6 @@ impl HostImage {
     /// Whether somebody holds this image's own engine.
     pub(crate) fn has_engine(&self) -> bool {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)
-    }
-
-    pub(crate) fn retention(&self) -> &Retention {
-        &self.retention
     }
 
     pub(crate) fn set_frozen(&self, range: Arc<FrozenRange>) {

@@ -10,12 +10,14 @@
 //!                           └── read by the engines of images derived from it
 //! ```
 //!
-//! One [`Engine`] per image: a thread that owns all that changes. It fills the image's cache once, however
-//! many views wait, and never a view by itself, so that all clones share one copy until they write
-//! (design.md §3.2). [`GuestMemory`] is a VM's RAM, by way of the shim's keeper: attach it to an image,
+//! One [`Engine`] per image: a thread that serves the image's views. It fills caches, once however many views
+//! wait, and never a view by itself, so that all clones share one copy until they write (design.md §3.2). A block
+//! of 2 MiB is served from the cache of its *home*, the image that changed it last, so that generations share
+//! what they did not write. [`GuestMemory`] is a VM's RAM, by way of the shim's keeper: attach it to an image,
 //! freeze it into a new one.
 //!
-//! Promises: a fault is answered or its view is reported lost; a page is brought into a cache at most once;
+//! Promises: a fault is answered or its view is reported lost; a page is brought into a cache once (twice, if two
+//! engines need it in the same microseconds: the bytes are the same);
 //! bytes in a cache never change while a table names them.
 //!
 //! Left to others: QEMU, which pages to prefetch, when to fork, what to do with a lost VM.
@@ -27,10 +29,10 @@ mod frozen;
 mod garbage;
 mod guest_memory;
 mod handover;
+mod homes;
 mod host_image;
 mod pagemap;
 mod presence;
-mod retention;
 mod sync;
 mod tap;
 mod uffd;

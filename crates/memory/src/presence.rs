@@ -1,7 +1,8 @@
 //! Which pages of an image are in its cache: the one structure that several engines share without a lock.
 //!
-//! A page's bit is set by the image's own engine after the page's bytes are in the cache (Release), and never
-//! cleared while anyone may read it. Other engines that copy or map the page test it first (Acquire). A frozen
+//! A page's bit is set after the page's bytes are in the cache (Release), by the image's own engine or by that of
+//! an image whose block is at home here, and never cleared while anyone may read it. Who copies or maps the page
+//! tests it first (Acquire). A frozen
 //! page's original is given back only after its bit is set; so a reader that took bytes from the original and
 //! *still* finds the bit unset had good bytes ([`crate::handover`]).
 
@@ -38,8 +39,7 @@ impl Presence {
         });
     }
 
-    /// The pages of `range` are in the cache no more. Only for pages that no table of a live image names, and
-    /// that no view maps.
+    /// The pages of `range` are in the cache no more. Only for pages that no live image needs.
     pub fn clear(&self, range: PageRange) {
         self.change(range, |word, mask| {
             word.fetch_and(!mask, Ordering::Release);

@@ -1,10 +1,6 @@
-//! Atomics and locks, by way of which loom can take their place in tests (`--cfg loom`).
+//! Atomics, by way of which loom can take their place in tests (`--cfg loom`).
 
 #[cfg(loom)]
-pub(crate) use loom::sync::Mutex;
-#[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
-#[cfg(not(loom))]
-pub(crate) use std::sync::Mutex;
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU64, Ordering};

@@ -25,7 +25,7 @@ pub(crate) enum BlockState {
     Fresh,
     /// Pages come from the image's own cache, or are zero pages.
     Touched,
-    /// The cache of an ancestor is mapped there.
+    /// The cache of another image is mapped there, at home to the block.
     Mapped(ImageId),
     /// Anonymous memory is mapped there: no more faults.
     Zeros,
@@ -47,44 +47,9 @@ pub(crate) struct View {
     pages: u64,
     tap: Arc<Tap>,
     blocks: Vec<BlockState>,
-    /// What is mapped of other images' caches, which keep it for as long as this view lives.
-    loans: Vec<Loan>,
     mapped_runs: usize,
-    lenders: BTreeMap<ImageId, Arc<HostImage>>,
-}
-
-/// A run of blocks of another image's cache that may be mapped.
-#[derive(Debug)]
-pub(crate) struct Loan {
-    run: PageRange,
-    lender: Arc<HostImage>,
-}
-
-impl Loan {
-    /// Take a loan of blocks that are complete; `None` if one is not (any more).
-    pub(crate) fn take(
-        lender: &Arc<HostImage>,
-        run: PageRange,
-        is_complete: impl Fn(BlockIdx) -> bool,
-    ) -> Option<Self> {
-        let lent = lender.retention().retain(run, is_complete);
-        lent.then(|| Self { run, lender: Arc::clone(lender) })
-    }
-
-    /// The same, of one of its blocks alone.
-    fn narrow(mut self, block: PageRange) -> Self {
-        let (before, after) = (self.run.until_page(block.start()), self.run.from_page(block.end()));
-        self.lender.retention().release(before);
-        self.lender.retention().release(after);
-        self.run = block;
-        self
-    }
-}
-
-impl Drop for Loan {
-    fn drop(&mut self) {
-        self.lender.retention().release(self.run);
-    }
+    /// Images whose caches are mapped, so that they stay.
+    homes: BTreeMap<ImageId, Arc<HostImage>>,
 }
 
 impl View {
@@ -103,9 +68,8 @@ impl View {
             pages,
             tap,
             blocks: vec![BlockState::Fresh; blocks],
-            loans: Vec::new(),
             mapped_runs: 0,
-            lenders: BTreeMap::new(),
+            homes: BTreeMap::new(),
         }
     }
 
@@ -132,9 +96,9 @@ impl View {
         }
     }
 
-    /// The image whose cache is mapped somewhere in the view.
-    pub(crate) fn lender(&self, id: ImageId) -> Option<&Arc<HostImage>> {
-        self.lenders.get(&id)
+    /// An image whose cache is mapped somewhere in the view.
+    pub(crate) fn home(&self, id: ImageId) -> Option<&Arc<HostImage>> {
+        self.homes.get(&id)
     }
 
     /// Whether another run may be mapped.
@@ -143,6 +107,9 @@ impl View {
     }
 
     pub(crate) fn wake(&self, range: PageRange) {
+        if range.is_empty() {
+            return;
+        }
         self.uffd.wake(self.hva + range.byte_offset(), range.byte_len());
     }
 
@@ -170,46 +137,57 @@ impl View {
         ZeroInstall::Done
     }
 
-    /// Map what is lent over whole blocks that are `Fresh`, or else at least the block of `page`, and wake who
-    /// waits there. → whether that was done; not if QEMU itself has touched the block, or the keeper has gone.
+    /// Map the cache of `home` over whole blocks that are `Fresh`, or else at least over the block of `page`.
+    /// → what was mapped, for the caller to wake who waits there; `None` if QEMU itself has touched the block, or
+    /// the keeper has gone.
     ///
     /// # Errors
     /// Who knows what is mapped there now: the VM must not go on.
-    pub(crate) fn map_loan(&mut self, page: PageIdx, mut loan: Loan) -> Result<bool, TapError> {
-        let lender = Arc::clone(&loan.lender);
-        if !self.map(loan.run, Some(&lender))? {
-            match page.block().pages() {
-                Some(block) if block != loan.run && loan.run.covers(&block) => {
-                    loan = loan.narrow(block);
-                }
-                _ => return Ok(false),
-            }
-            if !self.map(loan.run, Some(&lender))? {
-                return Ok(false);
-            }
+    pub(crate) fn map_home(
+        &mut self,
+        page: PageIdx,
+        run: PageRange,
+        home: &Arc<HostImage>,
+    ) -> Result<Option<PageRange>, TapError> {
+        let mapped = self.map_run_or_block(page, run, Some(home))?;
+        if mapped.is_some() {
+            self.homes.entry(home.id()).or_insert_with(|| Arc::clone(home));
         }
-        self.lenders.entry(lender.id()).or_insert(lender);
-        self.loans.push(loan);
-        Ok(true)
+        Ok(mapped)
     }
 
-    /// As [`View::map_loan`], with anonymous memory in blocks of zeros.
+    /// As [`View::map_home`], with anonymous memory in blocks of zeros.
     ///
     /// # Errors
-    /// As [`View::map_loan`].
-    pub(crate) fn map_zeros(&mut self, page: PageIdx, run: PageRange) -> Result<bool, TapError> {
-        if self.map(run, None)? {
-            return Ok(true);
+    /// As [`View::map_home`].
+    pub(crate) fn map_zeros(
+        &mut self,
+        page: PageIdx,
+        run: PageRange,
+    ) -> Result<Option<PageRange>, TapError> {
+        self.map_run_or_block(page, run, None)
+    }
+
+    fn map_run_or_block(
+        &mut self,
+        page: PageIdx,
+        run: PageRange,
+        home: Option<&Arc<HostImage>>,
+    ) -> Result<Option<PageRange>, TapError> {
+        if self.map(run, home)? {
+            return Ok(Some(run));
         }
         match page.block().pages() {
-            Some(block) if block != run && run.covers(&block) => self.map(block, None),
-            _ => Ok(false),
+            Some(block) if block != run && run.covers(&block) && self.map(block, home)? => {
+                Ok(Some(block))
+            }
+            _ => Ok(None),
         }
     }
 
-    fn map(&mut self, run: PageRange, lender: Option<&Arc<HostImage>>) -> Result<bool, TapError> {
+    fn map(&mut self, run: PageRange, home: Option<&Arc<HostImage>>) -> Result<bool, TapError> {
         let args = [run.byte_offset(), run.byte_len(), 0, 0];
-        let outcome = match lender {
+        let outcome = match home {
             Some(image) => self.tap.call(Op::MapCache, args, Some(image.cache().for_views())),
             None => self.tap.call(Op::MapZero, args, None),
         };
@@ -221,7 +199,7 @@ impl View {
                 return Ok(false);
             }
         }
-        let state = lender.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
+        let state = home.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
         for (block, _) in run.by_block() {
             if let Some(slot) =
                 usize::try_from(block.0).ok().and_then(|block| self.blocks.get_mut(block))
@@ -230,7 +208,6 @@ impl View {
             }
         }
         self.mapped_runs += 1;
-        self.wake(run);
         Ok(true)
     }
 }

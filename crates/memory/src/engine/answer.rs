@@ -1,18 +1,14 @@
 //! How a fault is answered: a decision without I/O.
 //!
 //! ```text
-//!   where another image is mapped:   present there ──► Wake    zero ──► Zeros    else ──► Lost
-//!   in the cache already? ───────────────────────────► Wake
-//!   zero?   whole untouched blocks of zeros ─────────► MapZeros   (no more faults there)
-//!           else ────────────────────────────────────► Zeros      (the rest of the run in the block)
-//!   in an untouched block whose every page another
-//!           image has too, and that image's cache holds
-//!           all that is not zero ────────────────────► MapCache   (share its pages: design.md §3.2)
-//!   else ────────────────────────────────────────────► Fetch
+//!   where another image's cache is mapped:
+//!           present there ──► Wake     zero ──► Zeros     else ──► Fetch (into that cache)
+//!   in the image's own cache? ───────────────────────► Wake
+//!   zero, in whole untouched blocks of zeros ────────► MapZeros   (no more faults there)
+//!   in untouched blocks at home in another image ────► MapHome    (share its cache: design.md §3.2)
+//!   zero? ───────────────────────────────────────────► Zeros      (the rest of the run in the block)
+//!   else ────────────────────────────────────────────► Fetch      (into the image's own cache)
 //! ```
-//!
-//! The *lenders* that come into question for a block are the owners of its pages, of which the youngest may
-//! have all the others' pages copied, and the image that the VM began from.
 
 use vmfork_image::{
     BLOCK_PAGES, BlockIdx, BlockView, ImageId, PageIdx, PageRange, PageTable, Source,
@@ -29,52 +25,30 @@ pub(crate) enum Answer {
     Wake,
     Zeros(PageRange),
     MapZeros(PageRange),
-    MapCache(ImageId, PageRange),
-    Fetch,
-    /// Something is mapped over the page's block that can't give its bytes.
+    MapHome(ImageId, PageRange),
+    /// Bring it into the cache of this image.
+    Fetch(ImageId),
+    /// What is mapped over the page's block can't give its bytes.
     Lost,
 }
 
-/// Another image whose cache may be mapped.
+/// An image and its cache.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Lender<'a> {
-    /// Complete.
+pub(crate) struct Held<'a> {
+    pub(crate) id: ImageId,
+    /// Right for every block that is known.
     pub(crate) table: &'a PageTable,
     pub(crate) presence: &'a Presence,
-}
-
-impl Lender<'_> {
-    /// Whether a block of the image of `table` can be served by the lender's cache: by both tables each page has
-    /// the same source, and what is not zero is present. (What is zero is a hole there, which nobody ever fills.)
-    /// At least one page is not zero. The last block, if cut short, can't.
-    pub(crate) fn has_whole(&self, table: &PageTable, block: BlockIdx) -> bool {
-        let Some(pages) = block.pages().filter(|pages| table.range().covers(pages)) else {
-            return false;
-        };
-        if !table.same_block(self.table, block) {
-            return false;
-        }
-        match table.block(block) {
-            BlockView::Uniform(Source::Zero) => false,
-            BlockView::Uniform(_) => self.presence.count(pages) == BLOCK_PAGES,
-            BlockView::Mixed(_) => table.runs(pages).all(|(run, source)| {
-                source == Source::Zero || self.presence.count(run) == run.len()
-            }),
-        }
-    }
 }
 
 /// What a decision is made from.
 pub(crate) struct Sight<'a> {
-    pub(crate) table: &'a PageTable,
-    pub(crate) presence: &'a Presence,
-    /// The image that the VM began from, if that may lend.
-    pub(crate) base: Option<ImageId>,
-    /// Images that may lend: not the view's own.
-    pub(crate) lender: &'a dyn Fn(ImageId) -> Option<Lender<'a>>,
-    /// Whether an image, whose cache is mapped in the view, has a page present. `None`: no such image.
-    pub(crate) is_lent: &'a dyn Fn(ImageId, PageIdx) -> Option<bool>,
-    /// Whether the table is right for a block (while it is being derived).
+    /// The view's image.
+    pub(crate) image: Held<'a>,
+    /// Other images that its blocks are at home in.
+    pub(crate) other: &'a dyn Fn(ImageId) -> Option<Held<'a>>,
+    pub(crate) home: &'a dyn Fn(BlockIdx) -> Option<ImageId>,
+    /// Whether table and home are right for a block (while they are being derived).
     pub(crate) is_known: &'a dyn Fn(BlockIdx) -> bool,
     /// What was done in a block of the view.
     pub(crate) state: &'a dyn Fn(BlockIdx) -> BlockState,
@@ -86,71 +60,69 @@ impl Sight<'_> {
     /// Answer a fault on `page`, whose block is known.
     pub(crate) fn decide(&self, page: PageIdx) -> Answer {
         let block = page.block();
-        let is_zero = matches!(self.table.get(page), None | Some(Source::Zero));
+        let is_zero = matches!(self.image.table.get(page), None | Some(Source::Zero));
         match (self.state)(block) {
-            BlockState::Mapped(id) if (self.is_lent)(id, page) == Some(true) => {
-                return Answer::Wake;
+            BlockState::Mapped(id) => {
+                return match (self.other)(id) {
+                    Some(home) if home.presence.is_present(page) => Answer::Wake,
+                    Some(_) if is_zero => self.zeros_at(page),
+                    Some(home) if self.is_same(block, home) => Answer::Fetch(id),
+                    _ => Answer::Lost,
+                };
             }
-            BlockState::Mapped(_) | BlockState::Zeros if is_zero => return self.zeros_at(page),
-            BlockState::Mapped(_) | BlockState::Zeros => return Answer::Lost,
+            BlockState::Zeros if is_zero => return self.zeros_at(page),
+            BlockState::Zeros => return Answer::Lost,
             BlockState::Fresh | BlockState::Touched => {}
         }
-        if self.presence.is_present(page) {
+        if self.image.presence.is_present(page) {
             return Answer::Wake;
         }
-        if is_zero {
-            return self
-                .run_of_blocks(block, |block| self.is_all_zero(block))
-                .map_or_else(|| self.zeros_at(page), Answer::MapZeros);
+        if is_zero && let Some(run) = self.run_of_blocks(block, |block| self.is_all_zero(block)) {
+            return Answer::MapZeros(run);
         }
-        let mut best: Option<(ImageId, PageRange)> = None;
-        self.each_candidate(block, |id| {
-            let Some(lender) = (self.lender)(id) else { return };
-            let run = self.run_of_blocks(block, |block| lender.has_whole(self.table, block));
-            // A longer run is one mapping instead of many, each of which the next freeze moves by itself.
-            if let Some(run) = run
-                && best.is_none_or(|(_, other)| run.len() > other.len())
-            {
-                best = Some((id, run));
-            }
-        });
-        best.map_or(Answer::Fetch, |(id, run)| Answer::MapCache(id, run))
+        if let Some(home) = self.foreign_home(block)
+            && let Some(run) = self.run_of_blocks(block, |block| {
+                (self.home)(block) == Some(home.id)
+                    && self.is_same(block, home)
+                    && !self.is_all_zero(block)
+            })
+        {
+            return Answer::MapHome(home.id, run);
+        }
+        if is_zero { self.zeros_at(page) } else { Answer::Fetch(self.image.id) }
     }
 
-    fn each_candidate(&self, block: BlockIdx, mut with: impl FnMut(ImageId)) {
-        if let Some(base) = self.base {
-            with(base);
-        }
-        let mut also = |source: Source| {
-            if let Some(id) = source.image().filter(|id| self.base != Some(*id)) {
-                with(id);
-            }
-        };
-        match self.table.block(block) {
-            BlockView::Uniform(source) => also(source),
-            BlockView::Mixed(mixed) => mixed.palette().iter().copied().for_each(also),
-        }
+    fn foreign_home(&self, block: BlockIdx) -> Option<Held<'_>> {
+        let id = (self.home)(block).filter(|id| *id != self.image.id)?;
+        (self.other)(id)
+    }
+
+    /// Whether each page of a block has the same source by another image's table: its cache has, or may be
+    /// given, the same bytes. (What is zero is a hole there, which nobody ever fills.)
+    fn is_same(&self, block: BlockIdx, other: Held<'_>) -> bool {
+        self.image.table.same_block(other.table, block)
     }
 
     /// The zero run that begins at `page`, within its block. (What lies before it may be installed already.)
     fn zeros_at(&self, page: PageIdx) -> Answer {
-        let within = page.block().pages().map(|block| block.intersect(&self.table.range()));
+        let table = self.image.table;
+        let within = page.block().pages().map(|block| block.intersect(&table.range()));
         let Some(within) = within.filter(|within| within.contains(page)) else {
             return Answer::Zeros(page.range());
         };
-        let (run, _) = self.table.run_at(page, within);
+        let (run, _) = table.run_at(page, within);
         Answer::Zeros(run.from_page(page))
     }
 
     /// The longest run of untouched blocks around `block` for all of which `fits` holds, if it does for `block`.
     fn run_of_blocks(&self, block: BlockIdx, fits: impl Fn(BlockIdx) -> bool) -> Option<PageRange> {
-        let blocks = self.table.pages() / BLOCK_PAGES; // a last block cut short is never mapped
+        let blocks = self.image.table.pages() / BLOCK_PAGES; // a last block cut short is never mapped
         let usable = |block: BlockIdx| {
             block.0 < blocks
                 && (self.state)(block) == BlockState::Fresh
                 && (self.is_known)(block)
                 // Else the VM may have installed, and written to, a page of the cache without a fault.
-                && block.pages().is_some_and(|pages| self.presence.count(pages) == 0)
+                && block.pages().is_some_and(|pages| self.image.presence.count(pages) == 0)
                 && fits(block)
         };
         if !self.may_map || !usable(block) {
@@ -167,7 +139,7 @@ impl Sight<'_> {
     }
 
     fn is_all_zero(&self, block: BlockIdx) -> bool {
-        matches!(self.table.block(block), BlockView::Uniform(Source::Zero))
+        matches!(self.image.table.block(block), BlockView::Uniform(Source::Zero))
     }
 }
 

@@ -27,6 +27,13 @@ struct Image {
     id: ImageId,
     table: PageTable,
     presence: Presence,
+    homes: [Option<ImageId>; BLOCKS_LEN],
+}
+
+impl Image {
+    fn held(&self) -> Held<'_> {
+        Held { id: self.id, table: &self.table, presence: &self.presence }
+    }
 }
 
 /// One generation: which it begins from, what it writes, what it gives back, what its cache holds besides what
@@ -54,20 +61,24 @@ fn generation() -> impl Strategy<Value = Generation> {
         })
 }
 
-fn family(generations: &[Generation]) -> (Vec<Image>, Vec<usize>) {
+fn family(generations: &[Generation]) -> Vec<Image> {
     let mut images: Vec<Image> = Vec::new();
-    let mut bases = Vec::new();
     for (number, generation) in (1..).zip(generations) {
         let own = id(number);
-        let base = generation.base.index(images.len().max(1));
-        let from = images
-            .get(base)
-            .map_or_else(|| PageTable::uniform(PAGES, Source::Zero), |base| base.table.clone());
+        let base = images.get(generation.base.index(images.len().max(1)));
+        let from =
+            base.map_or_else(|| PageTable::uniform(PAGES, Source::Zero), |base| base.table.clone());
         let changes = generation.changes.iter().map(|(start, len, zero)| {
             let changed = range(*start, (*len).min(PAGES - start));
             (changed, if *zero { Source::Zero } else { Source::Image(own) })
         });
         let table = from.derive(changes).expect("within the table");
+        let mut homes = base.map_or([None; BLOCKS_LEN], |base| base.homes);
+        for (block, home) in (0..).zip(&mut homes) {
+            if in_block(block).any(|page| truth(&table, page) != truth(&from, page)) {
+                *home = Some(own);
+            }
+        }
         let presence = Presence::new(PAGES);
         let blocks = generation.complete_blocks.iter().map(|block| {
             PageRange::between(PageIdx(block * BLOCK_PAGES), PageIdx((block + 1) * BLOCK_PAGES))
@@ -80,10 +91,14 @@ fn family(generations: &[Generation]) -> (Vec<Image>, Vec<usize>) {
                 }
             }
         }
-        images.push(Image { id: own, table, presence });
-        bases.push(base);
+        images.push(Image { id: own, table, presence, homes });
     }
-    (images, bases)
+    images
+}
+
+/// The pages of a block that there are.
+fn in_block(block: u64) -> impl Iterator<Item = PageIdx> {
+    range(block * BLOCK_PAGES, BLOCK_PAGES).intersect(&PageRange::first(PAGES)).pages()
 }
 
 /// What a page of an image reads as: the image that wrote it, or 0.
@@ -96,24 +111,13 @@ fn cached(image: &Image, page: PageIdx) -> Option<u64> {
     image.presence.is_present(page).then(|| truth(&image.table, page))
 }
 
-fn decide(
-    images: &[Image],
-    base: usize,
-    states: &[BlockState],
-    known: &[bool],
-    page: PageIdx,
-) -> Answer {
+fn decide(images: &[Image], states: &[BlockState], known: &[bool], page: PageIdx) -> Answer {
     let (mine, others) = images.split_last().expect("some");
-    let find = |id: ImageId| others.iter().find(|image| image.id == id);
     let at = |block: BlockIdx| usize::try_from(block.0).expect("small");
     Sight {
-        table: &mine.table,
-        presence: &mine.presence,
-        base: others.get(base).map(|base| base.id),
-        lender: &|id| {
-            find(id).map(|image| Lender { table: &image.table, presence: &image.presence })
-        },
-        is_lent: &|id, page| find(id).map(|image| image.presence.is_present(page)),
+        image: mine.held(),
+        other: &|id| others.iter().find(|image| image.id == id).map(Image::held),
+        home: &|block| mine.homes[at(block)],
         is_known: &|block| known[at(block)],
         state: &|block| states[at(block)],
         may_map: true,
@@ -131,8 +135,8 @@ fn state(images: usize) -> impl Strategy<Value = BlockState> {
 }
 
 proptest! {
-    /// After any answer the view reads what its table says, or faults again; and a fetch is only chosen if no
-    /// image could lend the block.
+    /// After any answer the view reads what its table says, or faults again; and a block that is at home elsewhere
+    /// is never copied without need.
     #[test]
     fn no_answer_shows_a_wrong_byte(
         generations in prop::collection::vec(generation(), 1..5),
@@ -140,28 +144,23 @@ proptest! {
         known in prop::collection::vec(prop::bool::weighted(0.9), BLOCKS_LEN),
         page in 0..PAGES,
     ) {
-        let (images, bases) = family(&generations);
+        let images = family(&generations);
         let (mine, others) = images.split_last().expect("some");
-        let base = *bases.last().expect("some");
         let page = PageIdx(page);
         let mut known = known;
-        let block_at = usize::try_from(page.block().0).expect("small");
-        known[block_at] = true;
-        let table = &mine.table;
-        let usable = |block: u64| {
-            let at = usize::try_from(block).expect("small");
-            (block + 1) * BLOCK_PAGES <= PAGES
-                && states[at] == BlockState::Fresh
-                && known[at]
-                && range(block * BLOCK_PAGES, BLOCK_PAGES)
-                    .pages()
-                    .all(|page| !mine.presence.is_present(page))
+        let at = |block: u64| usize::try_from(block).expect("small");
+        let block = page.block().0;
+        known[at(block)] = true;
+        let mine_is = |page: PageIdx| truth(&mine.table, page);
+        let other = |id: ImageId| others.iter().find(|other| other.id == id);
+        let same = |other: &Image, block: u64| {
+            in_block(block).all(|page| mine_is(page) == truth(&other.table, page))
         };
-        let could_lend = |other: &Image, block: u64| {
-            range(block * BLOCK_PAGES, BLOCK_PAGES).pages().all(|page| {
-                truth(table, page) == truth(&other.table, page)
-                    && (truth(table, page) == 0 || other.presence.is_present(page))
-            })
+        let usable = |block: u64| {
+            (block + 1) * BLOCK_PAGES <= PAGES
+                && states[at(block)] == BlockState::Fresh
+                && known[at(block)]
+                && in_block(block).all(|page| !mine.presence.is_present(page))
         };
         let whole_run = |run: PageRange, fits: &dyn Fn(u64) -> bool| {
             run.start().0.is_multiple_of(BLOCK_PAGES)
@@ -169,114 +168,99 @@ proptest! {
                 && run.contains(page)
                 && run.by_block().all(|(block, _)| usable(block.0) && fits(block.0))
         };
-        let owners: Vec<u64> =
-            range(page.block().0 * BLOCK_PAGES, BLOCK_PAGES).intersect(&table.range())
-                .pages().map(|page| truth(table, page)).collect();
-        let candidates = || others.iter().enumerate().filter(|(at, other)| {
-            *at == base || owners.contains(&other.id.get())
-        });
-        match decide(&images, base, &states, &known, page) {
-            Answer::Wake => {
-                // Reads again, and finds it.
-                let found = match states[block_at] {
-                    BlockState::Mapped(id) => {
-                        others.iter().find(|other| other.id == id).and_then(|other| cached(other, page))
-                    }
-                    _ => cached(mine, page),
-                };
-                if let BlockState::Mapped(_) = states[block_at] {
-                    prop_assert!(found.is_some());
-                } else {
-                    prop_assert_eq!(found, Some(truth(table, page)));
+        let state = states[at(block)];
+        match decide(&images, &states, &known, page) {
+            Answer::Wake => match state {
+                // Reads again, and finds it. (That the right image is mapped is the mapper's to see to.)
+                BlockState::Mapped(id) => {
+                    prop_assert!(other(id).and_then(|other| cached(other, page)).is_some());
                 }
-            }
+                _ => prop_assert_eq!(cached(mine, page), Some(mine_is(page))),
+            },
             Answer::Zeros(run) => {
                 prop_assert!(run.contains(page));
-                prop_assert!(run.pages().all(|page| truth(table, page) == 0));
+                prop_assert!(run.pages().all(|page| mine_is(page) == 0));
                 prop_assert_eq!(run.start().block(), PageIdx(run.end().0 - 1).block());
             }
             Answer::MapZeros(run) => {
-                let all_zero = |block: u64| range(block * BLOCK_PAGES, BLOCK_PAGES)
-                    .pages().all(|page| truth(table, page) == 0);
-                prop_assert!(whole_run(run, &all_zero));
+                prop_assert!(whole_run(run, &|block| in_block(block).all(|page| mine_is(page) == 0)));
             }
-            Answer::MapCache(id, run) => {
-                let lender = others.iter().find(|other| other.id == id).expect("an ancestor");
-                prop_assert!(whole_run(run, &|block| could_lend(lender, block)));
+            Answer::MapHome(id, run) => {
+                let home = other(id).expect("an ancestor");
+                prop_assert!(whole_run(run, &|block| same(home, block)));
             }
-            Answer::Fetch => {
-                prop_assert!(truth(table, page) != 0);
-                prop_assert!(!matches!(states[block_at], BlockState::Mapped(_) | BlockState::Zeros));
-                prop_assert!(!mine.presence.is_present(page));
-                let lent = candidates().any(|(_, other)| could_lend(other, page.block().0));
-                prop_assert!(!(usable(page.block().0) && lent), "a block that could be shared is copied");
+            Answer::Fetch(id) if id == mine.id => {
+                prop_assert!(mine_is(page) != 0 && !mine.presence.is_present(page));
+                prop_assert!(matches!(state, BlockState::Fresh | BlockState::Touched));
+                let elsewhere = mine.homes[at(block)] != Some(mine.id);
+                prop_assert!(!(usable(block) && elsewhere), "a block that could be shared is copied");
+            }
+            Answer::Fetch(id) => {
+                let home = other(id).expect("an ancestor");
+                prop_assert_eq!(state, BlockState::Mapped(id));
+                prop_assert!(same(home, block) && !home.presence.is_present(page));
+                prop_assert!(mine_is(page) != 0);
             }
             Answer::Lost => {
-                prop_assert!(truth(table, page) != 0);
-                match states[block_at] {
+                match state {
+                    BlockState::Mapped(id) if other(id).is_none() => {}
                     BlockState::Mapped(id) => {
-                        let lender = others.iter().find(|other| other.id == id);
-                        prop_assert!(lender.is_none_or(|it| !it.presence.is_present(page)));
+                        prop_assert!(mine_is(page) != 0);
+                        let unfit = |other: &Image| {
+                            !same(other, block) && !other.presence.is_present(page)
+                        };
+                        let lost = other(id).is_none_or(unfit);
+                        prop_assert!(lost);
                     }
                     state => prop_assert_eq!(state, BlockState::Zeros),
                 }
             }
         }
     }
+
+    /// By the tables of an image and of a block's home the block is the same: what homes rest on.
+    #[test]
+    fn a_block_is_the_same_in_its_home(generations in prop::collection::vec(generation(), 1..6)) {
+        let images = family(&generations);
+        for image in &images {
+            for (block, home) in (0..).zip(image.homes) {
+                let Some(home) = home else {
+                    prop_assert!(in_block(block).all(|page| truth(&image.table, page) == 0));
+                    continue;
+                };
+                let home = images.iter().find(|other| other.id == home).expect("older");
+                prop_assert!(image.table.same_block(&home.table, BlockIdx(block)));
+            }
+        }
+    }
 }
 
 #[test]
-fn copies_of_an_ancestors_pages_are_shared_with_the_next_generation() {
-    let first = PageTable::uniform(1024, Source::Image(id(1)));
-    let second = first.derive([(range(7, 1), Source::Image(id(2)))]).expect("within");
-    let theirs = Presence::new(1024);
-    let (none, states) = (Presence::new(1024), RefCell::new([BlockState::Fresh; 2]));
-    let decide = |theirs: &Presence| {
+fn a_block_is_shared_from_its_home_and_filled_in_there() {
+    let table = PageTable::uniform(1024, Source::Image(id(1)))
+        .derive([(range(7, 1), Source::Image(id(2)))])
+        .expect("within");
+    let (theirs, none) = (Presence::new(1024), Presence::new(1024));
+    let states = RefCell::new([BlockState::Fresh; 2]);
+    let decide = |page: u64| {
         Sight {
-            table: &second,
-            presence: &none,
-            base: None,
-            lender: &|owner| {
-                (owner == id(2)).then_some(Lender { table: &second, presence: theirs })
+            image: Held { id: id(3), table: &table, presence: &none },
+            other: &|owner| {
+                (owner == id(2)).then_some(Held { id: id(2), table: &table, presence: &theirs })
             },
-            is_lent: &|_, page| Some(theirs.is_present(page)),
+            home: &|_| Some(id(2)),
             is_known: &|_| true,
             state: &|block| states.borrow()[usize::try_from(block.0).expect("small")],
             may_map: true,
         }
-        .decide(PageIdx(100))
+        .decide(PageIdx(page))
     };
-    theirs.set(range(0, 511));
-    assert_eq!(decide(&theirs), Answer::Fetch, "a page is missing");
-    theirs.set(range(511, 1));
-    assert_eq!(decide(&theirs), Answer::MapCache(id(2), range(0, 512)));
-    states.borrow_mut()[0] = BlockState::Mapped(id(2));
-    assert_eq!(decide(&theirs), Answer::Wake);
-    theirs.clear(range(100, 1));
-    assert_eq!(decide(&theirs), Answer::Lost, "never zeros");
-}
-
-#[test]
-fn the_lender_of_the_longest_run_is_chosen() {
-    let first = PageTable::uniform(2048, Source::Image(id(1)));
-    let all = Presence::new(2048);
-    all.set(range(0, 2048));
-    let one_block = Presence::new(2048);
-    one_block.set(range(512, 512));
-    let none = Presence::new(2048);
-    let answer = Sight {
-        table: &first,
-        presence: &none,
-        base: Some(id(2)),
-        lender: &|owner| {
-            let presence = if owner == id(2) { &one_block } else { &all };
-            Some(Lender { table: &first, presence })
-        },
-        is_lent: &|_, _| None,
-        is_known: &|_| true,
-        state: &|_| BlockState::Fresh,
-        may_map: true,
-    }
-    .decide(PageIdx(600));
-    assert_eq!(answer, Answer::MapCache(id(1), range(0, 2048)));
+    assert_eq!(decide(100), Answer::MapHome(id(2), range(0, 1024)));
+    *states.borrow_mut() = [BlockState::Mapped(id(2)), BlockState::Touched];
+    assert_eq!(decide(100), Answer::Fetch(id(2)), "never zeros");
+    theirs.set(range(100, 1));
+    assert_eq!(decide(100), Answer::Wake);
+    assert_eq!(decide(600), Answer::Fetch(id(3)), "QEMU has touched that block");
+    states.borrow_mut()[0] = BlockState::Mapped(id(9));
+    assert_eq!(decide(100), Answer::Lost);
 }

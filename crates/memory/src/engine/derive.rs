@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, ImageId, PageIdx, PageRange, PageTable, Source};
 
 use crate::frozen::FrozenRange;
+use crate::homes::Homes;
 use crate::pagemap::Held;
 
 /// Blocks scanned by one call in the background: 8 MiB, which takes 1 µs where nothing or huge pages are, and
@@ -21,7 +22,9 @@ const STEP_TIME: Duration = Duration::from_micros(60);
 
 pub(crate) struct Derivation {
     image: ImageId,
+    base: PageTable,
     table: PageTable,
+    homes: Homes,
     known: Vec<bool>,
     next: u64,
     blocks: u64,
@@ -30,18 +33,24 @@ pub(crate) struct Derivation {
 }
 
 impl Derivation {
-    pub(crate) fn new(image: ImageId, base: PageTable) -> Self {
+    pub(crate) fn new(image: ImageId, base: PageTable, homes: Homes) -> Self {
         let blocks = base.pages().div_ceil(BLOCK_PAGES);
         let known = vec![false; usize::try_from(blocks).unwrap_or(0)];
-        Self { image, table: base, known, next: 0, blocks, spent: Duration::ZERO }
+        let table = base.clone();
+        Self { image, base, table, homes, known, next: 0, blocks, spent: Duration::ZERO }
     }
 
     pub(crate) fn table(&self) -> &PageTable {
         &self.table
     }
 
-    pub(crate) fn into_table(self) -> PageTable {
-        self.table
+    /// The home of a block that is known.
+    pub(crate) fn home(&self, block: BlockIdx) -> Option<ImageId> {
+        self.homes.get(block)
+    }
+
+    pub(crate) fn into_parts(self) -> (PageTable, Homes) {
+        (self.table, self.homes)
     }
 
     pub(crate) fn is_known(&self, block: BlockIdx) -> bool {
@@ -100,6 +109,9 @@ impl Derivation {
             self.table = self.table.derive(changes).map_err(io::Error::other)?;
         }
         for block in first..end {
+            if !self.table.same_block(&self.base, BlockIdx(block)) {
+                self.homes.set(BlockIdx(block), self.image);
+            }
             if let Some(known) =
                 usize::try_from(block).ok().and_then(|block| self.known.get_mut(block))
             {

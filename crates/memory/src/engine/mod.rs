@@ -19,6 +19,7 @@ use vmfork_policy::ViewId;
 
 use self::poller::Bell;
 use crate::frozen::FrozenRange;
+use crate::homes::Homes;
 use crate::host_image::{Ancestors, HostImage, Reach};
 use crate::view::View;
 
@@ -146,10 +147,14 @@ impl Engine {
         options: &EngineOptions,
         events: EventSink,
     ) -> Result<Self, EngineError> {
-        let (base_table, ancestors) = match base {
-            None => (PageTable::uniform(pages, Source::Zero), Ancestors::new()),
+        let (base_table, base_homes, ancestors) = match base {
+            None => {
+                let table = PageTable::uniform(pages, Source::Zero);
+                (table, Homes::none(pages), Ancestors::new())
+            }
             Some(base) => {
-                let table = base.table().ok_or(EngineError::NotSealed { image: base.id() })?;
+                let (table, homes) = (base.table().zip(base.homes()))
+                    .ok_or(EngineError::NotSealed { image: base.id() })?;
                 if base.pages() != pages {
                     return Err(EngineError::Size {
                         image: base.id(),
@@ -159,14 +164,14 @@ impl Engine {
                 }
                 let mut ancestors = base.ancestors();
                 ancestors.insert(base.id(), Arc::clone(base));
-                (table.clone(), ancestors)
+                (table.clone(), homes.clone(), ancestors)
             }
         };
         let image = Arc::new(HostImage::new(id, pages).map_err(EngineError::Start)?);
         let reach = Arc::new(Reach {
             image: Arc::clone(&image),
             base_table: base_table.clone(),
-            base: base.map(Arc::downgrade),
+            base_homes: base_homes.clone(),
         });
         for needed in ancestors.values().chain([&image]) {
             needed.add_reach(&reach);
@@ -180,8 +185,8 @@ impl Engine {
         let progress = Arc::new(Progress::default());
         let start = worker::Start {
             image: Arc::clone(&image),
-            base: base.map(Arc::downgrade),
             base_table,
+            base_homes,
             ancestors,
             unit_pages: options.fill_unit_pages.clamp(1, 512).next_power_of_two(),
             commands: inbox,
@@ -215,11 +220,6 @@ impl Engine {
 
     pub fn image(&self) -> &Arc<HostImage> {
         &self.reach.image
-    }
-
-    /// What the engine may still read.
-    pub(crate) fn reach(&self) -> &Reach {
-        &self.reach
     }
 
     /// Wait until the page table is complete. → whether it is.

@@ -1,38 +1,39 @@
 //! The thread behind an engine: reads faults, carries out answers, and works through the background in between.
 //!
 //! ```text
-//!   sleep ──► commands ──► faults of all views ──► answer ──► Wake, Zeros, Map…          at once
+//!   sleep ──► commands ──► faults of all views ──► answer ──► Wake, Zeros, Map…           at once
 //!     ▲                                              └──► Scheduler::on_fault             in order of arrival
 //!     │                                                          │
 //!     └── one step of the background, if it is due ◄── Scheduler::next, until nobody waits
 //! ```
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use vmfork_image::{BlockIdx, ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{Config, Fetch, Outcome, Reason, Scheduler, ViewId};
 
-use super::answer::{Answer, Lender, Sight};
+use super::answer::{Answer, Held, Sight};
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
 use super::pace::Pace;
 use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
 use crate::frozen::{FrozenRange, Release};
+use crate::homes::Homes;
 use crate::host_image::{Ancestors, HostImage, PageLost};
-use crate::presence::Presence;
-use crate::view::{Loan, View, ZeroInstall};
+use crate::view::{View, ZeroInstall};
 
 /// What a worker is made of.
 pub(super) struct Start {
     pub(super) image: Arc<HostImage>,
-    /// The image that the VM began from, and its table.
-    pub(super) base: Option<Weak<HostImage>>,
+    /// Of the image that the VM began from.
     pub(super) base_table: PageTable,
+    pub(super) base_homes: Homes,
     pub(super) ancestors: Ancestors,
     pub(super) unit_pages: u64,
     pub(super) commands: Receiver<Command>,
@@ -43,7 +44,9 @@ pub(super) struct Start {
 
 enum Phase {
     /// Not frozen yet.
-    Waiting,
+    Waiting {
+        base_homes: Homes,
+    },
     Deriving {
         derivation: Derivation,
         frozen: Arc<FrozenRange>,
@@ -58,11 +61,14 @@ enum Phase {
 
 pub(super) struct Worker {
     image: Arc<HostImage>,
-    base: Option<Weak<HostImage>>,
+    /// All that own a page, or are home to a block.
     ancestors: Ancestors,
     phase: Phase,
     /// Its table is the base's until the image is frozen, then right for every block that was asked for.
     scheduler: Scheduler<CachePresence>,
+    /// Of other images, at home to blocks of views: what their caches lack is filled in from here.
+    others: BTreeMap<ImageId, Scheduler<CachePresence>>,
+    unit_pages: u64,
     drain: drain::Progress,
     views: BTreeMap<ViewId, View>,
     commands: Receiver<Command>,
@@ -76,7 +82,7 @@ pub(super) struct Worker {
     faults: Vec<(ViewId, PageIdx)>,
 }
 
-/// The presence of the image's cache, for the scheduler.
+/// The presence of an image's cache, for its scheduler.
 #[derive(Debug)]
 struct CachePresence(Arc<HostImage>);
 
@@ -94,16 +100,14 @@ impl Worker {
     /// # Errors
     /// No fds or memory left.
     pub(super) fn new(start: Start) -> io::Result<Self> {
-        let config = Config { unit_pages: start.unit_pages, ..Config::default() };
-        let presence = CachePresence(Arc::clone(&start.image));
-        let scheduler = Scheduler::new(start.base_table, presence, config)
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let scheduler = scheduler(&start.image, start.base_table, start.unit_pages)?;
         Ok(Self {
             image: start.image,
-            base: start.base,
             ancestors: start.ancestors,
-            phase: Phase::Waiting,
+            phase: Phase::Waiting { base_homes: start.base_homes },
             scheduler,
+            others: BTreeMap::new(),
+            unit_pages: start.unit_pages,
             drain: drain::Progress::default(),
             views: BTreeMap::new(),
             commands: start.commands,
@@ -152,7 +156,7 @@ impl Worker {
         match self.phase {
             Phase::Deriving { .. } => true,
             Phase::Sealed => self.drain.is_running(),
-            Phase::Waiting | Phase::Failed { .. } => false,
+            Phase::Waiting { .. } | Phase::Failed { .. } => false,
         }
     }
 
@@ -167,9 +171,7 @@ impl Worker {
                 Ok(Command::Begin { frozen }) => self.begin(frozen),
                 Ok(Command::AddView { id, view }) => self.add_view(id, view),
                 Ok(Command::RemoveView { id, view: back }) => {
-                    self.scheduler.remove_view(id);
-                    if let Some(view) = self.views.remove(&id) {
-                        self.poller.remove(&view.uffd);
+                    if let Some(view) = self.remove_view(id) {
                         let _waited_for = back.send(view);
                     }
                 }
@@ -184,13 +186,23 @@ impl Worker {
     }
 
     fn begin(&mut self, frozen: FrozenRange) {
-        if !matches!(self.phase, Phase::Waiting) {
-            return;
-        }
-        let derivation = Derivation::new(self.image.id(), self.scheduler.table().clone());
+        let Phase::Waiting { base_homes } = &self.phase else { return };
+        let (base, homes) = (self.scheduler.table().clone(), base_homes.clone());
+        let derivation = Derivation::new(self.image.id(), base, homes);
         let frozen = Arc::new(frozen);
         self.image.set_frozen(Arc::clone(&frozen));
         self.phase = Phase::Deriving { derivation, frozen };
+    }
+
+    fn remove_view(&mut self, id: ViewId) -> Option<View> {
+        let view = self.views.remove(&id)?;
+        self.poller.remove(&view.uffd);
+        self.scheduler.remove_view(id);
+        self.others.retain(|home, scheduler| {
+            scheduler.remove_view(id);
+            self.views.values().any(|view| view.home(*home).is_some())
+        });
+        Some(view)
     }
 
     fn add_view(&mut self, id: ViewId, view: View) {
@@ -231,10 +243,21 @@ impl Worker {
             }
         }
         self.faults = faults;
-        while let Some(fetch) = self.scheduler.next(0) {
-            self.carry_out(fetch);
+        while let Some((image, fetch)) = self.next_demand() {
+            self.carry_out(&image, fetch);
         }
         self.pace.served();
+    }
+
+    /// What views wait for, and the image into whose cache it belongs.
+    fn next_demand(&mut self) -> Option<(Arc<HostImage>, Fetch)> {
+        if let Some(fetch) = self.scheduler.next(0) {
+            return Some((Arc::clone(&self.image), fetch));
+        }
+        self.others.values_mut().find_map(|other| {
+            let fetch = other.next(0)?;
+            Some((Arc::clone(&other.presence().0), fetch))
+        })
     }
 
     fn report_lost(&self, view: ViewId, reason: String) {
@@ -259,23 +282,16 @@ impl Worker {
             Answer::Zeros(range) => self.install_zeros(id, range),
             Answer::MapZeros(run) => {
                 let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-                if view.map_zeros(page, run).map_err(|error| error.to_string())? {
-                    view.counters.mapped.add(1);
-                } else {
-                    self.install_zeros(id, page.range());
+                match view.map_zeros(page, run).map_err(|error| error.to_string())? {
+                    Some(run) => {
+                        view.counters.mapped.add(1);
+                        view.wake(run);
+                    }
+                    None => self.install_zeros(id, page.range()),
                 }
             }
-            Answer::MapCache(lender, run) => {
-                let loan = self.borrow(lender, run);
-                let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-                let mapped = loan.map_or(Ok(false), |loan| view.map_loan(page, loan));
-                if mapped.map_err(|error| error.to_string())? {
-                    view.counters.mapped.add(1);
-                } else {
-                    self.queue(id, page)?;
-                }
-            }
-            Answer::Fetch => self.queue(id, page)?,
+            Answer::MapHome(home, run) => self.map_home(id, page, home, run)?,
+            Answer::Fetch(image) => self.queue(id, page, image)?,
             Answer::Lost => {
                 return Err(format!(
                     "page {page} of image {}: what is mapped there has lost it",
@@ -292,12 +308,39 @@ impl Worker {
         }
     }
 
-    /// The fault waits for its turn.
-    fn queue(&mut self, id: ViewId, page: PageIdx) -> Result<(), String> {
-        if let Some(view) = self.views.get_mut(&id) {
+    /// Map the cache of a block's home, then answer the fault there.
+    fn map_home(
+        &mut self,
+        id: ViewId,
+        page: PageIdx,
+        home: ImageId,
+        run: PageRange,
+    ) -> Result<(), String> {
+        let image = self.ancestors.get(&home).cloned();
+        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+        let mapped = match &image {
+            Some(image) => view.map_home(page, run, image).map_err(|error| error.to_string())?,
+            None => None,
+        };
+        let Some(run) = mapped else {
             view.touch(page.block());
-        }
-        match self.scheduler.on_fault(id, page) {
+            return self.serve(id, page); // touched: no more mapping
+        };
+        view.counters.mapped.add(1);
+        view.wake(run.until_page(page));
+        view.wake(run.from_page(PageIdx(page.0 + 1)));
+        self.serve(id, page) // mapped
+    }
+
+    /// The fault waits for its turn, until the page is in the cache of `image`.
+    fn queue(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Result<(), String> {
+        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+        view.touch(page.block());
+        let outcome = match self.scheduler_of(image) {
+            Some(scheduler) => scheduler.on_fault(id, page),
+            None => return Err(format!("page {page}: image {image} is not on this host")),
+        };
+        match outcome {
             Outcome::Waits => {
                 if let Some(view) = self.views.get(&id) {
                     view.counters.fetch.add(1);
@@ -306,10 +349,24 @@ impl Worker {
             Outcome::Present => self.wake(id, page.range()),
             Outcome::Zero => self.install_zeros(id, page.range()),
             Outcome::Refused(refusal) => {
-                return Err(format!("page {page} of image {}: {refusal}", self.image.id()));
+                return Err(format!("page {page} of image {image}: {refusal}"));
             }
         }
         Ok(())
+    }
+
+    fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
+        if image == self.image.id() {
+            return Some(&mut self.scheduler);
+        }
+        match self.others.entry(image) {
+            Entry::Occupied(there) => Some(there.into_mut()),
+            Entry::Vacant(place) => {
+                let image = self.ancestors.get(&image)?;
+                let made = scheduler(image, image.table()?.clone(), self.unit_pages).ok()?;
+                Some(place.insert(made))
+            }
+        }
     }
 
     /// Make sure that the table is right for a page's block.
@@ -323,7 +380,7 @@ impl Worker {
                     }
                 })
             }
-            Phase::Waiting => Err(io::Error::other("the image is not frozen yet")),
+            Phase::Waiting { .. } => Err(io::Error::other("the image is not frozen yet")),
             Phase::Failed { reason } => Err(io::Error::other(reason.clone())),
         };
         outcome.map_err(|error| {
@@ -333,38 +390,28 @@ impl Worker {
     }
 
     fn decide(&self, view: &View, page: PageIdx) -> Answer {
-        let base = self.base();
         Sight {
-            table: self.scheduler.table(),
-            presence: self.image.cache().presence(),
-            base: base.as_ref().map(|base| base.id()),
-            lender: &|id| lender(&self.ancestors, base.as_ref(), id).and_then(as_lender),
-            is_lent: &|id, page| {
-                view.lender(id).map(|lender| lender.cache().presence().is_present(page))
+            image: Held {
+                id: self.image.id(),
+                table: self.scheduler.table(),
+                presence: self.image.cache().presence(),
             },
-            is_known: &|block| self.is_known(block),
+            other: &|id| {
+                let image = self.ancestors.get(&id)?;
+                Some(Held { id, table: image.table()?, presence: image.cache().presence() })
+            },
+            home: &|block| match &self.phase {
+                Phase::Deriving { derivation, .. } => derivation.home(block),
+                _ => self.image.homes().and_then(|homes| homes.get(block)),
+            },
+            is_known: &|block| match &self.phase {
+                Phase::Deriving { derivation, .. } => derivation.is_known(block),
+                _ => true,
+            },
             state: &|block| view.block(block),
             may_map: view.may_map(),
         }
         .decide(page)
-    }
-
-    fn base(&self) -> Option<Arc<HostImage>> {
-        self.base.as_ref().and_then(Weak::upgrade)
-    }
-
-    fn is_known(&self, block: BlockIdx) -> bool {
-        match &self.phase {
-            Phase::Deriving { derivation, .. } => derivation.is_known(block),
-            _ => true,
-        }
-    }
-
-    fn borrow(&self, id: ImageId, run: PageRange) -> Option<Loan> {
-        let base = self.base();
-        let image = lender(&self.ancestors, base.as_ref(), id)?;
-        let lends = as_lender(image)?;
-        Loan::take(image, run, |block| lends.has_whole(self.scheduler.table(), block))
     }
 
     fn install_zeros(&mut self, id: ViewId, range: PageRange) {
@@ -380,51 +427,58 @@ impl Worker {
         }
     }
 
-    /// Bring pages into the cache, and tell who waits for them.
-    fn carry_out(&mut self, fetch: Fetch) {
+    /// Bring pages into the cache of an image, and tell who waits for them.
+    fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
         let range = fetch.range;
         let is_demand = fetch.reason == Reason::Demand;
-        match self.bring(range, fetch.source) {
+        let outcome = self.bring(image, range, fetch.source);
+        let Some(scheduler) = self.scheduler_of(image.id()) else { return };
+        match outcome {
             Ok(()) => {
-                if is_demand {
-                    self.image.counters.demand_bytes.add(range.byte_len());
-                } else {
-                    self.image.counters.drained_bytes.add(range.byte_len());
-                    self.drain.on_filled(range);
-                }
-                let mut waited = self.scheduler.on_filled(range);
+                let mut waited = scheduler.on_filled(range);
                 waited.sort_unstable();
                 waited.dedup_by_key(|(view, _)| *view);
                 for (id, _) in waited {
                     self.wake(id, range);
                 }
+                if is_demand {
+                    image.counters.demand_bytes.add(range.byte_len());
+                } else {
+                    image.counters.drained_bytes.add(range.byte_len());
+                    self.drain.on_filled(range);
+                }
             }
             Err(lost) => {
+                for (id, _) in scheduler.on_failed(range) {
+                    self.report_lost(id, lost.to_string());
+                }
                 if !is_demand {
                     self.drain.on_failed();
-                }
-                for (id, _) in self.scheduler.on_failed(range) {
-                    self.report_lost(id, lost.to_string());
                 }
             }
         }
     }
 
-    fn bring(&mut self, range: PageRange, source: Source) -> Result<(), PageLost> {
+    fn bring(
+        &mut self,
+        image: &Arc<HostImage>,
+        range: PageRange,
+        source: Source,
+    ) -> Result<(), PageLost> {
         let lost = |reason: &str| PageLost {
             page: range.start(),
-            image: self.image.id(),
+            image: image.id(),
             reason: reason.to_owned(),
         };
         let owner = match source {
             Source::Zero => return Err(lost("it is zero, and never fetched")),
-            Source::Image(id) if id == self.image.id() => Arc::clone(&self.image),
+            Source::Image(id) if id == image.id() => image,
             Source::Image(id) => match self.ancestors.get(&id) {
-                Some(owner) => Arc::clone(owner),
+                Some(owner) => owner,
                 None => return Err(lost(&format!("its owner {id} is not on this host"))),
             },
         };
-        drain::fill(&self.image, &owner, range, &mut self.buffer)
+        drain::fill(image, owner, range, &mut self.buffer)
     }
 
     /// One bounded piece of what nobody waits for.
@@ -443,7 +497,7 @@ impl Worker {
                 }
             }
             Phase::Sealed => self.drain_step(),
-            Phase::Waiting | Phase::Failed { .. } => {}
+            Phase::Waiting { .. } | Phase::Failed { .. } => {}
         }
     }
 
@@ -451,7 +505,7 @@ impl Worker {
         let frozen = self.image.frozen();
         if self.drain.stage == Stage::Copying {
             if let Some(fetch) = self.scheduler.next(STEP_PAGES) {
-                self.carry_out(fetch);
+                self.carry_out(&Arc::clone(&self.image), fetch);
                 // When a whole process has gone, page by page tells no more than the first one did.
                 if self.drain.has_failed() && frozen.as_ref().is_none_or(|it| !it.is_held()) {
                     self.scheduler.remove_background(drain::NAME);
@@ -483,9 +537,9 @@ impl Worker {
         };
         let spent = u64::try_from(derivation.spent.as_micros()).unwrap_or(u64::MAX);
         self.image.counters.derive_us.add(spent);
-        let table = derivation.into_table();
+        let (table, homes) = derivation.into_parts();
         self.image.counters.frozen_pages.add(table.owners().get(self.image.id()));
-        self.ancestors = self.image.seal(table, std::mem::take(&mut self.ancestors));
+        self.ancestors = self.image.seal(table, homes, std::mem::take(&mut self.ancestors));
         let policy = vmfork_policy::Drain::new(self.image.id(), STEP_PAGES);
         if let Err(error) = self.scheduler.add_background(Box::new(policy)) {
             return self.fail(format!("it can't be drained: {error}"));
@@ -505,17 +559,16 @@ impl Worker {
     }
 }
 
-fn lender<'a>(
-    ancestors: &'a Ancestors,
-    base: Option<&'a Arc<HostImage>>,
-    id: ImageId,
-) -> Option<&'a Arc<HostImage>> {
-    ancestors.get(&id).or(base.filter(|base| base.id() == id))
-}
-
-fn as_lender(image: &Arc<HostImage>) -> Option<Lender<'_>> {
-    let presence: &Presence = image.cache().presence();
-    Some(Lender { table: image.table()?, presence })
+/// # Errors
+/// The unit makes no sense.
+fn scheduler(
+    image: &Arc<HostImage>,
+    table: PageTable,
+    unit_pages: u64,
+) -> io::Result<Scheduler<CachePresence>> {
+    let config = Config { unit_pages, ..Config::default() };
+    Scheduler::new(table, CachePresence(Arc::clone(image)), config)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
 }
 
 /// Let go of a moved range. If that was the last that held the keeper of a VM that has ended, the keeper ends
