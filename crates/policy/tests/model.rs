@@ -165,7 +165,12 @@ impl Pair {
             Some(first) => {
                 assert_eq!(fetch.reason, Reason::Demand);
                 assert!(fetch.range.contains(PageIdx(first)), "{first} came first: {fetch:?}");
-                let unit = if self.alone.contains(&first) { 1 } else { self.config.unit_pages };
+                let is_own = self.scheduler.table().lookup(PageIdx(first)) == Source::Image(own());
+                let unit = match self.alone.contains(&first) {
+                    true => 1,
+                    false if is_own => self.config.unit_pages,
+                    false => self.config.copy_unit_pages,
+                };
                 let window = PageRange::new(PageIdx(first / unit * unit), unit).expect("small");
                 assert!(window.covers(&fetch.range), "{fetch:?} for page {first}");
                 // As long as it can be.
@@ -311,11 +316,13 @@ proptest! {
     #[test]
     fn every_fault_is_answered_once_whatever_the_order(
         lens in prop::collection::vec((1..40u64, 0..4u8), 0..8),
-        unit_log2 in 0..7u32,
+        (unit_log2, copy_unit_log2) in (0..7u32, 0..7u32),
         (fetches_max, background, waits_max) in (1..6usize, 0..4usize, 1..12usize),
         steps in steps(),
     ) {
         let config = Config {
+            copy_unit_pages: 1 << copy_unit_log2,
+            image: Some(own()),
             unit_pages: 1 << unit_log2,
             fetches_max,
             background_fetches_max: background.min(fetches_max - 1),

@@ -314,3 +314,22 @@ fn a_policy_takes_the_place_of_its_namesake() {
     assert_eq!(scheduler.next(512), None);
     assert!(scheduler.background_done());
 }
+
+#[test]
+fn pages_of_another_image_come_with_fewer_neighbours() {
+    let other = ImageId::new(8).expect("not 0");
+    let table = PageTable::uniform(64, Source::Image(own()))
+        .derive([(range(32, 32), Source::Image(other))])
+        .expect("within");
+    let present = Rc::new(RefCell::new(vec![false; 64]));
+    let config = Config { copy_unit_pages: 4, image: Some(own()), ..Config::default() };
+    let mut scheduler = Scheduler::new(table, present, config).expect("valid");
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(5)), Outcome::Waits);
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(41)), Outcome::Waits);
+    assert_eq!(scheduler.next(0).expect("demand").range, range(0, 16));
+    assert_eq!(scheduler.next(0).expect("demand").range, range(40, 4));
+    let config = Config { copy_unit_pages: 3, ..Config::default() };
+    let table = PageTable::uniform(64, Source::Image(own()));
+    let refused = Scheduler::new(table, Rc::new(RefCell::new(vec![false; 64])), config);
+    assert_eq!(refused.expect_err("refused"), ConfigError::Unit { unit_pages: 3 });
+}

@@ -28,6 +28,11 @@ use crate::homes::Homes;
 use crate::host_image::{Ancestors, HostImage, PageLost};
 use crate::view::{View, ZeroInstall};
 
+/// Pages of ancestors are copied with so many times fewer neighbours than pages of the image's own are fetched
+/// with: copies cost memory for as long as both images live, and a quarter of the copying costs a quarter of the
+/// time.
+const COPY_SHARE: u64 = 4;
+
 /// What a worker is made of.
 pub(super) struct Start {
     pub(super) image: Arc<HostImage>,
@@ -566,7 +571,12 @@ fn scheduler(
     table: PageTable,
     unit_pages: u64,
 ) -> io::Result<Scheduler<CachePresence>> {
-    let config = Config { unit_pages, ..Config::default() };
+    let config = Config {
+        unit_pages,
+        copy_unit_pages: (unit_pages / COPY_SHARE).max(1),
+        image: Some(image.id()),
+        ..Config::default()
+    };
     Scheduler::new(table, CachePresence(Arc::clone(image)), config)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
 }

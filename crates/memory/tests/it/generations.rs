@@ -35,7 +35,7 @@ fn a_block_is_served_from_the_image_that_changed_it_last() {
     let second = drained(&mut parent, 16);
     // One of its views has read some of block 0.
     parent.sums(0, 160);
-    assert_eq!(present(&second, block(0)), 160);
+    assert_eq!(present(&second, block(0)), 160, "by whole units of 4");
     parent.ask("poke 600 3");
     let third = drained(&mut parent, 16);
     let expected = parent.sums(0, 2048);
@@ -52,9 +52,9 @@ fn a_block_is_served_from_the_image_that_changed_it_last() {
 }
 
 #[test]
-fn a_fault_brings_its_unit_of_neighbours() {
+fn a_copied_page_brings_a_quarter_of_its_unit() {
     needs_userfaultfd!();
-    for (unit, pages) in [(1, 1), (16, 16), (512, 511)] {
+    for (unit, pages) in [(1, 1), (16, 4), (512, 128)] {
         let mut parent = FakeVm::start(BLOCK_PAGES, Role::Boot);
         parent.ask("fill 0 512 1");
         let _first = drained(&mut parent, unit);
@@ -64,6 +64,23 @@ fn a_fault_brings_its_unit_of_neighbours() {
         clone_of(&second).sums(256, 1);
         let fetched = second.image().counters().demand_bytes.get() - before;
         assert_eq!(fetched, pages * PAGE_BYTES, "unit {unit}");
+    }
+}
+
+#[test]
+fn a_page_of_a_frozen_vm_brings_its_unit() {
+    needs_userfaultfd!();
+    for unit in [1, 16, 512] {
+        let mut parent = FakeVm::start(8 * BLOCK_PAGES, Role::Boot);
+        parent.ask("fill 0 4096 1");
+        let engine = freeze(&mut parent, unit);
+        // The drain comes there last, if at all before this.
+        assert_eq!(
+            parent.sums(7 * BLOCK_PAGES + 300, 1),
+            clone_of(&engine).sums(7 * BLOCK_PAGES + 300, 1)
+        );
+        let fetched = engine.image().counters().demand_bytes.get();
+        assert!([0, unit * PAGE_BYTES].contains(&fetched), "unit {unit}: {fetched} bytes");
     }
 }
 

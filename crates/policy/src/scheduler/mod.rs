@@ -3,7 +3,7 @@ mod waits;
 
 use std::fmt;
 
-use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable, Source};
+use vmfork_image::{BLOCK_PAGES, ImageId, PageIdx, PageRange, PageTable, Source};
 
 use self::flights::Flights;
 use self::waits::{First, Waits};
@@ -28,6 +28,11 @@ pub struct Config {
     /// A page that is waited for is fetched with its neighbours: those in the aligned window of so
     /// many pages. A power of two, 1 to 512.
     pub unit_pages: u64,
+    /// The same for a page that the image does not own itself, if it is known which one that is: such a page is
+    /// copied, and its bytes are then on the host twice, so that neighbours which nobody touches cost memory.
+    pub copy_unit_pages: u64,
+    /// The image.
+    pub image: Option<ImageId>,
     /// Most fetches under way at a time, at least 1.
     pub fetches_max: usize,
     /// Most of those that nobody waits for, so that demand always finds room: fewer than
@@ -42,7 +47,14 @@ pub struct Config {
 impl Default for Config {
     /// 64 KiB units; bounds for a few hundred views.
     fn default() -> Self {
-        Self { unit_pages: 16, fetches_max: 64, background_fetches_max: 4, waits_max: 65_536 }
+        Self {
+            unit_pages: 16,
+            copy_unit_pages: 16,
+            image: None,
+            fetches_max: 64,
+            background_fetches_max: 4,
+            waits_max: 65_536,
+        }
     }
 }
 
@@ -135,9 +147,11 @@ impl<P: Presence> Scheduler<P> {
     /// # Errors
     /// If `config` makes no sense.
     pub fn new(table: PageTable, presence: P, config: Config) -> Result<Self, ConfigError> {
-        let Config { unit_pages, fetches_max, background_fetches_max, waits_max } = config;
-        if !unit_pages.is_power_of_two() || unit_pages > BLOCK_PAGES {
-            return Err(ConfigError::Unit { unit_pages });
+        let Config { fetches_max, background_fetches_max, waits_max, .. } = config;
+        for unit_pages in [config.unit_pages, config.copy_unit_pages] {
+            if !unit_pages.is_power_of_two() || unit_pages > BLOCK_PAGES {
+                return Err(ConfigError::Unit { unit_pages });
+            }
         }
         if background_fetches_max >= fetches_max {
             return Err(ConfigError::Fetches {
@@ -308,7 +322,13 @@ impl<P: Presence> Scheduler<P> {
     /// The pages to fetch for one that is waited for.
     fn around(&self, first: First) -> PageRange {
         let page = first.page;
-        let unit = if first.alone { 1 } else { self.config.unit_pages };
+        let image = self.config.image;
+        let is_copy = image.is_some() && self.table.lookup(page).image() != image;
+        let unit = match first.alone {
+            true => 1,
+            false if is_copy => self.config.copy_unit_pages,
+            false => self.config.unit_pages,
+        };
         let window_start = PageIdx(page.0 / unit * unit);
         let window_end = self.table.range().end().min(PageIdx(window_start.0 + unit));
         let (run, _) = self.table.run_at(page, PageRange::between(window_start, window_end));
