@@ -10,6 +10,7 @@
 //! | `pread PAGE COUNT FILE` | `ok`: whole pages read from a file |
 //! | `touch PAGE COUNT STRIDE` | ns that reading a byte of every STRIDE-th of COUNT pages took: median, 99th percentile, sum |
 //! | `huge` | `ok`: `madvise(MADV_HUGEPAGE)`, as QEMU does |
+//! | `race BLOCKS PAGE N` | `ok`, or `block B is 0`: N threads read that page of each block at once, as nearly as can be |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
 #![allow(
@@ -74,6 +75,7 @@ fn main() {
                 let done = unsafe { libc::madvise(at, bytes, libc::MADV_HUGEPAGE) };
                 if done == 0 { "ok".to_owned() } else { "failed".to_owned() }
             }
+            "race" => race(ram, number(1), number(2), number(3)),
             "threads" => {
                 let (first, count) = (number(1), number(2));
                 let threads: Vec<_> = (0..number(3))
@@ -98,6 +100,37 @@ fn main() {
         println!("{answer}");
         std::io::stdout().flush().expect("stdout");
     }
+}
+
+/// No page is zero, by what `fill` writes.
+fn race(ram: usize, blocks: usize, page: usize, threads: usize) -> String {
+    let start = std::sync::Barrier::new(threads);
+    let read = |thread: usize| {
+        let mut wrong = None;
+        for block in 0..blocks {
+            start.wait();
+            let at = ram + (block * 512 + page + thread) * PAGE;
+            // So that some come in the middle of what the first one sets off.
+            for _ in 0..thread * 200 * (block % 8) {
+                std::hint::spin_loop();
+            }
+            // SAFETY: a word of RAM.
+            if unsafe { (at as *const u64).read_volatile() } == 0 {
+                wrong = Some(block);
+            }
+        }
+        wrong
+    };
+    let wrong = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads)
+            .map(|thread| {
+                let read = &read;
+                scope.spawn(move || read(thread))
+            })
+            .collect();
+        running.into_iter().find_map(|thread| thread.join().expect("thread"))
+    });
+    wrong.map_or("ok".to_owned(), |block| format!("block {block} is 0"))
 }
 
 /// As QEMU's `qemu_ram_mmap`: reserve with room to align, then map the file over a part.

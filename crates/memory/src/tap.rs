@@ -17,7 +17,7 @@ use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
 
 /// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is held up
 /// for so long is lost.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Most requests under way whose answers nobody waits for.
 const POSTED_MAX: u32 = 4;
@@ -118,11 +118,28 @@ impl Tap {
         args: [u64; 4],
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<([u64; 6], Option<OwnedFd>), TapError> {
+        self.call_beside(op, args, fd, |_| Ok(()))
+    }
+
+    /// As [`Tap::call`]; before each wait for a packet `beside` has its turn, with the socket, which may be waited
+    /// for together with something else that the keeper needs in order to answer.
+    ///
+    /// # Errors
+    /// See [`TapError`].
+    pub(crate) fn call_beside(
+        &self,
+        op: Op,
+        args: [u64; 4],
+        fd: Option<BorrowedFd<'_>>,
+        mut beside: impl FnMut(BorrowedFd<'_>) -> io::Result<()>,
+    ) -> Result<([u64; 6], Option<OwnedFd>), TapError> {
         let mut inner = self.lock();
         inner.send(op, args, fd)?;
         // The keeper answers in order: first what was posted before.
         loop {
-            match inner.receive(op, RecvFlags::empty()) {
+            let ready = beside(inner.socket.as_fd());
+            let received = ready.map_err(|source| TapError::Socket { op, source });
+            match received.and_then(|()| inner.receive(op, RecvFlags::empty())) {
                 Ok((reply, fd)) if reply.sequence == inner.sequence => {
                     if reply.errno != 0 {
                         let source = io::Error::from_raw_os_error(reply.errno.cast_signed());

@@ -1,26 +1,32 @@
-//! userfaultfd, thin: read faults, install the zero page, wake.
+//! userfaultfd, thin: read faults, install pages, wake.
 //!
 //! On `linux-raw-sys` structs, since the `userfaultfd` crate scrambles `EAGAIN`, closes what it hands
 //! out, and lacks newer requests (house-style.md §4).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
-use linux_raw_sys::general::{UFFD_EVENT_PAGEFAULT, uffd_msg, uffdio_range, uffdio_zeropage};
-use linux_raw_sys::ioctl::{UFFDIO_WAKE, UFFDIO_ZEROPAGE};
+use linux_raw_sys::general::{
+    UFFD_EVENT_PAGEFAULT, UFFD_PAGEFAULT_FLAG_WRITE, uffd_msg, uffdio_copy, uffdio_range,
+    uffdio_zeropage,
+};
+use linux_raw_sys::ioctl::{UFFDIO_COPY, UFFDIO_WAKE, UFFDIO_ZEROPAGE};
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 const _: () = assert!(size_of::<uffd_msg>() == 32);
 const _: () = assert!(size_of::<uffdio_range>() == 16);
 const _: () = assert!(size_of::<uffdio_zeropage>() == 32);
+const _: () = assert!(size_of::<uffdio_copy>() == 40);
 
 /// Messages read at once. One vCPU has one fault outstanding; 32 are plenty for a VM.
 const BATCH: usize = 32;
 
-/// What became of an attempt to install zero pages.
+/// What became of an attempt to install pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ZeroOutcome {
+pub(crate) enum Installed {
     /// So many bytes from the start were installed; whoever waited there has been woken.
-    Installed(u64),
+    Bytes(u64),
     /// The first page has something installed already: its waiters still need a wake.
     AlreadyThere,
     /// The address space is changing: try again.
@@ -40,11 +46,11 @@ impl Uffd {
         Self { fd }
     }
 
-    /// Calls `found` with the address of each fault that waits.
+    /// Calls `found` with the address of each fault that waits, and whether it is an attempt to write.
     ///
     /// # Errors
     /// Anything but "nothing there".
-    pub(crate) fn read_faults(&self, mut found: impl FnMut(u64)) -> io::Result<()> {
+    pub(crate) fn read_faults(&self, mut found: impl FnMut(u64, bool)) -> io::Result<()> {
         let mut bytes = [0u8; BATCH * size_of::<uffd_msg>()];
         loop {
             let read = match rustix::io::read(&self.fd, &mut bytes) {
@@ -56,9 +62,12 @@ impl Uffd {
             for message in bytes[..read].chunks_exact(size_of::<uffd_msg>()) {
                 // Layout of `uffd_msg`: event at 0, for a page fault flags at 8, address at 16.
                 if u32::from(message[0]) == UFFD_EVENT_PAGEFAULT {
-                    let mut address = [0; 8];
-                    address.copy_from_slice(&message[16..24]);
-                    found(u64::from_ne_bytes(address));
+                    let word = |at: usize| {
+                        let mut word = [0; 8];
+                        word.copy_from_slice(&message[at..at + 8]);
+                        u64::from_ne_bytes(word)
+                    };
+                    found(word(16), word(8) & u64::from(UFFD_PAGEFAULT_FLAG_WRITE) != 0);
                 }
             }
             if read < bytes.len() {
@@ -67,8 +76,40 @@ impl Uffd {
         }
     }
 
+    /// As [`Uffd::read_faults`], again and again until there is something to read from `other`, or until `timeout`
+    /// is over. Reads other events, too, which lets those go on who caused them.
+    ///
+    /// # Errors
+    /// As [`Uffd::read_faults`].
+    pub(crate) fn read_faults_until(
+        &self,
+        other: BorrowedFd<'_>,
+        timeout: Duration,
+        mut found: impl FnMut(u64, bool),
+    ) -> io::Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).map_err(io::Error::other)?;
+            let mut ready =
+                [PollFd::new(&other, PollFlags::IN), PollFd::new(&self.fd, PollFlags::IN)];
+            match rustix::event::poll(&mut ready, Some(&left)) {
+                Ok(0) => return Ok(()),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            let [other_has, faults] = ready.map(|one| !one.revents().is_empty());
+            if faults {
+                self.read_faults(&mut found)?;
+            }
+            if other_has {
+                return Ok(());
+            }
+        }
+    }
+
     /// Install the zero page in all of a range where nothing is installed, and wake who waits there.
-    pub(crate) fn zeropage(&self, start: u64, len: u64) -> ZeroOutcome {
+    pub(crate) fn zeropage(&self, start: u64, len: u64) -> Installed {
         let mut request =
             uffdio_zeropage { range: uffdio_range { start, len }, mode: 0, zeropage: 0 };
         // SAFETY:
@@ -77,17 +118,18 @@ impl Uffd {
         // - The range is in another process; a wrong one is an error there, not unsoundness here.
         let done =
             unsafe { libc::ioctl(self.fd.as_raw_fd(), UFFDIO_ZEROPAGE.into(), &raw mut request) };
-        if done == 0 {
-            return ZeroOutcome::Installed(len);
-        }
-        match u64::try_from(request.zeropage) {
-            Ok(installed) if installed > 0 => ZeroOutcome::Installed(installed),
-            _ => match io::Error::last_os_error().raw_os_error() {
-                Some(libc::EEXIST) => ZeroOutcome::AlreadyThere,
-                Some(libc::EAGAIN) => ZeroOutcome::Retry,
-                _ => ZeroOutcome::Gone,
-            },
-        }
+        installed(done, request.zeropage, len)
+    }
+
+    /// Install pages with these bytes, private to the view, where nothing is installed, and wake who waits there.
+    pub(crate) fn copy(&self, start: u64, bytes: &[u8]) -> Installed {
+        let len = bytes.len() as u64;
+        let src = bytes.as_ptr().expose_provenance() as u64;
+        let mut request = uffdio_copy { dst: start, src, len, mode: 0, copy: 0 };
+        // SAFETY: as in `zeropage`, with a `uffdio_copy`; the kernel reads `bytes`, which are borrowed here.
+        let done =
+            unsafe { libc::ioctl(self.fd.as_raw_fd(), UFFDIO_COPY.into(), &raw mut request) };
+        installed(done, request.copy, len)
     }
 
     /// Wake every thread that waits for a page in the range. A process that has gone needs none.
@@ -99,6 +141,21 @@ impl Uffd {
             let error = io::Error::last_os_error();
             tracing::debug!(%error, start, len, "wake");
         }
+    }
+}
+
+/// `installed`: bytes, or a negative errno, as the kernel wrote it into the request.
+fn installed(done: libc::c_int, installed: i64, len: u64) -> Installed {
+    if done == 0 {
+        return Installed::Bytes(len);
+    }
+    match u64::try_from(installed) {
+        Ok(bytes) if bytes > 0 => Installed::Bytes(bytes),
+        _ => match io::Error::last_os_error().raw_os_error() {
+            Some(libc::EEXIST) => Installed::AlreadyThere,
+            Some(libc::EAGAIN) => Installed::Retry,
+            _ => Installed::Gone,
+        },
     }
 }
 

@@ -1,6 +1,7 @@
 //! One VM's sight of an image, as its engine sees it.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vmfork_image::{BLOCK_BYTES, BlockIdx, ImageId, PAGE_BYTES, PageIdx, PageRange};
@@ -8,8 +9,8 @@ use vmfork_tap_proto::Op;
 
 use crate::counters::ViewCounters;
 use crate::host_image::HostImage;
-use crate::tap::{Tap, TapError};
-use crate::uffd::{Uffd, ZeroOutcome};
+use crate::tap::{REPLY_TIMEOUT, Tap, TapError};
+use crate::uffd::{Installed, Uffd};
 
 /// Most runs that are mapped into one view. The next freeze moves each by itself, 3 µs, with its VM stopped: 1.5 ms
 /// in all. Beyond that, pages are copied. (The kernel allows a process 65530 mappings.)
@@ -31,14 +32,6 @@ pub(crate) enum BlockState {
     Zeros,
 }
 
-/// How zero pages were installed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ZeroInstall {
-    Done,
-    /// The VM has gone.
-    Gone,
-}
-
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) uffd: Arc<Uffd>,
@@ -50,6 +43,10 @@ pub(crate) struct View {
     mapped_runs: usize,
     /// Images whose caches are mapped, so that they stay.
     homes: BTreeMap<ImageId, Arc<HostImage>>,
+    /// Faults that came to light while something was mapped.
+    unserved: Vec<(PageIdx, bool)>,
+    /// The end of the last pages that the VM was given as its own because it wrote there.
+    written_until: PageIdx,
 }
 
 impl View {
@@ -70,6 +67,8 @@ impl View {
             blocks: vec![BlockState::Fresh; blocks],
             mapped_runs: 0,
             homes: BTreeMap::new(),
+            unserved: Vec::new(),
+            written_until: PageIdx(u64::MAX),
         }
     }
 
@@ -101,6 +100,11 @@ impl View {
         self.homes.get(&id)
     }
 
+    /// Faults that were read while something was mapped, and whether they are writes: to be served like others.
+    pub(crate) fn take_unserved(&mut self) -> Vec<(PageIdx, bool)> {
+        std::mem::take(&mut self.unserved)
+    }
+
     /// Whether another run may be mapped.
     pub(crate) fn may_map(&self) -> bool {
         self.mapped_runs < MAPPED_RUNS_MAX
@@ -114,27 +118,48 @@ impl View {
     }
 
     /// Install the zero page from the start of `range` on, as far as nothing is there, and wake who waits in it.
-    pub(crate) fn install_zeros(&mut self, range: PageRange) -> ZeroInstall {
+    pub(crate) fn install_zeros(&mut self, range: PageRange) {
+        let hva = self.hva;
+        self.install(range, |uffd, rest| uffd.zeropage(hva + rest.byte_offset(), rest.byte_len()));
+    }
+
+    /// Install pages of the view's own with these bytes, as [`View::install_zeros`].
+    pub(crate) fn install_private(&mut self, range: PageRange, bytes: &[u8]) {
+        self.written_until = range.end();
+        let hva = self.hva;
+        self.install(range, |uffd, rest| {
+            let from = usize::try_from(rest.byte_offset() - range.byte_offset()).unwrap_or(0);
+            uffd.copy(hva + rest.byte_offset(), &bytes[from..])
+        });
+    }
+
+    /// Whether the VM wrote to the page before this one when it was last given a copy of its own.
+    pub(crate) fn writes_on(&self, page: PageIdx) -> bool {
+        self.written_until == page
+    }
+
+    fn install(&mut self, range: PageRange, some: impl Fn(&Uffd, PageRange) -> Installed) {
         let mut rest = range;
         let mut retries = 0;
         for (block, _) in range.by_block() {
             self.touch(block);
         }
         while !rest.is_empty() {
-            let start = self.hva + rest.byte_offset();
-            match self.uffd.zeropage(start, rest.byte_len()) {
-                ZeroOutcome::Installed(bytes) => {
+            match some(&self.uffd, rest) {
+                Installed::Bytes(bytes) => {
                     rest = rest.from_page(PageIdx(rest.start().0 + bytes / PAGE_BYTES));
                 }
-                ZeroOutcome::AlreadyThere => break,
-                ZeroOutcome::Retry if retries < RETRIES_MAX => retries += 1,
-                ZeroOutcome::Retry | ZeroOutcome::Gone => return ZeroInstall::Gone,
+                Installed::AlreadyThere => break,
+                Installed::Retry if retries < RETRIES_MAX => retries += 1,
+                Installed::Retry | Installed::Gone => {
+                    // Either the VM has ended, which its owner notices by itself, or its address space changes
+                    // without end.
+                    tracing::debug!(%rest, "pages refused");
+                    break;
+                }
             }
         }
-        if !rest.is_empty() {
-            self.wake(rest);
-        }
-        ZeroInstall::Done
+        self.wake(rest);
     }
 
     /// Map the cache of `home` over whole blocks that are `Fresh`, or else at least over the block of `page`.
@@ -188,7 +213,7 @@ impl View {
     fn map(&mut self, run: PageRange, home: Option<&Arc<HostImage>>) -> Result<bool, TapError> {
         let args = [run.byte_offset(), run.byte_len(), 0, 0];
         let outcome = match home {
-            Some(image) => self.tap.call(Op::MapCache, args, Some(image.cache().for_views())),
+            Some(image) => self.map_cache(args, image),
             None => self.tap.call(Op::MapZero, args, None),
         };
         match outcome {
@@ -209,5 +234,26 @@ impl View {
         }
         self.mapped_runs += 1;
         Ok(true)
+    }
+
+    /// The keeper moves the new mapping into its place, and waits until that is read from the userfaultfd.
+    fn map_cache(
+        &mut self,
+        args: [u64; 4],
+        image: &HostImage,
+    ) -> Result<([u64; 6], Option<OwnedFd>), TapError> {
+        let (tap, uffd) = (Arc::clone(&self.tap), Arc::clone(&self.uffd));
+        let mut faults = Vec::new();
+        let cache = Some(image.cache().for_views());
+        let outcome = tap.call_beside(Op::MapCache, args, cache, |socket| {
+            uffd.read_faults_until(socket, REPLY_TIMEOUT, |address, is_write| {
+                faults.push((address, is_write));
+            })
+        });
+        for (address, is_write) in faults {
+            let page = self.page_at(address);
+            self.unserved.extend(page.map(|page| (page, is_write)));
+        }
+        outcome
     }
 }

@@ -22,7 +22,7 @@ pub const ENV_KVM: &str = "VMFORK_TAP_KVM";
 pub const ENV_ROLE: &str = "VMFORK_TAP_ROLE";
 
 /// Raised with every change of this file.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// RAM is managed, and accounted, in blocks of 2 MiB: what one page-table page maps.
 pub const BLOCK_BYTES: u64 = 2 << 20;
@@ -65,7 +65,7 @@ pub enum Op {
     Freeze = 3,
     /// Map a run of another cache over a part of the view that no page was ever installed in, and register it.
     /// args: offset in bytes (also the offset in the cache), length in bytes; fd: the cache.
-    /// Every page in the run that is a hole in that cache must be known to be zero.
+    /// Its UFFD_EVENT_REMAP must be read from the userfaultfd before the answer comes.
     /// EBUSY: QEMU itself has installed pages in a block of the run (a disk read, a balloon); nothing was mapped.
     MapCache = 4,
     /// Map zeros (anonymous memory) over such a part; not registered: the kernel serves it alone.

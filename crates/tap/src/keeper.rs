@@ -232,9 +232,12 @@ impl Keeper {
         let began = sys::monotonic_ns();
         let aside = reserve(start, bytes)?;
         if ram::is_view() {
-            // Else Linux (since 6.14) moves a registered range page by page instead of by whole page tables:
-            // 20 ns for each that the VM has touched. Should it fail, that is all.
-            let _quicker = ram::unregister(self.userfaultfd, start, bytes);
+            // Else the registration would move along, and this would wait for somebody to read so. Besides, Linux
+            // (since 6.14) moves a registered range page by page instead of by whole page tables: 20 ns for each
+            // that the VM has touched.
+            if let Err(errno) = ram::unregister(self.userfaultfd, start, bytes) {
+                return Err(self.give_back(start, aside, 0, errno));
+            }
         }
         let (moved, stretches) = match move_mappings(start, bytes, aside) {
             Ok(stretches) => (bytes, stretches),
@@ -300,9 +303,7 @@ impl Keeper {
 
     fn map_over(&self, at: usize, len: usize, cache: Option<c_int>) -> Result<(), u32> {
         if let Some(cache) = cache {
-            map_cache(cache, at, len)?;
-            // Mapped, but its missing pages would not be asked for.
-            ram::register(self.userfaultfd, at, len).map_err(|_| HALF_DONE)
+            self.move_over(at, len, cache)
         } else {
             let flags =
                 libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -312,6 +313,31 @@ impl Keeper {
             let _advised = unsafe { sys::madvise(at, len, libc::MADV_NOHUGEPAGE) };
             Ok(())
         }
+    }
+
+    /// Map a cache over a range of a running VM's RAM. A vCPU that touches it meanwhile finds either what was there
+    /// or the new mapping *with* its registration: without, it would be given a hole of the cache, as zeros. So the
+    /// cache is mapped and registered elsewhere, and moved here. `vmforkd` has to read the event of that.
+    fn move_over(&self, at: usize, len: usize, cache: c_int) -> Result<(), u32> {
+        if cache < 0 {
+            return Err(libc::EBADF.unsigned_abs());
+        }
+        let (start, _) = ram::range();
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let elsewhere = unsafe { sys::mmap(0, len, prot, flags, cache, at - start)? };
+        let moved = ram::register(self.userfaultfd, elsewhere, len).and_then(|()| {
+            let flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+            // SAFETY: the source is the mapping made just now, and the target lies in RAM, whose contents the
+            // request gives up: nothing was installed there.
+            unsafe { sys::mremap(elsewhere, len, flags, at) }.map_err(|_| HALF_DONE)
+        });
+        if moved.is_err() {
+            // SAFETY: the mapping made above, of which nothing else knows.
+            let _gone = unsafe { sys::munmap(elsewhere, len) };
+        }
+        moved.map(|_| ())
     }
 
     fn release(args: [u64; 4]) -> Result<(), u32> {

@@ -8,7 +8,8 @@ use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
 use linux_raw_sys::general::{
-    UFFDIO_REGISTER_MODE_MISSING, uffdio_api, uffdio_range, uffdio_register, uffdio_zeropage,
+    UFFD_FEATURE_EVENT_REMAP, UFFDIO_REGISTER_MODE_MISSING, uffdio_api, uffdio_range,
+    uffdio_register, uffdio_zeropage,
 };
 use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_ZEROPAGE};
 use vmfork_tap_proto::BLOCK_BYTES;
@@ -20,7 +21,7 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 /// `_IO(0xAA, 0)`: a new userfaultfd from `/dev/userfaultfd`; linux-raw-sys lacks it.
 const USERFAULTFD_IOC_NEW: u32 = 0xAA00;
 /// The bits in `uffdio_register.ioctls` that the page engine needs.
-const IOCTLS_NEEDED: u64 = (1 << 2) | (1 << 4); // _UFFDIO_WAKE, _UFFDIO_ZEROPAGE
+const IOCTLS_NEEDED: u64 = (1 << 2) | (1 << 3) | (1 << 4); // _UFFDIO_WAKE, _COPY, _ZEROPAGE
 const _: () = assert!(size_of::<uffdio_register>() == 32);
 const _: () = assert!(size_of::<uffdio_zeropage>() == 32);
 const _: () = assert!(size_of::<uffdio_api>() == 24);
@@ -50,7 +51,9 @@ pub(crate) fn init(userfaultfd_device: c_int, ram_file: c_int, waits: bool) -> b
         return false;
     };
     sys::close(low);
-    let mut api = uffdio_api { api: 0xAA, features: 0, ioctls: 0 };
+    // With it a registration moves along with its mapping; `vmforkd` is told, and the mover waits until it has read so.
+    let features = u64::from(UFFD_FEATURE_EVENT_REMAP);
+    let mut api = uffdio_api { api: 0xAA, features, ioctls: 0 };
     let argument: *mut uffdio_api = &raw mut api;
     // SAFETY: UFFDIO_API takes a `uffdio_api`, alive here.
     if unsafe { sys::ioctl(fd, UFFDIO_API, argument.expose_provenance()) }.is_err() {

@@ -8,6 +8,8 @@
 //!   in untouched blocks at home in another image ────► MapHome    (share its cache: design.md §3.2)
 //!   zero? ───────────────────────────────────────────► Zeros      (the rest of the run in the block)
 //!   else ────────────────────────────────────────────► Fetch      (into the image's own cache)
+//!
+//!   instead of Fetch, for a write to a page that another image owns ──► Private
 //! ```
 
 use vmfork_image::{
@@ -28,6 +30,8 @@ pub(crate) enum Answer {
     MapHome(ImageId, PageRange),
     /// Bring it into the cache of this image.
     Fetch(ImageId),
+    /// Give the view a copy of its own, past the cache of the first image, from the second, which owns the page.
+    Private(ImageId, ImageId),
     /// What is mapped over the page's block can't give its bytes.
     Lost,
 }
@@ -57,8 +61,8 @@ pub(crate) struct Sight<'a> {
 }
 
 impl Sight<'_> {
-    /// Answer a fault on `page`, whose block is known.
-    pub(crate) fn decide(&self, page: PageIdx) -> Answer {
+    /// Answer a fault on `page`, whose block is known; `is_write`: on an attempt to write there.
+    pub(crate) fn decide(&self, page: PageIdx, is_write: bool) -> Answer {
         let block = page.block();
         let is_zero = matches!(self.image.table.get(page), None | Some(Source::Zero));
         match (self.state)(block) {
@@ -66,7 +70,7 @@ impl Sight<'_> {
                 return match (self.other)(id) {
                     Some(home) if home.presence.is_present(page) => Answer::Wake,
                     Some(_) if is_zero => self.zeros_at(page),
-                    Some(home) if self.is_same(block, home) => Answer::Fetch(id),
+                    Some(home) if self.is_same(block, home) => Self::bring(home, page, is_write),
                     _ => Answer::Lost,
                 };
             }
@@ -89,7 +93,17 @@ impl Sight<'_> {
         {
             return Answer::MapHome(home.id, run);
         }
-        if is_zero { self.zeros_at(page) } else { Answer::Fetch(self.image.id) }
+        if is_zero { self.zeros_at(page) } else { Self::bring(self.image, page, is_write) }
+    }
+
+    /// A page that an image's cache lacks. Its own ones come into the cache in any case, by the drain; a copy of an
+    /// ancestor's, which the VM overwrites, would be there for nobody.
+    fn bring(image: Held<'_>, page: PageIdx, is_write: bool) -> Answer {
+        let owner = image.table.get(page).and_then(Source::image);
+        match owner.filter(|owner| is_write && *owner != image.id) {
+            Some(owner) => Answer::Private(image.id, owner),
+            None => Answer::Fetch(image.id),
+        }
     }
 
     fn foreign_home(&self, block: BlockIdx) -> Option<Held<'_>> {

@@ -111,7 +111,13 @@ fn cached(image: &Image, page: PageIdx) -> Option<u64> {
     image.presence.is_present(page).then(|| truth(&image.table, page))
 }
 
-fn decide(images: &[Image], states: &[BlockState], known: &[bool], page: PageIdx) -> Answer {
+fn decide(
+    images: &[Image],
+    states: &[BlockState],
+    known: &[bool],
+    page: PageIdx,
+    is_write: bool,
+) -> Answer {
     let (mine, others) = images.split_last().expect("some");
     let at = |block: BlockIdx| usize::try_from(block.0).expect("small");
     Sight {
@@ -122,7 +128,7 @@ fn decide(images: &[Image], states: &[BlockState], known: &[bool], page: PageIdx
         state: &|block| states[at(block)],
         may_map: true,
     }
-    .decide(page)
+    .decide(page, is_write)
 }
 
 fn state(images: usize) -> impl Strategy<Value = BlockState> {
@@ -143,6 +149,7 @@ proptest! {
         states in prop::collection::vec(state(4), BLOCKS_LEN),
         known in prop::collection::vec(prop::bool::weighted(0.9), BLOCKS_LEN),
         page in 0..PAGES,
+        is_write in any::<bool>(),
     ) {
         let images = family(&generations);
         let (mine, others) = images.split_last().expect("some");
@@ -169,7 +176,7 @@ proptest! {
                 && run.by_block().all(|(block, _)| usable(block.0) && fits(block.0))
         };
         let state = states[at(block)];
-        match decide(&images, &states, &known, page) {
+        match decide(&images, &states, &known, page, is_write) {
             Answer::Wake => match state {
                 // Reads again, and finds it. (That the right image is mapped is the mapper's to see to.)
                 BlockState::Mapped(id) => {
@@ -190,6 +197,7 @@ proptest! {
                 prop_assert!(whole_run(run, &|block| same(home, block)));
             }
             Answer::Fetch(id) if id == mine.id => {
+                prop_assert!(!is_write || mine_is(page) == id.get(), "a copy for nobody");
                 prop_assert!(mine_is(page) != 0 && !mine.presence.is_present(page));
                 prop_assert!(matches!(state, BlockState::Fresh | BlockState::Touched));
                 let elsewhere = mine.homes[at(block)] != Some(mine.id);
@@ -200,6 +208,15 @@ proptest! {
                 prop_assert_eq!(state, BlockState::Mapped(id));
                 prop_assert!(same(home, block) && !home.presence.is_present(page));
                 prop_assert!(mine_is(page) != 0);
+            }
+            Answer::Private(home, owner) => {
+                prop_assert!(is_write && owner.get() == mine_is(page) && home != owner);
+                let found = if home == mine.id { mine } else { other(home).expect("an ancestor") };
+                prop_assert!(!found.presence.is_present(page));
+                match state {
+                    BlockState::Mapped(id) => prop_assert_eq!(id, home),
+                    _ => prop_assert_eq!(home, mine.id),
+                }
             }
             Answer::Lost => {
                 match state {
@@ -253,7 +270,7 @@ fn a_block_is_shared_from_its_home_and_filled_in_there() {
             state: &|block| states.borrow()[usize::try_from(block.0).expect("small")],
             may_map: true,
         }
-        .decide(PageIdx(page))
+        .decide(PageIdx(page), false)
     };
     assert_eq!(decide(100), Answer::MapHome(id(2), range(0, 1024)));
     *states.borrow_mut() = [BlockState::Mapped(id(2)), BlockState::Touched];

@@ -7,17 +7,17 @@
 //!     └── one step of the background, if it is due ◄── Scheduler::next, until nobody waits
 //! ```
 
+mod serve;
+
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
-use vmfork_policy::{Config, Fetch, Outcome, Reason, Scheduler, ViewId};
+use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
+use vmfork_policy::{Config, Scheduler, ViewId};
 
-use super::answer::{Answer, Held, Sight};
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
 use super::pace::Pace;
@@ -25,8 +25,8 @@ use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
 use crate::frozen::{FrozenRange, Release};
 use crate::homes::Homes;
-use crate::host_image::{Ancestors, HostImage, PageLost};
-use crate::view::{View, ZeroInstall};
+use crate::host_image::{Ancestors, HostImage};
+use crate::view::View;
 
 /// Pages of ancestors are copied with so many times fewer neighbours than pages of the image's own are fetched
 /// with: copies cost memory for as long as both images live, and a quarter of the copying costs a quarter of the
@@ -84,7 +84,15 @@ pub(super) struct Worker {
     progress: Arc<Progress>,
     stopping: bool,
     buffer: Vec<u8>,
-    faults: Vec<(ViewId, PageIdx)>,
+    faults: Vec<Fault>,
+}
+
+/// A view's VM touched a page that is missing there.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    view: ViewId,
+    page: PageIdx,
+    is_write: bool,
 }
 
 /// The presence of an image's cache, for its scheduler.
@@ -227,8 +235,9 @@ impl Worker {
         for id in ready {
             let Some(view) = self.views.get(id) else { continue };
             let faults = &mut self.faults;
-            let outcome = view.uffd.read_faults(|address| {
-                faults.extend(view.page_at(address).map(|page| (*id, page)));
+            let outcome = view.uffd.read_faults(|address, is_write| {
+                let page = view.page_at(address);
+                faults.extend(page.map(|page| Fault { view: *id, page, is_write }));
             });
             if let Err(error) = outcome {
                 self.poller.remove(&view.uffd);
@@ -237,253 +246,8 @@ impl Worker {
         }
     }
 
-    fn serve_faults(&mut self) {
-        if self.faults.is_empty() {
-            return;
-        }
-        let faults = std::mem::take(&mut self.faults);
-        for (id, page) in &faults {
-            if let Err(reason) = self.serve(*id, *page) {
-                self.report_lost(*id, reason);
-            }
-        }
-        self.faults = faults;
-        while let Some((image, fetch)) = self.next_demand() {
-            self.carry_out(&image, fetch);
-        }
-        self.pace.served();
-    }
-
-    /// What views wait for, and the image into whose cache it belongs.
-    fn next_demand(&mut self) -> Option<(Arc<HostImage>, Fetch)> {
-        if let Some(fetch) = self.scheduler.next(0) {
-            return Some((Arc::clone(&self.image), fetch));
-        }
-        self.others.values_mut().find_map(|other| {
-            let fetch = other.next(0)?;
-            Some((Arc::clone(&other.presence().0), fetch))
-        })
-    }
-
     fn report_lost(&self, view: ViewId, reason: String) {
         (self.events)(EngineEvent::ViewLost { image: self.image.id(), view, reason });
-    }
-
-    /// Answer a fault at once, or have its page fetched in its turn.
-    ///
-    /// # Errors
-    /// Why the view is lost.
-    fn serve(&mut self, id: ViewId, page: PageIdx) -> Result<(), String> {
-        self.know(page)?;
-        let Some(view) = self.views.get(&id) else { return Ok(()) };
-        match self.decide(view, page) {
-            Answer::Wake => {
-                self.wake(id, page.range());
-                if let Some(view) = self.views.get_mut(&id) {
-                    view.touch(page.block());
-                    view.counters.present.add(1);
-                }
-            }
-            Answer::Zeros(range) => self.install_zeros(id, range),
-            Answer::MapZeros(run) => {
-                let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-                match view.map_zeros(page, run).map_err(|error| error.to_string())? {
-                    Some(run) => {
-                        view.counters.mapped.add(1);
-                        view.wake(run);
-                    }
-                    None => self.install_zeros(id, page.range()),
-                }
-            }
-            Answer::MapHome(home, run) => self.map_home(id, page, home, run)?,
-            Answer::Fetch(image) => self.queue(id, page, image)?,
-            Answer::Lost => {
-                return Err(format!(
-                    "page {page} of image {}: what is mapped there has lost it",
-                    self.image.id()
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    fn wake(&self, id: ViewId, range: PageRange) {
-        if let Some(view) = self.views.get(&id) {
-            view.wake(range);
-        }
-    }
-
-    /// Map the cache of a block's home, then answer the fault there.
-    fn map_home(
-        &mut self,
-        id: ViewId,
-        page: PageIdx,
-        home: ImageId,
-        run: PageRange,
-    ) -> Result<(), String> {
-        let image = self.ancestors.get(&home).cloned();
-        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-        let mapped = match &image {
-            Some(image) => view.map_home(page, run, image).map_err(|error| error.to_string())?,
-            None => None,
-        };
-        let Some(run) = mapped else {
-            view.touch(page.block());
-            return self.serve(id, page); // touched: no more mapping
-        };
-        view.counters.mapped.add(1);
-        view.wake(run.until_page(page));
-        view.wake(run.from_page(PageIdx(page.0 + 1)));
-        self.serve(id, page) // mapped
-    }
-
-    /// The fault waits for its turn, until the page is in the cache of `image`.
-    fn queue(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Result<(), String> {
-        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-        view.touch(page.block());
-        let outcome = match self.scheduler_of(image) {
-            Some(scheduler) => scheduler.on_fault(id, page),
-            None => return Err(format!("page {page}: image {image} is not on this host")),
-        };
-        match outcome {
-            Outcome::Waits => {
-                if let Some(view) = self.views.get(&id) {
-                    view.counters.fetch.add(1);
-                }
-            }
-            Outcome::Present => self.wake(id, page.range()),
-            Outcome::Zero => self.install_zeros(id, page.range()),
-            Outcome::Refused(refusal) => {
-                return Err(format!("page {page} of image {image}: {refusal}"));
-            }
-        }
-        Ok(())
-    }
-
-    fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
-        if image == self.image.id() {
-            return Some(&mut self.scheduler);
-        }
-        match self.others.entry(image) {
-            Entry::Occupied(there) => Some(there.into_mut()),
-            Entry::Vacant(place) => {
-                let image = self.ancestors.get(&image)?;
-                let made = scheduler(image, image.table()?.clone(), self.unit_pages).ok()?;
-                Some(place.insert(made))
-            }
-        }
-    }
-
-    /// Make sure that the table is right for a page's block.
-    fn know(&mut self, page: PageIdx) -> Result<(), String> {
-        let outcome = match &mut self.phase {
-            Phase::Sealed => return Ok(()),
-            Phase::Deriving { derivation, frozen } => {
-                derivation.ensure(page.block(), frozen).map(|changed| {
-                    if changed {
-                        self.scheduler.set_table(derivation.table().clone());
-                    }
-                })
-            }
-            Phase::Waiting { .. } => Err(io::Error::other("the image is not frozen yet")),
-            Phase::Failed { reason } => Err(io::Error::other(reason.clone())),
-        };
-        outcome.map_err(|error| {
-            let image = self.image.id();
-            format!("page {page} of image {image}: whose it is can't be told: {error}")
-        })
-    }
-
-    fn decide(&self, view: &View, page: PageIdx) -> Answer {
-        Sight {
-            image: Held {
-                id: self.image.id(),
-                table: self.scheduler.table(),
-                presence: self.image.cache().presence(),
-            },
-            other: &|id| {
-                let image = self.ancestors.get(&id)?;
-                Some(Held { id, table: image.table()?, presence: image.cache().presence() })
-            },
-            home: &|block| match &self.phase {
-                Phase::Deriving { derivation, .. } => derivation.home(block),
-                _ => self.image.homes().and_then(|homes| homes.get(block)),
-            },
-            is_known: &|block| match &self.phase {
-                Phase::Deriving { derivation, .. } => derivation.is_known(block),
-                _ => true,
-            },
-            state: &|block| view.block(block),
-            may_map: view.may_map(),
-        }
-        .decide(page)
-    }
-
-    fn install_zeros(&mut self, id: ViewId, range: PageRange) {
-        let Some(view) = self.views.get_mut(&id) else { return };
-        match view.install_zeros(range) {
-            ZeroInstall::Done => view.counters.zero.add(1),
-            ZeroInstall::Gone => {
-                // Either the VM has ended, which its owner notices by itself, or its address space changes
-                // without end.
-                tracing::debug!(%id, %range, "zero pages refused");
-                view.wake(range);
-            }
-        }
-    }
-
-    /// Bring pages into the cache of an image, and tell who waits for them.
-    fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
-        let range = fetch.range;
-        let is_demand = fetch.reason == Reason::Demand;
-        let outcome = self.bring(image, range, fetch.source);
-        let Some(scheduler) = self.scheduler_of(image.id()) else { return };
-        match outcome {
-            Ok(()) => {
-                let mut waited = scheduler.on_filled(range);
-                waited.sort_unstable();
-                waited.dedup_by_key(|(view, _)| *view);
-                for (id, _) in waited {
-                    self.wake(id, range);
-                }
-                if is_demand {
-                    image.counters.demand_bytes.add(range.byte_len());
-                } else {
-                    image.counters.drained_bytes.add(range.byte_len());
-                    self.drain.on_filled(range);
-                }
-            }
-            Err(lost) => {
-                for (id, _) in scheduler.on_failed(range) {
-                    self.report_lost(id, lost.to_string());
-                }
-                if !is_demand {
-                    self.drain.on_failed();
-                }
-            }
-        }
-    }
-
-    fn bring(
-        &mut self,
-        image: &Arc<HostImage>,
-        range: PageRange,
-        source: Source,
-    ) -> Result<(), PageLost> {
-        let lost = |reason: &str| PageLost {
-            page: range.start(),
-            image: image.id(),
-            reason: reason.to_owned(),
-        };
-        let owner = match source {
-            Source::Zero => return Err(lost("it is zero, and never fetched")),
-            Source::Image(id) if id == image.id() => image,
-            Source::Image(id) => match self.ancestors.get(&id) {
-                Some(owner) => owner,
-                None => return Err(lost(&format!("its owner {id} is not on this host"))),
-            },
-        };
-        drain::fill(image, owner, range, &mut self.buffer)
     }
 
     /// One bounded piece of what nobody waits for.

@@ -68,6 +68,57 @@ fn a_copied_page_brings_a_quarter_of_its_unit() {
 }
 
 #[test]
+fn what_is_overwritten_is_copied_past_the_caches() {
+    needs_userfaultfd!();
+    let mut parent = FakeVm::start(2 * BLOCK_PAGES, Role::Boot);
+    parent.ask("fill 0 1024 1");
+    let first = drained(&mut parent, 16);
+    parent.ask("poke 7 2");
+    let second = drained(&mut parent, 16);
+    let mut child = clone_of(&second);
+    let before = parent.sums(600, 3);
+    child.ask("poke 100 3");
+    child.ask("poke 300 3");
+    assert_eq!(present(&second, block(0)), 1, "the page that was frozen, no other");
+    // One after the other: the third brings some with it.
+    for page in 200..210 {
+        child.ask(&format!("poke {page} {page}"));
+    }
+    assert_eq!(present(&second, block(0)), 1);
+    let bytes = second.image().counters().demand_bytes.get();
+    assert!((12 * PAGE_BYTES..20 * PAGE_BYTES).contains(&bytes), "{bytes}");
+    assert_eq!(child.sums(600, 3), before);
+    let third = drained(&mut child, 16);
+    let (grandchild, parent) = (clone_of(&third).sums(0, 1024), parent.sums(0, 1024));
+    assert_eq!(grandchild, child.sums(0, 1024));
+    for (page, (of_child, of_parent)) in (0..1024).zip(grandchild.iter().zip(&parent)) {
+        let is_changed = page == 100 || page == 300 || (200..210).contains(&page);
+        assert_eq!(of_child != of_parent, is_changed, "page {page}");
+    }
+    assert_eq!(present(&first, block(0)), BLOCK_PAGES);
+}
+
+#[test]
+fn vcpus_that_race_with_a_mapping_never_read_a_hole() {
+    needs_userfaultfd!();
+    const BLOCKS: u64 = 64;
+    let mut parent = FakeVm::start(BLOCKS * BLOCK_PAGES, Role::Boot);
+    parent.ask(&format!("fill 0 {} 1", BLOCKS * BLOCK_PAGES));
+    let _first = drained(&mut parent, 1);
+    // Every other block is at home in the second image, whose cache has one page of each.
+    for number in (0..BLOCKS).step_by(2) {
+        parent.ask(&format!("poke {} 2", number * BLOCK_PAGES));
+    }
+    let _second = drained(&mut parent, 1);
+    let third = drained(&mut parent, 1);
+    for round in 0..4 {
+        let mut child = clone_of(&third);
+        let answer = child.ask(&format!("race {BLOCKS} {} 4", 17 + round));
+        assert_eq!(answer, "ok", "round {round}");
+    }
+}
+
+#[test]
 fn a_page_of_a_frozen_vm_brings_its_unit() {
     needs_userfaultfd!();
     for unit in [1, 16, 512] {

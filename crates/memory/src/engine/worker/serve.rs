@@ -1,0 +1,303 @@
+//! What becomes of faults: answered at once, or fetched in their turn.
+
+use std::collections::btree_map::Entry;
+use std::io;
+use std::sync::Arc;
+
+use vmfork_image::{ImageId, PageIdx, PageRange, Source};
+use vmfork_policy::{Fetch, Outcome, Reason, Scheduler, ViewId};
+
+use super::super::answer::{Answer, Held, Sight};
+use super::super::drain;
+use super::{COPY_SHARE, CachePresence, Fault, Phase, Worker, scheduler};
+use crate::host_image::{HostImage, PageLost};
+use crate::view::View;
+
+impl Worker {
+    pub(super) fn serve_faults(&mut self) {
+        if self.faults.is_empty() {
+            return;
+        }
+        while !self.faults.is_empty() {
+            let faults = std::mem::take(&mut self.faults);
+            for fault in faults {
+                if let Err(reason) = self.serve(fault) {
+                    self.report_lost(fault.view, reason);
+                }
+            }
+        }
+        while let Some((image, fetch)) = self.next_demand() {
+            self.carry_out(&image, fetch);
+        }
+        self.pace.served();
+    }
+
+    /// What views wait for, and the image into whose cache it belongs.
+    fn next_demand(&mut self) -> Option<(Arc<HostImage>, Fetch)> {
+        if let Some(fetch) = self.scheduler.next(0) {
+            return Some((Arc::clone(&self.image), fetch));
+        }
+        self.others.values_mut().find_map(|other| {
+            let fetch = other.next(0)?;
+            Some((Arc::clone(&other.presence().0), fetch))
+        })
+    }
+
+    /// Answer a fault at once, or have its page fetched in its turn.
+    ///
+    /// # Errors
+    /// Why the view is lost.
+    fn serve(&mut self, fault: Fault) -> Result<(), String> {
+        let Fault { view: id, page, .. } = fault;
+        self.know(page)?;
+        let Some(view) = self.views.get(&id) else { return Ok(()) };
+        match self.decide(view, fault) {
+            Answer::Wake => {
+                self.wake(id, page.range());
+                if let Some(view) = self.views.get_mut(&id) {
+                    view.touch(page.block());
+                    view.counters.present.add(1);
+                }
+            }
+            Answer::Zeros(range) => self.install_zeros(id, range),
+            Answer::MapZeros(run) => {
+                let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+                match view.map_zeros(page, run).map_err(|error| error.to_string())? {
+                    Some(run) => {
+                        view.counters.mapped.add(1);
+                        view.wake(run);
+                    }
+                    None => self.install_zeros(id, page.range()),
+                }
+            }
+            Answer::MapHome(home, run) => self.map_home(fault, home, run)?,
+            Answer::Fetch(image) => self.queue(id, page, image)?,
+            Answer::Private(home, owner) => self.give_copy(id, page, home, owner)?,
+            Answer::Lost => {
+                return Err(format!(
+                    "page {page} of image {}: what is mapped there has lost it",
+                    self.image.id()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn wake(&self, id: ViewId, range: PageRange) {
+        if let Some(view) = self.views.get(&id) {
+            view.wake(range);
+        }
+    }
+
+    /// Map the cache of a block's home, then answer the fault there.
+    fn map_home(&mut self, fault: Fault, home: ImageId, run: PageRange) -> Result<(), String> {
+        let Fault { view: id, page, .. } = fault;
+        let image = self.ancestors.get(&home).cloned();
+        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+        let mapped = match &image {
+            Some(image) => view.map_home(page, run, image).map_err(|error| error.to_string()),
+            None => Ok(None),
+        };
+        let unserved = view.take_unserved();
+        self.faults.extend(unserved.into_iter().map(|(page, is_write)| Fault {
+            view: id,
+            page,
+            is_write,
+        }));
+        let mapped = mapped?;
+        let Some(run) = mapped else {
+            view.touch(page.block());
+            return self.serve(fault); // touched: no more mapping
+        };
+        view.counters.mapped.add(1);
+        view.wake(run.until_page(page));
+        view.wake(run.from_page(PageIdx(page.0 + 1)));
+        self.serve(fault) // mapped
+    }
+
+    /// The fault waits for its turn, until the page is in the cache of `image`.
+    fn queue(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Result<(), String> {
+        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+        view.touch(page.block());
+        let outcome = match self.scheduler_of(image) {
+            Some(scheduler) => scheduler.on_fault(id, page),
+            None => return Err(format!("page {page}: image {image} is not on this host")),
+        };
+        match outcome {
+            Outcome::Waits => {
+                if let Some(view) = self.views.get(&id) {
+                    view.counters.fetch.add(1);
+                }
+            }
+            Outcome::Present => self.wake(id, page.range()),
+            Outcome::Zero => self.install_zeros(id, page.range()),
+            Outcome::Refused(refusal) => {
+                return Err(format!("page {page} of image {image}: {refusal}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
+        if image == self.image.id() {
+            return Some(&mut self.scheduler);
+        }
+        match self.others.entry(image) {
+            Entry::Occupied(there) => Some(there.into_mut()),
+            Entry::Vacant(place) => {
+                let image = self.ancestors.get(&image)?;
+                let made = scheduler(image, image.table()?.clone(), self.unit_pages).ok()?;
+                Some(place.insert(made))
+            }
+        }
+    }
+
+    /// Make sure that the table is right for a page's block.
+    fn know(&mut self, page: PageIdx) -> Result<(), String> {
+        let outcome = match &mut self.phase {
+            Phase::Sealed => return Ok(()),
+            Phase::Deriving { derivation, frozen } => {
+                derivation.ensure(page.block(), frozen).map(|changed| {
+                    if changed {
+                        self.scheduler.set_table(derivation.table().clone());
+                    }
+                })
+            }
+            Phase::Waiting { .. } => Err(io::Error::other("the image is not frozen yet")),
+            Phase::Failed { reason } => Err(io::Error::other(reason.clone())),
+        };
+        outcome.map_err(|error| {
+            let image = self.image.id();
+            format!("page {page} of image {image}: whose it is can't be told: {error}")
+        })
+    }
+
+    fn decide(&self, view: &View, fault: Fault) -> Answer {
+        Sight {
+            image: Held {
+                id: self.image.id(),
+                table: self.scheduler.table(),
+                presence: self.image.cache().presence(),
+            },
+            other: &|id| {
+                let image = self.ancestors.get(&id)?;
+                Some(Held { id, table: image.table()?, presence: image.cache().presence() })
+            },
+            home: &|block| match &self.phase {
+                Phase::Deriving { derivation, .. } => derivation.home(block),
+                _ => self.image.homes().and_then(|homes| homes.get(block)),
+            },
+            is_known: &|block| match &self.phase {
+                Phase::Deriving { derivation, .. } => derivation.is_known(block),
+                _ => true,
+            },
+            state: &|block| view.block(block),
+            may_map: view.may_map(),
+        }
+        .decide(fault.page, fault.is_write)
+    }
+
+    /// Give a view its own copy of an ancestor's page that its VM is about to write to, and, if it writes to one
+    /// page after the other, of those behind it: none of them is brought into a cache.
+    ///
+    /// # Errors
+    /// Why the view is lost.
+    fn give_copy(
+        &mut self,
+        id: ViewId,
+        page: PageIdx,
+        home: ImageId,
+        owner: ImageId,
+    ) -> Result<(), String> {
+        let find = |id: ImageId| {
+            let image =
+                if id == self.image.id() { &self.image } else { self.ancestors.get(&id)? };
+            Some(Arc::clone(image))
+        };
+        let missing = |id: ImageId| format!("page {page}: image {id} is not on this host");
+        let home = find(home).ok_or_else(|| missing(home))?;
+        let owner = find(owner).ok_or_else(|| missing(owner))?;
+        let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
+        let ahead = if view.writes_on(page) { (self.unit_pages / COPY_SHARE).max(1) } else { 1 };
+        let within =
+            page.block().pages().map(|block| block.intersect(&self.scheduler.table().range()));
+        let within = within.unwrap_or(page.range()).from_page(page);
+        let within = within.until_page(PageIdx(page.0 + ahead));
+        // All of one owner, and none that the home's cache has: those the view shares.
+        let (run, _) = self.scheduler.table().run_at(page, within);
+        let present = home.cache().presence();
+        let end = run.pages().find(|page| present.is_present(*page)).unwrap_or(run.end());
+        let run = run.until_page(end);
+        if run.is_empty() {
+            view.wake(page.range());
+            return Ok(());
+        }
+        self.buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
+        owner.read_owned(run, &mut self.buffer).map_err(|lost| lost.to_string())?;
+        view.counters.fetch.add(1);
+        home.counters.demand_bytes.add(run.byte_len());
+        home.counters.from_image_bytes.add(run.byte_len());
+        view.install_private(run, &self.buffer);
+        Ok(())
+    }
+
+    fn install_zeros(&mut self, id: ViewId, range: PageRange) {
+        let Some(view) = self.views.get_mut(&id) else { return };
+        view.install_zeros(range);
+        view.counters.zero.add(1);
+    }
+
+    /// Bring pages into the cache of an image, and tell who waits for them.
+    pub(super) fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
+        let range = fetch.range;
+        let is_demand = fetch.reason == Reason::Demand;
+        let outcome = self.bring(image, range, fetch.source);
+        let Some(scheduler) = self.scheduler_of(image.id()) else { return };
+        match outcome {
+            Ok(()) => {
+                let mut waited = scheduler.on_filled(range);
+                waited.sort_unstable();
+                waited.dedup_by_key(|(view, _)| *view);
+                for (id, _) in waited {
+                    self.wake(id, range);
+                }
+                if is_demand {
+                    image.counters.demand_bytes.add(range.byte_len());
+                } else {
+                    image.counters.drained_bytes.add(range.byte_len());
+                    self.drain.on_filled(range);
+                }
+            }
+            Err(lost) => {
+                for (id, _) in scheduler.on_failed(range) {
+                    self.report_lost(id, lost.to_string());
+                }
+                if !is_demand {
+                    self.drain.on_failed();
+                }
+            }
+        }
+    }
+
+    fn bring(
+        &mut self,
+        image: &Arc<HostImage>,
+        range: PageRange,
+        source: Source,
+    ) -> Result<(), PageLost> {
+        let lost = |reason: &str| PageLost {
+            page: range.start(),
+            image: image.id(),
+            reason: reason.to_owned(),
+        };
+        let owner = match source {
+            Source::Zero => return Err(lost("it is zero, and never fetched")),
+            Source::Image(id) if id == image.id() => image,
+            Source::Image(id) => match self.ancestors.get(&id) {
+                Some(owner) => owner,
+                None => return Err(lost(&format!("its owner {id} is not on this host"))),
+            },
+        };
+        drain::fill(image, owner, range, &mut self.buffer)
+    }
+}
