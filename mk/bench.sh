@@ -5,4 +5,4 @@
 mk/image.sh default
 PYTHONPATH=$ROOT/sdk/python/src PATH=$OUT/bin:$PATH
 export PYTHONPATH PATH
-exec python3 -m bench "$@"
+exec "$PYTHON" -m bench "$@"

@@ -13,9 +13,9 @@ planes() {
 }
 
 sdk() {
-	(cd sdk/python && python3 -m pytest -q -p no:cacheprovider)
-	if python3 -c 'import mypy' 2>/dev/null; then
-		(cd sdk/python && python3 -m mypy --cache-dir "$CACHE/mypy")
+	(cd sdk/python && "$PYTHON" -m pytest -q -p no:cacheprovider)
+	if "$PYTHON" -c 'import mypy' 2>/dev/null; then
+		(cd sdk/python && "$PYTHON" -m mypy --cache-dir "$CACHE/mypy")
 	else
 		echo "left out: mypy (apt-get install mypy)" >&2
 	fi

@@ -14,4 +14,4 @@ export VMFORK_POOL PYTHONPATH PATH PYTHONDONTWRITEBYTECODE
 mk/image.sh demo
 say "a real job on the clones of a running VM"
 # Debian's Python, for which the packages are: another may come first in PATH.
-exec /usr/bin/python3 examples/demo.py --output "$OUT/demo.sam" "$@"
+exec "$PYTHON" examples/demo.py --output "$OUT/demo.sam" "$@"

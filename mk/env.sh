@@ -14,6 +14,9 @@ fi
 # shellcheck disable=SC2034 # used by those who source this
 OUT=$ROOT/out
 CACHE=$ROOT/.cache
+# Debian's: the one that has the packages in mk/packages, and the version that guests have.
+# shellcheck disable=SC2034
+PYTHON=/usr/bin/python3
 # shellcheck disable=SC2034
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
 

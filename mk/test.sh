@@ -11,7 +11,7 @@ guest_library() {
 		make --no-print-directory -C guest/c check BUILD="$TARGET/guest-c"
 	fi
 	if [ -d guest/python/tests ]; then
-		(cd guest/python && python3 -m pytest -q -p no:cacheprovider tests)
+		(cd guest/python && "$PYTHON" -m pytest -q -p no:cacheprovider tests)
 	fi
 }
 
@@ -26,5 +26,5 @@ mk/check.sh
 step "integration tests" cargo test --workspace --quiet --test '*' -- --nocapture
 step "documentation" documentation
 step "guest library" guest_library
-step "black box tests" python3 -m pytest -p no:cacheprovider tests "$@"
+step "black box tests" "$PYTHON" -m pytest -p no:cacheprovider tests "$@"
 say "all tests passed in $(($(date +%s) - began)) s"

@@ -260,13 +260,14 @@ fn find_group(groups: &str, name: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use clap::builder::Resettable;
     use clap::{CommandFactory, FromArgMatches};
 
     use super::*;
 
     fn config(flags: &[&str]) -> Result<Config, ConfigError> {
         // Not those of whoever runs the tests: `mk/env.sh` sets some of them.
-        let command = Flags::command().mut_args(|arg| arg.env(None::<&OsStr>));
+        let command = Flags::command().mut_args(|arg| arg.env(Resettable::Reset));
         let matches = command.try_get_matches_from([&["vmforkd"], flags].concat());
         let flags = Flags::from_arg_matches(&matches.expect("flags that parse"));
         flags.expect("all flags").check()
