@@ -143,9 +143,21 @@ impl Daemon {
         }
     }
 
-    /// Start a program; `Started` is checked.
+    /// Start a program; `Started` is checked. What others say meanwhile is kept.
     pub(crate) fn exec(&mut self, channel: u32, argv: &[&str]) {
         self.send(channel, &exec(argv));
+        let mut others = Vec::new();
+        let first = loop {
+            let frame = self.frame();
+            if frame.channel == channel {
+                break frame;
+            }
+            others.push(frame);
+        };
+        for frame in others.into_iter().rev() {
+            self.frames.push_front(frame);
+        }
+        self.frames.push_front(first);
         assert!(matches!(self.message_on(channel), ToHost::Started { .. }));
     }
 

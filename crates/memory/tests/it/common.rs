@@ -49,16 +49,20 @@ fn target_dir() -> PathBuf {
     above(3)
 }
 
-/// The shim, built once by cargo under its own profile.
+fn build(what: &[&str]) {
+    let target = target_dir();
+    let mut cargo = Command::new(env!("CARGO"));
+    let built = cargo.args(["build", "-q"]).args(what).arg("--target-dir").arg(target).status();
+    assert!(built.expect("cargo").success(), "build {what:?}");
+}
+
+/// The shim, built once by cargo under its own profile; and the fake VM, which `cargo test --test` leaves out.
 fn shim() -> PathBuf {
     static BUILD: std::sync::Once = std::sync::Once::new();
     BUILD.call_once(|| {
-        let status = Command::new(env!("CARGO"))
-            .args(["build", "-q", "--profile", "tap", "-p", "vmfork-tap", "--target-dir"])
-            .arg(target_dir())
-            .status()
-            .expect("cargo");
-        assert!(status.success(), "build the shim");
+        build(&["--profile", "tap", "-p", "vmfork-tap"]);
+        let profile = if above(2).ends_with("release") { "release" } else { "dev" };
+        build(&["--profile", profile, "-p", "vmfork-memory", "--example", "fake_vm"]);
     });
     target_dir().join("tap/libvmfork_tap.so")
 }
@@ -114,7 +118,7 @@ impl FakeVm {
                 Ok(())
             });
         }
-        let mut child = command.spawn().expect("fake VM: cargo build --examples");
+        let mut child = command.spawn().expect("fake VM");
         drop(fds);
         let stdin = child.stdin.take().expect("piped");
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
