@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use clap::Parser;
+use clap::builder::Resettable;
+use clap::{CommandFactory, FromArgMatches};
 use futures_util::FutureExt;
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
@@ -22,7 +23,10 @@ use crate::fake::Fake;
 fn config(state: &Path, flags: &[&str]) -> Config {
     let state = state.to_str().expect("text");
     let flags = [&["vmforkd", "--state", state], flags].concat();
-    Flags::parse_from(flags).check().expect("settings")
+    // Not those of whoever runs the tests: `mk/env.sh` sets some of them.
+    let command = Flags::command().mut_args(|arg| arg.env(Resettable::Reset));
+    let flags = Flags::from_arg_matches(&command.get_matches_from(flags)).expect("flags");
+    flags.check().expect("settings")
 }
 
 struct Running {
