@@ -11,6 +11,7 @@
 //! | `touch PAGE COUNT STRIDE` | ns that reading a byte of every STRIDE-th of COUNT pages took: median, 99th percentile, sum |
 //! | `huge` | `ok`: `madvise(MADV_HUGEPAGE)`, as QEMU does |
 //! | `race BLOCKS PAGE N` | `ok`, or `block B is 0`: N threads read that page of each block at once, as nearly as can be |
+//! | `block-userfaultfd` | `ok`: reads of the shim's userfaultfd wait from now on, as a hostile guest might have it |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
 #![allow(
@@ -75,6 +76,7 @@ fn main() {
                 let done = unsafe { libc::madvise(at, bytes, libc::MADV_HUGEPAGE) };
                 if done == 0 { "ok".to_owned() } else { "failed".to_owned() }
             }
+            "block-userfaultfd" => block_userfaultfd(),
             "race" => race(ram, number(1), number(2), number(3)),
             "threads" => {
                 let (first, count) = (number(1), number(2));
@@ -100,6 +102,20 @@ fn main() {
         println!("{answer}");
         std::io::stdout().flush().expect("stdout");
     }
+}
+
+fn block_userfaultfd() -> String {
+    for entry in std::fs::read_dir("/proc/self/fd").expect("own fds").flatten() {
+        let name = entry.file_name();
+        let is_it = std::fs::read_link(entry.path())
+            .is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]");
+        if is_it && let Some(Ok(fd)) = name.to_str().map(str::parse::<i32>) {
+            // SAFETY: a flag of an open file.
+            let done = unsafe { libc::fcntl(fd, libc::F_SETFL, 0) };
+            return if done == 0 { "ok" } else { "failed" }.to_owned();
+        }
+    }
+    "none".to_owned()
 }
 
 /// No page is zero, by what `fill` writes.

@@ -9,7 +9,7 @@ use vmfork_image::{PageIdx, PageRange};
 use vmfork_tap_proto::Op;
 
 use crate::pagemap::{Held, Pagemap};
-use crate::tap::{Posted, Tap, pidfd_of};
+use crate::tap::{Posted, Tap, TapError, pidfd_of};
 
 /// Originals are given back in stretches of at most 8 MiB: each is one `munmap` in the keeper, 150 µs at most,
 /// behind which a request to map a run may have to wait.
@@ -80,6 +80,8 @@ pub(crate) enum Release {
 #[derive(Debug)]
 pub(crate) struct FrozenRange {
     address: u64,
+    /// Of a word that can be read for as long as the address space is there.
+    witness: u64,
     tap: Arc<Tap>,
     holders: Vec<Holder>,
     pages: u64,
@@ -92,7 +94,13 @@ impl FrozenRange {
     ///
     /// # Errors
     /// None of them is there.
-    pub(crate) fn new(address: u64, pages: u64, tap: Arc<Tap>, pids: &[u32]) -> io::Result<Self> {
+    pub(crate) fn new(
+        address: u64,
+        witness: u64,
+        pages: u64,
+        tap: Arc<Tap>,
+        pids: &[u32],
+    ) -> io::Result<Self> {
         let holders: Vec<_> = pids
             .iter()
             .filter_map(|pid| {
@@ -106,7 +114,7 @@ impl FrozenRange {
         if holders.is_empty() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        Ok(Self { address, tap, holders, pages, released_pages: AtomicU64::new(0) })
+        Ok(Self { address, witness, tap, holders, pages, released_pages: AtomicU64::new(0) })
     }
 
     /// Read pages that are private there. A page whose stretch has been released gives an error or zeros: the
@@ -139,8 +147,12 @@ impl FrozenRange {
         for holder in &self.holders {
             let pagemap = holder.pagemap();
             match pagemap.and_then(|map| map.scan(self.address, range, &mut found)) {
-                Ok(()) if holder.is_alive() => return Ok(()),
-                Ok(()) => {}
+                // A scan of an address space that is being torn down finds nothing and says so without an error. Who
+                // can still be read from afterwards had all of its memory.
+                Ok(()) => match holder.read(self.witness, &mut [0; 8]) {
+                    Ok(()) => return Ok(()),
+                    Err(error) => last = error,
+                },
                 Err(error) => last = error,
             }
         }
@@ -160,7 +172,11 @@ impl FrozenRange {
         match self.tap.post(Op::Release, args) {
             Ok(Posted::Sent) => {}
             Ok(Posted::Busy) => return Release::Busy,
-            Err(error) => tracing::debug!(%error, %range, "release frozen pages"),
+            // Its address space goes with it.
+            Err(error @ TapError::Gone { .. }) => tracing::debug!(%error, "release frozen pages"),
+            Err(error) => {
+                tracing::warn!(%error, %range, "frozen pages stay until their VM has ended");
+            }
         }
         self.released_pages.store(range.end().0, Ordering::Relaxed);
         Release::Begun

@@ -6,7 +6,7 @@
 //! ```
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use crate::counters::ViewCounters;
 use crate::engine::{Engine, EngineError, next_view_id};
 use crate::frozen::FrozenRange;
 use crate::pagemap::{Held, Pagemap};
+use crate::stillness::Stillness;
 use crate::tap::{Tap, TapError, pidfd_of};
 use crate::uffd::Uffd;
 use crate::view::View;
@@ -61,6 +62,8 @@ pub enum FreezeError {
     Engine(#[from] EngineError),
     #[error("find the moved pages' process")]
     Process(#[source] io::Error),
+    #[error("QEMU can't be stopped")]
+    Still(#[source] io::Error),
 }
 
 impl FreezeError {
@@ -68,7 +71,7 @@ impl FreezeError {
     pub fn is_fatal(&self) -> bool {
         match self {
             Self::Tap(error) => error.is_fatal(),
-            Self::Engine(EngineError::Size { .. }) => false,
+            Self::Engine(EngineError::Size { .. }) | Self::Still(_) => false,
             Self::Engine(_) | Self::Process(_) => true,
         }
     }
@@ -102,6 +105,7 @@ pub struct GuestMemory {
     pagemap: Pagemap,
     keeper_pid: u32,
     qemu_pid: u32,
+    qemu: OwnedFd,
     hva: u64,
     pages: u64,
     view: Option<(Arc<Engine>, ViewId)>,
@@ -138,12 +142,15 @@ impl GuestMemory {
         }
         let uffd = Arc::new(Uffd::new(fd.ok_or(ConnectError::NoUserfaultfd)?));
         let pagemap = Pagemap::open(keeper_pid).map_err(in_process)?;
+        let qemu = pidfd_of(qemu_pid)
+            .map_err(|source| ConnectError::Process { pid: qemu_pid.into(), source })?;
         Ok(Self {
             tap: Arc::new(tap),
             uffd,
             pagemap,
             keeper_pid,
             qemu_pid,
+            qemu,
             hva,
             pages: bytes / PAGE_BYTES,
             view: None,
@@ -214,12 +221,12 @@ impl GuestMemory {
                 if let Some((view, engine)) = before {
                     self.join(&engine, view)?;
                 }
-                return Err(error.into());
+                return Err(error);
             }
         };
-        let [address, moving_ns, mapping_ns, mappings, ..] = values;
+        let [address, moving_ns, mapping_ns, mappings, witness, _] = values;
         let pids = [self.keeper_pid, self.qemu_pid];
-        let frozen = FrozenRange::new(address, self.pages, Arc::clone(&self.tap), &pids)
+        let frozen = FrozenRange::new(address, witness, self.pages, Arc::clone(&self.tap), &pids)
             .map_err(FreezeError::Process)?;
         next.begin(frozen)?;
         self.join(next, self.new_view())?;
@@ -258,13 +265,16 @@ impl GuestMemory {
         self.freeze_fails = true;
     }
 
-    fn call_freeze(&mut self, next: &Engine) -> Result<[u64; 6], TapError> {
+    /// QEMU's own threads look into RAM even when its vCPUs stand still (a pass of its main loop asks whether the guest
+    /// has room in a queue). In the middle of a freeze they would find holes. So all of QEMU is stopped for it.
+    fn call_freeze(&mut self, next: &Engine) -> Result<[u64; 6], FreezeError> {
+        let _still = Stillness::begin(&self.qemu).map_err(FreezeError::Still)?;
         let cache = if std::mem::take(&mut self.freeze_fails) {
             self.uffd.as_fd() // can't be mapped
         } else {
             next.image().cache().for_views()
         };
-        self.tap.call(Op::Freeze, [0; 4], Some(cache)).map(|(values, _)| values)
+        Ok(self.tap.call(Op::Freeze, [0; 4], Some(cache)).map(|(values, _)| values)?)
     }
 
     fn join(&mut self, engine: &Arc<Engine>, view: View) -> Result<(), EngineError> {

@@ -33,6 +33,7 @@ mod homes;
 mod host_image;
 mod pagemap;
 mod presence;
+mod stillness;
 mod sync;
 mod tap;
 mod uffd;

@@ -17,7 +17,9 @@ use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
 
 /// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is held up
 /// for so long is lost.
-pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long it may take to map a run, for which the engine of all views of an image waits.
+pub(crate) const MAP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Most requests under way whose answers nobody waits for.
 const POSTED_MAX: u32 = 4;
@@ -45,6 +47,9 @@ pub enum TapError {
         #[source]
         source: io::Error,
     },
+    /// QEMU has touched this block of a run that was to be mapped: nothing has changed.
+    #[error("keeper: {op:?}: block {block} is in use")]
+    Busy { op: Op, block: u64 },
     #[error("keeper: {op:?}: answer of {len} bytes makes no sense")]
     BadReply { op: Op, len: usize },
     #[error("keeper: {op:?}: socket")]
@@ -60,7 +65,7 @@ impl TapError {
     pub fn is_fatal(&self) -> bool {
         match self {
             Self::Refused { source, .. } => source.raw_os_error() == Some(libc::ENOTRECOVERABLE),
-            Self::Gone { .. } => false,
+            Self::Gone { .. } | Self::Busy { .. } => false,
             _ => true,
         }
     }
@@ -141,6 +146,9 @@ impl Tap {
             let received = ready.map_err(|source| TapError::Socket { op, source });
             match received.and_then(|()| inner.receive(op, RecvFlags::empty())) {
                 Ok((reply, fd)) if reply.sequence == inner.sequence => {
+                    if reply.errno == libc::EBUSY.cast_unsigned() {
+                        return Err(TapError::Busy { op, block: reply.values[0] });
+                    }
                     if reply.errno != 0 {
                         let source = io::Error::from_raw_os_error(reply.errno.cast_signed());
                         return Err(TapError::Refused { op, source });

@@ -13,6 +13,7 @@ use linux_raw_sys::general::{
 };
 use linux_raw_sys::ioctl::{UFFDIO_COPY, UFFDIO_WAKE, UFFDIO_ZEROPAGE};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::ReadWriteFlags;
 
 const _: () = assert!(size_of::<uffd_msg>() == 32);
 const _: () = assert!(size_of::<uffdio_range>() == 16);
@@ -53,7 +54,7 @@ impl Uffd {
     pub(crate) fn read_faults(&self, mut found: impl FnMut(u64, bool)) -> io::Result<()> {
         let mut bytes = [0u8; BATCH * size_of::<uffd_msg>()];
         loop {
-            let read = match rustix::io::read(&self.fd, &mut bytes) {
+            let read = match self.read(&mut bytes) {
                 Ok(read) => read,
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
                 Err(rustix::io::Errno::INTR) => continue,
@@ -76,11 +77,22 @@ impl Uffd {
         }
     }
 
+    /// Never waits. The flag O_NONBLOCK would not do alone: QEMU shares it, and a guest that has taken QEMU over could
+    /// clear it. (Before Linux 6.10 there is nothing else.)
+    fn read(&self, bytes: &mut [u8]) -> Result<usize, rustix::io::Errno> {
+        let here = u64::MAX; // as read(2)
+        let parts = &mut [io::IoSliceMut::new(bytes)];
+        match rustix::io::preadv2(&self.fd, parts, here, ReadWriteFlags::NOWAIT) {
+            Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(&self.fd, bytes),
+            read => read,
+        }
+    }
+
     /// As [`Uffd::read_faults`], again and again until there is something to read from `other`, or until `timeout`
     /// is over. Reads other events, too, which lets those go on who caused them.
     ///
     /// # Errors
-    /// As [`Uffd::read_faults`].
+    /// As [`Uffd::read_faults`]; the time is over.
     pub(crate) fn read_faults_until(
         &self,
         other: BorrowedFd<'_>,
@@ -94,7 +106,7 @@ impl Uffd {
             let mut ready =
                 [PollFd::new(&other, PollFlags::IN), PollFd::new(&self.fd, PollFlags::IN)];
             match rustix::event::poll(&mut ready, Some(&left)) {
-                Ok(0) => return Ok(()),
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }

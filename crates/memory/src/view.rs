@@ -9,12 +9,15 @@ use vmfork_tap_proto::Op;
 
 use crate::counters::ViewCounters;
 use crate::host_image::HostImage;
-use crate::tap::{REPLY_TIMEOUT, Tap, TapError};
+use crate::tap::{MAP_TIMEOUT, Tap, TapError};
 use crate::uffd::{Installed, Uffd};
 
 /// Most runs that are mapped into one view. The next freeze moves each by itself, 3 µs, with its VM stopped: 1.5 ms
 /// in all. Beyond that, pages are copied. (The kernel allows a process 65530 mappings.)
 const MAPPED_RUNS_MAX: usize = 512;
+
+/// How often a run is tried, each time shorter by a block that QEMU has touched.
+const MAP_TRIES_MAX: usize = 16;
 
 /// How often a busy address space is tried again.
 const RETRIES_MAX: u32 = 1000;
@@ -199,31 +202,38 @@ impl View {
         run: PageRange,
         home: Option<&Arc<HostImage>>,
     ) -> Result<Option<PageRange>, TapError> {
-        if self.map(run, home)? {
-            return Ok(Some(run));
-        }
-        match page.block().pages() {
-            Some(block) if block != run && run.covers(&block) && self.map(block, home)? => {
-                Ok(Some(block))
+        let mut run = run;
+        for _ in 0..MAP_TRIES_MAX {
+            match self.map(run, home) {
+                Ok(()) => return Ok(Some(run)),
+                Err(error) if error.is_fatal() => return Err(error),
+                Err(TapError::Busy { block, .. }) => {
+                    // What is left of the run on this side of the block that QEMU has touched.
+                    let block = BlockIdx(block);
+                    self.touch(block);
+                    let Some(pages) = block.pages().filter(|pages| !pages.contains(page)) else {
+                        return Ok(None);
+                    };
+                    run = match pages.start() < page {
+                        true => run.from_page(pages.end()),
+                        false => run.until_page(pages.start()),
+                    };
+                }
+                Err(error) => {
+                    tracing::debug!(%error, %run, "map a run");
+                    return Ok(None);
+                }
             }
-            _ => Ok(None),
         }
+        Ok(None)
     }
 
-    fn map(&mut self, run: PageRange, home: Option<&Arc<HostImage>>) -> Result<bool, TapError> {
+    fn map(&mut self, run: PageRange, home: Option<&Arc<HostImage>>) -> Result<(), TapError> {
         let args = [run.byte_offset(), run.byte_len(), 0, 0];
-        let outcome = match home {
-            Some(image) => self.map_cache(args, image),
-            None => self.tap.call(Op::MapZero, args, None),
+        match home {
+            Some(image) => self.map_cache(args, image)?,
+            None => self.tap.call(Op::MapZero, args, None)?,
         };
-        match outcome {
-            Ok(_) => {}
-            Err(error) if error.is_fatal() => return Err(error),
-            Err(error) => {
-                tracing::debug!(%error, %run, "map a run");
-                return Ok(false);
-            }
-        }
         let state = home.map_or(BlockState::Zeros, |image| BlockState::Mapped(image.id()));
         for (block, _) in run.by_block() {
             if let Some(slot) =
@@ -233,7 +243,7 @@ impl View {
             }
         }
         self.mapped_runs += 1;
-        Ok(true)
+        Ok(())
     }
 
     /// The keeper moves the new mapping into its place, and waits until that is read from the userfaultfd.
@@ -246,7 +256,7 @@ impl View {
         let mut faults = Vec::new();
         let cache = Some(image.cache().for_views());
         let outcome = tap.call_beside(Op::MapCache, args, cache, |socket| {
-            uffd.read_faults_until(socket, REPLY_TIMEOUT, |address, is_write| {
+            uffd.read_faults_until(socket, MAP_TIMEOUT, |address, is_write| {
                 faults.push((address, is_write));
             })
         });

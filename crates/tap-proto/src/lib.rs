@@ -61,12 +61,15 @@ pub enum Op {
     /// Map the cache in the fd over RAM, private, and register it for missing faults.
     Attach = 2,
     /// Move RAM's pages aside, then as [`Op::Attach`] with the new image's cache in the fd.
-    /// → values: the address of the moved pages, ns spent moving, ns spent mapping and registering, mappings moved.
+    /// QEMU must have been stopped (SIGSTOP): its threads look into RAM even when its vCPUs stand still.
+    /// → values: the address of the moved pages, ns spent moving, ns spent mapping and registering, mappings moved,
+    /// the address of a word that can be read for as long as QEMU's memory is there.
     Freeze = 3,
     /// Map a run of another cache over a part of the view that no page was ever installed in, and register it.
     /// args: offset in bytes (also the offset in the cache), length in bytes; fd: the cache.
     /// Its UFFD_EVENT_REMAP must be read from the userfaultfd before the answer comes.
     /// EBUSY: QEMU itself has installed pages in a block of the run (a disk read, a balloon); nothing was mapped.
+    /// → values: that block's number.
     MapCache = 4,
     /// Map zeros (anonymous memory) over such a part; not registered: the kernel serves it alone.
     /// args: offset, length in bytes. EBUSY: as for `MapCache`.

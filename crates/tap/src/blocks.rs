@@ -57,18 +57,18 @@ impl<const N: usize> Blocks<N> {
         }
     }
 
-    /// The keeper wants to map over blocks. False: QEMU has touched one of them; none is claimed.
-    pub(crate) fn claim(&self, first: usize, end: usize) -> bool {
+    /// The keeper wants to map over blocks. Err: QEMU has touched this one of them; none is claimed.
+    pub(crate) fn claim(&self, first: usize, end: usize) -> Result<(), usize> {
         for block in first..end {
             let won = self.0.get(block).is_some_and(|state| {
                 state.compare_exchange(FRESH, MAPPING, AcqRel, Acquire).is_ok()
             });
             if !won {
                 self.settle(first, block, false);
-                return false;
+                return Err(block);
             }
         }
-        true
+        Ok(())
     }
 
     /// What became of claimed blocks.
@@ -94,15 +94,15 @@ mod tests {
     fn a_claim_fails_as_a_whole_and_leaves_nothing_behind() {
         let blocks = Blocks::<4>::new();
         assert!(blocks.touch(2));
-        assert!(!blocks.claim(0, 4));
-        assert!(blocks.claim(0, 2), "given back");
+        assert_eq!(blocks.claim(0, 4), Err(2));
+        assert_eq!(blocks.claim(0, 2), Ok(()), "given back");
         assert!(!blocks.touch(0), "being mapped");
         blocks.settle(0, 2, true);
         assert!(blocks.touch(0), "holes of what is mapped may be filled");
-        assert!(!blocks.claim(0, 1), "but it is never mapped over again");
-        assert!(!blocks.claim(3, 5), "beyond the end");
+        assert_eq!(blocks.claim(0, 1), Err(0), "but it is never mapped over again");
+        assert_eq!(blocks.claim(3, 5), Err(4), "beyond the end");
         blocks.reset(4);
-        assert!(blocks.claim(0, 4));
+        assert_eq!(blocks.claim(0, 4), Ok(()));
     }
 }
 
@@ -127,7 +127,7 @@ mod loom_tests {
             let keeper = Arc::clone(&ram);
             let keeper = loom::thread::spawn(move || {
                 let (blocks, installed) = &*keeper;
-                if !blocks.claim(0, 2) {
+                if blocks.claim(0, 2).is_err() {
                     return false;
                 }
                 for block in installed {
@@ -158,7 +158,7 @@ mod loom_tests {
                 assert_eq!(installed[1].load(Ordering::Relaxed), MAPPED_CACHE);
             } else {
                 assert_eq!(installed[0].load(Ordering::Relaxed), NOTHING);
-                assert!(blocks.claim(0, 1), "a claim that failed gave back what it had");
+                assert!(blocks.claim(0, 1).is_ok(), "a claim that failed gave back what it had");
             }
         });
     }

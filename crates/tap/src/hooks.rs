@@ -134,7 +134,7 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, len: size_t, advice: c_int) ->
                     return fail(errno);
                 }
                 if ram::is_view() {
-                    ram::install_zeros(start, len);
+                    ram::zero_dropped(start, len);
                 }
                 return 0;
             }
@@ -172,7 +172,7 @@ fn expect_overwrite(at: usize, len: usize) {
     let first = at.next_multiple_of(PAGE_BYTES);
     let end = (at + len) & !(PAGE_BYTES - 1);
     if end > first {
-        ram::install_zeros(first, end - first);
+        ram::zero_missing(first, end - first);
     }
 }
 

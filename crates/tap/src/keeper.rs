@@ -1,5 +1,6 @@
 //! The keeper: answers `vmforkd`, one request at a time, by changing QEMU's address space.
 
+use core::cell::Cell;
 use core::ffi::{c_int, c_void};
 use core::mem::MaybeUninit;
 use core::sync::atomic::Ordering::Relaxed;
@@ -105,13 +106,15 @@ impl Keeper {
         }
         let request = Request::from_bytes(&packet);
         let op = Op::from_u32(request.op);
+        // Of a run that can't be mapped: the block that QEMU has touched.
+        let touched = Cell::new(0);
         let outcome = match op {
             _ if len != REQUEST_BYTES => Err(EINVAL),
             Some(Op::Status) => Ok(self.status()),
             Some(Op::Attach) => self.attach(fd).map(|()| [0; 6]),
             Some(Op::Freeze) => self.freeze(fd),
-            Some(Op::MapCache) => self.map_run(request.args, Some(fd)).map(|()| [0; 6]),
-            Some(Op::MapZero) => self.map_run(request.args, None).map(|()| [0; 6]),
+            Some(Op::MapCache) => self.map_run(request.args, Some(fd), &touched).map(|()| [0; 6]),
+            Some(Op::MapZero) => self.map_run(request.args, None, &touched).map(|()| [0; 6]),
             Some(Op::Release) => Self::release(request.args).map(|()| [0; 6]),
             Some(Op::Exit) => Ok([0; 6]),
             None => Err(EINVAL),
@@ -121,7 +124,7 @@ impl Keeper {
         }
         let (errno, values) = match outcome {
             Ok(values) => (0, values),
-            Err(errno) => (errno, [0; 6]),
+            Err(errno) => (errno, [touched.get() as u64, 0, 0, 0, 0, 0]),
         };
         let reply = Reply { errno, sequence: request.sequence, values };
         let with = if op == Some(Op::Status) { self.userfaultfd } else { -1 };
@@ -250,7 +253,7 @@ impl Keeper {
         forget_parts(bytes);
         ram::set_view();
         let end = sys::monotonic_ns();
-        Ok([aside as u64, between - began, end - between, stretches, 0, 0])
+        Ok([aside as u64, between - began, end - between, stretches, ram::witness() as u64, 0])
     }
 
     /// Undo a freeze that failed half-way: the first `moved` bytes go back where they were. Returns the errno to
@@ -277,7 +280,12 @@ impl Keeper {
         errno
     }
 
-    fn map_run(&self, args: [u64; 4], cache: Option<c_int>) -> Result<(), u32> {
+    fn map_run(
+        &self,
+        args: [u64; 4],
+        cache: Option<c_int>,
+        touched: &Cell<usize>,
+    ) -> Result<(), u32> {
         let (start, bytes) = Self::manageable_ram()?;
         let [offset, len, ..] = args;
         let aligned = offset % BLOCK_BYTES == 0 && len % BLOCK_BYTES == 0 && len > 0;
@@ -289,7 +297,8 @@ impl Keeper {
         let len = usize::try_from(len).map_err(|_| EINVAL)?;
         let (first_block, end_block) =
             ((offset / BLOCK_BYTES) as usize, (end / BLOCK_BYTES) as usize);
-        if !blocks::RAM.claim(first_block, end_block) {
+        if let Err(block) = blocks::RAM.claim(first_block, end_block) {
+            touched.set(block);
             return Err(libc::EBUSY.unsigned_abs());
         }
         let mapped = self.map_over(at, len, cache);

@@ -122,6 +122,11 @@ pub(crate) fn set_view() {
     IS_VIEW.store(true, Release);
 }
 
+/// The address of a word that can be read for as long as this address space is there.
+pub(crate) fn witness() -> usize {
+    (&raw const START).expose_provenance()
+}
+
 /// Register a range for missing faults. `userfaultfd` is the number in the calling process's own table.
 pub(crate) fn register(userfaultfd: c_int, at: usize, len: usize) -> Result<(), u32> {
     let mut request = uffdio_register {
@@ -147,10 +152,27 @@ pub(crate) fn unregister(userfaultfd: c_int, at: usize, len: usize) -> Result<()
     unsafe { sys::ioctl(userfaultfd, UFFDIO_UNREGISTER, argument.expose_provenance()) }.map(|_| ())
 }
 
-/// Install the zero page wherever nothing is installed yet in a page-aligned range of a view: what was there
-/// will never be read again. Pages that are present, and parts that are not registered, stay as they are.
-/// Bounded: every step advances.
-pub(crate) fn install_zeros(at: usize, len: usize) {
+/// Zeros in a page-aligned range of a view whose pages were dropped just now. A page that is not missing any more
+/// (the kernel mapped it beside another, from the cache), or that can't be given the zero page now (a mapping is
+/// under way), is overwritten: else it would read as what the snapshot had.
+pub(crate) fn zero_dropped(at: usize, len: usize) {
+    install_zeros(at, len, |page| {
+        let page: *mut u8 = core::ptr::with_exposed_provenance_mut(page);
+        // SAFETY: a page of RAM that the guest has given away, so that nobody else uses it. If it is missing, this
+        // waits for `vmforkd`, like any access of QEMU's.
+        unsafe { page.write_bytes(0, PAGE_BYTES) };
+    });
+}
+
+/// Zeros in a page-aligned range of a view that is about to be overwritten, wherever nothing is installed yet, which
+/// spares a fetch. Pages that are present, or can't be given the zero page now, stay as they are.
+pub(crate) fn zero_missing(at: usize, len: usize) {
+    install_zeros(at, len, |_| {});
+}
+
+/// Install the zero page wherever nothing is installed yet; `refused` is called for each page of which that could not
+/// be done, except where the kernel serves zeros by itself. Bounded: every step advances.
+fn install_zeros(at: usize, len: usize, refused: impl Fn(usize)) {
     let end = at + len;
     let (start, _) = range();
     let mut next = at;
@@ -159,6 +181,7 @@ pub(crate) fn install_zeros(at: usize, len: usize) {
         let block_end = (next | (BLOCK_BYTES as usize - 1)) + 1;
         let stop = block_end.min(end);
         if !blocks::RAM.touch((next - start) / BLOCK_BYTES as usize) {
+            (next..stop).step_by(PAGE_BYTES).for_each(&refused);
             next = stop;
             continue;
         }
@@ -176,8 +199,13 @@ pub(crate) fn install_zeros(at: usize, len: usize) {
             Ok(_) => next = stop,
             Err(_) if filled > 0 => next += filled,
             Err(errno) if errno == libc::EAGAIN.unsigned_abs() && retries < 64 => retries += 1,
-            Err(errno) if errno == libc::EEXIST.unsigned_abs() => next += PAGE_BYTES,
-            Err(_) => next = stop,
+            // A run of zeros, which is not registered: anonymous memory.
+            Err(errno) if errno == libc::ENOENT.unsigned_abs() => next = stop,
+            Err(_) => {
+                refused(next);
+                next += PAGE_BYTES;
+                retries = 0;
+            }
         }
     }
 }

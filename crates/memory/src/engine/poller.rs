@@ -43,6 +43,8 @@ impl Bell {
 pub(super) struct Ready {
     pub(super) commands: bool,
     pub(super) views: Vec<ViewId>,
+    /// Their userfaultfds are not as they were: somebody has tampered with them.
+    pub(super) broken: Vec<ViewId>,
 }
 
 #[derive(Debug)]
@@ -70,6 +72,7 @@ impl Poller {
     pub(super) fn wait(&self, timeout: Option<Duration>, ready: &mut Ready) -> io::Result<()> {
         ready.commands = false;
         ready.views.clear();
+        ready.broken.clear();
         let mut events = [const { MaybeUninit::<Event>::uninit() }; READY_MAX];
         let timeout = timeout.map(|timeout| Timespec {
             tv_sec: timeout.as_secs().cast_signed(),
@@ -81,8 +84,12 @@ impl Poller {
             Err(errno) => return Err(errno.into()),
         };
         for event in events {
+            let flags = event.flags;
             match event.data.u64() {
                 COMMANDS => ready.commands = true,
+                view if flags.intersects(EventFlags::ERR | EventFlags::HUP) => {
+                    ready.broken.push(ViewId(view));
+                }
                 view => ready.views.push(ViewId(view)),
             }
         }

@@ -9,7 +9,7 @@
 
 mod serve;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -85,6 +85,8 @@ pub(super) struct Worker {
     stopping: bool,
     buffer: Vec<u8>,
     faults: Vec<Fault>,
+    /// Views that were reported lost.
+    lost: BTreeSet<ViewId>,
 }
 
 /// A view's VM touched a page that is missing there.
@@ -132,6 +134,7 @@ impl Worker {
             stopping: false,
             buffer: Vec::new(),
             faults: Vec::new(),
+            lost: BTreeSet::new(),
         })
     }
 
@@ -147,6 +150,10 @@ impl Worker {
                 self.bell.silence();
                 self.take_commands();
             }
+            for id in &ready.broken {
+                self.report_lost(*id, "its userfaultfd was tampered with".to_owned());
+            }
+            self.faults.clear();
             self.read_faults(&ready.views);
             self.serve_faults();
             if self.has_background() && self.pace.wait(Instant::now()).is_zero() {
@@ -208,6 +215,14 @@ impl Worker {
     }
 
     fn remove_view(&mut self, id: ViewId) -> Option<View> {
+        // A fault that is still under way (one of KVM's asynchronous ones, say) must not go on where nobody answers,
+        // or where it would find a hole: what has been raised by now is answered here.
+        self.read_faults(&[id]);
+        self.serve_faults();
+        if let Some(view) = self.views.get(&id) {
+            view.wake(PageRange::first(self.image.pages()));
+        }
+        self.lost.remove(&id);
         let view = self.views.remove(&id)?;
         self.poller.remove(&view.uffd);
         self.scheduler.remove_view(id);
@@ -219,34 +234,43 @@ impl Worker {
     }
 
     fn add_view(&mut self, id: ViewId, view: View) {
-        if let Phase::Failed { reason } = &self.phase {
-            self.report_lost(id, reason.clone());
-        }
-        if let Err(error) = self.poller.add(id, &view.uffd) {
-            self.report_lost(id, format!("its faults can't be waited for: {error}"));
-        }
+        let added = self.poller.add(id, &view.uffd);
         // Faults that another engine read, and left, are raised anew.
         view.wake(PageRange::first(self.image.pages()));
         self.views.insert(id, view);
+        if let Phase::Failed { reason } = &self.phase {
+            self.report_lost(id, reason.clone());
+        }
+        if let Err(error) = added {
+            self.report_lost(id, format!("its faults can't be waited for: {error}"));
+        }
     }
 
     fn read_faults(&mut self, ready: &[ViewId]) {
-        self.faults.clear();
         for id in ready {
             let Some(view) = self.views.get(id) else { continue };
             let faults = &mut self.faults;
+            if self.lost.contains(id) {
+                continue;
+            }
             let outcome = view.uffd.read_faults(|address, is_write| {
                 let page = view.page_at(address);
                 faults.extend(page.map(|page| Fault { view: *id, page, is_write }));
             });
             if let Err(error) = outcome {
-                self.poller.remove(&view.uffd);
                 self.report_lost(*id, format!("its faults can't be read: {error}"));
             }
         }
     }
 
-    fn report_lost(&self, view: ViewId, reason: String) {
+    /// A view whose VM must not go on: its faults are answered no more. It stays until it is removed.
+    fn report_lost(&mut self, view: ViewId, reason: String) {
+        let Some(lost) = self.views.get(&view).filter(|_| self.lost.insert(view)) else { return };
+        self.poller.remove(&lost.uffd);
+        self.scheduler.remove_view(view);
+        for other in self.others.values_mut() {
+            other.remove_view(view);
+        }
         (self.events)(EngineEvent::ViewLost { image: self.image.id(), view, reason });
     }
 
@@ -321,8 +345,8 @@ impl Worker {
     /// The table will never be known: all views will sooner or later ask for a page.
     fn fail(&mut self, reason: String) {
         tracing::error!(image = %self.image.id(), reason, "image lost");
-        for id in self.views.keys() {
-            self.report_lost(*id, reason.clone());
+        for id in self.views.keys().copied().collect::<Vec<_>>() {
+            self.report_lost(id, reason.clone());
         }
         self.phase = Phase::Failed { reason };
     }

@@ -91,6 +91,44 @@ fn without_both_a_clone_is_lost_by_name_and_what_was_drained_stays() {
 }
 
 #[test]
+fn a_table_that_is_made_while_its_vm_dies_is_right_or_none() {
+    needs_userfaultfd!();
+    for round in 0..6 {
+        let mut parent = FakeVm::start(PAGES, Role::Boot);
+        parent.ask(&format!("fill 0 {PAGES} 3"));
+        let (engine, _) = engine(&mut parent, 16);
+        parent.memory().freeze(&engine).expect("freeze");
+        let (keeper, qemu) = (parent.memory().keeper_pid(), parent.pid());
+        std::thread::sleep(Duration::from_millis(4 * round));
+        kill(keeper);
+        kill(qemu);
+        // Tearing 256 MiB down takes a while, in which there is less and less to find.
+        if engine.wait_sealed(Duration::from_millis(500)) {
+            let found = engine.image().counters().frozen_pages.get();
+            assert_eq!(found, PAGES, "round {round}: pages are taken for zero");
+        }
+    }
+}
+
+#[test]
+fn a_userfaultfd_that_was_tampered_with_costs_its_own_vm_alone() {
+    needs_userfaultfd!();
+    let mut parent = FakeVm::start(1024, Role::Boot);
+    // Zeros always fault, however far the drain has come.
+    parent.ask("fill 0 1023 3");
+    let (engine, events) = engine(&mut parent, 16);
+    parent.memory().freeze(&engine).expect("freeze");
+    let (mut bad, mut good) = (clone_of(&engine), clone_of(&engine));
+    assert_eq!(bad.ask("block-userfaultfd"), "ok");
+    bad.send("sum 1023 1");
+    let reason = await_event(&events, is_lost);
+    assert!(reason.contains("tampered"), "{reason}");
+    assert!(good.sums(0, 1023).iter().all(|sum| *sum != 0));
+    drop(bad);
+    assert!(parent.sums(0, 1023).iter().all(|sum| *sum != 0));
+}
+
+#[test]
 fn a_dead_engine_costs_its_own_views_and_nobody_elses() {
     needs_userfaultfd!();
     let (mut parent, sums, first, events) = frozen_and(|_| ());

@@ -49,6 +49,9 @@ impl Worker {
     /// Why the view is lost.
     fn serve(&mut self, fault: Fault) -> Result<(), String> {
         let Fault { view: id, page, .. } = fault;
+        if self.lost.contains(&id) {
+            return Ok(());
+        }
         self.know(page)?;
         let Some(view) = self.views.get(&id) else { return Ok(()) };
         match self.decide(view, fault) {
@@ -227,13 +230,18 @@ impl Worker {
         let (run, _) = self.scheduler.table().run_at(page, within);
         let present = home.cache().presence();
         let end = run.pages().find(|page| present.is_present(*page)).unwrap_or(run.end());
-        let run = run.until_page(end);
+        let mut run = run.until_page(end);
         if run.is_empty() {
             view.wake(page.range());
             return Ok(());
         }
         self.buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
-        owner.read_owned(run, &mut self.buffer).map_err(|lost| lost.to_string())?;
+        if owner.read_owned(run, &mut self.buffer).is_err() {
+            // Of several, a bad neighbour must not stop the view.
+            run = page.range();
+            self.buffer.truncate(usize::try_from(run.byte_len()).unwrap_or(0));
+            owner.read_owned(run, &mut self.buffer).map_err(|lost| lost.to_string())?;
+        }
         view.counters.fetch.add(1);
         home.counters.demand_bytes.add(run.byte_len());
         home.counters.from_image_bytes.add(run.byte_len());
