@@ -31,6 +31,10 @@ impl<'a> Stillness<'a> {
             if Instant::now() >= deadline {
                 return Err(io::ErrorKind::TimedOut.into());
             }
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "a process handle does not tell of stops"
+            )]
             std::thread::sleep(LOOK);
         }
         Ok(still)

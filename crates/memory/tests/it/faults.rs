@@ -99,7 +99,7 @@ fn a_table_that_is_made_while_its_vm_dies_is_right_or_none() {
         let (engine, _) = engine(&mut parent, 16);
         parent.memory().freeze(&engine).expect("freeze");
         let (keeper, qemu) = (parent.memory().keeper_pid(), parent.pid());
-        std::thread::sleep(Duration::from_millis(4 * round));
+        std::thread::park_timeout(Duration::from_millis(4 * round));
         kill(keeper);
         kill(qemu);
         // Tearing 256 MiB down takes a while, in which there is less and less to find.
