@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::{ForkIdentity, TicketClone};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_memory::FreezeError;
 use vmfork_qemu::pool;
 use vmfork_qemu::qmp::reopen_from_start;
 
@@ -16,11 +17,15 @@ use crate::admission::Lease;
 use crate::agent::AgentInfo;
 use crate::hub::{Core, chain};
 use crate::metrics::{EndReason, Stage};
+use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How many QEMUs are tried for one clone.
+const ATTACH_TRIES_MAX: u32 = 4;
 
 #[derive(Debug)]
 pub(super) struct CloneOrder {
@@ -107,13 +112,13 @@ async fn start_within(
         remedy: Some(remedy.to_owned()),
     };
     let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
-    let (machine, from) = match machine.await {
-        Ok(Ok(machine)) => machine,
-        Ok(Err(launch)) => return Err(error(launch.code(), chain(&launch), launch.remedy())),
-        Err(_given_up) => {
-            return Err(error(ErrorCode::Timeout, "the fork was given up".to_owned(), doctor));
-        }
+    let Ok(first) = machine.await else {
+        return Err(error(ErrorCode::Timeout, "the fork was given up".to_owned(), doctor));
     };
+    let (machine, from) = attached(core, snapshot, first).await.map_err(|failed| match failed {
+        NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
+        NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
+    })?;
     let machine = Arc::new(machine);
     let identity = Identity {
         id: random_hex::<8>(),
@@ -139,6 +144,40 @@ async fn start_within(
             let reason = chain(&*failure.source);
             core.end(&vm, End::failed(failure.kind, reason.clone()));
             Err(error(failure.code, reason, failure.remedy))
+        }
+    }
+}
+
+enum NoView {
+    Launch(LaunchError),
+    Attach(FreezeError),
+}
+
+/// A QEMU that is a view of the snapshot. One that waited may have died before anybody noticed: then another.
+async fn attached(
+    core: &Arc<Core>,
+    snapshot: &Snapshot,
+    first: Result<(Machine, pool::Origin), LaunchError>,
+) -> Result<(Machine, pool::Origin), NoView> {
+    let mut next = first;
+    let mut attempt = 1;
+    loop {
+        let (machine, from) = next.map_err(NoView::Launch)?;
+        let attach = Instant::now();
+        let outcome = tokio::task::block_in_place(|| machine.memory().attach(&snapshot.engine));
+        match outcome {
+            Ok(()) => {
+                core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
+                return Ok((machine, from));
+            }
+            Err(error) if from == pool::Origin::Pooled && attempt < ATTACH_TRIES_MAX => {
+                tracing::info!(error = chain(&error), "a waiting QEMU has died; taking another");
+                let shape = machine.shape.clone();
+                drop(machine);
+                next = core.pool.take(&shape).await;
+                attempt += 1;
+            }
+            Err(error) => return Err(NoView::Attach(error)),
         }
     }
 }
@@ -172,11 +211,6 @@ async fn bring_up(
     agent: Option<AgentInfo>,
     deadline: Instant,
 ) -> Result<(), Failure> {
-    let attach = Instant::now();
-    tokio::task::block_in_place(|| machine.memory().attach(&snapshot.engine))
-        .map_err(Failure::qemu)?;
-    core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
-
     let load = Instant::now();
     {
         // Loading is CPU-bound: more at a time than cores would only make all of them late.
