@@ -145,9 +145,13 @@ int sf_kill(sf_ticket ticket);
 /**
  * In a clone: send a message to the parent. Messages of one worker arrive in order, each whole.
  *
- * @data, @bytes  the message, of any length; @data may be NULL if @bytes is 0.
+ * Waits while the host holds much that the parent has not received: 64 MiB of this worker, 256 MiB of
+ * all workers of this parent.
+ *
+ * @data, @bytes  the message, 256 MiB at most; @data may be NULL if @bytes is 0.
  * Returns  0 once the host has stored all of it (it survives this clone's end); -EPERM as sf_exit();
- *          -ENOMEM, -ENOSPC (the host has no room), -EPIPE (the ticket is gone).
+ *          -EMSGSIZE (longer than 256 MiB), -ENOMEM (the host has no room: 1 GiB lies there that
+ *          parents have not received), -EPIPE (the ticket is gone, or the parent).
  * Threads  safe; calls of one worker are serialised.
  * Since    0.1
  */

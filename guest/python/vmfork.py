@@ -313,7 +313,10 @@ def sf_kill(ticket: Ticket) -> List[Worker]:
 
 
 def sf_send(data: Union[bytes, bytearray, memoryview]) -> None:
-    """In a clone: send a message to the parent. It is stored on the host when this returns."""
+    """In a clone: send a message to the parent, 256 MiB at most. It is stored on the host when this returns.
+
+    Waits while much that was sent has not been received: 64 MiB of this worker, 256 MiB of all.
+    """
     with _State.lock:
         if _State.connection is not None:
             _ask(_State.connection, "sf_send", _SEND, data=data)

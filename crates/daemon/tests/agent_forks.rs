@@ -4,7 +4,7 @@ mod agent_fake;
 
 use std::time::Duration;
 
-use agent_fake::{Bench, SOON, bench, bench_with, clone_bench, identity};
+use agent_fake::{Bench, SOON, bench, bench_with, clone_bench, clone_bench_in, identity};
 use bytes::Bytes;
 use rustix::io::Errno;
 use tokio::io::AsyncWriteExt;
@@ -14,7 +14,8 @@ use vmfork_agent_proto::{
 };
 use vmfork_api::ExecRequest;
 use vmfork_daemon::agent::{
-    CloseReason, GuestRequest, Inheritance, LinkError, MailLimits, Message, RequestId,
+    CloseReason, GuestRequest, HostMail, Inheritance, LinkError, MailLimits, MailRoom, Message,
+    RequestId,
 };
 use vmfork_daemon::control::{ExecInput, ExecOutput};
 
@@ -299,7 +300,11 @@ async fn a_message_of_any_size_reaches_the_program_that_receives() {
 
 /// A clone whose workers are `vmid`, …, with its identity confirmed.
 async fn worker_bench(vmid: u32, workers: u32, mail: MailLimits) -> Bench {
-    let mut bench = bench_with(Some(&Inheritance::default()), mail, 4);
+    let bench = bench_with(Some(&Inheritance::default()), mail, 4);
+    confirmed(bench, vmid, workers).await
+}
+
+async fn confirmed(mut bench: Bench, vmid: u32, workers: u32) -> Bench {
     let Bench { link, agent, .. } = &mut bench;
     let (named, ()) = tokio::join!(link.identity(identity(1, vmid, workers), SOON), async {
         agent.message().await;
@@ -353,6 +358,50 @@ async fn messages_come_whole_and_wait_in_the_guest_when_the_host_holds_enough() 
     };
     assert_eq!(message.length_bytes(), 280_000);
     drop(reply);
+}
+
+#[tokio::test]
+async fn siblings_share_their_parents_room_and_wait_until_it_has_received() {
+    let room = MailRoom::new(&HostMail::default(), 400_000);
+    let inheritance = Inheritance::default();
+    let mut first = confirmed(clone_bench_in(&inheritance, room.clone()), 1, 1).await;
+    let mut second = confirmed(clone_bench_in(&inheritance, room), 2, 1).await;
+    for (vmid, bench) in [(1, &mut first), (2, &mut second)] {
+        bench.agent.say(1, &ToHost::Send { vmid, length_bytes: 300_000 }).await;
+        for piece in vec![0u8; WINDOW_BYTES as usize].chunks(32 * 1024) {
+            bench.agent.stream(Kind::Data, 1, piece, false).await;
+        }
+        if vmid == 1 {
+            assert!(matches!(bench.agent.message().await, (1, ToGuest::Credit { .. })));
+        } else {
+            bench.agent.silence().await;
+        }
+    }
+    let rest = vec![0; 300_000 - WINDOW_BYTES as usize];
+    first.agent.stream(Kind::Data, 1, &rest, true).await;
+    let GuestRequest::Send { message, reply, .. } = next(&mut first.requests).await else {
+        panic!("send")
+    };
+    reply.ok(0);
+    // It survives its sender, and counts as long as it lies here.
+    drop(first);
+    second.agent.silence().await;
+    drop(message);
+    assert!(matches!(second.agent.message().await, (1, ToGuest::Credit { .. })));
+}
+
+#[tokio::test]
+async fn a_message_for_which_the_host_has_no_room_is_refused() {
+    let room = MailRoom::new(&HostMail::new(1000), 400_000);
+    let bench = clone_bench_in(&Inheritance::default(), room);
+    let Bench { link: _link, mut agent, mut requests, .. } = confirmed(bench, 1, 1).await;
+    agent.say(1, &ToHost::Send { vmid: 1, length_bytes: 2000 }).await;
+    agent.stream(Kind::Data, 1, &[0; 2000], true).await;
+    let (1, ToGuest::Error(error)) = agent.message().await else { panic!("error") };
+    assert_eq!(error.errno, Errno::NOMEM.raw_os_error());
+    agent.say(3, &ToHost::Send { vmid: 1, length_bytes: 500 }).await;
+    agent.stream(Kind::Data, 3, &[0; 500], true).await;
+    assert!(matches!(next(&mut requests).await, GuestRequest::Send { vmid: 1, .. }));
 }
 
 #[tokio::test]

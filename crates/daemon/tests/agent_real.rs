@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use vmfork_agent_proto::ForkIdentity;
 use vmfork_api::ExecRequest;
 use vmfork_daemon::agent::{
-    AgentLink, GuestRequest, HelloRequest, LinkError, LinkOptions, MailLimits,
+    AgentLink, GuestRequest, HelloRequest, LinkError, LinkOptions, MailLimits, MailRoom,
 };
 use vmfork_daemon::control::{ExecInput, ExecOutput, ExecSession};
 
@@ -76,7 +76,12 @@ async fn guest() -> Option<Guest> {
     let (agent, stream) = start_agent().await?;
     let (log, _log) = mpsc::channel(16);
     let (requests_tx, requests) = mpsc::channel(16);
-    let options = LinkOptions { log, requests: requests_tx, mail: MailLimits::default() };
+    let options = LinkOptions {
+        log,
+        requests: requests_tx,
+        mail: MailLimits::default(),
+        room: MailRoom::default(),
+    };
     let link = AgentLink::start(stream, options);
     let guest = Guest { link, _requests: requests, agent };
     let hello =
@@ -204,7 +209,8 @@ async fn an_identity_is_confirmed_over_the_link_of_a_clone() {
     let options = || {
         let (log, log_rx) = mpsc::channel(64);
         let (requests, requests_rx) = mpsc::channel(16);
-        let options = LinkOptions { log, requests, mail: MailLimits::default() };
+        let options =
+            LinkOptions { log, requests, mail: MailLimits::default(), room: MailRoom::default() };
         (options, log_rx, requests_rx)
     };
     // The parent's link, through a relay that can be changed under the agent's feet like a fork does.

@@ -52,6 +52,8 @@ pub(super) type Closed = Option<CloseReason>;
 pub(super) struct Driver {
     stream: UnixStream,
     mux: Mux,
+    /// Room for messages that wait may have become free.
+    mail_room: watch::Receiver<()>,
     out: Vec<u8>,
     written: usize,
     /// The other end reads no more; what it wrote before is still to be read.
@@ -91,6 +93,7 @@ impl Driver {
     ) -> Self {
         Self {
             stream,
+            mail_room: mux.room_changes(),
             mux,
             out: Vec::with_capacity(2 * WRITE_BYTES),
             written: 0,
@@ -151,6 +154,7 @@ impl Driver {
                     self.read(buffer)?;
                 }
             }
+            _ = self.mail_room.changed(), if self.mux.mail_waits() => self.mux.admit_mail(),
             Some(wake) = self.room.next(), if !self.room.is_empty() => self.has_room(wake),
             () = tokio::time::sleep(UNREAD_POLL), if self.prepared => {}
         }
@@ -512,6 +516,7 @@ impl Driver {
         self.pending_requests.clear();
         self.leases.clear();
         let channels: Vec<u32> = self.ports.keys().copied().collect();
+        self.mux.forget_mail();
         for channel in channels {
             self.finish(channel, Some(&error));
         }

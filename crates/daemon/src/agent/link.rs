@@ -15,6 +15,7 @@ use super::driver::{Closed, Driver};
 use super::error::{CloseReason, LinkError};
 use super::mux::{Inheritance, MailLimits, Mux};
 use super::request::GuestRequest;
+use super::room::MailRoom;
 
 /// How often `Hello` is said to a guest that boots.
 const HELLO_PERIOD: Duration = Duration::from_secs(1);
@@ -29,6 +30,8 @@ pub struct LinkOptions {
     pub requests: mpsc::Sender<GuestRequest>,
     /// How much of its workers' messages may wait here.
     pub mail: MailLimits,
+    /// And of those of all workers of their parent.
+    pub room: MailRoom,
 }
 
 /// The first words to a VM that boots.
@@ -83,7 +86,8 @@ impl AgentLink {
         let (commands, commands_rx) = mpsc::unbounded_channel();
         let (closed_tx, closed) = watch::channel(None);
         let back = commands.downgrade();
-        let LinkOptions { log, requests, .. } = options;
+        let LinkOptions { log, requests, room, .. } = options;
+        let mux = mux.in_room(room);
         let driver = Driver::new(stream, mux, commands_rx, back, closed_tx, requests, log);
         tokio::spawn(driver.run());
         Self { commands, closed, keys: Arc::new(AtomicU64::new(1)) }

@@ -29,8 +29,10 @@ mod outlet;
 mod outq;
 mod programs;
 mod request;
+mod room;
 
 pub use error::{CloseReason, LinkError, ProtocolError};
 pub use link::{AgentInfo, AgentLink, Held, HelloRequest, LinkOptions};
 pub use mux::{Inheritance, MailLimits};
 pub use request::{GuestRequest, Message, RequestId, Responder};
+pub use room::{HostMail, MailRoom, ROOM_BYTES};

@@ -7,6 +7,7 @@ use vmfork_agent_proto::{RequestError, Worker};
 
 use super::command::Command;
 use super::mux::{Reply, Request};
+use super::room::Share;
 
 /// One request of one guest. Numbers are not used twice by one link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,8 +67,8 @@ impl GuestRequest {
             Request::Join { ticket } => Self::Join { ticket, reply },
             Request::Kill { ticket } => Self::KillTicket { ticket, reply },
             Request::Exit { vmid, error } => Self::ExitClone { vmid, error, reply },
-            Request::Send { vmid, pieces, cost } => {
-                let lease = Lease { vmid, cost, commands: commands.clone() };
+            Request::Send { vmid, pieces, cost, share } => {
+                let lease = Lease { vmid, cost, commands: commands.clone(), _share: share };
                 let pieces: Vec<Bytes> = pieces.into_iter().map(Bytes::from).collect();
                 Self::Send { vmid, message: Message { pieces, lease: Some(lease) }, reply }
             }
@@ -184,12 +185,13 @@ impl Message {
     }
 }
 
-/// A message's share of its worker's allowance, on the link it came from.
+/// A message's share of its worker's allowance, on the link it came from, and of its parent's room.
 #[derive(Debug)]
 pub(super) struct Lease {
     vmid: u32,
     cost: u64,
     commands: CommandSender,
+    _share: Share,
 }
 
 impl Drop for Lease {

@@ -10,7 +10,7 @@ use vmfork_agent_proto::TicketClone;
 
 use super::Order;
 use crate::admission::ForkGrant;
-use crate::agent::{GuestRequest, Message, Responder};
+use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
 use crate::hub::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
 use crate::vm::{End, Vm};
@@ -40,6 +40,8 @@ pub(crate) enum Event {
 pub(crate) struct Origin {
     pub(crate) ticket: u64,
     pub(crate) parent: mpsc::UnboundedSender<Event>,
+    /// Where what its workers send lies until the parent receives it.
+    pub(crate) room: MailRoom,
 }
 
 type Book = TicketBook<Responder, Message>;
@@ -56,6 +58,8 @@ struct Desk {
     grants: std::collections::HashMap<u64, ForkGrant>,
     /// Clones by ticket and number.
     clones: std::collections::HashMap<(u64, u32), Arc<Vm>>,
+    /// Where the messages in `book` lie.
+    room: MailRoom,
 }
 
 /// Serve the fork API of one VM until it ends.
@@ -67,6 +71,7 @@ pub(crate) fn start(
 ) {
     let (events, mut events_rx) = mpsc::unbounded_channel();
     let book = Book::numbered_from(vm.identity.cpus, core.first_ticket());
+    let room = MailRoom::new(&core.mail, ROOM_BYTES);
     let mut desk = Desk {
         core,
         vm,
@@ -76,6 +81,7 @@ pub(crate) fn start(
         epoch: Instant::now(),
         grants: std::collections::HashMap::new(),
         clones: std::collections::HashMap::new(),
+        room,
     };
     tokio::spawn(async move {
         loop {
@@ -96,6 +102,7 @@ pub(crate) fn start(
                 }
                 _ = desk.vm.wait_end() => break,
             }
+            desk.room.want(desk.book.wanted());
         }
         let actions = desk.book.parent_ended();
         desk.carry_out(actions);
@@ -231,7 +238,8 @@ impl Desk {
             .into_iter()
             .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers })))
             .collect();
-        let origin = Origin { ticket, parent: self.events.clone() };
+        let room = self.room.clone();
+        let origin = Origin { ticket, parent: self.events.clone(), room };
         let order = Order {
             clones,
             names: None,

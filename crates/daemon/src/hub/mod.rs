@@ -31,7 +31,7 @@ use vmfork_qemu::{Accel, DiskId, Shape};
 pub(crate) use self::registry::Registry;
 use self::tally::Tally;
 use crate::admission::{Admission, Lease};
-use crate::agent::{AgentLink, Inheritance, LinkOptions, MailLimits};
+use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, MailRoom};
 use crate::cgroup::{self, Cgroups};
 use crate::config::Config;
 use crate::fork::tickets::{self, Event, Origin};
@@ -61,6 +61,8 @@ pub(crate) struct Core {
     /// Where the host has cgroup v2 with the memory controller.
     cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
+    /// Messages that no parent has received yet.
+    pub(crate) mail: HostMail,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
     pub(crate) disks: Arc<Disks>,
@@ -158,6 +160,7 @@ impl Hub {
             cgroups: cgroups.ok(),
             registry: Arc::new(Registry::default()),
             config,
+            mail: HostMail::default(),
             metrics: Arc::clone(&metrics),
             state,
             launcher,
@@ -303,8 +306,10 @@ impl Core {
             let stream = tokio::net::UnixStream::from_std(stream)?;
             let (log_tx, mut log_rx) = mpsc::channel(LOG_PIECES);
             let (requests_tx, requests) = mpsc::channel(tickets::REQUESTS_MAX);
-            let options =
-                LinkOptions { log: log_tx, requests: requests_tx, mail: MailLimits::default() };
+            // Nobody sends but workers of a ticket, and they send to where that is.
+            let room = vm.origin.as_ref().map_or_else(MailRoom::default, |o| o.room.clone());
+            let mail = MailLimits::default();
+            let options = LinkOptions { log: log_tx, requests: requests_tx, mail, room };
             let link = match inheritance {
                 Some(inheritance) => AgentLink::start_clone(stream, options, inheritance),
                 None => AgentLink::start(stream, options),

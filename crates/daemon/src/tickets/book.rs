@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -271,6 +271,22 @@ impl<R, M> TicketBook<R, M> {
         vec![Action::StartClones { ticket: number, vms }]
     }
 
+    /// Who waits for `sf_clone` of this ticket, which is being carried out for him.
+    pub fn cloner(&self, number: u64) -> Option<&R> {
+        match &self.tickets.get(&number)?.state {
+            State::Starting { reply } => Some(reply),
+            _ => None,
+        }
+    }
+
+    /// For whose messages somebody waits: the ticket and the worker, or any of the ticket.
+    pub fn wanted(&self) -> BTreeSet<(u64, Option<u32>)> {
+        let of_ticket = |(number, ticket): (&u64, &Ticket<R, M>)| {
+            ticket.mailbox.wanted().map(|of| (*number, of)).collect::<Vec<_>>()
+        };
+        self.tickets.iter().flat_map(of_ticket).collect()
+    }
+
     /// A clone has confirmed its identity and runs.
     pub fn vm_running(&mut self, number: u64, vmid: u32) -> Vec<Action<R, M>> {
         match self.tickets.get_mut(&number) {
@@ -492,7 +508,7 @@ impl<R, M> TicketBook<R, M> {
         }
     }
 
-    /// The VM whose book this is has ended. See the module's header.
+    /// The VM whose book this is has ended, or nobody in it can be answered any more. See the module's header.
     pub fn parent_ended(&mut self) -> Vec<Action<R, M>> {
         self.parent_ended = true;
         let mut actions = Vec::new();

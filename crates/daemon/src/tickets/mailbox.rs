@@ -48,6 +48,11 @@ impl<R, M> Mailbox<R, M> {
         self.waiting.push_back((of, reply));
     }
 
+    /// Whose messages are waited for.
+    pub(super) fn wanted(&self) -> impl Iterator<Item = Option<u32>> {
+        self.waiting.iter().map(|(of, _)| *of)
+    }
+
     /// Those who wait in vain, now that some workers have ended.
     pub(super) fn take_hopeless(&mut self, hopeless: impl Fn(Option<u32>) -> bool) -> Vec<R> {
         let (gone, waiting) = std::mem::take(&mut self.waiting)

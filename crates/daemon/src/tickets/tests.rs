@@ -376,3 +376,16 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn it_is_known_whose_messages_are_waited_for() {
+    let (mut book, _) = running(1, 3, false);
+    assert_eq!(book.wanted(), BTreeSet::new());
+    book.receive(5, 1, Some(2));
+    book.receive(6, 1, None);
+    assert_eq!(book.wanted(), BTreeSet::from([(1, Some(2)), (1, None)]));
+    book.send(7, 1, 2, 2, 99);
+    assert_eq!(book.wanted(), BTreeSet::from([(1, None)]));
+    book.abandon(|reply| *reply == 6);
+    assert_eq!(book.wanted(), BTreeSet::new());
+}

@@ -11,7 +11,9 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{
     Decoder, ForkIdentity, Frame, Kind, ToGuest, ToHost, encode, encode_message,
 };
-use vmfork_daemon::agent::{AgentLink, GuestRequest, Inheritance, LinkOptions, MailLimits};
+use vmfork_daemon::agent::{
+    AgentLink, GuestRequest, Inheritance, LinkOptions, MailLimits, MailRoom,
+};
 
 /// Bounds every wait of a test that is not about time.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
@@ -37,15 +39,29 @@ pub(crate) fn clone_bench(inheritance: &Inheritance) -> Bench {
     bench_with(Some(inheritance), MailLimits::default(), 64)
 }
 
+/// A clone whose workers' messages lie in `room`.
+pub(crate) fn clone_bench_in(inheritance: &Inheritance, room: MailRoom) -> Bench {
+    bench_in(Some(inheritance), MailLimits::default(), room, 64)
+}
+
 pub(crate) fn bench_with(
     inheritance: Option<&Inheritance>,
     mail: MailLimits,
     log_items: usize,
 ) -> Bench {
+    bench_in(inheritance, mail, MailRoom::default(), log_items)
+}
+
+fn bench_in(
+    inheritance: Option<&Inheritance>,
+    mail: MailLimits,
+    room: MailRoom,
+    log_items: usize,
+) -> Bench {
     let (here, there) = UnixStream::pair().expect("socketpair");
     let (log_tx, log) = mpsc::channel(log_items);
     let (requests_tx, requests) = mpsc::channel(4);
-    let options = LinkOptions { log: log_tx, requests: requests_tx, mail };
+    let options = LinkOptions { log: log_tx, requests: requests_tx, mail, room };
     let link = match inheritance {
         None => AgentLink::start(here, options),
         Some(inheritance) => AgentLink::start_clone(here, options, inheritance),

@@ -4,10 +4,13 @@
 //! *admitted*: its worker has nothing undelivered, or the whole message fits into what the worker
 //! may have undelivered. Admission is of whole messages, so half a message never waits for the
 //! room that another half takes; and it is per worker, so a parent that waits for one worker is
-//! never kept from it by the others' messages.
+//! never kept from it by the others' messages. Beside that, a message needs a [`Share`] of its
+//! parent's [`MailRoom`].
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+
+use crate::agent::room::{Entry, MailRoom, Share};
 
 /// What a message costs besides its bytes, so that empty ones are bounded too.
 const MESSAGE_OVERHEAD_BYTES: u64 = 256;
@@ -19,6 +22,9 @@ const PIECE_BYTES: usize = 64 * 1024;
 pub(super) struct Mail {
     /// The worker numbers that live in this VM; empty in one that is nobody's clone.
     pub(super) workers: Range<u32>,
+    /// Theirs.
+    pub(super) ticket: u64,
+    pub(super) room: MailRoom,
     undelivered_bytes_max: u64,
     undelivered: HashMap<u32, u64>,
     /// Channels whose messages are not admitted yet, in order of their coming.
@@ -59,25 +65,45 @@ impl Mail {
         }
     }
 
-    /// The next channel whose message may come whole. Messages of one worker are admitted in order.
-    pub(super) fn admit(&mut self) -> Option<u32> {
+    /// Whether a message waits.
+    pub(super) fn waits(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// The next channel whose message may come whole, with its share of the room, or may not come at all.
+    /// Messages of one worker are admitted in order.
+    pub(super) fn admit(&mut self) -> Option<(u32, Result<Share, Refused>)> {
         let mut passed_over = Vec::new();
-        let place = self.waiting.iter().position(|(_, vmid, cost)| {
+        let mut found = None;
+        for (place, (_, vmid, cost)) in self.waiting.iter().enumerate() {
             if passed_over.contains(vmid) {
-                return false;
+                continue;
             }
-            let held = self.undelivered.get(vmid).copied().unwrap_or(0);
-            let fits = held == 0 || held.saturating_add(*cost) <= self.undelivered_bytes_max;
-            if !fits {
-                passed_over.push(*vmid);
+            let undelivered = self.undelivered.get(vmid).copied().unwrap_or(0);
+            let fits =
+                undelivered == 0 || undelivered.saturating_add(*cost) <= self.undelivered_bytes_max;
+            let entry = if fits { self.room.admit(self.ticket, *vmid, *cost) } else { Entry::Wait };
+            match entry {
+                Entry::Wait => passed_over.push(*vmid),
+                Entry::In(share) => found = Some((place, Ok(share))),
+                Entry::Refused => found = Some((place, Err(Refused))),
             }
-            fits
-        })?;
+            if found.is_some() {
+                break;
+            }
+        }
+        let (place, entry) = found?;
         let (channel, vmid, cost) = self.waiting.remove(place)?;
-        *self.undelivered.entry(vmid).or_default() += cost;
-        Some(channel)
+        if entry.is_ok() {
+            *self.undelivered.entry(vmid).or_default() += cost;
+        }
+        Some((channel, entry))
     }
 }
+
+/// The host has no room for this message.
+#[derive(Debug)]
+pub(super) struct Refused;
 
 /// Append to a message in pieces of sensible size, however small the frames are.
 pub(super) fn append(pieces: &mut Vec<Vec<u8>>, bytes: Vec<u8>) {

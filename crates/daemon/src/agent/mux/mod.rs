@@ -31,6 +31,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 use serde::Serialize;
+use tokio::sync::watch;
 use vmfork_agent_proto::{
     Decoder, ForkIdentity, Kind, MessageInfo, RequestError, ToGuest, Worker, encode, encode_message,
 };
@@ -40,6 +41,7 @@ pub(crate) use self::types::{Event, Reply, Request};
 pub use self::types::{Inheritance, MailLimits};
 use self::window::{Rx, Tx};
 use super::error::LinkError;
+use super::room::{MailRoom, Share};
 
 /// Requests of programs that may be open at a time, so many per guest.
 pub(crate) const REQUESTS_MAX: usize = 1024;
@@ -101,7 +103,8 @@ struct Sending {
     length_bytes: u64,
     received_bytes: u64,
     pieces: Vec<Vec<u8>>,
-    admitted: bool,
+    /// Once it is admitted.
+    share: Option<Share>,
     data: Rx,
 }
 
@@ -180,6 +183,28 @@ impl Mux {
         mux.first_channel = inheritance.next_channel.max(2);
         mux.next_channel = mux.first_channel;
         mux
+    }
+
+    /// The room that its workers' messages share with those of their siblings.
+    pub(crate) fn in_room(mut self, room: MailRoom) -> Self {
+        self.mail.room = room;
+        self
+    }
+
+    /// Changes when [`Mux::admit_mail`] may admit what waits.
+    pub(crate) fn room_changes(&self) -> watch::Receiver<()> {
+        self.mail.room.changes()
+    }
+
+    /// Whether a message waits to be admitted.
+    pub(crate) fn mail_waits(&self) -> bool {
+        self.mail.waits()
+    }
+
+    /// The link has ended: let go of the messages that were on their way, in either direction.
+    pub(crate) fn forget_mail(&mut self) {
+        let on_its_way = |role: &Role| matches!(role, Role::Send(_) | Role::Incoming);
+        self.channels.retain(|_, channel| !on_its_way(&channel.role));
     }
 
     /// What a clone of this instant has to know. Meant for a VM that is held.
@@ -391,6 +416,7 @@ impl Mux {
         let frame = encode_message(0, &ToGuest::Identity(identity.clone()))
             .map_err(|_too_long| LinkError::TooLong)?;
         if let Some(ticket) = &identity.ticket {
+            self.mail.ticket = ticket.ticket;
             self.mail.workers = identity.vmid..identity.vmid.saturating_add(ticket.workers);
         }
         self.hold = Hold::Named { fork: identity.fork, frame };

@@ -158,7 +158,7 @@ impl Mux {
             return;
         }
         match self.channels.remove(&channel).map(|channel| channel.role) {
-            Some(Role::Send(sending)) => self.give_up(channel, &sending),
+            Some(Role::Send(sending)) => self.give_up(channel, *sending),
             Some(Role::Incoming) => self.events.push_back(Event::AnswerGone { channel }),
             Some(_) => self.events.push_back(Event::Abandoned { channel }),
             None => {}
@@ -222,7 +222,7 @@ impl Mux {
             length_bytes,
             received_bytes: 0,
             pieces: Vec::new(),
-            admitted: false,
+            share: None,
             data: Rx::default(),
         };
         self.sends += 1;
@@ -311,7 +311,7 @@ impl Mux {
             };
             if let Some(Channel { role: Role::Send(sending), .. }) = self.channels.remove(&channel)
             {
-                self.give_up(channel, &sending);
+                self.give_up(channel, *sending);
             }
             self.answer(channel, &ToGuest::Error(error));
             return;
@@ -319,7 +319,7 @@ impl Mux {
         if bytes > 0 {
             mail::append(&mut sending.pieces, payload);
         }
-        if sending.admitted {
+        if sending.share.is_some() {
             self.taken(channel, Kind::Data, bytes);
         }
         self.finish_send(channel);
@@ -329,37 +329,54 @@ impl Mux {
     fn finish_send(&mut self, channel: u32) {
         let Some(known) = self.channels.get_mut(&channel) else { return };
         let Role::Send(sending) = &mut known.role else { return };
-        if !sending.admitted || !sending.data.ended {
+        if !sending.data.ended {
             return;
         }
+        let Some(share) = sending.share.take() else { return };
         let request = Request::Send {
             vmid: sending.vmid,
             pieces: std::mem::take(&mut sending.pieces),
             cost: Mail::cost(sending.length_bytes),
+            share,
         };
         known.role = Role::Request;
         self.sends -= 1;
         self.events.push_back(Event::Request { channel, request });
     }
 
-    fn give_up(&mut self, channel: u32, sending: &Sending) {
+    fn give_up(&mut self, channel: u32, sending: Sending) {
         self.sends -= 1;
         let cost = Mail::cost(sending.length_bytes);
-        self.mail.give_up(channel, sending.vmid, cost, sending.admitted);
+        self.mail.give_up(channel, sending.vmid, cost, sending.share.is_some());
+        drop(sending);
         self.admit_mail();
     }
 
     /// Let those messages come whole for which there is room.
-    pub(super) fn admit_mail(&mut self) {
-        while let Some(channel) = self.mail.admit() {
+    pub(crate) fn admit_mail(&mut self) {
+        while let Some((channel, entry)) = self.mail.admit() {
             let Some(Channel { role: Role::Send(sending), .. }) = self.channels.get_mut(&channel)
             else {
                 continue;
             };
-            sending.admitted = true;
-            let held = sending.data.uncredited();
-            self.taken(channel, Kind::Data, usize::try_from(held).unwrap_or(usize::MAX));
-            self.finish_send(channel);
+            match entry {
+                Ok(share) => {
+                    sending.share = Some(share);
+                    let held = sending.data.uncredited();
+                    self.taken(channel, Kind::Data, usize::try_from(held).unwrap_or(usize::MAX));
+                    self.finish_send(channel);
+                }
+                Err(mail::Refused) => {
+                    let text = format!(
+                        "the host has no room for a message of {} bytes: too much lies there that \
+                         nobody has received",
+                        sending.length_bytes
+                    );
+                    self.channels.remove(&channel);
+                    self.sends -= 1;
+                    self.answer(channel, &request_error(rustix::io::Errno::NOMEM, &text));
+                }
+            }
         }
     }
 }

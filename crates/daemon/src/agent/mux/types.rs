@@ -3,18 +3,20 @@
 use bytes::Bytes;
 use vmfork_agent_proto::{FileInfo, Kind, RequestError, Worker};
 
-/// Bounds on what a guest may leave with its host.
+use crate::agent::room::{ROOM_BYTES, Share};
+
+/// Bounds on what a guest may leave with its host. Over all guests, [`MailRoom`](crate::agent::MailRoom) bounds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MailLimits {
     /// Undelivered bytes of one worker; a single longer message is let through if it is the only one.
     pub undelivered_bytes_max: u64,
-    /// Longest single message; the guest's memory size is a bound that no program meets.
+    /// Longest single message.
     pub message_bytes_max: u64,
 }
 
 impl Default for MailLimits {
     fn default() -> Self {
-        Self { undelivered_bytes_max: 64 * 1024 * 1024, message_bytes_max: 1024 * 1024 * 1024 }
+        Self { undelivered_bytes_max: 64 * 1024 * 1024, message_bytes_max: ROOM_BYTES }
     }
 }
 
@@ -99,7 +101,7 @@ pub(crate) enum Event {
 }
 
 /// What a program in the guest asks for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     Ticket {
         count: u32,
@@ -123,6 +125,7 @@ pub(crate) enum Request {
         vmid: u32,
         pieces: Vec<Vec<u8>>,
         cost: u64,
+        share: Share,
     },
     Receive {
         ticket: u64,
