@@ -31,4 +31,4 @@ pub mod spawn;
 pub use probe::{AccelChoice, Binary, Version};
 pub use qmp::{Qmp, QmpError};
 pub use shape::{Accel, DiskId, GuestKind, Machine, Shape};
-pub use spawn::{Boot, Launch, Process, Qemu, RunAs, ShimFds, StartError};
+pub use spawn::{AGENT_DEVICE, Boot, Launch, Process, Qemu, RunAs, ShimFds, StartError};

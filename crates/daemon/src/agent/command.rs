@@ -8,7 +8,7 @@ use tokio::sync::{Semaphore, oneshot};
 use vmfork_agent_proto::{FileInfo, ForkIdentity, ToGuest};
 use vmfork_api::ErrorBody;
 
-use super::error::LinkError;
+use super::error::{CloseReason, LinkError};
 use super::link::AgentInfo;
 use super::mux::{Inheritance, Reply};
 use super::outlet::Outlet;
@@ -32,6 +32,10 @@ pub(super) enum Command {
         answer: Answer<()>,
     },
     Poweroff,
+    /// End the link.
+    GiveUp {
+        reason: CloseReason,
+    },
     Open {
         key: Key,
         message: ToGuest,

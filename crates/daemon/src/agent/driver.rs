@@ -143,10 +143,10 @@ impl Driver {
         };
         tokio::select! {
             command = self.commands.recv() => {
-                self.obey(command.ok_or(CloseReason::Dropped)?);
+                self.obey(command.ok_or(CloseReason::Dropped)?)?;
                 for _ in 1..TURN {
                     let Ok(command) = self.commands.try_recv() else { break };
-                    self.obey(command);
+                    self.obey(command)?;
                 }
             }
             ready = self.stream.ready(interest.unwrap_or(Interest::READABLE)), if interest.is_some() => {
@@ -213,7 +213,7 @@ impl Driver {
         }
     }
 
-    fn obey(&mut self, command: Command) {
+    fn obey(&mut self, command: Command) -> Result<(), CloseReason> {
         match command {
             Command::Hello { message, answer } => {
                 self.hellos.retain(|answer| !answer.is_closed());
@@ -229,6 +229,7 @@ impl Driver {
                     Err(error) => drop(answer.send(Err(error))),
                 }
             }
+            Command::GiveUp { reason } => return Err(reason),
             Command::Poweroff => drop(self.mux.tell(&ToGuest::Poweroff)),
             Command::Open { key, message, mut port } => match self.mux.open(&message) {
                 Ok(channel) => {
@@ -279,6 +280,7 @@ impl Driver {
                 Err(error) => drop(answer.send(Err(error))),
             },
         }
+        Ok(())
     }
 
     /// Carry out what the multiplexer says.
@@ -514,9 +516,9 @@ impl Driver {
             }
         }
         self.pending_requests.clear();
+        self.mux.forget_mail();
         self.leases.clear();
         let channels: Vec<u32> = self.ports.keys().copied().collect();
-        self.mux.forget_mail();
         for channel in channels {
             self.finish(channel, Some(&error));
         }

@@ -15,6 +15,8 @@ pub enum CloseReason {
     Io(String),
     #[error("the guest broke the agent protocol: {0}")]
     Protocol(#[from] ProtocolError),
+    #[error("it has ended, or closed its port")]
+    AgentGone,
     #[error("the daemon let go of the guest")]
     Dropped,
 }
@@ -84,6 +86,9 @@ impl LinkError {
         };
         let remedy = match self {
             Self::Version { .. } => Some("build the image again with this version's `vmfork`"),
+            Self::Closed(CloseReason::AgentGone | CloseReason::Protocol(_)) => Some(
+                "the VM runs on without its agent: `vmfork logs` and `vmfork console` show what the guest does; `vmfork kill` the VM and run it anew",
+            ),
             Self::Closed(_) => Some("`vmfork ps -a` says whether the VM still runs"),
             Self::Timeout { .. } => Some(
                 "`vmfork logs` and `vmfork console` show what the guest does; if it is only slow, try again; if its agent has ended, `vmfork kill` the VM and run it anew",

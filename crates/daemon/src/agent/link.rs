@@ -194,6 +194,12 @@ impl AgentLink {
         self.answer("identity", timeout, answer_rx).await
     }
 
+    /// End the link: its agent is not there any more. Everything under way fails with that reason.
+    pub(crate) fn give_up(&self, reason: CloseReason) {
+        // It may have ended by itself.
+        let _ = self.send(Command::GiveUp { reason });
+    }
+
     /// Waits until the link has ended, and says why.
     pub async fn closed(&self) -> CloseReason {
         let mut closed = self.closed.clone();

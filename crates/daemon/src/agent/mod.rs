@@ -30,9 +30,11 @@ mod outq;
 mod programs;
 mod request;
 mod room;
+mod watch;
 
 pub use error::{CloseReason, LinkError, ProtocolError};
 pub use link::{AgentInfo, AgentLink, Held, HelloRequest, LinkOptions};
 pub use mux::{Inheritance, MailLimits};
 pub use request::{GuestRequest, Message, RequestId, Responder};
 pub use room::{HostMail, MailRoom, ROOM_BYTES};
+pub(crate) use watch::{SETTLE, lost};

@@ -7,11 +7,14 @@
 //!                            └── events of page engines ──► the VM concerned ends
 //! ```
 
+mod agents;
 mod boot;
 mod events;
 mod operations;
 mod registry;
 mod tally;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use std::collections::HashMap;
 use std::io;
@@ -58,11 +61,11 @@ pub(crate) struct Core {
     pub(crate) state: Arc<State>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) admission: Admission,
+    /// Messages that no parent has received yet.
+    pub(crate) mail: HostMail,
     /// Where the host has cgroup v2 with the memory controller.
     cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
-    /// Messages that no parent has received yet.
-    pub(crate) mail: HostMail,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
     pub(crate) disks: Arc<Disks>,
@@ -157,10 +160,10 @@ impl Hub {
         let core = Arc::new(Core {
             images: Store::new(state.images()),
             admission,
+            mail: HostMail::default(),
             cgroups: cgroups.ok(),
             registry: Arc::new(Registry::default()),
             config,
-            mail: HostMail::default(),
             metrics: Arc::clone(&metrics),
             state,
             launcher,
@@ -314,6 +317,7 @@ impl Core {
                 Some(inheritance) => AgentLink::start_clone(stream, options, inheritance),
                 None => AgentLink::start(stream, options),
             };
+            agents::watch(self, vm, link.clone(), machine.qmp.events());
             vm.set_link(link);
             let log = Arc::clone(&vm.log);
             tokio::spawn(async move {

@@ -11,6 +11,9 @@ use crate::shape::{Accel, GuestKind, Shape};
 /// Name of the agent's virtio-serial port, as the guest sees it in `/dev/virtio-ports/`.
 pub const AGENT_PORT: &str = "org.vmfork.agent.0";
 
+/// The same port by its id in QEMU, which is in the `VSERPORT_CHANGE` events: one without an id has none.
+pub const AGENT_DEVICE: &str = "agentport";
+
 /// Where in QEMU each fd is. 0 to 2 are `/dev/null`, `/dev/null` and the error pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(i32)]
@@ -131,7 +134,9 @@ fn channels(line: &mut Line, shape: &Shape) {
         line.option("-device", "virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2");
         line.option(
             "-device",
-            format!("virtserialport,bus=ports.0,nr=1,chardev=agent,name={AGENT_PORT}"),
+            format!(
+                "virtserialport,id={AGENT_DEVICE},bus=ports.0,nr=1,chardev=agent,name={AGENT_PORT}"
+            ),
         );
     }
 }
@@ -215,7 +220,7 @@ mod tests {
              -chardev socket,id=serial,fd=4 -serial chardev:serial \
              -chardev socket,id=agent,fd=5 \
              -device virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2 \
-             -device virtserialport,bus=ports.0,nr=1,chardev=agent,name=org.vmfork.agent.0 \
+             -device virtserialport,id=agentport,bus=ports.0,nr=1,chardev=agent,name=org.vmfork.agent.0 \
              -blockdev driver=file,filename=/proc/self/fd/7,node-name=root,read-only=on,locking=off \
              -device virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4 \
              -device virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on \

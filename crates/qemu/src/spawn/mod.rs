@@ -30,7 +30,7 @@ use crate::probe::Binary;
 use crate::qmp::{Qmp, QmpError};
 use crate::shape::{DiskId, GuestKind, Shape};
 use child::Plan;
-pub use command_line::{AGENT_PORT, Begin, Slot, command_line};
+pub use command_line::{AGENT_DEVICE, AGENT_PORT, Begin, Slot, command_line};
 pub use process::{ExitStatus, Process};
 
 /// From `exec` to the greeting: 20 to 45 ms on an idle host.

@@ -1,0 +1,136 @@
+//! A host without QEMU, and guests that a test plays.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
+use vmfork_api::Accel;
+
+use super::{Core, Hub};
+use crate::admission::{Admission, HostMemory, Policy, Probe};
+use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
+use crate::config::Config;
+use crate::fork::tickets::Origin;
+use crate::lifecycle::Parts;
+use crate::metrics::Metrics;
+use crate::state::State;
+use crate::vm::{Identity, Vm};
+
+/// Bounds every wait.
+pub(crate) const SOON: Duration = Duration::from_secs(10);
+
+struct Roomy;
+
+impl Probe for Roomy {
+    fn host(&self) -> HostMemory {
+        HostMemory { total_bytes: 8 << 30, available_bytes: 8 << 30 }
+    }
+
+    fn private_bytes(&self, _pid: u32) -> u64 {
+        0
+    }
+}
+
+pub(crate) struct Host {
+    pub(crate) core: Arc<Core>,
+    _folder: TempDir,
+}
+
+impl Host {
+    pub(crate) async fn start() -> Self {
+        let folder = tempfile::tempdir().expect("folder");
+        let (state, _) = State::open(folder.path()).expect("the folder is free");
+        let policy = Policy { reserve_bytes: 0, clone_growth_percent: 10 };
+        let parts = Parts {
+            config: Arc::new(config(folder.path())),
+            state: Arc::new(state),
+            metrics: Arc::new(Metrics::new()),
+            admission: Admission::new(policy, Box::new(Roomy)),
+            cgroups: Err("a test has none".to_owned()),
+        };
+        Self { core: Arc::clone(&Hub::start(parts).await.core), _folder: folder }
+    }
+
+    /// A VM without a QEMU.
+    pub(crate) fn vm(&self, name: &str, origin: Option<Origin>) -> Arc<Vm> {
+        let identity = Identity {
+            id: format!("id-{name}"),
+            name: name.to_owned(),
+            image: "default".to_owned(),
+            family: "id-web".to_owned(),
+            parent: None,
+            vmid: u32::from(origin.is_some()),
+            accel: Accel::Tcg,
+            accel_reason: String::new(),
+            cpus: 1,
+            memory_bytes: 64 << 20,
+            has_agent: true,
+            created_unix_ms: 0,
+        };
+        self.core.add_vm(identity, None, origin).expect("a folder for it")
+    }
+}
+
+fn config(folder: &Path) -> Config {
+    Config {
+        state: folder.to_owned(),
+        socket: folder.join("socket"),
+        socket_gid: None,
+        tcp: None,
+        pool: 0,
+        fill_unit_pages: 16,
+        qemu: folder.join("no-qemu"),
+        qemu_uid_base: 1_879_100_000,
+        memory_reserve_bytes: 0,
+        clone_growth_percent: 10,
+        log_filter: "info".to_owned(),
+        libdir: folder.to_owned(),
+        debug_faults: false,
+    }
+}
+
+/// The guest's end of a link.
+pub(crate) struct Guest {
+    pub(crate) stream: UnixStream,
+    decoder: Decoder,
+}
+
+impl Guest {
+    pub(crate) async fn say(&mut self, channel: u32, message: &ToHost) {
+        let frame = encode_message(channel, message).expect("short");
+        self.stream.write_all(&frame).await.expect("write");
+    }
+
+    /// The next message.
+    pub(crate) async fn hear(&mut self) -> (u32, ToGuest) {
+        let next = async {
+            loop {
+                if let Some(frame) = self.decoder.next_frame().expect("frames") {
+                    let message = serde_json::from_slice(&frame.payload).expect("a message");
+                    return (frame.channel, message);
+                }
+                let mut buffer = vec![0; 4096];
+                let bytes = self.stream.read(&mut buffer).await.expect("read");
+                assert_ne!(bytes, 0, "the link was closed");
+                self.decoder.push(&buffer[..bytes]);
+            }
+        };
+        timeout(SOON, next).await.expect("an answer in time")
+    }
+}
+
+/// A link, its guest, and what that asks for.
+pub(crate) fn link() -> (AgentLink, Guest, mpsc::Receiver<GuestRequest>) {
+    let (here, there) = UnixStream::pair().expect("socketpair");
+    let (log, _) = mpsc::channel(1);
+    let (requests_tx, requests) = mpsc::channel(16);
+    let (mail, room) = (MailLimits::default(), MailRoom::default());
+    let link = AgentLink::start(here, LinkOptions { log, requests: requests_tx, mail, room });
+    (link, Guest { stream: there, decoder: Decoder::new() }, requests)
+}
