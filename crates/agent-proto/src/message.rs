@@ -51,6 +51,10 @@ pub struct TicketClone {
     /// How many workers this VM holds: 1, or up to its vCPUs with `hierarchical`. Their numbers are
     /// `vmid`, `vmid + 1`, …
     pub workers: u32,
+    /// The channel on which `Clone` was asked. Another program may have asked for the same ticket, and been
+    /// refused without having heard of it yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channel: Option<u32>,
 }
 
 /// One worker of a ticket, to the parent.

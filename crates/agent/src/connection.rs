@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use vmfork_agent_proto::{Kind, ToGuest, ToHost, Worker};
+use vmfork_agent_proto::{Kind, TicketClone, ToGuest, ToHost, Worker};
 
 use crate::exec::CHUNK_BYTES;
 use crate::local::{Channels, VmRole};
@@ -130,9 +130,11 @@ impl Connection {
         flags
     }
 
-    /// Whether it waits for a clone of this ticket.
-    pub(crate) fn asks_for_clone(&self, ticket: u64) -> bool {
-        matches!(&self.state, State::Waiting { request, .. } if request.op == Op::Clone && request.a64 == ticket)
+    /// Whether it is the one that waits for this clone.
+    pub(crate) fn asks_for_clone(&self, clone: &TicketClone) -> bool {
+        let State::Waiting { channel, request } = &self.state else { return false };
+        let granted = clone.channel.is_none_or(|granted| granted == *channel);
+        granted && request.op == Op::Clone && request.a64 == clone.ticket
     }
 
     pub(crate) fn is_new_worker(&self, first: u32, workers: u32) -> bool {

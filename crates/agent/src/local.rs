@@ -219,7 +219,7 @@ impl Local {
         let mut asked = None;
         if let Some(ticket) = &identity.ticket {
             let mut all = self.connections.iter();
-            let id = all.find(|(_, c)| c.asks_for_clone(ticket.ticket)).map(|(id, _)| *id);
+            let id = all.find(|(_, c)| c.asks_for_clone(ticket)).map(|(id, _)| *id);
             if let Some(id) = id {
                 asked = Some((id, self.worker_sockets(vmid, workers)?));
             }

@@ -112,7 +112,7 @@ impl Player {
     /// Make it a clone and collect what its workers send, until they have exited or hang.
     fn become_clone(mut self, workers: u32) -> Messages {
         self.daemon.prepare(1);
-        let ticket = TicketClone { ticket: 1, workers };
+        let ticket = TicketClone { ticket: 1, workers, channel: None };
         self.daemon.send(0, &ToGuest::Identity(identity(1, 1, Some(ticket))));
         assert_eq!(self.daemon.message_on(0), ToHost::Confirmed { fork: 1 });
         let mut messages = Messages::new();

@@ -191,7 +191,7 @@ fn in_a_clone_each_worker_speaks_for_itself_after_the_identity() {
         until_clone(&mut daemon, 6);
         probe.line();
         daemon.prepare(1);
-        let ticket = TicketClone { ticket: 9, workers: 3 };
+        let ticket = TicketClone { ticket: 9, workers: 3, channel: None };
         daemon.send(0, &ToGuest::Identity(identity(1, 4, Some(ticket))));
         assert_eq!(daemon.message_on(0), ToHost::Confirmed { fork: 1 });
         let lines = workers_send_and_exit(&mut daemon, 4..=6, 400_000);
@@ -259,7 +259,7 @@ fn a_worker_that_dies_without_exit_has_failed() {
         until_clone(&mut daemon, 2);
         probe.line();
         daemon.prepare(1);
-        let ticket = TicketClone { ticket: 9, workers: 2 };
+        let ticket = TicketClone { ticket: 9, workers: 2, channel: None };
         daemon.send(0, &ToGuest::Identity(identity(1, 1, Some(ticket))));
         assert_eq!(daemon.message_on(0), ToHost::Confirmed { fork: 1 });
         let (mut died, mut exited) = (false, false);
@@ -294,7 +294,7 @@ fn a_clone_whose_program_has_gone_reports_all_of_its_workers() {
     daemon.prepare(1);
     probe.child.kill().expect("ours");
     probe.child.wait().expect("wait");
-    let ticket = TicketClone { ticket: 9, workers: 3 };
+    let ticket = TicketClone { ticket: 9, workers: 3, channel: None };
     daemon.send(0, &ToGuest::Identity(identity(1, 1, Some(ticket))));
     assert_eq!(daemon.message_on(0), ToHost::Confirmed { fork: 1 });
     let mut failed = Vec::new();
@@ -441,4 +441,23 @@ fn garbage_on_the_socket_ends_that_connection_alone() {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", daemon.agent.id())).expect("it runs");
         fds.count() < 40
     });
+}
+
+/// Two programs ask for the clones of one ticket; one is granted, the other refused without having heard of it
+/// when the VM is forked.
+#[test]
+fn the_program_whose_request_was_granted_becomes_the_worker() {
+    let mut daemon = Daemon::start();
+    let mut refused = Probe::start(&daemon, Language::C, "whole 1 0 10 0");
+    until_clone(&mut daemon, 1);
+    let mut granted = Probe::start(&daemon, Language::C, "whole 1 0 10 0");
+    let channel = until_clone(&mut daemon, 1);
+    assert_eq!((refused.line(), granted.line()), ("granted 1".into(), "granted 1".into()));
+    daemon.prepare(1);
+    let ticket = TicketClone { ticket: 9, workers: 1, channel: Some(channel) };
+    daemon.send(0, &ToGuest::Identity(identity(1, 1, Some(ticket))));
+    assert_eq!(daemon.message_on(0), ToHost::Confirmed { fork: 1 });
+    assert_eq!(workers_send_and_exit(&mut daemon, 1..=1, 10), 1);
+    assert_eq!(granted.rest().0, "worker 1 of 1 sends 0\n");
+    assert_eq!(refused.rest().0, format!("clone -{}\n", libc::ECANCELED));
 }

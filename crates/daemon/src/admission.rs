@@ -196,6 +196,26 @@ pub struct ForkGrant {
     pub refused: Option<ErrorBody>,
 }
 
+/// A grant of earlier, lent to the fork that it was made for. If that comes to nothing it is here again.
+#[derive(Debug, Clone)]
+pub struct Loan(Arc<Mutex<Option<ForkGrant>>>);
+
+impl Loan {
+    pub fn new(grant: ForkGrant) -> Self {
+        Self(Arc::new(Mutex::new(Some(grant))))
+    }
+
+    /// What is lent, once.
+    pub fn take(&self) -> Option<ForkGrant> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// It was not used.
+    pub fn give_back(&self, grant: ForkGrant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(grant);
+    }
+}
+
 impl Admission {
     pub fn new(policy: Policy, probe: Box<dyn Probe>) -> Self {
         Self(Arc::new(Inner { policy, probe, accounts: Mutex::default() }))

@@ -11,7 +11,6 @@ use vmfork_qemu::QmpError;
 
 use super::ms;
 use super::snapshot::Snapshot;
-use crate::admission::Lease;
 use crate::hub::Core;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
@@ -24,7 +23,7 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to write 300 kB to memory.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Freeze the parent. → the snapshot, where the time went, and the pause.
+/// Freeze the parent. → the snapshot (its lease is the caller's affair), where the time went, and the pause.
 ///
 /// # Errors
 /// The parent goes on as before, unless its RAM was lost half-way, which ends it.
@@ -32,7 +31,6 @@ pub(super) async fn freeze(
     core: &Arc<Core>,
     parent: &Arc<Vm>,
     machine: &Arc<Machine>,
-    lease: Lease,
     began: Instant,
 ) -> Result<(Snapshot, ForkStages, Duration), ErrorBody> {
     let failed = |code, error: &dyn std::error::Error| fork_error(parent, code, error);
@@ -111,7 +109,7 @@ pub(super) async fn freeze(
         return Err(failed(ErrorCode::Qemu, &broken));
     }
     core.parent_is_now_a_clone(parent);
-    let snapshot = Snapshot { state, engine, inheritance, fork, _lease: lease };
+    let snapshot = Snapshot { state, engine, inheritance, fork, lease: None };
     Ok((snapshot, stages, pause))
 }
 

@@ -26,6 +26,7 @@ use vmfork_qemu::pool::Origin;
 
 use self::clone::CloneOrder;
 use self::snapshot::Snapshot;
+use crate::admission::Loan;
 use crate::hub::Core;
 use crate::metrics::Stage;
 use crate::vm::launch::LaunchError;
@@ -46,6 +47,8 @@ pub(crate) struct Order {
     pub(crate) names: Option<Vec<String>>,
     pub(crate) all_or_nothing: bool,
     pub(crate) timeout: Duration,
+    /// Memory that was set aside for it; it is lent back if nothing was forked.
+    pub(crate) memory: Option<Loan>,
     /// The ticket behind it, and who is told what becomes of each clone.
     pub(crate) origin: Option<tickets::Origin>,
 }
@@ -78,6 +81,7 @@ pub(crate) async fn by_request(
         names: request.names,
         all_or_nothing: request.all_or_nothing,
         timeout,
+        memory: None,
         origin: None,
     };
     run(core, parent, order).await
@@ -130,12 +134,15 @@ async fn carry_out(
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
-    let grant = core.admission.fork(
-        parent.name(),
-        parent.identity.memory_bytes,
-        requested,
-        order.all_or_nothing,
-    )?;
+    let grant = match order.memory.as_ref().and_then(Loan::take) {
+        Some(grant) => grant,
+        None => core.admission.fork(
+            parent.name(),
+            parent.identity.memory_bytes,
+            requested,
+            order.all_or_nothing,
+        )?,
+    };
     let reservation = match &order.names {
         Some(names) => {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -144,12 +151,18 @@ async fn carry_out(
         None => core.registry.reserve_for_clones(parent.name(), requested),
     };
     let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
-    let frozen = freeze::freeze(&core, &parent, &machine, grant.snapshot, began).await;
-    let (snapshot, mut stages, pause) = match frozen {
+    let frozen = freeze::freeze(&core, &parent, &machine, began).await;
+    let (mut snapshot, mut stages, pause) = match frozen {
         Ok(frozen) => frozen,
-        Err(error) => return Err(error),
+        Err(error) => {
+            if let Some(memory) = &order.memory {
+                memory.give_back(grant);
+            }
+            return Err(error);
+        }
     };
     drop(one_at_a_time);
+    snapshot.lease = Some(grant.snapshot);
     let snapshot = Arc::new(snapshot);
     let origin = order.origin;
     let mut leases = grant.clones.into_iter();

@@ -19,5 +19,5 @@ pub(crate) struct Snapshot {
     /// The number by which the guest's agent knows the fork.
     pub(crate) fork: u64,
     /// Memory for what the parent writes anew.
-    pub(crate) _lease: Lease,
+    pub(crate) lease: Option<Lease>,
 }

@@ -1,5 +1,8 @@
 //! The fork API of programs in guests, carried out: one task per VM owns the VM's [`TicketBook`], feeds it what
 //! programs ask and what becomes of the clones, and does what it says.
+//!
+//! When the VM's agent is lost, nobody in the VM can ask or be answered any more: the book closes as if the VM
+//! had ended. Its workers are heard all the same, until they and the VM have ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +12,7 @@ use tokio::sync::mpsc;
 use vmfork_agent_proto::TicketClone;
 
 use super::Order;
-use crate::admission::ForkGrant;
+use crate::admission::{ForkGrant, Loan};
 use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
 use crate::hub::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
@@ -31,8 +34,8 @@ pub(crate) enum Event {
     Running { ticket: u64, vmid: u32 },
     /// A clone has ended.
     Ended { ticket: u64, vmid: u32, reason: String },
-    /// The fork behind an `sf_clone` is over.
-    Forked { ticket: u64, outcome: Result<(), Refusal> },
+    /// The fork behind an `sf_clone` is over. `unused`: its memory, if nothing was forked.
+    Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Option<ForkGrant> },
 }
 
 /// Which ticket made a clone, and who is told what becomes of it.
@@ -62,16 +65,17 @@ struct Desk {
     room: MailRoom,
 }
 
-/// Serve the fork API of one VM until it ends.
+/// Serve the fork API of one VM until it ends. → where the events of its workers go.
 pub(crate) fn start(
     core: Arc<Core>,
     vm: Arc<Vm>,
     origin: Option<Origin>,
     mut requests: mpsc::Receiver<GuestRequest>,
-) {
+) -> mpsc::UnboundedSender<Event> {
     let (events, mut events_rx) = mpsc::unbounded_channel();
     let book = Book::numbered_from(vm.identity.cpus, core.first_ticket());
     let room = MailRoom::new(&core.mail, ROOM_BYTES);
+    let told = events.clone();
     let mut desk = Desk {
         core,
         vm,
@@ -84,16 +88,19 @@ pub(crate) fn start(
         room,
     };
     tokio::spawn(async move {
+        let mut linked = true;
         loop {
             let expiry = desk
                 .book
                 .next_expiry()
                 .map_or(Duration::from_secs(3600), |at| at.saturating_sub(desk.epoch.elapsed()));
             tokio::select! {
-                request = requests.recv() => match request {
+                request = requests.recv(), if linked => match request {
                     Some(request) => desk.on_request(request),
-                    // The link has ended; what its workers still do is heard until the VM has ended, too.
-                    None => { desk.vm.wait_end().await; break }
+                    None => {
+                        linked = false;
+                        desk.close();
+                    }
                 },
                 Some(event) = events_rx.recv() => desk.on_event(event),
                 () = tokio::time::sleep(expiry) => {
@@ -104,17 +111,23 @@ pub(crate) fn start(
             }
             desk.room.want(desk.book.wanted());
         }
-        let actions = desk.book.parent_ended();
-        desk.carry_out(actions);
+        desk.close();
         // Workers that outlive their parent are answered, as the book says, until the last has ended.
         while desk.book.has_workers() {
             let Some(event) = events_rx.recv().await else { break };
             desk.on_event(event);
         }
     });
+    told
 }
 
 impl Desk {
+    /// Nobody in the VM asks or receives any more.
+    fn close(&mut self) {
+        let actions = self.book.parent_ended();
+        self.carry_out(actions);
+    }
+
     fn on_request(&mut self, request: GuestRequest) {
         let actions = match request {
             GuestRequest::RequestTicket { count, hierarchical, reply } => {
@@ -185,10 +198,14 @@ impl Desk {
                 self.clones.remove(&(ticket, vmid));
                 self.book.vm_ended(ticket, vmid, &reason)
             }
-            Event::Forked { ticket, outcome } => match outcome {
-                Ok(()) => self.book.cloned(ticket),
-                Err(refusal) => self.book.clone_failed(ticket, refusal, self.epoch.elapsed()),
-            },
+            Event::Forked { ticket, outcome: Ok(()), .. } => self.book.cloned(ticket),
+            Event::Forked { ticket, outcome: Err(refusal), unused } => {
+                // Without an sf_clone that waits, the ticket was killed meanwhile.
+                if self.book.cloner(ticket).is_some() {
+                    self.grants.extend(unused.map(|grant| (ticket, grant)));
+                }
+                self.book.clone_failed(ticket, refusal, self.epoch.elapsed())
+            }
         };
         self.carry_out(actions);
     }
@@ -232,11 +249,11 @@ impl Desk {
     }
 
     fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {
-        // The fork takes its own memory; the ticket's is given back in the same breath.
-        self.grants.remove(&ticket);
+        let memory = self.grants.remove(&ticket).map(Loan::new);
+        let channel = self.book.cloner(ticket).map(|reply| reply.id().0);
         let clones = vms
             .into_iter()
-            .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers })))
+            .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers, channel })))
             .collect();
         let room = self.room.clone();
         let origin = Origin { ticket, parent: self.events.clone(), room };
@@ -245,6 +262,7 @@ impl Desk {
             names: None,
             all_or_nothing: false,
             timeout: FORK_TIMEOUT,
+            memory: memory.clone(),
             origin: Some(origin),
         };
         let (core, vm, events) =
@@ -254,7 +272,8 @@ impl Desk {
                 Ok(_each_was_reported) => Ok(()),
                 Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
             };
-            let _desk_closed = events.send(Event::Forked { ticket, outcome });
+            let unused = memory.and_then(|memory| memory.take());
+            let _desk_closed = events.send(Event::Forked { ticket, outcome, unused });
         });
     }
 }
@@ -268,3 +287,6 @@ fn give(reply: Responder, answer: Answer<Message>) {
         Answer::Error(Refusal { errno, message }) => reply.error(errno, message),
     }
 }
+
+#[cfg(test)]
+mod tests;

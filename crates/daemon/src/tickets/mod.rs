@@ -17,7 +17,7 @@
 //! message); a worker's messages are received in the order in which they came, each once; a worker
 //! ends once, by `sf_exit` or with a reason.
 //!
-//! When a **parent ends**, its clones go on: they lose only whom to send to. What they send from then
+//! When a **parent ends**, or its agent does, its clones go on: they lose only whom to send to. What they send from then
 //! on is answered `EPIPE`, what was not received is dropped, and `sf_exit` ends them as before.
 //! Killing them with their parent is for the user to ask for (`vmfork kill --family`).
 //!

@@ -77,7 +77,7 @@ pub(crate) fn identity(fork: u64, vmid: u32, workers: u32) -> ForkIdentity {
         machine_id: "0".repeat(32),
         entropy: "0".repeat(128),
         realtime_ns: 1,
-        ticket: Some(vmfork_agent_proto::TicketClone { ticket: 1, workers }),
+        ticket: Some(vmfork_agent_proto::TicketClone { ticket: 1, workers, channel: None }),
     }
 }
 
