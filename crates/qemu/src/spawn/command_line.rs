@@ -63,6 +63,10 @@ const TB_MIB_FIRST_CPU: u32 = 64;
 const TB_MIB_MORE_CPUS: u32 = 32;
 const TB_MIB_MAX: u32 = 512;
 
+/// Of all virtio devices. A modern one saves 1024 queues, 45 kB of zeros, field by field: the four of them would make
+/// two thirds of the time that the device state takes (decision 0009).
+const VIRTIO: &str = "disable-modern=on";
+
 /// The arguments after the program's name.
 pub fn command_line(shape: &Shape, begin: Begin<'_>, firmware: &[PathBuf]) -> Vec<OsString> {
     let mut line = Line::default();
@@ -131,7 +135,10 @@ fn channels(line: &mut Line, shape: &Shape) {
     line.option("-chardev", socket("serial", Slot::Serial)).option("-serial", "chardev:serial");
     if shape.guest == GuestKind::Linux {
         line.option("-chardev", socket("agent", Slot::Agent));
-        line.option("-device", "virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2");
+        line.option(
+            "-device",
+            format!("virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2,{VIRTIO}"),
+        );
         line.option(
             "-device",
             format!(
@@ -155,16 +162,21 @@ fn devices(line: &mut Line, shape: &Shape) {
         };
         line.option(
             "-device",
-            format!("virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4{boot}"),
+            format!("virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4,{VIRTIO}{boot}"),
         );
     }
     if shape.guest == GuestKind::Linux {
         line.option(
             "-device",
-            "virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on",
+            format!(
+                "virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on,{VIRTIO}"
+            ),
         );
         line.option("-object", "rng-builtin,id=random");
-        line.option("-device", "virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6");
+        line.option(
+            "-device",
+            format!("virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6,{VIRTIO}"),
+        );
         // Each QEMU draws its own; after loading a state it tells the guest.
         if shape.vmgenid {
             line.option("-device", "vmgenid,id=vmgenid,guid=auto");
@@ -219,13 +231,13 @@ mod tests {
              -chardev socket,id=qmp,fd=3 -mon chardev=qmp,mode=control \
              -chardev socket,id=serial,fd=4 -serial chardev:serial \
              -chardev socket,id=agent,fd=5 \
-             -device virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2 \
+             -device virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2,disable-modern=on \
              -device virtserialport,id=agentport,bus=ports.0,nr=1,chardev=agent,name=org.vmfork.agent.0 \
              -blockdev driver=file,filename=/proc/self/fd/7,node-name=root,read-only=on,locking=off \
-             -device virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4 \
-             -device virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on \
+             -device virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4,disable-modern=on \
+             -device virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on,disable-modern=on \
              -object rng-builtin,id=random \
-             -device virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6 \
+             -device virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6,disable-modern=on \
              -device vmgenid,id=vmgenid,guid=auto \
              -no-reboot -action reboot=shutdown,shutdown=poweroff,panic=shutdown \
              -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny \
