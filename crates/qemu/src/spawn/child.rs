@@ -26,8 +26,6 @@ pub(super) struct Plan {
     /// (number in QEMU, fd here).
     pub(super) fds: Vec<(c_int, OwnedFd)>,
     pub(super) run_as: Option<RunAs>,
-    /// An open `cgroup.procs` that the child enters.
-    pub(super) cgroup_procs: Option<OwnedFd>,
 }
 
 /// A child that runs, or ran.
@@ -42,7 +40,6 @@ pub(super) struct Child {
 #[repr(i32)]
 enum Step {
     Fds,
-    Cgroup,
     Limits,
     Identity,
     Privileges,
@@ -59,7 +56,6 @@ struct Context {
     fds: *const (c_int, RawFd),
     fds_len: usize,
     run_as: Option<RunAs>,
-    cgroup_procs: RawFd,
     parent: c_int,
     /// Written by the child, read by the parent after it has gone on.
     failed: Option<(Step, c_int)>,
@@ -82,11 +78,6 @@ pub(super) fn spawn(plan: &Plan) -> io::Result<Child> {
     };
     let argv = pointers(&plan.arguments);
     let envp = pointers(&plan.environment);
-    let cgroup = plan
-        .cgroup_procs
-        .as_ref()
-        .map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, SLOT_END))
-        .transpose()?;
     let mut context = Context {
         program: plan.program.as_ptr(),
         argv: argv.as_ptr(),
@@ -94,7 +85,6 @@ pub(super) fn spawn(plan: &Plan) -> io::Result<Child> {
         fds: fds.as_ptr(),
         fds_len: fds.len(),
         run_as: plan.run_as,
-        cgroup_procs: cgroup.as_ref().map_or(-1, AsRawFd::as_raw_fd),
         parent: rustix::process::getpid().as_raw_nonzero().get(),
         failed: None,
     };
@@ -108,7 +98,6 @@ pub(super) fn spawn(plan: &Plan) -> io::Result<Child> {
     );
     let what = match step {
         Step::Fds => "hand QEMU its file descriptors",
-        Step::Cgroup => "enter QEMU's cgroup",
         Step::Limits => "set QEMU's limits",
         Step::Identity => "change to QEMU's user id",
         Step::Privileges => "give up privileges",
@@ -171,10 +160,6 @@ fn prepare_and_exec(context: &Context) -> Result<(), Step> {
     // NULL-terminated arrays, `fds_len` pairs. They change attributes of this child only, which
     // shares memory with the daemon but neither fds, signal handlers, credentials, nor limits.
     unsafe {
-        if context.cgroup_procs >= 0 {
-            let n = libc::write(context.cgroup_procs, c"0".as_ptr().cast::<c_void>(), 1);
-            check(if n == 1 { 0 } else { -1 }, Step::Cgroup)?;
-        }
         for i in 0..context.fds_len {
             let (slot, fd) = *context.fds.add(i);
             check(c_long::from(libc::dup2(fd, slot)), Step::Fds)?;

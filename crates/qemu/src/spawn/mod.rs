@@ -107,15 +107,14 @@ pub struct Launch {
     boot: Option<Boot>,
     shim: Option<ShimFds>,
     run_as: Option<RunAs>,
-    cgroup_procs: Option<OwnedFd>,
     environment: Vec<OsString>,
 }
 
 impl Launch {
     fn new(binary: Binary, shape: Shape, ram: OwnedFd, boot: Option<Boot>) -> Self {
-        let (disk, shim, run_as, cgroup_procs) = (None, None, None, None);
+        let (disk, shim, run_as) = (None, None, None);
         let environment = Vec::new();
-        Self { binary, shape, ram, disk, boot, shim, run_as, cgroup_procs, environment }
+        Self { binary, shape, ram, disk, boot, shim, run_as, environment }
     }
 
     /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder that is never
@@ -147,13 +146,6 @@ impl Launch {
     #[must_use]
     pub fn run_as(mut self, user: RunAs) -> Self {
         self.run_as = Some(user);
-        self
-    }
-
-    /// Put QEMU into the cgroup of this `cgroup.procs`, open for writing, before it begins.
-    #[must_use]
-    pub fn cgroup(mut self, procs: OwnedFd) -> Self {
-        self.cgroup_procs = Some(procs);
         self
     }
 
@@ -256,7 +248,6 @@ impl Launch {
             environment: environment.into_iter().map(c_string).collect::<Result<_, _>>()?,
             fds,
             run_as: self.run_as,
-            cgroup_procs: self.cgroup_procs,
         };
         Ok((plan, Ends { qmp: qmp.into(), serial: serial.into(), agent, stderr }))
     }
