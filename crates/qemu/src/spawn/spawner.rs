@@ -6,11 +6,10 @@
 
 use std::io;
 use std::sync::OnceLock;
-use std::sync::mpsc;
 use std::thread;
 
 use rustix::thread::{UnshareFlags, unshare_unsafe};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use super::child::{Child, Plan, spawn};
 
@@ -19,7 +18,7 @@ struct Job {
     answer: oneshot::Sender<io::Result<Child>>,
 }
 
-/// Queue length; the daemon starts a few at a time.
+/// Queue length. Who finds it full waits: a start takes about a millisecond.
 const JOBS_MAX: usize = 64;
 
 /// Start QEMU on the spawner thread.
@@ -27,27 +26,26 @@ const JOBS_MAX: usize = 64;
 /// # Errors
 /// From `clone` or from a step before `exec`, in words.
 pub(super) async fn start(plan: Plan) -> io::Result<Child> {
-    static SPAWNER: OnceLock<Result<mpsc::SyncSender<Job>, String>> = OnceLock::new();
+    static SPAWNER: OnceLock<Result<mpsc::Sender<Job>, String>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| launch_thread().map_err(|e| e.to_string()));
     let jobs = spawner
         .as_ref()
         .map_err(|e| io::Error::other(format!("start the thread that starts QEMUs: {e}")))?;
     let (answer, child) = oneshot::channel();
-    jobs.try_send(Job { plan, answer }).map_err(|error| {
-        io::Error::other(match error {
-            mpsc::TrySendError::Full(_) => "too many QEMUs are being started at once",
-            mpsc::TrySendError::Disconnected(_) => "the thread that starts QEMUs has ended",
-        })
-    })?;
-    child.await.map_err(|_| io::Error::other("the thread that starts QEMUs has ended"))?
+    let has_ended = || io::Error::other("the thread that starts QEMUs has ended");
+    jobs.send(Job { plan, answer }).await.map_err(|_| has_ended())?;
+    child.await.map_err(|_| has_ended())?
 }
 
-fn launch_thread() -> io::Result<mpsc::SyncSender<Job>> {
-    let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
+fn launch_thread() -> io::Result<mpsc::Sender<Job>> {
+    let (jobs, mut queue) = mpsc::channel::<Job>(JOBS_MAX);
     thread::Builder::new().name("qemu-spawner".to_owned()).spawn(move || {
         leave_network();
-        for Job { plan, answer } in queue {
-            // Nobody waits any more: what comes of it is killed by the drop below.
+        while let Some(Job { plan, answer }) = queue.blocking_recv() {
+            if answer.is_closed() {
+                continue; // given up while it waited
+            }
+            // Nobody waits any more: what has come of it is killed.
             if let Err(Ok(child)) = answer.send(spawn(&plan)) {
                 abandon(&child);
             }
@@ -71,4 +69,28 @@ fn abandon(child: &Child) {
     use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
     let _ = pidfd_send_signal(&child.pidfd, Signal::KILL);
     let _ = waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CString;
+
+    use tokio::task::JoinSet;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn as_many_as_are_wanted_at_once_are_started() {
+        let plan = || Plan {
+            program: CString::from(c"/bin/true"),
+            arguments: vec![CString::from(c"true")],
+            environment: Vec::new(),
+            fds: Vec::new(),
+            run_as: None,
+        };
+        let mut starts: JoinSet<_> = (0..4 * JOBS_MAX).map(|_| start(plan())).collect();
+        while let Some(child) = starts.join_next().await {
+            abandon(&child.expect("no panic").expect("started"));
+        }
+    }
 }
