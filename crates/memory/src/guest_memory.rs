@@ -7,7 +7,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{PAGE_BYTES, PageRange};
@@ -97,6 +97,33 @@ pub struct MemorySample {
     pub zero_pages: u64,
 }
 
+/// What image a VM's RAM is a view of, to be looked at without [`GuestMemory`], whose owner may be waiting for a
+/// keeper. A freeze shows the image before it until its view of the new one may be reported lost.
+#[derive(Debug, Clone, Default)]
+pub struct Attachment(Arc<Mutex<Option<Attached>>>);
+
+type Attached = (Arc<Engine>, ViewId);
+
+impl Attachment {
+    /// The engine of the image; `None` in a VM that booted and was never forked.
+    pub fn engine(&self) -> Option<Arc<Engine>> {
+        let now = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        now.as_ref().map(|(engine, _)| Arc::clone(engine))
+    }
+
+    /// The number by which [`crate::EngineEvent::ViewLost`] names the VM.
+    pub fn view_id(&self) -> Option<ViewId> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, id)| *id)
+    }
+
+    fn set(&self, now: Option<Attached>) {
+        let before =
+            std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), now);
+        // Outside the lock: it may be an engine's last holder.
+        drop(before);
+    }
+}
+
 /// The RAM of one QEMU. Dropping it ends that QEMU, if it still runs.
 #[derive(Debug)]
 pub struct GuestMemory {
@@ -108,7 +135,8 @@ pub struct GuestMemory {
     qemu: OwnedFd,
     hva: u64,
     pages: u64,
-    view: Option<(Arc<Engine>, ViewId)>,
+    view: Option<Attached>,
+    attachment: Attachment,
     counters: Arc<ViewCounters>,
     freeze_fails: bool,
 }
@@ -154,6 +182,7 @@ impl GuestMemory {
             hva,
             pages: bytes / PAGE_BYTES,
             view: None,
+            attachment: Attachment::default(),
             counters: Arc::default(),
             freeze_fails: false,
         })
@@ -173,13 +202,13 @@ impl GuestMemory {
         self.view.as_ref().map(|(engine, _)| engine)
     }
 
-    /// The number by which [`crate::EngineEvent::ViewLost`] names this VM.
-    pub fn view_id(&self) -> Option<ViewId> {
-        self.view.as_ref().map(|(_, id)| *id)
+    /// The same, and the view's number, for who can't wait for what is done to RAM.
+    pub fn attachment(&self) -> &Attachment {
+        &self.attachment
     }
 
     /// Faults that the page engines answered for this VM.
-    pub fn counters(&self) -> &ViewCounters {
+    pub fn counters(&self) -> &Arc<ViewCounters> {
         &self.counters
     }
 
@@ -240,6 +269,7 @@ impl GuestMemory {
 
     /// Leave the image's engine: the VM has ended.
     pub fn detach(&mut self) {
+        self.attachment.set(None);
         if let Some((engine, id)) = self.view.take()
             && let Err(error) = engine.remove_view(id)
         {
@@ -279,7 +309,9 @@ impl GuestMemory {
 
     fn join(&mut self, engine: &Arc<Engine>, view: View) -> Result<(), EngineError> {
         let id = next_view_id();
-        engine.add_view(id, view)?;
+        // Before the engine can report the view lost, or nobody would know whose it is.
+        self.attachment.set(Some((Arc::clone(engine), id)));
+        engine.add_view(id, view).inspect_err(|_| self.attachment.set(None))?;
         self.view = Some((Arc::clone(engine), id));
         Ok(())
     }

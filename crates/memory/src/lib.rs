@@ -44,7 +44,8 @@ pub use counters::{Counter, ImageCounters, ViewCounters};
 pub use engine::{Engine, EngineError, EngineEvent, EngineOptions, EventSink};
 pub use garbage::collect_garbage;
 pub use guest_memory::{
-    ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample, USERFAULTFD_DEVICE,
+    Attachment, ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample,
+    USERFAULTFD_DEVICE,
 };
 pub use host_image::{HostImage, PageLost};
 pub use presence::Presence;
