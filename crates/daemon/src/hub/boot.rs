@@ -148,10 +148,7 @@ async fn bring_up(
         Shape::new(vm.identity.memory_bytes, vm.identity.cpus, choice.accel, guest, disk_id)
             .map_err(|error| host_error(&error))?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
-    if let (Some(id), Some(disk)) = (disk_id, &disk) {
-        let kept = disk.try_clone().map_err(|error| host_error(&error))?;
-        core.disks.add(id, kept);
-    }
+    let disk = disk_id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
     let append = OsString::from(&files.metadata.cmdline);
     let boot = match files.kernel {
         Some(kernel) => {

@@ -83,10 +83,9 @@ fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
     }
 }
 
-/// How long finding what the VM had written took; `None` if nobody that lives is a view of the image.
+/// How long finding what the VM had written took; `None` if nobody holds the image any more.
 fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
-    let engines = core.registry.live().into_iter().filter_map(|vm| vm.machine()?.engine());
-    let engine = engines.into_iter().find(|engine| engine.image().id() == image)?;
+    let engine = core.engines().into_iter().find(|engine| engine.image().id() == image)?;
     Some(Duration::from_micros(engine.image().counters().derive_us.get()))
 }
 

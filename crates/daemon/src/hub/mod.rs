@@ -9,6 +9,7 @@
 
 mod agents;
 mod boot;
+mod disks;
 mod events;
 mod operations;
 mod registry;
@@ -18,7 +19,6 @@ pub(crate) mod testing;
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -29,9 +29,10 @@ use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EventSink};
 use vmfork_qemu::pool::{Limits, Pool};
-use vmfork_qemu::{Accel, DiskId, Shape};
+use vmfork_qemu::{Accel, Shape};
 
-pub(crate) use self::registry::Registry;
+use self::disks::Disks;
+pub(crate) use self::registry::{Registry, Reservation};
 use self::tally::Tally;
 use crate::admission::{Admission, Lease};
 use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, MailRoom};
@@ -83,28 +84,6 @@ pub(crate) struct Core {
     tally: Tally,
 }
 
-/// The root disks in use, by what the pool knows of them.
-#[derive(Debug, Default)]
-pub(crate) struct Disks {
-    open: Mutex<HashMap<DiskId, Arc<OwnedFd>>>,
-}
-
-impl Disks {
-    pub(crate) fn add(&self, id: DiskId, disk: OwnedFd) {
-        self.open
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .entry(id)
-            .or_insert_with(|| Arc::new(disk));
-    }
-
-    /// A descriptor of its own for a QEMU.
-    pub(crate) fn get(&self, id: DiskId) -> io::Result<OwnedFd> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.get(&id).ok_or(io::ErrorKind::NotFound)?.try_clone()
-    }
-}
-
 impl vmfork_qemu::pool::Pooled for Machine {
     fn is_alive(&self) -> bool {
         Self::is_alive(self)
@@ -150,8 +129,10 @@ impl Hub {
             Pool::new(limits, move |shape: Shape| {
                 let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
                 Box::pin(async move {
-                    let disk = shape.disk.map(|id| disks.get(id)).transpose();
-                    let disk = disk.map_err(LaunchError::Prepare)?;
+                    let disk = match shape.disk {
+                        Some(id) => Some(disks.get(id).ok_or(LaunchError::DiskGone)?),
+                        None => None,
+                    };
                     launcher.wait(shape, disk).await
                 })
             })

@@ -136,7 +136,7 @@ impl Control for Hub {
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.accel_reason.clone(),
-                keeper_pid: machine.map(|machine| machine.memory().keeper_pid()),
+                keeper_pid: machine.map(|machine| machine.keeper_pid()),
                 last_fork: vm.last_fork(),
             })
         }
@@ -312,8 +312,7 @@ impl Core {
         };
         let sample = machine.sample();
         let faults = {
-            let memory = machine.memory();
-            let counters = memory.counters();
+            let counters = machine.counters();
             FaultCounts {
                 zero: counters.zero.get(),
                 fetch: counters.fetch.get(),

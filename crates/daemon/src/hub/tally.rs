@@ -42,8 +42,7 @@ impl Tally {
         let engine = machine.engine();
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         {
-            let memory = machine.memory();
-            let counters = memory.counters();
+            let counters = machine.counters();
             let now = [&counters.zero, &counters.fetch, &counters.present, &counters.mapped]
                 .map(vmfork_memory::Counter::get);
             let before = seen.vms.entry(vm.identity.id.clone()).or_default();

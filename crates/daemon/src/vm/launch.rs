@@ -5,17 +5,17 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 use vmfork_api::ErrorCode;
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_qemu::probe::{self, ProbeError};
-use vmfork_qemu::{Accel, Boot, Launch, Qemu, RunAs, Shape, ShimFds, StartError, Version};
+use vmfork_qemu::{Accel, Boot, Launch, Qemu, Shape, ShimFds, StartError, Version};
 
 use super::machine::Machine;
+use super::users::{User, Users};
 use crate::config::QEMU_UIDS;
-use crate::state::{ProcessKind, State};
+use crate::state::{ProcessId, ProcessKind, State};
 
 /// A QEMU that could not be started, or whose RAM can't be taken hold of.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +41,10 @@ pub(crate) enum LaunchError {
     },
     #[error("write the journal")]
     Journal(#[source] io::Error),
+    #[error("all {QEMU_UIDS} user ids for QEMUs are in use")]
+    NoUser,
+    #[error("its root disk is not open any more: the VMs that had it have ended")]
+    DiskGone,
 }
 
 impl LaunchError {
@@ -50,6 +54,8 @@ impl LaunchError {
             Self::NoQemu(_) | Self::Open { .. } | Self::Prepare(_) | Self::Journal(_) => {
                 ErrorCode::Host
             }
+            Self::NoUser => ErrorCode::NoCapacity,
+            Self::DiskGone => ErrorCode::Conflict,
             Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
         }
     }
@@ -67,11 +73,25 @@ impl LaunchError {
                 "name another QEMU with `vmforkd --qemu`: those of Debian 12 and of its backports work"
             }
             Self::Journal(_) => "make room on the disk of the state folder",
+            Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
+            Self::DiskGone => "start one from the image again: `vmfork run`",
             Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => {
                 "`vmfork doctor` checks the host; the daemon's log has more"
             }
         }
     }
+}
+
+/// What a machine has as long as it is there, beside its QEMU.
+#[derive(Debug)]
+pub(super) struct Kept {
+    /// No other QEMU gets it.
+    pub(super) _user: User,
+    /// Clones find it.
+    pub(super) _disk: Option<Arc<OwnedFd>>,
+    /// Written down in `state`.
+    pub(super) processes: Vec<ProcessId>,
+    pub(super) state: Arc<State>,
 }
 
 /// What every QEMU of this daemon has in common.
@@ -80,14 +100,13 @@ pub(crate) struct Launcher {
     /// Looked at anew for each VM: it may be installed or replaced while we run.
     pub(crate) qemu: PathBuf,
     pub(crate) shim: PathBuf,
-    pub(crate) uid_base: u32,
+    users: Arc<Users>,
     pub(crate) state: Arc<State>,
-    next_uid: AtomicU32,
 }
 
 impl Launcher {
     pub(crate) fn new(qemu: PathBuf, shim: PathBuf, uid_base: u32, state: Arc<State>) -> Self {
-        Self { qemu, shim, uid_base, state, next_uid: AtomicU32::new(0) }
+        Self { qemu, shim, users: Users::new(uid_base, QEMU_UIDS), state }
     }
 
     /// A VM that boots.
@@ -97,7 +116,7 @@ impl Launcher {
     pub(crate) async fn boot(
         &self,
         shape: Shape,
-        disk: Option<OwnedFd>,
+        disk: Option<Arc<OwnedFd>>,
         boot: Boot,
     ) -> Result<Machine, LaunchError> {
         self.start(shape, disk, Some(boot)).await
@@ -110,7 +129,7 @@ impl Launcher {
     pub(crate) async fn wait(
         &self,
         shape: Shape,
-        disk: Option<OwnedFd>,
+        disk: Option<Arc<OwnedFd>>,
     ) -> Result<Machine, LaunchError> {
         self.start(shape, disk, None).await
     }
@@ -118,7 +137,7 @@ impl Launcher {
     async fn start(
         &self,
         shape: Shape,
-        disk: Option<OwnedFd>,
+        disk: Option<Arc<OwnedFd>>,
         boot: Option<Boot>,
     ) -> Result<Machine, LaunchError> {
         let binary = probe::find(Some(&self.qemu)).await?;
@@ -135,15 +154,17 @@ impl Launcher {
             Some(boot) => Launch::boot(binary, shape.clone(), ends.ram, boot),
             None => Launch::wait(binary, shape.clone(), ends.ram),
         };
-        if let Some(disk) = disk {
-            launch = launch.disk(disk);
+        if let Some(disk) = &disk {
+            launch = launch.disk(disk.try_clone().map_err(LaunchError::Prepare)?);
         }
         let (key, value) = self.state.process_mark();
         let mut mark = OsString::from(key);
         mark.push("=");
         mark.push(value);
-        let qemu = launch.shim(shim).run_as(self.next_user()).environment(mark).start().await?;
-        self.take_hold(tap, qemu, shape, version)
+        let user = self.users.take().ok_or(LaunchError::NoUser)?;
+        let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
+        let qemu = launch.start().await?;
+        self.take_hold(tap, qemu, shape, version, user, disk)
     }
 
     fn take_hold(
@@ -152,6 +173,8 @@ impl Launcher {
         qemu: Qemu,
         shape: Shape,
         version: Version,
+        user: User,
+        disk: Option<Arc<OwnedFd>>,
     ) -> Result<Machine, LaunchError> {
         let pid = qemu.process.pid().unsigned_abs();
         let memory = tokio::task::block_in_place(|| {
@@ -165,13 +188,9 @@ impl Launcher {
             started(ProcessKind::Qemu, pid)?,
             started(ProcessKind::Keeper, memory.keeper_pid())?,
         ];
-        Ok(Machine::new(qemu, memory, shape, version, processes, Arc::clone(&self.state)))
-    }
-
-    /// A user of its own for each QEMU, so that none can signal or trace another.
-    fn next_user(&self) -> RunAs {
-        let id = self.uid_base + self.next_uid.fetch_add(1, Ordering::Relaxed) % QEMU_UIDS;
-        RunAs { uid: id, gid: id }
+        let state = Arc::clone(&self.state);
+        let kept = Kept { _user: user, _disk: disk, processes, state };
+        Ok(Machine::new(qemu, memory, shape, version, kept))
     }
 }
 

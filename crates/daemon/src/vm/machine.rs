@@ -3,10 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vmfork_memory::{Engine, GuestMemory, MemorySample, ViewId};
+use vmfork_memory::{Attachment, Engine, GuestMemory, MemorySample, ViewCounters, ViewId};
 use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
-use crate::state::{ProcessId, State};
+use super::launch::Kept;
 
 /// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
 #[derive(Debug)]
@@ -18,9 +18,12 @@ pub struct Machine {
     pub(crate) version: Version,
     /// Our ends of the guest's ttyS0 and of the agent's port, until someone takes them.
     channels: Mutex<Channels>,
+    /// Held while a keeper is asked something: 10 s if its QEMU is stuck. What others look at is beside it.
     memory: Mutex<GuestMemory>,
-    processes: Vec<ProcessId>,
-    state: Arc<State>,
+    attachment: Attachment,
+    counters: Arc<ViewCounters>,
+    keeper_pid: u32,
+    kept: Kept,
 }
 
 #[derive(Debug)]
@@ -35,13 +38,25 @@ impl Machine {
         memory: GuestMemory,
         shape: Shape,
         version: Version,
-        processes: Vec<ProcessId>,
-        state: Arc<State>,
+        kept: Kept,
     ) -> Self {
         let Qemu { process, qmp, serial, agent } = qemu;
         let channels = Mutex::new(Channels { serial: Some(serial), agent });
+        let (attachment, counters) = (memory.attachment().clone(), Arc::clone(memory.counters()));
+        let keeper_pid = memory.keeper_pid();
         let memory = Mutex::new(memory);
-        Self { qmp, process, shape, version, channels, memory, processes, state }
+        Self {
+            qmp,
+            process,
+            shape,
+            version,
+            channels,
+            memory,
+            attachment,
+            counters,
+            keeper_pid,
+            kept,
+        }
     }
 
     /// The guest's serial console, once.
@@ -62,18 +77,29 @@ impl Machine {
         self.process.pid().unsigned_abs()
     }
 
-    /// Its RAM. Held for well under a millisecond at a time, but blocking: not across an await.
+    /// Its RAM. Held for well under a millisecond at a time, for seconds if QEMU is stuck; blocking: not across an
+    /// await, and not by who serves other VMs too.
     pub fn memory(&self) -> MutexGuard<'_, GuestMemory> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The engine of the image that RAM is a view of.
     pub fn engine(&self) -> Option<Arc<Engine>> {
-        self.memory().engine().cloned()
+        self.attachment.engine()
     }
 
+    /// The number of its view of that image.
     pub fn view_id(&self) -> Option<ViewId> {
-        self.memory().view_id()
+        self.attachment.view_id()
+    }
+
+    /// Faults that page engines answered for it.
+    pub fn counters(&self) -> &ViewCounters {
+        &self.counters
+    }
+
+    pub fn keeper_pid(&self) -> u32 {
+        self.keeper_pid
     }
 
     /// How much of RAM is this VM's own; zeros if it has gone.
@@ -85,8 +111,8 @@ impl Machine {
 impl Drop for Machine {
     fn drop(&mut self) {
         self.process.kill();
-        for process in &self.processes {
-            self.state.process_ended(*process);
+        for process in &self.kept.processes {
+            self.kept.state.process_ended(*process);
         }
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod console;
 pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod machine;
+mod users;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -280,7 +281,7 @@ impl Vm {
         }
     }
 
-    /// End it. The first reason stands. → whether this was the first.
+    /// End it. The first reason stands. → whether this was the first. Waits for nothing that its QEMU may hold up.
     pub fn end(&self, end: End) -> bool {
         let first = self.ended.send_if_modified(|slot| {
             let first = slot.is_none();
@@ -290,6 +291,10 @@ impl Vm {
             first
         });
         if first {
+            // Before all else: who waits for something of its QEMU's waits no longer.
+            if let Some(machine) = self.machine() {
+                machine.process.kill();
+            }
             self.faults.store(self.count_faults(), Ordering::Relaxed);
             self.let_go();
         }
@@ -321,8 +326,7 @@ impl Vm {
 
     fn count_faults(&self) -> u64 {
         self.machine().map_or(0, |machine| {
-            let memory = machine.memory();
-            let counters = memory.counters();
+            let counters = machine.counters();
             counters.zero.get()
                 + counters.fetch.get()
                 + counters.present.get()
