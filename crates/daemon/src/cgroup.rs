@@ -3,8 +3,12 @@
 //! ```text
 //!   BASE/                     our own service's cgroup (systemd, Delegate=memory), else /vmfork
 //!   ├── daemon/               vmforkd itself: cgroup v2 wants processes in leaves only
-//!   └── vm-ID/                memory.max, memory.oom.group = 1, and one QEMU with its keeper
+//!   └── vm-ID/                memory.max, memory.oom.group = 1, and one QEMU
 //! ```
+//!
+//! A QEMU comes in when it becomes a VM's, having come up (some 30 MB) elsewhere. Its keeper stays outside: it has no
+//! memory but the QEMU's, which counts where the QEMU is, and the kernel kills whoever shares the memory of one that
+//! it kills. So an ended VM's cgroup can go at once, though the keeper still holds pages for its clones.
 //!
 //! The limit is a net below admission ([`crate::admission`]), which decides what fits: a VM whose
 //! QEMU runs wild is killed, not the host. It is twice the guest's memory and 256 MiB, since a
@@ -16,6 +20,8 @@
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+
+use tokio::sync::watch;
 
 const ROOT: &str = "/sys/fs/cgroup";
 const SLACK_BYTES: u64 = 256 << 20;
@@ -46,6 +52,8 @@ pub fn limit_bytes(ram_bytes: u64) -> u64 {
 #[derive(Debug)]
 pub struct Cgroups {
     base: PathBuf,
+    /// How many [`VmCgroup`]s there are.
+    count: watch::Sender<usize>,
 }
 
 impl Cgroups {
@@ -71,7 +79,7 @@ impl Cgroups {
         }
         prepare(root, &base, service.is_some())
             .map_err(|source| Unavailable::Denied { path: base.clone(), source })?;
-        Ok(Self { base })
+        Ok(Self { base, count: watch::Sender::new(0) })
     }
 
     /// The cgroup of one VM, with its limit; made, or taken over if a dead daemon left it.
@@ -81,11 +89,18 @@ impl Cgroups {
     pub fn create(&self, id: &str, limit_bytes: u64) -> io::Result<VmCgroup> {
         let path = self.base.join(format!("{VM_PREFIX}{id}"));
         make(&path)?;
-        let cgroup = VmCgroup { path };
+        self.count.send_modify(|count| *count += 1);
+        let cgroup = VmCgroup { path, count: self.count.clone() };
         cgroup.write("memory.max", &limit_bytes.to_string())?;
-        // QEMU and keeper share their memory: to kill one of them frees nothing.
+        // Whatever else comes to be in it is of no use without QEMU.
         cgroup.write("memory.oom.group", "1")?;
         Ok(cgroup)
+    }
+
+    /// Wait until all [`VmCgroup`]s are dropped.
+    pub async fn all_removed(&self) {
+        let mut count = self.count.subscribe();
+        let _ours = count.wait_for(|count| *count == 0).await;
     }
 
     /// Remove the cgroups that a dead daemon left, once its processes are gone. Returns how many.
@@ -103,6 +118,7 @@ impl Cgroups {
 #[derive(Debug)]
 pub struct VmCgroup {
     path: PathBuf,
+    count: watch::Sender<usize>,
 }
 
 impl VmCgroup {
@@ -132,6 +148,7 @@ impl Drop for VmCgroup {
         {
             tracing::warn!("remove {}: {error}", self.path.display());
         }
+        self.count.send_modify(|count| *count = count.saturating_sub(1));
     }
 }
 
@@ -208,6 +225,23 @@ mod tests {
         assert_eq!(read(&path.join("cgroup.procs")), "77");
         fs::write(path.join("memory.events"), "low 0\noom 3\noom_kill 2\n").expect("write");
         assert_eq!(vm.oom_kills(), 2);
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_their_removal_finds_none_left() {
+        let root = root("memory\n");
+        let cgroups = Cgroups::at(root.path(), "").expect("ready");
+        cgroups.all_removed().await;
+        let vm = cgroups.create("a1", 1).expect("made");
+        let path = root.path().join("vmfork/vm-a1");
+        // The kernel's files go by themselves.
+        for file in ["memory.max", "memory.oom.group"] {
+            fs::remove_file(path.join(file)).expect("written");
+        }
+        let end = std::thread::Builder::new().spawn(move || drop(vm)).expect("a thread");
+        cgroups.all_removed().await;
+        assert!(!path.exists());
+        end.join().expect("dropped");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use vmfork_memory::{EngineEvent, collect_garbage};
 use vmfork_qemu::spawn::ExitStatus;
 
 use super::Core;
+use crate::cgroup::limit_bytes;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
 use crate::vm::{End, Vm};
@@ -108,15 +109,49 @@ pub(super) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
             Some(machine) => machine.process.last_words().await,
             None => String::new(),
         };
-        let end = match status {
-            ExitStatus::Code(0) => End::exited("powered off"),
-            status if words.is_empty() => {
-                End::failed(EndReason::QemuDied, format!("QEMU died ({status})"))
-            }
-            status => End::failed(EndReason::QemuDied, format!("QEMU died ({status}): {words}")),
-        };
+        // Before the end, which lets go of the cgroup that counts them.
+        let end = end_of(status, &words, vm.oom_kills(), vm.identity.memory_bytes);
         if let Some(core) = weak.upgrade() {
             core.end(&vm, end);
         }
     });
+}
+
+/// What the end of its QEMU was to a VM with so much memory.
+fn end_of(status: ExitStatus, words: &str, oom_kills: u64, memory_bytes: u64) -> End {
+    match status {
+        ExitStatus::Code(0) => End::exited("powered off"),
+        _ if oom_kills > 0 => {
+            let limit_mib = limit_bytes(memory_bytes) >> 20;
+            let reason = format!(
+                "out of memory: it came to its limit of {limit_mib} MiB, which is twice its memory and some; \
+                 `vmfork run --memory` gives a VM more"
+            );
+            End::failed(EndReason::OutOfMemory, reason)
+        }
+        status if words.is_empty() => {
+            End::failed(EndReason::QemuDied, format!("QEMU died ({status})"))
+        }
+        status => End::failed(EndReason::QemuDied, format!("QEMU died ({status}): {words}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_that_its_limit_killed_says_so_and_what_helps() {
+        let killed = ExitStatus::Signal(9);
+        let end = end_of(killed, "", 2, 512 << 20);
+        assert_eq!(end.kind, EndReason::OutOfMemory);
+        assert!(end.reason.contains("limit of 1280 MiB"), "{}", end.reason);
+        assert!(end.reason.contains("--memory"), "{}", end.reason);
+        // Without the limit's doing it was somebody else's; and one that powered off has lost nothing.
+        assert_eq!(end_of(killed, "", 0, 512 << 20).reason, "QEMU died (signal 9)");
+        assert_eq!(end_of(ExitStatus::Code(0), "", 1, 512 << 20).reason, "powered off");
+        let end = end_of(ExitStatus::Code(1), "no room", 0, 512 << 20);
+        assert_eq!(end.reason, "QEMU died (exit code 1): no room");
+        assert_eq!(end.kind, EndReason::QemuDied);
+    }
 }

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
+use tokio::time::timeout;
 use vmfork_api::{ErrorCode, LostVm};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
@@ -52,6 +53,8 @@ use crate::vm::{End, Identity, Vm};
 const POOL_MAX: usize = 1024;
 /// A shape that nobody used for so long gives its waiting QEMUs back.
 const POOL_IDLE: Duration = Duration::from_secs(600);
+/// How long QEMUs that were killed may take to leave their cgroups: one with much memory takes a second.
+const CGROUP_WAIT: Duration = Duration::from_secs(10);
 /// Pieces of output that a log may lag behind before some are dropped.
 const LOG_PIECES: usize = 256;
 
@@ -179,6 +182,11 @@ impl Hub {
         }
         for vm in live {
             self.core.end(&vm, End::killed("the daemon was stopped"));
+        }
+        if let Some(cgroups) = &self.core.cgroups
+            && timeout(CGROUP_WAIT, cgroups.all_removed()).await.is_err()
+        {
+            tracing::warn!("cgroups of VMs are left; the next daemon removes them");
         }
     }
 }

@@ -162,6 +162,11 @@ impl Vm {
         self.live().cgroup = Some(cgroup);
     }
 
+    /// How often its memory limit has killed something of it.
+    pub(crate) fn oom_kills(&self) -> u64 {
+        self.live().cgroup.as_ref().map_or(0, VmCgroup::oom_kills)
+    }
+
     pub fn set_console(&self, console: Arc<Console>) {
         self.live().console = Some(console);
     }
