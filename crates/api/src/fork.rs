@@ -15,7 +15,7 @@ pub struct ForkRequest {
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Bound on the whole call, in ms; default 60000. Clones that are not ready by then are
+    /// Bound on the whole call, in ms, at least 1; default 60000. Clones that are not ready by then are
     /// killed and reported as errors.
     #[serde(default)]
     pub timeout_ms: Option<u64>,

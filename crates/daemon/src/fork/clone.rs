@@ -124,6 +124,7 @@ async fn start_within(
         id: random_hex::<8>(),
         name: name.clone(),
         parent: Some((parent.identity.id.clone(), parent.name().to_owned())),
+        ancestors: parent.identity.line(),
         vmid,
         created_unix_ms: now_unix_ms(),
         ..parent.identity.clone()

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
 use vmfork_memory::{Engine, EngineOptions, FreezeError};
 use vmfork_qemu::QmpError;
@@ -23,6 +24,21 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to write 300 kB to memory.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// For how long somebody wants the fork.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    pub(super) began: Instant,
+    pub(super) deadline: Instant,
+    pub(super) given_up: &'a CancellationToken,
+}
+
+impl Wanted<'_> {
+    /// A wait of the fork's, no longer than the fork may take.
+    fn at_most(&self, wait: Duration) -> Duration {
+        wait.min(self.deadline.saturating_duration_since(Instant::now()))
+    }
+}
+
 /// Freeze the parent. → the snapshot (its lease is the caller's affair), where the time went, and the pause.
 ///
 /// # Errors
@@ -31,10 +47,10 @@ pub(super) async fn freeze(
     core: &Arc<Core>,
     parent: &Arc<Vm>,
     machine: &Arc<Machine>,
-    began: Instant,
+    wanted: Wanted<'_>,
 ) -> Result<(Snapshot, ForkStages, Duration), ErrorBody> {
     let failed = |code, error: &dyn std::error::Error| fork_error(parent, code, error);
-    let engine = tokio::task::block_in_place(|| prepare_engine(core, machine))
+    let engine = tokio::task::block_in_place(|| prepare_engine(core, machine, wanted))
         .map_err(|error| failed(ErrorCode::Host, &error))?;
     let engine = Arc::new(engine);
     core.add_engine(&engine);
@@ -46,6 +62,7 @@ pub(super) async fn freeze(
         .map_err(|error| failed(ErrorCode::Qemu, &error))?;
     let fork = parent.next_fork();
     core.count(parent);
+    let began = wanted.began;
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
     core.metrics.observe_stage(Stage::Prepare, began.elapsed());
 
@@ -53,7 +70,7 @@ pub(super) async fn freeze(
     let held = if parent.identity.has_agent {
         let link = parent.link()?;
         Some(
-            link.prepare(fork, QUIESCE_TIMEOUT)
+            link.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT))
                 .await
                 .map_err(|error| error.to_body(format!("fork `{}`", parent.name())))?,
         )
@@ -65,6 +82,9 @@ pub(super) async fn freeze(
     stages.quiesce_ms = ms(quiesce.elapsed());
     core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
 
+    if wanted.given_up.is_cancelled() {
+        return Err(super::was_given_up(parent));
+    }
     parent.set_frozen(true);
     let pause = Instant::now();
     let step = |stage: Stage, since: Instant| {
@@ -124,10 +144,14 @@ enum Broken {
     Unquiet,
 }
 
-fn prepare_engine(core: &Core, machine: &Machine) -> Result<Engine, vmfork_memory::EngineError> {
+fn prepare_engine(
+    core: &Core,
+    machine: &Machine,
+    wanted: Wanted<'_>,
+) -> Result<Engine, vmfork_memory::EngineError> {
     let base = machine.engine();
     if let Some(base) = &base {
-        base.wait_sealed(SEAL_TIMEOUT);
+        base.wait_sealed(wanted.at_most(SEAL_TIMEOUT));
     }
     let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
     let pages = machine.memory().pages();
@@ -151,5 +175,19 @@ pub(super) fn fork_error(parent: &Vm, code: ErrorCode, error: &dyn std::error::E
         message: format!("fork `{}`", parent.name()),
         cause: Some(crate::hub::chain(error)),
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_wait_is_longer_than_the_fork_may_take() {
+        let (began, given_up) = (Instant::now(), CancellationToken::new());
+        let wanted = |bound| Wanted { began, deadline: began + bound, given_up: &given_up };
+        assert_eq!(wanted(Duration::from_secs(60)).at_most(QUIESCE_TIMEOUT), QUIESCE_TIMEOUT);
+        assert!(wanted(Duration::from_secs(1)).at_most(QUIESCE_TIMEOUT) <= Duration::from_secs(1));
+        assert_eq!(wanted(Duration::ZERO).at_most(QUIESCE_TIMEOUT), Duration::ZERO);
     }
 }

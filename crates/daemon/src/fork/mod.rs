@@ -12,13 +12,13 @@
 mod clone;
 mod freeze;
 mod snapshot;
+mod starting;
 pub(crate) mod tickets;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
+use tokio::sync::{MutexGuard, Semaphore};
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
@@ -26,8 +26,9 @@ use vmfork_qemu::pool::Origin;
 
 use self::clone::CloneOrder;
 use self::snapshot::Snapshot;
+use self::starting::{Broken, Starting};
 use crate::admission::Loan;
-use crate::hub::Core;
+use crate::hub::{Core, Reservation};
 use crate::metrics::Stage;
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
@@ -37,6 +38,7 @@ use crate::vm::{Vm, now_unix_ms};
 pub(crate) const COUNT_MAX: u32 = 1024;
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
+const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
 
 /// What a fork is asked to be.
 #[derive(Debug)]
@@ -114,9 +116,60 @@ pub(crate) async fn run(
             code: ErrorCode::Internal,
             message: format!("fork `{}`", parent.name()),
             cause: Some(error.to_string()),
-            remedy: Some("this is a bug of vmfork: report it with the daemon's log".to_owned()),
+            remedy: Some(BUG.to_owned()),
         })
     })
+}
+
+/// Wait until no other fork of the VM goes on, for as long as somebody wants this one.
+async fn turn<'a>(
+    parent: &'a Vm,
+    deadline: Instant,
+    given_up: &CancellationToken,
+) -> Result<MutexGuard<'a, ()>, ErrorBody> {
+    let turn = tokio::select! {
+        biased;
+        () = given_up.cancelled() => return Err(was_given_up(parent)),
+        turn = tokio::time::timeout_at(deadline.into(), parent.forking.lock()) => turn,
+    };
+    turn.ok().filter(|_| Instant::now() < deadline).ok_or_else(|| ErrorBody {
+        code: ErrorCode::Timeout,
+        message: format!("fork `{}`", parent.name()),
+        cause: Some("another fork of it went on all the time".to_owned()),
+        remedy: Some("give the fork a longer `--timeout`".to_owned()),
+    })
+}
+
+/// Names for all clones in their order, each with whether it is kept for its clone: if not, another VM has it.
+///
+/// # Errors
+/// None can be kept; or not all, if that is as bad.
+fn reserve(
+    core: &Core,
+    parent: &Vm,
+    order: &Order,
+    requested: u32,
+) -> Result<(Reservation, Vec<(String, bool)>), ErrorBody> {
+    let Some(wanted) = &order.names else {
+        let reservation = core.registry.reserve_for_clones(parent.name(), requested);
+        let names = reservation.names().iter().map(|name| (name.clone(), true)).collect();
+        return Ok((reservation, names));
+    };
+    let reservation = core.registry.reserve(&wanted.iter().map(String::as_str).collect::<Vec<_>>());
+    let names = which_are_kept(wanted, reservation.names());
+    let taken = names.iter().find(|(_, is_kept)| !is_kept);
+    match taken {
+        Some((name, _)) if order.all_or_nothing || reservation.names().is_empty() => {
+            Err(name_taken(format!("fork `{}`", parent.name()), name))
+        }
+        _ => Ok((reservation, names)),
+    }
+}
+
+/// `kept` are some of `wanted`, in the same order.
+fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
+    let mut kept = kept.iter().peekable();
+    wanted.iter().map(|name| (name.clone(), kept.next_if_eq(&name).is_some())).collect()
 }
 
 async fn carry_out(
@@ -127,31 +180,28 @@ async fn carry_out(
 ) -> Result<ForkReply, ErrorBody> {
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let deadline = began + order.timeout;
-    let one_at_a_time = parent.forking.lock().await;
+    // Dropped last: when it is over, whoever ends the family finds all that came of it.
+    let _under_way = core.registry.fork_begins(&parent, given_up.clone());
+    let one_at_a_time = turn(&parent, deadline, &given_up).await?;
     let machine = parent.running_machine()?;
     if parent.state() != VmState::Running {
         return Err(not_yet(&parent));
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
+    let (reservation, names) = reserve(&core, &parent, &order, requested)?;
     let grant = match order.memory.as_ref().and_then(Loan::take) {
         Some(grant) => grant,
         None => core.admission.fork(
             parent.name(),
             parent.identity.memory_bytes,
-            requested,
+            u32::try_from(reservation.names().len()).unwrap_or(requested),
             order.all_or_nothing,
         )?,
     };
-    let reservation = match &order.names {
-        Some(names) => {
-            let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            core.registry.reserve(&names).map_err(|name| name_taken(&parent, &name))?
-        }
-        None => core.registry.reserve_for_clones(parent.name(), requested),
-    };
     let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
-    let frozen = freeze::freeze(&core, &parent, &machine, began).await;
+    let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
+    let frozen = freeze::freeze(&core, &parent, &machine, wanted).await;
     let (mut snapshot, mut stages, pause) = match frozen {
         Ok(frozen) => frozen,
         Err(error) => {
@@ -165,43 +215,50 @@ async fn carry_out(
     snapshot.lease = Some(grant.snapshot);
     let snapshot = Arc::new(snapshot);
     let origin = order.origin;
+    let fail = |vmid, name, error: ErrorBody| {
+        core.metrics.clone_failed(error.code);
+        clone::report_failure(origin.as_ref(), vmid, &error);
+        failed(vmid, name, error)
+    };
     let mut leases = grant.clones.into_iter();
-    let mut clones = JoinSet::new();
+    let mut starting = Starting::default();
     let mut results = Vec::new();
-    for (name, (vmid, ticket)) in reservation.names().iter().cloned().zip(order.clones) {
+    for ((name, is_kept), (vmid, ticket)) in names.into_iter().zip(order.clones) {
+        if !is_kept {
+            let error = name_taken(format!("start clone `{name}`"), &name);
+            results.push(fail(vmid, name, error));
+            continue;
+        }
         let Some((lease, machine)) = leases.next().zip(pending.next()) else {
-            let error = grant.refused.clone().unwrap_or_else(|| no_place(&parent));
-            core.metrics.clone_failed(error.code);
-            clone::report_failure(origin.as_ref(), vmid, &error);
-            results.push(failed(vmid, name, error));
+            let error = grant.refused.clone().unwrap_or_else(|| was_given_up(&parent));
+            results.push(fail(vmid, name, error));
             continue;
         };
-        let order =
-            CloneOrder { name, vmid, ticket, lease, began, deadline, origin: origin.clone() };
+        let origin = origin.clone();
+        let order = CloneOrder { name: name.clone(), vmid, ticket, lease, began, deadline, origin };
         let (core, parent, snapshot) =
             (Arc::clone(&core), Arc::clone(&parent), Arc::clone(&snapshot));
-        clones.spawn(clone::start(core, parent, snapshot, order, machine));
+        starting.add(vmid, name, clone::start(core, parent, snapshot, order, machine));
     }
     let mut started = Vec::new();
     let mut dropped = false;
     loop {
-        let joined = tokio::select! {
-            joined = clones.join_next() => joined,
+        let next = tokio::select! {
+            next = starting.next() => next,
             // Nobody waits: what is half-way ends here, not when it would be ready.
             () = given_up.cancelled(), if !dropped => {
                 dropped = true;
-                clones.abort_all();
+                starting.give_up();
                 continue;
             }
         };
-        let Some(joined) = joined else { break };
-        match joined {
-            Ok((result, vm)) => {
+        match next {
+            Some(Ok((result, vm))) => {
                 results.push(result);
                 started.extend(vm);
             }
-            Err(error) if error.is_cancelled() => {}
-            Err(error) => tracing::error!(%error, "a clone's start panicked"),
+            Some(Err(Broken { vmid, name, error })) => results.push(fail(vmid, name, error)),
+            None => break,
         }
     }
     drop(reservation);
@@ -212,7 +269,7 @@ async fn carry_out(
             core.end(vm, crate::vm::End::killed("its fork was given up"));
         }
         let first = results.iter().find_map(|result| result.error.clone());
-        return Err(first.unwrap_or_else(|| no_place(&parent)));
+        return Err(first.unwrap_or_else(|| was_given_up(&parent)));
     }
     stages.derive_ms = derive_ms(&snapshot);
     let total = began.elapsed();
@@ -274,19 +331,19 @@ fn not_yet(parent: &Vm) -> ErrorBody {
     }
 }
 
-fn no_place(parent: &Vm) -> ErrorBody {
+fn was_given_up(parent: &Vm) -> ErrorBody {
     ErrorBody {
-        code: ErrorCode::NoCapacity,
-        message: format!("start a clone of `{}`", parent.name()),
-        cause: Some("the fork was given up".to_owned()),
+        code: ErrorCode::Conflict,
+        message: format!("fork `{}`", parent.name()),
+        cause: Some("it was given up: who asked has gone, or its family was killed".to_owned()),
         remedy: None,
     }
 }
 
-fn name_taken(parent: &Vm, name: &str) -> ErrorBody {
+fn name_taken(message: String, name: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
-        message: format!("fork `{}`", parent.name()),
+        message,
         cause: Some(format!("there is a VM named `{name}` already")),
         remedy: Some(format!("choose another name, or `vmfork rm {name}`")),
     }
@@ -329,4 +386,53 @@ fn start_machines(
         })
         .collect();
     pending.into_iter()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::log::Log;
+    use crate::vm::test_identity;
+
+    fn vm(folder: &std::path::Path) -> Arc<Vm> {
+        Vm::new(test_identity("web", None), Log::create(folder).expect("log"), None, None)
+    }
+
+    #[tokio::test]
+    async fn a_fork_that_nobody_waits_for_any_more_does_not_get_its_turn() {
+        let folder = tempfile::tempdir().expect("folder");
+        let vm = vm(folder.path());
+        let (wanted, given_up) = (CancellationToken::new(), CancellationToken::new());
+        given_up.cancel();
+        let later = Instant::now() + Duration::from_secs(60);
+        drop(turn(&vm, later, &wanted).await.expect("it is free"));
+        // Though it is free:
+        let error = turn(&vm, later, &given_up).await.expect_err("given up");
+        assert_eq!(error.code, ErrorCode::Conflict);
+        let error = turn(&vm, Instant::now(), &wanted).await.expect_err("too late");
+        assert_eq!(error.code, ErrorCode::Timeout);
+    }
+
+    #[tokio::test]
+    async fn a_fork_waits_for_another_no_longer_than_its_own_bound() {
+        let folder = tempfile::tempdir().expect("folder");
+        let vm = vm(folder.path());
+        let other = vm.forking.lock().await;
+        let soon = Instant::now() + Duration::from_millis(20);
+        let error = turn(&vm, soon, &CancellationToken::new()).await.expect_err("too late");
+        assert_eq!(error.code, ErrorCode::Timeout);
+        drop(other);
+    }
+
+    #[test]
+    fn a_taken_name_is_the_affair_of_its_clone() {
+        let [a, b, c] = ["a", "b", "c"].map(ToOwned::to_owned);
+        let wanted = [a.clone(), b.clone(), c.clone()];
+        let kept =
+            |kept: &[String]| which_are_kept(&wanted, kept).into_iter().map(|(_, kept)| kept);
+        assert!(kept(&[a.clone(), c]).eq([true, false, true]));
+        assert!(kept(&[b]).eq([false, true, false]));
+        let twice = which_are_kept(&[a.clone(), a.clone()], std::slice::from_ref(&a));
+        assert_eq!(twice, [(a.clone(), true), (a, false)]);
+    }
 }

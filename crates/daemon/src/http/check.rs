@@ -75,6 +75,10 @@ pub(super) fn run(request: &RunRequest) -> Checked {
 pub(super) fn fork(request: &ForkRequest) -> Checked {
     within("count", Some(u64::from(request.count)), 1, 1024)?;
     timeout("timeout_ms", request.timeout_ms)?;
+    if request.timeout_ms == Some(0) {
+        return Err(bad_request("`timeout_ms` is 0: no fork is done in no time")
+            .remedy("leave it out, or give it as many ms as the fork may take"));
+    }
     let Some(names) = &request.names else { return Ok(()) };
     if u64::try_from(names.len()) != Ok(u64::from(request.count)) {
         return Err(bad_request(format!(

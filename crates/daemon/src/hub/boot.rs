@@ -33,15 +33,18 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
     let reservation = match &request.name {
-        Some(name) => core.registry.reserve(&[name]).map_err(|taken| ErrorBody {
+        Some(name) => core.registry.reserve(&[name]),
+        None => core.registry.reserve_for_image(&request.image),
+    };
+    let Some(name) = reservation.names().first().cloned() else {
+        let taken = request.name.unwrap_or(request.image);
+        return Err(ErrorBody {
             code: ErrorCode::Conflict,
             message: format!("run `{taken}`"),
             cause: Some(format!("there is a VM named `{taken}` already")),
             remedy: Some(format!("choose another --name, or `vmfork rm -f {taken}`")),
-        })?,
-        None => core.registry.reserve_for_image(&request.image),
+        });
     };
-    let name = reservation.names().concat();
     let memory_bytes = memory_mib << 20;
     let lease = core.admission.boot(&name, memory_bytes)?;
     let id = random_hex::<8>();
@@ -51,6 +54,7 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
         name: name.clone(),
         image: request.image,
         parent: None,
+        ancestors: Arc::default(),
         vmid: 0,
         accel: accel_word(choice.accel),
         accel_reason: choice.reason.clone(),

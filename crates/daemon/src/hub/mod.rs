@@ -265,7 +265,9 @@ impl Core {
             self.forget_folder(&identity.id);
         })?;
         let vm = Vm::new(identity, log, lease, origin);
-        self.registry.add(Arc::clone(&vm));
+        for forgotten in self.registry.add(Arc::clone(&vm)) {
+            self.forget_folder(&forgotten);
+        }
         self.metrics.vm_started();
         if let Some(origin) = &vm.origin {
             let born = Event::Born { ticket: origin.ticket, vm: Arc::clone(&vm) };

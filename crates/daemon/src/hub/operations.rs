@@ -22,7 +22,9 @@ use crate::vm::{End, Vm};
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a transfer into a guest may stand still.
 const STALL: Duration = Duration::from_secs(60);
-/// How long a killed QEMU may take to be gone.
+/// How often what is left of a family is looked for. Twice is the rule: once to end all, once to find none.
+const KILL_ROUNDS_MAX: u32 = 10;
+/// How long a killed QEMU may take to be gone, or a fork that is given up.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Control for Hub {
@@ -172,22 +174,11 @@ impl Control for Hub {
     fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, vmfork_api::Vm> {
         async move {
             let vm = self.core.registry.find("kill", vm)?;
-            let victims = if request.family {
-                self.core.registry.descendants(&vm.identity.id)
+            let grace = Duration::from_millis(request.grace_ms);
+            if request.family {
+                self.core.kill_family(&vm, grace).await?;
             } else {
-                vec![Arc::clone(&vm)]
-            };
-            if request.grace_ms > 0 {
-                let grace = Duration::from_millis(request.grace_ms);
-                let all = victims.iter().map(|victim| power_off(victim, grace));
-                futures_util::future::join_all(all).await;
-            }
-            for victim in &victims {
-                let process = victim.machine().map(|machine| machine.process.exit());
-                self.core.end(victim, End::killed("killed on request"));
-                if let Some(exit) = process {
-                    let _gone = tokio::time::timeout(KILL_TIMEOUT, exit).await;
-                }
+                self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
             Ok(self.core.summary(&vm, false))
         }
@@ -300,6 +291,47 @@ async fn power_off(vm: &Arc<Vm>, grace: Duration) {
 }
 
 impl Core {
+    /// End VMs, and wait until their QEMUs are gone.
+    async fn kill_all(self: &Arc<Self>, victims: &[Arc<Vm>], grace: Duration) {
+        if !grace.is_zero() {
+            let all = victims.iter().map(|victim| power_off(victim, grace));
+            futures_util::future::join_all(all).await;
+        }
+        let exits = victims.iter().filter_map(|victim| {
+            let exit = victim.machine().map(|machine| machine.process.exit());
+            self.end(victim, End::killed("killed on request"));
+            exit
+        });
+        let exits: Vec<_> = exits.collect();
+        let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
+    }
+
+    /// End a VM and all that descends from it, also what is being forked from any of them meanwhile.
+    ///
+    /// # Errors
+    /// A fork did not let go: what it had begun to start may be there still.
+    async fn kill_family(self: &Arc<Self>, vm: &Arc<Vm>, grace: Duration) -> Result<(), ErrorBody> {
+        let mut grace = Some(grace);
+        for _ in 0..KILL_ROUNDS_MAX {
+            let family = self.registry.end_of_family(&vm.identity.id);
+            if family.vms.is_empty() && family.forks.is_empty() {
+                return Ok(());
+            }
+            self.kill_all(&family.vms, grace.take().unwrap_or_default()).await;
+            let over = family.forks.iter().map(|fork| fork.cancelled());
+            let over = futures_util::future::join_all(over);
+            if tokio::time::timeout(KILL_TIMEOUT, over).await.is_err() {
+                break;
+            }
+        }
+        Err(ErrorBody {
+            code: ErrorCode::Timeout,
+            message: format!("kill the family of `{}`", vm.name()),
+            cause: Some("a fork under way does not come to its end".to_owned()),
+            remedy: Some("`vmfork tree` shows what is left of it: kill it again".to_owned()),
+        })
+    }
+
     fn summary(&self, vm: &Arc<Vm>, sample: bool) -> vmfork_api::Vm {
         let clones = self.registry.clones_of(&vm.identity.id).len();
         vm.summary(u32::try_from(clones).unwrap_or(u32::MAX), sample)

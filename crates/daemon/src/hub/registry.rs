@@ -3,9 +3,10 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, NAME_BYTES_MAX, TreeNode};
 
-use crate::vm::Vm;
+use crate::vm::{Identity, Vm};
 
 /// Ended VMs that are remembered; the oldest are forgotten first.
 const ENDED_MAX: usize = 256;
@@ -24,6 +25,43 @@ struct Inner {
     /// With their places in the order of the list: clones stand as they were named, whichever starts first.
     reserved: HashMap<String, u64>,
     ended: VecDeque<String>,
+    /// By a number of their own. Beside the VMs, so that a family is looked at as a whole: whoever is not listed
+    /// yet is being made by one of these.
+    forks: BTreeMap<u64, Fork>,
+    next_fork: u64,
+}
+
+/// A fork under way.
+#[derive(Debug)]
+struct Fork {
+    parent: Identity,
+    give_up: CancellationToken,
+    over: CancellationToken,
+}
+
+/// Says that a fork is under way, until dropped: then all VMs that it has made are listed.
+#[derive(Debug)]
+pub(crate) struct UnderWay {
+    registry: Arc<Registry>,
+    number: u64,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        let fork = self.registry.inner().forks.remove(&self.number);
+        if let Some(fork) = fork {
+            fork.over.cancel();
+        }
+    }
+}
+
+/// What there is of a family at one instant.
+#[derive(Debug)]
+pub(crate) struct Family {
+    /// Those that live, in the order in which they began.
+    pub(crate) vms: Vec<Arc<Vm>>,
+    /// Forks that were under way, and have been told to give up: each is cancelled when its fork is over.
+    pub(crate) forks: Vec<CancellationToken>,
 }
 
 /// Names that are kept for VMs about to be added; free again when dropped.
@@ -49,13 +87,17 @@ impl Reservation {
 }
 
 impl Inner {
-    /// The first free ones of a series that has no end.
+    /// The first of a series that has no end that nobody listed has, dead or alive.
     fn free_names(&self, count: u32, name: impl Fn(u32) -> String) -> Vec<String> {
-        (1..).map(name).filter(|name| !self.is_taken(name)).take(count as usize).collect()
+        let is_listed = |name: &str| self.vms.values().any(|vm| vm.name() == name);
+        let is_free = |name: &String| !self.reserved.contains_key(name) && !is_listed(name);
+        (1..).map(name).filter(is_free).take(count as usize).collect()
     }
 
+    /// An ended VM gives its name up to one that begins.
     fn is_taken(&self, name: &str) -> bool {
-        self.reserved.contains_key(name) || self.vms.values().any(|vm| vm.name() == name)
+        self.reserved.contains_key(name)
+            || self.vms.values().any(|vm| vm.name() == name && vm.end_now().is_none())
     }
 }
 
@@ -64,29 +106,16 @@ impl Registry {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keep names.
-    ///
-    /// # Errors
-    /// The first that is taken.
-    pub(crate) fn reserve(self: &Arc<Self>, names: &[&str]) -> Result<Reservation, String> {
-        let mut inner = self.inner();
-        let mut kept = Vec::new();
+    /// Keep those of the names that are free. An ended VM that has one stays listed until the new one is.
+    pub(crate) fn reserve(self: &Arc<Self>, names: &[&str]) -> Reservation {
+        let inner = self.inner();
+        let mut kept: Vec<String> = Vec::new();
         for name in names {
-            // An ended VM gives its name up to one that begins.
-            let of_ended = inner
-                .vms
-                .iter()
-                .find(|(_, vm)| vm.name() == *name && vm.end_now().is_some())
-                .map(|(number, _)| *number);
-            if let Some(number) = of_ended {
-                inner.vms.remove(&number);
+            if !inner.is_taken(name) && !kept.iter().any(|kept| kept == name) {
+                kept.push((*name).to_owned());
             }
-            if inner.is_taken(name) || kept.iter().any(|kept| kept == name) {
-                return Err((*name).to_owned());
-            }
-            kept.push((*name).to_owned());
         }
-        Ok(self.keep(inner, kept))
+        self.keep(inner, kept)
     }
 
     /// Keep a free name made from an image's: `debian-1`.
@@ -117,8 +146,20 @@ impl Registry {
         Reservation { registry: Arc::clone(self), names }
     }
 
-    pub(crate) fn add(&self, vm: Arc<Vm>) {
+    /// List a VM. → ids of ended ones of its name, which are forgotten now.
+    pub(crate) fn add(&self, vm: Arc<Vm>) -> Vec<String> {
         let mut inner = self.inner();
+        let namesakes: Vec<u64> = inner
+            .vms
+            .iter()
+            .filter(|(_, other)| other.name() == vm.name() && other.end_now().is_some())
+            .map(|(number, _)| *number)
+            .collect();
+        let forgotten = namesakes
+            .iter()
+            .filter_map(|number| inner.vms.remove(number))
+            .map(|vm| vm.identity.id.clone())
+            .collect();
         let number = match inner.reserved.get(vm.name()) {
             Some(number) => *number,
             None => {
@@ -127,6 +168,7 @@ impl Registry {
             }
         };
         inner.vms.insert(number, vm);
+        forgotten
     }
 
     /// By name or id; `to` says what for.
@@ -185,19 +227,36 @@ impl Registry {
         clones
     }
 
-    /// All live VMs that descend from this one, itself too.
-    pub(crate) fn descendants(&self, id: &str) -> Vec<Arc<Vm>> {
-        let all = self.all();
-        let mut ids: HashSet<String> = HashSet::from([id.to_owned()]);
-        // Parents are added before their clones, so one pass finds all.
-        for vm in &all {
-            if vm.identity.parent.as_ref().is_some_and(|(parent, _)| ids.contains(parent)) {
-                ids.insert(vm.identity.id.clone());
-            }
+    /// A fork of `parent` begins. `give_up` is cancelled when it is to be given up for its family's sake.
+    pub(crate) fn fork_begins(
+        self: &Arc<Self>,
+        parent: &Vm,
+        give_up: CancellationToken,
+    ) -> UnderWay {
+        let mut inner = self.inner();
+        let number = inner.next_fork;
+        inner.next_fork += 1;
+        let (parent, over) = (parent.identity.clone(), CancellationToken::new());
+        inner.forks.insert(number, Fork { parent, give_up, over });
+        drop(inner);
+        UnderWay { registry: Arc::clone(self), number }
+    }
+
+    /// All live VMs that descend from this one, itself too, whoever between them is still listed; and the forks
+    /// that are making more of them, which are told to give up.
+    ///
+    /// If there is neither, nothing of the family is left, nor comes: who would fork it is no more.
+    pub(crate) fn end_of_family(&self, id: &str) -> Family {
+        let inner = self.inner();
+        let lives = |vm: &&Arc<Vm>| vm.identity.descends_from(id) && vm.end_now().is_none();
+        let vms = inner.vms.values().filter(lives).cloned().collect();
+        let forks = inner.forks.values().filter(|fork| fork.parent.descends_from(id));
+        let forks = forks.map(|fork| (fork.give_up.clone(), fork.over.clone())).collect::<Vec<_>>();
+        drop(inner);
+        for (give_up, _) in &forks {
+            give_up.cancel();
         }
-        all.into_iter()
-            .filter(|vm| ids.contains(&vm.identity.id) && vm.end_now().is_none())
-            .collect()
+        Family { vms, forks: forks.into_iter().map(|(_, over)| over).collect() }
     }
 
     /// The families. An ended VM is shown while something that lives descends from it.
@@ -230,28 +289,12 @@ fn node(vm: &Arc<Vm>, all: &[Arc<Vm>]) -> Option<TreeNode> {
 
 #[cfg(test)]
 mod tests {
-    use vmfork_api::Accel;
-
     use super::*;
     use crate::vm::log::Log;
-    use crate::vm::{End, Identity};
+    use crate::vm::{End, test_identity};
 
     fn vm(folder: &std::path::Path, name: &str, parent: Option<&Vm>) -> Arc<Vm> {
-        let identity = Identity {
-            id: format!("id-{name}"),
-            name: name.to_owned(),
-            image: "default".to_owned(),
-            family: "id-web".to_owned(),
-            parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
-            vmid: 0,
-            accel: Accel::Tcg,
-            accel_reason: String::new(),
-            cpus: 1,
-            memory_bytes: 64 << 20,
-            has_agent: true,
-            created_unix_ms: 0,
-        };
-        Vm::new(identity, Log::create(folder).expect("log"), None, None)
+        Vm::new(test_identity(name, parent), Log::create(folder).expect("log"), None, None)
     }
 
     fn names(vms: &[Arc<Vm>]) -> Vec<&str> {
@@ -264,7 +307,7 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let web = vm(folder.path(), "web", None);
         registry.add(Arc::clone(&web));
-        let reservation = registry.reserve(&["web.1", "web.2", "web.3"]).expect("free");
+        let reservation = registry.reserve(&["web.1", "web.2", "web.3"]);
         for name in ["web.3", "web.1", "web.2"] {
             registry.add(vm(folder.path(), name, Some(&web)));
         }
@@ -274,7 +317,44 @@ mod tests {
         let tree = registry.tree();
         let children: Vec<_> = tree[0].children.iter().map(|node| &node.vm.name).collect();
         assert_eq!(children, ["web.1", "web.2", "web.3"]);
-        assert_eq!(registry.descendants("id-web").len(), 4);
+        assert_eq!(registry.end_of_family("id-web").vms.len(), 4);
+    }
+
+    #[test]
+    fn a_family_is_whole_without_those_who_were_forgotten() {
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Arc::new(Registry::default());
+        let web = vm(folder.path(), "web", None);
+        let child = vm(folder.path(), "web.1", Some(&web));
+        let grandchild = vm(folder.path(), "web.1.1", Some(&child));
+        for vm in [&web, &child, &grandchild, &vm(folder.path(), "other", None)] {
+            registry.add(Arc::clone(vm));
+        }
+        child.end(End::killed("in this test"));
+        registry.remove("id-web.1");
+        assert_eq!(names(&registry.end_of_family("id-web").vms), ["web", "web.1.1"]);
+        assert_eq!(names(&registry.end_of_family("id-web.1").vms), ["web.1.1"]);
+    }
+
+    #[test]
+    fn the_end_of_a_family_ends_its_forks_under_way_and_no_others() {
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Arc::new(Registry::default());
+        let web = vm(folder.path(), "web", None);
+        let child = vm(folder.path(), "web.1", Some(&web));
+        let tokens = [CancellationToken::new(), CancellationToken::new()];
+        let of_web = registry.fork_begins(&web, tokens[0].clone());
+        let of_child = registry.fork_begins(&child, tokens[1].clone());
+        // Neither is listed (any more), and what they fork would be.
+        let family = registry.end_of_family("id-web.1");
+        assert_eq!(tokens.each_ref().map(CancellationToken::is_cancelled), [false, true]);
+        assert_eq!(family.forks.len(), 1);
+        assert!(!family.forks[0].is_cancelled());
+        drop(of_child);
+        assert!(family.forks[0].is_cancelled(), "it is over");
+        assert!(registry.end_of_family("id-web.1").forks.is_empty());
+        drop(of_web);
+        assert!(!tokens[0].is_cancelled());
     }
 
     #[test]
@@ -283,11 +363,29 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let web = vm(folder.path(), "web", None);
         registry.add(Arc::clone(&web));
-        assert_eq!(registry.reserve(&["web"]).expect_err("taken"), "web");
+        assert!(registry.reserve(&["web"]).names().is_empty());
         web.end(End::killed("in this test"));
-        drop(registry.reserve(&["web"]).expect("free"));
-        assert_eq!(registry.reserve(&["a", "a"]).expect_err("twice"), "a");
-        registry.reserve(&["a"]).expect("nothing of a refused reservation stays");
+        assert_eq!(registry.reserve(&["web"]).names(), ["web"]);
+        assert_eq!(registry.reserve(&["a", "a"]).names(), ["a"]);
+        assert_eq!(registry.reserve(&["a"]).names(), ["a"], "free again");
+    }
+
+    #[test]
+    fn a_taken_name_costs_neither_the_others_nor_ended_namesakes() {
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Arc::new(Registry::default());
+        let old = vm(folder.path(), "old", None);
+        registry.add(Arc::clone(&old));
+        old.end(End::killed("in this test"));
+        registry.add(vm(folder.path(), "web", None));
+        let reservation = registry.reserve(&["old", "web", "new"]);
+        assert_eq!(reservation.names(), ["old", "new"]);
+        assert_eq!(names(&registry.all()), ["old", "web"], "its log may still be read");
+        // Only the VM that takes the name takes the place.
+        let forgotten = registry.add(vm(folder.path(), "old", None));
+        assert_eq!(forgotten, ["id-old"]);
+        assert_eq!(registry.all().len(), 2);
+        assert!(registry.find("find", "old").expect("listed").end_now().is_none());
     }
 
     #[test]

@@ -10,7 +10,6 @@ use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
-use vmfork_api::Accel;
 
 use super::{Core, Hub};
 use crate::admission::{Admission, HostMemory, Policy, Probe};
@@ -20,7 +19,7 @@ use crate::fork::tickets::Origin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
 use crate::state::State;
-use crate::vm::{Identity, Vm};
+use crate::vm::{Identity, Vm, test_identity};
 
 /// Bounds every wait.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
@@ -59,20 +58,8 @@ impl Host {
 
     /// A VM without a QEMU.
     pub(crate) fn vm(&self, name: &str, origin: Option<Origin>) -> Arc<Vm> {
-        let identity = Identity {
-            id: format!("id-{name}"),
-            name: name.to_owned(),
-            image: "default".to_owned(),
-            family: "id-web".to_owned(),
-            parent: None,
-            vmid: u32::from(origin.is_some()),
-            accel: Accel::Tcg,
-            accel_reason: String::new(),
-            cpus: 1,
-            memory_bytes: 64 << 20,
-            has_agent: true,
-            created_unix_ms: 0,
-        };
+        let vmid = u32::from(origin.is_some());
+        let identity = Identity { vmid, ..test_identity(name, None) };
         self.core.add_vm(identity, None, origin).expect("a folder for it")
     }
 }

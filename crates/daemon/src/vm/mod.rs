@@ -41,6 +41,8 @@ pub struct Identity {
     pub family: String,
     /// Id and name of the VM that it was forked from.
     pub parent: Option<(String, String)>,
+    /// Ids of all that it descends from, the root first: a VM in between may be forgotten.
+    pub ancestors: Arc<[String]>,
     /// 0 in a VM that booted.
     pub vmid: u32,
     pub accel: Accel,
@@ -50,6 +52,18 @@ pub struct Identity {
     /// Whether an agent is expected in the guest.
     pub has_agent: bool,
     pub created_unix_ms: u64,
+}
+
+impl Identity {
+    /// The ancestors of its clones.
+    pub(crate) fn line(&self) -> Arc<[String]> {
+        self.ancestors.iter().chain([&self.id]).cloned().collect()
+    }
+
+    /// Whether this is the VM `id`, or a clone of it, or of a clone of it …
+    pub(crate) fn descends_from(&self, id: &str) -> bool {
+        self.id == id || self.ancestors.iter().any(|ancestor| ancestor == id)
+    }
 }
 
 /// How a VM ended.
@@ -375,6 +389,26 @@ impl Vm {
             shared_bytes,
             faults,
         }
+    }
+}
+
+/// Who a VM of a test is.
+#[cfg(test)]
+pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
+    Identity {
+        id: format!("id-{name}"),
+        name: name.to_owned(),
+        image: "default".to_owned(),
+        family: "id-web".to_owned(),
+        parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
+        ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
+        vmid: 0,
+        accel: Accel::Tcg,
+        accel_reason: String::new(),
+        cpus: 1,
+        memory_bytes: 64 << 20,
+        has_agent: true,
+        created_unix_ms: 0,
     }
 }
 

@@ -31,6 +31,8 @@ async fn bodies_that_are_not_what_is_taken() {
         let reply = daemon.post("/v1/vms/web/fork", &json!({"count": count})).await;
         reply.refused(400, BadRequest, "must be 1 to 1024");
     }
+    let reply = daemon.post("/v1/vms/web/fork", &json!({"count": 1, "timeout_ms": 0})).await;
+    reply.refused(400, BadRequest, "`timeout_ms` is 0");
 }
 
 #[tokio::test]
