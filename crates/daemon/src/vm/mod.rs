@@ -9,6 +9,8 @@
 //! end, and with it the process, the keeper and the view.
 
 pub(crate) mod console;
+#[cfg(test)]
+mod fake;
 pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod machine;
@@ -433,4 +435,41 @@ pub(crate) fn random_hex<const N: usize>() -> String {
         let _infallible = write!(text, "{byte:02x}");
         text
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(5);
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_stuck_vm_can_be_looked_at_and_ended() {
+        let folder = tempfile::tempdir().expect("folder");
+        let log = Log::create(folder.path()).expect("log");
+        let vm = Vm::new(test_identity("web", None), log, None, None);
+        let machine = fake::machine(&folder.path().join("state")).await;
+        vm.set_machine(Arc::clone(&machine));
+        // Somebody waits for its keeper, and has its memory locked.
+        let (locked_tx, locked) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let stuck = Arc::clone(&machine);
+        let waits = std::thread::Builder::new().spawn(move || {
+            let _memory = stuck.memory();
+            locked_tx.send(()).expect("the test waits");
+            let _dropped = released.recv();
+        });
+        locked.recv().expect("locked");
+        let (exit, ending) = (machine.process.exit(), Arc::clone(&vm));
+        let ended = tokio::task::spawn_blocking(move || {
+            assert!(machine.view_id().is_none());
+            assert!(machine.engine().is_none());
+            ending.end(End::killed("in this test"))
+        });
+        let ended = tokio::time::timeout(SOON, ended).await.expect("without its memory");
+        assert!(ended.expect("no panic"));
+        tokio::time::timeout(SOON, exit).await.expect("killed");
+        drop(release);
+        waits.expect("a thread").join().expect("released");
+    }
 }
