@@ -67,7 +67,7 @@ impl Cgroups {
     }
 
     /// `own` is our `/proc/self/cgroup`.
-    fn at(root: &Path, own: &str) -> Result<Self, Unavailable> {
+    pub(crate) fn at(root: &Path, own: &str) -> Result<Self, Unavailable> {
         let controllers = fs::read_to_string(root.join("cgroup.controllers"))
             .map_err(|_| Unavailable::NotUnified { root: root.to_owned() })?;
         let service = service_of(own);

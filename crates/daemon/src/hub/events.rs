@@ -139,6 +139,26 @@ fn end_of(status: ExitStatus, words: &str, oom_kills: u64, memory_bytes: u64) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cgroup::Cgroups;
+    use crate::hub::testing::{Host, SOON};
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_the_cgroup_has_counted_is_read_before_it_is_let_go() {
+        let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
+        std::fs::write(folder.path().join("cgroup.controllers"), "memory\n").expect("write");
+        let cgroups = Cgroups::at(folder.path(), "").expect("as the kernel's");
+        let vm = host.vm("web", None);
+        let cgroup = cgroups.create(&vm.identity.id, 1 << 30).expect("made");
+        let counts = folder.path().join("vmfork/vm-id-web/memory.events");
+        std::fs::write(counts, "oom 1\noom_kill 1\n").expect("write");
+        let machine = crate::vm::fake::machine(&folder.path().join("state")).await;
+        vm.set_machine(Arc::clone(&machine));
+        vm.set_cgroup(cgroup);
+        watch(&host.core, &vm, &machine);
+        machine.process.kill();
+        let end = tokio::time::timeout(SOON, vm.wait_end()).await.expect("noticed");
+        assert_eq!(end.kind, EndReason::OutOfMemory, "{}", end.reason);
+    }
 
     #[test]
     fn a_vm_that_its_limit_killed_says_so_and_what_helps() {

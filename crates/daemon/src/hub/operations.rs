@@ -423,3 +423,34 @@ impl Core {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::hub::testing::Host;
+    use crate::vm::test_identity;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_a_fork_under_way_adds_to_a_family_ends_with_it() {
+        let host = Host::start().await;
+        let web = host.vm("web", None);
+        let give_up = CancellationToken::new();
+        let under_way = host.core.registry.fork_begins(&web, give_up.clone());
+        let (core, parent) = (Arc::clone(&host.core), Arc::clone(&web));
+        let fork = tokio::spawn(async move {
+            give_up.cancelled().await;
+            // Too late to stop: one more clone is listed after the family's victims were.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            let clone = core.add_vm(test_identity("web.1", Some(&parent)), None, None);
+            drop(under_way);
+            clone.expect("a folder for it")
+        });
+        let other = host.vm("other", None);
+        host.core.kill_family(&web, Duration::ZERO).await.expect("all ended");
+        assert!(fork.await.expect("no panic").end_now().is_some());
+        assert!(web.end_now().is_some());
+        assert!(other.end_now().is_none());
+    }
+}

@@ -10,7 +10,7 @@
 
 pub(crate) mod console;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod machine;
