@@ -5,12 +5,13 @@ mod support;
 use std::ffi::OsString;
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::time::{Duration, Instant};
 
 use support::{Bare, Counter, SOON, binary, clone, memfd, millis, unprivileged};
 use vmfork_qemu::pool::{Limits, Origin, Pool, Starting};
-use vmfork_qemu::qmp::{RunState, reopen_from_start};
+use vmfork_qemu::qmp::{RunState, devices, reopen_from_start};
 use vmfork_qemu::spawn::{self, ExitStatus};
 use vmfork_qemu::{Accel, Boot, DiskId, GuestKind, Launch, Qemu, QmpError, Shape, StartError};
 
@@ -379,4 +380,56 @@ fn a_pooled_qemu_takes_over_a_state() {
         clone.qmp.cont().await.expect("cont");
         assert!(Counter::new(&clone).next().is_some());
     });
+}
+
+/// Devices saved without a migration, behind the lead of one: as often as one likes, and a clone of a clone, too.
+#[test]
+fn a_state_saved_without_a_migration_is_loaded_by_one() {
+    runtime().block_on(async {
+        let Some(bare) = Bare::new(64 * MIB, Accel::Tcg).await else { return };
+        let parent = bare.start(true).await;
+        assert!(Counter::new(&parent).next().is_some());
+        parent.qmp.stop().await.expect("stop");
+        let first = memfd();
+        parent.qmp.save_state(first.as_fd(), SOON).await.expect("saved");
+        parent.qmp.cont().await.expect("cont");
+        let lead = devices::lead(&content(&first)).expect("a known stream").to_vec();
+
+        // One that is prepared and not used must not be taken for the next.
+        let _unused = parent.qmp.prepare_devices(memfd().as_fd()).await.expect("prepared");
+        for round in 0..3 {
+            let written = memfd();
+            let prepared = parent.qmp.prepare_devices(written.as_fd()).await.expect("prepared");
+            parent.qmp.stop().await.expect("stop");
+            parent.qmp.save_devices(&prepared, SOON).await.expect("saved");
+            parent.qmp.end_devices(prepared).await.expect("closed");
+            let written = content(&written);
+            let rest = devices::rest(&written).expect("of a known form");
+            let state = memfd();
+            std::fs::File::from(state.try_clone().expect("fd"))
+                .write_all_at(&[&lead, rest].concat(), 0)
+                .expect("memory");
+            // RAM is shared here, so only one of the two may go on.
+            if round < 2 {
+                parent.qmp.cont().await.expect("cont");
+                assert!(Counter::new(&parent).next().is_some(), "goes on");
+                continue;
+            }
+            let clone = bare.start(false).await;
+            let file = reopen_from_start(&state).expect("open");
+            if let Err(error) = clone.qmp.load_state(file.as_fd(), SOON).await {
+                panic!("{}", clone.explain(error).await);
+            }
+            clone.qmp.cont().await.expect("cont");
+            assert!(Counter::new(&clone).next().is_some(), "goes on");
+        }
+    });
+}
+
+fn content(file: &OwnedFd) -> Vec<u8> {
+    let file = std::fs::File::from(file.try_clone().expect("fd"));
+    let mut content =
+        vec![0; usize::try_from(file.metadata().expect("memory").len()).expect("small")];
+    file.read_exact_at(&mut content, 0).expect("memory");
+    content
 }

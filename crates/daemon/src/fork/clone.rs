@@ -120,6 +120,9 @@ async fn start_within(
         NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
     })?;
     let machine = Arc::new(machine);
+    if let Some(lead) = &snapshot.lead {
+        machine.set_lead(Some(Arc::clone(lead)));
+    }
     let identity = Identity {
         id: random_hex::<8>(),
         name: name.clone(),

@@ -1,10 +1,8 @@
 //! The parent's part: quiesce, stop, freeze, save the device state, go on.
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::MemfdFlags;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
 use vmfork_memory::{Engine, EngineOptions, FreezeError};
@@ -12,6 +10,7 @@ use vmfork_qemu::QmpError;
 
 use super::ms;
 use super::snapshot::Snapshot;
+use super::state::{self, StateError};
 use crate::hub::Core;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
@@ -21,8 +20,6 @@ use crate::vm::{End, Vm};
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long QEMU may take to write 300 kB to memory.
-const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// For how long somebody wants the fork.
 #[derive(Debug, Clone, Copy)]
@@ -54,12 +51,8 @@ pub(super) async fn freeze(
         .map_err(|error| failed(ErrorCode::Host, &error))?;
     let engine = Arc::new(engine);
     core.add_engine(&engine);
-    let state = state_file().map_err(|error| failed(ErrorCode::Host, &error))?;
-    let state_fd = machine
-        .qmp
-        .prepare_state_fd(state.as_fd())
-        .await
-        .map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let prepared =
+        state::prepare(machine).await.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     let fork = parent.next_fork();
     core.count(parent);
     let began = wanted.began;
@@ -101,9 +94,9 @@ pub(super) async fn freeze(
         tokio::task::block_in_place(|| machine.memory().freeze(&engine)).map_err(Broken::Freeze)?;
         stages.freeze_ms = step(Stage::Freeze, freeze);
         let state = Instant::now();
-        machine.qmp.migrate(state_fd, STATE_TIMEOUT).await.map_err(Broken::Qmp)?;
+        let saved = prepared.save(machine).await.map_err(Broken::State)?;
         stages.state_ms = step(Stage::State, state);
-        Ok(())
+        Ok(saved)
     }
     .await;
     let fatal = matches!(&outcome, Err(Broken::Freeze(error)) if error.is_fatal());
@@ -122,14 +115,16 @@ pub(super) async fn freeze(
     if let Some(held) = held {
         held.continue_();
     }
-    if let Err(broken) = outcome {
+    let saved = outcome.map_err(|broken| {
         if fatal {
             core.end(parent, End::failed(EndReason::Fault, format!("lost its memory: {broken}")));
         }
-        return Err(failed(ErrorCode::Qemu, &broken));
-    }
+        failed(ErrorCode::Qemu, &broken)
+    })?;
+    let completed = saved.complete(machine).await;
+    let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
-    let snapshot = Snapshot { state, engine, inheritance, fork, lease: None };
+    let snapshot = Snapshot { state, lead, engine, inheritance, fork, lease: None };
     Ok((snapshot, stages, pause))
 }
 
@@ -140,6 +135,8 @@ enum Broken {
     Qmp(QmpError),
     #[error(transparent)]
     Freeze(FreezeError),
+    #[error(transparent)]
+    State(StateError),
     #[error("the guest's agent spoke before the VM stood still: its guest is very slow")]
     Unquiet,
 }
@@ -162,10 +159,6 @@ fn prepare_engine(
         &options,
         core.event_sink(),
     )
-}
-
-fn state_file() -> Result<OwnedFd, std::io::Error> {
-    Ok(rustix::fs::memfd_create("vmfork-state", MemfdFlags::CLOEXEC)?)
 }
 
 /// An error of a fork, with its whole chain as the cause.

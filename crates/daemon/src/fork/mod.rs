@@ -13,6 +13,7 @@ mod clone;
 mod freeze;
 mod snapshot;
 mod starting;
+mod state;
 pub(crate) mod tickets;
 
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use vmfork_qemu::pool::Origin;
 use self::clone::CloneOrder;
 use self::snapshot::Snapshot;
 use self::starting::{Broken, Starting};
+pub(crate) use self::state::Lead;
 use crate::admission::Loan;
 use crate::hub::{Core, Reservation};
 use crate::metrics::Stage;

@@ -6,13 +6,16 @@ use std::sync::Arc;
 
 use vmfork_memory::Engine;
 
+use super::Lead;
 use crate::admission::Lease;
 use crate::agent::Inheritance;
 
 #[derive(Debug)]
 pub(crate) struct Snapshot {
-    /// The device state, as QEMU wrote it.
+    /// The device state, as QEMU reads it.
     pub(crate) state: OwnedFd,
+    /// What the stream of each clone's own state begins with, too.
+    pub(crate) lead: Option<Lead>,
     pub(crate) engine: Arc<Engine>,
     /// What the clones' links must know of the parent's; `None` without an agent.
     pub(crate) inheritance: Option<Inheritance>,

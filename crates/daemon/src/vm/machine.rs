@@ -7,6 +7,7 @@ use vmfork_memory::{Attachment, Engine, GuestMemory, MemorySample, ViewCounters,
 use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use super::launch::Kept;
+use crate::fork::Lead;
 
 /// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
 #[derive(Debug)]
@@ -24,6 +25,8 @@ pub struct Machine {
     counters: Arc<ViewCounters>,
     keeper_pid: u32,
     kept: Kept,
+    /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use here.
+    lead: Mutex<Option<Option<Lead>>>,
 }
 
 #[derive(Debug)]
@@ -56,6 +59,7 @@ impl Machine {
             counters,
             keeper_pid,
             kept,
+            lead: Mutex::default(),
         }
     }
 
@@ -67,6 +71,20 @@ impl Machine {
     /// The agent's port, once.
     pub fn take_agent(&self) -> Option<OwnedFd> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner).agent.take()
+    }
+
+    /// What the stream of its device state begins with, if that is known and of use.
+    pub(crate) fn lead(&self) -> Option<Lead> {
+        self.lead.lock().unwrap_or_else(PoisonError::into_inner).clone().flatten()
+    }
+
+    /// Whether it is known if there is a lead.
+    pub(crate) fn has_lead(&self) -> bool {
+        self.lead.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    pub(crate) fn set_lead(&self, lead: Option<Lead>) {
+        *self.lead.lock().unwrap_or_else(PoisonError::into_inner) = Some(lead);
     }
 
     pub fn is_alive(&self) -> bool {
