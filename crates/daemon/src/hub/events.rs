@@ -153,7 +153,7 @@ mod tests {
         std::fs::write(counts, "oom 1\noom_kill 1\n").expect("write");
         let machine = crate::vm::fake::machine(&folder.path().join("state")).await;
         vm.set_machine(Arc::clone(&machine));
-        vm.set_cgroup(cgroup);
+        vm.set_cgroup(cgroup, &machine);
         watch(&host.core, &vm, &machine);
         machine.process.kill();
         let end = tokio::time::timeout(SOON, vm.wait_end()).await.expect("noticed");

@@ -289,7 +289,7 @@ impl Core {
             let limit_bytes = cgroup::limit_bytes(vm.identity.memory_bytes);
             let cgroup = cgroups.create(&vm.identity.id, limit_bytes)?;
             cgroup.add(machine.pid())?;
-            vm.set_cgroup(cgroup);
+            vm.set_cgroup(cgroup, machine);
         }
         if let Some(serial) = machine.take_serial() {
             vm.set_console(Arc::new(Console::start(serial, Arc::clone(&vm.log))?));

@@ -101,7 +101,7 @@ struct Live {
     console: Option<Arc<Console>>,
     agent: Option<AgentInfo>,
     lease: Option<Lease>,
-    cgroup: Option<VmCgroup>,
+    cgroup: Option<Arc<VmCgroup>>,
     ready: Option<Duration>,
     frozen: bool,
 }
@@ -155,9 +155,12 @@ impl Vm {
 
     /// Give it its QEMU. If it was ended meanwhile, the QEMU goes at once.
     pub fn set_machine(&self, machine: Arc<Machine>) {
-        if self.end_now().is_none() {
-            self.live().machine = Some(machine);
-        }
+        self.put(|live| live.machine = Some(machine));
+    }
+
+    /// Give it something that goes with its end, be that over already.
+    fn put(&self, put: impl FnOnce(&mut Live)) {
+        put(&mut self.live());
         if self.end_now().is_some() {
             self.let_go();
         }
@@ -171,20 +174,28 @@ impl Vm {
     }
 
     pub fn set_link(&self, link: AgentLink) {
-        self.live().link = Some(link);
+        self.put(|live| live.link = Some(link));
     }
 
-    pub(crate) fn set_cgroup(&self, cgroup: VmCgroup) {
-        self.live().cgroup = Some(cgroup);
+    /// Its limit, and the QEMU in it.
+    pub(crate) fn set_cgroup(&self, cgroup: VmCgroup, machine: &Machine) {
+        let cgroup = Arc::new(cgroup);
+        // It can be removed only when nobody is in it any more.
+        let (held, exit) = (Arc::clone(&cgroup), machine.process.exit());
+        tokio::spawn(async move {
+            exit.await;
+            drop(held);
+        });
+        self.put(|live| live.cgroup = Some(cgroup));
     }
 
     /// How often its memory limit has killed something of it.
     pub(crate) fn oom_kills(&self) -> u64 {
-        self.live().cgroup.as_ref().map_or(0, VmCgroup::oom_kills)
+        self.live().cgroup.as_ref().map_or(0, |cgroup| cgroup.oom_kills())
     }
 
     pub fn set_console(&self, console: Arc<Console>) {
-        self.live().console = Some(console);
+        self.put(|live| live.console = Some(console));
     }
 
     /// Its agent has answered.
@@ -332,16 +343,7 @@ impl Vm {
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
-        let cgroup = live.cgroup;
-        if let Some((machine, cgroup)) = live.machine.as_ref().zip(cgroup) {
-            // It can be removed only when nobody is in it any more.
-            let exit = machine.process.exit();
-            tokio::spawn(async move {
-                exit.await;
-                drop(cgroup);
-            });
-        }
-        drop((live.link, live.console, live.machine, live.lease));
+        drop((live.link, live.console, live.machine, live.lease, live.cgroup));
         self.log.close();
     }
 
@@ -442,6 +444,23 @@ mod tests {
     use super::*;
 
     const SOON: Duration = Duration::from_secs(5);
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_a_vm_gets_after_its_end_goes_at_once() {
+        let folder = tempfile::tempdir().expect("folder");
+        let log = Log::create(folder.path()).expect("log");
+        let vm = Vm::new(test_identity("web", None), log, None, None);
+        vm.end(End::killed("in this test"));
+        std::fs::write(folder.path().join("cgroup.controllers"), "memory\n").expect("write");
+        let cgroups = crate::cgroup::Cgroups::at(folder.path(), "").expect("as the kernel's");
+        let machine = fake::machine(&folder.path().join("state")).await;
+        let exit = machine.process.exit();
+        let cgroup = cgroups.create(&vm.identity.id, 1 << 30).expect("made");
+        vm.set_cgroup(cgroup, &machine);
+        vm.set_machine(machine);
+        tokio::time::timeout(SOON, exit).await.expect("killed");
+        tokio::time::timeout(SOON, cgroups.all_removed()).await.expect("let go");
+    }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_stuck_vm_can_be_looked_at_and_ended() {
