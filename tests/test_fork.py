@@ -64,6 +64,12 @@ def test_given_names(vm: vmfork.VM) -> None:
         assert clones[1].exec("hostname").stdout_text == "right\n"
         with pytest.raises(vmfork.Conflict, match="left"):
             vm.fork(1, names=["left"])
+        with pytest.raises(vmfork.Conflict, match="left"):
+            vm.fork(2, names=["left", "middle"], all_or_nothing=True)
+        # Some clones can be named: the others are an error each.
+        with vm.fork(2, names=["left", "middle"]) as mixed:
+            assert [clone.name for clone in mixed] == ["middle"]
+            assert [type(error) for error in mixed.errors] == [vmfork.Conflict]
     for names in (["one"], ["same", "same"], ["a/b", "c"]):
         with pytest.raises(vmfork.BadRequest):
             vm.fork(2, names=names)
