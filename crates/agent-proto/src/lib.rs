@@ -17,6 +17,9 @@
 //! the receiver has not credited ([`ToGuest::Credit`], [`ToHost::Credit`]). The last frame of a
 //! stream carries [`FLAG_END`] (it may be empty).
 //!
+//! **Boots.** The agent answers `Hello` at once, with what has become of the image's first-boot
+//! command; when that ends later, it says `Hello` once more. Until then the VM is up, but not ready.
+//!
 //! **Forks.** Both directions must stand at a frame boundary when the VM freezes, since each
 //! clone talks on over a socket of its own:
 //!
@@ -50,8 +53,8 @@ mod message;
 
 pub use frame::{Decoder, FLAG_END, Frame, FrameError, HEADER_BYTES, Kind, encode, encode_message};
 pub use message::{
-    FileInfo, ForkIdentity, MessageInfo, RequestError, TerminalSize, TicketClone, ToGuest, ToHost,
-    Worker,
+    FileInfo, Firstboot, ForkIdentity, MessageInfo, RequestError, TerminalSize, TicketClone,
+    ToGuest, ToHost, Worker,
 };
 
 /// Name of the virtio-serial port: `/dev/virtio-ports/org.vmfork.agent.0` in the guest.

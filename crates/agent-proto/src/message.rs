@@ -72,6 +72,16 @@ pub struct MessageInfo {
     pub length_bytes: u64,
 }
 
+/// What has become of the image's first-boot command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Firstboot {
+    /// It runs: the guest is up, but not ready.
+    Running,
+    /// `exit_code` is 128 + signal where one ended it, 126 where it could not be started.
+    Ended { exit_code: i32 },
+}
+
 /// From the daemon to the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -164,11 +174,15 @@ pub enum ToGuest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToHost {
+    /// Also sent unasked, when the first-boot command ends that ran in an answer before.
     Hello {
         protocol: u32,
         agent_version: String,
         kernel: String,
         cpus: u32,
+        /// `None`: the image has no such command.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        firstboot: Option<Firstboot>,
     },
     Pong {
         token: u64,

@@ -88,7 +88,7 @@ fn init() -> ExitCode {
             Stop::Poweroff
         }
         Ok(mut server) => {
-            server.run_firstboot();
+            server.run_firstboot(Path::new(firstboot::PROGRAM));
             server.run()
         }
     };
@@ -96,7 +96,7 @@ fn init() -> ExitCode {
 }
 
 fn serve(options: Options) -> ExitCode {
-    let (effects, firstboot) = (options.effects.clone(), options.firstboot);
+    let (effects, firstboot) = (options.effects.clone(), options.firstboot.clone());
     let mut server = match Server::new(options, false) {
         Ok(server) => server,
         Err(error) => {
@@ -104,8 +104,8 @@ fn serve(options: Options) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    if firstboot {
-        server.run_firstboot();
+    if let Some(program) = firstboot {
+        server.run_firstboot(&program);
     }
     let stop = server.run();
     if stop == Stop::Poweroff {

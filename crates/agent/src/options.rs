@@ -20,7 +20,7 @@ usage: vmfork-agent serve [OPTION…]
   --dry-identity DIR    write them to files under DIR instead
   --run-dir DIR         where fork.sock, vmid and identity.json are; default /run/vmfork
   --fork-limit-ms N     how long a fork may take before the agent goes on; default 30000
-  --firstboot           run /etc/vmfork/firstboot
+  --firstboot PATH      run this program first; in a guest /etc/vmfork/firstboot is run
   --version             print the version
   --help                print this
 ";
@@ -51,7 +51,8 @@ pub(crate) struct Options {
     pub(crate) run_dir: PathBuf,
     /// How long a fork may take before the agent speaks again unasked.
     pub(crate) fork_limit: Duration,
-    pub(crate) firstboot: bool,
+    /// What is to be run before the VM is ready.
+    pub(crate) firstboot: Option<PathBuf>,
 }
 
 impl Options {
@@ -62,7 +63,7 @@ impl Options {
             effects: Effects::Real,
             run_dir: PathBuf::from("/run/vmfork"),
             fork_limit: FORK_LIMIT,
-            firstboot: true,
+            firstboot: Some(PathBuf::from(crate::firstboot::PROGRAM)),
         }
     }
 }
@@ -88,7 +89,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Command, String> {
         None => return Err("no command; as PID 1 none is needed".to_owned()),
     }
     let (mut port, mut apply, mut dry, mut run_dir, mut firstboot) =
-        (None, false, None, None, false);
+        (None, false, None, None, None);
     let mut fork_limit = FORK_LIMIT;
     while let Some(arg) = args.next() {
         let mut value = || args.next().map(PathBuf::from).ok_or(format!("{arg} needs a value"));
@@ -102,7 +103,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Command, String> {
                 let ms = limit.to_str().and_then(|text| text.parse().ok());
                 fork_limit = Duration::from_millis(ms.ok_or("--fork-limit-ms needs a number")?);
             }
-            "--firstboot" => firstboot = true,
+            "--firstboot" => firstboot = Some(value()?),
             "--help" | "-h" => return Ok(Command::Help),
             other => return Err(format!("unknown option `{other}`")),
         }

@@ -18,6 +18,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -28,6 +29,7 @@ use vmfork_agent_proto::{
 
 use crate::console::log;
 use crate::exec::{Ended, Exec, Inheritance, Part, Spec};
+use crate::firstboot::Firstboot;
 use crate::leftovers::Leftovers;
 use crate::local::Local;
 use crate::machine::{Basics, Machine};
@@ -86,8 +88,9 @@ pub(crate) struct Server {
     fork_limit: Duration,
     /// The daemon has been connected since the last [`Server::disconnected`].
     has_session: bool,
-    /// The image's first-boot command, while it runs.
-    firstboot: Option<i32>,
+    /// The daemon has had an answer to its `Hello`.
+    has_greeted: bool,
+    firstboot: Firstboot,
     scratch: Vec<u8>,
     stop: Option<Stop>,
 }
@@ -124,15 +127,16 @@ impl Server {
             quiesce: None,
             fork_limit: options.fork_limit,
             has_session: false,
-            firstboot: None,
+            has_greeted: false,
+            firstboot: Firstboot::None,
             scratch: vec![0; 32 * 1024],
             stop: None,
         })
     }
 
-    /// Run the image's first-boot command beside everything else, if there is one.
-    pub(crate) fn run_firstboot(&mut self) {
-        self.firstboot = crate::firstboot::start(self.inherit);
+    /// Start the image's first-boot command, if there is one. The host is told when it has ended.
+    pub(crate) fn run_firstboot(&mut self, program: &Path) {
+        self.firstboot = Firstboot::start(program, self.inherit);
     }
 
     /// Serve until told to stop.
@@ -336,9 +340,11 @@ impl Server {
             let exit_code = signal.map_or(status.exit_status().unwrap_or(0), |number| 128 + number);
             if let Some(exec) = self.execs.values_mut().find(|e| e.pid() == pid && !e.has_ended()) {
                 exec.reaped(Ended { exit_code, signal }, now);
-            } else if self.firstboot == Some(pid) {
-                log!("firstboot ended with exit code {exit_code}");
-                self.firstboot = None;
+            } else if self.firstboot.reaped(pid, exit_code) {
+                // Before the host's first `Hello` nobody waits, and its answer will say so.
+                if self.has_greeted && self.has_session {
+                    self.say_hello();
+                }
             } else {
                 self.leftovers.reaped(pid);
             }
@@ -484,12 +490,18 @@ impl Server {
             // A VM may run with the identity of its image; it is its clones that may not.
             log!("identity not applied: {error}");
         }
+        self.has_greeted = true;
+        self.say_hello();
+    }
+
+    fn say_hello(&mut self) {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let hello = ToHost::Hello {
             protocol: PROTOCOL_VERSION,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             cpus: u32::try_from(cpus).unwrap_or(1),
+            firstboot: self.firstboot.to_host(),
         };
         self.port.send(0, &hello);
     }

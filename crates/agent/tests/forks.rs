@@ -3,10 +3,11 @@
 mod support;
 
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use support::{Daemon, hello, identity, pause, wait_until};
-use vmfork_agent_proto::{HEADER_BYTES, Kind, PROTOCOL_VERSION, ToGuest, ToHost};
+use vmfork_agent_proto::{Firstboot, HEADER_BYTES, Kind, PROTOCOL_VERSION, ToGuest, ToHost};
 
 const SILENCE: Duration = Duration::from_millis(400);
 
@@ -25,6 +26,57 @@ fn hello_gives_a_booting_vm_its_identity() {
     assert_eq!(daemon.effect("clock"), "1234567890123456789");
     assert_eq!(daemon.effect("etc/machine-id"), "0123456789abcdef0123456789abcdef\n");
     assert_eq!(daemon.effect("run/vmid"), "0\n");
+}
+
+/// A first-boot command, and an agent that runs it.
+fn booting(script: &str) -> (Daemon, tempfile::TempDir) {
+    let folder = tempfile::tempdir().expect("temp dir");
+    let program = folder.path().join("firstboot");
+    std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).expect("write");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    let daemon = Daemon::start_with(&["--firstboot", program.to_str().expect("UTF-8")]);
+    (daemon, folder)
+}
+
+fn firstboot(daemon: &mut Daemon) -> Option<Firstboot> {
+    match daemon.message_on(0) {
+        ToHost::Hello { firstboot, .. } => firstboot,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_host_is_told_that_the_first_boot_command_runs_and_how_it_ended() {
+    let (mut daemon, folder) =
+        booting("cd $(dirname $0); until [ -e go ]; do sleep 0.02; done; exit 3");
+    daemon.send(0, &hello());
+    assert_eq!(firstboot(&mut daemon), Some(Firstboot::Running));
+    assert_eq!(daemon.frame_within(SILENCE), None, "told before it has ended");
+    std::fs::write(folder.path().join("go"), "").expect("write");
+    assert_eq!(firstboot(&mut daemon), Some(Firstboot::Ended { exit_code: 3 }), "unasked");
+    daemon.send(0, &hello());
+    assert_eq!(firstboot(&mut daemon), Some(Firstboot::Ended { exit_code: 3 }));
+}
+
+#[test]
+fn a_first_boot_command_that_ends_before_the_host_comes_is_told_in_the_answer() {
+    let (mut daemon, folder) = booting("touch $(dirname $0)/done");
+    wait_until("the command's end", || folder.path().join("done").exists());
+    pause(SILENCE);
+    assert_eq!(daemon.frame_within(Duration::ZERO), None, "nobody has asked");
+    daemon.send(0, &hello());
+    assert_eq!(firstboot(&mut daemon), Some(Firstboot::Ended { exit_code: 0 }));
+}
+
+#[test]
+fn a_first_boot_command_that_cannot_run_has_failed() {
+    let (mut daemon, folder) = booting("");
+    drop(daemon);
+    let program = folder.path().join("firstboot");
+    std::fs::write(&program, "#!/no/such/interpreter\n").expect("write");
+    daemon = Daemon::start_with(&["--firstboot", program.to_str().expect("UTF-8")]);
+    daemon.send(0, &hello());
+    assert_eq!(firstboot(&mut daemon), Some(Firstboot::Ended { exit_code: 126 }));
 }
 
 #[test]

@@ -50,7 +50,9 @@ pub struct RunRequest {
     /// Insist on one; default: KVM where it runs stock kernels, else TCG.
     #[serde(default)]
     pub accel: Option<Accel>,
-    /// How long to wait for the guest's agent, in ms; default 120000. 0: don't wait.
+    /// How long to wait until the guest is ready, in ms: its agent has answered, and the image's
+    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the command.
+    /// 0: don't wait.
     #[serde(default)]
     pub boot_timeout_ms: Option<u64>,
 }

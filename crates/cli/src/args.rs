@@ -115,7 +115,8 @@ pub(crate) struct RawRun {
     /// Insist on an accelerator [default: KVM where it runs stock kernels, else TCG]
     #[arg(long)]
     pub(crate) accel: Option<RawAccel>,
-    /// How long the guest may take to boot: 90s, 2m; 0 does not wait [default: 120s]
+    /// How long the guest may take until it is ready: 90s, 2m; 0 does not wait [default: 120s, and
+    /// 600s more for the image's first-boot command]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmfork_agent_proto::{
-    FileInfo, Kind, PROTOCOL_VERSION, RequestError, ToGuest, ToHost, WINDOW_BYTES,
+    FileInfo, Firstboot, Kind, PROTOCOL_VERSION, RequestError, ToGuest, ToHost, WINDOW_BYTES,
 };
 use vmfork_api::{ErrorBody, ErrorCode, ExecRequest};
 use vmfork_daemon::agent::{CloseReason, HelloRequest, LinkError};
@@ -28,7 +28,7 @@ fn hello_request() -> HelloRequest {
 
 fn hello_answer(protocol: u32) -> ToHost {
     let (agent_version, kernel) = ("0.1.0".to_owned(), "6.1".to_owned());
-    ToHost::Hello { protocol, agent_version, kernel, cpus: 2 }
+    ToHost::Hello { protocol, agent_version, kernel, cpus: 2, firstboot: None }
 }
 
 async fn next(output: &mut mpsc::Receiver<ExecOutput>) -> ExecOutput {
@@ -47,6 +47,34 @@ async fn hello_is_said_again_until_the_guest_answers() {
     let info = link.hello(hello_request(), SOON).await.expect("hello");
     assert_eq!((info.cpus, info.kernel.as_str()), (2, "6.1"));
     guest.await.expect("guest");
+}
+
+#[tokio::test]
+async fn a_guest_is_ready_when_its_first_boot_command_has_ended() {
+    let Bench { link, mut agent, .. } = bench();
+    let said = |firstboot| match hello_answer(PROTOCOL_VERSION) {
+        ToHost::Hello { protocol, agent_version, kernel, cpus, .. } => {
+            ToHost::Hello { protocol, agent_version, kernel, cpus, firstboot: Some(firstboot) }
+        }
+        other => other,
+    };
+    let guest = async {
+        agent.message().await;
+        agent.say(0, &said(Firstboot::Running)).await;
+    };
+    let (info, ()) = tokio::join!(link.hello(hello_request(), SOON), guest);
+    assert!(!info.expect("hello").is_ready());
+    let short = Duration::from_millis(30);
+    assert!(matches!(link.ready(short).await, Err(LinkError::Timeout { .. })));
+    let waiting = tokio::spawn({
+        let link = link.clone();
+        async move { link.ready(SOON).await }
+    });
+    agent.say(0, &said(Firstboot::Ended { exit_code: 3 })).await;
+    let info = waiting.await.expect("waits").expect("ready");
+    assert_eq!(info.firstboot, Some(Firstboot::Ended { exit_code: 3 }));
+    // Who asks later is told at once.
+    assert_eq!(link.ready(SOON).await, Ok(info));
 }
 
 #[tokio::test]

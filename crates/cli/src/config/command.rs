@@ -15,7 +15,7 @@ use crate::args::{
 use crate::failure::Misuse;
 
 /// The daemon's own bounds, where a request names none (see `vmfork-api`).
-const BOOT_TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
+const BOOT_TIMEOUT_DEFAULT: Duration = Duration::from_secs(720);
 const FORK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 const FORK_COUNT_MAX: u32 = 1024;
 const CPUS_MAX: u32 = 64;

@@ -27,6 +27,10 @@ pub(super) enum Command {
         message: ToGuest,
         answer: Answer<AgentInfo>,
     },
+    /// Answered when the guest has said hello, and its first-boot command does not run.
+    Ready {
+        answer: Answer<AgentInfo>,
+    },
     Ping {
         token: u64,
         answer: Answer<()>,

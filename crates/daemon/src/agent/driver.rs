@@ -72,6 +72,9 @@ pub(super) struct Driver {
     log: mpsc::Sender<Bytes>,
     log_dropped_bytes: usize,
     hellos: Vec<Answer<AgentInfo>>,
+    /// What the guest said last.
+    guest: Option<AgentInfo>,
+    readies: Vec<Answer<AgentInfo>>,
     pings: Vec<(u64, Answer<()>)>,
     identity: Option<Answer<()>>,
     prepare: Option<(u64, Answer<Inheritance>)>,
@@ -111,6 +114,8 @@ impl Driver {
             log,
             log_dropped_bytes: 0,
             hellos: Vec::new(),
+            guest: None,
+            readies: Vec::new(),
             pings: Vec::new(),
             identity: None,
             prepare: None,
@@ -222,6 +227,11 @@ impl Driver {
                     Err(error) => drop(answer.send(Err(error))),
                 }
             }
+            Command::Ready { answer } => {
+                self.readies.retain(|answer| !answer.is_closed());
+                self.readies.push(answer);
+                self.tell_ready();
+            }
             Command::Ping { token, answer } => {
                 self.pings.retain(|(_, answer)| !answer.is_closed());
                 match self.mux.tell(&ToGuest::Ping { token }) {
@@ -287,12 +297,14 @@ impl Driver {
     fn pass_on(&mut self) {
         while let Some(event) = self.mux.poll_event() {
             match event {
-                Event::Hello { protocol, agent_version, kernel, cpus } => {
+                Event::Hello { protocol, agent_version, kernel, cpus, firstboot } => {
                     let info = if protocol == PROTOCOL_VERSION {
-                        Ok(AgentInfo { agent_version, kernel, cpus })
+                        Ok(AgentInfo { agent_version, kernel, cpus, firstboot })
                     } else {
                         Err(LinkError::Version { agent: protocol })
                     };
+                    self.guest = info.as_ref().ok().cloned();
+                    self.tell_ready();
                     for answer in self.hellos.drain(..) {
                         let _ = answer.send(info.clone());
                     }
@@ -326,6 +338,13 @@ impl Driver {
                 | Event::Failed { .. }
                 | Event::Written { .. } => self.port_event(event),
             }
+        }
+    }
+
+    fn tell_ready(&mut self) {
+        let Some(guest) = self.guest.as_ref().filter(|guest| guest.is_ready()) else { return };
+        for answer in self.readies.drain(..) {
+            let _ = answer.send(Ok(guest.clone()));
         }
     }
 
@@ -505,9 +524,10 @@ impl Driver {
         let error = LinkError::Closed(reason.clone());
         self.closed.send_replace(Some(reason));
         self.commands.close();
-        let Self { stream, hellos, pings, identity, prepare, .. } = &mut self;
+        let Self { stream, hellos, readies, pings, identity, prepare, .. } = &mut self;
         let _ = rustix::net::shutdown(&*stream, rustix::net::Shutdown::Both);
         hellos.clear();
+        readies.clear();
         pings.clear();
         (*identity, *prepare) = (None, None);
         while let Ok(command) = self.commands.try_recv() {

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout_at};
-use vmfork_agent_proto::{ForkIdentity, PROTOCOL_VERSION, ToGuest, WINDOW_BYTES};
+use vmfork_agent_proto::{Firstboot, ForkIdentity, PROTOCOL_VERSION, ToGuest, WINDOW_BYTES};
 
 use super::command::{Command, Key, Port, Side};
 use super::driver::{Closed, Driver};
@@ -52,6 +52,15 @@ pub struct AgentInfo {
     /// `uname -r`.
     pub kernel: String,
     pub cpus: u32,
+    /// What has become of the image's first-boot command, if it has one.
+    pub firstboot: Option<Firstboot>,
+}
+
+impl AgentInfo {
+    /// The first-boot command does not run (any more).
+    pub fn is_ready(&self) -> bool {
+        self.firstboot != Some(Firstboot::Running)
+    }
 }
 
 /// A handle on one guest's agent; clones of it are the same link. The link ends when the guest's port
@@ -93,7 +102,8 @@ impl AgentLink {
         Self { commands, closed, keys: Arc::new(AtomicU64::new(1)) }
     }
 
-    /// Greet a guest that boots, once a second until it answers.
+    /// Greet a guest that boots, once a second until it answers. Its first-boot command may still run:
+    /// see [`AgentLink::ready`].
     ///
     /// # Errors
     /// `Timeout`, `Closed`, or `Version` if the agent speaks another protocol.
@@ -128,6 +138,16 @@ impl AgentLink {
                 Err(_elapsed) => {}
             }
         }
+    }
+
+    /// Wait until a guest that was greeted has run its first-boot command. How that ended is in the result.
+    ///
+    /// # Errors
+    /// `Timeout` or `Closed`.
+    pub async fn ready(&self, timeout: Duration) -> Result<AgentInfo, LinkError> {
+        let (answer, answer_rx) = oneshot::channel();
+        self.send(Command::Ready { answer })?;
+        self.answer("ready", timeout, answer_rx).await
     }
 
     /// Whether the agent is alive.

@@ -5,13 +5,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vmfork_agent_proto::Firstboot;
 use vmfork_api::{ErrorBody, ErrorCode, RunRequest};
 use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
 use super::{Core, accel_word, chain};
-use crate::agent::HelloRequest;
+use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use crate::metrics::EndReason;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
 
@@ -20,8 +21,38 @@ const MEMORY_MIB_MAX: u64 = 262_144;
 const CPUS_MAX: u32 = 64;
 /// A guest under TCG on a busy host may take half a minute.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
+/// What an image's first-boot command may take on top where the request gives no time: it may load a
+/// data set, but one that never ends must not hold `run` for ever.
+const FIRSTBOOT_TIMEOUT: Duration = Duration::from_secs(600);
+/// How many of a VM's last words go into the error of a first-boot command that failed.
+const LAST_LINES: usize = 5;
+/// The console is slower than the agent's port: what the command printed last is still on its way.
+const CONSOLE_LAG: Duration = Duration::from_millis(200);
 
-/// Start a VM, and wait until its agent has answered.
+/// How long a VM that boots is waited for.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    began: Instant,
+    /// Until its agent answers.
+    answer: Duration,
+    /// Until its first-boot command has ended, too.
+    ready: Duration,
+}
+
+impl Patience {
+    /// From now on. `timeout`, if given, is for all together.
+    fn new(timeout: Option<Duration>) -> Self {
+        let answer = timeout.unwrap_or(BOOT_TIMEOUT);
+        let ready = timeout.unwrap_or(BOOT_TIMEOUT + FIRSTBOOT_TIMEOUT);
+        Self { began: Instant::now(), answer, ready }
+    }
+
+    fn left(&self, limit: Duration) -> Duration {
+        limit.saturating_sub(self.began.elapsed())
+    }
+}
+
+/// Start a VM, and wait until its agent has answered and the image's first-boot command has ended.
 ///
 /// # Errors
 /// Nothing is left running.
@@ -72,7 +103,7 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
     drop(reservation);
     tracing::info!(vm = name, image = vm.identity.image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
-    let timeout = request.boot_timeout_ms.map_or(BOOT_TIMEOUT, Duration::from_millis);
+    let timeout = request.boot_timeout_ms.map(Duration::from_millis);
     let outcome = bring_up(core, &vm, files, &choice, timeout).await;
     guard.disarm();
     match outcome {
@@ -135,9 +166,9 @@ async fn bring_up(
     vm: &Arc<Vm>,
     files: ImageFiles,
     choice: &AccelChoice,
-    timeout: Duration,
+    timeout: Option<Duration>,
 ) -> Result<(), ErrorBody> {
-    let deadline = Instant::now() + timeout;
+    let patience = Patience::new(timeout);
     let message = format!("run `{}`", vm.name());
     let host_error = |error: &dyn std::error::Error| ErrorBody {
         code: ErrorCode::Qemu,
@@ -171,7 +202,7 @@ async fn bring_up(
     core.start_channels(vm, &machine, None).map_err(|error| host_error(&error))?;
     // Clones of it will want QEMUs of this shape.
     core.pool.want(&shape, core.config.pool as usize);
-    if !vm.identity.has_agent || timeout.is_zero() {
+    if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {
         if vm.identity.has_agent {
             greet_in_background(core, vm);
         } else {
@@ -179,50 +210,92 @@ async fn bring_up(
         }
         return Ok(());
     }
-    greet(vm, deadline, timeout).await
+    greet(vm, patience).await
 }
 
-/// Wait for the guest's agent until `deadline`, which is `timeout` after the start.
-async fn greet(vm: &Arc<Vm>, deadline: Instant, timeout: Duration) -> Result<(), ErrorBody> {
+/// Wait until the guest is ready. The VM is not ended here if that fails.
+async fn greet(vm: &Arc<Vm>, patience: Patience) -> Result<(), ErrorBody> {
     let link = vm.link()?;
+    let outcome = tokio::select! {
+        outcome = until_ready(&link, vm.name(), patience) => outcome.map_err(|failed| match vm.end_now() {
+            Some(end) if failed.0 == ErrorCode::Guest => (failed.0, end.reason),
+            _ => failed,
+        }),
+        end = vm.wait_end() => Err((ErrorCode::Guest, format!("the VM ended: {}", end.reason))),
+    };
+    let (code, cause) = match outcome {
+        Ok(info) => match info.firstboot {
+            Some(Firstboot::Ended { exit_code }) if exit_code != 0 => {
+                tokio::time::sleep(CONSOLE_LAG).await;
+                (ErrorCode::Guest, firstboot_failed(exit_code, &vm.log.last_lines(LAST_LINES)))
+            }
+            _ => {
+                vm.set_ready(Some(info));
+                return Ok(());
+            }
+        },
+        Err(failed) => failed,
+    };
+    Err(ErrorBody {
+        code,
+        message: format!("run `{}`", vm.name()),
+        cause: Some(cause),
+        remedy: Some(format!("`vmfork logs {}` shows what the guest printed", vm.name())),
+    })
+}
+
+/// What the agent says when the guest is ready, or why it is not.
+async fn until_ready(
+    link: &AgentLink,
+    name: &str,
+    patience: Patience,
+) -> Result<AgentInfo, (ErrorCode, String)> {
     let hello = HelloRequest {
-        name: vm.name().to_owned(),
+        name: name.to_owned(),
         machine_id: random_hex::<16>(),
         entropy: random_hex::<64>(),
     };
-    let message = format!("run `{}`", vm.name());
-    let guest_error = |code, cause: String| ErrorBody {
-        code,
-        message: message.clone(),
-        cause: Some(cause),
-        remedy: Some(format!("`vmfork logs {}` shows what the guest printed", vm.name())),
+    let failed = |error: LinkError, late: String| match error {
+        LinkError::Timeout { .. } => (ErrorCode::Timeout, late),
+        error => (ErrorCode::Guest, error.to_string()),
     };
-    tokio::select! {
-        answer = link.hello(hello, deadline.saturating_duration_since(Instant::now())) => match answer {
-            Ok(info) => {
-                vm.set_ready(Some(info));
-                Ok(())
-            }
-            Err(crate::agent::LinkError::Timeout { .. }) => {
-                let text = format!(
-                    "the guest's agent did not answer within {} s of the VM's start",
-                    timeout.as_secs_f64()
-                );
-                Err(guest_error(ErrorCode::Timeout, text))
-            }
-            Err(error) => Err(match vm.end_now() {
-                Some(end) => guest_error(ErrorCode::Guest, end.reason),
-                None => guest_error(ErrorCode::Guest, error.to_string()),
-            }),
-        },
-        end = vm.wait_end() => Err(guest_error(ErrorCode::Guest, format!("the VM ended: {}", end.reason))),
+    let answered = link.hello(hello, patience.left(patience.answer)).await;
+    let info = answered.map_err(|error| {
+        let limit_s = patience.answer.as_secs_f64();
+        failed(
+            error,
+            format!("the guest's agent did not answer within {limit_s} s of the VM's start"),
+        )
+    })?;
+    if info.is_ready() {
+        return Ok(info);
     }
+    tracing::info!(vm = name, "the guest is up, its first-boot command runs");
+    link.ready(patience.left(patience.ready)).await.map_err(|error| {
+        let limit_s = patience.ready.as_secs_f64();
+        failed(
+            error,
+            format!(
+                "the image's first-boot command still ran {limit_s} s after the VM's start: allow more \
+                 with --timeout, or have it leave what goes on to the background"
+            ),
+        )
+    })
+}
+
+fn firstboot_failed(exit_code: i32, last_lines: &[String]) -> String {
+    let mut text = format!("the image's first-boot command ended with exit code {exit_code}");
+    if !last_lines.is_empty() {
+        text.push_str("; the console's last lines: ");
+        text.push_str(&last_lines.join(" / "));
+    }
+    text
 }
 
 fn greet_in_background(core: &Arc<Core>, vm: &Arc<Vm>) {
     let (core, vm) = (Arc::clone(core), Arc::clone(vm));
     tokio::spawn(async move {
-        if let Err(error) = greet(&vm, Instant::now() + BOOT_TIMEOUT, BOOT_TIMEOUT).await {
+        if let Err(error) = greet(&vm, Patience::new(None)).await {
             let reason = error.cause.unwrap_or(error.message);
             core.end(&vm, End::failed(EndReason::Guest, reason));
         }
@@ -249,3 +322,7 @@ impl Drop for EndOnDrop<'_> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "boot_tests.rs"]
+mod tests;

@@ -1,7 +1,7 @@
 //! A VM's log: what its serial console and detached programs printed, in a file of bounded size.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +13,8 @@ const FILE_BYTES_MAX: u64 = 8 << 20;
 /// Pieces that a follower may lag behind.
 const FOLLOW_PIECES: usize = 1024;
 const READ_BYTES: usize = 64 << 10;
+/// How much of the end is looked at for the last lines.
+const TAIL_BYTES: u64 = 4 << 10;
 
 /// Append-only text of one VM.
 #[derive(Debug)]
@@ -125,6 +127,25 @@ impl Log {
             }
         });
         Ok(rx)
+    }
+
+    /// The last lines so far, at most `count`, without what a terminal would act on.
+    pub fn last_lines(&self, count: usize) -> Vec<String> {
+        let read = || -> io::Result<Vec<u8>> {
+            let mut file = File::open(&self.path)?;
+            let bytes = file.metadata()?.len();
+            file.seek(SeekFrom::Start(bytes.saturating_sub(TAIL_BYTES)))?;
+            let mut tail = Vec::new();
+            file.take(TAIL_BYTES).read_to_end(&mut tail)?;
+            Ok(tail)
+        };
+        let tail = read().unwrap_or_default();
+        let text = String::from_utf8_lossy(&tail);
+        let plain = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
+        let mut lines: Vec<String> =
+            text.lines().map(plain).filter(|line| !line.trim().is_empty()).collect();
+        lines.drain(..lines.len().saturating_sub(count));
+        lines
     }
 
     fn old_path(&self) -> PathBuf {

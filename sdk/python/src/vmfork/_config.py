@@ -35,7 +35,7 @@ class Timeout:
     request_s: float = 30.0
     """An answer to what should be quick: lists, inspect, kill, remove."""
     boot_s: float = 120.0
-    """``run``: until the guest's agent has answered."""
+    """``run``: until the guest's agent has answered and the image's first-boot command has ended."""
     fork_s: float = 60.0
     """``fork``: until the last clone is ready; slower ones are killed and come as errors."""
     exec_s: float = 600.0

@@ -1,7 +1,7 @@
 //! What goes in and out of the multiplexer.
 
 use bytes::Bytes;
-use vmfork_agent_proto::{FileInfo, Kind, RequestError, Worker};
+use vmfork_agent_proto::{FileInfo, Firstboot, Kind, RequestError, Worker};
 
 use crate::agent::room::{ROOM_BYTES, Share};
 
@@ -35,6 +35,7 @@ pub(crate) enum Event {
         agent_version: String,
         kernel: String,
         cpus: u32,
+        firstboot: Option<Firstboot>,
     },
     Pong {
         token: u64,
