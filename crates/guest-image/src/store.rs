@@ -50,7 +50,7 @@ pub struct ImageFiles {
 impl Store {
     /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { shelf: Shelf::new(root) }
+        Self { shelf: Shelf::private(root) }
     }
 
     /// The store's folder.
@@ -182,11 +182,18 @@ impl Store {
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     root: PathBuf,
+    /// Nobody else may look in.
+    is_private: bool,
 }
 
 impl Shelf {
     pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), is_private: false }
+    }
+
+    /// One whose entries are nobody else's business.
+    pub(crate) fn private(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), is_private: true }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -213,7 +220,7 @@ impl Shelf {
     }
 
     pub(crate) fn stage(&self, name: &str) -> Result<Staging, StoreError> {
-        fs::create_dir_all(&self.root).map_err(StoreError::io("make", &self.root))?;
+        self.make_root().map_err(StoreError::io("make", &self.root))?;
         let _lock = self.lock()?;
         self.sweep();
         let path = self.tmp_path(name);
@@ -225,7 +232,8 @@ impl Shelf {
     }
 
     pub(crate) fn commit(&self, staging: Staging, name: &str) -> Result<(), StoreError> {
-        // QEMU runs as another user and gets these files as fds; it re-opens them through /proc.
+        // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
+        // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
         let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
         for entry in entries {
             let path = entry.map_err(StoreError::io("read", &staging.path))?.path();
@@ -267,6 +275,15 @@ impl Shelf {
         // Gone already for everybody; were we to die here, the next sweep does the rest.
         fs::remove_dir_all(&to).map_err(StoreError::io("remove", &to))?;
         Ok(true)
+    }
+
+    fn make_root(&self) -> io::Result<()> {
+        fs::create_dir_all(&self.root)?;
+        if self.is_private {
+            // Also one that was made by an earlier version, or by hand.
+            fs::set_permissions(&self.root, fs::Permissions::from_mode(0o700))?;
+        }
+        Ok(())
     }
 
     fn tmp_path(&self, name: &str) -> PathBuf {

@@ -39,6 +39,21 @@ fn hidden(store: &Store) -> usize {
 }
 
 #[test]
+fn other_users_cannot_reach_images_by_path_but_qemu_can_by_descriptor() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("images");
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    // As an earlier version, or `mkdir`, left it.
+    fs::create_dir(&root).unwrap();
+    fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
+    let store = Store::new(&root);
+    put(&store, "web", b"secret");
+    assert_eq!(mode(&root), 0o700);
+    // /proc/self/fd/N asks for this alone.
+    assert_eq!(mode(&root.join("web").join(KERNEL_FILE)), 0o644);
+}
+
+#[test]
 fn an_image_appears_is_replaced_and_goes() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::new(dir.path().join("images"));

@@ -18,6 +18,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -217,7 +218,7 @@ fn rewrite(path: &Path, live: &Live) -> io::Result<(File, u64)> {
     let beside = path.with_extension("new");
     let lines: Vec<u8> = live.records().flat_map(|record| line(&record)).collect();
     let _left_by_a_dead_daemon = fs::remove_file(&beside);
-    let mut file = OpenOptions::new().append(true).create_new(true).open(&beside)?;
+    let mut file = OpenOptions::new().append(true).create_new(true).mode(0o600).open(&beside)?;
     let written = file.write_all(&lines).and_then(|()| fs::rename(&beside, path));
     if let Err(error) = written {
         let _ = fs::remove_file(&beside);

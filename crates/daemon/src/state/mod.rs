@@ -3,8 +3,9 @@
 //! ```text
 //!   /var/lib/vmfork/          0711: QEMUs pass through
 //!   ├── vmforkd.lock          flock'ed while a daemon runs; holds its pid
-//!   ├── journal.jsonl         what exists (see `journal`)
-//!   ├── images/               guest images; the image store's
+//!   ├── vmforkd.log           0600, if `vmfork` started the daemon
+//!   ├── journal.jsonl         0600: what exists (see `journal`)
+//!   ├── images/               0700: guest images, which may hold secrets; the image store's
 //!   └── vms/ID/               0700: logs and sockets of one VM, gone with it
 //! ```
 //!
@@ -13,7 +14,8 @@
 //! later processes by their beginnings; and by the mark in their environment, for what was started
 //! but not yet written down), removes its folders, and remembers which VMs were lost.
 //!
-//! Promises: no two daemons on one folder; nothing is killed that was not ours.
+//! Promises: no two daemons on one folder; nothing is killed that was not ours; a folder that is
+//! somebody else's is left as it is.
 
 mod journal;
 mod process;
@@ -37,6 +39,13 @@ pub use self::process::ProcessId;
 
 /// Set for every process that a daemon starts, to the path of its state folder.
 const MARK: &str = "VMFORK_OWNER";
+const LOCK: &str = "vmforkd.lock";
+const JOURNAL: &str = "journal.jsonl";
+/// The log of a daemon that `vmfork` starts. It names VMs and what they are for.
+const LOG: &str = "vmforkd.log";
+/// What may be in a state folder that no daemon has had yet; the last is a new file system's.
+const EARLY: [&str; 6] =
+    ["images", "cache", LOG, "vmforkd.sock", "vmfork-start.lock", "lost+found"];
 /// How long killed leftovers may take to end. A QEMU with much memory takes a second or so.
 const KILL_WAIT: Duration = Duration::from_secs(10);
 
@@ -51,6 +60,11 @@ pub enum StateError {
         #[source]
         source: io::Error,
     },
+    #[error(
+        "{path} holds `{found}` and no journal of vmforkd, so it is not its state folder, in which it \
+         would remove things: name an empty folder with --state, or one that does not exist yet"
+    )]
+    NotOurs { path: PathBuf, found: String },
     #[error(
         "processes of an earlier daemon do not end, though killed: {pids:?}; they hold their \
          memory until the kernel lets go of them"
@@ -82,6 +96,32 @@ fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StateEr
     move |source| StateError::Io { doing, path, source }
 }
 
+/// Find out whether `root` may be made a state folder: it is missing or empty, has been one, or holds
+/// only what `vmfork` and image builds put there before the first daemon starts.
+fn check_owner(root: &Path) -> Result<(), StateError> {
+    let entries = match fs::read_dir(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(failed("list", root))?,
+    };
+    let mut strange = None;
+    for entry in entries {
+        let name = entry.map_err(failed("list", root))?.file_name();
+        if name == LOCK || name == JOURNAL {
+            return Ok(());
+        }
+        if !EARLY.iter().any(|early| name == *early) {
+            strange.get_or_insert(name);
+        }
+    }
+    match strange {
+        Some(found) => Err(StateError::NotOurs {
+            path: root.to_owned(),
+            found: found.to_string_lossy().into_owned(),
+        }),
+        None => Ok(()),
+    }
+}
+
 fn make_folder(path: &Path, mode: u32) -> Result<(), StateError> {
     DirBuilder::new()
         .recursive(true)
@@ -96,15 +136,19 @@ impl State {
     /// left there and in the process table.
     ///
     /// # Errors
-    /// If another daemon has it, it can't be written, or a leftover process can't be ended.
+    /// If another daemon has it, it is no state folder but holds something, it can't be written, or a
+    /// leftover process can't be ended.
     pub fn open(root: &Path) -> Result<(Self, Recovery), StateError> {
+        check_owner(root)?;
         make_folder(root, 0o711)?;
         let root = fs::canonicalize(root).map_err(failed("resolve", root))?;
         let lock = lock(&root)?;
-        make_folder(&root.join("images"), 0o755)?;
+        // QEMUs get images as open files: nobody else has business there.
+        make_folder(&root.join("images"), 0o700)?;
         make_folder(&root.join("vms"), 0o711)?;
+        close_log(&root.join(LOG))?;
 
-        let path = root.join("journal.jsonl");
+        let path = root.join(JOURNAL);
         let (mut live, lines_skipped) = journal::read(&path).map_err(failed("read", &path))?;
         let boot_id = boot_id();
         let mut leftovers: Vec<ProcessId> = if live.boot_id == boot_id {
@@ -272,8 +316,16 @@ fn warn_if_failed(appended: io::Result<()>) {
     }
 }
 
+/// One that an earlier version made is open to everybody.
+fn close_log(path: &Path) -> Result<(), StateError> {
+    match fs::set_permissions(path, Permissions::from_mode(0o600)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("close", path)(error)),
+        _ => Ok(()),
+    }
+}
+
 fn lock(root: &Path) -> Result<File, StateError> {
-    let path = root.join("vmforkd.lock");
+    let path = root.join(LOCK);
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -364,6 +416,61 @@ mod tests {
         open(folder.path());
     }
 
+    fn mode(path: &Path) -> u32 {
+        path.metadata().expect("metadata").permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn images_journal_and_log_are_closed_to_other_users() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        // As an earlier version left them.
+        fs::write(folder.path().join("vmforkd.log"), "web").expect("write");
+        fs::create_dir(folder.path().join("images")).expect("folder");
+        for path in ["vmforkd.log", "images"] {
+            let open = Permissions::from_mode(0o755);
+            fs::set_permissions(folder.path().join(path), open).expect("chmod");
+        }
+        let (state, _) = open(folder.path());
+        state.vm_created(vm("a")).expect("append");
+        assert_eq!(mode(&state.images()), 0o700);
+        for file in ["journal.jsonl", "vmforkd.log"] {
+            assert_eq!(mode(&folder.path().join(file)), 0o600, "{file}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_somebody_elses_is_refused_and_left_alone() {
+        for found in ["vms", "thesis.tex"] {
+            let home = tempfile::tempdir().expect("temp dir");
+            fs::set_permissions(home.path(), Permissions::from_mode(0o750)).expect("chmod");
+            fs::create_dir(home.path().join(found)).expect("folder");
+            fs::write(home.path().join(found).join("work"), "years of it").expect("write");
+            let error = State::open(home.path()).expect_err("not ours").to_string();
+            assert!(error.contains(&format!("holds `{found}` and no journal")), "{error}");
+            assert!(error.contains("--state"), "{error}");
+            assert_eq!(mode(home.path()), 0o750);
+            assert!(home.path().join(found).join("work").exists());
+            assert_eq!(fs::read_dir(home.path()).expect("list").count(), 1, "nothing was added");
+        }
+    }
+
+    #[test]
+    fn a_folder_is_ours_if_new_empty_or_used_before() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        open(&folder.path().join("not/there/yet"));
+        let fresh = folder.path().join("fresh");
+        // An image was built before the first daemon, which `vmfork` starts.
+        for early in ["images", "cache"] {
+            fs::create_dir_all(fresh.join(early)).expect("folder");
+        }
+        fs::write(fresh.join("vmfork-start.lock"), "").expect("write");
+        drop(open(&fresh));
+        // What users put there later is theirs, and no hindrance.
+        fs::write(fresh.join("token"), "").expect("write");
+        open(&fresh);
+        assert!(fresh.join("token").exists());
+    }
+
     #[test]
     fn a_daemon_that_died_leaves_its_losses_and_nothing_else() {
         let folder = tempfile::tempdir().expect("temp dir");
@@ -449,7 +556,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let (state, _) = open(folder.path());
         let path = state.create_vm_folder("a").expect("folder");
-        assert_eq!(path.metadata().expect("metadata").permissions().mode() & 0o7777, 0o700);
+        assert_eq!(mode(&path), 0o700);
         assert!(state.create_vm_folder("a").is_err());
         state.remove_vm_folder("a").expect("remove");
         state.remove_vm_folder("a").expect("again is fine");

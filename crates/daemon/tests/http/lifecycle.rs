@@ -92,7 +92,8 @@ fn vm(id: &str) -> LostVm {
 async fn it_serves_tells_systemd_ends_and_leaves_nothing() {
     let folder = tempfile::tempdir().expect("temp dir");
     let socket = folder.path().join("vmforkd.sock");
-    let notify = folder.path().join("notify");
+    let elsewhere = tempfile::tempdir().expect("temp dir");
+    let notify = elsewhere.path().join("notify");
     let told = UnixDatagram::bind(&notify).expect("bind");
     told.set_nonblocking(true).expect("non-blocking");
     locally(async {
