@@ -6,6 +6,7 @@
 //! |---|---|
 //! | a VM that boots | all of its memory + 40 MiB for QEMU |
 //! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
+//! | a QEMU of the pool | 20 MiB, until it becomes a clone |
 //! | a snapshot (a fork, whatever its clones) | the growth of one clone: the parent writes anew what the snapshot keeps |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
@@ -268,17 +269,18 @@ impl Admission {
         }
     }
 
-    /// Memory for something else, like a QEMU of the pool.
+    /// Memory for a QEMU that waits in the pool.
     ///
     /// # Errors
-    /// `no_capacity` with the figures.
-    pub fn other(&self, what: &str, bytes: u64) -> Result<Lease, ErrorBody> {
+    /// `no_capacity` with the figures: not now.
+    pub fn waiting(&self) -> Result<Lease, ErrorBody> {
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts, bytes);
-        if bytes > admissible {
-            return Err(self.refusal(&accounts, what.to_owned(), bytes, admissible));
+        let admissible = self.admissible(&mut accounts, QEMU_CLONE_BYTES);
+        if QEMU_CLONE_BYTES > admissible {
+            let message = "start a QEMU for the pool".to_owned();
+            return Err(self.refusal(&accounts, message, QEMU_CLONE_BYTES, admissible));
         }
-        Ok(self.lease(&mut accounts, bytes))
+        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES))
     }
 
     /// What may still be handed out.
@@ -491,6 +493,29 @@ mod tests {
         let never_over = Policy { clone_growth_percent: 100, ..policy };
         assert_eq!(never_over.growth(64 * GIB), 64 * GIB);
         assert_eq!(never_over.growth(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn a_waiting_qemu_counts_and_one_that_does_not_fit_is_not_started() {
+        let (admission, made) = admission();
+        let waiting = admission.waiting().expect("fits");
+        assert_eq!(admission.admissible_bytes(), 7 * GIB - QEMU_CLONE_BYTES);
+        // What it uses is not counted twice.
+        waiting.used_by(7);
+        made.used.lock().expect("lock").insert(7, 15 * MIB);
+        admission.0.accounts().probed = None;
+        assert_eq!(admission.admissible_bytes(), 7 * GIB - QEMU_CLONE_BYTES);
+        let rest = admission.admissible_bytes();
+        let _vm = admission.boot("a", rest - QEMU_BOOTED_BYTES - MIB).expect("fits");
+        let error = admission.waiting().expect_err("1 MiB is left");
+        assert_eq!(error.code, ErrorCode::NoCapacity);
+        assert!(
+            error.to_string().starts_with("start a QEMU for the pool: 20 MiB needed"),
+            "{error}"
+        );
+        drop(waiting);
+        made.used.lock().expect("lock").clear();
+        admission.waiting().expect("its memory came back");
     }
 
     #[test]

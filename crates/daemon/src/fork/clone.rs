@@ -178,7 +178,7 @@ async fn attached(
                 tracing::info!(error = chain(&error), "a waiting QEMU has died; taking another");
                 let shape = machine.shape.clone();
                 drop(machine);
-                next = core.pool.take(&shape).await;
+                next = core.take(&shape).await;
                 attempt += 1;
             }
             Err(error) => return Err(NoView::Attach(error)),

@@ -377,7 +377,7 @@ fn start_machines(
             tokio::spawn(async move {
                 let start = async {
                     let _turn = at_once.acquire().await;
-                    core.pool.take(&shape).await
+                    core.take(&shape).await
                 };
                 tokio::select! {
                     outcome = start => { let _gone = tx.send(outcome); }

@@ -29,7 +29,7 @@ use vmfork_api::{ErrorCode, LostVm};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EventSink};
-use vmfork_qemu::pool::{Limits, Pool};
+use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 
 use self::disks::Disks;
@@ -129,14 +129,16 @@ impl Hub {
         let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
         let pool = {
             let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+            let admission = admission.clone();
             Pool::new(limits, move |shape: Shape| {
                 let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+                // Refused is "not now": the pool asks again, after longer and longer pauses.
+                let lease = admission.waiting();
                 Box::pin(async move {
-                    let disk = match shape.disk {
-                        Some(id) => Some(disks.get(id).ok_or(LaunchError::DiskGone)?),
-                        None => None,
-                    };
-                    launcher.wait(shape, disk).await
+                    let lease = lease.map_err(LaunchError::NoRoom)?;
+                    let machine = start_waiting(&launcher, &disks, shape).await?;
+                    machine.waits(lease);
+                    Ok(machine)
                 })
             })
         };
@@ -227,8 +229,9 @@ impl Core {
     /// A QEMU for a clone, if one waits.
     pub(crate) fn claim(&self, shape: &Shape) -> Option<Machine> {
         let claimed = self.pool.claim(shape);
-        match claimed {
-            Some(_) => {
+        match &claimed {
+            Some(machine) => {
+                machine.claimed();
                 self.metrics.pool_hit();
                 self.pool_hits.fetch_add(1, Ordering::Relaxed);
             }
@@ -238,6 +241,20 @@ impl Core {
             }
         }
         claimed
+    }
+
+    /// One for a clone whose lease is for the QEMU, too: one that has come to wait meanwhile, or one that is
+    /// started now.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) async fn take(&self, shape: &Shape) -> Result<(Machine, pool::Origin), LaunchError> {
+        if let Some(machine) = self.pool.claim(shape) {
+            machine.claimed();
+            return Ok((machine, pool::Origin::Pooled));
+        }
+        let machine = start_waiting(&self.launcher, &self.disks, shape.clone()).await?;
+        Ok((machine, pool::Origin::StartedNow))
     }
 
     /// List a VM that is about to start.
@@ -399,6 +416,19 @@ impl Core {
         metrics.set_pool_waiting(self.pool_waiting());
         metrics.set_admissible_bytes(self.admission.admissible_bytes());
     }
+}
+
+/// A QEMU that waits for a snapshot.
+async fn start_waiting(
+    launcher: &Launcher,
+    disks: &Disks,
+    shape: Shape,
+) -> Result<Machine, LaunchError> {
+    let disk = match shape.disk {
+        Some(id) => Some(disks.get(id).ok_or(LaunchError::DiskGone)?),
+        None => None,
+    };
+    launcher.wait(shape, disk).await
 }
 
 /// An error with all its causes, joined by `: `.

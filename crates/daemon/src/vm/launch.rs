@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
-use vmfork_api::ErrorCode;
+use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_qemu::probe::{self, ProbeError};
 use vmfork_qemu::{Accel, Boot, Launch, Qemu, Shape, ShimFds, StartError, Version};
@@ -45,6 +45,8 @@ pub(crate) enum LaunchError {
     NoUser,
     #[error("its root disk is not open any more: the VMs that had it have ended")]
     DiskGone,
+    #[error("there is no memory for it now: {0}")]
+    NoRoom(ErrorBody),
 }
 
 impl LaunchError {
@@ -57,6 +59,7 @@ impl LaunchError {
             Self::NoUser => ErrorCode::NoCapacity,
             Self::DiskGone => ErrorCode::Conflict,
             Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
+            Self::NoRoom(error) => error.code,
         }
     }
 
@@ -72,6 +75,7 @@ impl LaunchError {
             Self::Unforkable { .. } => {
                 "name another QEMU with `vmforkd --qemu`: those of Debian 12 and of its backports work"
             }
+            Self::NoRoom(_) => "end VMs, or lower vmforkd's --pool",
             Self::Journal(_) => "make room on the disk of the state folder",
             Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
             Self::DiskGone => "start one from the image again: `vmfork run`",

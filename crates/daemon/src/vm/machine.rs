@@ -7,6 +7,7 @@ use vmfork_memory::{Attachment, Engine, GuestMemory, MemorySample, ViewCounters,
 use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use super::launch::Kept;
+use crate::admission::Lease;
 use crate::fork::Lead;
 
 /// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
@@ -27,6 +28,8 @@ pub struct Machine {
     kept: Kept,
     /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use here.
     lead: Mutex<Option<Option<Lead>>>,
+    /// Its memory's account while it waits in the pool.
+    waiting: Mutex<Option<Lease>>,
 }
 
 #[derive(Debug)]
@@ -60,7 +63,19 @@ impl Machine {
             keeper_pid,
             kept,
             lead: Mutex::default(),
+            waiting: Mutex::default(),
         }
+    }
+
+    /// It waits in the pool: `lease` is for its memory until [`Machine::claimed`].
+    pub(crate) fn waits(&self, lease: Lease) {
+        lease.used_by(self.pid());
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(lease);
+    }
+
+    /// It becomes a clone, whose own lease is for its memory from now on.
+    pub(crate) fn claimed(&self) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// The guest's serial console, once.
