@@ -15,6 +15,23 @@ guest_library() {
 	fi
 }
 
+# The lock-free parts in all orders of their steps. Other flags: a folder of its own.
+loom() {
+	RUSTFLAGS='--cfg loom' \
+		cargo test --quiet -p vmfork-memory -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
+}
+
+# So many seconds for each target: enough to see that it runs and that old findings stay mended.
+FUZZ_SECONDS=3
+fuzz() {
+	if ! cargo +nightly --version >/dev/null 2>&1; then
+		left_out "fuzzing by coverage: at random instead" "rustup toolchain install nightly"
+	elif ! command -v c++ >/dev/null; then
+		left_out "fuzzing by coverage: at random instead" "apt-get install g++"
+	fi
+	CARGO_TARGET_DIR=$TARGET/fuzz fuzz/smoke.sh "$FUZZ_SECONDS"
+}
+
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
 
 # The tests' own store shares the downloads.
@@ -26,5 +43,9 @@ mk/check.sh
 step "integration tests" cargo test --workspace --quiet --test '*' -- --nocapture
 step "documentation" documentation
 step "guest library" guest_library
+step "model checker" loom
+step "fuzzing" fuzz
 step "black box tests" "$PYTHON" -m pytest -p no:cacheprovider tests "$@"
-say "all tests passed in $(($(date +%s) - began)) s"
+[ "$LEFT_OUT" = 0 ] || [ "${VMFORK_TEST_STRICT:-}" != 1 ] ||
+	die "$LEFT_OUT steps were left out, and VMFORK_TEST_STRICT=1" "see LEFT OUT above"
+say "all tests passed in $(($(date +%s) - began)) s, $LEFT_OUT steps left out"

@@ -20,6 +20,8 @@
 //! each stream, [`REQUESTS_MAX`] requests, what [`mail`] admits, [`UNREAD_BYTES_MAX`] of answers).
 //! What cannot be understood is a [`ProtocolError`](super::error::ProtocolError), after which the link must be closed.
 
+#[cfg(test)]
+mod hostile_tests;
 mod mail;
 mod receive;
 #[cfg(test)]
