@@ -1,0 +1,71 @@
+"""The scripts behind `make`: what they leave alone matters as much as what they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from harness import leftovers, places
+
+MK = places.ROOT / "mk"
+
+
+def _script(name: str, *args: str, **environment: str) -> None:
+    subprocess.run([MK / name, *args], check=True, timeout=60, env={**os.environ, **environment})
+
+
+def test_what_a_killed_daemon_left_is_ended_and_nothing_of_its_neighbours(tmp_path: Path) -> None:
+    state, cgroups = tmp_path / "state", tmp_path / "cgroups" / "vmfork"
+    for folder in ("vms/0123", "vms/4567"):
+        (state / folder).mkdir(parents=True)
+    for vm in ("0123", "4567", "89ab"):
+        (cgroups / f"vm-{vm}").mkdir(parents=True)
+    # To the kernel a cgroup with processes is busy.
+    (cgroups / "vm-4567" / "busy").touch()
+
+    def marked(owner: Path | str) -> subprocess.Popen[bytes]:
+        return leftovers.spawn(["sleep", "95"], env={**os.environ, "VMFORK_OWNER": str(owner)})
+
+    ours = marked(state)
+    others = [marked(f"{state}2"), marked(state / "below"), marked(tmp_path)]
+    try:
+        _script("leftovers.sh", str(cgroups.parent), VMFORK_STATE=f"{state}/../state")
+        assert ours.wait(10) == -9
+        assert all(other.poll() is None for other in others)
+        assert {one.name for one in cgroups.iterdir()} == {"vm-4567", "vm-89ab"}
+    finally:
+        for process in (ours, *others):
+            process.kill()
+            process.wait(10)
+
+
+def test_install_puts_a_whole_installation_and_uninstall_takes_it_away(tmp_path: Path) -> None:
+    places.require_build()
+    destination = tmp_path / "root"
+    where = {"DESTDIR": str(destination), "PREFIX": "/opt/vmfork", "VMFORK_OUT": str(places.OUT)}
+    # Twice: an upgrade.
+    for _ in range(2):
+        _script("install.sh", **where)
+    prefix = destination / "opt/vmfork"
+    unit = (prefix / "lib/systemd/system/vmforkd.service").read_text()
+    (started,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert started == "ExecStart=/opt/vmfork/bin/vmforkd"
+    for path in (
+        "bin/vmfork",
+        "bin/vmforkd",
+        "lib/vmfork/libvmfork_tap.so",
+        "lib/vmfork/vmfork-agent",
+        "lib/vmfork/images/default.json",
+        "share/bash-completion/completions/vmfork",
+        "share/man/man3/vmfork.3",
+        "share/man/man3/sf_clone.3",
+    ):
+        assert (prefix / path).stat().st_size > 0, path
+    assert not [path for path in prefix.rglob("*") if path.suffix in (".new", ".old")]
+    done = subprocess.run([prefix / "bin/vmfork", "--version"], capture_output=True, timeout=20, check=True)
+    assert done.stdout.startswith(b"vmfork ")
+    (prefix / "share/man/man3/other.3").write_text("somebody else's")
+    _script("install.sh", "--remove", **where)
+    left = [path.relative_to(prefix) for path in prefix.rglob("*") if not path.is_dir()]
+    assert left == [Path("share/man/man3/other.3")]
