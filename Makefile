@@ -2,7 +2,10 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check setup install-deps build image clean distclean
+.PHONY: help demo test bench check setup install-deps build image install uninstall clean distclean
+
+PREFIX ?= /usr/local
+export PREFIX DESTDIR
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -30,6 +33,12 @@ build: setup ## programs, shim, agent and guest libraries into out/
 
 image: build ## build the default guest image
 	@mk/image.sh default
+
+install: build ## programs, systemd unit, completions, man pages: PREFIX=/usr/local DESTDIR=
+	@mk/install.sh
+
+uninstall: ## remove what install put there; state stays
+	@mk/install.sh --remove
 
 clean: ## stop the daemon, remove state and everything built; downloads stay
 	@mk/clean.sh

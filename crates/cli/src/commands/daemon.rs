@@ -112,7 +112,7 @@ async fn stop(global: &Global, force: bool) -> anyhow::Result<Exit> {
     let pid = peer(&stream).ok_or_else(|| anyhow!("the kernel does not say who listens"))?;
     if pid == Pid::INIT {
         return Err(anyhow!("systemd listens at {}", global.endpoint))
-            .hint("`systemctl stop vmforkd.socket vmforkd.service` stops it");
+            .hint("`systemctl list-sockets` names the unit, `systemctl stop UNIT` stops it");
     }
     // Pinned before anything else is asked, so that no other process can get its number.
     let process = pidfd_open(pid, PidfdFlags::empty()).context("look at the daemon's process")?;
