@@ -114,7 +114,7 @@ fn between_prepared_and_continue_nothing_is_written() {
 
 #[test]
 fn a_fork_that_nobody_ends_ends_by_itself() {
-    let mut daemon = Daemon::start_with(&["--fork-limit-ms", "600"]);
+    let mut daemon = Daemon::start_with(&["--fork-limit-ms", "3000"]);
     daemon.prepare(7);
     daemon.send(0, &ToGuest::Ping { token: 4 });
     assert_eq!(daemon.frame_within(SILENCE), None);

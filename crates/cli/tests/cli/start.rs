@@ -1,6 +1,5 @@
 //! Starting a daemon on demand, or not, with a fake `vmforkd` beside a copy of the real `vmfork`.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -43,9 +42,16 @@ impl Install {
         let dir = tempfile::tempdir().unwrap();
         let bin = dir.path().join("bin");
         std::fs::create_dir(&bin).unwrap();
-        std::fs::copy(env!("CARGO_BIN_EXE_vmfork"), bin.join("vmfork")).unwrap();
-        std::fs::write(bin.join("vmforkd"), vmforkd).unwrap();
-        std::fs::set_permissions(bin.join("vmforkd"), PermissionsExt::from_mode(0o755)).unwrap();
+        let text = dir.path().join("text");
+        std::fs::write(&text, vmforkd).unwrap();
+        // Not by ourselves: a program that another test starts meanwhile would inherit the fd for a moment, and a
+        // file that somebody may write to can't be run.
+        let install = |from: &Path, name: &str| {
+            let mut command = Command::new("install");
+            assert!(command.args(["-m", "755"]).arg(from).arg(bin.join(name)).status().unwrap().success());
+        };
+        install(Path::new(env!("CARGO_BIN_EXE_vmfork")), "vmfork");
+        install(&text, "vmforkd");
         Self { dir }
     }
 
