@@ -88,18 +88,24 @@ fn between_prepared_and_continue_nothing_is_written() {
     std::fs::write(&file, vec![7; 200_000]).expect("write");
     daemon.send(6, &ToGuest::ReadFile { path: file.display().to_string() });
     daemon.send(0, &ToGuest::Prepare { fork: 11 });
+    let (mut noise, mut exited, mut file_bytes) = (false, false, 0);
     loop {
         let frame = daemon.frame();
-        if frame.channel == 0 {
-            let message: ToHost = serde_json::from_slice(&frame.payload).expect("a message");
-            break assert_eq!(message, ToHost::Prepared { fork: 11 });
+        match (frame.channel, frame.kind) {
+            (0, _) => {
+                let message: ToHost = serde_json::from_slice(&frame.payload).expect("a message");
+                break assert_eq!(message, ToHost::Prepared { fork: 11 });
+            }
+            // Where the host is slow, before the silence.
+            (4, Kind::Message) => exited = true,
+            (6, Kind::File) => file_bytes += frame.payload.len(),
+            _ => {}
         }
     }
     assert_eq!(daemon.frame_within(SILENCE), None, "noise, an exit and a file, all held back");
     daemon.send(0, &ToGuest::Continue { fork: 10 });
     assert_eq!(daemon.frame_within(SILENCE), None, "another fork's Continue is none");
     daemon.send(0, &ToGuest::Continue { fork: 11 });
-    let (mut noise, mut exited, mut file_bytes) = (false, false, 0);
     while !(noise && exited && file_bytes == 200_000) {
         let frame = daemon.frame();
         match (frame.channel, frame.kind) {

@@ -48,7 +48,15 @@ impl Install {
         // file that somebody may write to can't be run.
         let install = |from: &Path, name: &str| {
             let mut command = Command::new("install");
-            assert!(command.args(["-m", "755"]).arg(from).arg(bin.join(name)).status().unwrap().success());
+            assert!(
+                command
+                    .args(["-m", "755"])
+                    .arg(from)
+                    .arg(bin.join(name))
+                    .status()
+                    .unwrap()
+                    .success()
+            );
         };
         install(Path::new(env!("CARGO_BIN_EXE_vmfork")), "vmfork");
         install(&text, "vmforkd");
