@@ -38,13 +38,6 @@ die() {
 	exit 1
 }
 
-# left_out WHAT REMEDY: something that can't be done on this machine, said now and counted in LEFT_OUT.
-LEFT_OUT=0
-left_out() {
-	LEFT_OUT=$((LEFT_OUT + 1))
-	printf '!!! LEFT OUT: %s (%s)\n' "$1" "$2" >&2
-}
-
 # step TEXT COMMAND…: says what begins, and how long it took.
 step() {
 	say "$1"

@@ -21,15 +21,11 @@ loom() {
 		cargo test --quiet -p vmfork-memory -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
-# So many seconds for each target: enough to see that it runs and that old findings stay mended.
+# So many seconds for each target: enough to see that it runs and that old findings stay mended. On the
+# stable toolchain, with seeds mutated at random, so that it is the same everywhere.
 FUZZ_SECONDS=3
 fuzz() {
-	if ! cargo +nightly --version >/dev/null 2>&1; then
-		left_out "fuzzing by coverage: at random instead" "rustup toolchain install nightly"
-	elif ! command -v c++ >/dev/null; then
-		left_out "fuzzing by coverage: at random instead" "apt-get install g++"
-	fi
-	CARGO_TARGET_DIR=$TARGET/fuzz fuzz/smoke.sh "$FUZZ_SECONDS"
+	VMFORK_FUZZ_STABLE=1 CARGO_TARGET_DIR=$TARGET/fuzz timeout 600 fuzz/smoke.sh "$FUZZ_SECONDS"
 }
 
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
@@ -46,6 +42,4 @@ step "guest library" guest_library
 step "model checker" loom
 step "fuzzing" fuzz
 step "black box tests" "$PYTHON" -m pytest -p no:cacheprovider tests "$@"
-[ "$LEFT_OUT" = 0 ] || [ "${VMFORK_TEST_STRICT:-}" != 1 ] ||
-	die "$LEFT_OUT steps were left out, and VMFORK_TEST_STRICT=1" "see LEFT OUT above"
-say "all tests passed in $(($(date +%s) - began)) s, $LEFT_OUT steps left out"
+say "all tests passed in $(($(date +%s) - began)) s"
