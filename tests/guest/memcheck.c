@@ -62,6 +62,8 @@ static uint64_t region_bytes;
 static unsigned threads;
 static uint64_t seed;
 static _Atomic int want_pause;
+static pthread_mutex_t pausing = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t resumed = PTHREAD_COND_INITIALIZER;
 static _Atomic uint64_t rate_mb_s;
 
 static uint64_t mix(uint64_t x)
@@ -130,10 +132,13 @@ static void *writer(void *argument)
     uint64_t begin = now_us(), since = 0;
     for (;;) {
         if (atomic_load(&want_pause)) {
+            /* Asleep for good: many clones stand still at once, and a vCPU that polls is slow to emulate. */
+            pthread_mutex_lock(&pausing);
             atomic_store(&c->parked, 1);
             while (atomic_load(&want_pause))
-                nap_us(1000);
+                pthread_cond_wait(&resumed, &pausing);
             atomic_store(&c->parked, 0);
+            pthread_mutex_unlock(&pausing);
             begin = now_us();
             since = 0;
         }
@@ -183,7 +188,10 @@ static void say(struct text *out, const char *format, ...)
 /* Have all writers parked, or none; returns once they are. */
 static int park_writers(int parked)
 {
+    pthread_mutex_lock(&pausing);
     atomic_store(&want_pause, parked);
+    pthread_cond_broadcast(&resumed);
+    pthread_mutex_unlock(&pausing);
     for (int wait_ms = 0; wait_ms < 60000; wait_ms++) {
         unsigned there = 0;
         for (unsigned t = 0; t < threads; t++)

@@ -4,6 +4,7 @@
 //! ends the command with status 0; one of stderr who has left is nobody's loss.
 
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd as _;
 use std::time::Duration;
 
 use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, presets};
@@ -164,6 +165,13 @@ fn bar_style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template)
         .unwrap_or_else(|_| ProgressStyle::default_bar())
         .progress_chars("━╸ ")
+}
+
+/// Standard output for bytes that come as a stream. Not `tokio::io::stdout()`: that goes through std's line buffer,
+/// which is written out when the program exits, and then Ctrl-C would wait for a reader who does not read.
+pub(crate) fn stdout_stream() -> anyhow::Result<tokio::fs::File> {
+    let fd = io::stdout().as_fd().try_clone_to_owned().map_err(stdout_error)?;
+    Ok(tokio::fs::File::from_std(fd.into()))
 }
 
 /// What a failed write to stdout means.

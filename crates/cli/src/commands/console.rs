@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use crate::client::{Client, Incoming, Socket};
 use crate::config::Global;
 use crate::failure::Exit;
-use crate::printer::stdout_error;
+use crate::printer::{stdout_error, stdout_stream};
 use crate::terminal::RawMode;
 
 /// Ctrl-].
@@ -20,7 +20,7 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     if raw.is_some() {
         global.printer.note(&format!("Console of `{vm}`; Ctrl-] leaves\r"));
     }
-    let mut stdout = tokio::io::stdout();
+    let mut stdout = stdout_stream()?;
     let typing = type_into(tx, raw.is_some());
     tokio::pin!(typing);
     let mut typed = false;

@@ -19,7 +19,7 @@ use vmfork_api::{ExecReply, TerminalSize};
 use crate::client::{Client, ExecEvent, ExecInput, Query, exit_status};
 use crate::config::{ExecConfig, Global};
 use crate::failure::Exit;
-use crate::printer::stdout_error;
+use crate::printer::{stdout_error, stdout_stream};
 use crate::signals::Signals;
 use crate::terminal::{self, RawMode};
 
@@ -50,7 +50,7 @@ async fn streamed(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exi
     // From here on every way out puts the terminal back.
     let _raw = if config.tty { RawMode::enter().context("set the terminal up")? } else { None };
     let _stdin = Pump::start(session.input.clone(), config.stdin);
-    let (mut stdout, mut stderr) = (tokio::io::stdout(), tokio::io::stderr());
+    let (mut stdout, mut stderr) = (stdout_stream()?, tokio::io::stderr());
     let mut interrupts = 0_u32;
     loop {
         tokio::select! {

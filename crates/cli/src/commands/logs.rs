@@ -8,7 +8,7 @@ use tokio::io::AsyncWriteExt as _;
 use crate::client::{Client, QUICK, Query, empty};
 use crate::config::Global;
 use crate::failure::Exit;
-use crate::printer::stdout_error;
+use crate::printer::{stdout_error, stdout_stream};
 
 /// Longest line that `--json` prints as one; a longer one is cut into several.
 const LINE_BYTES_MAX: usize = 64 << 10;
@@ -27,7 +27,7 @@ pub(super) async fn run(global: &Global, vm: &str, follow: bool) -> anyhow::Resu
     let mut answer = client.send(Method::GET, &query, empty(), QUICK).await?;
     // While it follows, silence is a guest that has nothing to say.
     let bound = (!follow).then_some(QUICK);
-    let mut stdout = tokio::io::stdout();
+    let mut stdout = stdout_stream()?;
     let mut lines = Lines::default();
     while let Some(chunk) = answer.chunk(bound).await.context("read the log")? {
         if global.printer.json {

@@ -138,22 +138,28 @@ fn send_when_running(child: &std::process::Child) {
 fn ctrl_c_is_heard_while_standard_output_is_stuck() {
     let daemon = FakeDaemon::start();
     std::fs::write(daemon.guest().join("big"), big()).unwrap();
-    let mut child =
-        daemon.command(&["cp", "web:/big", "-"]).stdout(Stdio::piped()).spawn().unwrap();
-    // Nobody reads; once the pipe is full, vmfork waits in write(2).
-    let mut first = [0; 1];
-    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
-    send(child.id(), Signal::INT);
-    let sent = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
-        }
-        assert!(sent.elapsed() < Duration::from_secs(5), "still there");
-        let pause = rustix::event::Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
-        let _ = rustix::event::poll(&mut [], Some(&pause));
-    };
-    assert_eq!(status.code(), Some(130));
+    // Somewhere between the first bytes and a full pipe, where `vmfork` waits in write(2).
+    for after_ms in [0, 0, 1, 2, 5, 10, 50] {
+        let mut child =
+            daemon.command(&["cp", "web:/big", "-"]).stdout(Stdio::piped()).spawn().unwrap();
+        // Nobody reads more than this.
+        let mut first = [0; 1];
+        child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+        std::thread::sleep(Duration::from_millis(after_ms));
+        send(child.id(), Signal::INT);
+        let sent = Instant::now();
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if sent.elapsed() > Duration::from_secs(10) {
+                child.kill().unwrap();
+                panic!("still there, stopped {after_ms} ms after its first byte");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert_eq!(status.code(), Some(130));
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use super::{IDLE_BOUND, guest_file_name, report};
 use crate::client::{Answer, Body, Client, Query, empty};
 use crate::failure::Exit;
-use crate::printer::stdout_error;
+use crate::printer::{stdout_error, stdout_stream};
 
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -65,7 +65,7 @@ pub(super) async fn print(client: &Client<'_>, vm: &str, path: &str) -> anyhow::
     let from = format!("{vm}:{path}");
     let answer = open(client, vm, path).await?;
     let bar = client.global.printer.bytes(len_of(&answer), from.clone());
-    copy(answer, &mut tokio::io::stdout(), &bar, &from, stdout_error).await?;
+    copy(answer, &mut stdout_stream()?, &bar, &from, stdout_error).await?;
     Ok(Exit::Done)
 }
 
