@@ -145,7 +145,7 @@ fn ctrl_c_is_heard_while_standard_output_is_stuck() {
         // Nobody reads more than this.
         let mut first = [0; 1];
         child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
-        std::thread::sleep(Duration::from_millis(after_ms));
+        pause(Duration::from_millis(after_ms));
         send(child.id(), Signal::INT);
         let sent = Instant::now();
         let status = loop {
@@ -156,10 +156,14 @@ fn ctrl_c_is_heard_while_standard_output_is_stuck() {
                 child.kill().unwrap();
                 panic!("still there, stopped {after_ms} ms after its first byte");
             }
-            std::thread::sleep(Duration::from_millis(5));
+            pause(Duration::from_millis(5));
         };
         assert_eq!(status.code(), Some(130));
     }
+}
+
+fn pause(length: Duration) {
+    let _ = rustix::event::poll(&mut [], Some(&length.try_into().unwrap()));
 }
 
 #[test]
