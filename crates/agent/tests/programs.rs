@@ -134,9 +134,8 @@ fn a_program_that_never_reads_holds_up_nobody_and_takes_one_window() {
 fn input_without_credit_costs_the_connection() {
     let mut daemon = Daemon::start();
     daemon.exec(2, &["sleep", "1000"]);
-    for _ in 0..WINDOW / 4096 + 32 {
-        daemon.stream(Kind::Stdin, 2, false, &[b'x'; 4096]);
-    }
+    let frame = vmfork_agent_proto::encode(Kind::Stdin, 2, false, &[b'x'; 4096]);
+    daemon.send_until_closed(&frame, WINDOW / 4096 + 32);
     daemon.expect_end_of_port();
     daemon.accept_again();
     daemon.send(0, &ToGuest::Ping { token: 2 });

@@ -88,6 +88,21 @@ impl Daemon {
         self.stream.write_all(bytes).expect("the agent reads");
     }
 
+    /// Send it so many times; the agent may end the connection meanwhile.
+    pub(crate) fn send_until_closed(&mut self, bytes: &[u8], times: usize) {
+        for _ in 0..times {
+            match self.stream.write_all(bytes) {
+                Ok(()) => {}
+                Err(e)
+                    if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) =>
+                {
+                    return;
+                }
+                Err(error) => panic!("write to the agent: {error}"),
+            }
+        }
+    }
+
     pub(crate) fn stream(&mut self, kind: Kind, channel: u32, end: bool, bytes: &[u8]) {
         self.send_raw(&encode(kind, channel, end, bytes));
     }
