@@ -241,6 +241,24 @@ def test_what_does_not_fit_into_memory_is_refused_with_the_figures(
         assert len(vm.fork(1).raise_for_errors()) == 1
 
 
+@pytest.mark.limit(120)
+def test_a_guest_cannot_take_the_host_by_forking_for_ever(make_daemon: MakeDaemon, image: str) -> None:
+    daemon = make_daemon("--family-vms-max", "4")
+    daemon.add_image(image)
+    daemon.start()
+    ask = "import vmfork; print(vmfork.sf_request_ticket(50).granted)"
+    with daemon.client() as client:
+        vm = client.run(image, name="web", memory_mib=256)
+        outside = vm.fork(1).raise_for_errors()[0]
+        asked = vm.exec(["python3", "-c", ask], check=True)
+        assert asked.stdout_text == "2\n", "two of four are there already"
+        # What was granted counts while it is held, whoever of the family asks.
+        refused_there = outside.exec(["python3", "-c", ask])
+        assert refused_there.exit_code == 1
+        assert "its family has 4 VMs, and guests may make it 4" in refused_there.stderr_text
+        vm.fork(3, all_or_nothing=True).raise_for_errors()
+
+
 @pytest.mark.limit(180)
 def test_a_full_disk_is_a_clear_error(make_daemon: MakeDaemon, image: str) -> None:
     """The state folder's disk fills up while the daemon runs: VMs go on, new ones are refused."""

@@ -321,6 +321,25 @@ def test_inspect_adds_up(vm: vmfork.VM, booted: vmfork.VM, cli: Cli) -> None:
     assert vm.name in cli.text("inspect", vm.name)
 
 
+def test_inspect_says_who_needs_which_memory(vm: vmfork.VM, booted: vmfork.VM, cli: Cli) -> None:
+    child = vm.fork(1).raise_for_errors()[0]
+    memory = eventually(
+        lambda: m if (m := child.inspect().memory).caches[0].pages is not None else None,
+        20,
+        "the page table is derived",
+    )
+    own, *older = memory.caches
+    assert own.image == memory.image
+    assert set(own.vms) == {vm.name, child.name}
+    # What nobody has written since `vm` was forked is in a cache that all three need.
+    assert any({booted.name, vm.name, child.name} <= set(cache.vms) for cache in older)
+    assert sum(cache.pages or 0 for cache in memory.caches) <= memory.pages
+    assert max(cache.resident_bytes for cache in memory.caches) > 0
+    assert own.image in cli.text("inspect", child.name).split("caches\n")[1]
+    child.kill()
+    assert vm.inspect().memory.caches[0].vms == (vm.name,)
+
+
 def test_ps_and_tree_and_top(cli: Cli, vm: vmfork.VM, booted: vmfork.VM) -> None:
     header = cli.text("ps").splitlines()[0].split()
     assert header[:3] == ["VM", "PARENT", "STATE"]

@@ -38,7 +38,7 @@ mod vm;
 pub use error::{ErrorBody, ErrorCode};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
-pub use memory::{BytesBySource, FaultCounts, MemoryInfo};
+pub use memory::{BytesBySource, CacheInfo, FaultCounts, MemoryInfo};
 pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail, VmState};
 

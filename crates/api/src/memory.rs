@@ -24,6 +24,22 @@ pub struct MemoryInfo {
     pub image_views: u32,
     pub faults: FaultCounts,
     pub source: BytesBySource,
+    /// The caches that the bytes of the VM's image are in: its own, and those of the images that it descends from.
+    #[serde(default)]
+    pub caches: Vec<CacheInfo>,
+}
+
+/// What one image's cache holds on this host, and who needs it.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct CacheInfo {
+    /// The id of the image whose cache it is.
+    pub image: String,
+    /// Host memory that it takes.
+    pub resident_bytes: u64,
+    /// Pages of the asked VM's image that this image changed last; absent while the page table is being derived.
+    pub pages: Option<u64>,
+    /// Names of the live VMs that may read from it: with the last of them it goes.
+    pub vms: Vec<String>,
 }
 
 /// Faults of this VM that reached user space.

@@ -74,6 +74,11 @@ pub struct Flags {
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub clone_growth_percent: u8,
 
+    /// How many VMs a family may have for its guests to get more by tickets; forks from outside may go beyond
+    #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VMS_MAX", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub family_vms_max: u32,
+
     /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
@@ -106,6 +111,8 @@ pub struct Config {
     pub memory_reserve_bytes: u64,
     /// 1 to 100.
     pub clone_growth_percent: u8,
+    /// VMs that guests may make of a family.
+    pub family_vms_max: u32,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
@@ -204,6 +211,7 @@ impl Flags {
             qemu_uid_base: self.qemu_uid_base,
             memory_reserve_bytes,
             clone_growth_percent: self.clone_growth_percent,
+            family_vms_max: self.family_vms_max,
             log_filter: self.log_level,
             libdir,
             debug_faults: self.debug_faults,

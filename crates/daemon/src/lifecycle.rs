@@ -121,6 +121,7 @@ where
     let policy = Policy {
         reserve_bytes: config.memory_reserve_bytes,
         clone_growth_percent: config.clone_growth_percent,
+        family_vms_max: config.family_vms_max,
     };
     let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
     let parts = Parts {

@@ -1,13 +1,13 @@
 //! `vmfork inspect`: one VM, with where its memory is.
 
-use vmfork_api::{MemoryInfo, VmDetail};
+use vmfork_api::{CacheInfo, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
 use crate::client::{Client, Query};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
-use crate::printer::state_word;
+use crate::printer::{Field, render_table, state_word};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -85,7 +85,28 @@ fn render(detail: &VmDetail) -> String {
     let mut text = section("", &fields);
     text.push_str("\nmemory\n");
     text.push_str(&section("  ", &memory(&detail.memory)));
+    if !detail.memory.caches.is_empty() {
+        text.push_str("\ncaches\n");
+        text.push_str(&caches(&detail.memory.caches));
+    }
     text
+}
+
+/// Whose memory is shared with whom.
+fn caches(caches: &[CacheInfo]) -> String {
+    let row = |cache: &CacheInfo| {
+        vec![
+            Field::Text(format!("  {}", format::printable(&cache.image))),
+            Field::Figure(format::size(cache.resident_bytes)),
+            Field::Figure(cache.pages.map_or_else(|| "-".to_owned(), format::count)),
+            Field::Text(format::printable(&cache.vms.join(" "))),
+        ]
+    };
+    render_table(
+        &["  IMAGE", "HELD", "PAGES", "NEEDED BY"],
+        caches.iter().map(row).collect(),
+        false,
+    )
 }
 
 fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {

@@ -194,12 +194,10 @@ async fn carry_out(
     let (reservation, names) = reserve(&core, &parent, &order, requested)?;
     let grant = match order.memory.as_ref().and_then(Loan::take) {
         Some(grant) => grant,
-        None => core.admission.fork(
-            parent.name(),
-            parent.identity.memory_bytes,
-            u32::try_from(reservation.names().len()).unwrap_or(requested),
-            order.all_or_nothing,
-        )?,
+        None => {
+            let count = u32::try_from(reservation.names().len()).unwrap_or(requested);
+            core.admission.fork(parent.identity.ask(count, false), order.all_or_nothing)?
+        }
     };
     let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
     let wanted = freeze::Wanted { began, deadline, given_up: &given_up };

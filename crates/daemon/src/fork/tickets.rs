@@ -232,8 +232,7 @@ impl Desk {
 
     /// How many of `vms` places there are.
     fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
-        let memory_bytes = self.vm.identity.memory_bytes;
-        match self.core.admission.fork(self.vm.name(), memory_bytes, vms, false) {
+        match self.core.admission.fork(self.vm.identity.ask(vms, true), false) {
             Ok(grant) => {
                 let places = u32::try_from(grant.clones.len()).unwrap_or(vms);
                 self.grants.insert(ticket, grant);

@@ -77,8 +77,8 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
         });
     };
     let memory_bytes = memory_mib << 20;
-    let lease = core.admission.boot(&name, memory_bytes)?;
     let id = random_hex::<8>();
+    let lease = core.admission.boot(&name, &id, memory_bytes)?;
     let identity = Identity {
         family: id.clone(),
         id,

@@ -7,6 +7,7 @@
 //!                            └── events of page engines ──► the VM concerned ends
 //! ```
 
+mod accounts;
 mod agents;
 mod boot;
 mod disks;
@@ -17,7 +18,6 @@ mod tally;
 #[cfg(test)]
 pub(crate) mod testing;
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -377,19 +377,6 @@ impl Core {
         parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.memory_bytes));
     }
 
-    /// Bytes in the caches of all images that live VMs are views of, and of their ancestors.
-    pub(crate) fn cache_bytes(&self) -> u64 {
-        let mut images = HashMap::new();
-        for vm in self.registry.live() {
-            if let Some(engine) = vm.machine().and_then(|machine| machine.engine()) {
-                for image in engine.image().with_ancestors() {
-                    images.entry(image.id()).or_insert_with(|| image.cache().resident_bytes());
-                }
-            }
-        }
-        images.values().sum()
-    }
-
     /// How many QEMUs wait, over all shapes.
     pub(crate) fn pool_waiting(&self) -> usize {
         self.pool.counts().iter().map(|(_, counts)| counts.waiting).sum()
@@ -406,12 +393,7 @@ impl Core {
         {
             metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
         }
-        let engines: std::collections::HashSet<_> = all
-            .iter()
-            .filter_map(|vm| vm.machine()?.engine())
-            .map(|engine| engine.image().id())
-            .collect();
-        metrics.set_snapshots(engines.len());
+        metrics.set_snapshots(self.snapshots());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());
         metrics.set_admissible_bytes(self.admission.admissible_bytes());

@@ -7,13 +7,12 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    BytesBySource, DoctorReport, ErrorBody, ErrorCode, ExecRequest, FaultCounts, ForkReply,
-    ForkRequest, HostInfo, Image, KillRequest, MemoryInfo, PoolInfo, RunRequest, SCHEMA, TreeNode,
-    Version, VmDetail,
+    DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
+    KillRequest, RunRequest, SCHEMA, TreeNode, Version, VmDetail,
 };
-use vmfork_qemu::probe::{self, KvmFacts};
+use vmfork_qemu::probe;
 
-use super::{Core, Hub, accel_word, boot, chain};
+use super::{Core, Hub, boot, chain};
 use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream};
 use crate::fork;
 use crate::vm::{End, Vm};
@@ -335,92 +334,6 @@ impl Core {
     fn summary(&self, vm: &Arc<Vm>, sample: bool) -> vmfork_api::Vm {
         let clones = self.registry.clones_of(&vm.identity.id).len();
         vm.summary(u32::try_from(clones).unwrap_or(u32::MAX), sample)
-    }
-
-    fn memory_info(&self, vm: &Arc<Vm>) -> MemoryInfo {
-        let pages = vm.identity.memory_bytes / vmfork_image::PAGE_BYTES;
-        let Some(machine) = vm.machine() else {
-            return MemoryInfo { pages, ..MemoryInfo::default() };
-        };
-        let sample = machine.sample();
-        let faults = {
-            let counters = machine.counters();
-            FaultCounts {
-                zero: counters.zero.get(),
-                fetch: counters.fetch.get(),
-                present: counters.present.get(),
-                mapped: counters.mapped.get(),
-            }
-        };
-        let mut info = MemoryInfo {
-            pages,
-            private_pages: sample.private_pages,
-            zero_pages: sample.zero_pages,
-            faults,
-            ..MemoryInfo::default()
-        };
-        if let Some(engine) = machine.engine() {
-            let image = engine.image();
-            let counters = image.counters();
-            let present = image.cache().presence();
-            info.image = Some(image.id().to_string());
-            info.cache_present_pages = present.count(vmfork_image::PageRange::first(pages));
-            info.demand_bytes = counters.demand_bytes.get();
-            info.fetched_bytes = info.demand_bytes + counters.drained_bytes.get();
-            info.undrained_pages = if engine.is_drained() {
-                0
-            } else {
-                image.table().map_or(0, |table| {
-                    table.pages_of(image.id()).map(|run| run.len() - present.count(run)).sum()
-                })
-            };
-            let views = self.registry.live().into_iter().filter(|other| {
-                let engine = other.machine().and_then(|machine| machine.engine());
-                engine.is_some_and(|engine| engine.image().id() == image.id())
-            });
-            info.image_views = u32::try_from(views.count()).unwrap_or(u32::MAX);
-            info.source = BytesBySource {
-                frozen: counters.from_frozen_bytes.get(),
-                image: counters.from_image_bytes.get(),
-                peer: 0,
-                chunk: 0,
-            };
-        }
-        info
-    }
-
-    fn host_info(&self) -> HostInfo {
-        let host = self.admission.host();
-        let (accel, reason) = match probe::choose_accel(None, &KvmFacts::gather()) {
-            Ok(choice) => (choice.accel, choice.reason),
-            Err(error) => (vmfork_qemu::Accel::Tcg, error.to_string()),
-        };
-        let live = self.registry.live();
-        let images: std::collections::HashSet<_> = live
-            .iter()
-            .filter_map(|vm| vm.machine()?.engine())
-            .map(|engine| engine.image().id())
-            .collect();
-        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        HostInfo {
-            schema: SCHEMA.to_owned(),
-            memory_total_bytes: host.total_bytes,
-            memory_available_bytes: host.available_bytes,
-            memory_admissible_bytes: self.admission.admissible_bytes(),
-            cache_bytes: self.cache_bytes(),
-            cpus: count(self.cores),
-            accel_default: accel_word(accel),
-            accel_reason: reason,
-            vms: count(live.len()),
-            snapshots: count(images.len()),
-            pool: PoolInfo {
-                target: self.config.pool,
-                waiting: count(self.pool_waiting()),
-                hits: self.pool_hits.load(std::sync::atomic::Ordering::Relaxed),
-                misses: self.pool_misses.load(std::sync::atomic::Ordering::Relaxed),
-            },
-            lost: self.state.lost(),
-        }
     }
 }
 

@@ -45,7 +45,7 @@ impl Host {
     pub(crate) async fn start() -> Self {
         let folder = tempfile::tempdir().expect("folder");
         let (state, _) = State::open(folder.path()).expect("the folder is free");
-        let policy = Policy { reserve_bytes: 0, clone_growth_percent: 10 };
+        let policy = Policy { reserve_bytes: 0, clone_growth_percent: 10, family_vms_max: 100 };
         let parts = Parts {
             config: Arc::new(config(folder.path())),
             state: Arc::new(state),
@@ -76,6 +76,7 @@ fn config(folder: &Path) -> Config {
         qemu_uid_base: 1_879_100_000,
         memory_reserve_bytes: 0,
         clone_growth_percent: 10,
+        family_vms_max: 100,
         log_filter: "info".to_owned(),
         libdir: folder.to_owned(),
         debug_faults: false,

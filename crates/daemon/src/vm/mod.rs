@@ -26,7 +26,7 @@ use vmfork_api::{Accel, ErrorBody, ErrorCode, ForkReply, VmState};
 use self::console::Console;
 use self::log::Log;
 use self::machine::Machine;
-use crate::admission::Lease;
+use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
 use crate::fork::tickets::Origin;
@@ -60,6 +60,17 @@ impl Identity {
     /// The ancestors of its clones.
     pub(crate) fn line(&self) -> Arc<[String]> {
         self.ancestors.iter().chain([&self.id]).cloned().collect()
+    }
+
+    /// For memory for `count` clones of it.
+    pub(crate) fn ask(&self, count: u32, by_guest: bool) -> ForkAsk<'_> {
+        ForkAsk {
+            parent: &self.name,
+            family: &self.family,
+            ram_bytes: self.memory_bytes,
+            count,
+            by_guest,
+        }
     }
 
     /// Whether this is the VM `id`, or a clone of it, or of a clone of it …

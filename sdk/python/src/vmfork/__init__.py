@@ -38,6 +38,7 @@ from ._errors import (
 from ._models import (
     Accel,
     BytesBySource,
+    CacheInfo,
     Check,
     CheckStatus,
     CloneInfo,
@@ -70,6 +71,7 @@ __all__ = [
     "AsyncVM",
     "BadRequest",
     "BytesBySource",
+    "CacheInfo",
     "Check",
     "CheckStatus",
     "Client",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = [
     "Accel",
     "BytesBySource",
+    "CacheInfo",
     "Check",
     "CheckStatus",
     "CloneInfo",
@@ -137,6 +138,18 @@ class BytesBySource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """What one image's cache holds on the host, and who needs it."""
+
+    image: str
+    resident_bytes: int = 0
+    pages: int | None = None
+    """Pages of the asked VM's image that this image changed last; ``None`` while that is being found out."""
+    vms: tuple[str, ...] = ()
+    """Names of the live VMs that may read from it: with the last of them it goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInfo:
     """Where a VM's guest memory is."""
 
@@ -153,6 +166,8 @@ class MemoryInfo:
     image_views: int = 0
     faults: FaultCounts = FaultCounts()
     source: BytesBySource = BytesBySource()
+    caches: tuple[CacheInfo, ...] = ()
+    """Those that the bytes of the VM's image are in: its own, and those of its ancestors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,9 @@ async fn inspect(Path(name): Path<String>) -> Result<Json<Value>, Failure> {
         "memory": {"pages": 131_072, "private_pages": 9728, "zero_pages": 1, "cache_present_pages": 2,
             "fetched_bytes": 3, "demand_bytes": 4, "undrained_pages": 5, "image": "m1",
             "image_views": 2, "faults": {"zero": 6, "fetch": 7, "present": 8, "mapped": 9},
-            "source": {"frozen": 10, "image": 11, "peer": 0, "chunk": 0}},
+            "source": {"frozen": 10, "image": 11, "peer": 0, "chunk": 0},
+            "caches": [{"image": "m1", "resident_bytes": 4096, "pages": 1200, "vms": ["web"]},
+                {"image": "m0", "resident_bytes": 8192, "pages": null, "vms": ["web", "web.1"]}]},
         "last_fork": {"schema": SCHEMA, "parent": name, "requested": 3, "granted": 2,
             "began_unix_ms": 1_700_000_000_000_u64, "pause_ms": 3.42, "total_ms": 31.4,
             "stages": ForkStages::default(), "clones": []}});

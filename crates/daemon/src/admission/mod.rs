@@ -1,0 +1,378 @@
+//! Whether a VM still fits into the host's memory.
+//!
+//! A VM is admitted against what it may come to use, its *commitment*, not what it uses now:
+//!
+//! | what | commitment |
+//! |---|---|
+//! | a VM that boots | all of its memory + 40 MiB for QEMU |
+//! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
+//! | a QEMU of the pool | 20 MiB, until it becomes a clone |
+//! | a snapshot (a fork, whatever its clones) | the growth of one clone: the parent writes anew what the snapshot keeps |
+//!
+//! Clones share what they do not write; measured ones write a few per cent, and who knows better
+//! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked is
+//! a clone of its own snapshot, and from then on counts like one ([`Lease::is_now_a_clone`]): its
+//! old pages are in the snapshot's cache, which the kernel counts as used.
+//!
+//! ```text
+//!   admissible = MemAvailable - reserve - Σ over leases of (commitment - private memory), if > 0
+//! ```
+//!
+//! `MemAvailable` already lacks what VMs use, so a lease only holds back what its VM has yet to use.
+//! That is looked up (`/proc/PID/statm`) when a request would otherwise be refused, and at most
+//! once per `PROBE_EVERY`.
+//!
+//! What a guest asks for by tickets is bounded besides by how many VMs its family has: a program that forks for
+//! ever takes the memory of no other family.
+//!
+//! Promises: requests that are decided at the same time never get the same memory; what a lease
+//! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
+
+mod probe;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmfork_api::{ErrorBody, ErrorCode};
+
+pub use self::probe::{HostMemory, Probe, ProcProbe};
+
+const MIB: u64 = 1 << 20;
+/// QEMU 7.2 beside the memory of its guest: 29 MB PSS with a kernel loaded, and room for I/O.
+const QEMU_BOOTED_BYTES: u64 = 40 * MIB;
+/// The same for a clone, which loads no kernel: 15 MB PSS.
+const QEMU_CLONE_BYTES: u64 = 20 * MIB;
+/// A clone that does anything writes as much.
+const GROWTH_BYTES_MIN: u64 = 16 * MIB;
+/// How old the figures of what VMs use may be when a request would be refused by them.
+const PROBE_EVERY: Duration = Duration::from_millis(100);
+
+/// The rules.
+#[derive(Debug, Clone, Copy)]
+pub struct Policy {
+    /// What VMs never get.
+    pub reserve_bytes: u64,
+    /// How much of its memory a clone is expected to write, 1 to 100.
+    pub clone_growth_percent: u8,
+    /// How many VMs guests may make of their family by themselves, those that were made from outside counted too.
+    pub family_vms_max: u32,
+}
+
+/// A fork that asks for memory.
+#[derive(Debug, Clone, Copy)]
+pub struct ForkAsk<'a> {
+    /// Its name, for the error's text.
+    pub parent: &'a str,
+    /// The id of its family's root.
+    pub family: &'a str,
+    pub ram_bytes: u64,
+    /// How many clones.
+    pub count: u32,
+    /// Whether a guest asks, by a ticket: then [`Policy::family_vms_max`] bounds what it gets.
+    pub by_guest: bool,
+}
+
+impl Policy {
+    fn booted(&self, ram_bytes: u64) -> u64 {
+        ram_bytes.saturating_add(QEMU_BOOTED_BYTES)
+    }
+
+    fn growth(&self, ram_bytes: u64) -> u64 {
+        let share = ram_bytes / 100 * u64::from(self.clone_growth_percent)
+            + ram_bytes % 100 * u64::from(self.clone_growth_percent) / 100;
+        share.max(GROWTH_BYTES_MIN).min(ram_bytes)
+    }
+
+    fn clone(&self, ram_bytes: u64) -> u64 {
+        self.growth(ram_bytes).saturating_add(QEMU_CLONE_BYTES)
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Account {
+    /// The id of its VM's family; `None` for a snapshot and a waiting QEMU.
+    family: Option<Arc<str>>,
+    committed_bytes: u64,
+    private_bytes: u64,
+    pid: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+struct Accounts {
+    next: u64,
+    leases: HashMap<u64, Account>,
+    probed: Option<Instant>,
+}
+
+impl Accounts {
+    fn outstanding_bytes(&self) -> u64 {
+        let owed =
+            |account: &Account| account.committed_bytes.saturating_sub(account.private_bytes);
+        self.leases.values().map(owed).fold(0, u64::saturating_add)
+    }
+
+    fn committed_bytes(&self) -> u64 {
+        self.leases.values().map(|account| account.committed_bytes).fold(0, u64::saturating_add)
+    }
+
+    /// How many VMs a family has, or was promised.
+    fn vms_of(&self, family: &str) -> u32 {
+        let of_it = |account: &&Account| account.family.as_deref() == Some(family);
+        u32::try_from(self.leases.values().filter(of_it).count()).unwrap_or(u32::MAX)
+    }
+
+    fn add(&mut self, committed_bytes: u64, family: Option<Arc<str>>) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.leases.insert(id, Account { family, committed_bytes, private_bytes: 0, pid: None });
+        id
+    }
+}
+
+struct Inner {
+    policy: Policy,
+    probe: Box<dyn Probe>,
+    accounts: Mutex<Accounts>,
+}
+
+impl Inner {
+    fn accounts(&self) -> MutexGuard<'_, Accounts> {
+        // No step leaves the accounts half-changed.
+        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The accounts of one host. Cheap to clone.
+#[derive(Clone)]
+pub struct Admission(Arc<Inner>);
+
+impl fmt::Debug for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Admission").field(&self.0.policy).finish()
+    }
+}
+
+/// Memory promised to one VM (or snapshot); given back on drop.
+pub struct Lease {
+    admission: Admission,
+    id: u64,
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("id", &self.id).field("bytes", &self.bytes()).finish()
+    }
+}
+
+/// What of a fork fits.
+#[derive(Debug)]
+pub struct ForkGrant {
+    /// Lives as long as the snapshot.
+    pub snapshot: Lease,
+    /// One for each clone that may be started: as many as were asked for, or fewer.
+    pub clones: Vec<Lease>,
+    /// Why the others may not.
+    pub refused: Option<ErrorBody>,
+}
+
+/// A grant of earlier, lent to the fork that it was made for. If that comes to nothing it is here again.
+#[derive(Debug, Clone)]
+pub struct Loan(Arc<Mutex<Option<ForkGrant>>>);
+
+impl Loan {
+    pub fn new(grant: ForkGrant) -> Self {
+        Self(Arc::new(Mutex::new(Some(grant))))
+    }
+
+    /// What is lent, once.
+    pub fn take(&self) -> Option<ForkGrant> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// It was not used.
+    pub fn give_back(&self, grant: ForkGrant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(grant);
+    }
+}
+
+impl Admission {
+    pub fn new(policy: Policy, probe: Box<dyn Probe>) -> Self {
+        Self(Arc::new(Inner { policy, probe, accounts: Mutex::default() }))
+    }
+
+    /// Memory for a VM named `name` (for the error's text), the root of `family`, that boots with `ram_bytes`.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures.
+    pub fn boot(&self, name: &str, family: &str, ram_bytes: u64) -> Result<Lease, ErrorBody> {
+        let want = self.0.policy.booted(ram_bytes);
+        let mut accounts = self.0.accounts();
+        let admissible = self.admissible(&mut accounts, want);
+        if want > admissible {
+            let message = format!("run `{name}` with {} of memory", mib(ram_bytes));
+            return Err(self.refusal(&accounts, message, want, admissible));
+        }
+        Ok(self.lease(&mut accounts, want, Some(family.into())))
+    }
+
+    /// Memory for a fork, for as many of its clones as fit.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures, if not even one clone fits, or not all do and
+    /// `all_or_nothing` is set.
+    pub fn fork(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, ErrorBody> {
+        let policy = &self.0.policy;
+        let (snapshot, each) = (policy.growth(ask.ram_bytes), policy.clone(ask.ram_bytes));
+        let want = each.saturating_mul(u64::from(ask.count)).saturating_add(snapshot);
+        let mut accounts = self.0.accounts();
+        let family_vms = accounts.vms_of(ask.family);
+        let allowed = match ask.by_guest {
+            true => policy.family_vms_max.saturating_sub(family_vms).min(ask.count),
+            false => ask.count,
+        };
+        let admissible = self.admissible(&mut accounts, want);
+        let fitting = admissible.saturating_sub(snapshot) / each;
+        let granted = u32::try_from(fitting).unwrap_or(u32::MAX).min(allowed);
+        let refused = (granted < ask.count).then(|| {
+            let message = format!("fork `{}` into {}: {granted} fit", ask.parent, ask.count);
+            if granted == allowed {
+                self.family_is_large(message, family_vms)
+            } else {
+                self.refusal(&accounts, message, want, admissible)
+            }
+        });
+        match refused {
+            Some(refused) if granted == 0 || all_or_nothing => Err(refused),
+            refused => {
+                let family: Arc<str> = ask.family.into();
+                Ok(ForkGrant {
+                    snapshot: self.lease(&mut accounts, snapshot, None),
+                    clones: (0..granted)
+                        .map(|_| self.lease(&mut accounts, each, Some(Arc::clone(&family))))
+                        .collect(),
+                    refused,
+                })
+            }
+        }
+    }
+
+    /// Memory for a QEMU that waits in the pool.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures: not now.
+    pub fn waiting(&self) -> Result<Lease, ErrorBody> {
+        let mut accounts = self.0.accounts();
+        let admissible = self.admissible(&mut accounts, QEMU_CLONE_BYTES);
+        if QEMU_CLONE_BYTES > admissible {
+            let message = "start a QEMU for the pool".to_owned();
+            return Err(self.refusal(&accounts, message, QEMU_CLONE_BYTES, admissible));
+        }
+        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, None))
+    }
+
+    /// What may still be handed out.
+    pub fn admissible_bytes(&self) -> u64 {
+        self.admissible(&mut self.0.accounts(), u64::MAX)
+    }
+
+    /// The host's own figures.
+    pub fn host(&self) -> HostMemory {
+        self.0.probe.host()
+    }
+
+    fn admissible(&self, accounts: &mut Accounts, want: u64) -> u64 {
+        let free = self.0.probe.host().available_bytes.saturating_sub(self.0.policy.reserve_bytes);
+        let admissible = free.saturating_sub(accounts.outstanding_bytes());
+        let is_fresh = accounts.probed.is_some_and(|probed| probed.elapsed() < PROBE_EVERY);
+        if want <= admissible || is_fresh {
+            return admissible;
+        }
+        for account in accounts.leases.values_mut() {
+            account.private_bytes = account.pid.map_or(0, |pid| self.0.probe.private_bytes(pid));
+        }
+        accounts.probed = Some(Instant::now());
+        free.saturating_sub(accounts.outstanding_bytes())
+    }
+
+    fn lease(&self, accounts: &mut Accounts, bytes: u64, family: Option<Arc<str>>) -> Lease {
+        Lease { admission: self.clone(), id: accounts.add(bytes, family) }
+    }
+
+    fn family_is_large(&self, message: String, family_vms: u32) -> ErrorBody {
+        let cause = format!(
+            "its family has {family_vms} VMs, and guests may make it {}",
+            self.0.policy.family_vms_max
+        );
+        let remedy = "end some of them (`vmfork tree`, `vmfork kill`), fork from outside, or raise vmforkd's \
+                      --family-vms-max";
+        ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(remedy)
+    }
+
+    fn refusal(
+        &self,
+        accounts: &Accounts,
+        message: String,
+        want: u64,
+        admissible: u64,
+    ) -> ErrorBody {
+        let host = self.0.probe.host();
+        let cause = format!(
+            "{} needed, {} admissible: of {} the host has {} available, {} of that are promised to \
+             VMs that have yet to use it ({} in all), {} are in reserve",
+            mib(want),
+            mib(admissible),
+            mib(host.total_bytes),
+            mib(host.available_bytes),
+            mib(accounts.outstanding_bytes()),
+            mib(accounts.committed_bytes()),
+            mib(self.0.policy.reserve_bytes),
+        );
+        ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(
+            "end VMs (`vmfork ps`, `vmfork kill`), ask for less memory, or lower vmforkd's \
+             --memory-reserve-mib or --clone-growth-percent",
+        )
+    }
+}
+
+impl Lease {
+    /// The process that uses this memory. Until it is known, all of it is held back.
+    pub fn used_by(&self, pid: u32) {
+        self.change(|account| account.pid = Some(pid));
+    }
+
+    /// The VM was forked: it goes on as a clone of its own snapshot. Saying it again is fine.
+    pub fn is_now_a_clone(&self, ram_bytes: u64) {
+        let clone = self.admission.0.policy.clone(ram_bytes);
+        self.change(|account| {
+            account.committed_bytes = account.committed_bytes.min(clone);
+            // Its pages were moved aside: what it had is no measure for what it has.
+            account.private_bytes = 0;
+        });
+    }
+
+    /// What is promised.
+    pub fn bytes(&self) -> u64 {
+        let accounts = self.admission.0.accounts();
+        accounts.leases.get(&self.id).map_or(0, |account| account.committed_bytes)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Account)) {
+        if let Some(account) = self.admission.0.accounts().leases.get_mut(&self.id) {
+            change(account);
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.admission.0.accounts().leases.remove(&self.id);
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes / MIB)
+}

@@ -1,0 +1,201 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::*;
+
+const GIB: u64 = 1 << 30;
+
+/// A host with 8 GiB, of which processes use what the test says.
+#[derive(Debug, Default)]
+struct Made {
+    used: Mutex<HashMap<u32, u64>>,
+    probes: AtomicU64,
+}
+
+impl Probe for Arc<Made> {
+    fn host(&self) -> HostMemory {
+        let used: u64 = self.used.lock().expect("lock").values().sum();
+        HostMemory { total_bytes: 8 * GIB, available_bytes: 8 * GIB - used }
+    }
+
+    fn private_bytes(&self, pid: u32) -> u64 {
+        self.probes.fetch_add(1, Ordering::SeqCst);
+        self.used.lock().expect("lock").get(&pid).copied().unwrap_or(0)
+    }
+}
+
+fn admission() -> (Admission, Arc<Made>) {
+    let made = Arc::new(Made::default());
+    let policy = Policy { reserve_bytes: GIB, clone_growth_percent: 10, family_vms_max: 6 };
+    (Admission::new(policy, Box::new(made.clone())), made)
+}
+
+/// From outside, of a VM with 4 GiB.
+fn web(count: u32) -> ForkAsk<'static> {
+    ForkAsk { parent: "web", family: "f", ram_bytes: 4 * GIB, count, by_guest: false }
+}
+
+#[test]
+fn what_is_promised_is_not_promised_twice_and_comes_back() {
+    let (admission, _) = admission();
+    assert_eq!(admission.admissible_bytes(), 7 * GIB);
+    let first = admission.boot("a", "f", 4 * GIB).expect("fits");
+    assert_eq!(first.bytes(), 4 * GIB + 40 * MIB);
+    admission.boot("b", "f", 4 * GIB).expect_err("does not fit");
+    assert_eq!(admission.admissible_bytes(), 3 * GIB - 40 * MIB);
+    drop(first);
+    admission.boot("b", "f", 4 * GIB).expect("fits now");
+}
+
+#[test]
+fn a_refusal_says_the_figures_and_what_to_do() {
+    let (admission, _) = admission();
+    let _held = admission.boot("a", "f", 4 * GIB).expect("fits");
+    let error = admission.boot("web", "f", 4 * GIB).expect_err("does not fit");
+    assert_eq!(error.code, ErrorCode::NoCapacity);
+    assert_eq!(
+        error.to_string(),
+        "run `web` with 4096 MiB of memory: 4136 MiB needed, 3032 MiB admissible: of 8192 MiB \
+         the host has 8192 MiB available, 4136 MiB of that are promised to VMs that have yet \
+         to use it (4136 MiB in all), 1024 MiB are in reserve"
+    );
+    assert!(error.remedy.expect("remedy").contains("--memory-reserve-mib"));
+}
+
+#[test]
+fn memory_that_a_vm_uses_is_not_counted_twice() {
+    let (admission, made) = admission();
+    let lease = admission.boot("a", "f", 4 * GIB).expect("fits");
+    made.used.lock().expect("lock").insert(7, 4 * GIB);
+    // Nobody said yet whose memory that is.
+    assert_eq!(admission.admissible_bytes(), 0);
+    lease.used_by(7);
+    admission.0.accounts().probed = None;
+    assert_eq!(admission.admissible_bytes(), 3 * GIB - 40 * MIB);
+}
+
+#[test]
+fn processes_are_looked_at_only_when_it_matters() {
+    let (admission, made) = admission();
+    let _leases: Vec<_> = (0..10)
+        .map(|pid| {
+            let lease = admission.boot("a", "f", 64 * MIB).expect("fits");
+            lease.used_by(pid);
+            lease
+        })
+        .collect();
+    assert_eq!(made.probes.load(Ordering::SeqCst), 0);
+    for _ in 0..5 {
+        admission.boot("b", "f", 64 * GIB).expect_err("does not fit");
+    }
+    assert_eq!(made.probes.load(Ordering::SeqCst), 10);
+}
+
+#[test]
+fn a_fork_gets_what_fits_or_all_or_nothing() {
+    let (admission, _) = admission();
+    // A clone of 4 GiB: 409.6 MiB of growth and 20 MiB of QEMU; 6.6 GiB hold 15 of them.
+    let grant = admission.fork(web(20), false).expect("some fit");
+    assert_eq!(grant.clones.len(), 15);
+    let refused = grant.refused.as_ref().expect("not all fit");
+    assert!(refused.message.ends_with("into 20: 15 fit"), "{refused}");
+    assert!(admission.admissible_bytes() < 430 * MIB);
+    drop(grant);
+    assert_eq!(admission.admissible_bytes(), 7 * GIB);
+
+    admission.fork(web(20), true).expect_err("all or nothing");
+    assert_eq!(admission.admissible_bytes(), 7 * GIB);
+    let all = admission.fork(web(15), true).expect("all fit");
+    assert!(all.refused.is_none());
+    admission.fork(web(1), false).expect_err("not one fits");
+}
+
+#[test]
+fn guests_make_their_family_no_larger_than_they_may() {
+    let (admission, _) = admission();
+    let by_guest =
+        |family, count| ForkAsk { ram_bytes: 64 * MIB, family, by_guest: true, ..web(count) };
+    let _root = admission.boot("web", "f", 64 * MIB).expect("fits");
+    // At most 6; the root and what was forked from outside count.
+    let outside =
+        admission.fork(ForkAsk { by_guest: false, ..by_guest("f", 2) }, true).expect("fit");
+    let some = admission.fork(by_guest("f", 9), false).expect("3 fit");
+    assert_eq!(some.clones.len(), 3);
+    let refused = some.refused.as_ref().expect("not all fit");
+    assert!(
+        refused.to_string().ends_with("its family has 3 VMs, and guests may make it 6"),
+        "{refused}"
+    );
+    let error = admission.fork(by_guest("f", 1), false).expect_err("it is full");
+    assert!(error.remedy.expect("remedy").contains("--family-vms-max"));
+    assert_eq!(admission.fork(by_guest("g", 9), false).expect("another family").clones.len(), 6);
+    admission.fork(ForkAsk { by_guest: false, ..by_guest("f", 9) }, true).expect("from outside");
+    drop(outside);
+    assert_eq!(admission.fork(by_guest("f", 9), false).expect("there is room").clones.len(), 2);
+}
+
+#[test]
+fn a_small_clone_counts_as_no_more_than_all_its_memory() {
+    let policy = Policy { reserve_bytes: 0, clone_growth_percent: 10, family_vms_max: 6 };
+    assert_eq!(policy.growth(8 * MIB), 8 * MIB);
+    assert_eq!(policy.growth(64 * MIB), 16 * MIB);
+    assert_eq!(policy.growth(1000 * MIB), 100 * MIB);
+    let never_over = Policy { clone_growth_percent: 100, ..policy };
+    assert_eq!(never_over.growth(64 * GIB), 64 * GIB);
+    assert_eq!(never_over.growth(u64::MAX), u64::MAX);
+}
+
+#[test]
+fn a_waiting_qemu_counts_and_one_that_does_not_fit_is_not_started() {
+    let (admission, made) = admission();
+    let waiting = admission.waiting().expect("fits");
+    assert_eq!(admission.admissible_bytes(), 7 * GIB - QEMU_CLONE_BYTES);
+    // What it uses is not counted twice.
+    waiting.used_by(7);
+    made.used.lock().expect("lock").insert(7, 15 * MIB);
+    admission.0.accounts().probed = None;
+    assert_eq!(admission.admissible_bytes(), 7 * GIB - QEMU_CLONE_BYTES);
+    let rest = admission.admissible_bytes();
+    let _vm = admission.boot("a", "f", rest - QEMU_BOOTED_BYTES - MIB).expect("fits");
+    let error = admission.waiting().expect_err("1 MiB is left");
+    assert_eq!(error.code, ErrorCode::NoCapacity);
+    assert!(error.to_string().starts_with("start a QEMU for the pool: 20 MiB needed"), "{error}");
+    drop(waiting);
+    made.used.lock().expect("lock").clear();
+    admission.waiting().expect("its memory came back");
+}
+
+#[test]
+fn a_forked_parent_counts_like_a_clone() {
+    let (admission, _) = admission();
+    let parent = admission.boot("a", "f", 2 * GIB).expect("fits");
+    parent.is_now_a_clone(2 * GIB);
+    let expected = admission.0.policy.clone(2 * GIB);
+    assert_eq!(parent.bytes(), expected);
+    parent.is_now_a_clone(2 * GIB);
+    assert_eq!(parent.bytes(), expected);
+}
+
+#[test]
+fn parallel_requests_never_overbook() {
+    let (admission, _) = admission();
+    let granted: u64 = std::thread::scope(|scope| {
+        let requests: Vec<_> = (0..8)
+            .map(|_| {
+                let admission = admission.clone();
+                scope.spawn(move || {
+                    let grants: Vec<_> =
+                        (0..20).filter_map(|_| admission.fork(web(3), false).ok()).collect();
+                    let bytes = grants.iter().flat_map(|g| g.clones.iter().map(Lease::bytes));
+                    let bytes =
+                        bytes.sum::<u64>() + grants.iter().map(|g| g.snapshot.bytes()).sum::<u64>();
+                    // Held until all have asked.
+                    std::mem::forget(grants);
+                    bytes
+                })
+            })
+            .collect();
+        requests.into_iter().map(|request| request.join().expect("no panic")).sum()
+    });
+    assert!(granted <= 7 * GIB, "{granted}");
+    assert_eq!(admission.admissible_bytes(), 7 * GIB - granted);
+}
