@@ -73,7 +73,8 @@ typedef struct sf_ticket {
  * @hierarchical  0: one worker per clone. Else, where clones have several CPUs, each holds as many
  *                workers: process fork follows VM fork. @n counts workers then.
  * Returns  the ticket. Its .granted is negative on failure: -EINVAL (n < 1, or more than 4096),
- *          -ENOMEM (there is no room for a single one), -EAGAIN (this VM holds 256 tickets).
+ *          -ENOMEM (there is no room for a single one: vmforkd's log says why), -EAGAIN (this VM
+ *          holds 256 tickets).
  * Ends     with sf_join() or sf_kill(); with its VM at the latest.
  * Threads  safe.
  * Since    0.1

@@ -59,6 +59,8 @@ struct Desk {
     epoch: Instant,
     /// Memory of tickets that are granted and not used.
     grants: std::collections::HashMap<u64, ForkGrant>,
+    /// Whether the last ticket was refused: said in the log once, however often a guest asks.
+    refused: bool,
     /// Clones by ticket and number.
     clones: std::collections::HashMap<(u64, u32), Arc<Vm>>,
     /// Where the messages in `book` lie.
@@ -84,6 +86,7 @@ pub(crate) fn start(
         origin,
         epoch: Instant::now(),
         grants: std::collections::HashMap::new(),
+        refused: false,
         clones: std::collections::HashMap::new(),
         room,
     };
@@ -234,6 +237,7 @@ impl Desk {
     fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
         match self.core.admission.fork(self.vm.identity.ask(vms, true), false) {
             Ok(grant) => {
+                self.refused = false;
                 let places = u32::try_from(grant.clones.len()).unwrap_or(vms);
                 self.grants.insert(ticket, grant);
                 Ok(places)
@@ -242,6 +246,9 @@ impl Desk {
                 let text = error
                     .cause
                     .map_or(error.message.clone(), |cause| format!("{}: {cause}", error.message));
+                if !std::mem::replace(&mut self.refused, true) {
+                    tracing::info!(vm = self.vm.name(), reason = text, "a ticket is refused");
+                }
                 Err(Refusal::new(Errno::NOMEM, text))
             }
         }
