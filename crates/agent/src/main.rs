@@ -96,6 +96,7 @@ fn init() -> ExitCode {
 }
 
 fn serve(options: Options) -> ExitCode {
+    sys::ignore_no_signals();
     let (effects, firstboot) = (options.effects.clone(), options.firstboot.clone());
     let mut server = match Server::new(options, false) {
         Ok(server) => server,

@@ -51,6 +51,16 @@ pub(crate) fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()
     Ok(())
 }
 
+/// What whoever started this process had it ignore is ignored no longer, nor by the programs that it starts: a shell
+/// that ignores SIGINT at its start, as those in the background do, can't trap it. SIGPIPE is left as it is: std
+/// restores it in children.
+pub(crate) fn ignore_no_signals() {
+    for signal in (1..=libc::SIGSYS).filter(|signal| *signal != libc::SIGPIPE) {
+        // SAFETY: the default is no function of ours. SIGKILL and SIGSTOP give an error and stay as they are.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+}
+
 /// Block `signals` for this process and return a descriptor that reports them, non-blocking.
 /// Children inherit that: [`ChildSetup::apply`] unblocks everything.
 ///

@@ -39,8 +39,10 @@ impl Daemon {
         let folder = tempfile::tempdir().expect("temp dir");
         let socket = folder.path().join("port");
         let listener = UnixListener::bind(&socket).expect("bind");
-        let agent = Command::new(env!("CARGO_BIN_EXE_vmfork-agent"))
-            .arg("serve")
+        // As a shell's background job is: it ignores some signals, which its programs must not.
+        let agent = Command::new("sh")
+            .args(["-c", "trap '' INT QUIT; exec \"$0\" \"$@\""])
+            .args([env!("CARGO_BIN_EXE_vmfork-agent"), "serve"])
             .args(["--port".as_ref(), socket.as_os_str()])
             .args(["--dry-identity".as_ref(), folder.path().as_os_str()])
             .args(["--run-dir".as_ref(), folder.path().join("run").as_os_str()])
