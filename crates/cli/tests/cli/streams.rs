@@ -65,9 +65,10 @@ fn exec_as_a_document_holds_the_output_and_ends_with_the_programs_code() {
 #[test]
 fn the_first_ctrl_c_goes_to_the_program_the_second_leaves_it() {
     let daemon = FakeDaemon::start();
+    // The agent's programs begin with all signals at their default; this daemon's as the tests do.
     let script = "trap 'echo caught; exit 5' INT; echo ready; while :; do sleep 0.05; done";
     let mut child = daemon
-        .command(&["exec", "web", "sh", "-c", script])
+        .command(&["exec", "web", "env", "--default-signal", "sh", "-c", script])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -81,7 +82,7 @@ fn the_first_ctrl_c_goes_to_the_program_the_second_leaves_it() {
 
     let script = "trap '' INT; echo ready; while :; do sleep 0.05; done";
     let mut child = daemon
-        .command(&["exec", "web", "sh", "-c", script])
+        .command(&["exec", "web", "env", "--default-signal", "sh", "-c", script])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
