@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,15 @@ def _need(condition: object, what: str) -> None:
 def need() -> Callable[[object, str], None]:
     """`need(condition, "the thing")` skips the test, loudly, unless the condition holds."""
     return _need
+
+
+@pytest.fixture
+def seed() -> Iterator[int]:
+    """Of what a test does at random; a failure shows it, VMFORK_TEST_SEED repeats it."""
+    seed = int(os.environ.get("VMFORK_TEST_SEED", 0)) or random.SystemRandom().getrandbits(32)
+    # pytest shows this where the test fails.
+    print(f"VMFORK_TEST_SEED={seed}")
+    yield seed
 
 
 # -- the daemon ----------------------------------------------------------------------------------

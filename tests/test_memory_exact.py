@@ -11,85 +11,18 @@ The moments come from a seeded generator. A failure prints the seed; VMFORK_TEST
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import vmfork
 
 from harness import daemon as daemons
 from harness.daemon import FLAG_FILL_UNIT, Daemon
-from harness.programs import Memcheck
+from harness.family import Family, each
 from harness.waits import eventually
 
 MakeDaemon = Callable[..., Daemon]
-
-#: How many clones verify at once; the host has few cores, and the guests' vCPUs compete.
-AT_ONCE = 4
-
-
-@dataclass
-class Family:
-    """A VM with a checker that writes, and everything that was forked from it so far."""
-
-    parent: Memcheck
-    random: random.Random
-    members: list[Memcheck]
-    #: Members that have scribbled, by id (names come back), with their number: they stand still for ever.
-    scribbled: dict[str, int]
-
-    @staticmethod
-    def begin(vm: vmfork.VM, seed: int, *, mib: int, threads: int, rate_mb_s: int = 0) -> Family:
-        parent = Memcheck.start(vm, mib=mib, threads=threads, seed=seed & 0xFFFF)
-        parent("rate", rate_mb_s)
-        return Family(parent, random.Random(seed), [], {})
-
-    def let_it_write(self) -> None:
-        """A random while; sometimes none at all."""
-        time.sleep(self.random.choice([0, 0.003, 0.05, 0.2, 0.5]) * self.random.random() * 2)
-
-    def fork(self, of: Memcheck, count: int) -> list[Memcheck]:
-        """Fork at a random moment; the new members have their writers stopped, as soon as may be."""
-        self.let_it_write()
-        clones = [of.of(vm) for vm in of.vm.fork(count).raise_for_errors()]
-        # At once, so that as much as possible of the region is still the freeze's.
-        _each(lambda clone: clone("pause"), clones)
-        self.members += clones
-        return clones
-
-    def scribble(self, member: Memcheck) -> None:
-        number = len(self.scribbled) + 1
-        member("scribble", number)
-        self.scribbled[member.vm.id] = number
-
-    def verify(self, member: Memcheck) -> None:
-        if member.vm.id in self.scribbled:
-            member("verify-scribble", self.scribbled[member.vm.id])
-        else:
-            member("verify")
-
-    def verify_all(self) -> None:
-        """Every byte of everybody; the parent goes on writing afterwards."""
-        _each(self.verify, [*self.members, self.parent])
-        self.parent("resume")
-
-
-def _each(act: Callable[[Memcheck], object], members: list[Memcheck]) -> None:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(act, members))
-
-
-@pytest.fixture
-def seed() -> Iterator[int]:
-    seed = int(os.environ.get("VMFORK_TEST_SEED", 0)) or random.SystemRandom().getrandbits(32)
-    # pytest shows this where the test fails.
-    print(f"VMFORK_TEST_SEED={seed}")
-    yield seed
-
 
 @pytest.fixture
 def start(make_daemon: MakeDaemon, image: str) -> Iterator[Callable[..., vmfork.VM]]:
@@ -164,7 +97,7 @@ def test_many_clones_under_memory_pressure(start: Callable[..., vmfork.VM], seed
     family = Family.begin(vm, seed, mib=64, threads=1, rate_mb_s=40)
     for _ in range(3):
         family.fork(family.parent, 8)
-    _each(family.verify, family.members)
+    each(family.verify, family.members)
     for member in family.random.sample(family.members, 12):
         family.scribble(member)
     family.verify_all()

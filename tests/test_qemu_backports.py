@@ -1,0 +1,85 @@
+"""The other QEMU: that of bookworm-backports. The shim, the device state and the machine must fit both."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import vmfork
+
+from harness import places
+from harness.daemon import Daemon
+from harness.family import Family
+from harness.waits import eventually
+
+MakeDaemon = Callable[..., Daemon]
+
+#: Put there by `mk/qemu-backports.sh`.
+PACKAGES = places.CACHE / "qemu-backports"
+
+
+@pytest.fixture(scope="module")
+def qemu() -> Iterator[Path]:
+    """Unpacked where the user that QEMU runs as gets to."""
+    packages = sorted(PACKAGES.glob("*.deb"))
+    if not packages:
+        pytest.skip("needs the packages of bookworm-backports' QEMU: mk/qemu-backports.sh")
+    folder = Path(tempfile.mkdtemp(prefix="vf-qemu-", dir=places.SHORT_TMP))
+    try:
+        folder.chmod(0o711)
+        for package in packages:
+            subprocess.run(["dpkg", "-x", package, folder], check=True)
+        folder.chmod(0o711)  # dpkg gives it the mode that the package says
+        yield folder / "usr/bin/qemu-system-x86_64"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def vm(make_daemon: MakeDaemon, image: str, qemu: Path) -> Iterator[vmfork.VM]:
+    daemon = make_daemon("--qemu", str(qemu))
+    daemon.add_image(image)
+    daemon.start()
+    with daemon.client() as client:
+        assert not (client.version().qemu or "7.").startswith("7.")
+        yield client.run(image, name="other", cpus=2, memory_mib=256)
+
+
+@pytest.mark.limit(300)
+def test_memory_is_exact_on_it(vm: vmfork.VM, seed: int) -> None:
+    family = Family.begin(vm, seed, mib=24, threads=2)
+    for _generation in range(2):
+        clones = family.fork(family.parent, 2)
+        grandchild = family.fork(clones[0], 1)[0]
+        family.verify_all()
+        for member in (grandchild, clones[0]):
+            family.scribble(member)
+        family.verify_all()
+    assert all(clone.vm.inspect().qemu_version == vm.inspect().qemu_version for clone in family.members)
+
+
+@pytest.mark.limit(300)
+def test_a_program_forks_its_vm_on_it(vm: vmfork.VM) -> None:
+    vm.copy_in(places.ROOT / "examples/python/parallel.py", "/run/parallel.py")
+    output = vm.exec(["python3", "/run/parallel.py", "4"], check=True).stdout_text
+    total, alone = output.splitlines()[-1].removeprefix("4 workers: ").split("; alone: ")
+    assert total == alone
+
+
+def test_what_its_guest_reports_free_costs_nothing(vm: vmfork.VM) -> None:
+    mib = 80
+    vm.exec(f"head -c {mib}M /dev/zero | tr '\\0' x > /dev/shm/f", check=True)
+    used = vm.inspect().memory.private_pages
+    vm.exec("rm /dev/shm/f", check=True)
+    freed_pages = mib * 256 * 0.75  # the guest keeps some
+    eventually(lambda: vm.inspect().memory.private_pages < used - freed_pages, 60, "the guest reports it", every_s=0.5)
+    clone = vm.fork(1).raise_for_errors()[0]
+    clone.exec(f"head -c {mib}M /dev/zero | tr '\\0' y > /dev/shm/f", check=True)
+    memory = clone.inspect().memory
+    assert memory.private_pages > freed_pages
+    # The programs and the kernel's part of it; 4 % would be for the memory alone.
+    assert memory.demand_bytes < 20 * (1 << 20), memory
