@@ -120,12 +120,18 @@ def end_all(vms: Sequence[vmfork.VM]) -> None:
 
 
 def cpu_ms(pid: int) -> float:
-    """CPU time of a process's live threads, to the nanosecond."""
-    total = 0
-    for task in (Path("/proc") / str(pid) / "task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e6
+    """CPU time of a process, to the nanosecond, with that of its threads that have ended."""
+    clock = ~pid << 3 | 2  # CPUCLOCK_SCHED of a process: man 3 clock_getcpuclockid
+    return time.clock_gettime(clock) * 1000
+
+
+def guest_cpu_ms(pid: int) -> float:
+    """CPU time of a QEMU's vCPU, which under TCG translates the guest's code and executes it.
+
+    QEMU's threads have no names of their own; of those beside the main one it is the busiest.
+    """
+    tasks = [task for task in (Path("/proc") / str(pid) / "task").iterdir() if task.name != str(pid)]
+    return max((int((task / "schedstat").read_text().split()[0]) for task in tasks), default=0) / 1e6
 
 
 def now_ms() -> float:

@@ -40,8 +40,9 @@ def _one(world: w.World, mib: int, *, pool: int) -> None:
 def _cpu(world: w.World) -> None:
     """Processor time of the daemon during a fork and of the clone's QEMU, per clone.
 
-    Read when the fork is answered: a clone's agent has by then taken its identity, which is guest
-    code, and counts. The pool's refill, in QEMUs that are nobody's clone yet, does not.
+    Read when the fork is answered: a clone's agent has by then taken its identity. What the guest
+    executed for that, and for its first command, is told apart. The pool's refill, in QEMUs that are
+    nobody's clone yet, does not count.
     """
     count = 4
     with world.daemon(pool=count) as (daemon, client):
@@ -56,10 +57,15 @@ def _cpu(world: w.World) -> None:
             fork = vm.fork(count).raise_for_errors()
             own = w.cpu_ms(daemon.process.pid) - own
             pids = [vm.pid for vm in (clone.inspect() for clone in fork) if vm.pid is not None]
-            total = sum(w.cpu_ms(pid) for pid in pids)
+            guest = sum(w.guest_cpu_ms(pid) for pid in pids)
+            total = sum(w.cpu_ms(pid) for pid in pids) - guest
             before = sum(waiting.get(pid, 0.0) for pid in pids)
             world.figures.series("clone_cpu_ms", qemu_start="with").add((own + total) / count)
             world.figures.series("clone_cpu_ms", qemu_start="without").add((own + total - before) / count)
+            world.figures.series("clone_guest_cpu_ms", until="its agent has answered").add(guest / count)
+            w.answer_all(fork)
+            command = sum(w.guest_cpu_ms(pid) for pid in pids) - guest
+            world.figures.series("clone_guest_cpu_ms", until="its first command, from there").add(command / count)
             w.end_all(fork)
 
 
