@@ -13,8 +13,8 @@ done
 [ -n "${missing:-}" ] || exit 0
 
 # shellcheck disable=SC2016 # apt's own variables
-archive=$(apt-get indextargets --format '$(CODENAME) $(COMPONENT) $(IDENTIFIER) $(REPO_URI)' |
-	awk '$1 == "bookworm" && $2 == "main" && $3 == "Packages" { print $4; exit }')
+archive=$(apt-get indextargets --format '$(RELEASE) $(CODENAME) $(COMPONENT) $(IDENTIFIER) $(REPO_URI)' |
+	awk '($1 == "bookworm" || $2 == "bookworm") && $3 == "main" && $4 == "Packages" { print $5; exit }')
 [ -n "$archive" ] || die "apt knows no archive of bookworm" "add one to /etc/apt, or leave these tests out"
 
 mkdir -p "$to/apt/lists/partial" "$to/apt/archives/partial"
