@@ -7,6 +7,7 @@ use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd as _;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 use serde::Serialize;
@@ -171,6 +172,12 @@ fn bar_style(template: &str) -> ProgressStyle {
 /// which is written out when the program exits, and then Ctrl-C would wait for a reader who does not read.
 pub(crate) fn stdout_stream() -> anyhow::Result<tokio::fs::File> {
     let fd = io::stdout().as_fd().try_clone_to_owned().map_err(stdout_error)?;
+    Ok(tokio::fs::File::from_std(fd.into()))
+}
+
+/// The same of standard error.
+pub(crate) fn stderr_stream() -> anyhow::Result<tokio::fs::File> {
+    let fd = io::stderr().as_fd().try_clone_to_owned().context("standard error")?;
     Ok(tokio::fs::File::from_std(fd.into()))
 }
 

@@ -16,10 +16,11 @@ use tokio::signal::unix::SignalKind;
 use tokio::task::JoinHandle;
 use vmfork_api::{ExecReply, TerminalSize};
 
+use super::outflow::Outflow;
 use crate::client::{Client, ExecEvent, ExecInput, Query, exit_status};
 use crate::config::{ExecConfig, Global};
 use crate::failure::Exit;
-use crate::printer::{stdout_error, stdout_stream};
+use crate::printer::{stderr_stream, stdout_error, stdout_stream};
 use crate::signals::Signals;
 use crate::terminal::{self, RawMode};
 
@@ -50,22 +51,19 @@ async fn streamed(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exi
     // From here on every way out puts the terminal back.
     let _raw = if config.tty { RawMode::enter().context("set the terminal up")? } else { None };
     let _stdin = Pump::start(session.input.clone(), config.stdin);
-    let (mut stdout, mut stderr) = (stdout_stream()?, tokio::io::stderr());
+    let (mut stdout, mut stderr) = (Outflow::new(stdout_stream()?), Outflow::new(stderr_stream()?));
     let mut interrupts = 0_u32;
     loop {
         tokio::select! {
-            event = session.next() => match event? {
-                ExecEvent::Stdout(bytes) => {
-                    stdout.write_all(&bytes).await.map_err(stdout_error)?;
-                    stdout.flush().await.map_err(stdout_error)?;
-                }
-                ExecEvent::Stderr(bytes) => {
-                    // Nobody may be there to read it, which is no reason to end the program.
-                    let _ = stderr.write_all(&bytes).await;
-                    let _ = stderr.flush().await;
-                }
+            event = session.next(), if !stdout.is_under_way() && !stderr.is_under_way() => match event? {
+                ExecEvent::Stdout(bytes) => stdout.push(bytes),
+                ExecEvent::Stderr(bytes) => stderr.push(bytes),
                 ExecEvent::Exited(code) => return Ok(Exit::Program(code)),
             },
+            // Beside the signals, which are heard while nobody takes the output.
+            written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
+            // Nobody may be there to read it, which is no reason to end the program.
+            _ = stderr.drain(), if stderr.is_under_way() => {}
             signal = signals.next() => {
                 let ends = signal == SignalKind::interrupt() || signal == SignalKind::terminate();
                 interrupts += u32::from(ends);

@@ -12,6 +12,7 @@ mod image;
 mod inspect;
 mod kill;
 mod logs;
+mod outflow;
 mod ps;
 mod rm;
 mod run;

@@ -148,18 +148,41 @@ fn ctrl_c_is_heard_while_standard_output_is_stuck() {
         child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
         pause(Duration::from_millis(after_ms));
         send(child.id(), Signal::INT);
-        let sent = Instant::now();
-        let status = loop {
-            if let Some(status) = child.try_wait().unwrap() {
-                break status;
-            }
-            if sent.elapsed() > Duration::from_secs(10) {
-                child.kill().unwrap();
-                panic!("still there, stopped {after_ms} ms after its first byte");
-            }
-            pause(Duration::from_millis(5));
-        };
+        let status = ended(&mut child, &format!("stopped {after_ms} ms after its first byte"));
         assert_eq!(status.code(), Some(130));
+    }
+}
+
+#[test]
+fn a_program_whose_output_is_stuck_is_left_like_any_other() {
+    let daemon = FakeDaemon::start();
+    let mut child = daemon
+        .command(&["exec", "web", "yes"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0; 1];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    pause(Duration::from_millis(200)); // the pipe fills
+    send(child.id(), Signal::INT);
+    wait_until("the first is the program's", || daemon.seen.has("signal 2"));
+    send(child.id(), Signal::INT);
+    assert_eq!(ended(&mut child, "interrupted twice").code(), Some(130));
+}
+
+/// How a child ends whose output nobody reads.
+fn ended(child: &mut std::process::Child, after: &str) -> std::process::ExitStatus {
+    let since = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if since.elapsed() > Duration::from_secs(10) {
+            child.kill().unwrap();
+            panic!("still there, {after}");
+        }
+        pause(Duration::from_millis(5));
     }
 }
 
