@@ -11,7 +11,7 @@ use anyhow::{Context as _, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::{Bytes, BytesMut};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncReadExt as _;
 use tokio::signal::unix::SignalKind;
 use tokio::task::JoinHandle;
 use vmfork_api::{ExecReply, TerminalSize};
