@@ -377,6 +377,11 @@ impl Core {
         parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.memory_bytes));
     }
 
+    /// Nothing is started for the pool as long as this is kept: a pause, and clones that start, come first.
+    pub(crate) fn hold_pool(&self) -> pool::Hold<Shape, Machine, LaunchError> {
+        self.pool.hold()
+    }
+
     /// How many QEMUs wait, over all shapes.
     pub(crate) fn pool_waiting(&self) -> usize {
         self.pool.counts().iter().map(|(_, counts)| counts.waiting).sum()

@@ -24,6 +24,8 @@ use state::{Order, PoolState};
 
 /// How often those that wait are asked whether they live.
 const LIFE_CHECK: Duration = Duration::from_secs(2);
+/// How long refilling may be put off.
+const HOLD_MAX: Duration = Duration::from_secs(2);
 /// A starter that takes longer has failed.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -53,6 +55,9 @@ pub enum Origin {
 struct Inner<K, T> {
     state: PoolState<K>,
     items: HashMap<ItemId, T>,
+    /// How many [`Hold`]s there are, and since when there has been one.
+    holds: usize,
+    held_since: Duration,
 }
 
 struct Shared<K, T, E> {
@@ -69,6 +74,22 @@ impl<K, T, E> Shared<K, T, E> {
 
     fn now(&self) -> Duration {
         self.epoch.elapsed()
+    }
+}
+
+/// While there is one, nothing is started to refill the pool: somebody needs the processors. See [`Pool::hold`].
+pub struct Hold<K, T, E>(Arc<Shared<K, T, E>>);
+
+impl<K, T, E> Drop for Hold<K, T, E> {
+    fn drop(&mut self) {
+        self.0.inner().holds -= 1;
+        self.0.changed.notify_one();
+    }
+}
+
+impl<K, T, E> fmt::Debug for Hold<K, T, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hold").finish_non_exhaustive()
     }
 }
 
@@ -105,7 +126,12 @@ where
     {
         let state = PoolState::new(limits);
         let shared = Arc::new(Shared {
-            inner: Mutex::new(Inner { state, items: HashMap::new() }),
+            inner: Mutex::new(Inner {
+                state,
+                items: HashMap::new(),
+                holds: 0,
+                held_since: Duration::ZERO,
+            }),
             changed: Notify::new(),
             starter: Box::new(starter),
             epoch: Instant::now(),
@@ -123,6 +149,17 @@ where
     pub fn set_limits(&self, limits: Limits) {
         self.shared.inner().state.set_limits(limits);
         self.shared.changed.notify_one();
+    }
+
+    /// Put off what would be started to refill the pool, for as long as holds follow each other, and for
+    /// `HOLD_MAX` (2 s) at the most: those who fork all the time get theirs from the pool, too.
+    pub fn hold(&self) -> Hold<K, T, E> {
+        let mut inner = self.shared.inner();
+        if inner.holds == 0 {
+            inner.held_since = self.shared.now();
+        }
+        inner.holds += 1;
+        Hold(Arc::clone(&self.shared))
     }
 
     /// One that waits, at once, if there is one.
@@ -221,7 +258,8 @@ where
 {
     let now = shared.now();
     let mut inner = shared.inner();
-    let Inner { state, items } = &mut *inner;
+    let held_until = (inner.holds > 0).then(|| inner.held_since + HOLD_MAX);
+    let Inner { state, items, .. } = &mut *inner;
     let dead: Vec<ItemId> =
         items.iter().filter(|(_, item)| !item.is_alive()).map(|(id, _)| *id).collect();
     let mut surplus = Vec::new();
@@ -229,6 +267,11 @@ where
         tracing::warn!("a waiting QEMU has died");
         state.lost(item, now);
         surplus.extend(items.remove(&item));
+    }
+    if let Some(left) =
+        held_until.map(|until| until.saturating_sub(now)).filter(|left| !left.is_zero())
+    {
+        return (Vec::new(), surplus, left);
     }
     let mut starts = Vec::new();
     for order in state.plan(now) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::{Limits, Origin, Pool, Pooled, Starting};
+use super::{HOLD_MAX, Limits, Origin, Pool, Pooled, Starting};
 
 #[derive(Debug, Default)]
 struct World {
@@ -76,6 +76,29 @@ async fn it_fills_hands_out_refills_and_leaves_nothing() {
     assert_eq!(world.alive.load(Ordering::SeqCst), 4);
     drop((one, pool));
     until("all are gone", || world.alive.load(Ordering::SeqCst) == 0).await;
+}
+
+#[tokio::test]
+async fn while_it_is_held_nothing_is_started_but_not_for_ever() {
+    let world = Arc::new(World::default());
+    let pool = pool(&world, 4);
+    pool.want(&1, 2);
+    until("two wait", || waiting(&pool) == 2).await;
+    let hold = pool.hold();
+    let _one = pool.claim(&1).expect("two wait");
+    tokio::time::sleep(HOLD_MAX / 2).await;
+    assert_eq!(waiting(&pool), 1);
+    drop(hold);
+    until("it is replaced", || waiting(&pool) == 2).await;
+    // Holds that follow each other without a gap.
+    let mut hold = pool.hold();
+    let _two = pool.claim(&1).expect("two wait");
+    for _ in 0..5 {
+        tokio::time::sleep(HOLD_MAX / 4).await;
+        hold = pool.hold();
+    }
+    until("it is replaced all the same", || waiting(&pool) == 2).await;
+    drop(hold);
 }
 
 #[tokio::test]
