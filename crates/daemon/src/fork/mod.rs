@@ -199,7 +199,8 @@ async fn carry_out(
             core.admission.fork(parent.identity.ask(count, false), order.all_or_nothing)?
         }
     };
-    let _first = core.hold_pool();
+    // Until the last clone is ready.
+    let _no_refill = core.hold_pool();
     let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
     let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
     let frozen = freeze::freeze(&core, &parent, &machine, wanted).await;
