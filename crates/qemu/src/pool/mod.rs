@@ -24,8 +24,6 @@ use state::{Order, PoolState};
 
 /// How often those that wait are asked whether they live.
 const LIFE_CHECK: Duration = Duration::from_secs(2);
-/// How long refilling may be put off.
-const HOLD_MAX: Duration = Duration::from_secs(2);
 /// A starter that takes longer has failed.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -55,9 +53,6 @@ pub enum Origin {
 struct Inner<K, T> {
     state: PoolState<K>,
     items: HashMap<ItemId, T>,
-    /// How many [`Hold`]s there are, and since when there has been one.
-    holds: usize,
-    held_since: Duration,
 }
 
 struct Shared<K, T, E> {
@@ -82,7 +77,7 @@ pub struct Hold<K, T, E>(Arc<Shared<K, T, E>>);
 
 impl<K, T, E> Drop for Hold<K, T, E> {
     fn drop(&mut self) {
-        self.0.inner().holds -= 1;
+        self.0.inner().state.release();
         self.0.changed.notify_one();
     }
 }
@@ -126,12 +121,7 @@ where
     {
         let state = PoolState::new(limits);
         let shared = Arc::new(Shared {
-            inner: Mutex::new(Inner {
-                state,
-                items: HashMap::new(),
-                holds: 0,
-                held_since: Duration::ZERO,
-            }),
+            inner: Mutex::new(Inner { state, items: HashMap::new() }),
             changed: Notify::new(),
             starter: Box::new(starter),
             epoch: Instant::now(),
@@ -154,11 +144,7 @@ where
     /// Put off what would be started to refill the pool, for as long as holds follow each other, and for
     /// `HOLD_MAX` (2 s) at the most: those who fork all the time get theirs from the pool, too.
     pub fn hold(&self) -> Hold<K, T, E> {
-        let mut inner = self.shared.inner();
-        if inner.holds == 0 {
-            inner.held_since = self.shared.now();
-        }
-        inner.holds += 1;
+        self.shared.inner().state.hold(self.shared.now());
         Hold(Arc::clone(&self.shared))
     }
 
@@ -258,8 +244,7 @@ where
 {
     let now = shared.now();
     let mut inner = shared.inner();
-    let held_until = (inner.holds > 0).then(|| inner.held_since + HOLD_MAX);
-    let Inner { state, items, .. } = &mut *inner;
+    let Inner { state, items } = &mut *inner;
     let dead: Vec<ItemId> =
         items.iter().filter(|(_, item)| !item.is_alive()).map(|(id, _)| *id).collect();
     let mut surplus = Vec::new();
@@ -267,11 +252,6 @@ where
         tracing::warn!("a waiting QEMU has died");
         state.lost(item, now);
         surplus.extend(items.remove(&item));
-    }
-    if let Some(left) =
-        held_until.map(|until| until.saturating_sub(now)).filter(|left| !left.is_zero())
-    {
-        return (Vec::new(), surplus, left);
     }
     let mut starts = Vec::new();
     for order in state.plan(now) {

@@ -79,6 +79,9 @@ impl<K> Entry<K> {
     }
 }
 
+/// How long starts may be put off: those who hold the pool all the time get theirs from it, too.
+pub(super) const HOLD_MAX: Duration = Duration::from_secs(2);
+
 /// The pool's mind. Entries are kept newest last.
 #[derive(Debug)]
 pub struct PoolState<K> {
@@ -86,11 +89,28 @@ pub struct PoolState<K> {
     entries: Vec<Entry<K>>,
     next_item: u64,
     next_use: u64,
+    /// How many hold the pool, and since when somebody has.
+    holds: usize,
+    held_since: Duration,
+}
+
+impl<K> PoolState<K> {
+    /// The end of one [`PoolState::hold`].
+    pub fn release(&mut self) {
+        self.holds = self.holds.saturating_sub(1);
+    }
 }
 
 impl<K: Clone + Eq> PoolState<K> {
     pub fn new(limits: Limits) -> Self {
-        Self { limits, entries: Vec::new(), next_item: 0, next_use: 0 }
+        Self {
+            limits,
+            entries: Vec::new(),
+            next_item: 0,
+            next_use: 0,
+            holds: 0,
+            held_since: Duration::ZERO,
+        }
     }
 
     pub fn limits(&self) -> Limits {
@@ -100,6 +120,18 @@ impl<K: Clone + Eq> PoolState<K> {
     /// Takes effect with the next [`PoolState::plan`].
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
+    }
+
+    /// Start nothing until as many [`PoolState::release`], or for [`HOLD_MAX`] since nobody held it.
+    pub fn hold(&mut self, now: Duration) {
+        if self.holds == 0 {
+            self.held_since = now;
+        }
+        self.holds += 1;
+    }
+
+    fn held_until(&self) -> Option<Duration> {
+        (self.holds > 0).then(|| self.held_since.saturating_add(HOLD_MAX))
     }
 
     /// Keep `target` of this shape waiting from now on; 0: none. Counts as use.
@@ -178,6 +210,7 @@ impl<K: Clone + Eq> PoolState<K> {
     /// What is to be done now. Each order is given once.
     pub fn plan(&mut self, now: Duration) -> Vec<Order<K>> {
         let Limits { total_max, starting_max, idle_after } = self.limits;
+        let is_held = self.held_until().is_some_and(|until| now < until);
         self.entries.sort_by_key(|entry| entry.used);
         let mut orders = Vec::new();
         let mut rest = total_max;
@@ -195,7 +228,8 @@ impl<K: Clone + Eq> PoolState<K> {
         let mut starting: usize = self.entries.iter().map(|entry| entry.starting.len()).sum();
         let mut live: usize = self.entries.iter().map(Entry::live).sum();
         for (entry, desired) in self.entries.iter_mut().zip(&desired).rev() {
-            while entry.live() < *desired
+            while !is_held
+                && entry.live() < *desired
                 && starting < starting_max
                 && live < total_max
                 && now >= entry.not_before
@@ -219,7 +253,8 @@ impl<K: Clone + Eq> PoolState<K> {
             let retries = (entry.live() < entry.target).then_some(entry.not_before);
             [expires, retries]
         };
-        self.entries.iter().flat_map(times).flatten().filter(|at| *at > now).min()
+        let times = self.entries.iter().flat_map(times).flatten();
+        times.chain(self.held_until()).filter(|at| *at > now).min()
     }
 
     /// By shape.

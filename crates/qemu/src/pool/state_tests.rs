@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::{ItemId, Limits, Order, PoolState, RETRY_FIRST, RETRY_MAX, SHAPES_MAX};
+use super::{HOLD_MAX, ItemId, Limits, Order, PoolState, RETRY_FIRST, RETRY_MAX, SHAPES_MAX};
 
 const IDLE: Duration = Duration::from_secs(100);
 
@@ -87,6 +87,24 @@ fn a_shape_that_nobody_uses_expires_and_is_forgotten() {
     assert_eq!(settle(&mut pool, s(149)), []);
     assert_eq!(settle(&mut pool, s(150)).len(), 2);
     assert_eq!((pool.counts(), pool.next_plan_at(s(150))), (vec![], None));
+}
+
+#[test]
+fn held_it_starts_nothing_until_the_last_lets_go_or_two_seconds_later() {
+    let mut pool = PoolState::new(limits(4));
+    pool.hold(s(0));
+    pool.want(&'a', 1, s(0));
+    pool.hold(s(1));
+    pool.release();
+    assert_eq!(pool.plan(s(1)), []);
+    assert_eq!(pool.next_plan_at(s(1)), Some(s(0) + HOLD_MAX));
+    pool.release();
+    assert_eq!(pool.plan(s(1)).len(), 1);
+    pool.want(&'b', 1, s(3));
+    pool.hold(s(3));
+    assert_eq!(pool.plan(s(3)), []);
+    pool.hold(s(4));
+    assert_eq!(pool.plan(s(3) + HOLD_MAX).len(), 1, "counted from the first");
 }
 
 #[test]

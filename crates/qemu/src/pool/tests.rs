@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::{HOLD_MAX, Limits, Origin, Pool, Pooled, Starting};
+use super::state::HOLD_MAX;
+use super::{Limits, Origin, Pool, Pooled, Starting};
 
 #[derive(Debug, Default)]
 struct World {
