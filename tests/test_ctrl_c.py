@@ -189,13 +189,14 @@ def test_of_cp_leaves_no_half_file(world: World, tmp_path: Path, after_s: float)
 
 
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("after_s", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("after_s", [0.1, 0.4, 1.0, 6.0])
 def test_of_image_build(daemon: Daemon, after_s: float) -> None:
     """No process, mount or half image stays behind, and the next build finds a usable store."""
     cli = Cli(daemon)
     images = daemon.state / "images"
     names = {path.name for path in images.iterdir()}
     mounts = Path("/proc/self/mountinfo").read_text()
+    temporary = set(Path("/tmp").glob("mmdebstrap*"))
     process = cli.spawn(
         "image", "build", "half", "--package", "hello",
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -207,6 +208,7 @@ def test_of_image_build(daemon: Daemon, after_s: float) -> None:
     assert end(process, "image build") not in (0, 2)
     eventually(lambda: not any(other.is_alive() for other in below), 30, "its helpers are gone")
     assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert set(Path("/tmp").glob("mmdebstrap*")) == temporary
     left = {path.name for path in images.iterdir()} - names
     assert "half" not in left
     assert not [name for name in left if not name.startswith(".")], left

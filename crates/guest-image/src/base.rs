@@ -106,6 +106,9 @@ fn make(
     let before = script(&out, "before-install", include_str!("hooks/before-install.sh"))?;
     let after = script(&out, "after-install", include_str!("hooks/after-install.sh"))?;
     let root = out.join("root");
+    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs inside.
+    let temporary = out.join("tmp");
+    fs::create_dir_all(&temporary).map_err(BuildError::io("make", &temporary))?;
 
     let mut command = Command::new("mmdebstrap");
     command
@@ -114,7 +117,7 @@ fn make(
         .env("VMFORK_OUT", &out)
         .env("VMFORK_ARCHIVES", &archives)
         .env("VMFORK_KERNEL", &spec.kernel)
-        .env_remove("TMPDIR")
+        .env("TMPDIR", &temporary)
         .args(["--mode=root", "--format=directory", "--variant=minbase", "--verbose"])
         .args(["--skip=essential/unlink", "--skip=cleanup/apt/lists"])
         .arg("--aptopt=APT::Keep-Downloaded-Packages \"true\"")
@@ -190,8 +193,8 @@ fn finish(out: &Path, root: &Path, cancel: &Cancel) -> Result<(), BuildError> {
         .ok_or_else(|| BuildError::Kernel { what: "package file".into() })?;
     let to = out.join("kernel.deb");
     fs::rename(&kernel, &to).map_err(BuildError::io("move", &kernel))?;
-    for folder in [&kernels, &root.to_owned()] {
-        fs::remove_dir_all(folder).map_err(BuildError::io("remove", folder))?;
+    for folder in [kernels, root.to_owned(), out.join("tmp")] {
+        fs::remove_dir_all(&folder).map_err(BuildError::io("remove", &folder))?;
     }
     for file in ["before-install", "after-install", "debian.sources"] {
         match fs::remove_file(out.join(file)) {

@@ -217,9 +217,12 @@ fn qemus_end_with_the_daemon() {
     if runtime().block_on(Bare::new(64 * MIB, Accel::Tcg)).is_none() {
         return;
     }
+    // What it has in folders goes with this one.
+    let folder = tempfile::tempdir().expect("temp dir");
     let mut daemon = std::process::Command::new(std::env::current_exe().expect("known"))
         .args(["--exact", "qemus_end_with_the_daemon", "--nocapture"])
         .env(CHILD, "1")
+        .env("TMPDIR", folder.path())
         .stderr(std::process::Stdio::piped())
         .stdout(std::process::Stdio::null())
         .spawn()
