@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -132,6 +133,12 @@ def guest_cpu_ms(pid: int) -> float:
     """
     tasks = [task for task in (Path("/proc") / str(pid) / "task").iterdir() if task.name != str(pid)]
     return max((int((task / "schedstat").read_text().split()[0]) for task in tasks), default=0) / 1e6
+
+
+def stolen_ms() -> float:
+    """Processor time that the hypervisor has given to others while this machine wanted it, in steps of 10 ms."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return float(fields[8]) * 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def now_ms() -> float:

@@ -45,8 +45,12 @@ def _measure(
         time.sleep(SETTLE_S)
         if before:
             vm.exec(before, check=True)
+        stolen = w.stolen_ms()
         fork = vm.fork(1).raise_for_errors()
         world.figures.series("pause_ms", **labels).add(fork.pause_ms)
+        if w.stolen_ms() == stolen:
+            # The others are longer by what others did on this processor, which says nothing of vmfork.
+            world.figures.series("pause_undisturbed_ms", **labels).add(fork.pause_ms)
         for stage in STAGES:
             value = getattr(fork.stages, stage)
             if value is not None:
