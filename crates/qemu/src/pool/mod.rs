@@ -141,10 +141,10 @@ where
         self.shared.changed.notify_one();
     }
 
-    /// Put off what would be started to refill the pool, for as long as holds follow each other, and for
-    /// `HOLD_MAX` (2 s) at the most: those who fork all the time get theirs from the pool, too.
+    /// Put off what would be started to refill the pool, while there are holds, but no shape's refill for longer
+    /// than `HOLD_MAX` (2 s): those who fork all the time get theirs from the pool, too.
     pub fn hold(&self) -> Hold<K, T, E> {
-        self.shared.inner().state.hold(self.shared.now());
+        self.shared.inner().state.hold();
         Hold(Arc::clone(&self.shared))
     }
 

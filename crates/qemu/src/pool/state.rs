@@ -7,9 +7,14 @@
 //!   lost(item)   ┘                    └─► Order::Discard
 //! ```
 //!
-//! How many of each: shapes are served in the order of their last use, newest first, each up to its target,
+//! How many of each: shapes get places in the order of their last use, newest first, each up to its target,
 //! until the total is used up. What a shape has beyond that is discarded. So a family in use takes
 //! places from one that isn't, and never the other way round.
+//!
+//! In which order: by turns, so a shape that is used up as fast as it is refilled doesn't keep the others waiting.
+//!
+//! When: at once, but while somebody holds the pool ([`PoolState::hold`]) only for shapes that have lacked something
+//! for [`HOLD_MAX`]. However holds follow each other, no refill begins later for them than that.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -71,15 +76,24 @@ struct Entry<K> {
     used_at: Duration,
     failures: u32,
     not_before: Duration,
+    /// Since when it has had fewer than it should.
+    lacks_since: Option<Duration>,
+    /// The one that was started last, of all that ever were.
+    last_start: Option<ItemId>,
 }
 
 impl<K> Entry<K> {
     fn live(&self) -> usize {
         self.waiting.len() + self.starting.len()
     }
+
+    /// Until when a hold keeps it from being refilled.
+    fn held_until(&self) -> Duration {
+        self.lacks_since.map_or(Duration::ZERO, |since| since.saturating_add(HOLD_MAX))
+    }
 }
 
-/// How long starts may be put off: those who hold the pool all the time get theirs from it, too.
+/// How long a shape's refill may be put off: those who hold the pool all the time get theirs from it, too.
 pub(super) const HOLD_MAX: Duration = Duration::from_secs(2);
 
 /// The pool's mind. Entries are kept newest last.
@@ -89,12 +103,17 @@ pub struct PoolState<K> {
     entries: Vec<Entry<K>>,
     next_item: u64,
     next_use: u64,
-    /// How many hold the pool, and since when somebody has.
+    /// How many hold the pool.
     holds: usize,
-    held_since: Duration,
 }
 
 impl<K> PoolState<K> {
+    /// Start nothing for a shape that has lacked something for less than [`HOLD_MAX`], until as many
+    /// [`PoolState::release`].
+    pub fn hold(&mut self) {
+        self.holds += 1;
+    }
+
     /// The end of one [`PoolState::hold`].
     pub fn release(&mut self) {
         self.holds = self.holds.saturating_sub(1);
@@ -103,14 +122,7 @@ impl<K> PoolState<K> {
 
 impl<K: Clone + Eq> PoolState<K> {
     pub fn new(limits: Limits) -> Self {
-        Self {
-            limits,
-            entries: Vec::new(),
-            next_item: 0,
-            next_use: 0,
-            holds: 0,
-            held_since: Duration::ZERO,
-        }
+        Self { limits, entries: Vec::new(), next_item: 0, next_use: 0, holds: 0 }
     }
 
     pub fn limits(&self) -> Limits {
@@ -120,18 +132,6 @@ impl<K: Clone + Eq> PoolState<K> {
     /// Takes effect with the next [`PoolState::plan`].
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
-    }
-
-    /// Start nothing until as many [`PoolState::release`], or for [`HOLD_MAX`] since nobody held it.
-    pub fn hold(&mut self, now: Duration) {
-        if self.holds == 0 {
-            self.held_since = now;
-        }
-        self.holds += 1;
-    }
-
-    fn held_until(&self) -> Option<Duration> {
-        (self.holds > 0).then(|| self.held_since.saturating_add(HOLD_MAX))
     }
 
     /// Keep `target` of this shape waiting from now on; 0: none. Counts as use.
@@ -159,6 +159,8 @@ impl<K: Clone + Eq> PoolState<K> {
             used_at: now,
             failures: 0,
             not_before: now,
+            lacks_since: None,
+            last_start: None,
         });
     }
 
@@ -210,7 +212,6 @@ impl<K: Clone + Eq> PoolState<K> {
     /// What is to be done now. Each order is given once.
     pub fn plan(&mut self, now: Duration) -> Vec<Order<K>> {
         let Limits { total_max, starting_max, idle_after } = self.limits;
-        let is_held = self.held_until().is_some_and(|until| now < until);
         self.entries.sort_by_key(|entry| entry.used);
         let mut orders = Vec::new();
         let mut rest = total_max;
@@ -224,22 +225,24 @@ impl<K: Clone + Eq> PoolState<K> {
                 let Some(item) = entry.waiting.pop_back() else { break };
                 orders.push(Order::Discard(item));
             }
+            let lacks = entry.live() < *desired;
+            entry.lacks_since = lacks.then(|| entry.lacks_since.unwrap_or(now));
         }
         let mut starting: usize = self.entries.iter().map(|entry| entry.starting.len()).sum();
         let mut live: usize = self.entries.iter().map(Entry::live).sum();
-        for (entry, desired) in self.entries.iter_mut().zip(&desired).rev() {
-            while !is_held
-                && entry.live() < *desired
-                && starting < starting_max
-                && live < total_max
-                && now >= entry.not_before
-            {
-                let item = ItemId(self.next_item);
-                self.next_item += 1;
-                entry.starting.push(item);
-                (starting, live) = (starting + 1, live + 1);
-                orders.push(Order::Start(item, entry.shape.clone()));
-            }
+        let free = self.holds == 0;
+        while starting < starting_max && live < total_max {
+            let lacking = self.entries.iter_mut().zip(&desired).rev().filter(|(entry, desired)| {
+                let may = now >= entry.not_before && (free || now >= entry.held_until());
+                may && entry.live() < **desired
+            });
+            let Some((entry, _)) = lacking.min_by_key(|(entry, _)| entry.last_start) else { break };
+            let item = ItemId(self.next_item);
+            self.next_item += 1;
+            entry.starting.push(item);
+            entry.last_start = Some(item);
+            (starting, live) = (starting + 1, live + 1);
+            orders.push(Order::Start(item, entry.shape.clone()));
         }
         let idle = |entry: &Entry<K>| now.saturating_sub(entry.used_at) >= idle_after;
         self.entries.retain(|entry| entry.live() > 0 || !(entry.target == 0 || idle(entry)));
@@ -251,10 +254,10 @@ impl<K: Clone + Eq> PoolState<K> {
         let times = |entry: &Entry<K>| {
             let expires = Some(entry.used_at.saturating_add(self.limits.idle_after));
             let retries = (entry.live() < entry.target).then_some(entry.not_before);
-            [expires, retries]
+            let let_go = (self.holds > 0).then(|| entry.held_until());
+            [expires, retries, let_go]
         };
-        let times = self.entries.iter().flat_map(times).flatten();
-        times.chain(self.held_until()).filter(|at| *at > now).min()
+        self.entries.iter().flat_map(times).flatten().filter(|at| *at > now).min()
     }
 
     /// By shape.

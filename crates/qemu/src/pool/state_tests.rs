@@ -90,21 +90,47 @@ fn a_shape_that_nobody_uses_expires_and_is_forgotten() {
 }
 
 #[test]
-fn held_it_starts_nothing_until_the_last_lets_go_or_two_seconds_later() {
+fn held_it_starts_nothing_until_the_last_lets_go() {
     let mut pool = PoolState::new(limits(4));
-    pool.hold(s(0));
+    pool.hold();
     pool.want(&'a', 1, s(0));
-    pool.hold(s(1));
+    pool.hold();
     pool.release();
     assert_eq!(pool.plan(s(1)), []);
-    assert_eq!(pool.next_plan_at(s(1)), Some(s(0) + HOLD_MAX));
+    assert_eq!(pool.next_plan_at(s(1)), Some(s(1) + HOLD_MAX));
     pool.release();
     assert_eq!(pool.plan(s(1)).len(), 1);
-    pool.want(&'b', 1, s(3));
-    pool.hold(s(3));
-    assert_eq!(pool.plan(s(3)), []);
-    pool.hold(s(4));
-    assert_eq!(pool.plan(s(3) + HOLD_MAX).len(), 1, "counted from the first");
+}
+
+/// A guest that forks all the time keeps neither its own refill nor that of others from beginning.
+#[test]
+fn no_refill_is_put_off_for_longer_than_two_seconds_however_holds_follow_each_other() {
+    let mut pool = PoolState::new(limits(8));
+    pool.want(&'a', 4, s(0));
+    settle(&mut pool, s(0));
+    pool.want(&'b', 4, s(0));
+    let mut begun = None;
+    for n in 0..40 {
+        let now = Duration::from_millis(155 * n);
+        pool.hold();
+        pool.claim(&'a', now);
+        pool.claim(&'a', now);
+        let orders = pool.plan(now);
+        assert!(orders.is_empty() || now >= HOLD_MAX, "{now:?}");
+        if orders.iter().any(|order| matches!(order, Order::Start(_, 'b'))) {
+            begun.get_or_insert(now);
+        }
+        for order in orders {
+            if let Order::Start(item, _) = order {
+                assert!(pool.started(item));
+            }
+        }
+        // Nobody plans between one hold's end and the next one's begin.
+        pool.release();
+    }
+    let begun = begun.expect("the other shape's turn comes");
+    assert!(begun < HOLD_MAX + Duration::from_millis(310), "{begun:?}");
+    assert_eq!(waiting(&pool, 'b'), 4);
 }
 
 #[test]
@@ -171,6 +197,8 @@ enum Step {
     Dies(usize),
     Pass(u64),
     Total(usize),
+    Hold,
+    Release,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -183,6 +211,8 @@ fn step() -> impl Strategy<Value = Step> {
         any::<usize>().prop_map(Step::Dies),
         (0_u64..40).prop_map(Step::Pass),
         (0_usize..9).prop_map(Step::Total),
+        Just(Step::Hold),
+        Just(Step::Release),
     ]
 }
 
@@ -206,6 +236,7 @@ proptest! {
         let mut pool = PoolState::new(limits(5));
         let mut world = World::default();
         let mut now = s(0);
+        let mut holds = 0_usize;
         for step in steps {
             match step {
                 Step::Want(shape, target) => pool.want(&shape, target, now),
@@ -232,6 +263,15 @@ proptest! {
                 }
                 Step::Pass(seconds) => now += s(seconds),
                 Step::Total(total) => pool.set_limits(limits(total)),
+                Step::Hold => {
+                    holds += 1;
+                    pool.hold();
+                }
+                Step::Release if holds > 0 => {
+                    holds -= 1;
+                    pool.release();
+                }
+                Step::Release => {}
             }
             let mut started = 0;
             for order in pool.plan(now) {
@@ -263,6 +303,9 @@ proptest! {
         let first = pool.counts().last().map(|(shape, _)| *shape);
         pool.set_limits(Limits { idle_after: s(100_000), ..limits(5) });
         now += RETRY_MAX;
+        // Those who hold it may go on: it must not matter.
+        settle(&mut pool, now);
+        now += HOLD_MAX;
         settle(&mut pool, now);
         let counts = pool.counts();
         let total: usize = counts.iter().map(|(_, c)| c.waiting).sum();
