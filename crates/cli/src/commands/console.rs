@@ -2,8 +2,9 @@
 
 use anyhow::Context as _;
 use bytes::Bytes;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncReadExt as _;
 
+use super::outflow::Outflow;
 use crate::client::{Client, Incoming, Socket};
 use crate::config::Global;
 use crate::failure::Exit;
@@ -20,23 +21,19 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     if raw.is_some() {
         global.printer.note(&format!("Console of `{vm}`; Ctrl-] leaves\r"));
     }
-    let mut stdout = stdout_stream()?;
+    let mut stdout = Outflow::new(stdout_stream()?);
     let typing = type_into(tx, raw.is_some());
     tokio::pin!(typing);
     let mut typed = false;
     let ended = loop {
         tokio::select! {
-            message = rx.next() => match message? {
+            message = rx.next(), if !stdout.is_under_way() => match message? {
                 None => break true,
-                Some(Incoming::Text(text)) => {
-                    stdout.write_all(text.as_bytes()).await.map_err(stdout_error)?;
-                    stdout.flush().await.map_err(stdout_error)?;
-                }
-                Some(Incoming::Binary(bytes)) => {
-                    stdout.write_all(&bytes).await.map_err(stdout_error)?;
-                    stdout.flush().await.map_err(stdout_error)?;
-                }
+                Some(Incoming::Text(text)) => stdout.push(text.into()),
+                Some(Incoming::Binary(bytes)) => stdout.push(bytes),
             },
+            // Beside the keys: Ctrl-] is heard while nobody takes the output.
+            written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
             end = &mut typing, if !typed => match end {
                 Typing::Left => break false,
                 Typing::Ended => typed = true,

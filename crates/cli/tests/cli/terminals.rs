@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use rustix::process::Signal;
@@ -43,9 +43,14 @@ impl Terminal {
         tcsetwinsize(&self.line, size).unwrap();
     }
 
-    fn spawn(&self, mut command: Command) -> Child {
+    fn spawn(&self, command: Command) -> Child {
+        self.spawn_into(command, self.line.try_clone().unwrap().into())
+    }
+
+    /// As `vmfork … | stdout` is.
+    fn spawn_into(&self, mut command: Command, stdout: Stdio) -> Child {
         command.stdin(self.line.try_clone().unwrap());
-        command.stdout(self.line.try_clone().unwrap());
+        command.stdout(stdout);
         command.stderr(self.line.try_clone().unwrap());
         command.env("TERM", "xterm").spawn().unwrap()
     }
@@ -127,6 +132,22 @@ fn a_console_passes_keys_until_the_escape() {
     terminal.press(b"x\x1dy");
     assert_eq!(ends(&mut child), Some(0));
     wait_until("it says good-bye", || terminal.shows("Left the console of `web`"));
+    assert!(!terminal.is_raw());
+}
+
+#[test]
+fn the_escape_leaves_a_console_whose_output_nobody_takes() {
+    let daemon = FakeDaemon::start();
+    let mut terminal = Terminal::new();
+    let mut child = terminal.spawn_into(daemon.command(&["console", "flood"]), Stdio::piped());
+    let mut first = [0; 1];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    assert!(terminal.is_raw());
+    let pause = rustix::event::Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+    let _ = rustix::event::poll(&mut [], Some(&pause)); // the pipe fills
+    terminal.press(b"\x1d");
+    assert_eq!(ends(&mut child), Some(0));
+    wait_until("it says good-bye", || terminal.shows("Left the console of `flood`"));
     assert!(!terminal.is_raw());
 }
 

@@ -518,8 +518,12 @@ async fn logs(Query(query): Query<Value>) -> Response {
     Body::from_stream(lines).into_response()
 }
 
-async fn console(upgrade: WebSocketUpgrade) -> Response {
-    upgrade.on_upgrade(|mut socket| async move {
+async fn console(Path(name): Path<String>, upgrade: WebSocketUpgrade) -> Response {
+    upgrade.on_upgrade(move |mut socket| async move {
+        if name == "flood" {
+            while socket.send(Message::binary(vec![b'y'; 1 << 10])).await.is_ok() {}
+            return;
+        }
         let _ = socket.send(Message::binary(&b"login: "[..])).await;
         while let Some(Ok(Message::Binary(typed))) = socket.recv().await {
             let _ = socket.send(Message::binary(typed.clone())).await;
