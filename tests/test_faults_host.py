@@ -242,7 +242,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_the_figures(
 
 
 @pytest.mark.limit(120)
-def test_a_guest_cannot_take_the_host_by_forking_for_ever(make_daemon: MakeDaemon, image: str) -> None:
+def test_guests_make_their_family_no_larger_than_they_may(make_daemon: MakeDaemon, image: str) -> None:
     daemon = make_daemon("--family-vms-max", "4")
     daemon.add_image(image)
     daemon.start()

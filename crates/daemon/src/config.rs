@@ -79,6 +79,11 @@ pub struct Flags {
           value_parser = clap::value_parser!(u32).range(1..))]
     pub family_vms_max: u32,
 
+    /// How much of the memory that VMs may have on this host guests may get for their family by tickets, in percent
+    #[arg(long, value_name = "N", env = "VMFORK_FAMILY_MEMORY_PERCENT", default_value_t = 75,
+          value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub family_memory_percent: u8,
+
     /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
@@ -113,6 +118,8 @@ pub struct Config {
     pub clone_growth_percent: u8,
     /// VMs that guests may make of a family.
     pub family_vms_max: u32,
+    /// 1 to 100.
+    pub family_memory_percent: u8,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
@@ -212,6 +219,7 @@ impl Flags {
             memory_reserve_bytes,
             clone_growth_percent: self.clone_growth_percent,
             family_vms_max: self.family_vms_max,
+            family_memory_percent: self.family_memory_percent,
             log_filter: self.log_level,
             libdir,
             debug_faults: self.debug_faults,
@@ -333,6 +341,7 @@ mod tests {
             ["--fill-unit-pages", "0"],
             ["--fill-unit-pages", "513"],
             ["--clone-growth-percent", "101"],
+            ["--family-memory-percent", "0"],
             ["--listen", "localhost"],
         ] {
             assert!(Flags::try_parse_from(["vmforkd", flags[0], flags[1]]).is_err(), "{flags:?}");

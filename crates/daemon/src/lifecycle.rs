@@ -122,6 +122,7 @@ where
         reserve_bytes: config.memory_reserve_bytes,
         clone_growth_percent: config.clone_growth_percent,
         family_vms_max: config.family_vms_max,
+        family_memory_percent: config.family_memory_percent,
     };
     let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
     let parts = Parts {

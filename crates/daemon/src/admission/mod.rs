@@ -7,7 +7,7 @@
 //! | a VM that boots | all of its memory + 40 MiB for QEMU |
 //! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
 //! | a QEMU of the pool | 20 MiB, until it becomes a clone |
-//! | a snapshot (a fork, whatever its clones) | the growth of one clone: the parent writes anew what the snapshot keeps |
+//! | a fork, until the last of its clones runs | the growth of one clone: the parent writes anew what the snapshot keeps |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
 //! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked is
@@ -19,11 +19,12 @@
 //! ```
 //!
 //! `MemAvailable` already lacks what VMs use, so a lease only holds back what its VM has yet to use.
-//! That is looked up (`/proc/PID/statm`) when a request would otherwise be refused, and at most
-//! once per `PROBE_EVERY`.
+//! That is looked up (`/proc/PID/statm`) together with `MemAvailable`, and again once the figures are older
+//! than `PROBE_EVERY` or a VM has ended. In between the lower of then and now counts as available: what a VM
+//! has given back meanwhile is still promised to it.
 //!
-//! What a guest asks for by tickets is bounded besides by how many VMs its family has: a program that forks for
-//! ever takes the memory of no other family.
+//! What a guest asks for by tickets is bounded besides by what its family has already, in VMs and in memory: a
+//! program that forks for ever leaves some of the host to others.
 //!
 //! Promises: requests that are decided at the same time never get the same memory; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
@@ -48,7 +49,7 @@ const QEMU_BOOTED_BYTES: u64 = 40 * MIB;
 const QEMU_CLONE_BYTES: u64 = 20 * MIB;
 /// A clone that does anything writes as much.
 const GROWTH_BYTES_MIN: u64 = 16 * MIB;
-/// How old the figures of what VMs use may be when a request would be refused by them.
+/// How old the figures of what VMs use may be when something is granted or refused by them.
 const PROBE_EVERY: Duration = Duration::from_millis(100);
 
 /// The rules.
@@ -60,6 +61,8 @@ pub struct Policy {
     pub clone_growth_percent: u8,
     /// How many VMs guests may make of their family by themselves, those that were made from outside counted too.
     pub family_vms_max: u32,
+    /// How much of what VMs may have on this host guests may promise to their family, 1 to 100.
+    pub family_memory_percent: u8,
 }
 
 /// A fork that asks for memory.
@@ -72,8 +75,16 @@ pub struct ForkAsk<'a> {
     pub ram_bytes: u64,
     /// How many clones.
     pub count: u32,
-    /// Whether a guest asks, by a ticket: then [`Policy::family_vms_max`] bounds what it gets.
+    /// Whether a guest asks, by a ticket: then what its family may have bounds what it gets.
     pub by_guest: bool,
+}
+
+/// What keeps a fork from getting more clones.
+#[derive(Debug, Clone, Copy)]
+enum Bound {
+    Host,
+    FamilyVms { has: u32 },
+    FamilyMemory { has_bytes: u64, may_bytes: u64 },
 }
 
 impl Policy {
@@ -82,8 +93,7 @@ impl Policy {
     }
 
     fn growth(&self, ram_bytes: u64) -> u64 {
-        let share = ram_bytes / 100 * u64::from(self.clone_growth_percent)
-            + ram_bytes % 100 * u64::from(self.clone_growth_percent) / 100;
+        let share = percent(ram_bytes, self.clone_growth_percent);
         share.max(GROWTH_BYTES_MIN).min(ram_bytes)
     }
 
@@ -92,9 +102,17 @@ impl Policy {
     }
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Vm,
+    Fork,
+    Waiting,
+}
+
 #[derive(Debug, Clone)]
 struct Account {
-    /// The id of its VM's family; `None` for a snapshot and a waiting QEMU.
+    purpose: Purpose,
+    /// The id of its VM's family; `None` for a waiting QEMU.
     family: Option<Arc<str>>,
     committed_bytes: u64,
     private_bytes: u64,
@@ -105,7 +123,8 @@ struct Account {
 struct Accounts {
     next: u64,
     leases: HashMap<u64, Account>,
-    probed: Option<Instant>,
+    /// When the private memory of all was looked up last, and what the host had available then.
+    probed: Option<(Instant, u64)>,
 }
 
 impl Accounts {
@@ -119,16 +138,20 @@ impl Accounts {
         self.leases.values().map(|account| account.committed_bytes).fold(0, u64::saturating_add)
     }
 
-    /// How many VMs a family has, or was promised.
-    fn vms_of(&self, family: &str) -> u32 {
-        let of_it = |account: &&Account| account.family.as_deref() == Some(family);
-        u32::try_from(self.leases.values().filter(of_it).count()).unwrap_or(u32::MAX)
+    /// How many VMs a family has or was promised, and how much memory.
+    fn of_family(&self, family: &str) -> (u32, u64) {
+        let theirs = self.leases.values().filter(|a| a.family.as_deref() == Some(family));
+        theirs.fold((0, 0), |(vms, bytes), account| {
+            let is_vm = u32::from(account.purpose == Purpose::Vm);
+            (vms.saturating_add(is_vm), account.committed_bytes.saturating_add(bytes))
+        })
     }
 
-    fn add(&mut self, committed_bytes: u64, family: Option<Arc<str>>) -> u64 {
+    fn add(&mut self, committed_bytes: u64, purpose: Purpose, family: Option<Arc<str>>) -> u64 {
         let id = self.next;
         self.next += 1;
-        self.leases.insert(id, Account { family, committed_bytes, private_bytes: 0, pid: None });
+        let account = Account { purpose, family, committed_bytes, private_bytes: 0, pid: None };
+        self.leases.insert(id, account);
         id
     }
 }
@@ -171,7 +194,7 @@ impl fmt::Debug for Lease {
 /// What of a fork fits.
 #[derive(Debug)]
 pub struct ForkGrant {
-    /// Lives as long as the snapshot.
+    /// Until the last clone runs.
     pub snapshot: Lease,
     /// One for each clone that may be started: as many as were asked for, or fewer.
     pub clones: Vec<Lease>,
@@ -211,12 +234,12 @@ impl Admission {
     pub fn boot(&self, name: &str, family: &str, ram_bytes: u64) -> Result<Lease, ErrorBody> {
         let want = self.0.policy.booted(ram_bytes);
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts, want);
+        let admissible = self.admissible(&mut accounts);
         if want > admissible {
             let message = format!("run `{name}` with {} of memory", mib(ram_bytes));
             return Err(self.refusal(&accounts, message, want, admissible));
         }
-        Ok(self.lease(&mut accounts, want, Some(family.into())))
+        Ok(self.lease(&mut accounts, want, Purpose::Vm, Some(family.into())))
     }
 
     /// Memory for a fork, for as many of its clones as fit.
@@ -229,20 +252,37 @@ impl Admission {
         let (snapshot, each) = (policy.growth(ask.ram_bytes), policy.clone(ask.ram_bytes));
         let want = each.saturating_mul(u64::from(ask.count)).saturating_add(snapshot);
         let mut accounts = self.0.accounts();
-        let family_vms = accounts.vms_of(ask.family);
-        let allowed = match ask.by_guest {
-            true => policy.family_vms_max.saturating_sub(family_vms).min(ask.count),
-            false => ask.count,
-        };
-        let admissible = self.admissible(&mut accounts, want);
-        let fitting = admissible.saturating_sub(snapshot) / each;
-        let granted = u32::try_from(fitting).unwrap_or(u32::MAX).min(allowed);
+        let admissible = self.admissible(&mut accounts);
+        let clones =
+            |bytes: u64| u32::try_from(bytes.saturating_sub(snapshot) / each).unwrap_or(u32::MAX);
+        let mut bounds = vec![(clones(admissible), Bound::Host)];
+        if ask.by_guest {
+            let (has, has_bytes) = accounts.of_family(ask.family);
+            let may_bytes = self.family_may_bytes();
+            let left_bytes = may_bytes.saturating_sub(has_bytes);
+            bounds.extend([
+                (policy.family_vms_max.saturating_sub(has), Bound::FamilyVms { has }),
+                (clones(left_bytes), Bound::FamilyMemory { has_bytes, may_bytes }),
+            ]);
+        }
+        let tightest = bounds.into_iter().min_by_key(|(count, _)| *count);
+        let (fitting, bound) = tightest.unwrap_or((0, Bound::Host));
+        let granted = fitting.min(ask.count);
         let refused = (granted < ask.count).then(|| {
             let message = format!("fork `{}` into {}: {granted} fit", ask.parent, ask.count);
-            if granted == allowed {
-                self.family_is_large(message, family_vms)
-            } else {
-                self.refusal(&accounts, message, want, admissible)
+            match bound {
+                Bound::Host => self.refusal(&accounts, message, want, admissible),
+                Bound::FamilyVms { has } => {
+                    let may = policy.family_vms_max;
+                    let cause = format!("its family has {has} VMs, and guests may make it {may}");
+                    family_is_large(message, cause, "--family-vms-max")
+                }
+                Bound::FamilyMemory { has_bytes, may_bytes } => {
+                    let (has, may) = (mib(has_bytes), mib(may_bytes));
+                    let cause =
+                        format!("its family was promised {has}, and guests may make that {may}");
+                    family_is_large(message, cause, "--family-memory-percent")
+                }
             }
         });
         match refused {
@@ -250,9 +290,17 @@ impl Admission {
             refused => {
                 let family: Arc<str> = ask.family.into();
                 Ok(ForkGrant {
-                    snapshot: self.lease(&mut accounts, snapshot, None),
+                    snapshot: self.lease(
+                        &mut accounts,
+                        snapshot,
+                        Purpose::Fork,
+                        Some(Arc::clone(&family)),
+                    ),
                     clones: (0..granted)
-                        .map(|_| self.lease(&mut accounts, each, Some(Arc::clone(&family))))
+                        .map(|_| {
+                            let family = Some(Arc::clone(&family));
+                            self.lease(&mut accounts, each, Purpose::Vm, family)
+                        })
                         .collect(),
                     refused,
                 })
@@ -266,17 +314,17 @@ impl Admission {
     /// `no_capacity` with the figures: not now.
     pub fn waiting(&self) -> Result<Lease, ErrorBody> {
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts, QEMU_CLONE_BYTES);
+        let admissible = self.admissible(&mut accounts);
         if QEMU_CLONE_BYTES > admissible {
             let message = "start a QEMU for the pool".to_owned();
             return Err(self.refusal(&accounts, message, QEMU_CLONE_BYTES, admissible));
         }
-        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, None))
+        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, Purpose::Waiting, None))
     }
 
     /// What may still be handed out.
     pub fn admissible_bytes(&self) -> u64 {
-        self.admissible(&mut self.0.accounts(), u64::MAX)
+        self.admissible(&mut self.0.accounts())
     }
 
     /// The host's own figures.
@@ -284,32 +332,38 @@ impl Admission {
         self.0.probe.host()
     }
 
-    fn admissible(&self, accounts: &mut Accounts, want: u64) -> u64 {
-        let free = self.0.probe.host().available_bytes.saturating_sub(self.0.policy.reserve_bytes);
-        let admissible = free.saturating_sub(accounts.outstanding_bytes());
-        let is_fresh = accounts.probed.is_some_and(|probed| probed.elapsed() < PROBE_EVERY);
-        if want <= admissible || is_fresh {
-            return admissible;
-        }
-        for account in accounts.leases.values_mut() {
-            account.private_bytes = account.pid.map_or(0, |pid| self.0.probe.private_bytes(pid));
-        }
-        accounts.probed = Some(Instant::now());
+    fn admissible(&self, accounts: &mut Accounts) -> u64 {
+        let now = self.0.probe.host().available_bytes;
+        let known = accounts.probed.filter(|(at, _)| at.elapsed() < PROBE_EVERY);
+        let then = known.map_or_else(|| self.probe(accounts), |(_, then)| then);
+        let free = now.min(then).saturating_sub(self.0.policy.reserve_bytes);
         free.saturating_sub(accounts.outstanding_bytes())
     }
 
-    fn lease(&self, accounts: &mut Accounts, bytes: u64, family: Option<Arc<str>>) -> Lease {
-        Lease { admission: self.clone(), id: accounts.add(bytes, family) }
+    /// What all VMs use now; what the host has available after that.
+    fn probe(&self, accounts: &mut Accounts) -> u64 {
+        for account in accounts.leases.values_mut() {
+            account.private_bytes = account.pid.map_or(0, |pid| self.0.probe.private_bytes(pid));
+        }
+        let available_bytes = self.0.probe.host().available_bytes;
+        accounts.probed = Some((Instant::now(), available_bytes));
+        available_bytes
     }
 
-    fn family_is_large(&self, message: String, family_vms: u32) -> ErrorBody {
-        let cause = format!(
-            "its family has {family_vms} VMs, and guests may make it {}",
-            self.0.policy.family_vms_max
-        );
-        let remedy = "end some of them (`vmfork tree`, `vmfork kill`), fork from outside, or raise vmforkd's \
-                      --family-vms-max";
-        ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(remedy)
+    /// How much memory guests may promise to one family.
+    fn family_may_bytes(&self) -> u64 {
+        let all = self.0.probe.host().total_bytes.saturating_sub(self.0.policy.reserve_bytes);
+        percent(all, self.0.policy.family_memory_percent)
+    }
+
+    fn lease(
+        &self,
+        accounts: &mut Accounts,
+        bytes: u64,
+        purpose: Purpose,
+        family: Option<Arc<str>>,
+    ) -> Lease {
+        Lease { admission: self.clone(), id: accounts.add(bytes, purpose, family) }
     }
 
     fn refusal(
@@ -369,8 +423,25 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.admission.0.accounts().leases.remove(&self.id);
+        let mut accounts = self.admission.0.accounts();
+        let ended = accounts.leases.remove(&self.id);
+        if ended.is_some_and(|account| account.pid.is_some()) {
+            // What it used is free now, or soon.
+            accounts.probed = None;
+        }
     }
+}
+
+fn family_is_large(message: String, cause: String, setting: &str) -> ErrorBody {
+    let remedy = format!(
+        "end some of them (`vmfork tree`, `vmfork kill`), fork from outside, or raise vmforkd's {setting}"
+    );
+    ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(remedy)
+}
+
+/// Without overflow.
+fn percent(bytes: u64, percent: u8) -> u64 {
+    bytes / 100 * u64::from(percent) + bytes % 100 * u64::from(percent) / 100
 }
 
 fn mib(bytes: u64) -> String {

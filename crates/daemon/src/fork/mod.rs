@@ -196,7 +196,8 @@ async fn carry_out(
         Some(grant) => grant,
         None => {
             let count = u32::try_from(reservation.names().len()).unwrap_or(requested);
-            core.admission.fork(parent.identity.ask(count, false), order.all_or_nothing)?
+            let ask = parent.identity.ask(count, order.origin.is_some());
+            core.admission.fork(ask, order.all_or_nothing)?
         }
     };
     // Until the last clone is ready.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 use vmfork_agent_proto::TicketClone;
+use vmfork_api::ErrorBody;
 
 use super::Order;
 use crate::admission::{ForkGrant, Loan};
@@ -22,6 +23,8 @@ use crate::vm::{End, Vm};
 pub(crate) const REQUESTS_MAX: usize = 1024;
 /// Bound on the fork behind an `sf_clone`.
 const FORK_TIMEOUT: Duration = Duration::from_secs(120);
+/// How often the log says of one VM why its tickets get less than they ask for.
+const SAY_EVERY: Duration = Duration::from_secs(60);
 
 /// What the task of one VM hears.
 #[derive(Debug)]
@@ -59,8 +62,8 @@ struct Desk {
     epoch: Instant,
     /// Memory of tickets that are granted and not used.
     grants: std::collections::HashMap<u64, ForkGrant>,
-    /// Whether the last ticket was refused: said in the log once, however often a guest asks.
-    refused: bool,
+    /// When the log said last that a ticket got less than it asked for.
+    said_at: Option<Duration>,
     /// Clones by ticket and number.
     clones: std::collections::HashMap<(u64, u32), Arc<Vm>>,
     /// Where the messages in `book` lie.
@@ -86,7 +89,7 @@ pub(crate) fn start(
         origin,
         epoch: Instant::now(),
         grants: std::collections::HashMap::new(),
-        refused: false,
+        said_at: None,
         clones: std::collections::HashMap::new(),
         room,
     };
@@ -237,21 +240,29 @@ impl Desk {
     fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
         match self.core.admission.fork(self.vm.identity.ask(vms, true), false) {
             Ok(grant) => {
-                self.refused = false;
+                if let Some(error) = &grant.refused {
+                    self.say(error);
+                }
                 let places = u32::try_from(grant.clones.len()).unwrap_or(vms);
                 self.grants.insert(ticket, grant);
                 Ok(places)
             }
             Err(error) => {
-                let text = error
-                    .cause
-                    .map_or(error.message.clone(), |cause| format!("{}: {cause}", error.message));
-                if !std::mem::replace(&mut self.refused, true) {
-                    tracing::info!(vm = self.vm.name(), reason = text, "a ticket is refused");
-                }
-                Err(Refusal::new(Errno::NOMEM, text))
+                self.say(&error);
+                // How full the host is, is no guest's business.
+                Err(Refusal::new(Errno::NOMEM, "there is no room for a clone"))
             }
         }
+    }
+
+    /// Why a ticket gets less than it asks for, in the log, however often a guest asks.
+    fn say(&mut self, error: &ErrorBody) {
+        let now = self.epoch.elapsed();
+        if self.said_at.is_some_and(|at| now < at + SAY_EVERY) {
+            return;
+        }
+        self.said_at = Some(now);
+        tracing::info!(vm = self.vm.name(), reason = %error, "a ticket gets less than it asks for");
     }
 
     fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {

@@ -45,7 +45,12 @@ impl Host {
     pub(crate) async fn start() -> Self {
         let folder = tempfile::tempdir().expect("folder");
         let (state, _) = State::open(folder.path()).expect("the folder is free");
-        let policy = Policy { reserve_bytes: 0, clone_growth_percent: 10, family_vms_max: 100 };
+        let policy = Policy {
+            reserve_bytes: 0,
+            clone_growth_percent: 10,
+            family_vms_max: 100,
+            family_memory_percent: 100,
+        };
         let parts = Parts {
             config: Arc::new(config(folder.path())),
             state: Arc::new(state),
@@ -77,6 +82,7 @@ fn config(folder: &Path) -> Config {
         memory_reserve_bytes: 0,
         clone_growth_percent: 10,
         family_vms_max: 100,
+        family_memory_percent: 100,
         log_filter: "info".to_owned(),
         libdir: folder.to_owned(),
         debug_faults: false,
