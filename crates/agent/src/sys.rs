@@ -53,11 +53,18 @@ pub(crate) fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()
 
 /// What whoever started this process had it ignore is ignored no longer, nor by the programs that it starts: a shell
 /// that ignores SIGINT at its start, as those in the background do, can't trap it. SIGPIPE is left as it is: std
-/// restores it in children.
+/// restores it in children. So are handlers: std has some, by which it tells that a stack overflowed.
 pub(crate) fn ignore_no_signals() {
-    for signal in (1..=libc::SIGSYS).filter(|signal| *signal != libc::SIGPIPE) {
-        // SAFETY: the default is no function of ours. SIGKILL and SIGSTOP give an error and stay as they are.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    for signal in (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE) {
+        // SAFETY: an all-zero `sigaction` is a valid value.
+        let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: a null second argument is allowed; `now` is ours and exclusively borrowed. The C library refuses
+        // the two or three signals that it keeps to itself.
+        let asked = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut now) };
+        if asked == 0 && now.sa_sigaction == libc::SIG_IGN {
+            // SAFETY: the default is no function of ours.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
     }
 }
 

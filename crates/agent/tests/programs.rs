@@ -131,6 +131,26 @@ fn a_program_that_never_reads_holds_up_nobody_and_takes_one_window() {
 }
 
 #[test]
+fn programs_ignore_no_signal_and_the_agent_keeps_its_handlers() {
+    fn mask(status: &str, name: &str) -> u64 {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a mask");
+        u64::from_str_radix(line.trim(), 16).expect("a number")
+    }
+
+    let mut daemon = Daemon::start();
+    daemon.exec(2, &["cat", "/proc/self/status"]);
+    // The C library keeps 32 to 34 to itself: whoever runs the tests may have it ignore them.
+    let ignored = mask(&daemon.finish(2).text(), "SigIgn:") & !(0b111 << 31);
+    assert_eq!(ignored, 0, "{ignored:x}");
+    // By these std tells that a stack overflowed.
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.agent.id()));
+    let caught = mask(&status.expect("the agent's status"), "SigCgt:");
+    for signal in [libc::SIGSEGV, libc::SIGBUS] {
+        assert!(caught & (1 << (signal - 1)) != 0, "{signal} is not in {caught:x}");
+    }
+}
+
+#[test]
 fn input_without_credit_costs_the_connection() {
     let mut daemon = Daemon::start();
     daemon.exec(2, &["sleep", "1000"]);

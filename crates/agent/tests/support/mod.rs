@@ -41,7 +41,7 @@ impl Daemon {
         let listener = UnixListener::bind(&socket).expect("bind");
         // As a shell's background job is: it ignores some signals, which its programs must not.
         let agent = Command::new("sh")
-            .args(["-c", "trap '' INT QUIT; exec \"$0\" \"$@\""])
+            .args(["-c", "trap '' INT QUIT 64; exec \"$0\" \"$@\""])
             .args([env!("CARGO_BIN_EXE_vmfork-agent"), "serve"])
             .args(["--port".as_ref(), socket.as_os_str()])
             .args(["--dry-identity".as_ref(), folder.path().as_os_str()])
