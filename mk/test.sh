@@ -28,8 +28,12 @@ fuzz() {
 	VMFORK_FUZZ_STABLE=1 CARGO_TARGET_DIR=$TARGET/fuzz timeout 600 fuzz/smoke.sh "$FUZZ_SECONDS"
 }
 
-# Without a network and without the packages its tests are skipped, and counted as such.
-other_qemu() { mk/qemu-backports.sh || echo "left out: the tests of bookworm-backports' QEMU" >&2; }
+# Without a network and without the packages its tests are skipped, and counted as such; or fail, if they must not be.
+other_qemu() {
+	mk/qemu-backports.sh && return
+	[ -z "${VMFORK_TEST_STRICT:-}" ] || die "the packages of bookworm-backports' QEMU are missing"
+	echo "left out: the tests of bookworm-backports' QEMU" >&2
+}
 
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
 

@@ -185,13 +185,12 @@ def test_two_vcpus(client: vmfork.Client, image: str) -> None:
 
 @pytest.fixture
 def small_host(
-    client: vmfork.Client, make_daemon: Callable[..., Daemon], image: str
+    client: vmfork.Client, make_daemon: Callable[..., Daemon], image: str, need: Callable[[object, str], None]
 ) -> Iterator[tuple[vmfork.Client, vmfork.VM]]:
     """A daemon that may hand out 1.5 GiB, with a VM of 256 MiB; clones are accounted in full."""
     host = client.host()
     reserve_mib = (host.memory_available_bytes >> 20) - 1536
-    if reserve_mib < 0:
-        pytest.skip("missing: 1.5 GiB of free memory")
+    need(reserve_mib >= 0, "1.5 GiB of free memory")
     daemon = make_daemon("--memory-reserve-mib", str(reserve_mib), "--clone-growth-percent", "100", "--pool", "0")
     daemon.add_image(image)
     daemon.start()

@@ -23,11 +23,10 @@ PACKAGES = places.CACHE / "qemu-backports"
 
 
 @pytest.fixture(scope="module")
-def qemu() -> Iterator[Path]:
+def qemu(need: Callable[[object, str], None]) -> Iterator[Path]:
     """Unpacked where the user that QEMU runs as gets to."""
     packages = sorted(PACKAGES.glob("*.deb"))
-    if not packages:
-        pytest.skip("needs the packages of bookworm-backports' QEMU: mk/qemu-backports.sh")
+    need(packages, "the packages of bookworm-backports' QEMU: mk/qemu-backports.sh")
     folder = Path(tempfile.mkdtemp(prefix="vf-qemu-", dir=places.SHORT_TMP))
     try:
         folder.chmod(0o711)
