@@ -131,8 +131,16 @@ def guest_cpu_ms(pid: int) -> float:
 
     QEMU's threads have no names of their own; of those beside the main one it is the busiest.
     """
-    tasks = [task for task in (Path("/proc") / str(pid) / "task").iterdir() if task.name != str(pid)]
-    return max((int((task / "schedstat").read_text().split()[0]) for task in tasks), default=0) / 1e6
+    threads = (task / "schedstat" for task in (Path("/proc") / str(pid) / "task").iterdir() if task.name != str(pid))
+    return max((int(text.split()[0]) for text in map(_read_if_there, threads) if text), default=0) / 1e6
+
+
+def _read_if_there(path: Path) -> str:
+    """A thread may end while it is looked at."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def stolen_ms() -> float:

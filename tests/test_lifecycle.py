@@ -322,6 +322,8 @@ def test_inspect_adds_up(vm: vmfork.VM, booted: vmfork.VM, cli: Cli) -> None:
 
 
 def test_inspect_says_who_needs_which_memory(vm: vmfork.VM, booted: vmfork.VM, cli: Cli) -> None:
+    written = 8 << 20
+    vm.exec(f"head -c {written} /dev/urandom > /dev/shm/own", check=True)
     child = vm.fork(1).raise_for_errors()[0]
     memory = eventually(
         lambda: m if (m := child.inspect().memory).caches[0].pages is not None else None,
@@ -333,8 +335,10 @@ def test_inspect_says_who_needs_which_memory(vm: vmfork.VM, booted: vmfork.VM, c
     assert set(own.vms) == {vm.name, child.name}
     # What nobody has written since `vm` was forked is in a cache that all three need.
     assert any({booted.name, vm.name, child.name} <= set(cache.vms) for cache in older)
+    assert own.pages is not None
+    assert own.pages >= written // 4096, "what `vm` has written for itself"
     assert sum(cache.pages or 0 for cache in memory.caches) <= memory.pages
-    assert max(cache.resident_bytes for cache in memory.caches) > 0
+    eventually(lambda: child.inspect().memory.caches[0].resident_bytes >= written, 20, "the drain is done")
     assert own.image in cli.text("inspect", child.name).split("caches\n")[1]
     child.kill()
     assert vm.inspect().memory.caches[0].vms == (vm.name,)

@@ -40,11 +40,11 @@ def _measure(
     labels = {"memory": f"{mib} MiB", "load": load}
     for _ in world.rounds(f"pause, {mib} MiB, {load}"):
         world.drained(vm)
+        if before:
+            vm.exec(before, check=True)
         # What the last round left to do is none of this one's: the pool's refill, and the end of a QEMU.
         world.pool_is_full(client, POOL)
         time.sleep(SETTLE_S)
-        if before:
-            vm.exec(before, check=True)
         stolen = w.stolen_ms()
         fork = vm.fork(1).raise_for_errors()
         world.figures.series("pause_ms", **labels).add(fork.pause_ms)

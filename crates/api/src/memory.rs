@@ -36,7 +36,7 @@ pub struct CacheInfo {
     pub image: String,
     /// Host memory that it takes.
     pub resident_bytes: u64,
-    /// Pages of the asked VM's image that this image changed last; absent while the page table is being derived.
+    /// Pages of the asked VM's image that this image changed last; null while the page table is being derived.
     pub pages: Option<u64>,
     /// Names of the live VMs that may read from it: with the last of them it goes.
     pub vms: Vec<String>,
