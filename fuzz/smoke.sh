@@ -13,6 +13,19 @@ triple=$(rustc -vV | sed -n 's/^host: //p')
 
 say() { printf '%s\n' "$*" >&2; }
 
+# A run still there so long after its time hangs; machines under load are slow.
+hang_s=120
+
+# bounded SECONDS PROGRAM…: in this group of processes; in one of its own the terminal's Ctrl-C would not reach it.
+bounded() {
+    bound_s=$(($1 + hang_s))
+    shift
+    timeout --foreground --kill-after=5 "$bound_s" "$@" || {
+        say "ended with $?; 124 and 137 mean stopped after $bound_s s"
+        return 1
+    }
+}
+
 # `random` writes the seeds and lists the targets, whatever runs them.
 cargo build --quiet --release --no-default-features --bin random --target-dir "$target_dir/stable"
 random=$target_dir/stable/release/random
@@ -30,17 +43,20 @@ if [ "${VMFORK_FUZZ_STABLE:-}" != 1 ] && cargo +nightly --version >/dev/null 2>&
         cargo +nightly build --quiet --release --target "$triple" --target-dir "$target_dir/nightly"
     run() {
         mkdir -p "artifacts/$1" "corpus/$1"
-        "$target_dir/nightly/$triple/release/$1" "corpus/$1" -max_total_time="$2" \
+        bounded "$2" "$target_dir/nightly/$triple/release/$1" "corpus/$1" -max_total_time="$2" \
             -rss_limit_mb=1024 -timeout=10 -verbosity=0 -print_final_stats=1 \
             -artifact_prefix="artifacts/$1/"
     }
 else
     say "fuzz: no nightly toolchain or no C++ compiler (or told so): at random, ${seconds} s a target"
-    run() { "$random" run "$1" "$2"; }
+    run() { bounded "$2" "$random" run "$1" "$2"; }
 fi
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
+# On a signal dash goes without the trap above.
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
 
 # First that a bug would be found at all.
 if run planted 60 >"$log" 2>&1; then
