@@ -12,6 +12,7 @@
 //! | `huge` | `ok`: `madvise(MADV_HUGEPAGE)`, as QEMU does |
 //! | `race BLOCKS PAGE N` | `ok`, or `block B is 0`: N threads read that page of each block at once, as nearly as can be |
 //! | `block-userfaultfd` | `ok`: reads of the shim's userfaultfd wait from now on, as a hostile guest might have it |
+//! | `clutter SPARE` | `ok`: all but SPARE of the mappings that a process may have are used up |
 //! | `threads PAGE COUNT N` | `ok`: N threads read all the pages at once |
 
 #![allow(
@@ -76,6 +77,7 @@ fn main() {
                 let done = unsafe { libc::madvise(at, bytes, libc::MADV_HUGEPAGE) };
                 if done == 0 { "ok".to_owned() } else { "failed".to_owned() }
             }
+            "clutter" => clutter(number(1)),
             "block-userfaultfd" => block_userfaultfd(),
             "race" => race(ram, number(1), number(2), number(3)),
             "threads" => {
@@ -102,6 +104,27 @@ fn main() {
         println!("{answer}");
         std::io::stdout().flush().expect("stdout");
     }
+}
+
+fn clutter(spare: usize) -> String {
+    let mut pages = Vec::with_capacity(100_000);
+    for n in 0..pages.capacity() {
+        // Neighbours that differ don't become one.
+        let protection = if n % 2 == 0 { libc::PROT_NONE } else { libc::PROT_READ };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping that nobody uses.
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) };
+        if page == libc::MAP_FAILED {
+            break;
+        }
+        pages.push(page);
+    }
+    let full = pages.len() < pages.capacity();
+    for page in pages.into_iter().rev().take(spare) {
+        // SAFETY: made above.
+        unsafe { libc::munmap(page, PAGE) };
+    }
+    if full { "ok" } else { "there is no end" }.to_owned()
 }
 
 fn block_userfaultfd() -> String {

@@ -340,7 +340,12 @@ impl Keeper {
             let flags = MREMAP_MAYMOVE | MREMAP_FIXED;
             // SAFETY: the source is the mapping made just now, and the target lies in RAM, whose contents the
             // request gives up: nothing was installed there.
-            unsafe { sys::mremap(elsewhere, len, flags, at) }.map_err(|_| HALF_DONE)
+            let moved = unsafe { sys::mremap(elsewhere, len, flags, at) };
+            // SAFETY: advice that changes nothing: it is what every mapping begins with. It is refused where
+            // something is not mapped.
+            let is_whole = || unsafe { sys::madvise(at, len, libc::MADV_NORMAL) }.is_ok();
+            // A process with as many mappings as it may have is refused before anything has changed.
+            moved.map_err(|errno| if is_whole() { errno } else { HALF_DONE })
         });
         if moved.is_err() {
             // SAFETY: the mapping made above, of which nothing else knows.

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EngineOptions, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_tap_proto as proto;
@@ -139,7 +140,13 @@ impl FakeVm {
         writeln!(self.stdin, "{command}").expect("alive");
     }
 
+    /// The next answer; fails if there is none within a minute.
     pub fn receive(&mut self) -> String {
+        if self.stdout.buffer().is_empty() {
+            let mut fds = [PollFd::new(self.stdout.get_ref(), PollFlags::IN)];
+            let minute = Timespec { tv_sec: 60, tv_nsec: 0 };
+            assert_eq!(poll(&mut fds, Some(&minute)), Ok(1), "the fake VM hangs");
+        }
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("alive");
         line.trim_end().to_owned()
