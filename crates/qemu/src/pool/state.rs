@@ -94,7 +94,7 @@ impl<K> Entry<K> {
 }
 
 /// How long a shape's refill may be put off: those who hold the pool all the time get theirs from it, too.
-pub(super) const HOLD_MAX: Duration = Duration::from_secs(2);
+pub const HOLD_MAX: Duration = Duration::from_secs(2);
 
 /// The pool's mind. Entries are kept newest last.
 #[derive(Debug)]
