@@ -48,12 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     from harness import places, processes
 
     from . import scenarios
-    from .world import ROOT, World
+    from .world import ROOT, World, stolen_ms
 
     processes.become_subreaper()
     folder = options.out or ROOT / "out" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    stolen_before = stolen_ms()
     world = World(rounds=options.rounds, quick=options.quick)
     run = Run(describe(places.VMFORKD), world.figures, world.notes)
     run.host["rounds"] = f"{options.rounds}{', quick' if options.quick else ''}"
@@ -73,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
             write(run, folder)
     except KeyboardInterrupt:
         run.failures["the run"] = "broken off by Ctrl-C"
-    run.host["took"] = f"{time.monotonic() - begin:.0f} s"
+    took_s = time.monotonic() - begin
+    run.host["took"] = f"{took_s:.0f} s"
+    stolen = (stolen_ms() - stolen_before) / (took_s * 1000 * (os.cpu_count() or 1))
+    run.host["stolen"] = f"{stolen:.1%} of the processors' time, by the hypervisor"
     write(run, folder)
     sys.stdout.write(report.text(run))
     world.say(f"written to {folder}")
