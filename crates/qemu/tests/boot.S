@@ -48,14 +48,22 @@ outer:
  cmp $57,%al
  jbe 4f
  add $39,%al
-4: mov $0x3f8,%dx
- out %al,%dx
+4: call put
  mov %esi,%eax
  dec %ecx
  jnz 3b
  mov $10,%al
- out %al,%dx
+ call put
  jmp outer
+put: mov %al,%ah          # waits until the last character has gone, or this one would replace it
+ mov $0x3fd,%dx
+5: in %dx,%al
+ test $0x20,%al
+ jz 5b
+ mov %ah,%al
+ mov $0x3f8,%dx
+ out %al,%dx
+ ret
 bad: mov $0x3f8,%dx
  mov $'X',%al
  out %al,%dx

@@ -120,7 +120,14 @@ pub(crate) struct Counter {
 
 impl Counter {
     pub(crate) fn new(qemu: &Qemu) -> Self {
-        let serial = UnixStream::from(clone(&qemu.serial));
+        let mut serial = UnixStream::from(clone(&qemu.serial));
+        // Lines from before: what is read after them tells that the guest runs now.
+        serial.set_nonblocking(true).expect("a socket");
+        let began = Instant::now();
+        while matches!(serial.read(&mut [0; 1 << 16]), Ok(1..)) {
+            assert!(began.elapsed() < SOON, "the guest prints faster than it is read");
+        }
+        serial.set_nonblocking(false).expect("a socket");
         serial.set_read_timeout(Some(Duration::from_millis(100))).expect("a socket");
         Self { serial, text: String::new(), torn: true }
     }
