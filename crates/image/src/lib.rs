@@ -17,11 +17,13 @@
 #![deny(unsafe_code)]
 
 mod page;
+mod page_source;
 mod source;
 mod table;
 
 pub use page::{
     BLOCK_BYTES, BLOCK_PAGES, BlockIdx, PAGE_BYTES, PAGES_MAX, PageIdx, PageRange, RangeError,
 };
+pub use page_source::PageSource;
 pub use source::{ImageId, ImageIdError, Origin, Source};
 pub use table::{BlockView, MixedBlock, Owners, PageTable, Runs, TableError, TableSize};

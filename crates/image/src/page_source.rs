@@ -1,0 +1,25 @@
+//! Where an image's own pages can be read from besides its cache.
+
+use std::fmt::Debug;
+use std::io;
+
+use crate::{Origin, PageRange};
+
+/// A place that holds an image's own pages for good: a stored snapshot, another host.
+///
+/// Whoever reads knows neither which place it is nor what form pages have there. A source is asked by several
+/// threads at a time.
+pub trait PageSource: Debug + Send + Sync {
+    /// What kind of place it is.
+    fn origin(&self) -> Origin;
+
+    /// Pages that are best read together: those of an aligned window of so many. A power of two, 1 to 512.
+    fn unit_pages(&self) -> u64;
+
+    /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as long. May take as long
+    /// as a network does, but has a bound. What it returns has been verified.
+    ///
+    /// # Errors
+    /// The pages can't be had, or are not what was stored: says which, where, and why.
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
+}
