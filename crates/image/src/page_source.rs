@@ -16,6 +16,11 @@ pub trait PageSource: Debug + Send + Sync {
     /// Pages that are best read together: those of an aligned window of so many. A power of two, 1 to 512.
     fn unit_pages(&self) -> u64;
 
+    /// How many reads at a time that nobody waits for do it good: as many as it has processors or, far away, more.
+    fn reads_ahead(&self) -> usize {
+        2
+    }
+
     /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as long. May take as long
     /// as a network does, but has a bound. What it returns has been verified.
     ///

@@ -23,6 +23,9 @@ pub struct ImageCounters {
     pub drained_bytes: Counter,
     pub from_frozen_bytes: Counter,
     pub from_image_bytes: Counter,
+    pub from_stored_bytes: Counter,
+    /// Brought in before anyone asked: by a working set, a prediction, or to be independent of the store.
+    pub prefetched_bytes: Counter,
     /// Pages that its VM had written when it was frozen.
     pub frozen_pages: Counter,
     /// How long finding those took, in µs, all in.

@@ -22,7 +22,8 @@ pub fn collect_garbage(live: &[Arc<Engine>]) -> u64 {
     for engine in live {
         dead.extend(engine.image().ancestors());
     }
-    dead.retain(|_, image| !image.has_engine());
+    // A stored image may be served again, and would look for its pages where they were.
+    dead.retain(|_, image| !image.has_engine() && !image.is_stored());
     dead.values().map(|image| collect_from(image)).sum()
 }
 

@@ -124,6 +124,28 @@ impl Attachment {
     }
 }
 
+/// Tells what a VM has touched, without slowing it down and without its owner.
+#[derive(Debug)]
+pub struct TouchScan {
+    pagemap: Pagemap,
+    hva: u64,
+    pages: u64,
+}
+
+impl TouchScan {
+    /// Runs of pages that the VM has touched, read or written, to a precision of 16 pages; what was zero and was only
+    /// read is left out. Takes 1 ms per GiB.
+    ///
+    /// # Errors
+    /// The VM has gone.
+    pub fn touched(&self) -> io::Result<Vec<PageRange>> {
+        let mut touched = Vec::new();
+        self.pagemap
+            .scan_touched(self.hva, PageRange::first(self.pages), |run| touched.push(run))?;
+        Ok(touched)
+    }
+}
+
 /// The RAM of one QEMU. Dropping it ends that QEMU, if it still runs.
 #[derive(Debug)]
 pub struct GuestMemory {
@@ -288,6 +310,15 @@ impl GuestMemory {
             Held::Zero => sample.zero_pages += run.len(),
         })?;
         Ok(sample)
+    }
+
+    /// A look at what the VM has touched since its RAM was last made a view, by whoever; for as long as the VM runs.
+    ///
+    /// # Errors
+    /// The VM has gone.
+    pub fn touch_scan(&self) -> io::Result<TouchScan> {
+        let pagemap = Pagemap::open(self.keeper_pid)?;
+        Ok(TouchScan { pagemap, hva: self.hva, pages: self.pages })
     }
 
     /// Make the next freeze fail half-way, after the pages have moved, to test that they find their way back.

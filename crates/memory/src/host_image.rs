@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use vmfork_image::{ImageId, Origin, PageIdx, PageRange, PageTable};
+use vmfork_image::{
+    BLOCK_PAGES, BlockIdx, ImageId, Origin, PageIdx, PageRange, PageSource, PageTable, Source,
+    TableError,
+};
 
 use crate::cache::Cache;
 use crate::counters::ImageCounters;
@@ -26,6 +29,25 @@ pub struct PageLost {
     pub reason: String,
 }
 
+/// A run of pages by which a stored image differs from its base.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredRun {
+    /// Their bytes are in the store.
+    Own(PageRange),
+    Zero(PageRange),
+}
+
+/// A stored image can't be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("its base, image {base}, has no complete table of {pages} pages")]
+    Base { base: ImageId, pages: u64 },
+    #[error("its page table")]
+    Table(#[from] TableError),
+    #[error("a cache for it")]
+    Cache(#[source] io::Error),
+}
+
 /// An image on this host. Shared by its engine (which fills it), its views, and the images derived from it.
 #[derive(Debug)]
 pub struct HostImage {
@@ -33,6 +55,8 @@ pub struct HostImage {
     pages: u64,
     cache: Cache,
     frozen: Mutex<Option<Arc<FrozenRange>>>,
+    /// Of an image that was not frozen here but stored.
+    stored: Option<Arc<dyn PageSource>>,
     sealed: OnceLock<(PageTable, Homes)>,
     /// The images that the table or the homes name, without this one; while somebody may derive from it.
     ancestors: Mutex<Ancestors>,
@@ -68,16 +92,80 @@ impl HostImage {
     /// # Errors
     /// No memory or no fds left.
     pub(crate) fn new(id: ImageId, pages: u64) -> io::Result<Self> {
+        Self::with_source(id, pages, None)
+    }
+
+    fn with_source(
+        id: ImageId,
+        pages: u64,
+        stored: Option<Arc<dyn PageSource>>,
+    ) -> io::Result<Self> {
         Ok(Self {
             id,
             pages,
             cache: Cache::new(&format!("vmfork-{id}"), pages)?,
             frozen: Mutex::new(None),
+            stored,
             sealed: OnceLock::new(),
             ancestors: Mutex::default(),
             needed_by: Mutex::default(),
             counters: ImageCounters::default(),
         })
+    }
+
+    /// An image whose own pages are in `source`: `own` and `zero` are the runs by which it differs from `base`, or
+    /// from zeros without one. [`crate::Engine::serve`] brings it to VMs.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn stored(
+        id: ImageId,
+        pages: u64,
+        runs: impl IntoIterator<Item = StoredRun>,
+        base: Option<&Arc<Self>>,
+        source: Arc<dyn PageSource>,
+    ) -> Result<Arc<Self>, OpenError> {
+        let (base_table, mut homes, mut ancestors) = match base {
+            None => {
+                let zeros = PageTable::uniform(pages, Source::Zero);
+                (zeros, Homes::none(pages), Ancestors::new())
+            }
+            Some(base) => {
+                let sealed = base.sealed.get().filter(|(table, _)| table.pages() == pages);
+                let (table, homes) = sealed.ok_or(OpenError::Base { base: base.id, pages })?;
+                let mut ancestors = base.ancestors();
+                ancestors.insert(base.id, Arc::clone(base));
+                (table.clone(), homes.clone(), ancestors)
+            }
+        };
+        let changes = runs.into_iter().map(|run| match run {
+            StoredRun::Own(range) => (range, Source::Image(id)),
+            StoredRun::Zero(range) => (range, Source::Zero),
+        });
+        let table = base_table.derive(changes)?;
+        for block in (0..pages.div_ceil(BLOCK_PAGES)).map(BlockIdx) {
+            if !table.same_block(&base_table, block) {
+                homes.set(block, id);
+            }
+        }
+        let image = Self::with_source(id, pages, Some(source)).map_err(OpenError::Cache)?;
+        ancestors = image.seal(table, homes, ancestors);
+        tracing::debug!(image = %id, ancestors = ancestors.len(), "stored image opened");
+        Ok(Arc::new(image))
+    }
+
+    /// Whether its own pages are in a store, so that they can be read again and again.
+    pub fn is_stored(&self) -> bool {
+        self.stored.is_some()
+    }
+
+    pub(crate) fn source(&self) -> Option<&Arc<dyn PageSource>> {
+        self.stored.as_ref()
+    }
+
+    /// Whether reading pages of its own takes as long as a disk or a network does.
+    pub(crate) fn is_far(&self, range: PageRange) -> bool {
+        self.stored.is_some() && self.cache.presence().count(range) < range.len()
     }
 
     pub fn id(&self) -> ImageId {
@@ -132,8 +220,12 @@ impl HostImage {
         ancestors
     }
 
-    /// The engine has ended: nobody will derive from this image any more. Ancestors that only it knew go.
+    /// The engine has ended: nobody will derive from this image any more. Ancestors that only it knew go. (Of a
+    /// stored image, which may be served again, they stay.)
     pub(crate) fn retire(&self) {
+        if self.is_stored() {
+            return;
+        }
         let gone = std::mem::take(&mut *lock(&self.ancestors));
         drop(gone); // not under the lock
     }
@@ -148,6 +240,34 @@ impl HostImage {
     /// The live engines that depend on this image.
     pub(crate) fn needed_by(&self) -> Vec<Arc<Reach>> {
         lock(&self.needed_by).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// In whose caches the pages of `range` belong that are absent there, and not zero: each in that of its block's
+    /// home. Nothing while the table is not complete.
+    pub(crate) fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
+        let Some((table, homes)) = self.sealed.get() else { return Vec::new() };
+        let ancestors = lock(&self.ancestors);
+        let mut places = Vec::new();
+        for (block, piece) in range.by_block() {
+            let home = match homes.get(block) {
+                Some(id) if id != self.id => ancestors.get(&id),
+                Some(_) => Some(self),
+                None => None,
+            };
+            let Some(home) = home else { continue };
+            for (run, _) in table.runs(piece).filter(|(_, source)| *source != Source::Zero) {
+                let presence = home.cache().presence();
+                let mut rest = run;
+                while !rest.is_empty() {
+                    let (same, present) = presence.run(rest);
+                    if !present {
+                        places.push((Arc::clone(home), same));
+                    }
+                    rest = rest.from_page(same.end());
+                }
+            }
+        }
+        places
     }
 
     /// Whether somebody holds this image's own engine.
@@ -166,6 +286,37 @@ impl HostImage {
 
     pub(crate) fn frozen(&self) -> Option<Arc<FrozenRange>> {
         lock(&self.frozen).clone()
+    }
+
+    /// Read pages by the image's table, whoever owns them; nothing comes into a cache. From any thread, but not
+    /// after the engine of an image that was frozen here has ended.
+    ///
+    /// # Errors
+    /// [`PageLost`]; also while the table is not complete.
+    pub fn read(&self, range: PageRange, bytes: &mut [u8]) -> Result<(), PageLost> {
+        let table = self.table().ok_or_else(|| {
+            self.lost(range.start(), "what the VM had written is not known yet".to_owned())
+        })?;
+        if bytes.len() as u64 != range.byte_len() || !table.range().covers(&range) {
+            return Err(self.lost(range.start(), format!("{range} is not what was asked for")));
+        }
+        for (run, source) in table.runs(range) {
+            let from = usize::try_from(run.byte_offset() - range.byte_offset()).unwrap_or(0);
+            let len = usize::try_from(run.byte_len()).unwrap_or(0);
+            let part = &mut bytes[from..from + len];
+            match source {
+                Source::Zero => part.fill(0),
+                Source::Image(id) if id == self.id => {
+                    self.read_owned(run, part)?;
+                }
+                Source::Image(id) => {
+                    let owner = lock(&self.ancestors).get(&id).cloned();
+                    let gone = || self.lost(run.start(), format!("its owner {id} has gone"));
+                    owner.ok_or_else(gone)?.read_owned(run, part)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Read pages whose bytes are this image's own. → where they were.
@@ -187,7 +338,7 @@ impl HostImage {
             let (from, len) = from.and_then(|from| len.map(|len| (from, len))).unwrap_or((0, 0));
             read(&mut bytes.borrow_mut()[from..from + len])
         };
-        handover::read(
+        let origin = handover::read(
             self.cache.presence(),
             range,
             |run| {
@@ -195,13 +346,21 @@ impl HostImage {
                     .map_err(|error| format!("cache: {error}"))
             },
             |run| {
+                if let Some(stored) = &self.stored {
+                    return with(run, &|part| stored.read(run, part))
+                        .map_err(|error| format!("{}: {error}", stored.origin()));
+                }
                 let frozen = self.frozen().ok_or("nothing holds it any more")?;
                 with(run, &|part| frozen.read(run, part)).map_err(|error| {
                     format!("frozen at {:#x}: {error}", frozen.address_of(run.start()))
                 })
             },
         )
-        .map_err(|(page, reason)| self.lost(page, reason))
+        .map_err(|(page, reason)| self.lost(page, reason))?;
+        Ok(match &self.stored {
+            Some(stored) if origin == Origin::Frozen => stored.origin(),
+            _ => origin,
+        })
     }
 
     fn lost(&self, page: PageIdx, reason: String) -> PageLost {

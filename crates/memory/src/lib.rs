@@ -44,10 +44,10 @@ pub use counters::{Counter, ImageCounters, ViewCounters};
 pub use engine::{Engine, EngineError, EngineEvent, EngineOptions, EventSink};
 pub use garbage::collect_garbage;
 pub use guest_memory::{
-    Attachment, ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample,
+    Attachment, ConnectError, FreezeError, FreezeTimes, GuestMemory, MemorySample, TouchScan,
     USERFAULTFD_DEVICE,
 };
-pub use host_image::{HostImage, PageLost};
+pub use host_image::{HostImage, OpenError, PageLost, StoredRun};
 pub use presence::Presence;
 pub use tap::{ShimEnds, Tap, TapError};
 pub use uffd::Uffd;

@@ -27,6 +27,13 @@ pub(crate) enum Held {
     Zero,
 }
 
+/// Which pages a scan is about: mapped ones without a category, told apart by another.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    without: u32,
+    told: u32,
+}
+
 /// `/proc/PID/pagemap` of a process.
 #[derive(Debug)]
 pub(crate) struct Pagemap {
@@ -51,6 +58,36 @@ impl Pagemap {
         range: PageRange,
         mut found: impl FnMut(PageRange, Held),
     ) -> io::Result<()> {
+        let not_file = Wanted { without: PAGE_IS_FILE, told: PAGE_IS_PFNZERO };
+        self.regions(base, range, not_file, |run, categories| {
+            let zero = categories & u64::from(PAGE_IS_PFNZERO) != 0;
+            found(run, if zero { Held::Zero } else { Held::Private });
+        })
+    }
+
+    /// Calls `found` for each run of pages that the process has mapped, be they the file's or its own; zero pages
+    /// are left out. Where the file has pages in memory, a read maps those around it, too (64 KiB, Linux's
+    /// fault-around), so that it is known to 16 pages what was touched.
+    ///
+    /// # Errors
+    /// As [`Pagemap::scan`].
+    pub(crate) fn scan_touched(
+        &self,
+        base: u64,
+        range: PageRange,
+        mut found: impl FnMut(PageRange),
+    ) -> io::Result<()> {
+        let not_zero = Wanted { without: PAGE_IS_PFNZERO, told: 0 };
+        self.regions(base, range, not_zero, |run, _| found(run))
+    }
+
+    fn regions(
+        &self,
+        base: u64,
+        range: PageRange,
+        wanted: Wanted,
+        mut found: impl FnMut(PageRange, u64),
+    ) -> io::Result<()> {
         let mut regions = [page_region { start: 0, end: 0, categories: 0 }; REGIONS];
         let end = base + range.end().byte_offset();
         let mut next = base + range.byte_offset();
@@ -64,10 +101,10 @@ impl Pagemap {
                 vec: (&raw mut regions).expose_provenance() as u64,
                 vec_len: REGIONS as u64,
                 max_pages: 0,
-                category_inverted: u64::from(PAGE_IS_FILE),
-                category_mask: u64::from(PAGE_IS_FILE),
+                category_inverted: u64::from(wanted.without),
+                category_mask: u64::from(wanted.without),
                 category_anyof_mask: u64::from(PAGE_IS_PRESENT | PAGE_IS_SWAPPED),
-                return_mask: u64::from(PAGE_IS_PFNZERO),
+                return_mask: u64::from(wanted.told),
             };
             // SAFETY:
             // - The file is an open pagemap.
@@ -79,11 +116,7 @@ impl Pagemap {
             for region in &regions[..count.min(REGIONS)] {
                 let first = PageIdx((region.start - base) / PAGE_BYTES);
                 let last = PageIdx((region.end - base) / PAGE_BYTES);
-                let zero = region.categories & u64::from(PAGE_IS_PFNZERO) != 0;
-                found(
-                    PageRange::between(first, last),
-                    if zero { Held::Zero } else { Held::Private },
-                );
+                found(PageRange::between(first, last), region.categories);
             }
             if argument.walk_end <= next {
                 return Err(io::Error::other("PAGEMAP_SCAN makes no progress"));

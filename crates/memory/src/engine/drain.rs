@@ -8,7 +8,7 @@
 //! The scheduler's [`vmfork_policy::Drain`] says which pages; what is kept here is how far originals may be
 //! given back, which holds for as long as the drain goes through the image in order and none of it fails.
 
-use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable};
+use vmfork_image::{BLOCK_PAGES, Origin, PageIdx, PageRange, PageTable};
 
 use crate::host_image::{HostImage, PageLost};
 use crate::presence::Presence;
@@ -96,9 +96,10 @@ pub(super) fn fill(
     buffer: &mut Vec<u8>,
 ) -> Result<(), PageLost> {
     let is_cached = owner.cache().presence().count(range) == range.len();
+    let mut origin = Origin::Cache;
     if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
         buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
-        owner.read_owned(range, buffer)?;
+        origin = owner.read_owned(range, buffer)?;
         image.cache().write(range, buffer).map_err(|error| PageLost {
             page: range.start(),
             image: image.id(),
@@ -106,10 +107,10 @@ pub(super) fn fill(
         })?;
     }
     image.cache().presence().set(range);
-    let counter = if std::ptr::eq(image, owner) {
-        &image.counters.from_frozen_bytes
-    } else {
-        &image.counters.from_image_bytes
+    let counter = match origin {
+        Origin::Chunk => &image.counters.from_stored_bytes,
+        _ if std::ptr::eq(image, owner) => &image.counters.from_frozen_bytes,
+        _ => &image.counters.from_image_bytes,
     };
     counter.add(range.byte_len());
     Ok(())

@@ -3,6 +3,7 @@
 mod answer;
 mod derive;
 mod drain;
+mod fetchers;
 mod pace;
 mod poller;
 mod worker;
@@ -14,8 +15,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use std::{fmt, io};
 
-use vmfork_image::{ImageId, PageTable, Source};
-use vmfork_policy::ViewId;
+use vmfork_image::{ImageId, PageRange, PageTable, Source};
+use vmfork_policy::{Background, ViewId};
 
 use self::poller::Bell;
 use crate::frozen::FrozenRange;
@@ -84,6 +85,17 @@ enum Command {
         id: ViewId,
         /// Gets the view back. Whatever it maps of others' caches stays until that is dropped.
         view: SyncSender<View>,
+    },
+    AddPolicy {
+        policy: Box<dyn Background>,
+    },
+    AllowPrefetch {
+        allow: bool,
+    },
+    /// Somebody else has put pages into the cache of an image.
+    PagesCame {
+        image: Arc<HostImage>,
+        range: PageRange,
     },
     /// For tests of what a bug in the engine does to others.
     Panic,
@@ -168,6 +180,38 @@ impl Engine {
             }
         };
         let image = Arc::new(HostImage::new(id, pages).map_err(EngineError::Start)?);
+        let engine = Self::start(image, (base_table, base_homes, ancestors), options, events)?;
+        // Its ancestors, too, were kept until here.
+        if let Some(base) = base.filter(|base| !base.has_engine()) {
+            return Err(EngineError::Gone { image: base.id() });
+        }
+        Ok(engine)
+    }
+
+    /// Start an engine for a stored image ([`HostImage::stored`]). There may be one of it at a time.
+    ///
+    /// # Errors
+    /// The image was frozen here, or has an engine; or the host lacks memory, fds or threads.
+    pub fn serve(
+        image: Arc<HostImage>,
+        options: &EngineOptions,
+        events: EventSink,
+    ) -> Result<Self, EngineError> {
+        let sealed = image.table().zip(image.homes()).filter(|_| image.is_stored());
+        let (table, homes) = sealed.ok_or(EngineError::NotSealed { image: image.id() })?;
+        let known = (table.clone(), homes.clone(), image.ancestors());
+        let engine = Self::start(image, known, options, events)?;
+        engine.progress.update(|reached| (reached.sealed, reached.drained) = (true, true));
+        Ok(engine)
+    }
+
+    fn start(
+        image: Arc<HostImage>,
+        (base_table, base_homes, ancestors): (PageTable, Homes, Ancestors),
+        options: &EngineOptions,
+        events: EventSink,
+    ) -> Result<Self, EngineError> {
+        let id = image.id();
         let reach = Arc::new(Reach {
             image: Arc::clone(&image),
             base_table: base_table.clone(),
@@ -175,10 +219,6 @@ impl Engine {
         });
         for needed in ancestors.values().chain([&image]) {
             needed.add_reach(&reach);
-        }
-        // Its ancestors, too, were kept until here.
-        if let Some(base) = base.filter(|base| !base.has_engine()) {
-            return Err(EngineError::Gone { image: base.id() });
         }
         let bell = Bell::new().map_err(EngineError::Start)?;
         let (commands, inbox) = channel();
@@ -216,6 +256,37 @@ impl Engine {
             })
             .map_err(EngineError::Start)?;
         Ok(Self { reach, commands: Mutex::new(commands), bell, progress })
+    }
+
+    /// Have a policy propose what to fetch before anyone asks, until all it wants is there.
+    pub fn prefetch(&self, policy: Box<dyn Background>) {
+        let _ended = self.send(Command::AddPolicy { policy });
+    }
+
+    /// Whether anything is fetched before anyone asks: not while the host has no memory for it.
+    pub fn allow_prefetch(&self, allow: bool) {
+        let _ended = self.send(Command::AllowPrefetch { allow });
+    }
+
+    /// Put pages, with their bytes by the image's table, where its views look for them; those that are zero, or there,
+    /// are left out. May be called from any thread, also before there is a view. → how many pages came.
+    ///
+    /// # Errors
+    /// The host is out of memory.
+    pub fn insert(&self, range: PageRange, bytes: &[u8]) -> io::Result<u64> {
+        let mut came = 0;
+        for (image, run) in self.image().places(range) {
+            let from = usize::try_from(run.byte_offset() - range.byte_offset());
+            let len = usize::try_from(run.byte_len());
+            let part = from.ok().zip(len.ok()).and_then(|(from, len)| bytes.get(from..from + len));
+            let part = part.ok_or(io::ErrorKind::InvalidInput)?;
+            image.cache().write(run, part)?;
+            image.cache().presence().set(run);
+            image.counters.prefetched_bytes.add(run.byte_len());
+            came += run.len();
+            let _ended = self.send(Command::PagesCame { image, range: run });
+        }
+        Ok(came)
     }
 
     pub fn image(&self) -> &Arc<HostImage> {

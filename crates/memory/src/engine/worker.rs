@@ -7,12 +7,13 @@
 //!     └── one step of the background, if it is due ◄── Scheduler::next, until nobody waits
 //! ```
 
+mod prefetch;
 mod serve;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
@@ -20,6 +21,7 @@ use vmfork_policy::{Config, Scheduler, ViewId};
 
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
+use super::fetchers::{Fetched, Fetchers};
 use super::pace::Pace;
 use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
@@ -36,7 +38,7 @@ const COPY_SHARE: u64 = 4;
 /// What a worker is made of.
 pub(super) struct Start {
     pub(super) image: Arc<HostImage>,
-    /// Of the image that the VM began from.
+    /// Of the image that the VM began from; of a stored image, its own.
     pub(super) base_table: PageTable,
     pub(super) base_homes: Homes,
     pub(super) ancestors: Ancestors,
@@ -75,6 +77,9 @@ pub(super) struct Worker {
     others: BTreeMap<ImageId, Scheduler<CachePresence>>,
     unit_pages: u64,
     drain: drain::Progress,
+    ahead: Ahead,
+    fetchers: Fetchers,
+    fetched: Receiver<Fetched>,
     views: BTreeMap<ViewId, View>,
     commands: Receiver<Command>,
     bell: Bell,
@@ -87,6 +92,15 @@ pub(super) struct Worker {
     faults: Vec<Fault>,
     /// Views that were reported lost.
     lost: BTreeSet<ViewId>,
+}
+
+/// How it stands with what is fetched before anyone asks.
+#[derive(Debug)]
+struct Ahead {
+    /// A policy may have something to propose.
+    may_have_more: bool,
+    /// The host has memory for it.
+    is_allowed: bool,
 }
 
 /// A view's VM touched a page that is missing there.
@@ -116,14 +130,24 @@ impl Worker {
     /// No fds or memory left.
     pub(super) fn new(start: Start) -> io::Result<Self> {
         let scheduler = scheduler(&start.image, start.base_table, start.unit_pages)?;
+        let phase = match start.image.is_stored() {
+            true => Phase::Sealed,
+            false => Phase::Waiting { base_homes: start.base_homes },
+        };
+        let (done, fetched) = channel();
+        let fetchers =
+            Fetchers::new(format!("fetch-{}", start.image.id()), done, start.bell.clone());
         Ok(Self {
             image: start.image,
             ancestors: start.ancestors,
-            phase: Phase::Waiting { base_homes: start.base_homes },
+            phase,
             scheduler,
             others: BTreeMap::new(),
             unit_pages: start.unit_pages,
             drain: drain::Progress::default(),
+            ahead: Ahead { may_have_more: false, is_allowed: true },
+            fetchers,
+            fetched,
             views: BTreeMap::new(),
             commands: start.commands,
             poller: Poller::new(&start.bell)?,
@@ -149,6 +173,7 @@ impl Worker {
             if ready.commands {
                 self.bell.silence();
                 self.take_commands();
+                self.take_fetched();
             }
             for id in &ready.broken {
                 self.report_lost(*id, "its userfaultfd was tampered with".to_owned());
@@ -175,7 +200,7 @@ impl Worker {
     fn has_background(&self) -> bool {
         match self.phase {
             Phase::Deriving { .. } => true,
-            Phase::Sealed => self.drain.is_running(),
+            Phase::Sealed => self.drain.is_running() || self.has_prefetch(),
             Phase::Waiting { .. } | Phase::Failed { .. } => false,
         }
     }
@@ -195,6 +220,9 @@ impl Worker {
                         let _waited_for = back.send(view);
                     }
                 }
+                Ok(Command::AddPolicy { policy }) => self.add_policy(policy),
+                Ok(Command::AllowPrefetch { allow }) => self.ahead.is_allowed = allow,
+                Ok(Command::PagesCame { image, range }) => self.pages_came(&image, range),
                 Ok(Command::Panic) => panic!("injected"),
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => {
                     self.stopping = true;
@@ -289,7 +317,8 @@ impl Worker {
                     }
                 }
             }
-            Phase::Sealed => self.drain_step(),
+            Phase::Sealed if self.drain.is_running() => self.drain_step(),
+            Phase::Sealed => self.prefetch_step(),
             Phase::Waiting { .. } | Phase::Failed { .. } => {}
         }
     }
@@ -359,12 +388,20 @@ fn scheduler(
     table: PageTable,
     unit_pages: u64,
 ) -> io::Result<Scheduler<CachePresence>> {
-    let config = Config {
+    let mut config = Config {
         unit_pages,
         copy_unit_pages: (unit_pages / COPY_SHARE).max(1),
         image: Some(image.id()),
         ..Config::default()
     };
+    if let Some(source) = image.source() {
+        // What is read, and decompressed, as a whole is best used as a whole; of an ancestor's pages, too, which
+        // then come from its store.
+        config.unit_pages = source.unit_pages().clamp(1, 512);
+        config.copy_unit_pages = config.unit_pages;
+        config.background_fetches_max =
+            source.reads_ahead().clamp(1, config.fetches_max.saturating_sub(1));
+    }
     Scheduler::new(table, CachePresence(Arc::clone(image)), config)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
 }

@@ -4,4 +4,5 @@ mod common;
 mod faults;
 mod generations;
 mod shim;
+mod stored;
 mod views;

@@ -4,8 +4,8 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::sync::Arc;
 
-use vmfork_image::{ImageId, PageIdx, PageRange, Source};
-use vmfork_policy::{Fetch, Outcome, Reason, Scheduler, ViewId};
+use vmfork_image::{ImageId, PageIdx, PageRange};
+use vmfork_policy::{Fetch, Outcome, Scheduler, ViewId};
 
 use super::super::answer::{Answer, Held, Sight};
 use super::super::drain;
@@ -86,7 +86,7 @@ impl Worker {
         Ok(())
     }
 
-    fn wake(&self, id: ViewId, range: PageRange) {
+    pub(super) fn wake(&self, id: ViewId, range: PageRange) {
         if let Some(view) = self.views.get(&id) {
             view.wake(range);
         }
@@ -122,6 +122,7 @@ impl Worker {
     fn queue(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Result<(), String> {
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         view.touch(page.block());
+        self.ahead.may_have_more = true; // a policy may learn from it
         let outcome = match self.scheduler_of(image) {
             Some(scheduler) => scheduler.on_fault(id, page),
             None => return Err(format!("page {page}: image {image} is not on this host")),
@@ -141,7 +142,7 @@ impl Worker {
         Ok(())
     }
 
-    fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
+    pub(super) fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
         if image == self.image.id() {
             return Some(&mut self.scheduler);
         }
@@ -220,6 +221,10 @@ impl Worker {
         let missing = |id: ImageId| format!("page {page}: image {id} is not on this host");
         let home = find(home).ok_or_else(|| missing(home))?;
         let owner = find(owner).ok_or_else(|| missing(owner))?;
+        if owner.is_far(page.range()) {
+            // This thread does not wait for a store.
+            return self.queue(id, page, home.id());
+        }
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         let ahead = if view.writes_on(page) { (self.unit_pages / COPY_SHARE).max(1) } else { 1 };
         let within =
@@ -236,7 +241,7 @@ impl Worker {
             return Ok(());
         }
         self.buffer.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
-        if owner.read_owned(run, &mut self.buffer).is_err() {
+        if owner.is_far(run) || owner.read_owned(run, &mut self.buffer).is_err() {
             // Of several, a bad neighbour must not stop the view.
             run = page.range();
             self.buffer.truncate(usize::try_from(run.byte_len()).unwrap_or(0));
@@ -255,57 +260,35 @@ impl Worker {
         view.counters.zero.add(1);
     }
 
-    /// Bring pages into the cache of an image, and tell who waits for them.
+    /// Bring pages into the cache of an image, and tell who waits for them; at once, or when they have come.
     pub(super) fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
-        let range = fetch.range;
-        let is_demand = fetch.reason == Reason::Demand;
-        let outcome = self.bring(image, range, fetch.source);
-        let Some(scheduler) = self.scheduler_of(image.id()) else { return };
-        match outcome {
-            Ok(()) => {
-                let mut waited = scheduler.on_filled(range);
-                waited.sort_unstable();
-                waited.dedup_by_key(|(view, _)| *view);
-                for (id, _) in waited {
-                    self.wake(id, range);
-                }
-                if is_demand {
-                    image.counters.demand_bytes.add(range.byte_len());
-                } else {
-                    image.counters.drained_bytes.add(range.byte_len());
-                    self.drain.on_filled(range);
-                }
-            }
-            Err(lost) => {
-                for (id, _) in scheduler.on_failed(range) {
-                    self.report_lost(id, lost.to_string());
-                }
-                if !is_demand {
-                    self.drain.on_failed();
-                }
-            }
+        if self.send_for(image, fetch) {
+            return;
         }
+        let outcome = self.bring(image, fetch);
+        self.settle(image, fetch, outcome);
     }
 
-    fn bring(
-        &mut self,
-        image: &Arc<HostImage>,
-        range: PageRange,
-        source: Source,
-    ) -> Result<(), PageLost> {
-        let lost = |reason: &str| PageLost {
+    /// Whose the pages of a fetch into the cache of `image` are; `None`: nobody's on this host.
+    pub(super) fn owner_of(&self, image: &Arc<HostImage>, fetch: Fetch) -> Option<Arc<HostImage>> {
+        let id = fetch.source.image()?;
+        let owner = if id == image.id() {
+            image
+        } else if id == self.image.id() {
+            &self.image
+        } else {
+            self.ancestors.get(&id)?
+        };
+        Some(Arc::clone(owner))
+    }
+
+    fn bring(&mut self, image: &Arc<HostImage>, fetch: Fetch) -> Result<(), PageLost> {
+        let range = fetch.range;
+        let owner = self.owner_of(image, fetch).ok_or_else(|| PageLost {
             page: range.start(),
             image: image.id(),
-            reason: reason.to_owned(),
-        };
-        let owner = match source {
-            Source::Zero => return Err(lost("it is zero, and never fetched")),
-            Source::Image(id) if id == image.id() => image,
-            Source::Image(id) => match self.ancestors.get(&id) {
-                Some(owner) => owner,
-                None => return Err(lost(&format!("its owner {id} is not on this host"))),
-            },
-        };
-        drain::fill(image, owner, range, &mut self.buffer)
+            reason: format!("its owner ({}) is not on this host", fetch.source),
+        })?;
+        drain::fill(image, &owner, range, &mut self.buffer)
     }
 }

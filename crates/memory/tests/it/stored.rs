@@ -1,0 +1,299 @@
+//! Images that are in a store: served from there, on top of one another, forked, and brought in before anyone asks.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageRange, PageSource, Source};
+use vmfork_memory::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
+use vmfork_tap_proto::Role;
+
+use crate::common::{Events, FakeVm, PAGE_BYTES, await_event, clone_of, freeze, needs_userfaultfd};
+
+const SECONDS: Duration = Duration::from_secs(20);
+const PAGES: u64 = 4 * BLOCK_PAGES;
+
+/// What a read does besides reading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mood {
+    Well,
+    /// Waits, 20 s at most, until so many reads are under way at once.
+    Together(usize),
+    /// Reads that touch this page fail.
+    FailsAt(u64),
+    PanicsAt(u64),
+}
+
+/// A store in memory.
+#[derive(Debug)]
+struct Fake {
+    content: Vec<u8>,
+    mood: Mood,
+    under_way: Mutex<usize>,
+    changed: Condvar,
+    pages_read: AtomicU64,
+}
+
+impl Fake {
+    fn new(content: Vec<u8>, mood: Mood) -> Arc<Self> {
+        let (under_way, changed) = (Mutex::new(0), Condvar::new());
+        Arc::new(Self { content, mood, under_way, changed, pages_read: AtomicU64::new(0) })
+    }
+
+    fn pages_read(&self) -> u64 {
+        self.pages_read.load(Ordering::Relaxed)
+    }
+}
+
+impl PageSource for Fake {
+    fn origin(&self) -> Origin {
+        Origin::Chunk
+    }
+
+    fn unit_pages(&self) -> u64 {
+        32
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        match self.mood {
+            Mood::Well => {}
+            Mood::Together(count) => {
+                let mut under_way = self.under_way.lock().expect("not poisoned");
+                *under_way += 1;
+                self.changed.notify_all();
+                let outcome = self.changed.wait_timeout_while(under_way, SECONDS, |n| *n < count);
+                assert!(!outcome.expect("not poisoned").1.timed_out(), "reads go one by one");
+            }
+            Mood::FailsAt(page) if range.contains(PageIdx(page)) => {
+                return Err(io::Error::other("chunk 77 has been flipped"));
+            }
+            Mood::PanicsAt(page) => assert!(!range.contains(PageIdx(page)), "in this test"),
+            Mood::FailsAt(_) => {}
+        }
+        self.pages_read.fetch_add(range.len(), Ordering::Relaxed);
+        let from = usize::try_from(range.byte_offset()).expect("small");
+        bytes.copy_from_slice(&self.content[from..from + bytes.len()]);
+        Ok(())
+    }
+}
+
+/// All bytes of an image, and the runs by which it differs from `base`.
+fn copy_of(engine: &Engine, base: Option<&HostImage>) -> (Vec<u8>, Vec<StoredRun>) {
+    assert!(engine.wait_sealed(SECONDS), "sealed");
+    let image = engine.image();
+    let all = PageRange::first(image.pages());
+    let mut content = vec![0; usize::try_from(all.byte_len()).expect("small")];
+    image.read(all, &mut content).expect("all there");
+    let table = image.table().expect("sealed");
+    let zeros = vmfork_image::PageTable::uniform(image.pages(), Source::Zero);
+    let before = base.map_or(&zeros, |base| base.table().expect("sealed"));
+    let differs = |page: &PageIdx| table.get(*page) != before.get(*page);
+    let runs = all.pages().filter(differs).map(|page| match table.lookup(page) {
+        Source::Zero => StoredRun::Zero(page.range()),
+        Source::Image(_) => StoredRun::Own(page.range()),
+    });
+    (content, runs.collect())
+}
+
+fn next_id() -> ImageId {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 32);
+    ImageId::new(NEXT.fetch_add(1, Ordering::Relaxed)).expect("not 0")
+}
+
+fn open(runs: &[StoredRun], base: Option<&Arc<HostImage>>, source: &Arc<Fake>) -> Arc<HostImage> {
+    let source: Arc<dyn PageSource> = Arc::<Fake>::clone(source);
+    let pages = base.map_or(PAGES, |base| base.pages());
+    HostImage::stored(next_id(), pages, runs.iter().copied(), base, source).expect("opened")
+}
+
+fn serve(image: &Arc<HostImage>) -> (Arc<Engine>, Events) {
+    let events = Events::default();
+    let sink = Arc::clone(&events);
+    let engine = Engine::serve(
+        Arc::clone(image),
+        &EngineOptions::default(),
+        Arc::new(move |event| sink.lock().expect("not poisoned").push_back(event)),
+    );
+    (Arc::new(engine.expect("engine")), events)
+}
+
+/// A VM with something in half of its memory, and a store that has it.
+fn stored(mood: Mood) -> (Vec<u64>, Arc<Fake>, Arc<HostImage>) {
+    let mut parent = FakeVm::start(PAGES, Role::Boot);
+    parent.ask("fill 100 1024 1");
+    let engine = freeze(&mut parent, 16);
+    let expected = parent.sums(0, PAGES);
+    let (content, runs) = copy_of(&engine, None);
+    let source = Fake::new(content, mood);
+    let image = open(&runs, None, &source);
+    (expected, source, image)
+}
+
+#[test]
+fn vms_of_a_stored_image_read_what_was_stored_and_share_it() {
+    needs_userfaultfd!();
+    let (expected, source, image) = stored(Mood::Well);
+    let (engine, _) = serve(&image);
+    let (mut one, mut two) = (clone_of(&engine), clone_of(&engine));
+    one.ask("poke 200 9");
+    assert_eq!(two.sums(0, PAGES), expected);
+    let after = one.sums(0, PAGES);
+    assert_ne!(after[200], expected[200], "what a VM writes is its own");
+    assert_eq!(after[..200], expected[..200]);
+    assert_eq!(source.pages_read(), 1024, "each page once, and no zeros");
+    let counters = image.counters();
+    assert_eq!(counters.from_stored_bytes.get(), 1024 * PAGE_BYTES);
+    assert_eq!(counters.from_frozen_bytes.get(), 0);
+}
+
+#[test]
+fn what_is_slow_to_read_is_read_side_by_side() {
+    needs_userfaultfd!();
+    let (expected, _, image) = stored(Mood::Together(3));
+    let (engine, _) = serve(&image);
+    let mut vms: Vec<_> = (0..3).map(|_| clone_of(&engine)).collect();
+    for (vm, page) in vms.iter_mut().zip([128, 256, 384]) {
+        vm.send(&format!("sum {page} 1"));
+    }
+    for (vm, page) in vms.iter_mut().zip([128, 256, 384]) {
+        assert_eq!(u64::from_str_radix(&vm.receive(), 16), Ok(expected[page]));
+    }
+}
+
+#[test]
+fn a_page_that_can_not_be_read_costs_the_vms_that_touch_it_and_no_others() {
+    needs_userfaultfd!();
+    for mood in [Mood::FailsAt(300), Mood::PanicsAt(300)] {
+        let (expected, _, image) = stored(mood);
+        let (engine, events) = serve(&image);
+        let (mut lost, mut well) = (clone_of(&engine), clone_of(&engine));
+        let id = lost.memory().attachment().view_id().expect("attached");
+        lost.send("sum 300 1");
+        let (view, reason) = await_event(&events, |event| match event {
+            EngineEvent::ViewLost { view, reason, .. } => Some((*view, reason.clone())),
+            _ => None,
+        });
+        assert_eq!(view, id);
+        let words = if mood == Mood::FailsAt(300) { "has been flipped" } else { "in this test" };
+        assert!(reason.contains("page 300 of image") && reason.contains(words), "{reason}");
+        // Neighbours of the same unit can be had.
+        assert_eq!(well.sums(299, 1), expected[299..300]);
+        assert_eq!(well.sums(301, 400), expected[301..701]);
+    }
+}
+
+#[test]
+fn a_delta_is_served_from_both_stores() {
+    needs_userfaultfd!();
+    let (expected, base_source, base) = stored(Mood::Well);
+    let (engine, _) = serve(&base);
+    let mut vm = clone_of(&engine);
+    vm.ask("poke 105 7");
+    vm.ask("fill 1500 40 8");
+    let next = freeze(&mut vm, 16);
+    let changed = vm.sums(0, PAGES);
+    assert_ne!(changed, expected);
+    let (content, runs) = copy_of(&next, Some(&base));
+    let own = runs.iter().filter(|run| matches!(run, StoredRun::Own(_))).count();
+    assert_eq!(own, 41, "a delta holds what was written");
+    // All who knew the base on this host go.
+    drop((vm, next, engine));
+    let base = open(&copy_runs(&base), None, &base_source);
+    let source = Fake::new(content, Mood::Well);
+    let delta = open(&runs, Some(&base), &source);
+    let (engine, _) = serve(&delta);
+    let mut vm = clone_of(&engine);
+    assert_eq!(vm.sums(0, PAGES), changed);
+    assert_eq!(source.pages_read(), 41);
+    // Block 1 is as it was: its pages are in the base's cache, for VMs of either.
+    assert_eq!(base.cache().presence().count(block(1)), BLOCK_PAGES);
+    let (engine, _) = serve(&base);
+    let before = base_source.pages_read();
+    assert_eq!(clone_of(&engine).sums(512, 512), expected[512..1024]);
+    assert_eq!(base_source.pages_read(), before);
+}
+
+fn copy_runs(image: &HostImage) -> Vec<StoredRun> {
+    let table = image.table().expect("sealed");
+    table.pages_of(image.id()).map(StoredRun::Own).collect()
+}
+
+fn block(number: u64) -> PageRange {
+    PageRange::new(PageIdx(number * BLOCK_PAGES), BLOCK_PAGES).expect("small")
+}
+
+#[test]
+fn a_vm_of_a_stored_image_is_forked_like_any_other() {
+    needs_userfaultfd!();
+    let (expected, _, image) = stored(Mood::Well);
+    let (engine, _) = serve(&image);
+    let mut vm = clone_of(&engine);
+    vm.ask("poke 130 5"); // a write to a page that is still in the store
+    let next = freeze(&mut vm, 16);
+    drop(engine);
+    let mut child = clone_of(&next);
+    child.ask("poke 140 6"); // the same, of an ancestor's
+    let ours = child.sums(0, PAGES);
+    let parents = vm.sums(0, PAGES);
+    for page in 0..expected.len() {
+        assert_eq!(parents[page] != expected[page], page == 130, "page {page}");
+        assert_eq!(ours[page] != parents[page], page == 140, "page {page}");
+    }
+}
+
+#[test]
+fn what_was_put_in_before_is_fetched_by_nobody() {
+    needs_userfaultfd!();
+    let (expected, source, image) = stored(Mood::Well);
+    let (engine, _) = serve(&image);
+    let range = PageRange::new(PageIdx(90), 300).expect("small");
+    let mut bytes = vec![0; usize::try_from(range.byte_len()).expect("small")];
+    image.read(range, &mut bytes).expect("there");
+    let before = source.pages_read();
+    assert_eq!(engine.insert(range, &bytes).expect("memory"), 290, "without the zero pages");
+    assert_eq!(engine.insert(range, &bytes).expect("memory"), 0, "they are there");
+    let mut vm = clone_of(&engine);
+    assert_eq!(vm.sums(90, 300), expected[90..390]);
+    assert_eq!(source.pages_read(), before);
+    assert_eq!(vm.sums(0, PAGES), expected);
+}
+
+/// Also for those who wait for them already.
+#[test]
+fn what_is_put_in_wakes_who_waits() {
+    needs_userfaultfd!();
+    let (expected, source, image) = stored(Mood::Together(2));
+    let (engine, _) = serve(&image);
+    let mut vm = clone_of(&engine);
+    vm.send("sum 300 1");
+    // Its read waits for another one.
+    let deadline = Instant::now() + SECONDS;
+    while *source.under_way.lock().expect("not poisoned") == 0 {
+        assert!(Instant::now() < deadline, "the fault leads to a read");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    let range = PageRange::new(PageIdx(288), 32).expect("small");
+    let from = usize::try_from(range.byte_offset()).expect("small");
+    engine.insert(range, &source.content[from..from + 32 * 4096]).expect("memory");
+    assert_eq!(u64::from_str_radix(&vm.receive(), 16), Ok(expected[300]));
+    let _second = source.read(range, &mut vec![0; 32 * 4096]);
+}
+
+#[test]
+fn what_a_vm_touches_can_be_told() {
+    needs_userfaultfd!();
+    let (_, _, image) = stored(Mood::Well);
+    let (engine, _) = serve(&image);
+    let mut vm = clone_of(&engine);
+    let scan = vm.memory().touch_scan().expect("it runs");
+    assert_eq!(scan.touched().expect("it runs"), [], "nothing yet");
+    vm.sums(300, 1);
+    vm.sums(5, 1); // zero
+    vm.ask("poke 900 1");
+    let touched: VecDeque<_> = scan.touched().expect("it runs").into();
+    let has = |page: u64| touched.iter().any(|run| run.contains(PageIdx(page)));
+    assert!(has(300) && has(900));
+    assert!(!has(5) && !has(320) && !has(287) && !has(700), "{touched:?}");
+}
