@@ -23,12 +23,13 @@
 #![deny(unsafe_code)]
 
 mod background;
+mod page_set;
 mod presence;
 mod scheduler;
 
 pub use background::{Background, Drain, Proposal};
 pub use presence::Presence;
 pub use scheduler::{
-    BACKGROUNDS_MAX, Config, ConfigError, Fetch, Outcome, Reason, Refusal, Scheduler,
-    TooManyBackgrounds, ViewId,
+    BACKGROUNDS_MAX, Config, ConfigError, Faults, Fetch, Fetched, Outcome, Reason, Refusal,
+    Scheduler, Tally, TooManyBackgrounds, ViewId,
 };

@@ -6,7 +6,9 @@ use std::rc::Rc;
 
 use proptest::prelude::*;
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
-use vmfork_policy::{Config, Drain, Fetch, Outcome, Reason, Scheduler, ViewId};
+use vmfork_policy::{
+    Config, Drain, Faults, Fetch, Fetched, Outcome, Reason, Scheduler, Tally, ViewId,
+};
 
 const PAGES: usize = 96;
 
@@ -59,6 +61,11 @@ enum Step {
     RemoveView {
         view: u64,
     },
+    /// The kernel has mapped pages for a view by itself.
+    Touched {
+        page: u64,
+        len: u64,
+    },
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -70,7 +77,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|background_pages| Step::Next { background_pages }),
         3 => part().prop_map(|(which, from, to)| Step::Filled { which, from, to }),
         2 => part().prop_map(|(which, from, to)| Step::Failed { which, from, to }),
-        1 => (page, 1..6u64).prop_map(|(page, len)| Step::Heard { page, len }),
+        1 => (page.clone(), 1..6u64).prop_map(|(page, len)| Step::Heard { page, len }),
+        1 => (page, 0..30u64).prop_map(|(page, len)| Step::Touched { page, len }),
         1 => (0..5u64).prop_map(|view| Step::RemoveView { view }),
     ];
     prop::collection::vec(step, 1..120)
@@ -91,6 +99,45 @@ struct Pair {
     fetches: Vec<PageRange>,
     /// How often each page was filled upon a fetch.
     fills: BTreeMap<u64, u32>,
+    tally: Counts,
+}
+
+/// What the tally must say.
+#[derive(Default)]
+struct Counts {
+    faults: Faults,
+    /// Why each page is under way, or came in.
+    reasons: BTreeMap<u64, Reason>,
+    brought: BTreeSet<u64>,
+    touched: BTreeSet<u64>,
+}
+
+impl Counts {
+    fn on_fault(&mut self, page: u64, here: bool, queued: bool) {
+        self.touched.insert(page);
+        let count = match self.reasons.get(&page) {
+            Some(Reason::Background(_)) => &mut self.faults.predicted,
+            Some(Reason::Demand) => &mut self.faults.shared,
+            None if here || queued => &mut self.faults.shared,
+            None => &mut self.faults.remote,
+        };
+        *count += 1;
+    }
+
+    fn check(&self, tally: &Tally) {
+        assert_eq!(tally.faults(), self.faults);
+        for reason in [Reason::Demand, Reason::Background("drain"), Reason::Background("none")] {
+            let of = |page: &&u64| self.reasons[*page] == reason;
+            let touched = |page: &&u64| self.touched.contains(*page);
+            let expected = Fetched {
+                pages: self.brought.iter().filter(of).count() as u64,
+                touched_pages: self.brought.iter().filter(of).filter(touched).count() as u64,
+            };
+            assert_eq!(tally.fetched(reason), expected, "{reason:?}");
+            let listed = tally.by_reason().find(|(listed, _)| *listed == reason);
+            assert_eq!(listed.map_or(Fetched::default(), |(_, fetched)| fetched), expected);
+        }
+    }
 }
 
 impl Pair {
@@ -110,6 +157,7 @@ impl Pair {
             alone: BTreeSet::new(),
             fetches: Vec::new(),
             fills: BTreeMap::new(),
+            tally: Counts::default(),
         }
     }
 
@@ -127,14 +175,17 @@ impl Pair {
             assert!(matches!(outcome, Outcome::Refused(_)));
         } else if self.table.lookup(PageIdx(page)) == Source::Zero {
             assert_eq!(outcome, Outcome::Zero);
+            self.tally.faults.zero += 1;
         } else if self.is_present(page) {
             assert_eq!(outcome, Outcome::Present);
+            self.tally.on_fault(page, true, false);
         } else if self.waits.get(&page).is_some_and(|(_, views)| views.contains(&view)) {
             assert_eq!(outcome, Outcome::Waits);
         } else if self.wait_count() >= self.config.waits_max {
             assert!(matches!(outcome, Outcome::Refused(_)));
         } else {
             assert_eq!(outcome, Outcome::Waits);
+            self.tally.on_fault(page, false, self.waits.contains_key(&page));
             let arrivals = &mut self.arrivals;
             let (_, views) = self.waits.entry(page).or_insert_with(|| {
                 *arrivals += 1;
@@ -160,6 +211,7 @@ impl Pair {
             assert_eq!(self.table.lookup(page), fetch.source);
             assert!(!self.is_present(page.0), "page {page} is fetched twice");
             assert!(self.under_way.insert(page.0), "page {page} is under way twice");
+            self.tally.reasons.insert(page.0, fetch.reason);
         }
         match first {
             Some(first) => {
@@ -212,6 +264,7 @@ impl Pair {
             self.present.borrow_mut()[usize::try_from(page.0).expect("small")] = true;
             if self.under_way.remove(&page.0) {
                 *self.fills.entry(page.0).or_insert(0) += 1;
+                self.tally.brought.insert(page.0);
             }
         }
         let mut woken = self.scheduler.on_filled(range);
@@ -222,6 +275,7 @@ impl Pair {
     fn failed(&mut self, range: PageRange) {
         for page in range.pages() {
             self.under_way.remove(&page.0);
+            self.tally.reasons.remove(&page.0);
         }
         let mut stopped = self.scheduler.on_failed(range);
         stopped.sort_by_key(|(view, page)| (*page, *view));
@@ -284,7 +338,14 @@ impl Pair {
                 self.filled(range.intersect(&self.table.range()));
             }
             Step::RemoveView { view } => self.remove_view(view),
+            Step::Touched { page, len } => {
+                let range = PageRange::new(PageIdx(page), len).expect("small");
+                self.scheduler.on_touched(range);
+                let pages = range.pages().filter(|page| page.0 < PAGES as u64);
+                self.tally.touched.extend(pages.map(|page| page.0));
+            }
         }
+        self.tally.check(self.scheduler.tally());
         assert_eq!(self.scheduler.waits(), self.wait_count());
         assert!(self.wait_count() <= self.config.waits_max);
         let idle = self.waits.is_empty() && self.under_way.is_empty();

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use vmfork_image::{PageIdx, PageRange};
 
+use super::Reason;
+
 /// The pages that have been asked for and neither filled nor failed yet: disjoint runs, by their
 /// first page.
 #[derive(Debug, Default)]
@@ -15,7 +17,14 @@ pub(super) struct Flights {
 #[derive(Debug, Clone, Copy)]
 struct Flight {
     end: PageIdx,
-    background: bool,
+    reason: Reason,
+}
+
+impl Flight {
+    /// Nobody waited for it when it set out.
+    fn is_background(&self) -> bool {
+        self.reason != Reason::Demand
+    }
 }
 
 impl Flights {
@@ -29,10 +38,10 @@ impl Flights {
         self.background
     }
 
-    /// The run that holds `page`.
-    pub(super) fn at(&self, page: PageIdx) -> Option<PageRange> {
+    /// The run that holds `page`, and why it is under way.
+    pub(super) fn at(&self, page: PageIdx) -> Option<(PageRange, Reason)> {
         let (start, flight) = self.runs.range(..=page).next_back()?;
-        (page < flight.end).then(|| PageRange::between(*start, flight.end))
+        (page < flight.end).then(|| (PageRange::between(*start, flight.end), flight.reason))
     }
 
     /// The part of `range` around `page` that is free of flights; `page` itself must be.
@@ -43,35 +52,39 @@ impl Flights {
     }
 
     /// `range` must be free of flights.
-    pub(super) fn insert(&mut self, range: PageRange, background: bool) {
+    pub(super) fn insert(&mut self, range: PageRange, reason: Reason) {
         debug_assert_eq!(self.clip(range.start(), range), range);
-        self.put(range.start(), Flight { end: range.end(), background });
+        self.put(range.start(), Flight { end: range.end(), reason });
     }
 
-    /// Takes out what is in `range`, whole flights or parts.
-    pub(super) fn remove(&mut self, range: PageRange) {
+    /// Takes out what is in `range`, whole flights or parts, and returns it.
+    pub(super) fn remove(&mut self, range: PageRange) -> Vec<(PageRange, Reason)> {
+        let mut removed = Vec::new();
         if range.is_empty() {
-            return;
+            return removed;
         }
-        let from = self.at(range.start()).map_or(range.start(), |flight| flight.start());
+        let mut from = self.at(range.start()).map_or(range.start(), |(flight, _)| flight.start());
         while let Some((start, flight)) =
             self.runs.range(from..range.end()).next().map(|(start, flight)| (*start, *flight))
         {
             self.runs.remove(&start);
-            self.background -= usize::from(flight.background);
-            if range.end() < flight.end {
-                self.put(range.end(), flight);
+            self.background -= usize::from(flight.is_background());
+            let run = PageRange::between(start, flight.end);
+            let inside = run.intersect(&range);
+            removed.push((inside, flight.reason));
+            if inside.end() < run.end() {
+                self.put(inside.end(), flight);
             }
-            if start < range.start() {
-                self.put(start, Flight { end: range.start(), ..flight });
-                // What is left before `range` begins at `from`: go on behind it.
-                return self.remove(PageRange::between(flight.end.min(range.end()), range.end()));
+            if run.start() < inside.start() {
+                self.put(run.start(), Flight { end: inside.start(), ..flight });
             }
+            from = inside.end(); // behind what is left before `range`
         }
+        removed
     }
 
     fn put(&mut self, start: PageIdx, flight: Flight) {
-        self.background += usize::from(flight.background);
+        self.background += usize::from(flight.is_background());
         self.runs.insert(start, flight);
     }
 }
@@ -93,22 +106,28 @@ mod tests {
                 let range = PageRange::new(PageIdx(start), len).expect("small");
                 let cells = usize::try_from(start).expect("small")
                     ..usize::try_from(start + len).expect("small");
+                let reason =
+                    if background { Reason::Background("drain") } else { Reason::Demand };
                 if !insert {
-                    flights.remove(range);
+                    let removed = flights.remove(range);
+                    let removed = removed.iter().flat_map(|(run, reason)| run.pages().map(|page| (page, *reason)));
+                    let flying = range.pages().zip(&model[cells.clone()]);
+                    let flying = flying.filter_map(|(page, cell)| Some((page, (*cell)?)));
+                    prop_assert!(removed.eq(flying));
                     model[cells].fill(None);
                 } else if len > 0 && model[cells.clone()].iter().all(Option::is_none) {
-                    flights.insert(range, background);
-                    model[cells].fill(Some(background));
+                    flights.insert(range, reason);
+                    model[cells].fill(Some(reason));
                 }
                 for (page, cell) in (0..).map(PageIdx).zip(&model) {
-                    prop_assert_eq!(flights.at(page).is_some(), cell.is_some());
+                    prop_assert_eq!(flights.at(page).map(|(_, reason)| reason), *cell);
                     if cell.is_none() {
                         let clip = flights.clip(page, PageRange::first(64));
                         prop_assert!(clip.contains(page));
                         prop_assert!(clip.pages().all(|page| flights.at(page).is_none()));
                     }
                 }
-                let background = flights.runs.values().filter(|flight| flight.background).count();
+                let background = flights.runs.values().filter(|flight| flight.is_background()).count();
                 prop_assert_eq!(flights.background(), background);
             }
         }

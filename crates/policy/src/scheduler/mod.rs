@@ -1,9 +1,12 @@
 mod flights;
+mod tally;
 mod waits;
 
 use std::fmt;
 
 use vmfork_image::{BLOCK_PAGES, ImageId, PageIdx, PageRange, PageTable, Source};
+
+pub use self::tally::{Faults, Fetched, Tally};
 
 use self::flights::Flights;
 use self::waits::{First, Waits};
@@ -134,6 +137,7 @@ pub struct Scheduler<P> {
     flights: Flights,
     /// Earlier ones go first.
     backgrounds: Vec<Running>,
+    tally: Tally,
 }
 
 #[derive(Debug)]
@@ -169,6 +173,7 @@ impl<P: Presence> Scheduler<P> {
             waits: Waits::default(),
             flights: Flights::default(),
             backgrounds: Vec::new(),
+            tally: Tally::default(),
         })
     }
 
@@ -221,7 +226,10 @@ impl<P: Presence> Scheduler<P> {
     pub fn on_fault(&mut self, view: ViewId, page: PageIdx) -> Outcome {
         match self.table.get(page) {
             None => return Outcome::Refused(Refusal::NoSuchPage),
-            Some(Source::Zero) => return Outcome::Zero,
+            Some(Source::Zero) => {
+                self.tally.on_zero();
+                return Outcome::Zero;
+            }
             Some(Source::Image(_)) => {}
         }
         for running in &mut self.backgrounds {
@@ -231,12 +239,18 @@ impl<P: Presence> Scheduler<P> {
             return Outcome::Waits;
         }
         if self.presence.is_present(page) {
+            self.tally.on_present(page);
             return Outcome::Present;
         }
         if self.waits.count() >= self.config.waits_max {
             return Outcome::Refused(Refusal::TooManyWaits);
         }
-        self.waits.add(view, page, self.flights.at(page).is_none());
+        let flight = self.flights.at(page);
+        match flight {
+            Some((_, reason)) => self.tally.on_under_way(page, reason),
+            None => self.tally.on_absent(page, self.waits.any(page)),
+        }
+        self.waits.add(view, page, flight.is_none());
         Outcome::Waits
     }
 
@@ -258,14 +272,16 @@ impl<P: Presence> Scheduler<P> {
             None => return None,
         };
         self.waits.set_out(range);
-        self.flights.insert(range, reason != Reason::Demand);
+        self.flights.insert(range, reason);
         Some(Fetch { range, source: self.table.lookup(range.start()), reason })
     }
 
     /// These pages are present now (and [`Presence`] says so). They need not have been asked for,
     /// nor be all of what was. Returns whom to wake, by page.
     pub fn on_filled(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
-        self.flights.remove(range);
+        for (run, reason) in self.flights.remove(range) {
+            self.tally.on_brought(run, reason);
+        }
         for running in &mut self.backgrounds {
             running.policy.on_filled(range);
         }
@@ -287,6 +303,17 @@ impl<P: Presence> Scheduler<P> {
         }
         self.waits.retry_alone(range);
         Vec::new()
+    }
+
+    /// Views have touched these pages without a fault, as the kernel tells: it maps what is present by itself.
+    /// May say again what it said before. For [`Tally`] only: nothing is fetched, and no policy learns.
+    pub fn on_touched(&mut self, range: PageRange) {
+        self.tally.on_touched(range.intersect(&self.table.range()));
+    }
+
+    /// What faults found, and what became of the pages that were fetched.
+    pub fn tally(&self) -> &Tally {
+        &self.tally
     }
 
     /// The view is gone: it waits for nothing any more. What is under way still arrives.
@@ -379,7 +406,7 @@ fn first_fetchable(
     let mut rest = whole;
     while let Some(absent) = presence.next_absent(rest) {
         let page = absent.start();
-        if let Some(flight) = flights.at(page) {
+        if let Some((flight, _)) = flights.at(page) {
             rest = rest.from_page(flight.end());
             continue;
         }

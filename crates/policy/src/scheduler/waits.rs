@@ -45,6 +45,11 @@ impl Waits {
         self.pages.get(&page).is_some_and(|wait| wait.views.contains(&view))
     }
 
+    /// Whether any view waits for `page`.
+    pub(super) fn any(&self, page: PageIdx) -> bool {
+        self.pages.contains_key(&page)
+    }
+
     /// Adds a wait that is not there yet. `queued`: the page is not under way, fetch it.
     pub(super) fn add(&mut self, view: ViewId, page: PageIdx, queued: bool) {
         self.count += 1;
