@@ -12,6 +12,17 @@ pub struct Proposal {
     pub pages_max: u64,
 }
 
+/// Which background policies go before which, the first one first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// What was touched by others that began here: most of it will be wanted, and soon.
+    WorkingSet,
+    /// What is likely by what has been touched so far: some of it will be wanted.
+    Prediction,
+    /// All the rest, wanted or not: the drain, hydration.
+    Rest,
+}
+
 /// A policy that proposes pages nobody waits for. It says what it wants; the scheduler leaves
 /// out what is zero, present or under way, and cuts the rest to the bandwidth there is.
 ///
@@ -21,6 +32,11 @@ pub struct Proposal {
 pub trait Background: Debug + Send {
     /// One word, for metrics. A scheduler has one policy of a name.
     fn name(&self) -> &'static str;
+
+    /// Its place among other policies. Must not change once the policy has been added.
+    fn priority(&self) -> Priority {
+        Priority::Rest
+    }
 
     /// What to fetch next. Called when all of the last proposal has been asked for (or was not
     /// needed). After finitely many proposals the answer must be `None`, at least until something new

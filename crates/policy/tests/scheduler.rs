@@ -6,7 +6,8 @@ use std::rc::Rc;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
-    Background, Config, ConfigError, Drain, Outcome, Proposal, Reason, Refusal, Scheduler, ViewId,
+    Background, Config, ConfigError, Drain, Outcome, Priority, Proposal, Reason, Refusal,
+    Scheduler, ViewId,
 };
 
 const VIEW: ViewId = ViewId(1);
@@ -194,6 +195,10 @@ impl Background for Segments {
         "segments"
     }
 
+    fn priority(&self) -> Priority {
+        Priority::Prediction
+    }
+
     fn propose(&mut self, _: &PageTable) -> Option<Proposal> {
         let segment = self.ready.pop()?;
         Some(Proposal { range: range(segment * SEGMENT_PAGES, SEGMENT_PAGES), pages_max: 32 })
@@ -313,6 +318,60 @@ fn a_policy_takes_the_place_of_its_namesake() {
     fill(&mut scheduler, &present, fetch.range);
     assert_eq!(scheduler.next(512), None);
     assert!(scheduler.background_done());
+}
+
+/// Wants one list under a name of its own.
+#[derive(Debug)]
+struct Named(&'static str, Priority, List);
+
+impl Background for Named {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+
+    fn priority(&self) -> Priority {
+        self.1
+    }
+
+    fn propose(&mut self, table: &PageTable) -> Option<Proposal> {
+        self.2.propose(table)
+    }
+
+    fn is_done(&self) -> bool {
+        self.2.is_done()
+    }
+}
+
+#[test]
+fn the_most_urgent_policy_goes_first_whenever_it_was_added() {
+    use Priority::{Prediction, Rest, WorkingSet};
+    let (mut scheduler, _) = scheduler(4096, Config { fetches_max: 64, ..Config::default() });
+    let add = |scheduler: &mut Scheduler<Presence>, priority, name, start| {
+        let policy = Named(name, priority, List(vec![range(start, 16)]));
+        scheduler.add_background(Box::new(policy)).expect("room");
+    };
+    let next = |scheduler: &mut Scheduler<Presence>| {
+        let fetch = scheduler.next(8).expect("something is left");
+        scheduler.on_filled(fetch.range);
+        fetch.range.start().0
+    };
+    add(&mut scheduler, Rest, "a", 0);
+    assert_eq!(next(&mut scheduler), 0);
+    add(&mut scheduler, WorkingSet, "b", 100);
+    add(&mut scheduler, Prediction, "c", 200);
+    add(&mut scheduler, WorkingSet, "d", 300);
+    add(&mut scheduler, Rest, "e", 400);
+    // A namesake of another urgency changes its place.
+    add(&mut scheduler, Prediction, "e", 500);
+    let order: Vec<_> = std::iter::repeat_with(|| next(&mut scheduler)).take(9).collect();
+    assert_eq!(order, [100, 108, 300, 308, 200, 208, 500, 508, 8]);
+    for name in ["f", "g", "h"] {
+        add(&mut scheduler, Rest, name, 600);
+    }
+    add(&mut scheduler, WorkingSet, "h", 600);
+    let refused = scheduler.add_background(Box::new(Named("i", Rest, List(Vec::new()))));
+    let error = refused.expect_err("eight are there").to_string();
+    assert_eq!(error, "no room for background policy `i`: there are 8");
 }
 
 #[test]

@@ -10,7 +10,7 @@ pub use self::tally::{Faults, Fetched, Tally};
 
 use self::flights::Flights;
 use self::waits::{First, Waits};
-use crate::{Background, Presence, Proposal};
+use crate::{Background, Presence, Priority, Proposal};
 
 /// Most background policies of a scheduler.
 pub const BACKGROUNDS_MAX: usize = 8;
@@ -135,13 +135,15 @@ pub struct Scheduler<P> {
     config: Config,
     waits: Waits,
     flights: Flights,
-    /// Earlier ones go first.
+    /// By priority; earlier ones go first.
     backgrounds: Vec<Running>,
     tally: Tally,
 }
 
 #[derive(Debug)]
 struct Running {
+    /// What the policy said when it was added.
+    priority: Priority,
     policy: Box<dyn Background>,
     /// What is left of its last proposal.
     rest: Option<Proposal>,
@@ -198,8 +200,9 @@ impl<P: Presence> Scheduler<P> {
         &self.presence
     }
 
-    /// Adds a background policy behind those that are there; in the place of the one of the same
-    /// name, if there is one.
+    /// Adds a background policy behind those that are there and as urgent; in the place of the one of
+    /// the same name, if there is one. Whenever a fetch is chosen, the most urgent policies are asked first, so
+    /// that one that is added later takes over at once from what is less urgent.
     ///
     /// # Errors
     /// If there are [`BACKGROUNDS_MAX`].
@@ -207,13 +210,21 @@ impl<P: Presence> Scheduler<P> {
         &mut self,
         policy: Box<dyn Background>,
     ) -> Result<(), TooManyBackgrounds> {
-        let name = policy.name();
-        let running = Running { policy, rest: None };
-        match self.backgrounds.iter().position(|other| other.policy.name() == name) {
-            Some(at) => self.backgrounds[at] = running,
-            None if self.backgrounds.len() < BACKGROUNDS_MAX => self.backgrounds.push(running),
-            None => return Err(TooManyBackgrounds { name }),
+        let (name, priority) = (policy.name(), policy.priority());
+        let namesake = self.backgrounds.iter().position(|other| other.policy.name() == name);
+        if namesake.is_none() && self.backgrounds.len() >= BACKGROUNDS_MAX {
+            return Err(TooManyBackgrounds { name });
         }
+        let running = Running { priority, policy, rest: None };
+        if let Some(at) = namesake {
+            if self.backgrounds[at].priority == priority {
+                self.backgrounds[at] = running;
+                return Ok(());
+            }
+            self.backgrounds.remove(at);
+        }
+        let at = self.backgrounds.partition_point(|other| other.priority <= priority);
+        self.backgrounds.insert(at, running);
         Ok(())
     }
 
