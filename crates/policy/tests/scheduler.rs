@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
-    Background, Config, ConfigError, Drain, Outcome, Priority, Proposal, Reason, Refusal,
+    Background, Config, ConfigError, Drain, Listed, Outcome, Priority, Proposal, Reason, Refusal,
     Scheduler, ViewId,
 };
 
@@ -247,22 +247,8 @@ fn a_predictor_fits_and_goes_before_the_drain() {
     assert!(scheduler.background_done());
 }
 
-/// Wants one list of runs, whatever they are.
-#[derive(Debug)]
-struct List(Vec<PageRange>);
-
-impl Background for List {
-    fn name(&self) -> &'static str {
-        "list"
-    }
-
-    fn propose(&mut self, _: &PageTable) -> Option<Proposal> {
-        self.0.pop().map(|range| Proposal { range, pages_max: 512 })
-    }
-
-    fn is_done(&self) -> bool {
-        self.0.is_empty()
-    }
+fn listed(name: &'static str, priority: Priority, runs: &[PageRange]) -> Box<Listed> {
+    Box::new(Listed::new(name, priority, runs.to_vec(), 512))
 }
 
 #[test]
@@ -275,8 +261,8 @@ fn what_is_zero_present_or_beyond_the_image_is_left_out_of_a_list() {
     let mut scheduler =
         Scheduler::new(table, Rc::clone(&present), Config::default()).expect("valid");
     fill(&mut scheduler, &present, range(12, 1));
-    let list = List(vec![range(0, 64), range(60, 100)]);
-    scheduler.add_background(Box::new(list)).expect("room");
+    let list = listed("list", Priority::WorkingSet, &[range(0, 64), range(60, 100)]);
+    scheduler.add_background(list).expect("room");
     let mut fetched = Vec::new();
     while let Some(fetch) = scheduler.next(512) {
         fetched.push((fetch.range, fetch.source));
@@ -300,7 +286,7 @@ fn the_background_is_done_when_all_of_it_has_arrived() {
     assert!(scheduler.background_done());
 
     // A policy with something left of its proposal is not done, whatever it says itself.
-    scheduler.add_background(Box::new(List(vec![range(0, 64)]))).expect("room");
+    scheduler.add_background(listed("list", Priority::Rest, &[range(0, 64)])).expect("room");
     present.borrow_mut().fill(false);
     assert_eq!(scheduler.next(8).expect("list").range, range(0, 8));
     fill(&mut scheduler, &present, range(0, 8));
@@ -320,35 +306,12 @@ fn a_policy_takes_the_place_of_its_namesake() {
     assert!(scheduler.background_done());
 }
 
-/// Wants one list under a name of its own.
-#[derive(Debug)]
-struct Named(&'static str, Priority, List);
-
-impl Background for Named {
-    fn name(&self) -> &'static str {
-        self.0
-    }
-
-    fn priority(&self) -> Priority {
-        self.1
-    }
-
-    fn propose(&mut self, table: &PageTable) -> Option<Proposal> {
-        self.2.propose(table)
-    }
-
-    fn is_done(&self) -> bool {
-        self.2.is_done()
-    }
-}
-
 #[test]
 fn the_most_urgent_policy_goes_first_whenever_it_was_added() {
     use Priority::{Prediction, Rest, WorkingSet};
     let (mut scheduler, _) = scheduler(4096, Config { fetches_max: 64, ..Config::default() });
     let add = |scheduler: &mut Scheduler<Presence>, priority, name, start| {
-        let policy = Named(name, priority, List(vec![range(start, 16)]));
-        scheduler.add_background(Box::new(policy)).expect("room");
+        scheduler.add_background(listed(name, priority, &[range(start, 16)])).expect("room");
     };
     let next = |scheduler: &mut Scheduler<Presence>| {
         let fetch = scheduler.next(8).expect("something is left");
@@ -369,7 +332,7 @@ fn the_most_urgent_policy_goes_first_whenever_it_was_added() {
         add(&mut scheduler, Rest, name, 600);
     }
     add(&mut scheduler, WorkingSet, "h", 600);
-    let refused = scheduler.add_background(Box::new(Named("i", Rest, List(Vec::new()))));
+    let refused = scheduler.add_background(listed("i", Rest, &[]));
     let error = refused.expect_err("eight are there").to_string();
     assert_eq!(error, "no room for background policy `i`: there are 8");
 }

@@ -1,8 +1,14 @@
 //! What to bring in when nobody waits.
 
+mod listed;
+mod sweep;
+
 use std::fmt::Debug;
 
-use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
+use vmfork_image::{PageIdx, PageRange, PageTable};
+
+pub use self::listed::Listed;
+pub use self::sweep::{Drain, Hydrate};
 
 /// A stretch of an image that a [`Background`] wants in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,75 +65,5 @@ pub trait Background: Debug + Send {
     /// A fetch of these pages failed. If there are several, some of them may be readable.
     fn on_failed(&mut self, range: PageRange) {
         let _ = range;
-    }
-}
-
-/// Brings in all pages that the image itself owns, in order, so that nothing depends any more on where
-/// it was frozen. Pages of ancestors it leaves where they are.
-///
-/// If a fetch of several pages fails, another pass goes over what is missing, page by page, so that
-/// one bad page does not cost its neighbours. Whether all came in, presence tells.
-#[derive(Debug, Clone)]
-pub struct Drain {
-    image: ImageId,
-    pages_max: u64,
-    pass: Pass,
-    cursor: PageIdx,
-    /// A fetch of several pages has failed in this pass.
-    failed: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Pass {
-    First,
-    /// Page by page.
-    Again,
-    Done,
-}
-
-impl Drain {
-    /// `pages_max`: most pages of one fetch, at least 1. A view that touches a page of it waits
-    /// until all are there, unless they are reported piecemeal.
-    pub fn new(image: ImageId, pages_max: u64) -> Self {
-        let pages_max = pages_max.max(1);
-        Self { image, pages_max, pass: Pass::First, cursor: PageIdx(0), failed: false }
-    }
-}
-
-impl Background for Drain {
-    fn name(&self) -> &'static str {
-        "drain"
-    }
-
-    fn propose(&mut self, table: &PageTable) -> Option<Proposal> {
-        loop {
-            let pages_max = match self.pass {
-                Pass::First => self.pages_max,
-                Pass::Again => 1,
-                Pass::Done => return None,
-            };
-            if let Some(range) = table.next_of(self.image, self.cursor) {
-                self.cursor = range.end();
-                return Some(Proposal { range, pages_max });
-            }
-            self.cursor = PageIdx(0);
-            let again = std::mem::take(&mut self.failed);
-            self.pass = if again { Pass::Again } else { Pass::Done };
-        }
-    }
-
-    fn is_done(&self) -> bool {
-        self.pass == Pass::Done
-    }
-
-    fn on_failed(&mut self, range: PageRange) {
-        // A page that failed alone will not get better by asking again. And the passes end: one
-        // that goes page by page gives no cause for another.
-        if range.len() > 1 {
-            self.failed = true;
-            if self.pass == Pass::Done {
-                self.pass = Pass::Again;
-            }
-        }
     }
 }
