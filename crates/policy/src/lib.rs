@@ -27,7 +27,10 @@ mod page_set;
 mod presence;
 mod scheduler;
 
-pub use background::{Background, Drain, Hydrate, Listed, Priority, Proposal};
+pub use background::{
+    Background, Drain, Hydrate, Listed, Priority, Proposal, SEGMENT_PAGES_MAX, Segments,
+    SegmentsConfig, SegmentsError,
+};
 pub use presence::Presence;
 pub use scheduler::{
     BACKGROUNDS_MAX, Config, ConfigError, Faults, Fetch, Fetched, Outcome, Reason, Refusal,

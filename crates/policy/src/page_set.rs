@@ -44,6 +44,19 @@ impl PageSet {
         new
     }
 
+    /// Takes pages out.
+    pub(crate) fn remove(&mut self, range: PageRange) {
+        for (block, piece) in range.by_block() {
+            let Some(words) = self.blocks.get_mut(&block) else { continue };
+            for (at, mask) in masks(piece) {
+                words[at] &= !mask;
+            }
+            if words.iter().all(|word| *word == 0) {
+                self.blocks.remove(&block);
+            }
+        }
+    }
+
     /// The runs of `range` that are not in it, in order, each as long as possible.
     pub(crate) fn absent(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
         let mut rest = range;
@@ -99,16 +112,20 @@ mod tests {
     proptest! {
         #[test]
         fn a_set_behaves_like_a_list_of_flags(
-            steps in prop::collection::vec((0..1600u64, 0..700u64), 0..8),
+            steps in prop::collection::vec((any::<bool>(), 0..1600u64, 0..700u64), 0..20),
             (start, len) in (0..1600u64, 0..800u64),
         ) {
             let (mut set, mut model) = (PageSet::default(), vec![false; 2400]);
-            for (start, len) in steps {
+            for (insert, start, len) in steps {
                 let range = PageRange::new(PageIdx(start), len).expect("small");
                 let cells = &mut model[usize::try_from(start).expect("small")..][..usize::try_from(len).expect("small")];
-                let new = cells.iter().filter(|cell| !**cell).count() as u64;
-                prop_assert_eq!(set.insert(range), new);
-                cells.fill(true);
+                if insert {
+                    let new = cells.iter().filter(|cell| !**cell).count() as u64;
+                    prop_assert_eq!(set.insert(range), new);
+                } else {
+                    set.remove(range);
+                }
+                cells.fill(insert);
             }
             let at = |page: PageIdx| model[usize::try_from(page.0).expect("small")];
             prop_assert!(PageRange::first(2400).pages().all(|page| set.contains(page) == at(page)));
@@ -119,5 +136,14 @@ mod tests {
             prop_assert_eq!(pages, range.pages().filter(|page| !at(*page)).collect::<Vec<_>>());
             prop_assert!(absent.windows(2).all(|pair| pair[0].end() < pair[1].start()), "runs are not the longest");
         }
+    }
+
+    #[test]
+    fn what_is_taken_out_costs_nothing_any_more() {
+        let mut set = PageSet::default();
+        set.insert(PageRange::first(2000));
+        assert_eq!(set.blocks.len(), 4);
+        set.remove(PageRange::first(1024));
+        assert_eq!(set.blocks.len(), 2);
     }
 }

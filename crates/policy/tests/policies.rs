@@ -7,7 +7,8 @@ use std::rc::Rc;
 use proptest::prelude::*;
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
-    Background, Config, Fetch, Hydrate, Listed, Outcome, Priority, Reason, Scheduler, ViewId,
+    Background, Config, Fetch, Hydrate, Listed, Outcome, Priority, Reason, Scheduler, Segments,
+    SegmentsConfig, ViewId,
 };
 
 const PAGES: u64 = 1024;
@@ -242,5 +243,47 @@ proptest! {
         let reasons = host.fetches.iter().map(|fetch| fetch.reason);
         let hydrated = |reason: &Reason| *reason == Reason::Background("hydrate");
         prop_assert!(reasons.skip_while(|reason| !hydrated(reason)).all(|reason| reason != Reason::Background("set")));
+    }
+
+    #[test]
+    fn a_segment_past_its_share_is_brought_in_wholly_and_the_fullest_first(
+        table in tables(),
+        steps in steps(false),
+    ) {
+        let config =
+            SegmentsConfig { segment_pages: 64, percent: 30, unit_pages: UNIT_PAGES, pages_max: 16 };
+        let policy = Segments::new(config).expect("valid");
+        let mut host = Host::new(&table, vec![Box::new(policy)]);
+        host.run(&steps);
+        // Nobody faults any more: what is proposed from here on comes by fullness.
+        let fetched = host.fetches.len();
+        host.run_out();
+        let is_zero = |page: PageIdx| table.lookup(page) == Source::Zero;
+        let faulted = |page: PageIdx| {
+            let window = range(page.0 / UNIT_PAGES * UNIT_PAGES, UNIT_PAGES);
+            steps.iter().any(|step| matches!(step, Step::Fault(at) if window.contains(PageIdx(*at)) && !is_zero(PageIdx(*at))))
+        };
+        let share = |index: u64| {
+            let pages: Vec<_> = range(index * 64, 64).pages().filter(|page| !is_zero(*page)).collect();
+            let demanded = pages.iter().filter(|page| faulted(**page)).count();
+            (demanded as u64, pages.len() as u64)
+        };
+        for index in 0..PAGES / 64 {
+            let (demanded, pages) = share(index);
+            if demanded * 100 > 30 * pages {
+                prop_assert_eq!(host.absent(range(index * 64, 64)), []);
+            } else {
+                let mut predicted = host.fetches_of("segments");
+                prop_assert!(predicted.all(|run| run.start().0 / 64 != index), "{} is not past it", index);
+            }
+        }
+        let proposed = host.fetches[fetched..].iter().filter(|fetch| fetch.reason != Reason::Demand);
+        let mut order: Vec<_> = proposed.map(|fetch| fetch.range.start().0 / 64).collect();
+        order.dedup();
+        // The first may have been proposed, and partly fetched, before the last faults.
+        for pair in order.get(1..).unwrap_or_default().windows(2) {
+            let ((a, b), (c, d)) = (share(pair[0]), share(pair[1]));
+            prop_assert!(a * d >= c * b, "segment {} before {}: {a} of {b}, {c} of {d}", pair[0], pair[1]);
+        }
     }
 }

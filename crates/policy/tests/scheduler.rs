@@ -1,13 +1,12 @@
 //! Promises of the scheduler, one by one.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
-    Background, Config, ConfigError, Drain, Listed, Outcome, Priority, Proposal, Reason, Refusal,
-    Scheduler, ViewId,
+    Config, ConfigError, Drain, Listed, Outcome, Priority, Reason, Refusal, Scheduler, Segments,
+    SegmentsConfig, ViewId,
 };
 
 const VIEW: ViewId = ViewId(1);
@@ -180,49 +179,12 @@ fn senseless_configurations_are_refused() {
     }
 }
 
-/// Prefetches the rest of a segment once a part of it has faulted: that [`Background`] carries a
-/// predictor, not only lists.
-#[derive(Debug, Default)]
-struct Segments {
-    faults: BTreeMap<u64, u64>,
-    ready: Vec<u64>,
-}
-
-const SEGMENT_PAGES: u64 = 64;
-
-impl Background for Segments {
-    fn name(&self) -> &'static str {
-        "segments"
-    }
-
-    fn priority(&self) -> Priority {
-        Priority::Prediction
-    }
-
-    fn propose(&mut self, _: &PageTable) -> Option<Proposal> {
-        let segment = self.ready.pop()?;
-        Some(Proposal { range: range(segment * SEGMENT_PAGES, SEGMENT_PAGES), pages_max: 32 })
-    }
-
-    fn is_done(&self) -> bool {
-        self.ready.is_empty()
-    }
-
-    fn on_fault(&mut self, page: PageIdx) {
-        let segment = page.0 / SEGMENT_PAGES;
-        let faults = self.faults.entry(segment).or_default();
-        *faults += 1;
-        if *faults == 3 {
-            self.ready.push(segment);
-        }
-    }
-}
-
 #[test]
 fn a_predictor_fits_and_goes_before_the_drain() {
     let config = Config { unit_pages: 1, ..Config::default() };
     let (mut scheduler, present) = scheduler(4096, config);
-    scheduler.add_background(Box::new(Segments::default())).expect("room");
+    let segments = SegmentsConfig { segment_pages: 64, percent: 4, unit_pages: 1, pages_max: 32 };
+    scheduler.add_background(Box::new(Segments::new(segments).expect("valid"))).expect("room");
     scheduler.add_background(Box::new(Drain::new(own(), 8))).expect("room");
     assert_eq!(scheduler.next(512).expect("drain").range, range(0, 8));
     for page in [640, 650, 660] {

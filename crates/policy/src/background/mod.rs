@@ -1,6 +1,7 @@
 //! What to bring in when nobody waits.
 
 mod listed;
+mod segments;
 mod sweep;
 
 use std::fmt::Debug;
@@ -8,6 +9,7 @@ use std::fmt::Debug;
 use vmfork_image::{PageIdx, PageRange, PageTable};
 
 pub use self::listed::Listed;
+pub use self::segments::{SEGMENT_PAGES_MAX, Segments, SegmentsConfig, SegmentsError};
 pub use self::sweep::{Drain, Hydrate};
 
 /// A stretch of an image that a [`Background`] wants in the cache.
@@ -52,9 +54,9 @@ pub trait Background: Debug + Send {
     /// Whether `propose` would return `None`, and will unless something new is learnt.
     fn is_done(&self) -> bool;
 
-    /// A view touched `page`, which is not zero; maybe it was present already.
-    fn on_fault(&mut self, page: PageIdx) {
-        let _ = page;
+    /// A view touched `page`, which is not zero; maybe it was present already. `table` is the image's.
+    fn on_fault(&mut self, page: PageIdx, table: &PageTable) {
+        let _ = (page, table);
     }
 
     /// These pages came into the cache, for whatever reason.

@@ -244,7 +244,7 @@ impl<P: Presence> Scheduler<P> {
             Some(Source::Image(_)) => {}
         }
         for running in &mut self.backgrounds {
-            running.policy.on_fault(page);
+            running.policy.on_fault(page, &self.table);
         }
         if self.waits.has(view, page) {
             return Outcome::Waits;
