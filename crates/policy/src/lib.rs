@@ -25,6 +25,7 @@
 mod background;
 mod page_set;
 mod presence;
+mod recorder;
 mod scheduler;
 
 pub use background::{
@@ -32,6 +33,7 @@ pub use background::{
     SegmentsConfig, SegmentsError,
 };
 pub use presence::Presence;
+pub use recorder::{Recorder, RecorderConfig, Recording, RecordingEnd};
 pub use scheduler::{
     BACKGROUNDS_MAX, Config, ConfigError, Faults, Fetch, Fetched, Outcome, Reason, Refusal,
     Scheduler, Tally, TooManyBackgrounds, ViewId,
