@@ -25,6 +25,7 @@
 mod background;
 mod page_set;
 mod presence;
+mod profile;
 mod recorder;
 mod scheduler;
 
@@ -33,6 +34,7 @@ pub use background::{
     SegmentsConfig, SegmentsError,
 };
 pub use presence::Presence;
+pub use profile::{Cluster, Profile, ProfileError, sequential};
 pub use recorder::{Recorder, RecorderConfig, Recording, RecordingEnd};
 pub use scheduler::{
     BACKGROUNDS_MAX, Config, ConfigError, Faults, Fetch, Fetched, Outcome, Reason, Refusal,
