@@ -26,6 +26,7 @@ mod background;
 mod page_set;
 mod presence;
 mod profile;
+mod rate;
 mod recorder;
 mod scheduler;
 
@@ -35,6 +36,7 @@ pub use background::{
 };
 pub use presence::Presence;
 pub use profile::{Cluster, Profile, ProfileError, sequential};
+pub use rate::Rate;
 pub use recorder::{Recorder, RecorderConfig, Recording, RecordingEnd};
 pub use scheduler::{
     BACKGROUNDS_MAX, Config, ConfigError, Faults, Fetch, Fetched, Outcome, Reason, Refusal,
