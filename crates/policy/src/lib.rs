@@ -7,18 +7,21 @@
 //!                     ▲                                              │
 //!   wake or stop ◄── on_filled / on_failed ◄─────────────────────────┘
 //!                     ▲
-//!              Background: the drain; later working sets, segments, profiles
+//!     Background, by Priority:  Listed (a working set) ─ Segments (prediction) ─ Drain, Hydrate (the rest)
+//!                                  ▲
+//!   page map ──► Recorder ──► Recording ──► Profile, merged over starts ◄──► bytes
 //! ```
 //!
 //! [`Scheduler`] holds every decision and does nothing itself: feed it what happened, carry out
-//! what it returns. The engine, the benchmarks and the simulator run the same code.
+//! what it returns. The engine, the benchmarks and the simulator run the same code. Its [`Tally`] says what faults
+//! found and what each [`Background`] was good for. [`Rate`] says how much of what nobody waits for may travel.
 //!
 //! Promises: demand goes before everything else, first come first served; a page is under way at
 //! most once, and never while present; whoever waits for a page is named exactly once, to be woken
 //! or to be stopped; every queue has a bound.
 //!
-//! Left to others: reading sources, writing caches, waking (`vmfork-memory`). No I/O, no threads,
-//! no clock, no unsafe code.
+//! Left to others: reading sources, writing caches, waking, looking at page maps (`vmfork-memory`); where profiles are
+//! kept. No I/O, no threads, no clock (times are passed in), no unsafe code.
 
 #![deny(unsafe_code)]
 
