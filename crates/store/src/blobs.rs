@@ -1,0 +1,155 @@
+//! What a store is kept in: byte strings by key, in a folder or an object store.
+
+mod folder;
+
+use std::fmt::Debug;
+use std::io::{self, Read};
+
+pub use folder::Folder;
+
+/// Most bytes that are read or written in one piece. The largest file is a working set; then the table of a
+/// terabyte of scattered pages.
+pub const BLOB_BYTES_MAX: u64 = 1 << 30;
+
+/// A place for byte strings by key. Calls block, and each has a bound in time. Every error names key and place.
+///
+/// Keys are parts of `a-z A-Z 0-9 . _ -` between slashes, each part beginning with a letter or digit.
+pub trait Blobs: Debug + Send + Sync {
+    /// Where it is, for messages: a folder's path, an object store's location.
+    fn describe(&self) -> String;
+
+    /// # Errors
+    /// [`BlobError::NotFound`] is told apart. More than [`BLOB_BYTES_MAX`] bytes are not read.
+    fn get(&self, key: &str) -> Result<Vec<u8>, BlobError>;
+
+    /// The same, piece by piece.
+    ///
+    /// # Errors
+    /// As `get`.
+    fn reader(&self, key: &str) -> Result<Box<dyn Read + Send>, BlobError>;
+
+    /// Put it there whole, or not at all. Replaces what was there.
+    ///
+    /// # Errors
+    /// It isn't there; what was there before still is.
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
+
+    /// Put it there if nothing is, for good once this returns. `false`: there is something already, which stays as
+    /// it is.
+    ///
+    /// # Errors
+    /// It isn't there.
+    fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError>;
+
+    /// Bytes, or `None` if there is no such key.
+    ///
+    /// # Errors
+    /// It can't be told.
+    fn size(&self, key: &str) -> Result<Option<u64>, BlobError>;
+
+    /// All keys that begin with `prefix`, which is empty or ends in a slash. In no order.
+    ///
+    /// # Errors
+    /// They can't all be listed.
+    fn list(&self, prefix: &str) -> Result<Vec<String>, BlobError>;
+
+    /// A key that isn't there is fine.
+    ///
+    /// # Errors
+    /// It may still be there.
+    fn delete(&self, key: &str) -> Result<(), BlobError>;
+
+    /// Once this returns, all that was put and deleted before outlasts a power cut.
+    ///
+    /// # Errors
+    /// It may not.
+    fn sync(&self) -> Result<(), BlobError>;
+
+    /// Remove what interrupted puts left. Returns the bytes.
+    ///
+    /// # Errors
+    /// Some of it stays.
+    fn sweep(&self) -> Result<u64, BlobError> {
+        Ok(0)
+    }
+}
+
+/// A call to [`Blobs`] failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BlobError {
+    #[error("no `{key}` in {place}")]
+    NotFound { key: String, place: String },
+    #[error("`{key}` in {place} has {bytes} bytes, where {BLOB_BYTES_MAX} are the most")]
+    TooLarge { key: String, place: String, bytes: u64 },
+    #[error("`{key}` is no key")]
+    BadKey { key: String },
+    #[error("{action} `{key}` in {place}")]
+    Failed {
+        action: &'static str,
+        key: String,
+        place: String,
+        why: Failure,
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Whom a failure is to be blamed on, for the remedy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Failure {
+    /// Not allowed, or the credentials are wrong.
+    Denied,
+    /// No room.
+    Full,
+    ReadOnly,
+    /// A bucket or folder that isn't there.
+    NoPlace,
+    /// Nobody answers, or not in time.
+    Unreachable,
+    Other,
+}
+
+impl BlobError {
+    pub(crate) fn io(
+        action: &'static str,
+        key: &str,
+        place: &str,
+    ) -> impl FnOnce(io::Error) -> Self + use<> {
+        let (key, place) = (key.to_owned(), place.to_owned());
+        move |source| match source.kind() {
+            io::ErrorKind::NotFound => Self::NotFound { key, place },
+            kind => {
+                let why = match kind {
+                    io::ErrorKind::PermissionDenied => Failure::Denied,
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Failure::Full,
+                    io::ErrorKind::ReadOnlyFilesystem => Failure::ReadOnly,
+                    io::ErrorKind::NotADirectory => Failure::NoPlace,
+                    io::ErrorKind::TimedOut => Failure::Unreachable,
+                    _ => Failure::Other,
+                };
+                Self::Failed { action, key, place, why, source: Box::new(source) }
+            }
+        }
+    }
+
+    /// Whether it says that the key isn't there, and nothing else.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+
+    /// What the user can do about it, one line.
+    #[must_use]
+    pub fn remedy(&self) -> Option<String> {
+        let Self::Failed { why, place, .. } = self else { return None };
+        Some(match why {
+            Failure::Denied => format!("check who may read and write {place}, and the credentials"),
+            Failure::Full => format!("free some space in {place}, or use another store"),
+            Failure::ReadOnly => format!("{place} can't be written: use another store"),
+            Failure::NoPlace => format!("check that {place} exists"),
+            Failure::Unreachable => format!("check the address and that {place} can be reached"),
+            Failure::Other => return None,
+        })
+    }
+}

@@ -1,0 +1,137 @@
+//! What can go wrong with a store, with what to do about it.
+
+use std::io;
+
+use vmfork_image::PageRange;
+
+use crate::blobs::{BlobError, Blobs};
+use crate::format::Flaw;
+
+/// A file of a store that is not as it was written, or not there where it should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{key}` in {place} is damaged: {flaw}")]
+pub struct Damage {
+    pub key: String,
+    /// Which store.
+    pub place: String,
+    /// What is wrong, and at which byte.
+    pub flaw: Flaw,
+}
+
+/// Anything a store does.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    #[error("`{name}` is no name of a snapshot")]
+    BadName { name: String },
+    #[error("no snapshot named `{name}` in {place}")]
+    NotFound { name: String, place: String },
+    #[error("a snapshot named `{name}` is in {place} already")]
+    Exists { name: String, place: String },
+    #[error("snapshot `{name}` is being written")]
+    Busy { name: String },
+    #[error("this can't be a snapshot: {why}")]
+    BadDraft { why: String },
+    #[error("{0}")]
+    Damaged(Damage),
+    #[error("{place} holds something else than a store of snapshots: {why}")]
+    Foreign { place: String, why: String },
+    #[error("{} of snapshot `{name}`", dependants_text(dependants))]
+    Dependants { name: String, dependants: Vec<String> },
+    #[error("the base of snapshot `{name}`, `{base}`, is {why}")]
+    Base { name: String, base: String, why: String },
+    #[error("snapshot `{name}` is a delta on more than {most} others")]
+    DeepChain { name: String, most: usize },
+    #[error("the chunks of snapshot `{name}` are not all here yet, but in {origin}")]
+    Incomplete { name: String, origin: String },
+    #[error("read pages {range} to store them")]
+    ReadPages {
+        range: PageRange,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the stream is no export of snapshots: {flaw}")]
+    Stream { flaw: Flaw },
+    #[error("{action}")]
+    Io {
+        action: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cancelled")]
+    Cancelled,
+    #[error(transparent)]
+    Blob(#[from] BlobError),
+}
+
+fn dependants_text(names: &[String]) -> String {
+    let quoted: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
+    match quoted.as_slice() {
+        [one] => format!("{one} is a delta"),
+        all => format!("{} are deltas", all.join(", ")),
+    }
+}
+
+impl StoreError {
+    pub(crate) fn damaged(blobs: &dyn Blobs, key: &str) -> impl FnOnce(Flaw) -> Self + use<> {
+        let (key, place) = (key.to_owned(), blobs.describe());
+        move |flaw| Self::Damaged(Damage { key, place, flaw })
+    }
+
+    pub(crate) fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { action, source }
+    }
+
+    /// As an answer to who reads pages: the kind tells what is gone from what is damaged.
+    pub(crate) fn into_io(self) -> io::Error {
+        let kind = match &self {
+            Self::Damaged(_) => io::ErrorKind::InvalidData,
+            Self::Blob(BlobError::NotFound { .. }) => io::ErrorKind::NotFound,
+            _ => io::ErrorKind::Other,
+        };
+        io::Error::new(kind, self)
+    }
+
+    /// What the user can do about it, one line.
+    #[must_use]
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::BadName { .. } => Some(format!(
+                "use 1 to {} of a-z A-Z 0-9 . _ -, the first a letter or digit",
+                crate::names::NAME_BYTES_MAX
+            )),
+            Self::NotFound { .. } => Some("`vmfork snapshot ls` lists the snapshots".into()),
+            Self::Exists { name, .. } => Some(format!(
+                "use another name, or remove it first with `vmfork snapshot rm {name}`"
+            )),
+            Self::Busy { .. } => Some("wait until it is ready, then try again".into()),
+            Self::Damaged(_) => Some(
+                "`vmfork snapshot verify` shows all that is damaged; restore the file, pull or import the snapshot anew, or remove it"
+                    .into(),
+            ),
+            Self::Foreign { .. } => {
+                Some("give a store of this version of vmfork, or an empty place for a new one".into())
+            }
+            Self::Dependants { name, dependants } => Some(match dependants.as_slice() {
+                [one] => format!(
+                    "make it whole with `vmfork snapshot flatten {one}`, or remove both with `vmfork snapshot rm --cascade {name}`"
+                ),
+                _ => format!(
+                    "make each whole with `vmfork snapshot flatten`, or remove all with `vmfork snapshot rm --cascade {name}`"
+                ),
+            }),
+            Self::Base { base, .. } => Some(format!("restore, pull or import `{base}`")),
+            Self::DeepChain { name, .. } => {
+                Some(format!("make it whole with `vmfork snapshot flatten {name}`"))
+            }
+            Self::Incomplete { name, .. } => {
+                Some(format!("wait until the pull of `{name}` has ended, or pull it again"))
+            }
+            Self::Stream { .. } => {
+                Some("give what `vmfork snapshot export` wrote, whole".into())
+            }
+            Self::Blob(error) => error.remedy(),
+            Self::BadDraft { .. } | Self::ReadPages { .. } | Self::Io { .. } | Self::Cancelled => None,
+        }
+    }
+}

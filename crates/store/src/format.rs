@@ -1,0 +1,30 @@
+//! The bytes of a store's files: what docs/format.md describes.
+//!
+//! Readers take any bytes: they check order, bounds and hashes before they believe a number, take no memory that the
+//! file's own length does not warrant, and answer with a [`Flaw`]: what is wrong, and at which byte.
+
+mod bytes;
+pub mod chunk;
+pub mod descriptor;
+pub mod sealed;
+pub mod table;
+
+pub use bytes::Flaw;
+
+/// Most pages of a window: 2 MiB, one block of an image.
+pub const CHUNK_PAGES_MAX: u64 = vmfork_image::BLOCK_PAGES;
+
+/// A page's bytes, for slices.
+pub(crate) const PAGE_LEN: usize = 4096;
+const _: () = assert!(PAGE_LEN as u64 == vmfork_image::PAGE_BYTES);
+
+/// How chunks are written. How they are read is in each chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum Compression {
+    None,
+    Zstd {
+        /// -7 to 22; above 3 it does not keep up with a disk.
+        level: i32,
+    },
+}

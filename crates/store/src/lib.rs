@@ -1,0 +1,52 @@
+//! Stored snapshots: kept in a folder or an object store, read back page by page.
+//!
+//! ```text
+//!   Store ──── create ──► chunks, table, state, then the descriptor: with it the snapshot is there
+//!     │  open
+//!     ▼
+//!   Stored ─── source ──► StoredPages, a PageSource: window ──► HotChunks ──► chunk here ──► chunk elsewhere
+//!     │
+//!   Blobs ──── Folder, or an object store (crate `store-s3`)
+//! ```
+//!
+//! A snapshot is its own pages, cut into windows and stored as chunks under the hash of their content, so that equal
+//! ones are stored once across all snapshots; a page table that says which pages those are, which are zero, and
+//! which are the base's; device state; and a descriptor. docs/format.md has the bytes.
+//!
+//! Promises: a snapshot is there whole or not at all, whatever crashes when. What is read was verified. No file,
+//! whatever it says, makes a reader panic or take more memory than the file's length warrants. What one operation
+//! needs, another of the same process doesn't remove.
+//!
+//! Left to others: what is in a snapshot's device state and `vm` (the daemon), when pages are read (`vmfork-policy`).
+//! Threads and files, no async runtime.
+
+#![deny(unsafe_code)]
+
+mod blobs;
+mod create;
+mod error;
+pub mod format;
+mod hot;
+mod names;
+mod pins;
+mod references;
+mod remove;
+mod source;
+mod store;
+mod stored;
+mod work;
+mod writing;
+
+pub use blobs::{BLOB_BYTES_MAX, BlobError, Blobs, Failure, Folder};
+pub use create::{Draft, ReadPages};
+pub use error::{Damage, StoreError};
+pub use format::descriptor::{BaseRef, Counts, Descriptor, SnapshotId};
+pub use format::table::{Extent, Table};
+pub use format::{Compression, Flaw};
+pub use hot::HotChunks;
+pub use names::{NAME_BYTES_MAX, name_is_valid};
+pub use remove::{Collected, Removed};
+pub use source::{SourceOptions, SourceStats, StoredPages};
+pub use store::{CHAIN_MAX, Listed, Store};
+pub use stored::Stored;
+pub use work::Work;

@@ -1,0 +1,276 @@
+//! The store: which snapshots there are, and opening one.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::blobs::{BlobError, Blobs, Folder};
+use crate::error::StoreError;
+use crate::format::Flaw;
+use crate::format::descriptor::{BaseRef, Descriptor, FileRef};
+use crate::format::table::{Extent, Table};
+use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, ORIGIN, name_is_valid, snapshot_key};
+use crate::pins::Pins;
+use crate::references::{References, files_by_snapshot};
+use crate::stored::Stored;
+use crate::work::lock;
+
+/// Most snapshots from one down to the one that has no base.
+pub const CHAIN_MAX: usize = 1024;
+
+/// A snapshot's name, and what it is or what is wrong with it.
+pub type Listed = (String, Result<Descriptor, StoreError>);
+
+/// A place with snapshots in it. Clones are the same store.
+///
+/// Operations of one process may run at the same time, on any names: what one needs, another doesn't remove. Two
+/// processes that use one store are to see to it that neither removes while the other writes.
+#[derive(Debug, Clone)]
+pub struct Store {
+    pub(crate) inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) blobs: Arc<dyn Blobs>,
+    /// Held while a snapshot appears, is opened or vanishes: never for as long as chunks take. Taken before the locks
+    /// below.
+    pub(crate) catalogue: Mutex<()>,
+    pub(crate) references: Mutex<References>,
+    /// What is being written, and its base.
+    pub(crate) writing: Mutex<HashMap<String, Option<String>>>,
+    pub(crate) pins: Pins,
+    /// Tables of snapshots that are open, perhaps removed since: their chunks stay until they are closed.
+    pub(crate) open: Mutex<Vec<Weak<Table>>>,
+}
+
+impl Store {
+    /// The store in `blobs`; a new one if there is none.
+    ///
+    /// # Errors
+    /// It is one of another layout, or can't be read or made.
+    pub fn new(blobs: Arc<dyn Blobs>) -> Result<Self, StoreError> {
+        if blobs.size(FORMAT_KEY)?.is_none() {
+            blobs.put_new(FORMAT_KEY, FORMAT_LINE)?;
+        }
+        Self::existing(blobs)
+    }
+
+    /// The store in `blobs`, which must be one already: to get snapshots from.
+    ///
+    /// # Errors
+    /// There is none, or one of another layout, or it can't be read.
+    pub fn existing(blobs: Arc<dyn Blobs>) -> Result<Self, StoreError> {
+        let foreign = |why: String| StoreError::Foreign { place: blobs.describe(), why };
+        match blobs.get(FORMAT_KEY) {
+            Ok(line) if line == FORMAT_LINE => {}
+            Ok(line) => {
+                let line: Vec<u8> = line.into_iter().take(40).collect();
+                return Err(foreign(format!(
+                    "its `{FORMAT_KEY}` is \"{}\", not \"{}\"",
+                    line.escape_ascii(),
+                    FORMAT_LINE.escape_ascii()
+                )));
+            }
+            Err(BlobError::NotFound { .. }) => {
+                return Err(foreign(format!("there is no `{FORMAT_KEY}`")));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(Self {
+            inner: Arc::new(Inner {
+                blobs,
+                catalogue: Mutex::default(),
+                references: Mutex::default(),
+                writing: Mutex::default(),
+                pins: Pins::default(),
+                open: Mutex::default(),
+            }),
+        })
+    }
+
+    /// The store in a folder, which is made if it isn't there.
+    ///
+    /// # Errors
+    /// As `new`; and a folder that holds something else.
+    pub fn folder(path: impl Into<PathBuf>) -> Result<Self, StoreError> {
+        let folder = Folder::new(path)?;
+        let entries =
+            std::fs::read_dir(folder.root()).map_err(StoreError::io("read the store's folder"))?;
+        let has_others =
+            entries.flatten().any(|e| !e.file_name().to_string_lossy().starts_with('.'));
+        if has_others && folder.size(FORMAT_KEY)?.is_none() {
+            let why = format!("it is not empty, and has no `{FORMAT_KEY}`");
+            return Err(StoreError::Foreign { place: folder.describe(), why });
+        }
+        Self::new(Arc::new(folder))
+    }
+
+    /// Where it is, for messages.
+    pub fn describe(&self) -> String {
+        self.inner.blobs.describe()
+    }
+
+    /// All snapshots by name. What is damaged is in the list with what is wrong.
+    ///
+    /// # Errors
+    /// The store can't be listed.
+    pub fn list(&self) -> Result<Vec<Listed>, StoreError> {
+        let blobs = self.inner.blobs();
+        let files = files_by_snapshot(blobs)?;
+        let names = files.into_iter().filter(|(_, files)| files.contains(DESCRIPTOR));
+        let all = names.map(|(name, _)| {
+            let descriptor = read_descriptor(blobs, &name);
+            (name, descriptor)
+        });
+        // Removed since we listed them.
+        Ok(all.filter(|(_, d)| !matches!(d, Err(StoreError::NotFound { .. }))).collect())
+    }
+
+    /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay as long as the
+    /// answer lives, even if it is removed.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn open(&self, name: &str) -> Result<Arc<Stored>, StoreError> {
+        check_name(name)?;
+        let _catalogue = lock(&self.inner.catalogue);
+        let descriptor = read_descriptor(self.inner.blobs(), name)?;
+        let table = Arc::new(read_table(self.inner.blobs(), &descriptor)?);
+        let origin = read_origin(self.inner.blobs(), name)?;
+        let mut open = lock(&self.inner.open);
+        open.retain(|table| table.strong_count() > 0);
+        open.push(Arc::downgrade(&table));
+        drop(open);
+        Ok(Arc::new(Stored::new(self.clone(), descriptor, table, origin)))
+    }
+
+    /// Open `name` and all that it is a delta on: itself first, the one without a base last.
+    ///
+    /// # Errors
+    /// As `open`, of any of them; a base that isn't there, is another snapshot by that name, or doesn't fit.
+    pub fn open_chain(&self, name: &str) -> Result<Vec<Arc<Stored>>, StoreError> {
+        let mut chain = vec![self.open(name)?];
+        while let Some(top) = chain.last()
+            && let Some(base) = top.descriptor().base.clone()
+        {
+            let top = top.descriptor();
+            let wrong = |why: String| base_error(&top.name, &base, why);
+            let below = match self.open(&base.name) {
+                Ok(below) => below,
+                Err(StoreError::NotFound { .. }) => return Err(wrong("not there".into())),
+                Err(error) => return Err(error),
+            };
+            check_base(&base, below.descriptor(), top.pages).map_err(wrong)?;
+            if chain.len() >= CHAIN_MAX {
+                return Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX });
+            }
+            chain.push(below);
+        }
+        Ok(chain)
+    }
+}
+
+impl Inner {
+    pub(crate) fn blobs(&self) -> &dyn Blobs {
+        &*self.blobs
+    }
+}
+
+pub(crate) fn check_name(name: &str) -> Result<(), StoreError> {
+    if name_is_valid(name) { Ok(()) } else { Err(StoreError::BadName { name: name.to_owned() }) }
+}
+
+pub(crate) fn base_error(name: &str, base: &BaseRef, why: String) -> StoreError {
+    StoreError::Base { name: name.to_owned(), base: base.name.clone(), why }
+}
+
+/// Why `found` is not the base that was meant, for an image of `pages`.
+pub(crate) fn check_base(base: &BaseRef, found: &Descriptor, pages: u64) -> Result<(), String> {
+    if found.id != base.id {
+        return Err(format!(
+            "another snapshot by that name: its id is {}, not {}",
+            found.id, base.id
+        ));
+    }
+    if found.pages != pages {
+        return Err(format!("of {} pages, not {pages}", found.pages));
+    }
+    Ok(())
+}
+
+pub(crate) fn read_descriptor(blobs: &dyn Blobs, name: &str) -> Result<Descriptor, StoreError> {
+    let key = snapshot_key(name, DESCRIPTOR);
+    let file = match blobs.get(&key) {
+        Ok(file) => file,
+        Err(BlobError::NotFound { .. }) => {
+            return Err(StoreError::NotFound { name: name.to_owned(), place: blobs.describe() });
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let damaged = StoreError::damaged(blobs, &key);
+    match Descriptor::decode(&file) {
+        Ok(it) if it.name == name => Ok(it),
+        Ok(it) => Err(damaged(Flaw::at(0, format!("it is that of snapshot `{}`", it.name)))),
+        Err(flaw) => Err(damaged(flaw)),
+    }
+}
+
+/// One of the files that never change.
+pub(crate) fn read_section(
+    blobs: &dyn Blobs,
+    name: &str,
+    file: &FileRef,
+) -> Result<Vec<u8>, StoreError> {
+    let key = snapshot_key(name, &file.file);
+    let bytes = match blobs.get(&key) {
+        Ok(bytes) => bytes,
+        Err(BlobError::NotFound { .. }) => {
+            return Err(StoreError::damaged(blobs, &key)(Flaw::at(0, "it isn't there")));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    match file.flaw_of(&bytes) {
+        None => Ok(bytes),
+        Some(flaw) => Err(StoreError::damaged(blobs, &key)(flaw)),
+    }
+}
+
+/// The page table, checked against the descriptor.
+pub(crate) fn read_table(blobs: &dyn Blobs, descriptor: &Descriptor) -> Result<Table, StoreError> {
+    let file = &descriptor.files.table;
+    let bytes = read_section(blobs, &descriptor.name, file)?;
+    let damaged = StoreError::damaged(blobs, &snapshot_key(&descriptor.name, &file.file));
+    let table = match Table::decode(&bytes) {
+        Ok(table) => table,
+        Err(flaw) => return Err(damaged(flaw)),
+    };
+    match table_flaw(&table, descriptor) {
+        None => Ok(table),
+        Some(what) => Err(damaged(Flaw::at(0, what))),
+    }
+}
+
+/// What in `table` is other than in the descriptor.
+pub(crate) fn table_flaw(table: &Table, descriptor: &Descriptor) -> Option<String> {
+    for (what, found, told) in [
+        ("pages", table.pages(), descriptor.pages),
+        ("pages a window", table.chunk_pages(), descriptor.chunk_pages),
+        ("own pages", table.count(Extent::Own), descriptor.counts.own_pages),
+        ("chunks", table.windows().len() as u64, descriptor.counts.chunks),
+    ] {
+        if found != told {
+            return Some(format!("{found} {what}, but {told} in the descriptor"));
+        }
+    }
+    None
+}
+
+/// Where the chunks of `name` are, as long as they are not all here.
+pub(crate) fn read_origin(blobs: &dyn Blobs, name: &str) -> Result<Option<String>, StoreError> {
+    match blobs.get(&snapshot_key(name, ORIGIN)) {
+        Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        Err(BlobError::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,82 @@
+//! A snapshot, opened.
+
+use std::sync::Arc;
+
+use vmfork_image::PageRange;
+
+use crate::error::StoreError;
+use crate::format::descriptor::{BaseRef, Descriptor};
+use crate::format::sealed::{SealedKind, unseal};
+use crate::format::table::{Extent, Table};
+use crate::names::snapshot_key;
+use crate::source::{SourceOptions, StoredPages};
+use crate::store::{Store, read_section};
+
+/// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the store.
+#[derive(Debug)]
+pub struct Stored {
+    store: Store,
+    descriptor: Descriptor,
+    table: Arc<Table>,
+    origin: Option<String>,
+}
+
+impl Stored {
+    pub(crate) fn new(
+        store: Store,
+        descriptor: Descriptor,
+        table: Arc<Table>,
+        origin: Option<String>,
+    ) -> Self {
+        Self { store, descriptor, table, origin }
+    }
+
+    pub fn descriptor(&self) -> &Descriptor {
+        &self.descriptor
+    }
+
+    /// What differs from the base, ascending; without a base, from zeros.
+    pub fn extents(&self) -> impl Iterator<Item = (PageRange, Extent)> + '_ {
+        self.table.extents().iter().copied()
+    }
+
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// How many pages are in its own chunks.
+    pub fn own_pages(&self) -> u64 {
+        self.descriptor.counts.own_pages
+    }
+
+    /// What it is a delta on.
+    pub fn base(&self) -> Option<&BaseRef> {
+        self.descriptor.base.as_ref()
+    }
+
+    /// Where its chunks are, if they were not all here when it was opened: what was given to `Store::adopt_from`.
+    pub fn origin(&self) -> Option<&str> {
+        self.origin.as_deref()
+    }
+
+    /// The device state, verified.
+    ///
+    /// # Errors
+    /// It is damaged, or can't be read.
+    pub fn state(&self) -> Result<Vec<u8>, StoreError> {
+        let blobs = self.store.inner.blobs();
+        let Descriptor { name, files, .. } = &self.descriptor;
+        let file = read_section(blobs, name, &files.state)?;
+        let key = snapshot_key(name, &files.state.file);
+        unseal(SealedKind::State, &file).map_err(StoreError::damaged(blobs, &key))
+    }
+
+    /// Its own pages, to be read by anyone.
+    pub fn source(self: &Arc<Self>, options: SourceOptions) -> Arc<StoredPages> {
+        Arc::new(StoredPages::new(self.clone(), options))
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+}

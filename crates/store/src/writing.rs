@@ -1,0 +1,183 @@
+//! A snapshot on its way into a store, and nothing of it left if it doesn't arrive.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blake3::Hash;
+
+use crate::error::StoreError;
+use crate::format::descriptor::{BaseRef, Counts, Descriptor, FileRef};
+use crate::names::{DESCRIPTOR, chunk_key, snapshot_key};
+use crate::store::{Inner, base_error, check_base, check_name, read_descriptor};
+use crate::work::lock;
+
+/// Whether a snapshot by the name may be there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Commit {
+    New,
+    /// There is one, which this one replaces.
+    Replace,
+}
+
+/// As long as it lives: nobody else writes a snapshot by that name, nobody removes its base, and nothing that it has
+/// put or found there is collected. Dropped without a commit it removes its sections; chunks may stay, for `collect`.
+#[derive(Debug)]
+pub(crate) struct Writing<'a> {
+    inner: &'a Inner,
+    name: String,
+    commit: Commit,
+    base: Option<BaseRef>,
+    pinned: Mutex<Vec<String>>,
+    /// With the bytes of each file, once it is known.
+    chunks: Mutex<HashMap<Hash, Option<u64>>>,
+    stored_bytes: AtomicU64,
+    shared_bytes: AtomicU64,
+    /// Keys to be removed if it comes to nothing.
+    sections: Mutex<Vec<String>>,
+}
+
+impl<'a> Writing<'a> {
+    pub(crate) fn begin(
+        inner: &'a Inner,
+        name: &str,
+        commit: Commit,
+        base: Option<BaseRef>,
+    ) -> Result<Self, StoreError> {
+        check_name(name)?;
+        let catalogue = lock(&inner.catalogue);
+        let found = inner.blobs().size(&snapshot_key(name, DESCRIPTOR))?;
+        if commit == Commit::New && found.is_some() {
+            let place = inner.blobs().describe();
+            return Err(StoreError::Exists { name: name.to_owned(), place });
+        }
+        match lock(&inner.writing).entry(name.to_owned()) {
+            Entry::Occupied(_) => return Err(StoreError::Busy { name: name.to_owned() }),
+            Entry::Vacant(entry) => entry.insert(base.as_ref().map(|base| base.name.clone())),
+        };
+        drop(catalogue);
+        // From here on dropping it undoes that.
+        let it = Self {
+            inner,
+            name: name.to_owned(),
+            commit,
+            base,
+            pinned: Mutex::default(),
+            chunks: Mutex::default(),
+            stored_bytes: AtomicU64::new(0),
+            shared_bytes: AtomicU64::new(0),
+            sections: Mutex::default(),
+        };
+        lock(&inner.references).refresh(inner.blobs())?;
+        Ok(it)
+    }
+
+    fn pin(&self, key: &str) {
+        self.inner.pins.pin(key.to_owned());
+        lock(&self.pinned).push(key.to_owned());
+    }
+
+    /// See to it that the chunk is there. `file` makes the file, if it has to be written.
+    pub(crate) fn keep_chunk(
+        &self,
+        hash: &Hash,
+        file: impl FnOnce() -> Result<Vec<u8>, StoreError>,
+    ) -> Result<(), StoreError> {
+        if let Entry::Vacant(entry) = lock(&self.chunks).entry(*hash) {
+            entry.insert(None);
+        } else {
+            return Ok(()); // Another thread is at it. Should it fail, all fails.
+        }
+        let key = chunk_key(hash);
+        let (bytes, counter) = match self.find_chunk(hash, &key)? {
+            Some(bytes) => (bytes, &self.shared_bytes),
+            None => {
+                let file = file()?;
+                self.inner.blobs().put(&key, &file)?;
+                (file.len() as u64, &self.stored_bytes)
+            }
+        };
+        counter.fetch_add(bytes, Ordering::Relaxed);
+        lock(&self.chunks).insert(*hash, Some(bytes));
+        Ok(())
+    }
+
+    /// The bytes of the chunk's file, if it is there and can be relied upon.
+    pub(crate) fn find_chunk(&self, hash: &Hash, key: &str) -> Result<Option<u64>, StoreError> {
+        // First pinned, then looked for: what is found then stays.
+        self.pin(key);
+        if !lock(&self.inner.references).is_whole(hash) {
+            return Ok(None);
+        }
+        Ok(self.inner.blobs().size(key)?)
+    }
+
+    /// The bytes of a chunk's file that was kept.
+    pub(crate) fn chunk_bytes(&self, hash: &Hash) -> Option<u64> {
+        lock(&self.chunks).get(hash).copied().flatten()
+    }
+
+    /// Put one of the snapshot's files there.
+    pub(crate) fn put_section(&self, file: String, content: &[u8]) -> Result<FileRef, StoreError> {
+        let key = snapshot_key(&self.name, &file);
+        self.pin(&key);
+        lock(&self.sections).push(key.clone());
+        self.inner.blobs().put(&key, content)?;
+        self.stored_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
+        Ok(FileRef::of(file, content))
+    }
+
+    /// With what has been written so far.
+    pub(crate) fn counts(&self, own_pages: u64, zero_pages: u64, chunks: u64) -> Counts {
+        Counts {
+            own_pages,
+            zero_pages,
+            chunks,
+            stored_bytes: self.stored_bytes.load(Ordering::Relaxed),
+            shared_bytes: self.shared_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// All is written: let the snapshot appear.
+    pub(crate) fn commit(self, descriptor: &Descriptor) -> Result<(), StoreError> {
+        let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
+        let blobs = self.inner.blobs();
+        // What the descriptor names is on the medium before it is.
+        blobs.sync()?;
+        let _catalogue = lock(&self.inner.catalogue);
+        if let Some(base) = &self.base {
+            let wrong = |why| base_error(&self.name, base, why);
+            match read_descriptor(blobs, &base.name) {
+                Ok(found) => check_base(base, &found, descriptor.pages).map_err(wrong)?,
+                Err(StoreError::NotFound { .. }) => return Err(wrong("gone".into())),
+                Err(error) => return Err(error),
+            }
+        }
+        let key = snapshot_key(&self.name, DESCRIPTOR);
+        if self.commit == Commit::Replace {
+            blobs.put(&key, &file)?;
+            lock(&self.sections).clear();
+            blobs.sync()?;
+        } else if blobs.put_new(&key, &file)? {
+            lock(&self.sections).clear();
+        } else {
+            // By another process.
+            let place = blobs.describe();
+            return Err(StoreError::Exists { name: self.name.clone(), place });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        for key in std::mem::take(&mut *lock(&self.sections)) {
+            if let Err(error) = self.inner.blobs().delete(&key) {
+                tracing::warn!(%error, "left for collect");
+            }
+        }
+        self.inner.pins.unpin(std::mem::take(&mut *lock(&self.pinned)));
+        lock(&self.inner.writing).remove(&self.name);
+    }
+}

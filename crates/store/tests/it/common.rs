@@ -1,0 +1,215 @@
+//! Blobs in memory, guests' memory that is easy to make up, and snapshots of it.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vmfork_image::{PageIdx, PageRange, PageSource as _};
+use vmfork_store::{
+    BaseRef, BlobError, Blobs, Compression, Descriptor, Draft, Extent, Failure, HotChunks,
+    SourceOptions, Store, StoreError, Stored, Work,
+};
+
+pub(crate) const PAGE: usize = 4096;
+
+pub(crate) fn range(start: u64, len: u64) -> PageRange {
+    PageRange::new(PageIdx(start), len).expect("small")
+}
+
+/// In memory. Counts calls, and fails from a given one on, as if the power had gone.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    pub(crate) map: Mutex<BTreeMap<String, Vec<u8>>>,
+    /// Calls until the first that fails; negative once it has. Never, if it begins high.
+    left: AtomicI64,
+}
+
+impl Memory {
+    pub(crate) fn new() -> Arc<Self> {
+        Self::of(BTreeMap::new())
+    }
+
+    pub(crate) fn of(map: BTreeMap<String, Vec<u8>>) -> Arc<Self> {
+        Arc::new(Self { map: Mutex::new(map), left: AtomicI64::new(i64::MAX) })
+    }
+
+    pub(crate) fn fail_after(&self, calls: i64) {
+        self.left.store(calls, Ordering::SeqCst);
+    }
+
+    pub(crate) fn keys(&self) -> Vec<String> {
+        self.map.lock().expect("no panic").keys().cloned().collect()
+    }
+
+    pub(crate) fn copy(&self) -> BTreeMap<String, Vec<u8>> {
+        self.map.lock().expect("no panic").clone()
+    }
+
+    pub(crate) fn chunks(&self) -> usize {
+        self.keys().iter().filter(|key| key.starts_with("chunks/")).count()
+    }
+
+    fn call(&self, key: &str) -> Result<(), BlobError> {
+        if self.left.fetch_sub(1, Ordering::SeqCst) > 0 {
+            return Ok(());
+        }
+        Err(BlobError::Failed {
+            action: "reach",
+            key: key.into(),
+            place: self.describe(),
+            why: Failure::Other,
+            source: "the power has gone".into(),
+        })
+    }
+}
+
+impl Blobs for Memory {
+    fn describe(&self) -> String {
+        "memory".into()
+    }
+
+    fn get(&self, key: &str) -> Result<Vec<u8>, BlobError> {
+        self.call(key)?;
+        let map = self.map.lock().expect("no panic");
+        let missing = || BlobError::NotFound { key: key.into(), place: "memory".into() };
+        map.get(key).cloned().ok_or_else(missing)
+    }
+
+    fn reader(&self, key: &str) -> Result<Box<dyn Read + Send>, BlobError> {
+        Ok(Box::new(io::Cursor::new(self.get(key)?)))
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.call(key)?;
+        self.map.lock().expect("no panic").insert(key.into(), bytes.to_vec());
+        Ok(())
+    }
+
+    fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError> {
+        self.call(key)?;
+        let mut map = self.map.lock().expect("no panic");
+        let is_new = !map.contains_key(key);
+        if is_new {
+            map.insert(key.into(), bytes.to_vec());
+        }
+        Ok(is_new)
+    }
+
+    fn size(&self, key: &str) -> Result<Option<u64>, BlobError> {
+        self.call(key)?;
+        Ok(self.map.lock().expect("no panic").get(key).map(|bytes| bytes.len() as u64))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<String>, BlobError> {
+        self.call(prefix)?;
+        Ok(self.keys().into_iter().filter(|key| key.starts_with(prefix)).collect())
+    }
+
+    fn delete(&self, key: &str) -> Result<(), BlobError> {
+        self.call(key)?;
+        self.map.lock().expect("no panic").remove(key);
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), BlobError> {
+        self.call("sync")
+    }
+}
+
+/// A guest's memory: one number a page, 0 a page of zeros.
+pub(crate) type Guest = Vec<u8>;
+
+pub(crate) fn page_of(value: u8) -> Vec<u8> {
+    if value == 0 {
+        return vec![0; PAGE];
+    }
+    // Half of it compresses.
+    let mut page = vec![value; PAGE];
+    blake3::Hasher::new().update(&[value]).finalize_xof().fill(&mut page[..PAGE / 2]);
+    page
+}
+
+pub(crate) fn read_guest(
+    guest: &[u8],
+) -> impl Fn(PageRange, &mut [u8]) -> io::Result<()> + Sync + '_ {
+    move |range, bytes| {
+        assert_eq!(bytes.len() as u64, range.byte_len());
+        for (page, into) in range.pages().zip(bytes.chunks_exact_mut(PAGE)) {
+            into.copy_from_slice(&page_of(guest[usize::try_from(page.0).expect("small")]));
+        }
+        Ok(())
+    }
+}
+
+/// All pages own.
+pub(crate) fn draft(name: &str, guest: &[u8]) -> Draft {
+    let pages = guest.len() as u64;
+    Draft {
+        name: name.into(),
+        id: None,
+        base: None,
+        pages,
+        extents: vec![(range(0, pages), Extent::Own)],
+        state: format!("state of {name}").into_bytes(),
+        vm: serde_json::json!({"of": name}),
+        compression: Compression::Zstd { level: 1 },
+        chunk_pages: 8,
+        keep_zero_pages: false,
+    }
+}
+
+/// What changed since the base is own, or zero.
+pub(crate) fn delta(name: &str, base: &Descriptor, was: &[u8], is: &[u8]) -> Draft {
+    let mut extents = Vec::new();
+    for (page, (was, is)) in (0..).zip(was.iter().zip(is)) {
+        if was != is {
+            let kind = if *is == 0 && page % 2 == 0 { Extent::Zero } else { Extent::Own };
+            extents.push((range(page, 1), kind));
+        }
+    }
+    let base = Some(BaseRef { name: base.name.clone(), id: base.id });
+    Draft { base, extents, ..draft(name, is) }
+}
+
+pub(crate) fn create(store: &Store, draft: Draft, guest: &[u8]) -> Result<Descriptor, StoreError> {
+    store.create(draft, &read_guest(guest), &Work::new(2))
+}
+
+pub(crate) fn options() -> SourceOptions {
+    SourceOptions { hot: HotChunks::new(1 << 20), remote: None }
+}
+
+/// The guest's memory as a snapshot and its bases have it, read page by page and again in long runs.
+pub(crate) fn read_back(store: &Store, name: &str) -> Guest {
+    read_chain(&store.open_chain(name).expect("opens"), &options())
+}
+
+pub(crate) fn read_chain(chain: &[Arc<Stored>], options: &SourceOptions) -> Guest {
+    let pages = usize::try_from(chain[0].descriptor().pages).expect("small");
+    let mut memory = vec![0; pages * PAGE];
+    for stored in chain.iter().rev() {
+        let source = stored.source(options.clone());
+        for (range, kind) in stored.extents() {
+            let from = usize::try_from(range.byte_offset()).expect("small");
+            let into = &mut memory[from..from + usize::try_from(range.byte_len()).expect("small")];
+            match kind {
+                Extent::Zero => into.fill(0),
+                Extent::Own => {
+                    source.read(range, into).expect("reads");
+                    for (page, whole) in range.pages().zip(into.chunks_exact(PAGE)) {
+                        let mut bytes = vec![1; PAGE];
+                        source.read(page.range(), &mut bytes).expect("reads");
+                        assert!(bytes == whole, "page {page}");
+                    }
+                }
+            }
+        }
+    }
+    let value = |page: &[u8]| {
+        let value = page[PAGE - 1];
+        assert!(page == page_of(value), "a page of {value} is torn");
+        value
+    };
+    memory.chunks_exact(PAGE).map(value).collect()
+}

@@ -1,0 +1,110 @@
+//! The power goes at each step of an operation: what was there before is whole, and what is left is cleared away.
+
+use std::sync::Arc;
+
+use vmfork_store::{Store, StoreError};
+
+use crate::common::*;
+
+/// Most calls that any operation here makes.
+const CALLS_MAX: i64 = 1000;
+
+/// Runs `act` over a copy of `before` for each number of calls after which nothing works any more, and then `check`
+/// over what is left. Returns how many steps there were.
+fn at_each_step(
+    before: &Memory,
+    act: impl Fn(&Store) -> Result<(), StoreError>,
+    check: impl Fn(&Arc<Memory>, &Store, bool),
+) -> i64 {
+    for calls in 0..CALLS_MAX {
+        let memory = Memory::of(before.copy());
+        let store = Store::new(memory.clone()).expect("store");
+        memory.fail_after(calls);
+        let done = act(&store);
+        let left = Memory::of(memory.copy());
+        let after = Store::new(left.clone()).expect("store");
+        check(&left, &after, done.is_ok());
+        if done.is_ok() {
+            assert!(calls > 3, "a crash was tried at no step");
+            return calls;
+        }
+    }
+    panic!("still failing after {CALLS_MAX} calls");
+}
+
+#[test]
+fn a_crash_while_creating_leaves_the_old_and_nothing_of_the_new() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let old: Guest = (0..40).map(|page| page / 8).collect();
+    let mut new = old.clone();
+    (new[1], new[9], new[39]) = (70, 0, 71);
+    let base = create(&store, draft("old", &old), &old).expect("created");
+    let kept = memory.copy();
+    at_each_step(
+        &memory,
+        |store| create(store, delta("new", &base, &old, &new), &new).map(drop),
+        |left, after, done| {
+            assert_eq!(read_back(after, "old"), old);
+            match after.open("new") {
+                // It may be there though the caller saw an error: then it is whole.
+                Ok(_) => assert_eq!(read_back(after, "new"), new),
+                Err(StoreError::NotFound { .. }) => {
+                    assert!(!done);
+                    after.collect().expect("collected");
+                    assert_eq!(left.copy(), kept);
+                    create(after, delta("new", &base, &old, &new), &new).expect("free again");
+                    assert_eq!(read_back(after, "new"), new);
+                }
+                Err(error) => panic!("half there: {error}"),
+            }
+        },
+    );
+}
+
+#[test]
+fn a_crash_while_removing_leaves_each_whole_or_gone() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let base: Guest = (0..40).map(|page| page / 8 + 1).collect();
+    let mut top = base.clone();
+    (top[1], top[39]) = (70, 71);
+    let other = [&base[..16], &[80; 24]].concat();
+    let made = create(&store, draft("base", &base), &base).expect("created");
+    create(&store, draft("other", &other), &other).expect("created");
+    let kept = memory.copy();
+    create(&store, delta("top", &made, &base, &top), &top).expect("created");
+    at_each_step(
+        &memory,
+        |store| store.remove("top", false).map(drop),
+        |left, after, done| {
+            assert_eq!(read_back(after, "base"), base);
+            match after.open("top") {
+                Ok(_) => {
+                    assert!(!done);
+                    assert_eq!(read_back(after, "top"), top);
+                }
+                Err(StoreError::NotFound { .. }) => {
+                    after.collect().expect("collected");
+                    assert_eq!(left.copy(), kept);
+                }
+                Err(error) => panic!("half there: {error}"),
+            }
+        },
+    );
+    at_each_step(
+        &memory,
+        |store| store.remove("base", true).map(drop),
+        |_, after, _| {
+            assert_eq!(read_back(after, "other"), other);
+            after.collect().expect("collected");
+            assert_eq!(read_back(after, "other"), other);
+            for (name, guest) in [("base", &base), ("top", &top)] {
+                if after.open(name).is_ok() {
+                    assert_eq!(&read_back(after, name), guest);
+                }
+            }
+            assert!(after.open("top").is_err() || after.open("base").is_ok());
+        },
+    );
+}

@@ -1,0 +1,6 @@
+//! The store as its users see it: over a folder, and over blobs in memory that fail on command.
+
+mod common;
+mod crash;
+mod create;
+mod remove;

@@ -1,0 +1,124 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vmfork_image::PageSource as _;
+use vmfork_store::{Store, StoreError, Work};
+
+use crate::common::*;
+
+/// base ◄── a ◄── b, and c on its own with half of base's chunks.
+fn family() -> (std::sync::Arc<Memory>, Store, [Guest; 4]) {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let base: Guest = (0..32).map(|page| page / 8 + 1).collect();
+    let (mut a, mut b) = (base.clone(), base.clone());
+    a[0] = 50;
+    (b[0], b[9]) = (50, 60);
+    let c = [&base[..16], &[99; 16]].concat();
+    let made = create(&store, draft("base", &base), &base).expect("created");
+    let on_base = create(&store, delta("a", &made, &base, &a), &a).expect("created");
+    create(&store, delta("b", &on_base, &a, &b), &b).expect("created");
+    create(&store, draft("c", &c), &c).expect("created");
+    (memory, store, [base, a, b, c])
+}
+
+#[test]
+fn removing_what_others_need_is_refused_and_names_them() {
+    let (memory, store, [base, a, b, _]) = family();
+    let before = memory.copy();
+    let error = store.remove("base", false).expect_err("needed");
+    assert_eq!(error.to_string(), "`a`, `b` are deltas of snapshot `base`");
+    assert!(error.remedy().is_some_and(|text| text.contains("--cascade base")));
+    let error = store.remove("a", false).expect_err("needed");
+    assert_eq!(error.to_string(), "`b` is a delta of snapshot `a`");
+    assert_eq!(memory.copy(), before);
+    for (name, guest) in [("base", base), ("a", a), ("b", b)] {
+        assert_eq!(read_back(&store, name), guest);
+    }
+    assert!(matches!(store.remove("nope", false), Err(StoreError::NotFound { .. })));
+    assert!(matches!(store.remove("../c", true), Err(StoreError::BadName { .. })));
+}
+
+#[test]
+fn cascade_removes_deltas_first_and_keeps_shared_chunks() {
+    let (memory, store, [.., c]) = family();
+    let removed = store.remove("base", true).expect("removed");
+    assert_eq!(removed.names, ["b", "a", "base"]);
+    assert!(removed.freed_bytes > 0);
+    assert_eq!(read_back(&store, "c"), c);
+    assert_eq!(memory.chunks(), 3);
+    assert_eq!(store.collect().expect("collected"), vmfork_store::Collected::default());
+    store.remove("c", false).expect("removed");
+    assert_eq!(memory.keys(), ["format"]);
+}
+
+#[test]
+fn an_open_snapshot_stays_readable_when_it_is_removed() {
+    let (memory, store, [.., c]) = family();
+    let chain = store.open_chain("c").expect("opens");
+    store.remove("c", false).expect("removed");
+    assert_eq!(read_chain(&chain, &options()), c);
+    store.collect().expect("collected");
+    assert_eq!(read_chain(&chain, &options()), c);
+    drop(chain);
+    assert_eq!(store.collect().expect("collected").chunks, 1);
+    store.remove("base", true).expect("removed");
+    assert_eq!(memory.keys(), ["format"]);
+}
+
+#[test]
+fn a_base_stays_while_a_delta_on_it_is_written() {
+    let (_, store, [base, ..]) = family();
+    let found = store.open("c").expect("opens").descriptor().clone();
+    let mut is = vec![99; 32];
+    is[3] = 98;
+    let read = |range, bytes: &mut [u8]| {
+        let error = store.remove("c", true).expect_err("in use");
+        assert_eq!(error.to_string(), "snapshot `on-c` is being written");
+        read_guest(&is)(range, bytes)
+    };
+    store.create(delta("on-c", &found, &base, &is), &read, &Work::new(1)).expect("created");
+    let error = store.remove("c", false).expect_err("needed");
+    assert!(matches!(error, StoreError::Dependants { dependants, .. } if dependants == ["on-c"]));
+}
+
+#[test]
+fn writing_and_removing_at_the_same_time_loses_no_chunk() {
+    let store = Store::new(Memory::new()).expect("store");
+    // All of them share most of their chunks.
+    let guest = |thread: u8, round: u8| -> Guest {
+        let mut guest: Guest = (0..64).map(|page| page / 8 + 1).collect();
+        guest[0] = 100 + thread;
+        guest[63] = round + 1;
+        guest
+    };
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let collector = scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                store.collect().expect("collected");
+            }
+        });
+        let writers: Vec<_> = (0..3)
+            .map(|thread| {
+                let (store, guest) = (&store, &guest);
+                scope.spawn(move || {
+                    for round in 0..25 {
+                        let guest = guest(thread, round);
+                        let name = format!("t{thread}-{round}");
+                        create(store, draft(&name, &guest), &guest).expect("created");
+                        let stored = store.open(&name).expect("opens");
+                        assert_eq!(read_back(store, &name), guest);
+                        store.remove(&name, false).expect("removed");
+                        let source = stored.source(options());
+                        source.read(range(0, 64), &mut vec![0; 64 * PAGE]).expect("still open");
+                    }
+                })
+            })
+            .collect();
+        writers.into_iter().for_each(|writer| writer.join().expect("no panic"));
+        stop.store(true, Ordering::Relaxed);
+        collector.join().expect("no panic");
+    });
+    store.collect().expect("collected");
+    assert!(store.list().expect("listed").is_empty());
+}
