@@ -115,9 +115,11 @@ fn writing_and_removing_at_the_same_time_loses_no_chunk() {
                 })
             })
             .collect();
-        writers.into_iter().for_each(|writer| writer.join().expect("no panic"));
+        // The collector ends even if a writer has failed.
+        let ended: Vec<_> = writers.into_iter().map(|writer| writer.join()).collect();
         stop.store(true, Ordering::Relaxed);
         collector.join().expect("no panic");
+        ended.into_iter().for_each(|ended| ended.expect("no panic"));
     });
     store.collect().expect("collected");
     assert!(store.list().expect("listed").is_empty());
