@@ -8,6 +8,7 @@ pub mod chunk;
 pub mod descriptor;
 pub mod sealed;
 pub mod table;
+pub mod working_set;
 
 pub use bytes::Flaw;
 

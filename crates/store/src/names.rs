@@ -20,6 +20,8 @@ pub(crate) const FORMAT_LINE: &[u8] = b"vmfork-store/1\n";
 pub(crate) const CHUNKS: &str = "chunks/";
 pub(crate) const SNAPSHOTS: &str = "snapshots/";
 pub(crate) const DESCRIPTOR: &str = "descriptor.json";
+pub(crate) const WORKING_SET: &str = "working-set";
+pub(crate) const PROFILE: &str = "profile";
 pub(crate) const ORIGIN: &str = "origin";
 
 /// 1 to 64 of `a-z A-Z 0-9 . _ -`, the first a letter or digit.

@@ -131,7 +131,7 @@ impl Inner {
     }
 
     /// Delete those of `chunks` that nobody names. How many, their bytes, and who keeps them all from going.
-    fn delete_unused(
+    pub(crate) fn delete_unused(
         &self,
         collector: &Collector<'_>,
         chunks: HashSet<Hash>,

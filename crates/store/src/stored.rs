@@ -76,6 +76,16 @@ impl Stored {
         Arc::new(StoredPages::new(self.clone(), options))
     }
 
+    pub(crate) fn check_is_here(&self) -> Result<(), StoreError> {
+        match &self.origin {
+            None => Ok(()),
+            Some(origin) => {
+                let (name, origin) = (self.descriptor.name.clone(), origin.clone());
+                Err(StoreError::Incomplete { name, origin })
+            }
+        }
+    }
+
     pub(crate) fn store(&self) -> &Store {
         &self.store
     }

@@ -21,12 +21,43 @@ pub(crate) enum Commit {
     Replace,
 }
 
+/// As long as it lives, nobody else writes or removes that snapshot, or removes its base.
+#[derive(Debug)]
+pub(crate) struct Reserved<'a> {
+    inner: &'a Inner,
+    name: String,
+}
+
+impl<'a> Reserved<'a> {
+    pub(crate) fn new(
+        inner: &'a Inner,
+        name: &str,
+        base: Option<&BaseRef>,
+    ) -> Result<Self, StoreError> {
+        match lock(&inner.writing).entry(name.to_owned()) {
+            Entry::Occupied(_) => Err(StoreError::Busy { name: name.to_owned() }),
+            Entry::Vacant(entry) => {
+                entry.insert(base.map(|base| base.name.clone()));
+                Ok(Self { inner, name: name.to_owned() })
+            }
+        }
+    }
+}
+
+impl Drop for Reserved<'_> {
+    fn drop(&mut self) {
+        lock(&self.inner.writing).remove(&self.name);
+    }
+}
+
 /// As long as it lives: nobody else writes a snapshot by that name, nobody removes its base, and nothing that it has
 /// put or found there is collected. Dropped without a commit it removes its sections; chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {
     inner: &'a Inner,
     name: String,
+    /// Given back last, when nothing of it is left.
+    _reserved: Reserved<'a>,
     commit: Commit,
     base: Option<BaseRef>,
     pinned: Mutex<Vec<String>>,
@@ -52,15 +83,12 @@ impl<'a> Writing<'a> {
             let place = inner.blobs().describe();
             return Err(StoreError::Exists { name: name.to_owned(), place });
         }
-        match lock(&inner.writing).entry(name.to_owned()) {
-            Entry::Occupied(_) => return Err(StoreError::Busy { name: name.to_owned() }),
-            Entry::Vacant(entry) => entry.insert(base.as_ref().map(|base| base.name.clone())),
-        };
+        let reserved = Reserved::new(inner, name, base.as_ref())?;
         drop(catalogue);
-        // From here on dropping it undoes that.
         let it = Self {
             inner,
             name: name.to_owned(),
+            _reserved: reserved,
             commit,
             base,
             pinned: Mutex::default(),
@@ -178,6 +206,5 @@ impl Drop for Writing<'_> {
             }
         }
         self.inner.pins.unpin(std::mem::take(&mut *lock(&self.pinned)));
-        lock(&self.inner.writing).remove(&self.name);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmfork_store::{Store, StoreError};
+use vmfork_store::{Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -105,6 +105,36 @@ fn a_crash_while_removing_leaves_each_whole_or_gone() {
                 }
             }
             assert!(after.open("top").is_err() || after.open("base").is_ok());
+        },
+    );
+}
+
+#[test]
+fn a_crash_while_flattening_leaves_the_delta_or_the_whole() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let base: Guest = (0..40).map(|page| page / 8 + 1).collect();
+    let mut mid = base.clone();
+    (mid[1], mid[39]) = (70, 0);
+    let mut top = mid.clone();
+    top[20] = 90;
+    let made = create(&store, draft("base", &base), &base).expect("created");
+    let made = create(&store, delta("mid", &made, &base, &mid), &mid).expect("created");
+    create(&store, delta("top", &made, &mid, &top), &top).expect("created");
+    at_each_step(
+        &memory,
+        |store| store.flatten("mid", &Work::new(1)).map(drop),
+        |left, after, done| {
+            for (name, guest) in [("base", &base), ("mid", &mid), ("top", &top)] {
+                assert_eq!(&read_back(after, name), guest);
+            }
+            let is_whole = after.open("mid").expect("opens").base().is_none();
+            assert!(is_whole || !done);
+            after.collect().expect("collected");
+            if !is_whole {
+                assert_eq!(left.copy(), memory.copy());
+            }
+            assert_eq!(read_back(after, "top"), top);
         },
     );
 }

@@ -103,6 +103,14 @@ proptest! {
         for (i, guest) in guests.iter().enumerate() {
             prop_assert_eq!(&read_back(&store, &format!("g{i}")), guest);
         }
+        for (i, guest) in guests.iter().enumerate().rev() {
+            let name = format!("g{i}");
+            let made = store.flatten(&name, &Work::new(2)).expect("flattened");
+            prop_assert_eq!(&made.base, &None);
+            prop_assert_eq!(&read_back(&store, &name), guest);
+            let verified = store.verify(&name, &Work::new(2)).expect("verified");
+            prop_assert_eq!((verified.names.len(), verified.damage), (1, vec![]));
+        }
     }
 }
 

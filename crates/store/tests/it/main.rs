@@ -3,4 +3,7 @@
 mod common;
 mod crash;
 mod create;
+mod flatten;
+mod profile;
 mod remove;
+mod verify;

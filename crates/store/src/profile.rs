@@ -1,0 +1,250 @@
+//! What is learnt about a snapshot after it was written: its working set, and a profile.
+
+use std::io;
+
+use vmfork_image::{PageIdx, PageRange};
+
+use crate::blobs::BlobError;
+use crate::create::ReadPages;
+use crate::error::StoreError;
+use crate::format::Flaw;
+use crate::format::descriptor::SnapshotId;
+use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal, unseal};
+use crate::format::working_set::{FRAME_BYTES, Frames, ReadError, encode, other_id, pack_frame};
+use crate::names::{PROFILE, WORKING_SET, snapshot_key};
+use crate::store::{Store, check_name, read_descriptor};
+use crate::stored::Stored;
+use crate::work::{Work, lock};
+use crate::writing::Reserved;
+
+/// Written once, read at each start: worth no more than what keeps up with memory.
+const LEVEL: i32 = 1;
+
+/// A stored working set, opened: its runs are known, its pages are read by [`WorkingSetReader::for_each`].
+#[derive(Debug)]
+pub struct WorkingSetReader {
+    frames: Frames,
+    key: String,
+    store: Store,
+}
+
+impl WorkingSetReader {
+    /// Of which snapshot.
+    pub fn id(&self) -> SnapshotId {
+        self.frames.header().id
+    }
+
+    /// The pages that it has, ascending.
+    pub fn runs(&self) -> &[PageRange] {
+        &self.frames.header().runs
+    }
+
+    pub fn pages(&self) -> u64 {
+        self.runs().iter().map(PageRange::len).sum()
+    }
+
+    /// Hand all pages to `each`, while they are read: one sequential read, decompressed on several threads, each of
+    /// which calls `each` with what it has. Pages come about in order.
+    ///
+    /// # Errors
+    /// It is damaged, can't be read, or `each` has failed; pages that had come before may have been handed over.
+    pub fn for_each(
+        self,
+        each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
+        work: &Work,
+    ) -> Result<(), StoreError> {
+        work.expect(self.pages() * vmfork_image::PAGE_BYTES);
+        let turns = vec![(); self.frames.len()];
+        work.for_each(
+            &turns,
+            || Ok(()),
+            |(), ()| {
+                let raw_bytes = self.frames.next(each).map_err(|error| self.error(error))?;
+                work.done(raw_bytes);
+                Ok(())
+            },
+        )?;
+        Ok(())
+    }
+
+    fn error(&self, error: ReadError) -> StoreError {
+        error_of(&self.store, &self.key, error)
+    }
+}
+
+fn error_of(store: &Store, key: &str, error: ReadError) -> StoreError {
+    match error {
+        ReadError::Flaw(flaw) => StoreError::damaged(store.inner.blobs(), key)(flaw),
+        ReadError::Io(error) => {
+            BlobError::io("read", key, &store.inner.blobs().describe())(error).into()
+        }
+        ReadError::Each(error) => StoreError::io("put pages of the working set in place")(error),
+    }
+}
+
+/// Ascending, none touching another.
+fn normal(runs: &[PageRange]) -> Vec<PageRange> {
+    let mut sorted: Vec<_> = runs.iter().copied().filter(|run| !run.is_empty()).collect();
+    sorted.sort_unstable_by_key(PageRange::start);
+    let mut out: Vec<PageRange> = Vec::with_capacity(sorted.len());
+    for run in sorted {
+        match out.last_mut() {
+            Some(last) if run.start() <= last.end() => {
+                *last = PageRange::between(last.start(), last.end().max(run.end()));
+            }
+            _ => out.push(run),
+        }
+    }
+    out
+}
+
+/// Cut into what fills a frame, each frame a list of pieces.
+fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
+    let frame_pages = FRAME_BYTES / vmfork_image::PAGE_BYTES;
+    let (mut frames, mut room): (Vec<Vec<PageRange>>, u64) = (Vec::new(), 0);
+    for run in runs {
+        let mut rest = *run;
+        while !rest.is_empty() {
+            if room == 0 {
+                frames.push(Vec::new());
+                room = frame_pages;
+            }
+            let piece = rest.truncate(room);
+            room -= piece.len();
+            rest = rest.from_page(piece.end());
+            frames.last_mut().expect("one was pushed").push(piece);
+        }
+    }
+    frames
+}
+
+impl Store {
+    /// Store the pages of `runs` as the working set of `stored`, in place of what there was. `read` gives the bytes of
+    /// any page, whoever owns it.
+    ///
+    /// # Errors
+    /// The snapshot has been removed or is being written; pages beyond its end, that can't be read, or too many.
+    pub fn put_working_set(
+        &self,
+        stored: &Stored,
+        runs: &[PageRange],
+        read: &ReadPages<'_>,
+        work: &Work,
+    ) -> Result<(), StoreError> {
+        let descriptor = stored.descriptor();
+        let runs = normal(runs);
+        if let Some(last) = runs.last().filter(|last| last.end() > PageIdx(descriptor.pages)) {
+            let why = format!("its working set has pages {last}, of {}", descriptor.pages);
+            return Err(StoreError::BadDraft { why });
+        }
+        let _reserved = Reserved::new(&self.inner, &descriptor.name, None)?;
+        self.check_is_there(&descriptor.name, descriptor.id)?;
+        work.expect(runs.iter().map(PageRange::byte_len).sum());
+        let begin = || {
+            let zstd = zstd::bulk::Compressor::new(LEVEL).map_err(StoreError::io("set up zstd"))?;
+            Ok((zstd, Vec::new()))
+        };
+        let frames = work.for_each(&frames_of(&runs), begin, |(zstd, raw), pieces| {
+            raw.clear();
+            for piece in pieces {
+                let from = raw.len();
+                // A frame at most.
+                raw.resize(from + usize::try_from(piece.byte_len()).unwrap_or(0), 0);
+                read(*piece, &mut raw[from..])
+                    .map_err(|source| StoreError::ReadPages { range: *piece, source })?;
+            }
+            work.done(raw.len() as u64);
+            Ok(pack_frame(raw, Some(zstd)))
+        })?;
+        let file = encode(descriptor.id, &runs, &frames);
+        drop(frames);
+        if file.len() as u64 > crate::blobs::BLOB_BYTES_MAX {
+            let why = format!("its working set would have {} bytes", file.len());
+            return Err(StoreError::BadDraft { why });
+        }
+        self.inner.blobs().put(&snapshot_key(&descriptor.name, WORKING_SET), &file)?;
+        Ok(())
+    }
+
+    /// The working set of snapshot `name`, if it has one.
+    ///
+    /// # Errors
+    /// No such snapshot; the working set is damaged or another snapshot's.
+    pub fn working_set(&self, name: &str) -> Result<Option<WorkingSetReader>, StoreError> {
+        check_name(name)?;
+        let descriptor = read_descriptor(self.inner.blobs(), name)?;
+        let key = snapshot_key(name, WORKING_SET);
+        let from = match self.inner.blobs().reader(&key) {
+            Ok(from) => from,
+            Err(BlobError::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let frames = Frames::open(from).map_err(|error| error_of(self, &key, error))?;
+        let damaged = |flaw: Flaw| Err(StoreError::damaged(self.inner.blobs(), &key)(flaw));
+        let header = frames.header();
+        if header.id != descriptor.id {
+            return damaged(other_id(header.id, descriptor.id));
+        }
+        if let Some(last) = header.runs.last().filter(|last| last.end().0 > descriptor.pages) {
+            let what = format!("it has pages {last}, of {}", descriptor.pages);
+            return damaged(Flaw { what, offset: 28 });
+        }
+        Ok(Some(WorkingSetReader { frames, key, store: self.clone() }))
+    }
+
+    /// The profile of snapshot `name`, as it was put, if it has one.
+    ///
+    /// # Errors
+    /// No such snapshot; the profile is damaged.
+    pub fn profile(&self, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
+        check_name(name)?;
+        read_descriptor(self.inner.blobs(), name)?;
+        let key = snapshot_key(name, PROFILE);
+        match self.inner.blobs().get(&key) {
+            Ok(file) => unseal(SealedKind::Profile, &file)
+                .map(Some)
+                .map_err(StoreError::damaged(self.inner.blobs(), &key)),
+            Err(BlobError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Store the profile of snapshot `name`, in place of what there was.
+    ///
+    /// # Errors
+    /// No such snapshot; a profile that is too large.
+    pub fn put_profile(&self, name: &str, profile: &[u8]) -> Result<(), StoreError> {
+        check_name(name)?;
+        if profile.len() as u64 > SEALED_RAW_BYTES_MAX {
+            let why = format!("a profile of {} bytes", profile.len());
+            return Err(StoreError::BadDraft { why });
+        }
+        let file = seal(SealedKind::Profile, profile);
+        // So that the snapshot isn't removed in between.
+        let _catalogue = lock(&self.inner.catalogue);
+        read_descriptor(self.inner.blobs(), name)?;
+        Ok(self.inner.blobs().put(&snapshot_key(name, PROFILE), &file)?)
+    }
+
+    /// Forget what was learnt about snapshot `name`: working set and profile.
+    ///
+    /// # Errors
+    /// No such snapshot.
+    pub fn remove_profile(&self, name: &str) -> Result<(), StoreError> {
+        check_name(name)?;
+        let _catalogue = lock(&self.inner.catalogue);
+        read_descriptor(self.inner.blobs(), name)?;
+        self.inner.blobs().delete(&snapshot_key(name, WORKING_SET))?;
+        Ok(self.inner.blobs().delete(&snapshot_key(name, PROFILE))?)
+    }
+
+    /// That `name` is still the snapshot `id`.
+    pub(crate) fn check_is_there(&self, name: &str, id: SnapshotId) -> Result<(), StoreError> {
+        let place = || self.inner.blobs().describe();
+        match read_descriptor(self.inner.blobs(), name) {
+            Ok(found) if found.id == id => Ok(()),
+            Ok(_) => Err(StoreError::NotFound { name: name.to_owned(), place: place() }),
+            Err(error) => Err(error),
+        }
+    }
+}

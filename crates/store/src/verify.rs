@@ -1,0 +1,194 @@
+//! Reading all of a snapshot, to see whether it is as it was written.
+
+use std::collections::BTreeMap;
+
+use blake3::Hash;
+use vmfork_image::PAGE_BYTES;
+
+use crate::blobs::{BlobError, Failure};
+use crate::error::{Damage, StoreError};
+use crate::format::sealed::{SealedKind, unseal};
+use crate::format::table::Table;
+use crate::format::{Flaw, working_set};
+use crate::names::{DESCRIPTOR, PROFILE, WORKING_SET, chunk_key, snapshot_key};
+use crate::store::{
+    CHAIN_MAX, Store, check_base, check_name, read_descriptor, read_origin, read_section,
+    read_table,
+};
+use crate::work::Work;
+
+/// What [`Store::verify`] found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Verified {
+    /// The snapshot and all that it is a delta on.
+    pub names: Vec<String>,
+    /// Chunks that were read, each once.
+    pub chunks: u64,
+    /// Chunks that are still in the store that the snapshot was pulled from, and were not read.
+    pub chunks_elsewhere: u64,
+    /// Raw bytes of the chunks that were read.
+    pub bytes: u64,
+    /// All that is wrong. Empty: every byte is as it was written.
+    pub damage: Vec<Damage>,
+}
+
+impl Store {
+    /// Read and check every byte of snapshot `name` and all that it is a delta on.
+    ///
+    /// # Errors
+    /// No such snapshot; the store can't be reached; [`StoreError::Cancelled`]. Damage is no error.
+    pub fn verify(&self, name: &str, work: &Work) -> Result<Verified, StoreError> {
+        check_name(name)?;
+        let mut found = Verified::default();
+        // With the number of pages and whether it may be elsewhere.
+        let mut chunks = BTreeMap::<[u8; 32], (u64, bool)>::new();
+        let mut next = Some((name.to_owned(), None));
+        while let Some((name, expected)) = next.take() {
+            let descriptor = match read_descriptor(self.inner.blobs(), &name) {
+                Ok(descriptor) => descriptor,
+                Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
+                    self.note(&mut found, &name, DESCRIPTOR, "it isn't there, and is a base");
+                    break;
+                }
+                Err(error) => {
+                    self.keep_damage(&mut found, error)?;
+                    found.names.push(name);
+                    break;
+                }
+            };
+            found.names.push(name.clone());
+            if let Some((base, pages)) = expected
+                && let Err(why) = check_base(&base, &descriptor, pages)
+            {
+                self.note(&mut found, &name, DESCRIPTOR, &format!("as a base it is {why}"));
+            }
+            self.verify_sections(&mut found, &descriptor)?;
+            let is_elsewhere = read_origin(self.inner.blobs(), &name)?.is_some();
+            match read_table(self.inner.blobs(), &descriptor) {
+                Ok(table) => gather(&table, is_elsewhere, &mut chunks),
+                Err(error) => self.keep_damage(&mut found, error)?,
+            }
+            if found.names.len() > CHAIN_MAX {
+                return Err(StoreError::DeepChain { name, most: CHAIN_MAX });
+            }
+            next = descriptor.base.map(|base| (base.name.clone(), Some((base, descriptor.pages))));
+        }
+        let chunks: Vec<_> = chunks.into_iter().collect();
+        work.expect(chunks.iter().map(|(_, (pages, _))| pages * PAGE_BYTES).sum());
+        let read = work.for_each(
+            &chunks,
+            || Ok(()),
+            |(), (hash, (pages, is_elsewhere))| {
+                let read = self.verify_chunk(&Hash::from_bytes(*hash), *pages, *is_elsewhere);
+                work.done(pages * PAGE_BYTES);
+                read
+            },
+        )?;
+        for chunk in read {
+            match chunk {
+                Chunk::Right(bytes) => {
+                    found.chunks += 1;
+                    found.bytes += bytes;
+                }
+                Chunk::Elsewhere => found.chunks_elsewhere += 1,
+                Chunk::Damaged(damage) => found.damage.push(damage),
+            }
+        }
+        Ok(found)
+    }
+
+    fn verify_chunk(
+        &self,
+        hash: &Hash,
+        pages: u64,
+        is_elsewhere: bool,
+    ) -> Result<Chunk, StoreError> {
+        let key = chunk_key(hash);
+        let read = self.inner.blobs().get(&key).map_err(StoreError::from);
+        match read.and_then(|file| self.decode_chunk(&file, hash, Some(pages))) {
+            Ok(raw) => Ok(Chunk::Right(raw.len() as u64)),
+            Err(StoreError::Blob(BlobError::NotFound { .. })) if is_elsewhere => {
+                Ok(Chunk::Elsewhere)
+            }
+            Err(error) => self.damage_of(error).map(Chunk::Damaged),
+        }
+    }
+
+    /// State, working set and profile.
+    fn verify_sections(
+        &self,
+        found: &mut Verified,
+        descriptor: &crate::Descriptor,
+    ) -> Result<(), StoreError> {
+        let blobs = self.inner.blobs();
+        let (name, files) = (&descriptor.name, &descriptor.files);
+        let state = read_section(blobs, name, &files.state).and_then(|file| {
+            let damaged = StoreError::damaged(blobs, &snapshot_key(name, &files.state.file));
+            unseal(SealedKind::State, &file).map_err(damaged)
+        });
+        if let Err(error) = state {
+            self.keep_damage(found, error)?;
+        }
+        for what in [WORKING_SET, PROFILE] {
+            let key = snapshot_key(name, what);
+            let file = match blobs.get(&key) {
+                Ok(file) => file,
+                Err(BlobError::NotFound { .. }) => continue,
+                Err(error) => {
+                    self.keep_damage(found, error.into())?;
+                    continue;
+                }
+            };
+            let read = match what {
+                WORKING_SET => working_set::check(&file, Some(descriptor.id)),
+                _ => unseal(SealedKind::Profile, &file).map(drop),
+            };
+            if let Err(flaw) = read {
+                found.damage.push(Damage { key, place: blobs.describe(), flaw });
+            }
+        }
+        Ok(())
+    }
+
+    fn note(&self, found: &mut Verified, name: &str, file: &str, what: &str) {
+        let flaw = Flaw::at(0, what);
+        let key = snapshot_key(name, file);
+        found.damage.push(Damage { key, place: self.inner.blobs().describe(), flaw });
+    }
+
+    fn keep_damage(&self, found: &mut Verified, error: StoreError) -> Result<(), StoreError> {
+        found.damage.push(self.damage_of(error)?);
+        Ok(())
+    }
+
+    /// The damage that an error tells of. What says nothing about the bytes stays an error.
+    fn damage_of(&self, error: StoreError) -> Result<Damage, StoreError> {
+        match error {
+            StoreError::Damaged(damage) => Ok(damage),
+            StoreError::Blob(BlobError::NotFound { key, place }) => {
+                Ok(Damage { key, place, flaw: Flaw::at(0, "it isn't there") })
+            }
+            // A bad sector, a folder in its place: of this file, not of the store.
+            StoreError::Blob(BlobError::Failed {
+                key, place, why: Failure::Other, source, ..
+            }) => {
+                Ok(Damage { key, place, flaw: Flaw::at(0, format!("it can't be read: {source}")) })
+            }
+            other => Err(other),
+        }
+    }
+}
+
+enum Chunk {
+    Right(u64),
+    Elsewhere,
+    Damaged(Damage),
+}
+
+/// A chunk that one snapshot has here must be here, though another one's may be elsewhere.
+fn gather(table: &Table, is_elsewhere: bool, chunks: &mut BTreeMap<[u8; 32], (u64, bool)>) {
+    for window in table.windows() {
+        let chunk = chunks.entry(*window.hash.as_bytes()).or_insert((window.own_pages, true));
+        chunk.1 &= is_elsewhere;
+    }
+}
