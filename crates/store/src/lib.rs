@@ -23,6 +23,7 @@
 #![deny(unsafe_code)]
 
 mod blobs;
+mod copy;
 mod create;
 mod error;
 mod flatten;
@@ -36,11 +37,13 @@ mod remove;
 mod source;
 mod store;
 mod stored;
+mod stream;
 mod verify;
 mod work;
 mod writing;
 
 pub use blobs::{BLOB_BYTES_MAX, BlobError, Blobs, Failure, Folder};
+pub use copy::Copied;
 pub use create::{Draft, ReadPages};
 pub use error::{Damage, StoreError};
 pub use format::descriptor::{BaseRef, Counts, Descriptor, SnapshotId};

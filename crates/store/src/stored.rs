@@ -54,7 +54,7 @@ impl Stored {
         self.descriptor.base.as_ref()
     }
 
-    /// Where its chunks are, if they were not all here when it was opened: what was given to `Store::adopt_from`.
+    /// Where its chunks are, if they were not all here when it was opened: what was given to [`Store::adopt_from`].
     pub fn origin(&self) -> Option<&str> {
         self.origin.as_deref()
     }

@@ -168,7 +168,7 @@ impl<'a> Writing<'a> {
     }
 
     /// All is written: let the snapshot appear.
-    pub(crate) fn commit(self, descriptor: &Descriptor) -> Result<(), StoreError> {
+    pub(crate) fn commit(&self, descriptor: &Descriptor) -> Result<(), StoreError> {
         let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
         let blobs = self.inner.blobs();
         // What the descriptor names is on the medium before it is.

@@ -101,7 +101,7 @@ pub struct BaseRef {
     pub id: SnapshotId,
 }
 
-/// What a snapshot is made of.
+/// What a snapshot is made of; bytes are those in the store that it was first written to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counts {

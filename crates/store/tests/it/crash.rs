@@ -138,3 +138,24 @@ fn a_crash_while_flattening_leaves_the_delta_or_the_whole() {
         },
     );
 }
+
+#[test]
+fn a_crash_while_pulling_leaves_nothing_or_what_can_be_completed() {
+    let remote = Store::new(Memory::new()).expect("store");
+    let base: Guest = (0..40).map(|page| page / 8 + 1).collect();
+    let mut top = base.clone();
+    top[1] = 70;
+    let made = create(&remote, draft("base", &base), &base).expect("created");
+    create(&remote, delta("top", &made, &base, &top), &top).expect("created");
+    let pull = |store: &Store| {
+        store.adopt_from("top", &remote, "r")?;
+        store.fetch_chunks("top", &remote, &Work::new(1))
+    };
+    at_each_step(&Memory::new(), pull, |_, after, _| {
+        after.collect().expect("collected");
+        pull(after).expect("again");
+        assert_eq!(read_back(after, "top"), top);
+        let verified = after.verify("top", &Work::new(1)).expect("verified");
+        assert_eq!((verified.damage, verified.chunks_elsewhere), (vec![], 0));
+    });
+}

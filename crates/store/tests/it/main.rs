@@ -6,4 +6,5 @@ mod create;
 mod flatten;
 mod profile;
 mod remove;
+mod transfer;
 mod verify;

@@ -1,0 +1,282 @@
+//! Snapshots from one store to another: push, and pull in two parts.
+//!
+//! Pull: [`Store::adopt_from`] brings what is small, and the snapshot is there: it can be started, its chunks come from
+//! the remote store as they are wanted ([`crate::SourceOptions::remote`]). [`Store::fetch_chunks`] brings the rest, and
+//! from then on the snapshot depends on the remote store no more.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use blake3::Hash;
+use vmfork_image::PAGE_BYTES;
+
+use crate::blobs::BlobError;
+use crate::error::StoreError;
+use crate::format::descriptor::{BaseRef, Descriptor, SnapshotId};
+use crate::format::sealed::{SealedKind, unseal};
+use crate::format::table::Window;
+use crate::format::working_set;
+use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key, snapshot_key};
+use crate::store::{Store, check_name, read_section};
+use crate::stored::Stored;
+use crate::work::{Work, lock};
+use crate::writing::{Commit, Writing};
+
+/// Requests that are under way at a time: an object store answers each after 10 ms or more, and a core has little to
+/// do meanwhile.
+const IN_FLIGHT: usize = 16;
+
+/// What [`Store::copy_to`] did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Copied {
+    /// Snapshots that were copied, bases first.
+    pub names: Vec<String>,
+    /// Those that were there already, by their id, under the name that they have there.
+    pub there: Vec<String>,
+    /// Chunks that were copied.
+    pub chunks: u64,
+    /// Chunks that were there already.
+    pub chunks_there: u64,
+    /// Bytes of files that were copied.
+    pub bytes: u64,
+}
+
+/// A snapshot's small files, each checked.
+#[derive(Debug)]
+pub(crate) struct Sections {
+    pub(crate) table: Vec<u8>,
+    pub(crate) state: Vec<u8>,
+    pub(crate) working_set: Option<Vec<u8>>,
+    pub(crate) profile: Option<Vec<u8>>,
+}
+
+impl Sections {
+    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged.
+    fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        let extras = [(WORKING_SET, &self.working_set), (PROFILE, &self.profile)];
+        extras.into_iter().filter_map(|(name, file)| Some((name, file.as_deref()?)))
+    }
+
+    /// All of them by name, as they are in the snapshot's folder.
+    pub(crate) fn files<'a>(
+        &'a self,
+        descriptor: &'a Descriptor,
+    ) -> impl Iterator<Item = (&'a str, &'a [u8])> {
+        let files = &descriptor.files;
+        let table = (files.table.file.as_str(), self.table.as_slice());
+        let state = (files.state.file.as_str(), self.state.as_slice());
+        [table, state].into_iter().chain(self.extras())
+    }
+}
+
+impl Store {
+    pub(crate) fn read_sections(&self, descriptor: &Descriptor) -> Result<Sections, StoreError> {
+        let (blobs, name) = (self.inner.blobs(), &descriptor.name);
+        let extra = |file: &str, flaw_of: &dyn Fn(&[u8]) -> Option<crate::Flaw>| {
+            let key = snapshot_key(name, file);
+            match blobs.get(&key) {
+                Ok(bytes) => Ok(match flaw_of(&bytes) {
+                    None => Some(bytes),
+                    Some(flaw) => {
+                        let error = StoreError::damaged(blobs, &key)(flaw);
+                        tracing::warn!(%error, "left out");
+                        None
+                    }
+                }),
+                Err(BlobError::NotFound { .. }) => Ok(None),
+                Err(error) => Err(StoreError::from(error)),
+            }
+        };
+        Ok(Sections {
+            table: read_section(blobs, name, &descriptor.files.table)?,
+            state: read_section(blobs, name, &descriptor.files.state)?,
+            working_set: extra(WORKING_SET, &|file| {
+                working_set::check(file, Some(descriptor.id)).err()
+            })?,
+            profile: extra(PROFILE, &|file| unseal(SealedKind::Profile, file).err())?,
+        })
+    }
+
+    /// The snapshot with this id, whatever its name.
+    pub(crate) fn find_by_id(&self, id: SnapshotId) -> Result<Option<Descriptor>, StoreError> {
+        let mut references = lock(&self.inner.references);
+        references.refresh(self.inner.blobs())?;
+        Ok(references.descriptors().find(|found| found.id == id).cloned())
+    }
+
+    /// A chunk's file, verified.
+    pub(crate) fn read_chunk(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
+        let file = self.inner.blobs().get(&chunk_key(&window.hash))?;
+        self.decode_chunk(&file, &window.hash, Some(window.own_pages))?;
+        Ok(file)
+    }
+
+    /// Copy snapshot `name` and all that it is a delta on to `other`: bases first, and only what `other` lacks. What
+    /// was learnt about a snapshot is copied even if it is there already.
+    ///
+    /// # Errors
+    /// No such snapshot; damage; chunks that are not here themselves; a name that is taken in `other`;
+    /// [`StoreError::Cancelled`]. Snapshots that were copied before that are in `other`, whole.
+    pub fn copy_to(&self, name: &str, other: &Store, work: &Work) -> Result<Copied, StoreError> {
+        let chain = self.open_chain(name)?;
+        chain.iter().try_for_each(|stored| stored.check_is_here())?;
+        let mut copied = Copied::default();
+        let mut base = None;
+        for stored in chain.iter().rev() {
+            let descriptor = stored.descriptor();
+            let sections = self.read_sections(descriptor)?;
+            let name = match other.find_by_id(descriptor.id)? {
+                Some(there) => {
+                    for (file, bytes) in sections.extras() {
+                        other.inner.blobs().put(&snapshot_key(&there.name, file), bytes)?;
+                        copied.bytes += bytes.len() as u64;
+                    }
+                    copied.there.push(there.name.clone());
+                    there.name
+                }
+                None => {
+                    self.copy_one(stored, &sections, base, other, work, &mut copied)?;
+                    copied.names.push(descriptor.name.clone());
+                    descriptor.name.clone()
+                }
+            };
+            base = Some(BaseRef { name, id: descriptor.id });
+        }
+        Ok(copied)
+    }
+
+    fn copy_one(
+        &self,
+        stored: &Stored,
+        sections: &Sections,
+        base: Option<BaseRef>,
+        other: &Store,
+        work: &Work,
+        copied: &mut Copied,
+    ) -> Result<(), StoreError> {
+        let mut descriptor = stored.descriptor().clone();
+        descriptor.base.clone_from(&base);
+        let writing = Writing::begin(&other.inner, &descriptor.name, Commit::New, base)?;
+        let windows = each_chunk_once(stored);
+        work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
+        let sizes = work.for_each_on(
+            work.threads.max(IN_FLIGHT),
+            &windows,
+            || Ok(()),
+            |(), window| {
+                let mut sent = None;
+                writing.keep_chunk(&window.hash, || {
+                    let file = self.read_chunk(window)?;
+                    sent = Some(file.len() as u64);
+                    Ok(file)
+                })?;
+                work.done(window.own_pages * PAGE_BYTES);
+                Ok(sent)
+            },
+        )?;
+        for sent in sizes {
+            copied.chunks += u64::from(sent.is_some());
+            copied.chunks_there += u64::from(sent.is_none());
+            copied.bytes += sent.unwrap_or(0);
+        }
+        for (file, bytes) in sections.files(&descriptor) {
+            writing.put_section(file.to_owned(), bytes)?;
+            copied.bytes += bytes.len() as u64;
+        }
+        work.check()?;
+        writing.commit(&descriptor)
+    }
+
+    /// Let snapshot `name` of `remote`, and all that it is a delta on, be here too, with all but their chunks. `origin`
+    /// says where `remote` is, in the caller's words; [`Stored::origin`] gives it back. What is here already, by its
+    /// id, stays as it is.
+    ///
+    /// # Errors
+    /// No such snapshot there, or one that isn't all there; damage; a name that is taken here by another.
+    pub fn adopt_from(
+        &self,
+        name: &str,
+        remote: &Store,
+        origin: &str,
+    ) -> Result<Arc<Stored>, StoreError> {
+        let chain = remote.open_chain(name)?;
+        chain.iter().try_for_each(|stored| stored.check_is_here())?;
+        let mut base = None;
+        for stored in chain.iter().rev() {
+            let mut descriptor = stored.descriptor().clone();
+            let here = match self.find_by_id(descriptor.id)? {
+                Some(here) => here.name,
+                None => {
+                    let sections = remote.read_sections(&descriptor)?;
+                    descriptor.base.clone_from(&base);
+                    let name = descriptor.name.clone();
+                    let writing = Writing::begin(&self.inner, &name, Commit::New, base)?;
+                    for (file, bytes) in sections.files(&descriptor) {
+                        writing.put_section(file.to_owned(), bytes)?;
+                    }
+                    writing.put_section(ORIGIN.to_owned(), origin.as_bytes())?;
+                    writing.commit(&descriptor)?;
+                    name
+                }
+            };
+            base = Some(BaseRef { name: here, id: descriptor.id });
+        }
+        match base {
+            Some(top) => self.open(&top.name),
+            None => self.open(name),
+        }
+    }
+
+    /// Bring what is missing of the chunks of snapshot `name`, and of all that it is a delta on, from `remote`, which
+    /// they were adopted from. Each is verified; one that is damaged here is replaced. Then it is complete here.
+    ///
+    /// # Errors
+    /// No such snapshot, or it was removed meanwhile; `remote` can't be reached, lacks a chunk or has it damaged;
+    /// [`StoreError::Cancelled`]. Chunks that had come by then are kept.
+    pub fn fetch_chunks(&self, name: &str, remote: &Store, work: &Work) -> Result<(), StoreError> {
+        check_name(name)?;
+        let chain = self.open_chain(name)?;
+        let missing: Vec<_> = chain.iter().filter(|stored| stored.origin().is_some()).collect();
+        let mut seen = HashSet::<Hash>::new();
+        let windows: Vec<_> = missing
+            .iter()
+            .flat_map(|stored| stored.table().windows())
+            .filter(|window| seen.insert(window.hash))
+            .copied()
+            .collect();
+        work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
+        work.for_each_on(
+            work.threads.max(IN_FLIGHT),
+            &windows,
+            || Ok(()),
+            |(), window| {
+                match self.read_chunk(window) {
+                    Ok(_) => {}
+                    Err(StoreError::Damaged(_) | StoreError::Blob(BlobError::NotFound { .. })) => {
+                        let file = remote.read_chunk(window)?;
+                        self.inner.blobs().put(&chunk_key(&window.hash), &file)?;
+                    }
+                    Err(error) => return Err(error),
+                }
+                work.done(window.own_pages * PAGE_BYTES);
+                Ok(())
+            },
+        )?;
+        // On the medium before the snapshot says that it is complete.
+        self.inner.blobs().sync()?;
+        let _catalogue = lock(&self.inner.catalogue);
+        for stored in missing {
+            let Descriptor { name, id, .. } = stored.descriptor();
+            self.check_is_there(name, *id)?;
+            self.inner.blobs().delete(&snapshot_key(name, ORIGIN))?;
+        }
+        Ok(())
+    }
+}
+
+/// Windows with different chunks.
+pub(crate) fn each_chunk_once(stored: &Stored) -> Vec<Window> {
+    let mut seen = HashSet::new();
+    let windows = stored.table().windows().iter().copied();
+    windows.filter(|window| seen.insert(window.hash)).collect()
+}

@@ -1,0 +1,278 @@
+//! Export and import, push and pull.
+
+use std::io;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use vmfork_image::PageSource as _;
+use vmfork_store::{HotChunks, SourceOptions, Store, StoreError, Work};
+
+use crate::common::*;
+
+struct Place {
+    memory: Arc<Memory>,
+    store: Store,
+}
+
+fn place() -> Place {
+    let memory = Memory::new();
+    Place { store: Store::new(memory.clone()).expect("store"), memory }
+}
+
+/// base ◄── top, of 64 pages, with all that a snapshot can have; some of their chunks are equal.
+fn family() -> (Place, [Guest; 2]) {
+    let place = place();
+    let store = &place.store;
+    let base: Guest = (0..64).map(|page| page / 16 + 1).collect();
+    let mut top = base.clone();
+    top[..8].fill(9);
+    (top[60], top[62]) = (8, 0);
+    let made = create(store, draft("base", &base), &base).expect("created");
+    create(store, delta("top", &made, &base, &top), &top).expect("created");
+    store.put_profile("top", b"profile").expect("put");
+    let stored = store.open("top").expect("opens");
+    store.put_working_set(&stored, &[range(0, 9)], &read_guest(&top), &Work::new(1)).expect("put");
+    (place, [base, top])
+}
+
+fn export(store: &Store, name: &str) -> Vec<u8> {
+    let mut out = Vec::new();
+    store.export(name, &mut out, &Work::new(2)).expect("exported");
+    out
+}
+
+fn import(store: &Store, stream: &[u8], name: Option<&str>) -> Result<Vec<String>, StoreError> {
+    let done = store.import(&mut &stream[..], name, &Work::new(2))?;
+    Ok(done.into_iter().map(|descriptor| descriptor.name).collect())
+}
+
+/// That it is all there, byte by byte.
+fn check(store: &Store, name: &str, guest: &Guest) {
+    assert_eq!(&read_back(store, name), guest);
+    let verified = store.verify(name, &Work::new(2)).expect("verified");
+    assert_eq!((verified.damage, verified.chunks_elsewhere), (vec![], 0));
+}
+
+#[test]
+fn what_is_exported_is_imported_elsewhere_as_it_was() {
+    let (from, [base, top]) = family();
+    let stream = export(&from.store, "top");
+    let to = place();
+    assert_eq!(import(&to.store, &stream, None).expect("imported"), ["base", "top"]);
+    assert_eq!(to.memory.copy(), from.memory.copy());
+    check(&to.store, "base", &base);
+    check(&to.store, "top", &top);
+    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"profile"[..]));
+    assert_eq!(to.store.working_set("top").expect("opens").map(|set| set.pages()), Some(9));
+    // Again: it is there.
+    let error = import(&to.store, &stream, Some("other")).expect_err("there");
+    assert_eq!(error.to_string(), "a snapshot named `top` is in memory already");
+}
+
+#[test]
+fn an_import_leaves_out_bases_that_are_there_whatever_they_are_called() {
+    let (from, [base, top]) = family();
+    let to = place();
+    let made = import(&to.store, &export(&from.store, "base"), Some("renamed"));
+    assert_eq!(made.expect("imported"), ["renamed"]);
+    let made = import(&to.store, &export(&from.store, "top"), Some("mine")).expect("imported");
+    assert_eq!(made, ["mine"]);
+    assert_eq!(
+        to.store.open("mine").expect("opens").base().map(|b| b.name.clone()),
+        Some("renamed".into())
+    );
+    check(&to.store, "renamed", &base);
+    check(&to.store, "mine", &top);
+    assert_eq!(from.memory.chunks(), to.memory.chunks());
+}
+
+#[test]
+fn a_name_that_is_taken_fails_an_import_and_leaves_nothing() {
+    let (from, _) = family();
+    let to = place();
+    create(&to.store, draft("base", &[1; 8]), &[1; 8]).expect("created");
+    let before = to.memory.copy();
+    let error = import(&to.store, &export(&from.store, "top"), None).expect_err("taken");
+    assert!(matches!(error, StoreError::Exists { name, .. } if name == "base"));
+    let error = import(&to.store, &export(&from.store, "top"), Some("../x")).expect_err("no name");
+    assert!(matches!(error, StoreError::BadName { .. }));
+    assert_eq!(to.memory.copy(), before);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn a_stream_that_was_changed_or_cut_is_refused_and_leaves_nothing(
+        at: prop::sample::Index, bit in 0..8u8, cut: bool,
+    ) {
+        let (from, _) = family();
+        let mut stream = export(&from.store, "top");
+        let at = at.index(stream.len());
+        if cut { stream.truncate(at) } else { stream[at] ^= 1 << bit }
+        let to = place();
+        let error = import(&to.store, &stream, None).expect_err("damaged");
+        let is_told = matches!(error, StoreError::Stream { .. } | StoreError::BadName { .. });
+        prop_assert!(is_told, "{}", error);
+        prop_assert!(to.store.list().expect("listed").is_empty());
+        to.store.collect().expect("collected");
+        prop_assert_eq!(to.memory.keys(), ["format"]);
+    }
+
+    #[test]
+    fn any_bytes_are_survived(bytes: Vec<u8>, count in 0u8..4) {
+        let to = place();
+        prop_assert!(import(&to.store, &bytes, None).is_err());
+        let header = [b'V', b'F', b'E', b'X', 1, 0, count, 0];
+        prop_assert!(import(&to.store, &[&header[..], &bytes].concat(), None).is_err());
+    }
+}
+
+#[test]
+fn export_to_who_takes_no_more_says_so() {
+    struct Full;
+    impl io::Write for Full {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::StorageFull.into())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let (from, _) = family();
+    let error = from.store.export("top", &mut Full, &Work::new(1)).expect_err("full");
+    assert_eq!(error.to_string(), "write the export");
+}
+
+#[test]
+fn damage_is_never_passed_on() {
+    let (from, _) = family();
+    let key = from.memory.keys().into_iter().find(|key| key.starts_with("chunks/")).expect("one");
+    from.memory.map.lock().expect("no panic").get_mut(&key).expect("there")[30] ^= 1;
+    let error = from.store.export("top", &mut Vec::new(), &Work::new(1)).expect_err("damaged");
+    assert!(error.to_string().contains(&key), "{error}");
+    let to = place();
+    let error = from.store.copy_to("top", &to.store, &Work::new(1)).expect_err("damaged");
+    assert!(error.to_string().contains(&key), "{error}");
+    assert!(to.store.open("top").is_err());
+}
+
+#[test]
+fn a_push_copies_what_is_not_there() {
+    let (from, [base, top]) = family();
+    let to = place();
+    let copied = from.store.copy_to("base", &to.store, &Work::new(2)).expect("pushed");
+    assert_eq!((copied.names, copied.chunks), (vec!["base".to_owned()], 4));
+    let copied = from.store.copy_to("top", &to.store, &Work::new(2)).expect("pushed");
+    assert_eq!(
+        (&copied.names[..], &copied.there[..]),
+        (&["top".to_owned()][..], &["base".to_owned()][..])
+    );
+    check(&to.store, "base", &base);
+    check(&to.store, "top", &top);
+    assert_eq!(to.memory.copy(), from.memory.copy());
+    // Again, after more was learnt: that alone is copied.
+    from.store.put_profile("top", b"more").expect("put");
+    let copied = from.store.copy_to("top", &to.store, &Work::new(2)).expect("pushed");
+    assert_eq!((copied.names.len(), copied.chunks, copied.there.len()), (0, 0, 2));
+    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"more"[..]));
+}
+
+#[test]
+fn chunks_that_are_there_are_not_sent_again() {
+    let (from, [base, _]) = family();
+    let to = place();
+    create(&to.store, draft("equal", &base), &base).expect("created");
+    let copied = from.store.copy_to("base", &to.store, &Work::new(2)).expect("pushed");
+    assert_eq!((copied.chunks, copied.chunks_there), (0, 4));
+    check(&to.store, "base", &base);
+}
+
+#[test]
+fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
+    let (remote, [base, top]) = family();
+    let here = place();
+    let stored = here.store.adopt_from("top", &remote.store, "s3://bucket/x").expect("adopted");
+    assert_eq!(stored.origin(), Some("s3://bucket/x"));
+    assert_eq!(stored.state().expect("reads"), b"state of top");
+    assert_eq!(here.memory.chunks(), 0);
+    assert_eq!(here.store.working_set("top").expect("opens").map(|set| set.pages()), Some(9));
+    // Not all here: it can't be passed on, nor made whole.
+    for error in [
+        here.store.export("top", &mut Vec::new(), &Work::new(1)).expect_err("not here"),
+        here.store.copy_to("top", &place().store, &Work::new(1)).expect_err("not here"),
+        here.store.flatten("top", &Work::new(1)).expect_err("not here"),
+        place().store.adopt_from("top", &here.store, "x").expect_err("not there"),
+    ] {
+        assert!(matches!(error, StoreError::Incomplete { .. }), "{error}");
+    }
+    let verified = here.store.verify("top", &Work::new(1)).expect("verified");
+    assert_eq!((verified.chunks, verified.chunks_elsewhere, verified.damage), (0, 6, vec![]));
+    // Without the remote store there is nothing to read from; with it, what is read is kept.
+    let alone = stored.source(options());
+    assert_eq!(
+        alone.read(range(0, 1), &mut [0; PAGE]).expect_err("not here").kind(),
+        io::ErrorKind::NotFound
+    );
+    let options =
+        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.store.clone()) };
+    let source = stored.source(options.clone());
+    source.read(range(0, 1), &mut [0; PAGE]).expect("reads");
+    source.read(range(0, 8), &mut [0; 8 * PAGE]).expect("reads");
+    assert_eq!(
+        (source.stats().remote_gets, source.stats().hot_hits, here.memory.chunks()),
+        (1, 1, 1)
+    );
+    // One that is torn here is got again.
+    let key = here.memory.keys().into_iter().find(|key| key.starts_with("chunks/")).expect("one");
+    here.memory.map.lock().expect("no panic").insert(key, vec![1, 2, 3]);
+    assert_eq!(read_chain(&here.store.open_chain("top").expect("opens"), &options), top);
+    here.store.collect().expect("collected");
+    assert_eq!(here.memory.chunks(), 6);
+    here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
+    assert_eq!(here.store.open("top").expect("opens").origin(), None);
+    check(&here.store, "top", &top);
+    check(&here.store, "base", &base);
+    assert_eq!(here.memory.copy(), remote.memory.copy());
+}
+
+#[test]
+fn fetching_replaces_what_is_torn_and_stops_when_told() {
+    let (remote, [_, top]) = family();
+    let here = place();
+    here.store.adopt_from("top", &remote.store, "r").expect("adopted");
+    let torn: Vec<_> =
+        remote.memory.keys().into_iter().filter(|k| k.starts_with("chunks/")).collect();
+    here.memory.map.lock().expect("no panic").insert(torn[0].clone(), Vec::new());
+    let cancelled = Work::new(2);
+    cancelled.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);
+    let error = here.store.fetch_chunks("top", &remote.store, &cancelled).expect_err("cancelled");
+    assert!(matches!(error, StoreError::Cancelled));
+    assert!(here.store.open("top").expect("opens").origin().is_some());
+    // What was adopted is no reason to believe that a chunk is whole.
+    create(&here.store, draft("other", &top), &top).expect("created");
+    check(&here.store, "other", &top);
+    here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
+    check(&here.store, "top", &top);
+    let again = here.store.adopt_from("top", &remote.store, "r").expect("here already");
+    assert_eq!(again.origin(), None);
+}
+
+#[test]
+fn a_remote_chunk_that_is_damaged_is_neither_served_nor_kept() {
+    let (remote, _) = family();
+    let here = place();
+    let stored = here.store.adopt_from("top", &remote.store, "r").expect("adopted");
+    for (key, bytes) in remote.memory.map.lock().expect("no panic").iter_mut() {
+        if key.starts_with("chunks/") {
+            bytes[40] ^= 1;
+        }
+    }
+    let remote_store = Some(remote.store.clone());
+    let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: remote_store });
+    let error = source.read(range(0, 1), &mut [0; PAGE]).expect_err("damaged");
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    let error = here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect_err("damaged");
+    assert!(matches!(error, StoreError::Damaged(_)), "{error}");
+    assert_eq!(here.memory.chunks(), 0);
+}
