@@ -18,6 +18,9 @@ import pytest
 
 Answer = tuple[int, dict[str, str], bytes]
 
+#: What an exported snapshot is, here.
+EXPORT = b"0123456789abcdef" * 100_000
+
 
 class FakeDaemon:
     """Keeps VMs, files and what it was asked. ``canned`` answers go before the model's."""
@@ -28,6 +31,7 @@ class FakeDaemon:
         self.vms: dict[str, dict[str, Any]] = {}
         self.files: dict[str, tuple[int, bytes]] = {}
         self.forks: dict[str, dict[str, Any]] = {}
+        self.snapshots: dict[str, dict[str, Any]] = {}
         self.canned: list[Answer] = []
         self.room = 1000
         self._lock = threading.Lock()
@@ -57,7 +61,131 @@ class FakeDaemon:
             if one is None:
                 return error(404, "not_found", f"no VM named `{found[1]}` on this host")
             return self._on_vm(one, method, found[2], query, content)
+        if (method, path) == ("GET", "/v1/snapshots"):
+            return reply(200, list(self.snapshots.values()))
+        if (method, path) == ("POST", "/v1/snapshots"):
+            if content["name"] in self.snapshots:
+                return error(409, "conflict", f"take snapshot `{content['name']}`")
+            state = "ready" if content["wait"] else "writing"
+            return reply(201, self.keep(content["name"], state=state))
+        if (method, path) == ("POST", "/v1/snapshots/import"):
+            if not content.startswith(EXPORT[:16]):
+                return error(400, "bad_request", "import a snapshot", cause="it is something else")
+            return reply(201, [self.keep("warm"), self.keep(query.get("name", "hot"), base="warm")])
+        if found := re.fullmatch(r"/v1/snapshots/([^/]+)(?:/(\w+))?", path):
+            one = self.snapshots.get(found[1])
+            if one is None:
+                return error(404, "not_found", f"no snapshot named `{found[1]}`")
+            return self._on_snapshot(one, method, found[2], query, content)
         return error(404, "not_found", f"no route {method} {path}")
+
+    def keep(self, name: str, **more: Any) -> dict[str, Any]:
+        snapshot = {
+            "name": name,
+            "id": "0" * 32,
+            "state": "ready",
+            "created_unix_ms": 1,
+            "image": "debian",
+            "memory_mib": 512,
+            "cpus": 1,
+            "accel": "tcg",
+            "own_bytes": 220200960,
+            "stored_bytes": 67108864,
+            "shared_bytes": 0,
+            "progress": {"done_bytes": 1, "total_bytes": 2},
+            "vms": 0,
+            "a_field_from_the_future": {},
+            **more,
+        }
+        self.snapshots[name] = snapshot
+        return snapshot
+
+    def _on_snapshot(
+        self,
+        snapshot: dict[str, Any],
+        method: str,
+        verb: str | None,
+        query: dict[str, str],
+        content: Any,
+    ) -> Answer:
+        name = snapshot["name"]
+        profile = {
+            "runs": 2,
+            "working_set_pages": 512,
+            "working_set_bytes": 1048576,
+            "recording": True,
+            "clusters": [
+                {"first_page": 16, "pages": 512, "frequency": 1, "first_access_ms": 1.5}
+            ],
+        }
+        match method, verb:
+            case "GET", None:
+                more: dict[str, Any] = {
+                    "schema": "vmfork/1",
+                    "qemu_version": "7.2",
+                    "machine": "pc-q35-7.2",
+                    "cpu": "max",
+                    "guest_kernel": None,
+                    "pause_ms": 3,
+                    "compression": "zstd",
+                    "chunk_pages": 64,
+                    "own_pages": 53760,
+                    "zero_pages": 1,
+                    "dependants": ["hot"],
+                    "vm_names": [],
+                    "profile": profile,
+                }
+                return reply(200, {**snapshot, **more})
+            case "DELETE", None:
+                deltas = [one for one, that in self.snapshots.items() if that.get("base") == name]
+                if deltas and not query:
+                    return error(409, "conflict", f"remove snapshot `{name}`", cause=str(deltas))
+                for gone in [name, *deltas]:
+                    del self.snapshots[gone]
+                return reply(200, {"names": [name, *deltas], "freed_bytes": 7})
+            case "POST", "start":
+                return self._start(name, content)
+            case "POST", "verify":
+                damage = snapshot.get("damage", [])
+                return reply(200, {"snapshot": name, "chunks": 9, "read_bytes": 8, "damage": damage})
+            case "POST", "flatten":
+                snapshot.pop("base", None)
+                return reply(200, snapshot)
+            case "GET", "export":
+                return 200, {}, EXPORT
+            case "POST", "push":
+                return reply(200, {"names": [name], "sent_bytes": 5, "total_ms": 1})
+            case "POST", "pull":
+                state = "ready" if content["wait"] else "pulling"
+                return reply(200, {**snapshot, "state": state, "remote": content["location"]})
+            case "GET", "profile":
+                return reply(200, profile)
+            case "DELETE", "profile":
+                return 204, {}, b""
+        return error(400, "bad_request", "what?")
+
+    def _start(self, snapshot: str, content: Any) -> Answer:
+        vms: list[dict[str, Any]] = []
+        names = content.get("names") or [f"{snapshot}.{n + 1}" for n in range(content["count"])]
+        for vmid, name in enumerate(names, 1):
+            if vmid <= self.room:
+                vm = self.add(name, {}, vmid=vmid, snapshot=snapshot)
+                up = {"state": "running", "running_ms": 9, "ready_ms": 21.0}
+                vms.append({"vmid": vmid, "name": name, "id": vm["id"], **up})
+            else:
+                body = {"code": "no_capacity", "message": f"start `{name}`", "cause": "1 MiB left"}
+                vms.append({"vmid": vmid, "name": name, "state": "failed", "error": body})
+        document = {
+            "schema": "vmfork/1",
+            "snapshot": snapshot,
+            "requested": content["count"],
+            "granted": min(content["count"], self.room),
+            "began_unix_ms": 1_700_000_000_000,
+            "open_ms": 4.2,
+            "total_ms": 31,
+            "vms": vms,
+        }
+        return reply(200, document)
 
     def add(self, name: str, request: dict[str, Any], **more: Any) -> dict[str, Any]:
         vm = {

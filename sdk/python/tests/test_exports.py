@@ -42,6 +42,8 @@ def test_both_clients_offer_the_same() -> None:
         (vmfork.Client, vmfork.AsyncClient),
         (vmfork.VM, vmfork.AsyncVM),
         (vmfork.ForkResult, vmfork.AsyncForkResult),
+        (vmfork.StartResult, vmfork.AsyncStartResult),
+        (vmfork.Snapshots, vmfork.AsyncSnapshots),
     ]
     for blocking, asynchronous in pairs:
         ours, theirs = (

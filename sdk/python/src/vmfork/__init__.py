@@ -14,8 +14,9 @@
 :class:`VmforkError`.
 """
 
-from ._async_client import AsyncClient, AsyncForkResult, AsyncVM
-from ._client import VM, Client, ForkResult
+from ._async_client import AsyncClient, AsyncForkResult, AsyncStartResult, AsyncVM
+from ._async_snapshots import AsyncSnapshots
+from ._client import VM, Client, ForkResult, StartResult
 from ._config import Timeout
 from ._errors import (
     ApiError,
@@ -53,12 +54,28 @@ from ._models import (
     LostVm,
     MemoryInfo,
     PoolInfo,
+    StoreFaults,
     TreeNode,
     Version,
     VmDetail,
     VmInfo,
     VmState,
 )
+from ._snapshot_models import (
+    Compression,
+    Prefetch,
+    ProfileCluster,
+    ProfileInfo,
+    Progress,
+    RemovedSnapshots,
+    SnapshotDetail,
+    SnapshotInfo,
+    SnapshotState,
+    StartReply,
+    TransferReply,
+    VerifyReply,
+)
+from ._snapshots import Snapshots
 
 __version__ = "0.1.0"
 
@@ -68,6 +85,8 @@ __all__ = [
     "ApiError",
     "AsyncClient",
     "AsyncForkResult",
+    "AsyncSnapshots",
+    "AsyncStartResult",
     "AsyncVM",
     "BadRequest",
     "BytesBySource",
@@ -76,6 +95,7 @@ __all__ = [
     "CheckStatus",
     "Client",
     "CloneInfo",
+    "Compression",
     "Conflict",
     "ConnectionFailed",
     "DoctorReport",
@@ -97,12 +117,26 @@ __all__ = [
     "NotFound",
     "PageLost",
     "PoolInfo",
+    "Prefetch",
+    "ProfileCluster",
+    "ProfileInfo",
+    "Progress",
     "ProtocolError",
     "QemuError",
+    "RemovedSnapshots",
+    "SnapshotDetail",
+    "SnapshotInfo",
+    "SnapshotState",
+    "Snapshots",
+    "StartReply",
+    "StartResult",
+    "StoreFaults",
     "Timeout",
     "TimeoutExceeded",
+    "TransferReply",
     "TreeNode",
     "Unauthorized",
+    "VerifyReply",
     "Version",
     "VmDetail",
     "VmInfo",

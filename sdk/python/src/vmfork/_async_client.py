@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,10 @@ from typing import Any, BinaryIO, TypeVar
 import httpx
 
 from . import _protocol as protocol
+from ._async_snapshots import AsyncSnapshots
 from ._config import Endpoint, Timeout, find_endpoint
 from ._errors import Conflict, ExecFailed, NotFound, VmforkError
-from ._fork_result import BaseForkResult, settle
+from ._fork_result import BaseForkResult, BaseStartResult, settle
 from ._models import (
     DoctorReport,
     ExecResult,
@@ -28,9 +29,16 @@ from ._models import (
     VmInfo,
 )
 from ._protocol import Call
-from ._transport import client_options, request_options, async_transport, translated
+from ._snapshot_models import StartReply
+from ._transport import (
+    async_transport,
+    client_options,
+    private_file,
+    request_options,
+    translated,
+)
 
-__all__ = ["AsyncClient", "AsyncForkResult", "AsyncVM"]
+__all__ = ["AsyncClient", "AsyncForkResult", "AsyncStartResult", "AsyncVM"]
 
 T = TypeVar("T")
 
@@ -72,6 +80,11 @@ class AsyncClient:
     def timeout(self) -> Timeout:
         """The bounds that this client waits by."""
         return self._timeout
+
+    @property
+    def snapshots(self) -> AsyncSnapshots:
+        """The stored snapshots: VMs that are kept, and what they are started from."""
+        return AsyncSnapshots(self)
 
     async def run(
         self,
@@ -167,6 +180,38 @@ class AsyncClient:
                 if not 200 <= response.status_code < 300:
                     raise call.error(response.status_code, await response.aread())
                 yield response
+
+    async def _download(
+        self, call: Call[Any], target: Path, mode: Callable[[Mapping[str, str]], int]
+    ) -> int:
+        """Write an answer beside ``target``, and rename it over that at the end."""
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            async with self._stream(call) as response:
+                with private_file(part) as file:
+                    async for piece in response.aiter_bytes():
+                        await asyncio.to_thread(file.write, piece)
+                    length = file.tell()
+                    os.fchmod(file.fileno(), mode(response.headers))
+            part.replace(target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return length
+
+    async def _upload(self, call: Call[T], source: Path) -> T:
+        with source.open("rb") as file:
+            return await self._send(call, _pieces(file))
+
+    def _started(self, reply: StartReply) -> AsyncStartResult:
+        return AsyncStartResult(
+            reply,
+            [
+                AsyncVM(self, name=vm.name, vmid=vm.vmid, id=vm.id)
+                for vm in reply.vms
+                if vm.error is None
+            ],
+        )
 
 
 class AsyncVM:
@@ -309,21 +354,8 @@ class AsyncVM:
 
         Written beside ``target`` and renamed over it at the end, with the guest's mode.
         """
-        target_path = Path(target)
         call = protocol.read_file(self._ref, path, self._timeout)
-        part = target_path.with_name(f".{target_path.name}.{secrets.token_hex(4)}")
-        try:
-            async with self._client._stream(call) as response:
-                with part.open("xb") as file:
-                    async for piece in response.aiter_bytes():
-                        await asyncio.to_thread(file.write, piece)
-                    length = file.tell()
-                    os.fchmod(file.fileno(), protocol.file_mode(response.headers))
-            part.replace(target_path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        return length
+        return await self._client._download(call, Path(target), protocol.file_mode)
 
     async def __aenter__(self) -> AsyncVM:
         return self
@@ -374,7 +406,31 @@ class AsyncForkResult(BaseForkResult[AsyncVM]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await _end(self._clones, error)
+        await _end(self._vms, error)
+
+
+class AsyncStartResult(BaseStartResult[AsyncVM]):
+    """What a snapshot's start gave: a sequence of the VMs that run, and an error for each other.
+
+    As a context manager it kills the VMs at the end.
+    """
+
+    def raise_for_errors(self) -> AsyncStartResult:
+        """Raise the first error, if there is one; else return self."""
+        for error in self.errors:
+            raise error
+        return self
+
+    async def __aenter__(self) -> AsyncStartResult:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await _end(self._vms, error)
 
 
 async def _end(vms: Sequence[AsyncVM], error: BaseException | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ import httpx
 from . import _protocol as protocol
 from ._config import Endpoint, Timeout, find_endpoint
 from ._errors import Conflict, ExecFailed, NotFound, VmforkError
-from ._fork_result import BaseForkResult, settle
+from ._fork_result import BaseForkResult, BaseStartResult, settle
 from ._models import (
     DoctorReport,
     ExecResult,
@@ -27,9 +27,17 @@ from ._models import (
     VmInfo,
 )
 from ._protocol import Call
-from ._transport import client_options, request_options, sync_transport, translated
+from ._snapshot_models import StartReply
+from ._snapshots import Snapshots
+from ._transport import (
+    client_options,
+    private_file,
+    request_options,
+    sync_transport,
+    translated,
+)
 
-__all__ = ["VM", "Client", "ForkResult"]
+__all__ = ["VM", "Client", "ForkResult", "StartResult"]
 
 T = TypeVar("T")
 
@@ -66,6 +74,11 @@ class Client:
     def timeout(self) -> Timeout:
         """The bounds that this client waits by."""
         return self._timeout
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The stored snapshots: VMs that are kept, and what they are started from."""
+        return Snapshots(self)
 
     def run(
         self,
@@ -157,6 +170,37 @@ class Client:
             if not 200 <= response.status_code < 300:
                 raise call.error(response.status_code, response.read())
             yield response
+
+    def _download(
+        self, call: Call[Any], target: Path, mode: Callable[[Mapping[str, str]], int]
+    ) -> int:
+        """Write an answer beside ``target``, and rename it over that at the end."""
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with self._stream(call) as response, private_file(part) as file:
+                for piece in response.iter_bytes():
+                    file.write(piece)
+                length = file.tell()
+                os.fchmod(file.fileno(), mode(response.headers))
+            part.replace(target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return length
+
+    def _upload(self, call: Call[T], source: Path) -> T:
+        with source.open("rb") as file:
+            return self._send(call, _pieces(file))
+
+    def _started(self, reply: StartReply) -> StartResult:
+        return StartResult(
+            reply,
+            [
+                VM(self, name=vm.name, vmid=vm.vmid, id=vm.id)
+                for vm in reply.vms
+                if vm.error is None
+            ],
+        )
 
 
 class VM:
@@ -298,20 +342,8 @@ class VM:
 
         Written beside ``target`` and renamed over it at the end, with the guest's mode.
         """
-        target_path = Path(target)
         call = protocol.read_file(self._ref, path, self._timeout)
-        part = target_path.with_name(f".{target_path.name}.{secrets.token_hex(4)}")
-        try:
-            with self._client._stream(call) as response, part.open("xb") as file:
-                for piece in response.iter_bytes():
-                    file.write(piece)
-                length = file.tell()
-                os.fchmod(file.fileno(), protocol.file_mode(response.headers))
-            part.replace(target_path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        return length
+        return self._client._download(call, Path(target), protocol.file_mode)
 
     def __enter__(self) -> VM:
         return self
@@ -362,7 +394,31 @@ class ForkResult(BaseForkResult[VM]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _end(self._clones, error)
+        _end(self._vms, error)
+
+
+class StartResult(BaseStartResult[VM]):
+    """What a snapshot's start gave: a sequence of the VMs that run, and an error for each other.
+
+    As a context manager it kills the VMs at the end.
+    """
+
+    def raise_for_errors(self) -> StartResult:
+        """Raise the first error, if there is one; else return self."""
+        for error in self.errors:
+            raise error
+        return self
+
+    def __enter__(self) -> StartResult:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _end(self._vms, error)
 
 
 def _end(vms: Sequence[VM], error: BaseException | None) -> None:

@@ -37,11 +37,13 @@ class Timeout:
     boot_s: float = 120.0
     """``run``: until the guest's agent has answered and the image's first-boot command has ended."""
     fork_s: float = 60.0
-    """``fork``: until the last clone is ready; slower ones are killed and come as errors."""
+    """``fork`` and ``snapshots.start``: until the last VM is ready; slower ones come as errors."""
     exec_s: float = 600.0
     """``exec``: then the program is killed and ``timed_out`` set."""
+    store_s: float = 3600.0
+    """Snapshots: what reads or writes a whole one."""
     idle_s: float = 60.0
-    """Files and logs: from one piece of the stream to the next."""
+    """Files, exports and logs: from one piece of the stream to the next."""
     slack_s: float = 10.0
     """How much longer the client waits than it told the daemon to take."""
 

@@ -9,7 +9,7 @@
     └── ApiError               the daemon refused or failed (.code .message .cause .remedy .vm)
         ├── BadRequest         a value is malformed or out of range
         ├── Unauthorized       the token is missing or wrong
-        ├── NotFound           no VM, image or file of that name
+        ├── NotFound           no VM, image, snapshot or file of that name
         ├── Conflict           the name is taken, or the VM is in the wrong state for this
         ├── NoCapacity         it does not fit into memory, or into a limit
         ├── GuestError         the guest's agent did not answer, or refused

@@ -28,6 +28,7 @@ __all__ = [
     "LostVm",
     "MemoryInfo",
     "PoolInfo",
+    "StoreFaults",
     "TreeNode",
     "Version",
     "VmDetail",
@@ -98,8 +99,10 @@ class VmInfo:
     """The id of the VM at the root of the family."""
     parent: str | None = None
     """The name of the VM that this one was forked from."""
+    snapshot: str | None = None
+    """The name of the stored snapshot that it, or the root of its family, was started from."""
     vmid: int = 0
-    """0 in a VM that booted, 1 to m in clones."""
+    """0 in a VM that booted, 1 to m in clones and in VMs started together from a snapshot."""
     state: VmState
     reason: str | None = None
     """Why it failed, or how it ended."""
@@ -125,6 +128,16 @@ class FaultCounts:
     fetch: int = 0
     present: int = 0
     mapped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFaults:
+    """Faults, of all VMs that share an image, on pages that are in a store."""
+
+    predicted: int = 0
+    """The page was there, or on its way, because it was fetched ahead."""
+    remote: int = 0
+    """It had to be fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +178,10 @@ class MemoryInfo:
     image: str | None = None
     image_views: int = 0
     faults: FaultCounts = FaultCounts()
+    store_faults: StoreFaults = StoreFaults()
+    """Of the VM's image and those that it descends from."""
+    prefetched_bytes: int = 0
+    """Bytes of those that came before anyone asked."""
     source: BytesBySource = BytesBySource()
     caches: tuple[CacheInfo, ...] = ()
     """Those that the bytes of the VM's image are in: its own, and those of its ancestors."""
@@ -209,12 +226,14 @@ class ForkStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloneInfo:
-    """What became of one clone of a fork."""
+    """What became of one clone of a fork, or of one VM of a start."""
 
     vmid: int
     name: str
     id: str | None = None
     state: VmState
+    running_ms: float | None = None
+    """From the request until this clone's vCPUs ran."""
     ready_ms: float | None = None
     """From the request until this clone's agent had confirmed its identity."""
     pooled: bool = False

@@ -7,8 +7,10 @@ clients is the seam: anything that httpx takes as one will do (``httpx.MockTrans
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -67,6 +69,11 @@ def request_options(
         options["content"] = content
         options["headers"] = {"content-type": "application/octet-stream"}
     return options
+
+
+def private_file(path: Path) -> BinaryIO:
+    """A new file for what is on its way, which nobody else may look into until it is all there."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,155 @@
+"""``client.snapshots`` for code that blocks; :mod:`._async_snapshots` is its twin."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import _snapshot_protocol as protocol
+from ._snapshot_models import (
+    ProfileInfo,
+    RemovedSnapshots,
+    SnapshotDetail,
+    SnapshotInfo,
+    TransferReply,
+    VerifyReply,
+)
+
+if TYPE_CHECKING:
+    from ._client import Client, StartResult, VM
+
+__all__ = ["Snapshots"]
+
+
+class Snapshots:
+    """The host's stored snapshots: VMs that are kept, and start again long before they are read."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def list(self) -> builtins.list[SnapshotInfo]:
+        """All of them, by name; those that are being written and the damaged ones among them."""
+        return self._client._send(protocol.snapshots(self._client.timeout))
+
+    def create(
+        self,
+        vm: str | VM,
+        name: str,
+        *,
+        wait: bool = False,
+        compression: str | None = None,
+        full: bool = False,
+        keep_zero_pages: bool = False,
+        record_s: float | None = None,
+    ) -> SnapshotInfo:
+        """Keep a running VM, which pauses as in a fork and runs on.
+
+        Returns when it runs on or, with ``wait``, when the snapshot is stored; a call that waits
+        and is given up leaves nothing. ``full``: no delta, even if the VM was started from a
+        snapshot. For ``record_s`` at most (0: not at all) is recorded what the VM touches next.
+        """
+        call = protocol.create(
+            vm if isinstance(vm, str) else vm._ref,
+            name,
+            wait=wait,
+            compression=compression,
+            full=full,
+            keep_zero_pages=keep_zero_pages,
+            record_s=record_s,
+            timeout=self._client.timeout,
+        )
+        return self._client._send(call)
+
+    def get(self, name: str) -> SnapshotDetail:
+        """Everything about one."""
+        return self._client._send(protocol.get(name, self._client.timeout))
+
+    def remove(self, name: str, *, cascade: bool = False) -> RemovedSnapshots:
+        """Delete it, with its deltas if ``cascade``; :class:`Conflict` if it has some otherwise."""
+        call = protocol.remove(name, cascade=cascade, timeout=self._client.timeout)
+        return self._client._send(call)
+
+    def start(
+        self,
+        name: str,
+        count: int = 1,
+        *,
+        names: Sequence[str] | None = None,
+        all_or_nothing: bool = False,
+        force: bool = False,
+        prefetch: str | None = None,
+        hydrate_mib_per_s: int = 0,
+        timeout_s: float | None = None,
+    ) -> StartResult:
+        """Start ``count`` VMs from it. What fits is started; the rest is an error each.
+
+        ``prefetch`` (default :attr:`Prefetch.ALL`) chooses what comes before a guest asks for it.
+        With ``hydrate_mib_per_s`` all else comes in the background too, at that rate. ``force``
+        starts it although it was taken on another QEMU, machine or processor, where QEMU itself
+        would try.
+        """
+        call = protocol.start(
+            name,
+            count,
+            names=names,
+            all_or_nothing=all_or_nothing,
+            force=force,
+            prefetch=prefetch,
+            hydrate_mib_per_s=hydrate_mib_per_s,
+            start_timeout_s=timeout_s,
+            timeout=self._client.timeout,
+        )
+        return self._client._started(self._client._send(call))
+
+    def verify(self, name: str) -> VerifyReply:
+        """Read and check every byte of it, and of what it depends on; see ``VerifyReply.ok``."""
+        return self._client._send(protocol.verify(name, self._client.timeout))
+
+    def flatten(self, name: str) -> SnapshotInfo:
+        """Make a delta whole, so that it depends on no other snapshot."""
+        return self._client._send(protocol.flatten(name, self._client.timeout))
+
+    def export(self, name: str, target: str | os.PathLike[str]) -> int:
+        """Write it, with what it depends on, to one file; returns its length in bytes.
+
+        Written beside ``target`` and renamed over it at the end. Only its owner can read it.
+        """
+        call = protocol.export(name, self._client.timeout)
+        return self._client._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
+
+    def import_(
+        self, source: str | os.PathLike[str], *, name: str | None = None
+    ) -> builtins.list[SnapshotInfo]:
+        """Store what :meth:`export` wrote, called ``name`` if given; returns what was not there."""
+        call = protocol.import_(name, self._client.timeout)
+        return self._client._upload(call, Path(source))
+
+    def push(self, name: str, location: str | os.PathLike[str]) -> TransferReply:
+        """Copy it, with what it depends on, to another store: s3://BUCKET/PREFIX, or a folder."""
+        place = protocol.location_of(location, self._client._endpoint)
+        return self._client._send(protocol.push(name, place, self._client.timeout))
+
+    def pull(
+        self, name: str, location: str | os.PathLike[str], *, wait: bool = False
+    ) -> SnapshotInfo:
+        """Bring it from another store.
+
+        Returns when it can be started or, with ``wait``, when all of it is here.
+        """
+        place = protocol.location_of(location, self._client._endpoint)
+        call = protocol.pull(name, place, wait=wait, timeout=self._client.timeout)
+        return self._client._send(call)
+
+    def profile(self, name: str) -> ProfileInfo:
+        """Which pages its VMs touch first."""
+        return self._client._send(protocol.profile(name, self._client.timeout))
+
+    def reset_profile(self, name: str) -> None:
+        """Forget which pages its VMs touch first."""
+        self._client._send(protocol.reset_profile(name, self._client.timeout))
+
+    def __repr__(self) -> str:
+        return f"<vmfork.Snapshots of {self._client._endpoint}>"
