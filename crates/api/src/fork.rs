@@ -67,6 +67,9 @@ pub struct CloneResult {
     pub vmid: u32,
     pub name: String,
     pub state: VmState,
+    /// From the request until this clone's vCPUs ran, in ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub running_ms: Option<f64>,
     /// From the request until this clone's agent had confirmed its identity, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,

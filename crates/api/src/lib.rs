@@ -24,6 +24,19 @@
 //! | `PUT /v1/vms/{vm}/files?path=&mode=` | store the body; 204 |
 //! | `GET /v1/vms/{vm}/logs?follow=` | text: console output and what detached programs printed |
 //! | `GET /v1/vms/{vm}/console` | WebSocket, binary both ways: the serial console |
+//! | `GET /v1/snapshots` | `Vec<`[`Snapshot`]`>` |
+//! | `POST /v1/snapshots` | [`SnapshotRequest`] → 201 [`Snapshot`]: keep a running VM |
+//! | `GET /v1/snapshots/{name}` | [`SnapshotDetail`] |
+//! | `DELETE /v1/snapshots/{name}` | [`RemovedSnapshots`] (`?cascade=true` with its deltas); 409 while something depends on it |
+//! | `POST /v1/snapshots/{name}/start` | [`StartRequest`] → [`StartReply`] |
+//! | `POST /v1/snapshots/{name}/verify` | [`VerifyReply`]: every byte read and checked |
+//! | `POST /v1/snapshots/{name}/flatten` | [`Snapshot`]: a delta becomes whole |
+//! | `GET /v1/snapshots/{name}/export` | one stream of bytes, with what it depends on |
+//! | `POST /v1/snapshots/import?name=` | such a stream → `Vec<`[`Snapshot`]`>` |
+//! | `POST /v1/snapshots/{name}/push` | [`TransferRequest`] → [`TransferReply`] |
+//! | `POST /v1/snapshots/{name}/pull` | [`TransferRequest`] → [`Snapshot`] |
+//! | `GET /v1/snapshots/{name}/profile` | [`ProfileInfo`] |
+//! | `DELETE /v1/snapshots/{name}/profile` | forget it; 204 |
 //! | `GET /v1/openapi.json`, `GET /metrics` | the document, Prometheus text |
 //!
 //! Every error is an [`ErrorBody`] with a fitting HTTP status.
@@ -33,13 +46,19 @@ mod fork;
 mod host;
 mod memory;
 mod session;
+mod snapshot;
 mod vm;
 
 pub use error::{ErrorBody, ErrorCode};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
-pub use memory::{BytesBySource, CacheInfo, FaultCounts, MemoryInfo};
+pub use memory::{BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults};
 pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};
+pub use snapshot::{
+    Compression, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots, Snapshot,
+    SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
+    TransferRequest, VerifyReply,
+};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail, VmState};
 
 /// The value of every top-level document's `schema` field under `--json`.

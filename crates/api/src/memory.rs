@@ -23,6 +23,12 @@ pub struct MemoryInfo {
     /// How many views (VMs) the image has.
     pub image_views: u32,
     pub faults: FaultCounts,
+    /// Of the VM's image and those that it descends from.
+    #[serde(default)]
+    pub store_faults: StoreFaults,
+    /// Bytes of those that came before anyone asked.
+    #[serde(default)]
+    pub prefetched_bytes: u64,
     pub source: BytesBySource,
     /// The caches that the bytes of the VM's image are in: its own, and those of the images that it descends from.
     #[serde(default)]
@@ -55,6 +61,15 @@ pub struct FaultCounts {
     pub mapped: u64,
 }
 
+/// Faults, of all VMs that share an image, on pages that are in a store.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct StoreFaults {
+    /// The page was there, or on its way, because it was fetched ahead.
+    pub predicted: u64,
+    /// It had to be fetched.
+    pub remote: u64,
+}
+
 /// Bytes brought into the image's cache, by where they were.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 pub struct BytesBySource {
@@ -64,6 +79,6 @@ pub struct BytesBySource {
     pub image: u64,
     /// From another host (always 0 so far).
     pub peer: u64,
-    /// From a stored snapshot (always 0 so far).
+    /// From a stored snapshot.
     pub chunk: u64,
 }

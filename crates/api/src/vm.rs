@@ -67,6 +67,9 @@ pub struct Vm {
     pub family: String,
     /// The name of the VM that this one was forked from.
     pub parent: Option<String>,
+    /// The name of the stored snapshot that it, or the root of its family, was started from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// 0 in a VM that booted, 1..m in the clones of a ticket.
     pub vmid: u32,
     pub state: VmState,

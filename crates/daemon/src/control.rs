@@ -5,7 +5,9 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use vmfork_api::{
     DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, KillRequest,
-    RunRequest, TreeNode, Version, Vm, VmDetail,
+    ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest,
+    StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, VerifyReply, Version, Vm,
+    VmDetail,
 };
 
 /// An answer to come.
@@ -13,7 +15,7 @@ pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
 /// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the operation
 /// up and leaves nothing half-done.
-pub trait Control: Send + Sync + 'static {
+pub trait Control: SnapshotControl {
     fn version(&self) -> Answer<'_, Version>;
     fn doctor(&self) -> Answer<'_, DoctorReport>;
     fn host(&self) -> Answer<'_, HostInfo>;
@@ -45,6 +47,39 @@ pub trait Control: Send + Sync + 'static {
     /// Make the page engine of the image panic that a VM is a view of. For tests of what happens then.
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
+}
+
+/// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after an `Err` they are
+/// not whole.
+pub type ByteStream = mpsc::Receiver<Result<Bytes, ErrorBody>>;
+
+/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's.
+pub trait SnapshotControl: Send + Sync + 'static {
+    fn snapshots(&self) -> Answer<'_, Vec<Snapshot>>;
+    fn create_snapshot(&self, request: SnapshotRequest) -> Answer<'_, Snapshot>;
+    fn inspect_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, SnapshotDetail>;
+    /// `cascade`: its deltas, and theirs, too.
+    fn remove_snapshot<'a>(&'a self, name: &'a str, cascade: bool) -> Answer<'a, RemovedSnapshots>;
+    fn start_snapshot<'a>(&'a self, name: &'a str, request: StartRequest)
+    -> Answer<'a, StartReply>;
+    fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply>;
+    fn flatten_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, Snapshot>;
+    fn export_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, ByteStream>;
+    /// `name`: what to call the snapshot that the stream is about, if not as before.
+    fn import_snapshot(
+        &self,
+        name: Option<String>,
+        content: ByteStream,
+    ) -> Answer<'_, Vec<Snapshot>>;
+    fn push_snapshot<'a>(
+        &'a self,
+        name: &'a str,
+        request: TransferRequest,
+    ) -> Answer<'a, TransferReply>;
+    fn pull_snapshot<'a>(&'a self, name: &'a str, request: TransferRequest)
+    -> Answer<'a, Snapshot>;
+    fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo>;
+    fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
 }
 
 /// A program that runs in a guest. Dropping `input` hangs it up (SIGHUP).

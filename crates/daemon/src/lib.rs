@@ -1,7 +1,7 @@
 //! `vmforkd`, one per host: puts the planes together, serves the REST API.
 //!
 //! ```text
-//!   http ──► control::Control ──► (hub: VMs, forks, pool, images)
+//!   http ──► control::Control ──► (hub: VMs, forks, pool, images, snapshots)
 //!    │                                │        │
 //!    └── metrics ◄────────────────────┘        ├── agent, tickets (the guests' side)
 //!   lifecycle ──► state (folder, journal)      └── admission, cgroup (what fits)
@@ -22,6 +22,7 @@ pub mod http;
 pub mod hub;
 pub mod lifecycle;
 pub mod metrics;
+pub mod snapshots;
 pub mod state;
 pub mod tickets;
 pub mod vm;

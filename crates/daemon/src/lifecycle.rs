@@ -33,6 +33,7 @@ use crate::config::Config;
 use crate::control::Control;
 use crate::http::{self, App, Listeners, SocketOwner, Token};
 use crate::metrics::Metrics;
+use crate::snapshots::Snapshots;
 use crate::state::State;
 
 /// How long the host may take to end its VMs.
@@ -49,6 +50,7 @@ pub struct Parts {
     pub admission: Admission,
     /// Or why VMs get no memory limit of their own.
     pub cgroups: Result<Arc<Cgroups>, String>,
+    pub snapshots: Arc<Snapshots>,
 }
 
 /// A host that has started.
@@ -117,6 +119,7 @@ where
             Err(reason)
         }
     };
+    let snapshots = Arc::new(Snapshots::new(&config.state.join("snapshots"))?);
     let listeners = listen(&config).await?;
     let policy = Policy {
         reserve_bytes: config.memory_reserve_bytes,
@@ -131,6 +134,7 @@ where
         metrics: Arc::clone(&metrics),
         admission: Admission::new(policy, Box::new(ProcProbe)),
         cgroups,
+        snapshots,
     };
     // A signal while the host starts ends it there: dropping the future gives up what it had begun.
     let host = tokio::select! {

@@ -35,6 +35,8 @@ pub enum Stage {
     CloneLoad,
     /// Of each clone: the agent has confirmed the new identity.
     CloneIdentity,
+    /// Of a stored snapshot: descriptor, page table and device state read.
+    Open,
     /// From the request until the last clone was ready.
     Total,
     /// How long the parent's vCPUs stood still.
@@ -164,6 +166,7 @@ pub struct Metrics {
     faults: Family<FaultLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
     drained: Counter,
+    prefetched: Counter,
     requests: Family<RequestLabel, Counter>,
     vms: Family<StateLabel, Gauge>,
     snapshots: Gauge,
@@ -229,6 +232,12 @@ impl Metrics {
             drained: metric!(
                 "drained",
                 "Moved from frozen ranges into caches in the background",
+                Default::default(),
+                Bytes
+            ),
+            prefetched: metric!(
+                "prefetched",
+                "Brought from stores before anyone asked",
                 Default::default(),
                 Bytes
             ),
@@ -314,6 +323,10 @@ impl Metrics {
 
     pub fn add_drained(&self, bytes: u64) {
         self.drained.inc_by(bytes);
+    }
+
+    pub fn add_prefetched(&self, bytes: u64) {
+        self.prefetched.inc_by(bytes);
     }
 
     /// `route` is the pattern (`/v1/vms/{vm}`), never the path as sent: there must be few of them.

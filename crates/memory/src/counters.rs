@@ -26,6 +26,10 @@ pub struct ImageCounters {
     pub from_stored_bytes: Counter,
     /// Brought in before anyone asked: by a working set, a prediction, or to be independent of the store.
     pub prefetched_bytes: Counter,
+    /// Faults of views on pages of a store: those that were there, or on their way, because they were fetched ahead …
+    pub predicted_faults: Counter,
+    /// … and those for which they had to be fetched.
+    pub remote_faults: Counter,
     /// Pages that its VM had written when it was frozen.
     pub frozen_pages: Counter,
     /// How long finding those took, in µs, all in.

@@ -270,6 +270,12 @@ impl HostImage {
         places
     }
 
+    /// How many pages its views would have to fetch: not zero, and absent where they look for them. 0 while the table
+    /// is not complete. Takes well under a millisecond per GiB.
+    pub fn missing_pages(self: &Arc<Self>) -> u64 {
+        self.places(PageRange::first(self.pages)).iter().map(|(_, run)| run.len()).sum()
+    }
+
     /// Whether somebody holds this image's own engine.
     pub(crate) fn has_engine(&self) -> bool {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)

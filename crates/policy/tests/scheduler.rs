@@ -209,6 +209,22 @@ fn a_predictor_fits_and_goes_before_the_drain() {
     assert!(scheduler.background_done());
 }
 
+#[test]
+fn what_somebody_else_put_in_counts_as_predicted() {
+    let config = Config { unit_pages: 1, ..Config::default() };
+    let (mut scheduler, present) = scheduler(64, config);
+    scheduler.on_fault(VIEW, PageIdx(3));
+    assert_eq!(scheduler.next(0).expect("demand").range, range(3, 1));
+    scheduler.on_inserted(range(0, 8), "inserted");
+    fill(&mut scheduler, &present, range(0, 8));
+    let inserted = scheduler.tally().fetched(Reason::Background("inserted"));
+    assert_eq!(inserted.pages, 7, "page 3 was under way for a fault");
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(5)), Outcome::Present);
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(3)), Outcome::Present);
+    let faults = scheduler.tally().faults();
+    assert_eq!((faults.predicted, faults.shared, faults.remote), (1, 1, 1));
+}
+
 fn listed(name: &'static str, priority: Priority, runs: &[PageRange]) -> Box<Listed> {
     Box::new(Listed::new(name, priority, runs.to_vec(), 512))
 }

@@ -166,6 +166,15 @@ impl Store {
         Ok(())
     }
 
+    /// Bytes of the stored working set of snapshot `name`, compressed; 0 if it has none.
+    ///
+    /// # Errors
+    /// The store can't be reached.
+    pub fn working_set_bytes(&self, name: &str) -> Result<u64, StoreError> {
+        check_name(name)?;
+        Ok(self.inner.blobs().size(&snapshot_key(name, WORKING_SET))?.unwrap_or(0))
+    }
+
     /// The working set of snapshot `name`, if it has one.
     ///
     /// # Errors

@@ -127,6 +127,24 @@ impl Store {
         Ok(all.filter(|(_, d)| !matches!(d, Err(StoreError::NotFound { .. }))).collect())
     }
 
+    /// What snapshot `name` is, in words.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn descriptor(&self, name: &str) -> Result<Descriptor, StoreError> {
+        check_name(name)?;
+        read_descriptor(self.inner.blobs(), name)
+    }
+
+    /// Where the chunks of snapshot `name` are, if they are not all here.
+    ///
+    /// # Errors
+    /// The store can't be read.
+    pub fn origin(&self, name: &str) -> Result<Option<String>, StoreError> {
+        check_name(name)?;
+        read_origin(self.inner.blobs(), name)
+    }
+
     /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay as long as the
     /// answer lives, even if it is removed.
     ///

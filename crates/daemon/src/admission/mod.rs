@@ -308,6 +308,21 @@ impl Admission {
         }
     }
 
+    /// Memory for what a VM writes anew while a snapshot of it is being stored.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures.
+    pub fn snapshot(&self, vm: &str, family: &str, ram_bytes: u64) -> Result<Lease, ErrorBody> {
+        let want = self.0.policy.growth(ram_bytes);
+        let mut accounts = self.0.accounts();
+        let admissible = self.admissible(&mut accounts);
+        if want > admissible {
+            let message = format!("take a snapshot of `{vm}`");
+            return Err(self.refusal(&accounts, message, want, admissible));
+        }
+        Ok(self.lease(&mut accounts, want, Purpose::Fork, Some(family.into())))
+    }
+
     /// Memory for a QEMU that waits in the pool.
     ///
     /// # Errors

@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 use vmfork_agent_proto::{ForkIdentity, TicketClone};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_memory::FreezeError;
-use vmfork_qemu::pool;
 use vmfork_qemu::qmp::reopen_from_start;
+use vmfork_qemu::{QmpError, pool};
 
+use super::brood::{PendingMachine, failed};
+use super::ms;
 use super::snapshot::Snapshot;
 use super::tickets::{Event, Origin};
-use super::{PendingMachine, failed, ms};
 use crate::admission::Lease;
 use crate::agent::AgentInfo;
 use crate::hub::{Core, chain};
@@ -26,6 +27,39 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How many QEMUs are tried for one clone.
 const ATTACH_TRIES_MAX: u32 = 4;
+
+/// What VMs that continue one snapshot have in common.
+#[derive(Debug)]
+pub(crate) struct Stem {
+    /// Of them all, but for id, name, number and birth. Its `id` is that of the VM they descend from; empty: each is
+    /// the root of a family of its own.
+    pub(crate) identity: Identity,
+    /// What the guest's agent has said of itself.
+    pub(crate) agent: Option<AgentInfo>,
+}
+
+impl Stem {
+    /// Of the clones of a running VM.
+    pub(super) fn of(parent: &Vm) -> Self {
+        let parents = &parent.identity;
+        let identity = Identity {
+            parent: Some((parents.id.clone(), parents.name.clone())),
+            ancestors: parents.line(),
+            ..parents.clone()
+        };
+        Self { identity, agent: parent.agent() }
+    }
+
+    fn identity(&self, name: String, vmid: u32) -> Identity {
+        let id = random_hex::<8>();
+        let family = match self.identity.id.is_empty() {
+            true => id.clone(),
+            false => self.identity.family.clone(),
+        };
+        let created_unix_ms = now_unix_ms();
+        Identity { id, name, vmid, family, created_unix_ms, ..self.identity.clone() }
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct CloneOrder {
@@ -42,14 +76,14 @@ pub(super) struct CloneOrder {
 /// Start one clone. → its line in the reply, and the VM if it is ready.
 pub(super) async fn start(
     core: Arc<Core>,
-    parent: Arc<Vm>,
+    stem: Arc<Stem>,
     snapshot: Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
 ) -> (CloneResult, Option<Arc<Vm>>) {
     let (name, vmid) = (order.name.clone(), order.vmid);
     let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
-    let starting = start_within(&core, &parent, &snapshot, order, machine);
+    let starting = start_within(&core, &stem, &snapshot, order, machine);
     let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
         Ok(outcome) => outcome,
         Err(_elapsed) => Err(ErrorBody {
@@ -74,6 +108,7 @@ pub(super) async fn start(
                 vmid,
                 name,
                 state: vm.state(),
+                running_ms: vm.runs_since().map(|since| ms(since - began)),
                 ready_ms: Some(ms(began.elapsed())),
                 pooled: from == pool::Origin::Pooled,
                 error: None,
@@ -99,7 +134,7 @@ pub(super) fn report_failure(origin: Option<&Origin>, vmid: u32, error: &ErrorBo
 
 async fn start_within(
     core: &Arc<Core>,
-    parent: &Arc<Vm>,
+    stem: &Stem,
     snapshot: &Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
@@ -119,26 +154,24 @@ async fn start_within(
         NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
         NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
     })?;
+    if let (Some(taken), Some(opened)) = (&snapshot.machine_type, &snapshot.opened) {
+        opened.check_machine(taken, &machine).await?;
+    }
     let machine = Arc::new(machine);
     if let Some(lead) = &snapshot.lead {
         machine.set_lead(Some(Arc::clone(lead)));
     }
-    let identity = Identity {
-        id: random_hex::<8>(),
-        name: name.clone(),
-        parent: Some((parent.identity.id.clone(), parent.name().to_owned())),
-        ancestors: parent.identity.line(),
-        vmid,
-        created_unix_ms: now_unix_ms(),
-        ..parent.identity.clone()
-    };
+    let identity = stem.identity(name.clone(), vmid);
     let vm = core.add_vm(identity, Some(lease), origin).map_err(|io| {
         error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
     })?;
     vm.set_machine(Arc::clone(&machine));
+    vm.set_opened(snapshot.opened.clone());
+    vm.set_base(snapshot.base.clone());
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };
-    let outcome = bring_up(core, &vm, &machine, snapshot, ticket, parent.agent(), deadline).await;
+    let outcome =
+        bring_up(core, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
     match outcome {
         Ok(()) => {
             guard.disarm();
@@ -241,14 +274,20 @@ async fn bring_up(
             };
             let left = deadline.saturating_duration_since(Instant::now());
             let taken = link.identity(fork_identity, left);
-            let (taken, running) = tokio::join!(taken, machine.qmp.cont());
+            let (taken, running) = tokio::join!(taken, run(vm, machine));
             running.map_err(Failure::qemu)?;
             taken.map_err(Failure::guest)?;
         }
-        Err(_no_agent) => machine.qmp.cont().await.map_err(Failure::qemu)?,
+        Err(_no_agent) => run(vm, machine).await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
     vm.set_ready(agent);
+    Ok(())
+}
+
+async fn run(vm: &Vm, machine: &Machine) -> Result<(), QmpError> {
+    machine.qmp.cont().await?;
+    vm.set_runs();
     Ok(())
 }
 

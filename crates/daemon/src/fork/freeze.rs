@@ -76,7 +76,7 @@ pub(super) async fn freeze(
     core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
 
     if wanted.given_up.is_cancelled() {
-        return Err(super::was_given_up(parent));
+        return Err(super::was_given_up(parent.name()));
     }
     parent.set_frozen(true);
     let pause = Instant::now();
@@ -124,7 +124,18 @@ pub(super) async fn freeze(
     let completed = saved.complete(machine).await;
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
-    let snapshot = Snapshot { state, lead, engine, inheritance, fork, lease: None };
+    let (opened, base) = (parent.opened(), parent.base());
+    let snapshot = Snapshot {
+        state,
+        lead,
+        engine,
+        inheritance,
+        fork,
+        lease: None,
+        machine_type: None,
+        opened,
+        base,
+    };
     Ok((snapshot, stages, pause))
 }
 

@@ -9,31 +9,29 @@
 //! What fits is started; the rest is an error each. If the caller gives up, the parent goes on and what was
 //! started of the clones is ended.
 
+mod brood;
 mod clone;
 mod freeze;
 mod snapshot;
 mod starting;
-mod state;
+pub(crate) mod state;
 pub(crate) mod tickets;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{MutexGuard, Semaphore};
+use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
-use vmfork_qemu::pool::Origin;
+use vmfork_api::{ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
 
-use self::clone::CloneOrder;
-use self::snapshot::Snapshot;
-use self::starting::{Broken, Starting};
+pub(crate) use self::brood::{Brood, Granted, Wanted, start_machines};
+pub(crate) use self::clone::Stem;
+pub(crate) use self::snapshot::Snapshot;
 pub(crate) use self::state::Lead;
 use crate::admission::Loan;
 use crate::hub::{Core, Reservation};
 use crate::metrics::Stage;
-use crate::vm::launch::LaunchError;
-use crate::vm::machine::Machine;
 use crate::vm::{Vm, now_unix_ms};
 
 /// Most clones of one fork.
@@ -131,7 +129,7 @@ async fn turn<'a>(
 ) -> Result<MutexGuard<'a, ()>, ErrorBody> {
     let turn = tokio::select! {
         biased;
-        () = given_up.cancelled() => return Err(was_given_up(parent)),
+        () = given_up.cancelled() => return Err(was_given_up(parent.name())),
         turn = tokio::time::timeout_at(deadline.into(), parent.forking.lock()) => turn,
     };
     turn.ok().filter(|_| Instant::now() < deadline).ok_or_else(|| ErrorBody {
@@ -169,7 +167,7 @@ fn reserve(
 }
 
 /// `kept` are some of `wanted`, in the same order.
-fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
+pub(crate) fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
     let mut kept = kept.iter().peekable();
     wanted.iter().map(|name| (name.clone(), kept.next_if_eq(&name).is_some())).collect()
 }
@@ -202,7 +200,7 @@ async fn carry_out(
     };
     // Until the last clone is ready.
     let _no_refill = core.hold_pool();
-    let mut pending = start_machines(&core, &machine, grant.clones.len(), &given_up);
+    let pending = start_machines(&core, &machine.shape, grant.clones.len(), &given_up);
     let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
     let frozen = freeze::freeze(&core, &parent, &machine, wanted).await;
     let (mut snapshot, mut stages, pause) = match frozen {
@@ -217,63 +215,23 @@ async fn carry_out(
     drop(one_at_a_time);
     snapshot.lease = Some(grant.snapshot);
     let snapshot = Arc::new(snapshot);
-    let origin = order.origin;
-    let fail = |vmid, name, error: ErrorBody| {
-        core.metrics.clone_failed(error.code);
-        clone::report_failure(origin.as_ref(), vmid, &error);
-        failed(vmid, name, error)
+    let brood = Brood {
+        core: Arc::clone(&core),
+        stem: Arc::new(Stem::of(&parent)),
+        snapshot: Arc::clone(&snapshot),
+        began,
+        deadline,
+        origin: order.origin,
+        given_up: given_up.clone(),
     };
-    let mut leases = grant.clones.into_iter();
-    let mut starting = Starting::default();
-    let mut results = Vec::new();
-    for ((name, is_kept), (vmid, ticket)) in names.into_iter().zip(order.clones) {
-        if !is_kept {
-            let error = name_taken(format!("start clone `{name}`"), &name);
-            results.push(fail(vmid, name, error));
-            continue;
-        }
-        let Some((lease, machine)) = leases.next().zip(pending.next()) else {
-            let error = grant.refused.clone().unwrap_or_else(|| was_given_up(&parent));
-            results.push(fail(vmid, name, error));
-            continue;
-        };
-        let origin = origin.clone();
-        let order = CloneOrder { name: name.clone(), vmid, ticket, lease, began, deadline, origin };
-        let (core, parent, snapshot) =
-            (Arc::clone(&core), Arc::clone(&parent), Arc::clone(&snapshot));
-        starting.add(vmid, name, clone::start(core, parent, snapshot, order, machine));
-    }
-    let mut started = Vec::new();
-    let mut dropped = false;
-    loop {
-        let next = tokio::select! {
-            next = starting.next() => next,
-            // Nobody waits: what is half-way ends here, not when it would be ready.
-            () = given_up.cancelled(), if !dropped => {
-                dropped = true;
-                starting.give_up();
-                continue;
-            }
-        };
-        match next {
-            Some(Ok((result, vm))) => {
-                results.push(result);
-                started.extend(vm);
-            }
-            Some(Err(Broken { vmid, name, error })) => results.push(fail(vmid, name, error)),
-            None => break,
-        }
-    }
+    let wanted = names
+        .into_iter()
+        .zip(order.clones)
+        .map(|((name, is_kept), (vmid, ticket))| Wanted { name, is_kept, vmid, ticket });
+    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
+    let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await?;
     drop(reservation);
-    results.sort_by_key(|result| result.vmid);
     let failures = results.iter().filter(|result| result.error.is_some()).count();
-    if given_up.is_cancelled() || (order.all_or_nothing && failures > 0) {
-        for vm in &started {
-            core.end(vm, crate::vm::End::killed("its fork was given up"));
-        }
-        let first = results.iter().find_map(|result| result.error.clone());
-        return Err(first.unwrap_or_else(|| was_given_up(&parent)));
-    }
     stages.derive_ms = derive_ms(&snapshot);
     let total = began.elapsed();
     core.metrics.observe_stage(Stage::Total, total);
@@ -302,6 +260,49 @@ async fn carry_out(
     Ok(reply)
 }
 
+/// A freeze from which nothing is started.
+#[derive(Debug)]
+pub(crate) struct Frozen {
+    pub(crate) snapshot: Snapshot,
+    pub(crate) pause: Duration,
+}
+
+/// Freeze a VM for a snapshot that is kept. What has begun comes to its end whoever goes away.
+///
+/// # Errors
+/// The VM goes on as before, unless its RAM was lost half-way, which ends it.
+pub(crate) async fn freeze_only(
+    core: &Arc<Core>,
+    parent: &Arc<Vm>,
+    timeout: Duration,
+) -> Result<Frozen, ErrorBody> {
+    let (core, parent) = (Arc::clone(core), Arc::clone(parent));
+    let message = format!("take a snapshot of `{}`", parent.name());
+    let task = tokio::spawn(async move {
+        let (began, given_up) = (Instant::now(), CancellationToken::new());
+        let deadline = began + timeout;
+        let _under_way = core.registry.fork_begins(&parent, given_up.clone());
+        let _one_at_a_time = turn(&parent, deadline, &given_up).await?;
+        let machine = parent.running_machine()?;
+        if parent.state() != VmState::Running {
+            return Err(not_yet(&parent));
+        }
+        let identity = &parent.identity;
+        let lease =
+            core.admission.snapshot(&identity.name, &identity.family, identity.memory_bytes)?;
+        let _no_refill = core.hold_pool();
+        let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
+        let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
+        snapshot.lease = Some(lease);
+        core.metrics.observe_stage(Stage::Pause, pause);
+        Ok(Frozen { snapshot, pause })
+    });
+    task.await.unwrap_or_else(|error| {
+        let body = ErrorBody::new(ErrorCode::Internal, message);
+        Err(body.cause(error).remedy(BUG))
+    })
+}
+
 /// How long finding what the parent had written took, if that is done.
 fn derive_ms(snapshot: &Snapshot) -> Option<f64> {
     let image = snapshot.engine.image();
@@ -313,18 +314,6 @@ pub(crate) fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
-    CloneResult {
-        id: None,
-        vmid,
-        name,
-        state: VmState::Failed,
-        ready_ms: None,
-        pooled: false,
-        error: Some(error),
-    }
-}
-
 fn not_yet(parent: &Vm) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
@@ -334,61 +323,22 @@ fn not_yet(parent: &Vm) -> ErrorBody {
     }
 }
 
-fn was_given_up(parent: &Vm) -> ErrorBody {
+fn was_given_up(parent: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
-        message: format!("fork `{}`", parent.name()),
+        message: format!("fork `{parent}`"),
         cause: Some("it was given up: who asked has gone, or its family was killed".to_owned()),
         remedy: None,
     }
 }
 
-fn name_taken(message: String, name: &str) -> ErrorBody {
+pub(crate) fn name_taken(message: String, name: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
         message,
         cause: Some(format!("there is a VM named `{name}` already")),
         remedy: Some(format!("choose another name, or `vmfork rm {name}`")),
     }
-}
-
-/// A QEMU for a clone: there, or on its way.
-pub(crate) type PendingMachine =
-    tokio::sync::oneshot::Receiver<Result<(Machine, Origin), LaunchError>>;
-
-/// QEMUs for `count` clones: those that wait in the pool at once, the others started beside the freeze, as many
-/// at a time as the host has cores.
-fn start_machines(
-    core: &Arc<Core>,
-    parent: &Arc<Machine>,
-    count: usize,
-    given_up: &CancellationToken,
-) -> impl Iterator<Item = PendingMachine> + use<> {
-    let shape = parent.shape.clone();
-    let at_once = Arc::new(Semaphore::new(core.cores));
-    let pending: Vec<_> = (0..count)
-        .map(|_| {
-            let (tx, rx) = tokio::sync::oneshot::channel();
-            if let Some(machine) = core.claim(&shape) {
-                let _waits = tx.send(Ok((machine, Origin::Pooled)));
-                return rx;
-            }
-            let (core, shape) = (Arc::clone(core), shape.clone());
-            let (at_once, given_up) = (Arc::clone(&at_once), given_up.clone());
-            tokio::spawn(async move {
-                let start = async {
-                    let _turn = at_once.acquire().await;
-                    core.take(&shape).await
-                };
-                tokio::select! {
-                    outcome = start => { let _gone = tx.send(outcome); }
-                    () = given_up.cancelled() => {}
-                }
-            });
-            rx
-        })
-        .collect();
-    pending.into_iter()
 }
 
 #[cfg(test)]

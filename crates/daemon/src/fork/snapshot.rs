@@ -9,6 +9,7 @@ use vmfork_memory::Engine;
 use super::Lead;
 use crate::admission::Lease;
 use crate::agent::Inheritance;
+use crate::snapshots::{Base, Opened};
 
 #[derive(Debug)]
 pub(crate) struct Snapshot {
@@ -23,4 +24,10 @@ pub(crate) struct Snapshot {
     pub(crate) fork: u64,
     /// Memory for what the parent writes anew.
     pub(crate) lease: Option<Lease>,
+    /// The machine type of the QEMU that it was taken on, where that may be another than here.
+    pub(crate) machine_type: Option<String>,
+    /// The stored snapshot whose pages it may still need.
+    pub(crate) opened: Option<Arc<Opened>>,
+    /// The newest stored snapshot that the VM descended from.
+    pub(crate) base: Option<Arc<Base>>,
 }

@@ -76,7 +76,7 @@ mod tests {
 
     fn started(vmid: u32) -> Started {
         let error = ErrorBody::new(ErrorCode::Qemu, "in this test");
-        (super::super::failed(vmid, format!("web.{vmid}"), error), None)
+        (super::super::brood::failed(vmid, format!("web.{vmid}"), error), None)
     }
 
     #[tokio::test]

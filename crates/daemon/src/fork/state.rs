@@ -32,7 +32,7 @@ enum Way {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum StateError {
+pub(crate) enum StateError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
     #[error("device state in memory")]
@@ -114,6 +114,29 @@ impl Saved {
         whole.write_all_at(rest, lead.len() as u64)?;
         Ok((whole.into(), Some(lead)))
     }
+}
+
+/// What the stream of a VM's device state begins with, if it is of a known form.
+pub(crate) fn lead_of(state: &[u8]) -> Option<Lead> {
+    devices::lead(state).map(Lead::from)
+}
+
+/// A device state, from memory.
+///
+/// # Errors
+/// It is too large to be one.
+pub(crate) fn read(state: &OwnedFd) -> Result<Vec<u8>, StateError> {
+    content(&File::from(state.try_clone()?))
+}
+
+/// A device state, to memory, for QEMU to load.
+///
+/// # Errors
+/// The host is out of memory or fds.
+pub(crate) fn write(state: &[u8]) -> Result<OwnedFd, StateError> {
+    let file = File::from(memory_file()?);
+    file.write_all_at(state, 0)?;
+    Ok(file.into())
 }
 
 fn content(file: &File) -> Result<Vec<u8>, StateError> {

@@ -4,7 +4,8 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use vmfork_api::{
-    ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, RunRequest, name_is_valid,
+    ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, RunRequest, SnapshotRequest,
+    StartRequest, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -20,7 +21,7 @@ const ID_DIGITS: usize = 16;
 
 type Checked = Result<(), ErrorBody>;
 
-/// `what` is "VM" or "image".
+/// `what` is "VM", "image" or "snapshot".
 pub(super) fn name(what: &str, name: &str) -> Checked {
     if name_is_valid(name) {
         return Ok(());
@@ -73,20 +74,37 @@ pub(super) fn run(request: &RunRequest) -> Checked {
 }
 
 pub(super) fn fork(request: &ForkRequest) -> Checked {
-    within("count", Some(u64::from(request.count)), 1, 1024)?;
-    timeout("timeout_ms", request.timeout_ms)?;
-    if request.timeout_ms == Some(0) {
-        return Err(bad_request("`timeout_ms` is 0: no fork is done in no time")
-            .remedy("leave it out, or give it as many ms as the fork may take"));
+    several(request.count, request.names.as_deref(), request.timeout_ms, "fork", "clone")
+}
+
+pub(super) fn start(request: &StartRequest) -> Checked {
+    several(request.count, request.names.as_deref(), request.timeout_ms, "start", "VM")
+}
+
+pub(super) fn snapshot(request: &SnapshotRequest) -> Checked {
+    name("VM", &request.vm)?;
+    name("snapshot", &request.name)?;
+    timeout("record_ms", request.record_ms)
+}
+
+/// VMs that are started together; `what` are they, `done` is what is done for them.
+fn several(
+    count: u32,
+    names: Option<&[String]>,
+    timeout_ms: Option<u64>,
+    done: &str,
+    what: &str,
+) -> Checked {
+    within("count", Some(u64::from(count)), 1, 1024)?;
+    timeout("timeout_ms", timeout_ms)?;
+    if timeout_ms == Some(0) {
+        return Err(bad_request(format!("`timeout_ms` is 0: no {done} is done in no time"))
+            .remedy(format!("leave it out, or give it as many ms as the {done} may take")));
     }
-    let Some(names) = &request.names else { return Ok(()) };
-    if u64::try_from(names.len()) != Ok(u64::from(request.count)) {
-        return Err(bad_request(format!(
-            "`names` has {} names for {} clones",
-            names.len(),
-            request.count
-        ))
-        .remedy("give one name for each clone, or none at all"));
+    let Some(names) = names else { return Ok(()) };
+    if u64::try_from(names.len()) != Ok(u64::from(count)) {
+        return Err(bad_request(format!("`names` has {} names for {count} {what}s", names.len(),))
+            .remedy(format!("give one name for each {what}, or none at all")));
     }
     let mut seen = HashSet::new();
     for name in names {

@@ -31,6 +31,10 @@ pub(super) struct VmRef(pub(super) String);
 #[derive(Debug)]
 pub(super) struct ImageName(pub(super) String);
 
+/// `{name}` of the path: a snapshot's.
+#[derive(Debug)]
+pub(super) struct SnapshotName(pub(super) String);
+
 async fn bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
     Bytes::from_request(request, state).await.map_err(|rejection| {
         let status = rejection.status();
@@ -114,6 +118,16 @@ impl<S: Send + Sync> FromRequestParts<S> for ImageName {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let name = path_part(parts, state).await?;
         check::name("image", &name)?;
+        Ok(Self(name))
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for SnapshotName {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let name = path_part(parts, state).await?;
+        check::name("snapshot", &name)?;
         Ok(Self(name))
     }
 }

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
 use serde::Deserialize;
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use utoipa::IntoParams;
 use vmfork_api::{ErrorBody, ErrorCode};
 
@@ -16,6 +17,7 @@ use super::App;
 use super::check;
 use super::error::ApiError;
 use super::extract::{Params, VmRef};
+use crate::control::ByteStream;
 
 /// Most bytes that go to [`crate::control::Control`] at once.
 pub(super) const CHUNK_BYTES_MAX: usize = 64 * 1024;
@@ -61,23 +63,30 @@ pub(super) async fn read(
     Params(params): Params<ReadParams>,
 ) -> Result<Response, ApiError> {
     check::guest_path(&params.path)?;
-    let mut file = app.control.read_file(&vm, &params.path).await?;
-    // While nothing is sent yet, a failure can still be told as one.
-    let first = file.content.recv().await.transpose()?;
-    let rest = stream::unfold(file.content, |mut content| async move {
-        let chunk = content.recv().await?;
-        if let Err(error) = &chunk {
-            tracing::warn!("a file's transfer to a client broke off: {error}");
-        }
-        Some((chunk, content))
-    });
-    let body = Body::from_stream(stream::iter(first.map(Ok)).chain(rest));
+    let file = app.control.read_file(&vm, &params.path).await?;
+    let body = body_of(file.content).await?;
     let headers = [
         ("x-vmfork-mode", format!("{:04o}", file.mode)),
         ("x-vmfork-size", file.size_bytes.to_string()),
         (CONTENT_TYPE.as_str(), "application/octet-stream".to_owned()),
     ];
     Ok((headers, body).into_response())
+}
+
+/// A response's body from what comes piece by piece.
+///
+/// # Errors
+/// It fails before its first piece: while nothing is sent yet, a failure can still be told as one.
+pub(super) async fn body_of(mut content: ByteStream) -> Result<Body, ErrorBody> {
+    let first = content.recv().await.transpose()?;
+    let rest = stream::unfold(content, |mut content| async move {
+        let chunk = content.recv().await?;
+        if let Err(error) = &chunk {
+            tracing::warn!("a transfer to a client broke off: {error}");
+        }
+        Some((chunk, content))
+    });
+    Ok(Body::from_stream(stream::iter(first.map(Ok)).chain(rest)))
 }
 
 /// Store the body as a file in the guest. If the body does not come whole, the old file stays.
@@ -92,10 +101,7 @@ pub(super) async fn write(
     Params(params): Params<WriteParams>,
     request: Request,
 ) -> Result<StatusCode, ApiError> {
-    let (content_tx, content_rx) = mpsc::channel(CHUNKS_MAX);
-    // In a task of its own: whatever becomes of this handler, the receiver sees the end of the body
-    // as an end only if all of it came, and as an error else.
-    let pump = tokio::spawn(pump(request.into_body(), content_tx));
+    let (content_rx, pump) = content_of(request);
     let stored = store(&app, &vm, &params, content_rx).await;
     if stored.is_err() {
         // A client that is still sending would see a broken connection, and not the answer.
@@ -104,11 +110,19 @@ pub(super) async fn write(
     stored.map(|()| StatusCode::NO_CONTENT)
 }
 
+/// What a request brings, piece by piece; to be waited for where its answer is an error. In a task of its own:
+/// whatever becomes of the handler, the receiver sees the end of the body as an end only if all of it came, and as an
+/// error else.
+pub(super) fn content_of(request: Request) -> (ByteStream, JoinHandle<()>) {
+    let (content_tx, content_rx) = mpsc::channel(CHUNKS_MAX);
+    (content_rx, tokio::spawn(pump(request.into_body(), content_tx)))
+}
+
 async fn store(
     app: &App,
     vm: &str,
     params: &WriteParams,
-    content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+    content: ByteStream,
 ) -> Result<(), ApiError> {
     check::guest_path(&params.path)?;
     if Path::new(&params.path).file_name().is_none() || params.path.ends_with('/') {

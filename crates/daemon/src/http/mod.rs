@@ -25,6 +25,7 @@ mod host;
 mod listen;
 mod logs;
 mod server;
+mod snapshots;
 mod vms;
 mod ws;
 
@@ -101,6 +102,7 @@ impl App {
     )),
     tags(
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),
+        (name = "snapshots", description = "Stored snapshots: take, start, keep, move"),
         (name = "guest", description = "Inside a virtual machine: programs, files, console"),
         (name = "host", description = "This host: state, checks, images, metrics"),
     )
@@ -126,6 +128,16 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(files::read, files::write))
         .routes(routes!(logs::logs))
         .routes(routes!(console::console))
+        .routes(routes!(snapshots::list, snapshots::create))
+        .routes(routes!(snapshots::inspect, snapshots::remove))
+        .routes(routes!(snapshots::start))
+        .routes(routes!(snapshots::verify))
+        .routes(routes!(snapshots::flatten))
+        .routes(routes!(snapshots::export))
+        .routes(routes!(snapshots::import))
+        .routes(routes!(snapshots::push))
+        .routes(routes!(snapshots::pull))
+        .routes(routes!(snapshots::profile, snapshots::reset_profile))
         .routes(routes!(host::openapi))
         .routes(routes!(host::metrics))
         .layer(DefaultBodyLimit::max(JSON_BYTES_MAX))

@@ -99,8 +99,14 @@ impl Core {
                 frozen: counters.from_frozen_bytes.get(),
                 image: counters.from_image_bytes.get(),
                 peer: 0,
-                chunk: 0,
+                chunk: counters.from_stored_bytes.get(),
             };
+            for image in image.with_ancestors() {
+                let counters = image.counters();
+                info.store_faults.predicted += counters.predicted_faults.get();
+                info.store_faults.remote += counters.remote_faults.get();
+                info.prefetched_bytes += counters.prefetched_bytes.get();
+            }
         }
         info
     }

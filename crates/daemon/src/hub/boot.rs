@@ -84,6 +84,8 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
         id,
         name: name.clone(),
         image: request.image,
+        root_blake3: files.metadata.files.get("root.img").map(|file| file.blake3.clone()),
+        snapshot: None,
         parent: None,
         ancestors: Arc::default(),
         vmid: 0,
@@ -121,7 +123,7 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
 }
 
 /// The image's files, open.
-pub(super) fn open_image(core: &Core, name: &str) -> Result<ImageFiles, ErrorBody> {
+pub(crate) fn open_image(core: &Core, name: &str) -> Result<ImageFiles, ErrorBody> {
     core.images.open(name).map_err(|error| ErrorBody {
         code: super::store_code(&error),
         message: format!("open image `{name}`"),

@@ -9,7 +9,7 @@
 
 mod accounts;
 mod agents;
-mod boot;
+pub(crate) mod boot;
 mod disks;
 mod events;
 mod operations;
@@ -42,6 +42,7 @@ use crate::config::Config;
 use crate::fork::tickets::{self, Event, Origin};
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
+use crate::snapshots::Snapshots;
 use crate::state::State;
 use crate::vm::console::Console;
 use crate::vm::launch::{LaunchError, Launcher};
@@ -70,6 +71,7 @@ pub(crate) struct Core {
     /// Where the host has cgroup v2 with the memory controller.
     cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
+    pub(crate) snapshots: Arc<Snapshots>,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
     pub(crate) disks: Arc<Disks>,
@@ -108,7 +110,7 @@ impl Hub {
     /// Put the host together. On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who
     /// wants a VM is told.
     pub async fn start(parts: Parts) -> Arc<Self> {
-        let Parts { config, state, metrics, admission, cgroups } = parts;
+        let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {
             Ok(binary) => {
                 if let Some(warning) = binary.version.warning() {
@@ -145,6 +147,7 @@ impl Hub {
         let (engine_events, events) = mpsc::unbounded_channel();
         let core = Arc::new(Core {
             images: Store::new(state.images()),
+            snapshots,
             admission,
             mail: HostMail::default(),
             cgroups: cgroups.ok(),
@@ -167,6 +170,7 @@ impl Hub {
             tally: Tally::default(),
         });
         events::start(&core, events);
+        crate::snapshots::prefetch::mind_memory(&core);
         let weak = Arc::downgrade(&core);
         metrics.on_scrape(move |metrics| {
             if let Some(core) = weak.upgrade() {
@@ -176,8 +180,9 @@ impl Hub {
         Arc::new(Self { core })
     }
 
-    /// End all VMs, in no particular order.
+    /// End all VMs, in no particular order, and what is being written.
     pub async fn stop(&self) {
+        self.core.snapshots.stop();
         let live = self.core.registry.live();
         if !live.is_empty() {
             tracing::info!(vms = live.len(), "stopping: all VMs end");

@@ -32,7 +32,9 @@ const FAULTS: [FaultKind; 4] =
 struct ImageBytes {
     frozen: u64,
     image: u64,
+    chunk: u64,
     drained: u64,
+    prefetched: u64,
 }
 
 impl Tally {
@@ -55,7 +57,9 @@ impl Tally {
             let now = ImageBytes {
                 frozen: counters.from_frozen_bytes.get(),
                 image: counters.from_image_bytes.get(),
+                chunk: counters.from_stored_bytes.get(),
                 drained: counters.drained_bytes.get(),
+                prefetched: counters.prefetched_bytes.get(),
             };
             let (_, before) = seen
                 .images
@@ -63,6 +67,8 @@ impl Tally {
                 .or_insert_with(|| (Arc::downgrade(&image), ImageBytes::default()));
             metrics.add_cache_filled(Source::Frozen, grown(now.frozen, &mut before.frozen));
             metrics.add_cache_filled(Source::Image, grown(now.image, &mut before.image));
+            metrics.add_cache_filled(Source::Chunk, grown(now.chunk, &mut before.chunk));
+            metrics.add_prefetched(grown(now.prefetched, &mut before.prefetched));
             metrics.add_drained(grown(now.drained, &mut before.drained));
         }
     }

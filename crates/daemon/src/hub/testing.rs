@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::fork::tickets::Origin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
+use crate::snapshots::Snapshots;
 use crate::state::State;
 use crate::vm::{Identity, Vm, test_identity};
 
@@ -57,6 +58,7 @@ impl Host {
             metrics: Arc::new(Metrics::new()),
             admission: Admission::new(policy, Box::new(Roomy)),
             cgroups: Err("a test has none".to_owned()),
+            snapshots: Arc::new(Snapshots::new(&folder.path().join("snapshots")).expect("made")),
         };
         Self { core: Arc::clone(&Hub::start(parts).await.core), _folder: folder }
     }

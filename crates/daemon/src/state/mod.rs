@@ -6,6 +6,7 @@
 //!   ├── vmforkd.log           0600, if `vmfork` started the daemon
 //!   ├── journal.jsonl         0600: what exists (see `journal`)
 //!   ├── images/               0700: guest images, which may hold secrets; the image store's
+//!   ├── snapshots/            0700: stored snapshots, which hold all that guests had in memory; their store's
 //!   └── vms/ID/               0700: logs and sockets of one VM, gone with it
 //! ```
 //!
@@ -44,8 +45,8 @@ const JOURNAL: &str = "journal.jsonl";
 /// The log of a daemon that `vmfork` starts. It names VMs and what they are for.
 const LOG: &str = "vmforkd.log";
 /// What may be in a state folder that no daemon has had yet; the last is a new file system's.
-const EARLY: [&str; 6] =
-    ["images", "cache", LOG, "vmforkd.sock", "vmfork-start.lock", "lost+found"];
+const EARLY: [&str; 7] =
+    ["images", "snapshots", "cache", LOG, "vmforkd.sock", "vmfork-start.lock", "lost+found"];
 /// How long killed leftovers may take to end. A QEMU with much memory takes a second or so.
 const KILL_WAIT: Duration = Duration::from_secs(10);
 
@@ -145,6 +146,7 @@ impl State {
         let lock = lock(&root)?;
         // QEMUs get images as open files: nobody else has business there.
         make_folder(&root.join("images"), 0o700)?;
+        make_folder(&root.join("snapshots"), 0o700)?;
         make_folder(&root.join("vms"), 0o711)?;
         close_log(&root.join(LOG))?;
 

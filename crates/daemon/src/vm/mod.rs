@@ -31,6 +31,7 @@ use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
+use crate::snapshots::{Base, Opened};
 
 /// What never changes.
 #[derive(Debug, Clone)]
@@ -39,6 +40,10 @@ pub struct Identity {
     pub id: String,
     pub name: String,
     pub image: String,
+    /// BLAKE3 of the root disk that it booted from, in hex.
+    pub root_blake3: Option<String>,
+    /// The stored snapshot that it, or the root of its family, was started from.
+    pub snapshot: Option<String>,
     /// The id of the root of its family.
     pub family: String,
     /// Id and name of the VM that it was forked from.
@@ -113,6 +118,12 @@ struct Live {
     agent: Option<AgentInfo>,
     lease: Option<Lease>,
     cgroup: Option<Arc<VmCgroup>>,
+    /// The stored snapshot that its memory may depend on.
+    opened: Option<Arc<Opened>>,
+    /// The newest stored snapshot that it descends from: the base of its next one.
+    base: Option<Arc<Base>>,
+    /// When a clone's vCPUs began to run.
+    runs: Option<Instant>,
     ready: Option<Duration>,
     frozen: bool,
 }
@@ -205,6 +216,24 @@ impl Vm {
         self.live().cgroup.as_ref().map_or(0, |cgroup| cgroup.oom_kills())
     }
 
+    /// It was started from a stored snapshot, or descends from a VM that was.
+    pub(crate) fn set_opened(&self, opened: Option<Arc<Opened>>) {
+        self.put(|live| live.opened = opened);
+    }
+
+    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
+        self.live().opened.clone()
+    }
+
+    /// It descends from that stored snapshot.
+    pub(crate) fn set_base(&self, base: Option<Arc<Base>>) {
+        self.put(|live| live.base = base);
+    }
+
+    pub(crate) fn base(&self) -> Option<Arc<Base>> {
+        self.live().base.clone()
+    }
+
     pub fn set_console(&self, console: Arc<Console>) {
         self.put(|live| live.console = Some(console));
     }
@@ -214,6 +243,15 @@ impl Vm {
         let mut live = self.live();
         live.agent = agent;
         live.ready = Some(self.began.elapsed());
+    }
+
+    /// Its vCPUs run from now on.
+    pub(crate) fn set_runs(&self) {
+        self.live().runs = Some(Instant::now());
+    }
+
+    pub(crate) fn runs_since(&self) -> Option<Instant> {
+        self.live().runs
     }
 
     pub fn set_frozen(&self, frozen: bool) {
@@ -354,7 +392,15 @@ impl Vm {
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
-        drop((live.link, live.console, live.machine, live.lease, live.cgroup));
+        drop((
+            live.link,
+            live.console,
+            live.machine,
+            live.lease,
+            live.cgroup,
+            live.opened,
+            live.base,
+        ));
         self.log.close();
     }
 
@@ -390,6 +436,7 @@ impl Vm {
             image: identity.image.clone(),
             family: identity.family.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
+            snapshot: identity.snapshot.clone(),
             vmid: identity.vmid,
             state: self.state(),
             reason: self.end_now().map(|end| end.reason),
@@ -414,6 +461,8 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         id: format!("id-{name}"),
         name: name.to_owned(),
         image: "default".to_owned(),
+        root_blake3: None,
+        snapshot: None,
         family: "id-web".to_owned(),
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),

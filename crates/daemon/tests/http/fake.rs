@@ -51,7 +51,7 @@ impl Drop for Waiting<'_> {
 }
 
 impl Fake {
-    fn note(&self, call: String) {
+    pub(crate) fn note(&self, call: String) {
         self.calls.lock().expect("lock").push(call);
     }
 
@@ -86,6 +86,7 @@ pub(crate) fn vm(name: &str) -> Vm {
         image: "debian".into(),
         family: "00000000000000aa".into(),
         parent: None,
+        snapshot: None,
         vmid: 0,
         state: VmState::Running,
         reason: None,

@@ -8,6 +8,7 @@ mod pace;
 mod poller;
 mod worker;
 
+use std::num::NonZeroU64;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -16,7 +17,7 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use vmfork_image::{ImageId, PageRange, PageTable, Source};
-use vmfork_policy::{Background, ViewId};
+use vmfork_policy::ViewId;
 
 use self::poller::Bell;
 use crate::frozen::FrozenRange;
@@ -86,8 +87,11 @@ enum Command {
         /// Gets the view back. Whatever it maps of others' caches stays until that is dropped.
         view: SyncSender<View>,
     },
-    AddPolicy {
-        policy: Box<dyn Background>,
+    /// Fetch what faults predict.
+    Predict,
+    /// Fetch all that views may still need, at this rate.
+    Hydrate {
+        bytes_per_s: NonZeroU64,
     },
     AllowPrefetch {
         allow: bool,
@@ -258,9 +262,16 @@ impl Engine {
         Ok(Self { reach, commands: Mutex::new(commands), bell, progress })
     }
 
-    /// Have a policy propose what to fetch before anyone asks, until all it wants is there.
-    pub fn prefetch(&self, policy: Box<dyn Background>) {
-        let _ended = self.send(Command::AddPolicy { policy });
+    /// From now on fetch ahead what faults predict: the rest of each segment of which enough was demanded
+    /// ([`vmfork_policy::Segments`]). Of stored images only.
+    pub fn predict(&self) {
+        let _ended = self.send(Command::Predict);
+    }
+
+    /// Fetch in the background all that views may still need from a store, at most so many bytes per second. What can't
+    /// be had now stays missing ([`HostImage::missing_pages`]).
+    pub fn hydrate(&self, bytes_per_s: NonZeroU64) {
+        let _ended = self.send(Command::Hydrate { bytes_per_s });
     }
 
     /// Whether anything is fetched before anyone asks: not while the host has no memory for it.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
 use vmfork_policy::{Config, Scheduler, ViewId};
 
+use self::prefetch::Ahead;
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
 use super::fetchers::{Fetched, Fetchers};
@@ -94,15 +95,6 @@ pub(super) struct Worker {
     lost: BTreeSet<ViewId>,
 }
 
-/// How it stands with what is fetched before anyone asks.
-#[derive(Debug)]
-struct Ahead {
-    /// A policy may have something to propose.
-    may_have_more: bool,
-    /// The host has memory for it.
-    is_allowed: bool,
-}
-
 /// A view's VM touched a page that is missing there.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
@@ -145,7 +137,7 @@ impl Worker {
             others: BTreeMap::new(),
             unit_pages: start.unit_pages,
             drain: drain::Progress::default(),
-            ahead: Ahead { may_have_more: false, is_allowed: true },
+            ahead: Ahead::new(),
             fetchers,
             fetched,
             views: BTreeMap::new(),
@@ -181,7 +173,7 @@ impl Worker {
             self.faults.clear();
             self.read_faults(&ready.views);
             self.serve_faults();
-            if self.has_background() && self.pace.wait(Instant::now()).is_zero() {
+            if self.timeout().is_some_and(|wait| wait.is_zero()) {
                 let began = Instant::now();
                 self.background_step();
                 self.pace.stepped(began, Instant::now());
@@ -197,17 +189,15 @@ impl Worker {
         self.stopping && !needed_by_others
     }
 
-    fn has_background(&self) -> bool {
-        match self.phase {
-            Phase::Deriving { .. } => true,
-            Phase::Sealed => self.drain.is_running() || self.has_prefetch(),
-            Phase::Waiting { .. } | Phase::Failed { .. } => false,
-        }
-    }
-
-    /// How long to sleep, if nothing comes.
+    /// How long until the background is due; `None`: there is none.
     fn timeout(&self) -> Option<Duration> {
-        self.has_background().then(|| self.pace.wait(Instant::now()))
+        let wait = match self.phase {
+            Phase::Deriving { .. } => Duration::ZERO,
+            Phase::Sealed if self.drain.is_running() => Duration::ZERO,
+            Phase::Sealed => self.prefetch_wait()?,
+            Phase::Waiting { .. } | Phase::Failed { .. } => return None,
+        };
+        Some(wait.max(self.pace.wait(Instant::now())))
     }
 
     fn take_commands(&mut self) {
@@ -220,7 +210,8 @@ impl Worker {
                         let _waited_for = back.send(view);
                     }
                 }
-                Ok(Command::AddPolicy { policy }) => self.add_policy(policy),
+                Ok(Command::Predict) => self.predict(),
+                Ok(Command::Hydrate { bytes_per_s }) => self.hydrate(bytes_per_s),
                 Ok(Command::AllowPrefetch { allow }) => self.ahead.is_allowed = allow,
                 Ok(Command::PagesCame { image, range }) => self.pages_came(&image, range),
                 Ok(Command::Panic) => panic!("injected"),

@@ -299,6 +299,14 @@ impl<P: Presence> Scheduler<P> {
         self.waits.take(range)
     }
 
+    /// These pages were brought by somebody else for `policy`, as far as they were not under way. To be followed by
+    /// `on_filled`. For [`Tally`] only.
+    pub fn on_inserted(&mut self, range: PageRange, policy: &'static str) {
+        for page in range.pages().filter(|page| self.flights.at(*page).is_none()) {
+            self.tally.on_brought(page.range(), Reason::Background(policy));
+        }
+    }
+
     /// No source could serve these pages. Returns which views to stop, with the page of each.
     ///
     /// A failure is put down to a page only if it is reported alone: of several pages, those

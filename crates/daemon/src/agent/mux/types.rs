@@ -1,6 +1,7 @@
 //! What goes in and out of the multiplexer.
 
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::{FileInfo, Firstboot, Kind, RequestError, Worker};
 
 use crate::agent::room::{ROOM_BYTES, Share};
@@ -21,7 +22,7 @@ impl Default for MailLimits {
 }
 
 /// What a clone's link has to know of its parent's: taken while the parent is held.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inheritance {
     /// The clone's channels start here, as the guest knows the parent's.
     pub(super) next_channel: u32,

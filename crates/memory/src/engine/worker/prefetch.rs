@@ -1,25 +1,97 @@
 //! What is brought in before anyone asks, and pages that take a while to come.
 
+use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use vmfork_image::PageRange;
-use vmfork_policy::{Background, Fetch, Reason};
+use vmfork_image::{ImageId, PageRange};
+use vmfork_policy::{
+    Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
+};
 
 use super::super::drain;
 use super::super::fetchers::{Fetched, Job};
-use super::{Phase, Worker};
+use super::{CachePresence, Phase, Worker};
 use crate::host_image::{HostImage, PageLost};
 
 /// Pages fetched ahead in one go, where the source has no unit of its own.
 const AHEAD_PAGES: u64 = 64;
 
+/// The name of what fetches all the rest.
+const HYDRATE: &str = "hydrate";
+
+/// The name of what was put in as a whole, a working set.
+const INSERTED: &str = "inserted";
+
+/// Bytes that hydration may bring at once after a rest, at any rate.
+const HYDRATE_BURST: u64 = 1 << 20;
+
+/// How it stands with what is fetched before anyone asks.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    /// A policy may have something to propose.
+    pub(super) may_have_more: bool,
+    /// The host has memory for it.
+    pub(super) is_allowed: bool,
+    /// Faults predict what else is fetched.
+    predicts: bool,
+    hydration: Option<Hydration>,
+}
+
+impl Ahead {
+    pub(super) fn new() -> Self {
+        Self { may_have_more: false, is_allowed: true, predicts: false, hydration: None }
+    }
+}
+
+/// All that views may still need, and how fast it may come.
+#[derive(Debug)]
+struct Hydration {
+    began: Instant,
+    rate: Rate,
+    /// In pieces of a source's unit, each with the image in whose cache views look for it.
+    left: VecDeque<(ImageId, PageRange)>,
+}
+
+impl Hydration {
+    /// How long until another piece may come.
+    fn wait(&self, now: Instant) -> Duration {
+        self.rate.ready_at(HYDRATE_BURST).saturating_sub(now - self.began)
+    }
+}
+
 impl Worker {
-    pub(super) fn add_policy(&mut self, policy: Box<dyn Background>) {
-        let name = policy.name();
-        match self.scheduler.add_background(policy) {
-            Ok(()) => self.ahead.may_have_more = true,
-            Err(error) => tracing::warn!(image = %self.image.id(), name, %error, "no prefetch"),
+    /// From now on fetch what faults predict, of this image and of those whose pages its views look for elsewhere.
+    pub(super) fn predict(&mut self) {
+        self.ahead.predicts = true;
+        for scheduler in self.others.values_mut().chain([&mut self.scheduler]) {
+            add_prediction(scheduler);
         }
+    }
+
+    /// A scheduler of another image, from now on asked as well.
+    pub(super) fn predict_in(&self, scheduler: &mut Scheduler<CachePresence>) {
+        if self.ahead.predicts {
+            add_prediction(scheduler);
+        }
+    }
+
+    /// Fetch all that is missing, at a rate.
+    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
+        let missing = self.image.places(PageRange::first(self.image.pages()));
+        let mut left = VecDeque::new();
+        for (image, run) in missing {
+            let unit = unit_of(&image);
+            let mut rest = run;
+            while !rest.is_empty() {
+                let piece = rest.truncate(unit - rest.start().0 % unit);
+                rest = rest.from_page(piece.end());
+                left.push_back((image.id(), piece));
+            }
+        }
+        let rate = Rate::new(bytes_per_s, HYDRATE_BURST);
+        self.ahead.hydration = Some(Hydration { began: Instant::now(), rate, left });
     }
 
     /// Somebody has put pages of an image into its cache: whoever waits for them goes on.
@@ -28,16 +100,57 @@ impl Worker {
         if !is_served {
             return;
         }
+        if let Some(scheduler) = self.scheduler_of(image.id()) {
+            scheduler.on_inserted(range, INSERTED);
+        }
         self.wake_waiting(image, range);
     }
 
     /// One fetch of what nobody waits for.
     pub(super) fn prefetch_step(&mut self) {
-        let unit = self.image.source().map_or(AHEAD_PAGES, |source| source.unit_pages());
-        match self.scheduler.next(unit) {
-            Some(fetch) => self.carry_out(&Arc::clone(&self.image), fetch),
-            // Until a fault teaches a policy something, or what is under way has arrived.
-            None => self.ahead.may_have_more = false,
+        if let Some(fetch) = self.scheduler.next(unit_of(&self.image)) {
+            return self.carry_out(&Arc::clone(&self.image), fetch);
+        }
+        let other = self.others.values_mut().find_map(|other| {
+            let image = Arc::clone(&other.presence().0);
+            Some((other.next(unit_of(&image))?, image))
+        });
+        if let Some((fetch, image)) = other {
+            return self.carry_out(&image, fetch);
+        }
+        // Until a fault teaches a policy something, or what is under way has arrived.
+        self.ahead.may_have_more = false;
+        self.hydrate_some();
+    }
+
+    /// Propose the next piece of what is missing, if it is time.
+    fn hydrate_some(&mut self) {
+        let now = Instant::now();
+        let Some(hydration) = &mut self.ahead.hydration else { return };
+        if !hydration.wait(now).is_zero() {
+            return;
+        }
+        let Some((image, piece)) = hydration.left.pop_front() else {
+            self.ahead.hydration = None;
+            return;
+        };
+        hydration.rate.spend(now - hydration.began, piece.byte_len());
+        let policy = Listed::new(HYDRATE, Priority::Rest, vec![piece], piece.len());
+        if let Some(scheduler) = self.scheduler_of(image) {
+            add(scheduler, Box::new(policy));
+        }
+        self.ahead.may_have_more = true;
+    }
+
+    /// How long until something may be fetched ahead; `None`: nothing is to be.
+    pub(super) fn prefetch_wait(&self) -> Option<Duration> {
+        if !matches!(self.phase, Phase::Sealed) || !self.ahead.is_allowed {
+            return None;
+        }
+        let hydration = self.ahead.hydration.as_ref();
+        match self.ahead.may_have_more {
+            true => Some(Duration::ZERO),
+            false => hydration.map(|hydration| hydration.wait(Instant::now())),
         }
     }
 
@@ -112,9 +225,28 @@ impl Worker {
             self.wake(id, range);
         }
     }
+}
 
-    /// Whether there may be something to fetch ahead, and it may be fetched.
-    pub(super) fn has_prefetch(&self) -> bool {
-        matches!(self.phase, Phase::Sealed) && self.ahead.may_have_more && self.ahead.is_allowed
+/// What is read from an image's source in one go.
+fn unit_of(image: &HostImage) -> u64 {
+    image.source().map_or(AHEAD_PAGES, |source| source.unit_pages())
+}
+
+fn add_prediction(scheduler: &mut Scheduler<CachePresence>) {
+    let image = &scheduler.presence().0;
+    if !image.is_stored() {
+        return;
+    }
+    let unit_pages = unit_of(image);
+    let config = SegmentsConfig { unit_pages, pages_max: unit_pages, ..SegmentsConfig::default() };
+    match Segments::new(config) {
+        Ok(policy) => add(scheduler, Box::new(policy)),
+        Err(error) => tracing::warn!(%error, "nothing is predicted"),
+    }
+}
+
+fn add(scheduler: &mut Scheduler<CachePresence>, policy: Box<dyn Background>) {
+    if let Err(error) = scheduler.add_background(policy) {
+        tracing::warn!(image = %scheduler.presence().0.id(), %error, "no prefetch");
     }
 }

@@ -1,6 +1,5 @@
 //! What becomes of faults: answered at once, or fetched in their turn.
 
-use std::collections::btree_map::Entry;
 use std::io;
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use super::super::answer::{Answer, Held, Sight};
 use super::super::drain;
 use super::{COPY_SHARE, CachePresence, Fault, Phase, Worker, scheduler};
 use crate::host_image::{HostImage, PageLost};
-use crate::view::View;
+use crate::view::{BlockState, View};
 
 impl Worker {
     pub(super) fn serve_faults(&mut self) {
@@ -56,6 +55,7 @@ impl Worker {
         let Some(view) = self.views.get(&id) else { return Ok(()) };
         match self.decide(view, fault) {
             Answer::Wake => {
+                self.count_present(id, page);
                 self.wake(id, page.range());
                 if let Some(view) = self.views.get_mut(&id) {
                     view.touch(page.block());
@@ -123,8 +123,8 @@ impl Worker {
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         view.touch(page.block());
         self.ahead.may_have_more = true; // a policy may learn from it
-        let outcome = match self.scheduler_of(image) {
-            Some(scheduler) => scheduler.on_fault(id, page),
+        let outcome = match self.on_fault(id, page, image) {
+            Some(outcome) => outcome,
             None => return Err(format!("page {page}: image {image} is not on this host")),
         };
         match outcome {
@@ -142,18 +142,43 @@ impl Worker {
         Ok(())
     }
 
+    /// Tell the scheduler of an image of a fault, and count what it found. `None`: there is no such image.
+    fn on_fault(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Option<Outcome> {
+        let scheduler = self.scheduler_of(image)?;
+        let before = scheduler.tally().faults();
+        let outcome = scheduler.on_fault(id, page);
+        let after = scheduler.tally().faults();
+        let counters = &scheduler.presence().0.counters;
+        counters.predicted_faults.add(after.predicted - before.predicted);
+        counters.remote_faults.add(after.remote - before.remote);
+        Some(outcome)
+    }
+
+    /// A fault on a page that has come meanwhile: a stored image's policies learn from it, too.
+    fn count_present(&mut self, id: ViewId, page: PageIdx) {
+        let Some(view) = self.views.get(&id) else { return };
+        let holder = match view.block(page.block()) {
+            BlockState::Mapped(home) => home,
+            _ => self.image.id(),
+        };
+        let of_stored = holder == self.image.id() && self.image.is_stored()
+            || self.ancestors.get(&holder).is_some_and(|image| image.is_stored());
+        if of_stored {
+            let _present = self.on_fault(id, page, holder);
+        }
+    }
+
     pub(super) fn scheduler_of(&mut self, image: ImageId) -> Option<&mut Scheduler<CachePresence>> {
         if image == self.image.id() {
             return Some(&mut self.scheduler);
         }
-        match self.others.entry(image) {
-            Entry::Occupied(there) => Some(there.into_mut()),
-            Entry::Vacant(place) => {
-                let image = self.ancestors.get(&image)?;
-                let made = scheduler(image, image.table()?.clone(), self.unit_pages).ok()?;
-                Some(place.insert(made))
-            }
+        if !self.others.contains_key(&image) {
+            let other = self.ancestors.get(&image)?;
+            let mut made = scheduler(other, other.table()?.clone(), self.unit_pages).ok()?;
+            self.predict_in(&mut made);
+            self.others.insert(image, made);
         }
+        self.others.get_mut(&image)
     }
 
     /// Make sure that the table is right for a page's block.

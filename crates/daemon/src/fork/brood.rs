@@ -1,0 +1,179 @@
+//! VMs that continue one snapshot, started side by side: the clones of a fork, or VMs from a store.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use vmfork_agent_proto::TicketClone;
+use vmfork_api::{CloneResult, ErrorBody, VmState};
+use vmfork_qemu::Shape;
+use vmfork_qemu::pool::Origin;
+
+use super::clone::{self, CloneOrder, Stem};
+use super::snapshot::Snapshot;
+use super::starting::{Broken, Starting};
+use super::tickets;
+use crate::admission::Lease;
+use crate::hub::Core;
+use crate::vm::launch::LaunchError;
+use crate::vm::machine::Machine;
+
+/// What all of them share.
+pub(crate) struct Brood {
+    pub(crate) core: Arc<Core>,
+    pub(crate) stem: Arc<Stem>,
+    pub(crate) snapshot: Arc<Snapshot>,
+    pub(crate) began: Instant,
+    pub(crate) deadline: Instant,
+    /// The ticket behind it, and who is told what becomes of each.
+    pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) given_up: CancellationToken,
+}
+
+/// One that is wanted.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    pub(crate) name: String,
+    /// Whether the name is kept for it: if not, another VM has it.
+    pub(crate) is_kept: bool,
+    /// The number of its first worker.
+    pub(crate) vmid: u32,
+    pub(crate) ticket: Option<TicketClone>,
+}
+
+/// What there is for them: for as many as fit.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    pub(crate) leases: Vec<Lease>,
+    /// Why the others may not.
+    pub(crate) refused: Option<ErrorBody>,
+    /// As many as leases.
+    pub(crate) pending: Vec<PendingMachine>,
+}
+
+impl Brood {
+    /// Start them. → each with what became of it, by number.
+    ///
+    /// # Errors
+    /// Nobody wants them any more, or one failed and all were insisted on: none is left.
+    pub(crate) async fn start(
+        &self,
+        wanted: Vec<Wanted>,
+        granted: Granted,
+        all_or_nothing: bool,
+    ) -> Result<Vec<CloneResult>, ErrorBody> {
+        let Granted { leases, refused, pending } = granted;
+        let fail = |vmid, name, error: ErrorBody| {
+            self.core.metrics.clone_failed(error.code);
+            clone::report_failure(self.origin.as_ref(), vmid, &error);
+            failed(vmid, name, error)
+        };
+        let mut places = leases.into_iter().zip(pending);
+        let mut starting = Starting::default();
+        let mut results = Vec::new();
+        for Wanted { name, is_kept, vmid, ticket } in wanted {
+            if !is_kept {
+                let error = super::name_taken(format!("start clone `{name}`"), &name);
+                results.push(fail(vmid, name, error));
+                continue;
+            }
+            let Some((lease, machine)) = places.next() else {
+                let error = refused.clone().unwrap_or_else(|| self.was_given_up());
+                results.push(fail(vmid, name, error));
+                continue;
+            };
+            let (began, deadline, origin) = (self.began, self.deadline, self.origin.clone());
+            let order =
+                CloneOrder { name: name.clone(), vmid, ticket, lease, began, deadline, origin };
+            let (core, stem, snapshot) =
+                (Arc::clone(&self.core), Arc::clone(&self.stem), Arc::clone(&self.snapshot));
+            starting.add(vmid, name, clone::start(core, stem, snapshot, order, machine));
+        }
+        let mut started = Vec::new();
+        let mut dropped = false;
+        loop {
+            let next = tokio::select! {
+                next = starting.next() => next,
+                // Nobody waits: what is half-way ends here, not when it would be ready.
+                () = self.given_up.cancelled(), if !dropped => {
+                    dropped = true;
+                    starting.give_up();
+                    continue;
+                }
+            };
+            match next {
+                Some(Ok((result, vm))) => {
+                    results.push(result);
+                    started.extend(vm);
+                }
+                Some(Err(Broken { vmid, name, error })) => results.push(fail(vmid, name, error)),
+                None => break,
+            }
+        }
+        results.sort_by_key(|result| result.vmid);
+        let has_failed = results.iter().any(|result| result.error.is_some());
+        if self.given_up.is_cancelled() || (all_or_nothing && has_failed) {
+            for vm in &started {
+                self.core.end(vm, crate::vm::End::killed("its fork was given up"));
+            }
+            let first = results.iter().find_map(|result| result.error.clone());
+            return Err(first.unwrap_or_else(|| self.was_given_up()));
+        }
+        Ok(results)
+    }
+
+    fn was_given_up(&self) -> ErrorBody {
+        super::was_given_up(&self.stem.identity.name)
+    }
+}
+
+pub(super) fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
+    CloneResult {
+        id: None,
+        vmid,
+        name,
+        state: VmState::Failed,
+        running_ms: None,
+        ready_ms: None,
+        pooled: false,
+        error: Some(error),
+    }
+}
+
+/// A QEMU for a clone: there, or on its way.
+pub(crate) type PendingMachine =
+    tokio::sync::oneshot::Receiver<Result<(Machine, Origin), LaunchError>>;
+
+/// QEMUs for `count` clones: those that wait in the pool at once, the others started beside the freeze, as many
+/// at a time as the host has cores.
+pub(crate) fn start_machines(
+    core: &Arc<Core>,
+    shape: &Shape,
+    count: usize,
+    given_up: &CancellationToken,
+) -> Vec<PendingMachine> {
+    let at_once = Arc::new(Semaphore::new(core.cores));
+    (0..count)
+        .map(|_| {
+            let (tx, rx) = tokio::sync::oneshot::channel();
+            if let Some(machine) = core.claim(shape) {
+                let _waits = tx.send(Ok((machine, Origin::Pooled)));
+                return rx;
+            }
+            let (core, shape) = (Arc::clone(core), shape.clone());
+            let (at_once, given_up) = (Arc::clone(&at_once), given_up.clone());
+            tokio::spawn(async move {
+                let start = async {
+                    let _turn = at_once.acquire().await;
+                    core.take(&shape).await
+                };
+                tokio::select! {
+                    outcome = start => { let _gone = tx.send(outcome); }
+                    () = given_up.cancelled() => {}
+                }
+            });
+            rx
+        })
+        .collect()
+}

@@ -1,0 +1,296 @@
+//! Taking a snapshot of a running VM, and writing it to the store.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vmfork_api::{Compression, ErrorBody, ErrorCode, SnapshotRequest};
+use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
+use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
+
+use super::facts::{self, Facts};
+use super::record::{self, Subject};
+use super::{Base, SnapshotError, Snapshots, UnderWay};
+use crate::fork::{self, Frozen};
+use crate::hub::Core;
+use crate::vm::Vm;
+
+/// How long the freeze may take with all that leads to it.
+const FREEZE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long finding what the VM had written may take: 1 ms per GiB where nothing is in the way.
+const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long what the VM touches is recorded, where the request does not say.
+const RECORD_DEFAULT: Duration = Duration::from_secs(300);
+/// Fast, and within a tenth of the next levels' size; see docs/format.md.
+const ZSTD_LEVEL: i32 = 1;
+/// Pages that are compressed, and fetched, together; see docs/format.md for how it was measured.
+const CHUNK_PAGES: u64 = 64;
+
+/// Take a snapshot. → when the VM runs on or, with `wait`, when it is stored. If a caller who waits gives up, nothing
+/// is stored.
+///
+/// # Errors
+/// There is no snapshot of it.
+pub(crate) async fn create(
+    core: &Arc<Core>,
+    request: SnapshotRequest,
+) -> Result<vmfork_api::Snapshot, ErrorBody> {
+    let vm = core.registry.find("take a snapshot of", &request.vm)?;
+    let name = request.name.clone();
+    let message = format!("take snapshot `{name}` of `{}`", vm.name());
+    let placed = core.snapshots.place(&name)?;
+    let frozen = fork::freeze_only(core, &vm, FREEZE_TIMEOUT).await?;
+    let facts = facts_of(&vm, &frozen).await.map_err(|error| error.to_body(&message))?;
+    let base = match request.full || request.keep_zero_pages {
+        true => None,
+        false => core.snapshots.usable_base(&vm),
+    };
+    let sealed = tokio::task::block_in_place(|| sealed_table(&frozen));
+    let (id, table) = sealed.map_err(|error| error.to_body(&message))?;
+    let base_name = base.as_ref().map(|base| base.name.clone());
+    tracing::info!(
+        snapshot = name,
+        vm = vm.name(),
+        pause_ms = facts.pause_ms,
+        base = base_name,
+        "snapshot taken"
+    );
+    let under_way = placed.begins(facts.clone(), base_name);
+    let time_max = request.record_ms.map_or(RECORD_DEFAULT, Duration::from_millis);
+    if !time_max.is_zero() {
+        let subject = Subject { name: name.clone(), id, table: table.clone(), time_max };
+        record::start(core, &vm, subject);
+    }
+    let wait = request.wait;
+    let writing = {
+        let (core, vm, under_way) = (Arc::clone(core), Arc::clone(&vm), Arc::clone(&under_way));
+        let order = Order { request, id, table, facts, base, frozen };
+        tokio::task::spawn_blocking(move || {
+            let outcome = write(&core, &vm, order, &under_way);
+            core.snapshots.written(&under_way, outcome.as_ref().err());
+            outcome.map(drop).map_err(|error| error.to_body(message))
+        })
+    };
+    if !wait {
+        return Ok(core.snapshots.listed_under_way(&under_way));
+    }
+    let _cancel = CancelOnDrop(&under_way);
+    writing.await.unwrap_or_else(|error| {
+        Err(ErrorBody::new(ErrorCode::Internal, format!("write snapshot `{name}`")).cause(error))
+    })?;
+    core.snapshots.listed(core, &name)
+}
+
+/// A caller who waits for the end of the writing and goes away does not want the snapshot. (Afterwards it does nothing.)
+struct CancelOnDrop<'a>(&'a UnderWay);
+
+impl Drop for CancelOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.work.cancelled.store(true, Ordering::Relaxed);
+    }
+}
+
+async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError> {
+    let machine = vm.running_machine().map_err(|_| SnapshotError::Ended)?;
+    let frozen = facts::Frozen {
+        machine_type: super::machine_type(&machine).await?,
+        inheritance: frozen.snapshot.inheritance.clone(),
+        fork: frozen.snapshot.fork,
+        pause_ms: fork::ms(frozen.pause),
+    };
+    Ok(Facts::of(&vm.identity, &machine, vm.agent(), frozen))
+}
+
+/// An id for it, and what its pages are by the table, which is complete some milliseconds after the freeze.
+fn sealed_table(frozen: &Frozen) -> Result<(SnapshotId, PageTable), SnapshotError> {
+    let engine = &frozen.snapshot.engine;
+    let is_sealed = engine.wait_sealed(SEAL_TIMEOUT);
+    let table = engine.image().table().filter(|_| is_sealed).cloned();
+    let seconds = SEAL_TIMEOUT.as_secs();
+    let table = table.ok_or(SnapshotError::NotSealed { seconds })?;
+    let id = SnapshotId::random().map_err(|error| SnapshotError::State(error.into()))?;
+    Ok((id, table))
+}
+
+#[derive(Debug)]
+struct Order {
+    request: SnapshotRequest,
+    id: SnapshotId,
+    /// Of the frozen image.
+    table: PageTable,
+    facts: Facts,
+    base: Option<Arc<Base>>,
+    frozen: Frozen,
+}
+
+/// Write all of it. Blocks for as long as that takes.
+fn write(
+    core: &Core,
+    vm: &Arc<Vm>,
+    order: Order,
+    under_way: &UnderWay,
+) -> Result<Descriptor, SnapshotError> {
+    let Order { request, id, table, facts, base, frozen } = order;
+    let image = frozen.snapshot.engine.image();
+    let extents = match request.keep_zero_pages {
+        true => vec![(table.range(), Extent::Own)],
+        false => difference(&table, base.as_ref().map(|base| &base.table)),
+    };
+    let draft = Draft {
+        name: request.name,
+        id: Some(id),
+        base: base.as_ref().map(|base| BaseRef { name: base.name.clone(), id: base.id }),
+        pages: image.pages(),
+        extents,
+        state: fork::state::read(&frozen.snapshot.state)?,
+        vm: serde_json::to_value(&facts)
+            .map_err(|source| SnapshotError::Facts { name: under_way.name.clone(), source })?,
+        compression: match request.compression.unwrap_or(Compression::Zstd) {
+            Compression::None => vmfork_store::Compression::None,
+            Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
+        },
+        chunk_pages: CHUNK_PAGES,
+        keep_zero_pages: request.keep_zero_pages,
+    };
+    let read = |range: PageRange, bytes: &mut [u8]| {
+        image.read(range, bytes).map_err(std::io::Error::other)
+    };
+    let descriptor = core.snapshots.store.create(draft, &read, &under_way.work)?;
+    tracing::info!(
+        snapshot = descriptor.name,
+        own_mib = (descriptor.counts.own_pages * PAGE_BYTES) >> 20,
+        stored_mib = descriptor.counts.stored_bytes >> 20,
+        "snapshot stored"
+    );
+    let name = descriptor.name.clone();
+    vm.set_base(Some(Arc::new(Base { name, id, table })));
+    Ok(descriptor)
+}
+
+/// The runs of pages that have another source by `table` than by `base` (without one: than zero). Both are of this
+/// daemon, so that the same source means the same bytes.
+fn difference(table: &PageTable, base: Option<&PageTable>) -> Vec<(PageRange, Extent)> {
+    let zeros = PageTable::uniform(table.pages(), Source::Zero);
+    let base = base.unwrap_or(&zeros);
+    let mut found: Vec<(PageRange, Extent)> = Vec::new();
+    for block in (0..table.pages().div_ceil(BLOCK_PAGES)).map(BlockIdx) {
+        let Some(pages) = block.pages().filter(|_| !table.same_block(base, block)) else {
+            continue;
+        };
+        for (run, source) in table.runs(pages) {
+            let extent = match source {
+                Source::Zero => Extent::Zero,
+                Source::Image(_) => Extent::Own,
+            };
+            for (part, before) in base.runs(run).filter(|(_, before)| *before != source) {
+                debug_assert_ne!(before, source);
+                match found.last_mut() {
+                    Some((last, same)) if *same == extent && last.end() == part.start() => {
+                        *last = PageRange::between(last.start(), part.end());
+                    }
+                    _ => found.push((part, extent)),
+                }
+            }
+        }
+    }
+    found
+}
+
+/// A name that nobody else's snapshot gets.
+#[derive(Debug)]
+struct Placed<'a> {
+    snapshots: &'a Snapshots,
+    under_way: Option<Arc<UnderWay>>,
+    name: String,
+}
+
+impl Snapshots {
+    /// Keep a name for a snapshot that is about to be taken.
+    fn place(&self, name: &str) -> Result<Placed<'_>, ErrorBody> {
+        let message = format!("take snapshot `{name}`");
+        match self.store.descriptor(name) {
+            Err(StoreError::NotFound { .. }) => {}
+            Ok(_) => return Err(super::name_is_taken(name)),
+            Err(error) => return Err(SnapshotError::from(error).to_body(message)),
+        }
+        let mut under_way = self.under_way();
+        if under_way.get(name).is_some_and(|other| other.reason().is_none()) {
+            return Err(super::name_is_taken(name));
+        }
+        let mine = Arc::new(UnderWay::new(name));
+        under_way.insert(name.to_owned(), Arc::clone(&mine));
+        Ok(Placed { snapshots: self, under_way: Some(mine), name: name.to_owned() })
+    }
+
+    /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any more).
+    fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
+        let base = vm.base()?;
+        let there = self.store.descriptor(&base.name).ok()?;
+        (there.id == base.id).then_some(base)
+    }
+
+    /// It is in the store, or never will be.
+    fn written(&self, under_way: &Arc<UnderWay>, error: Option<&SnapshotError>) {
+        under_way.over.cancel();
+        let mut all = self.under_way();
+        match error {
+            Some(error) if !matches!(error, SnapshotError::Store(StoreError::Cancelled)) => {
+                let reason = crate::hub::chain(error);
+                tracing::error!(snapshot = under_way.name, reason, "snapshot not stored");
+                under_way.fail(reason);
+            }
+            _ => {
+                let is_mine = |other: &Arc<UnderWay>| Arc::ptr_eq(other, under_way);
+                if all.get(&under_way.name).is_some_and(is_mine) {
+                    all.remove(&under_way.name);
+                }
+            }
+        }
+    }
+}
+
+impl Placed<'_> {
+    /// The VM stood still for it: from now on it is listed.
+    fn begins(mut self, facts: Facts, base: Option<String>) -> Arc<UnderWay> {
+        let under_way = self.under_way.take();
+        let under_way = under_way.unwrap_or_else(|| unreachable!("taken once, here"));
+        let _first = under_way.listed.set((facts, base));
+        under_way
+    }
+}
+
+impl Drop for Placed<'_> {
+    fn drop(&mut self) {
+        if self.under_way.is_some() {
+            self.snapshots.under_way().remove(&self.name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmfork_image::{ImageId, PageIdx};
+
+    use super::*;
+
+    #[test]
+    fn a_delta_is_what_differs_in_source() {
+        let range = |start, len| PageRange::new(PageIdx(start), len).expect("small");
+        let image = |id| Source::Image(ImageId::new(id).expect("not 0"));
+        let zeros = PageTable::uniform(2048, Source::Zero);
+        let base = zeros.derive([(range(100, 1000), image(1))]).expect("fits");
+        assert_eq!(difference(&base, None), [(range(100, 1000), Extent::Own)]);
+        assert_eq!(difference(&base, Some(&base)), []);
+        let changes =
+            [(range(90, 5), image(2)), (range(511, 2), image(3)), (range(600, 10), Source::Zero)];
+        let table = base.derive(changes).expect("fits");
+        assert_eq!(
+            difference(&table, Some(&base)),
+            [
+                (range(90, 5), Extent::Own),
+                (range(511, 2), Extent::Own),
+                (range(600, 10), Extent::Zero)
+            ]
+        );
+    }
+}

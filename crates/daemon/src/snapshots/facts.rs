@@ -1,0 +1,239 @@
+//! What a stored snapshot needs of a host: written down when it is taken, compared before it is started.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_qemu::shape::ShapeError;
+use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
+
+use crate::agent::{AgentInfo, Inheritance};
+use crate::vm::Identity;
+use crate::vm::machine::Machine;
+
+/// In the snapshot's descriptor, as `vm`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Facts {
+    /// The guest image that the VM booted from.
+    pub(crate) image: String,
+    /// BLAKE3 of its root disk, in hex; the guest has parts of that disk in its memory.
+    pub(crate) root_blake3: Option<String>,
+    pub(crate) memory_bytes: u64,
+    pub(crate) cpus: u32,
+    pub(crate) accel: vmfork_api::Accel,
+    /// Why that one was chosen, then.
+    pub(crate) accel_reason: String,
+    /// Whether a Linux guest with an agent's port runs in it, or a bare one.
+    pub(crate) is_linux: bool,
+    pub(crate) vmgenid: bool,
+    pub(crate) qemu_version: String,
+    /// QEMU's machine type with its version, which `pc` stood for.
+    pub(crate) machine: String,
+    /// What the guest takes its processor to be.
+    pub(crate) cpu: String,
+    pub(crate) agent: Option<AgentInfo>,
+    /// What links to the guest's agent must know; `None` without an agent.
+    pub(crate) inheritance: Option<Inheritance>,
+    /// The number by which the guest's agent knows the freeze.
+    pub(crate) fork: u64,
+    pub(crate) pause_ms: f64,
+}
+
+/// What of a VM goes into its facts besides what its [`Machine`] and [`Identity`] say.
+#[derive(Debug)]
+pub(super) struct Frozen {
+    pub(super) machine_type: String,
+    pub(super) inheritance: Option<Inheritance>,
+    pub(super) fork: u64,
+    pub(super) pause_ms: f64,
+}
+
+impl Facts {
+    pub(super) fn of(
+        identity: &Identity,
+        machine: &Machine,
+        agent: Option<AgentInfo>,
+        frozen: Frozen,
+    ) -> Self {
+        let Frozen { machine_type, inheritance, fork, pause_ms } = frozen;
+        let shape = &machine.shape;
+        Self {
+            image: identity.image.clone(),
+            root_blake3: identity.root_blake3.clone(),
+            memory_bytes: identity.memory_bytes,
+            cpus: identity.cpus,
+            accel: identity.accel,
+            accel_reason: identity.accel_reason.clone(),
+            is_linux: shape.guest == GuestKind::Linux,
+            vmgenid: shape.vmgenid,
+            qemu_version: machine.version.to_string(),
+            machine: machine_type,
+            cpu: processor(shape.accel),
+            agent,
+            inheritance,
+            fork,
+            pause_ms,
+        }
+    }
+
+    pub(super) fn accel(&self) -> Accel {
+        match self.accel {
+            vmfork_api::Accel::Kvm => Accel::Kvm,
+            vmfork_api::Accel::Tcg => Accel::Tcg,
+        }
+    }
+
+    /// The shape of QEMUs that can load it.
+    pub(super) fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
+        let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
+        let shape = Shape::new(self.memory_bytes, self.cpus, self.accel(), guest, disk)?;
+        Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
+    }
+
+    /// Whether the QEMU and the processor of this host are those that it was taken on.
+    ///
+    /// # Errors
+    /// They are not: names both.
+    pub(super) fn check_host(&self, name: &str, qemu: Version) -> Result<(), ErrorBody> {
+        let (qemu, cpu) = (qemu.to_string(), processor(self.accel()));
+        if qemu != self.qemu_version {
+            return Err(differs(name, "QEMU", &self.qemu_version, &qemu));
+        }
+        if cpu != self.cpu {
+            return Err(differs(name, "a processor", &self.cpu, &cpu));
+        }
+        Ok(())
+    }
+
+    /// Whether the root disk of an image is the one that the guest knows.
+    ///
+    /// # Errors
+    /// It is not: a guest that goes on with another disk than it has in its memory destroys what it reads.
+    pub(super) fn check_root(&self, name: &str, found: Option<&str>) -> Result<(), ErrorBody> {
+        if found == self.root_blake3.as_deref() {
+            return Ok(());
+        }
+        let word = |hash: Option<&str>| {
+            hash.map_or("none".to_owned(), |hash| hash.chars().take(16).collect())
+        };
+        let (wanted, found) = (word(self.root_blake3.as_deref()), word(found));
+        let image = &self.image;
+        Err(ErrorBody {
+            code: ErrorCode::Conflict,
+            message: format!("start snapshot `{name}`"),
+            cause: Some(format!(
+                "its guest runs from a root disk of hash {wanted}…, that of image `{image}` here is {found}…"
+            )),
+            remedy: Some(format!(
+                "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
+            )),
+        })
+    }
+}
+
+/// Whether the machine type that a QEMU of this host stands for is the one that a snapshot was `taken` on.
+///
+/// # Errors
+/// It is another one: names both.
+pub(super) fn check_machine(name: &str, taken: &str, here: &str) -> Result<(), ErrorBody> {
+    if here != taken {
+        return Err(differs(name, "machine type", taken, here));
+    }
+    Ok(())
+}
+
+fn differs(name: &str, what: &str, taken: &str, here: &str) -> ErrorBody {
+    ErrorBody {
+        code: ErrorCode::Conflict,
+        message: format!("start snapshot `{name}`"),
+        cause: Some(format!("it was taken on {what} `{taken}`, this host has `{here}`")),
+        remedy: Some(
+            "start it where it was taken, or try with --force: QEMU says if it can't".to_owned(),
+        ),
+    }
+}
+
+/// What a guest takes its processor to be: QEMU's own under TCG, the host's under KVM.
+fn processor(accel: Accel) -> String {
+    match accel {
+        Accel::Tcg => "QEMU's default (TCG)".to_owned(),
+        Accel::Kvm => host_processor(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()),
+    }
+}
+
+/// Model and features by `/proc/cpuinfo`: microcode and clock rates do not matter.
+fn host_processor(cpuinfo: &str) -> String {
+    let field = |name: &str| {
+        let mut lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        lines.find(|(key, _)| key.trim() == name).map_or("", |(_, value)| value.trim())
+    };
+    let mut flags: Vec<_> = field("flags").split_ascii_whitespace().collect();
+    flags.sort_unstable();
+    let features = blake3::hash(flags.join(" ").as_bytes()).to_hex();
+    format!("{} (features {})", field("model name"), &features[..8])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts {
+            image: "default".to_owned(),
+            root_blake3: Some("0123456789abcdef0123".to_owned()),
+            memory_bytes: 512 << 20,
+            cpus: 2,
+            accel: vmfork_api::Accel::Tcg,
+            accel_reason: String::new(),
+            is_linux: true,
+            vmgenid: false,
+            qemu_version: "7.2.22".to_owned(),
+            machine: "pc-i440fx-7.2".to_owned(),
+            cpu: processor(Accel::Tcg),
+            agent: None,
+            inheritance: None,
+            fork: 3,
+            pause_ms: 1.5,
+        }
+    }
+
+    #[test]
+    fn facts_survive_being_stored() {
+        let facts = facts();
+        let stored = serde_json::to_value(&facts).expect("plain");
+        assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), facts);
+    }
+
+    #[test]
+    fn another_qemu_machine_processor_or_disk_is_refused_naming_both() {
+        let facts = facts();
+        let version = |minor| Version { major: 7, minor, micro: 22 };
+        facts.check_host("warm", version(2)).expect("the same");
+        let text = |refused: Result<(), ErrorBody>| refused.expect_err("refused").to_string();
+        assert_eq!(
+            text(facts.check_host("warm", version(3))),
+            "start snapshot `warm`: it was taken on QEMU `7.2.22`, this host has `7.3.22`"
+        );
+        let elsewhere = Facts { cpu: "Other (features 1)".to_owned(), ..facts.clone() };
+        let refused = text(elsewhere.check_host("warm", version(2)));
+        assert!(refused.contains("`Other (features 1)`") && refused.contains("(TCG)"), "{refused}");
+        check_machine("warm", &facts.machine, "pc-i440fx-7.2").expect("the same");
+        let refused = text(check_machine("warm", &facts.machine, "pc-i440fx-10.0"));
+        assert!(refused.contains("`pc-i440fx-7.2`, this host has `pc-i440fx-10.0`"), "{refused}");
+        facts.check_root("warm", Some("0123456789abcdef0123")).expect("the same");
+        for other in [None, Some("ffff")] {
+            let refused = text(facts.check_root("warm", other));
+            assert!(refused.contains("hash 0123456789abcdef…"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn processors_differ_by_model_and_features_alone() {
+        let one = "processor: 0\nmodel name\t: Fast 9000\nflags\t\t: sse avx\ncpu MHz : 1\n";
+        let same = "processor: 7\nmodel name\t: Fast 9000\nflags\t\t: avx sse\ncpu MHz : 2\n";
+        let other = "model name\t: Fast 9000\nflags\t\t: sse avx avx2\n";
+        assert_eq!(host_processor(one), host_processor(same));
+        assert_ne!(host_processor(one), host_processor(other));
+        assert!(host_processor(one).starts_with("Fast 9000 (features "));
+    }
+}

@@ -1,0 +1,192 @@
+//! What is known of stored snapshots.
+
+use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
+use vmfork_image::PAGE_BYTES;
+use vmfork_store::{Compression, Descriptor, StoreError};
+
+use super::facts::Facts;
+use super::{SnapshotError, Snapshots, UnderWay};
+use crate::hub::{Core, chain};
+
+impl Snapshots {
+    /// All of them, by name. What is damaged is among them, with the reason.
+    pub(crate) fn list(&self, core: &Core) -> Result<Vec<Snapshot>, ErrorBody> {
+        let stored = self
+            .store
+            .list()
+            .map_err(|error| SnapshotError::from(error).to_body("list the snapshots"))?;
+        let mut all: Vec<Snapshot> = stored
+            .into_iter()
+            .map(|(name, outcome)| match outcome {
+                Ok(descriptor) => self.of_descriptor(core, &descriptor),
+                Err(error) => damaged(&name, chain(&error)),
+            })
+            .collect();
+        let under_way: Vec<_> = self.under_way().values().cloned().collect();
+        for one in under_way {
+            if one.listed.get().is_some() && !all.iter().any(|stored| stored.name == one.name) {
+                all.push(self.listed_under_way(&one));
+            }
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    /// One of them, as in the list.
+    ///
+    /// # Errors
+    /// There is none of that name, or it is damaged.
+    pub(crate) fn listed(&self, core: &Core, name: &str) -> Result<Snapshot, ErrorBody> {
+        match self.store.descriptor(name) {
+            Ok(descriptor) => Ok(self.of_descriptor(core, &descriptor)),
+            Err(StoreError::NotFound { .. }) if self.under_way().contains_key(name) => {
+                let under_way = self.under_way().get(name).cloned();
+                under_way.map(|one| self.listed_under_way(&one)).ok_or_else(|| {
+                    let error = StoreError::NotFound {
+                        name: name.to_owned(),
+                        place: self.store.describe(),
+                    };
+                    SnapshotError::from(error).to_body(format!("find snapshot `{name}`"))
+                })
+            }
+            Err(error) => {
+                Err(SnapshotError::from(error).to_body(format!("find snapshot `{name}`")))
+            }
+        }
+    }
+
+    pub(super) fn listed_under_way(&self, under_way: &UnderWay) -> Snapshot {
+        let (facts, base) = under_way
+            .listed
+            .get()
+            .map_or((None, None), |(facts, base)| (Some(facts), base.clone()));
+        Snapshot {
+            name: under_way.name.clone(),
+            id: None,
+            state: under_way.state(),
+            reason: under_way.reason(),
+            created_unix_ms: under_way.created_unix_ms,
+            image: facts.map(|facts| facts.image.clone()).unwrap_or_default(),
+            memory_mib: facts.map_or(0, |facts| facts.memory_bytes >> 20),
+            cpus: facts.map_or(0, |facts| facts.cpus),
+            accel: facts.map_or(vmfork_api::Accel::Tcg, |facts| facts.accel),
+            base,
+            own_bytes: 0,
+            stored_bytes: 0,
+            shared_bytes: 0,
+            progress: under_way.progress(),
+            vms: 0,
+            remote: None,
+        }
+    }
+
+    fn of_descriptor(&self, core: &Core, descriptor: &Descriptor) -> Snapshot {
+        let counts = &descriptor.counts;
+        let remote = self.store.origin(&descriptor.name).ok().flatten();
+        let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
+        let pulling = self.under_way().get(&descriptor.name).map(|one| one.progress());
+        let done = Progress { done_bytes: counts.stored_bytes, total_bytes: counts.stored_bytes };
+        Snapshot {
+            name: descriptor.name.clone(),
+            id: Some(descriptor.id.to_string()),
+            state: if remote.is_some() { SnapshotState::Pulling } else { SnapshotState::Ready },
+            reason: None,
+            created_unix_ms: descriptor.created_unix_ms,
+            image: facts.as_ref().map(|facts| facts.image.clone()).unwrap_or_default(),
+            memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
+            cpus: facts.as_ref().map_or(0, |facts| facts.cpus),
+            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.accel),
+            base: descriptor.base.as_ref().map(|base| base.name.clone()),
+            own_bytes: counts.own_pages * PAGE_BYTES,
+            stored_bytes: counts.stored_bytes,
+            shared_bytes: counts.shared_bytes,
+            progress: pulling.unwrap_or(done),
+            vms: u32::try_from(self.vms_of(core, &descriptor.name).len()).unwrap_or(u32::MAX),
+            remote,
+        }
+    }
+
+    /// All that is known of one.
+    ///
+    /// # Errors
+    /// As [`Snapshots::listed`].
+    pub(crate) fn detail(&self, core: &Core, name: &str) -> Result<SnapshotDetail, ErrorBody> {
+        let snapshot = self.listed(core, name)?;
+        let failed = |error: SnapshotError| error.to_body(format!("inspect snapshot `{name}`"));
+        let descriptor = match self.store.descriptor(name) {
+            Ok(descriptor) => Some(descriptor),
+            Err(StoreError::NotFound { .. }) => None,
+            Err(error) => return Err(failed(error.into())),
+        };
+        let facts = match &descriptor {
+            Some(descriptor) => serde_json::from_value(descriptor.vm.clone()).ok(),
+            None => {
+                let under_way = self.under_way().get(name).cloned();
+                under_way.and_then(|one| one.listed.get().map(|(facts, _)| facts.clone()))
+            }
+        };
+        let facts: Option<Facts> = facts;
+        let word = |get: fn(&Facts) -> &str| facts.as_ref().map(get).unwrap_or_default().to_owned();
+        let all = self.store.list().map_err(|error| failed(error.into()))?;
+        let is_dependant = |other: &Descriptor| {
+            other
+                .base
+                .as_ref()
+                .is_some_and(|base| Some(base.id) == descriptor.as_ref().map(|d| d.id))
+        };
+        Ok(SnapshotDetail {
+            schema: vmfork_api::SCHEMA.to_owned(),
+            qemu_version: word(|facts| &facts.qemu_version),
+            machine: word(|facts| &facts.machine),
+            cpu: word(|facts| &facts.cpu),
+            guest_kernel: facts
+                .as_ref()
+                .and_then(|facts| facts.agent.as_ref())
+                .map(|agent| agent.kernel.clone()),
+            pause_ms: facts.as_ref().map_or(0.0, |facts| facts.pause_ms),
+            compression: match descriptor.as_ref().map(|descriptor| descriptor.compression) {
+                Some(Compression::None) => vmfork_api::Compression::None,
+                _ => vmfork_api::Compression::Zstd,
+            },
+            chunk_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.chunk_pages),
+            own_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.own_pages),
+            zero_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.zero_pages),
+            dependants: all
+                .into_iter()
+                .filter_map(|(name, other)| other.ok().filter(&is_dependant).map(|_| name))
+                .collect(),
+            vm_names: self.vms_of(core, name),
+            profile: self.profile_info(name).unwrap_or_default(),
+            snapshot,
+        })
+    }
+
+    /// Names of the live VMs that may need its pages.
+    pub(super) fn vms_of(&self, core: &Core, name: &str) -> Vec<String> {
+        let live = core.registry.live().into_iter();
+        live.filter(|vm| vm.opened().is_some_and(|opened| opened.name == name))
+            .map(|vm| vm.name().to_owned())
+            .collect()
+    }
+}
+
+fn damaged(name: &str, reason: String) -> Snapshot {
+    Snapshot {
+        name: name.to_owned(),
+        id: None,
+        state: SnapshotState::Failed,
+        reason: Some(reason),
+        created_unix_ms: 0,
+        image: String::new(),
+        memory_mib: 0,
+        cpus: 0,
+        accel: vmfork_api::Accel::Tcg,
+        base: None,
+        own_bytes: 0,
+        stored_bytes: 0,
+        shared_bytes: 0,
+        progress: Progress::default(),
+        vms: 0,
+        remote: None,
+    }
+}

@@ -1,0 +1,221 @@
+//! Starting VMs from a stored snapshot.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode, StartReply, StartRequest};
+use vmfork_qemu::{DiskId, Shape, probe};
+
+use super::record::{self, Subject};
+use super::{Opened, SnapshotError};
+use crate::admission::ForkAsk;
+use crate::fork::{self, Brood, Granted, Snapshot, Stem, Wanted, start_machines};
+use crate::hub::boot::open_image;
+use crate::hub::{Core, chain};
+use crate::metrics::Stage;
+use crate::vm::{Identity, now_unix_ms};
+
+const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
+/// How long what a VM touches is recorded at most.
+const RECORD_MAX: Duration = Duration::from_secs(300);
+const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
+
+/// Start VMs. What fits is started; the rest is an error each. If this future is dropped, what was started is ended.
+///
+/// # Errors
+/// None was started.
+pub(crate) async fn start(
+    core: &Arc<Core>,
+    name: &str,
+    request: StartRequest,
+) -> Result<StartReply, ErrorBody> {
+    let given_up = CancellationToken::new();
+    let _on_drop = given_up.clone().drop_guard();
+    let message = format!("start snapshot `{name}`");
+    let (core, name) = (Arc::clone(core), name.to_owned());
+    // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
+    let task = tokio::spawn(async move { carry_out(&core, &name, request, given_up).await });
+    task.await
+        .unwrap_or_else(|error| Err(ErrorBody::new(ErrorCode::Internal, message).cause(error)))
+}
+
+async fn carry_out(
+    core: &Arc<Core>,
+    name: &str,
+    request: StartRequest,
+    given_up: CancellationToken,
+) -> Result<StartReply, ErrorBody> {
+    let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
+    let timeout =
+        request.timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX);
+    if request.count == 0 || request.count > fork::COUNT_MAX {
+        let cause = format!("count {} is not in 1 to {}", request.count, fork::COUNT_MAX);
+        return Err(bad_request(name, cause));
+    }
+    if let Some(names) = &request.names
+        && names.len() != request.count as usize
+    {
+        return Err(bad_request(name, format!("{} names for {} VMs", names.len(), request.count)));
+    }
+    let message = format!("start snapshot `{name}`");
+    let failed = |error: SnapshotError| error.to_body(&message);
+    let opened = tokio::task::block_in_place(|| core.snapshots.open(core, name)).map_err(failed)?;
+    let open = began.elapsed();
+    core.metrics.observe_stage(Stage::Open, open);
+    if !request.force {
+        check_qemu(core, &opened).await?;
+    }
+    let (shape, _disk) = shape_and_disk(core, &opened)?;
+    core.pool.want(&shape, core.config.pool as usize);
+
+    let ask = ForkAsk {
+        parent: name,
+        family: &opened.id.to_string(),
+        ram_bytes: shape.memory_bytes,
+        count: request.count,
+        by_guest: false,
+    };
+    let reservation = match &request.names {
+        Some(names) => core.registry.reserve(&names.iter().map(String::as_str).collect::<Vec<_>>()),
+        None => core.registry.reserve_for_clones(name, request.count),
+    };
+    let names = match &request.names {
+        Some(wanted) => fork::which_are_kept(wanted, reservation.names()),
+        None => reservation.names().iter().map(|name| (name.clone(), true)).collect(),
+    };
+    if let Some((taken, _)) = names.iter().find(|(_, is_kept)| !is_kept)
+        && (request.all_or_nothing || reservation.names().is_empty())
+    {
+        return Err(fork::name_taken(message, taken));
+    }
+    let count = u32::try_from(reservation.names().len()).unwrap_or(request.count);
+    let grant = core.admission.fork(ForkAsk { count, ..ask }, request.all_or_nothing)?;
+
+    // Until the last of them is ready.
+    let _no_refill = core.hold_pool();
+    let pending = start_machines(core, &shape, grant.clones.len(), &given_up);
+    super::prefetch::begin(core, &opened, request.prefetch, request.hydrate_mib_per_s);
+    let facts = &opened.facts;
+    let snapshot = Arc::new(Snapshot {
+        state: opened
+            .state
+            .try_clone()
+            .map_err(|error| failed(SnapshotError::State(error.into())))?,
+        lead: opened.lead.clone(),
+        engine: Arc::clone(&opened.engine),
+        inheritance: facts.inheritance.clone(),
+        fork: facts.fork,
+        lease: Some(grant.snapshot),
+        base: opened.base().map(Arc::new),
+        machine_type: (!request.force).then(|| facts.machine.clone()),
+        opened: Some(Arc::clone(&opened)),
+    });
+    let brood = Brood {
+        core: Arc::clone(core),
+        stem: Arc::new(stem(&opened)),
+        snapshot,
+        began,
+        deadline: began + timeout,
+        origin: None,
+        given_up,
+    };
+    let wanted = (1..).zip(names).map(|(vmid, (name, is_kept))| Wanted {
+        name,
+        is_kept,
+        vmid,
+        ticket: None,
+    });
+    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
+    let vms = brood.start(wanted.collect(), granted, request.all_or_nothing).await?;
+    drop(reservation);
+    for result in &vms {
+        record(core, &opened, result);
+    }
+    let granted = vms.iter().filter(|vm| vm.error.is_none()).count();
+    let total_ms = fork::ms(began.elapsed());
+    tracing::info!(snapshot = name, requested = request.count, granted, total_ms, "started");
+    Ok(StartReply {
+        schema: vmfork_api::SCHEMA.to_owned(),
+        snapshot: name.to_owned(),
+        requested: request.count,
+        granted: u32::try_from(granted).unwrap_or(u32::MAX),
+        began_unix_ms,
+        open_ms: fork::ms(open),
+        total_ms,
+        vms,
+    })
+}
+
+/// Learn from a VM that was started, what it touches.
+fn record(core: &Arc<Core>, opened: &Opened, started: &CloneResult) {
+    let vm = started.id.as_ref().and_then(|id| core.registry.find("record", id).ok());
+    let Some((vm, table)) = vm.zip(opened.engine.image().table()) else { return };
+    let (name, id, table) = (opened.name.clone(), opened.id, table.clone());
+    record::start(core, &vm, Subject { name, id, table, time_max: RECORD_MAX });
+}
+
+fn bad_request(name: &str, cause: String) -> ErrorBody {
+    ErrorBody::new(ErrorCode::BadRequest, format!("start snapshot `{name}`")).cause(cause)
+}
+
+/// Whether this host's QEMU and processor are those that it was taken on.
+async fn check_qemu(core: &Core, opened: &Opened) -> Result<(), ErrorBody> {
+    let binary = probe::find(Some(&core.config.qemu)).await.map_err(|error| ErrorBody {
+        code: ErrorCode::Host,
+        message: format!("start snapshot `{}`", opened.name),
+        cause: Some(chain(&error)),
+        remedy: Some("`apt-get install qemu-system-x86`".to_owned()),
+    })?;
+    opened.facts.check_host(&opened.name, binary.version)
+}
+
+/// The machine that it needs, with its root disk, which others find as long as someone holds it.
+fn shape_and_disk(
+    core: &Core,
+    opened: &Opened,
+) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
+    let facts = &opened.facts;
+    let message = format!("start snapshot `{}`", opened.name);
+    let host = |error: &dyn std::error::Error| {
+        ErrorBody::new(ErrorCode::Host, message.clone()).cause(chain(error))
+    };
+    let (disk, id) = match &facts.root_blake3 {
+        None => (None, None),
+        Some(_) => {
+            let files = open_image(core, &facts.image)?;
+            let found = files.metadata.files.get("root.img").map(|file| file.blake3.as_str());
+            facts.check_root(&opened.name, found)?;
+            let root = files.root.map(OwnedFd::from);
+            let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
+            (root, id)
+        }
+    };
+    let shape = facts.shape(id).map_err(|error| SnapshotError::Shape(error).to_body(&message))?;
+    let disk = id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
+    opened.keep_disk(disk.clone());
+    Ok((shape, disk))
+}
+
+fn stem(opened: &Opened) -> Stem {
+    let facts = &opened.facts;
+    let identity = Identity {
+        id: String::new(),
+        name: opened.name.clone(),
+        image: facts.image.clone(),
+        root_blake3: facts.root_blake3.clone(),
+        snapshot: Some(opened.name.clone()),
+        family: String::new(),
+        parent: None,
+        ancestors: Arc::default(),
+        vmid: 0,
+        accel: facts.accel,
+        accel_reason: facts.accel_reason.clone(),
+        cpus: facts.cpus,
+        memory_bytes: facts.memory_bytes,
+        has_agent: facts.inheritance.is_some(),
+        created_unix_ms: 0,
+    };
+    Stem { identity, agent: facts.agent.clone() }
+}
