@@ -1,6 +1,7 @@
 //! One module per command. Each takes what [`crate::config`] has checked, and prints through the
 //! [`crate::printer::Printer`].
 
+mod brood;
 mod completion;
 mod console;
 mod cp;
@@ -16,6 +17,7 @@ mod outflow;
 mod ps;
 mod rm;
 mod run;
+mod streams;
 mod top;
 mod tree;
 mod version;

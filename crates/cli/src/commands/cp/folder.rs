@@ -15,8 +15,9 @@ use tokio::time::timeout;
 use vmfork_api::ExecRequest;
 
 use super::pipe::{ChannelReader, ChannelWriter, QUEUE_LEN};
-use super::{IDLE_BOUND, LOOK_BOUND, exec, guest_file_name, report};
+use super::{LOOK_BOUND, exec, guest_file_name, report};
 use crate::client::{Client, ExecEvent, ExecSession};
+use crate::commands::streams::IDLE_BOUND;
 use crate::failure::{Exit, HintExt as _};
 use crate::printer::Printer;
 

@@ -19,9 +19,6 @@ use crate::config::{CpConfig, Global, Place};
 use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
 
-/// A transfer that has moved nothing for so long has failed.
-const IDLE_BOUND: Duration = Duration::from_secs(120);
-
 /// For a look at the guest's files.
 const LOOK_BOUND: Duration = Duration::from_secs(15);
 

@@ -1,0 +1,92 @@
+//! VMs that are started together, from a VM or from a stored snapshot: a row for each, granted or not.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use indicatif::ProgressBar;
+use tokio::time::sleep;
+use vmfork_api::{CloneResult, ErrorBody, Vm, VmState};
+
+use crate::client::{Client, Query};
+use crate::failure::Exit;
+use crate::format;
+use crate::printer::{Field, Printer};
+
+/// What is done by then shows no bar, and the daemon is not asked how far it is.
+const PROGRESS_AFTER: Duration = Duration::from_millis(400);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
+
+/// The table, `summary`, and what can be done about those that failed.
+pub(super) fn print(
+    printer: &Printer,
+    results: &[CloneResult],
+    summary: &str,
+) -> anyhow::Result<()> {
+    let mut remedies: Vec<&str> = Vec::new();
+    if results.iter().all(|result| result.error.is_none()) {
+        printer.table(&["VM", "VMID", "STATE", "READY"], results.iter().map(row).collect())?;
+    } else {
+        let rows = results.iter().map(|result| {
+            let mut row = row(result);
+            row.push(Field::Text(result.error.as_ref().map(error_line).unwrap_or_default()));
+            row
+        });
+        printer.table(&["VM", "VMID", "STATE", "READY", "ERROR"], rows.collect())?;
+        for remedy in results.iter().filter_map(|result| result.error.as_ref()?.remedy.as_ref()) {
+            if !remedies.contains(&remedy.as_str()) {
+                remedies.push(remedy);
+            }
+        }
+    }
+    printer.note(summary);
+    for remedy in remedies {
+        printer.note(&format!("hint: {remedy}"));
+    }
+    Ok(())
+}
+
+/// Failed unless all of them are there.
+pub(super) fn exit(requested: u32, granted: u32, results: &[CloneResult]) -> Exit {
+    let all = granted >= requested && results.iter().all(|result| result.error.is_none());
+    if all { Exit::Done } else { Exit::Failed }
+}
+
+/// An error in one line, without its remedy.
+pub(super) fn error_line(error: &ErrorBody) -> String {
+    format::printable(&error.to_string())
+}
+
+fn row(result: &CloneResult) -> Vec<Field> {
+    vec![
+        Field::Text(result.name.clone()),
+        Field::Figure(result.vmid.to_string()),
+        Field::State(result.state),
+        Field::Figure(result.ready_ms.map_or_else(|| "-".to_owned(), format::millis)),
+    ]
+}
+
+/// Counts the VMs that run, of those that `is_ours` knows, for as long as it is polled.
+pub(super) async fn show_progress(
+    client: &Client<'_>,
+    count: u32,
+    message: String,
+    is_ours: impl Fn(&Vm) -> bool,
+) -> std::convert::Infallible {
+    let printer = &client.global.printer;
+    if !printer.shows_progress() {
+        return std::future::pending().await;
+    }
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let started_unix_ms = u64::try_from(started.as_millis()).unwrap_or(u64::MAX);
+    sleep(PROGRESS_AFTER).await;
+    let count = u64::from(count);
+    let bar: ProgressBar = printer.steps(count, message);
+    loop {
+        if let Ok(vms) = client.get::<Vec<Vm>>(Query::new("/v1/vms")).await {
+            let ready = vms.iter().filter(|vm| {
+                vm.created_unix_ms >= started_unix_ms && vm.state == VmState::Running && is_ours(vm)
+            });
+            bar.set_position(u64::try_from(ready.count()).unwrap_or(count).min(count));
+        }
+        sleep(PROGRESS_INTERVAL).await;
+    }
+}
