@@ -45,7 +45,7 @@ pub(crate) struct RawGlobal {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawCommand {
-    /// Start a VM from an image
+    /// Start a VM from an image, or VMs from a stored snapshot
     Run(RawRun),
     /// Run a program in a VM
     Exec(RawExec),
@@ -76,6 +76,9 @@ pub(crate) enum RawCommand {
     /// Build, list, import and remove guest images
     #[command(subcommand)]
     Image(RawImage),
+    /// Keep VMs as stored snapshots, and look after those
+    #[command(subcommand)]
+    Snapshot(RawSnapshot),
     /// Start, stop or look at the daemon
     #[command(subcommand)]
     Daemon(RawDaemon),
@@ -101,24 +104,61 @@ pub(crate) enum RawAccel {
 
 #[derive(Debug, Args)]
 pub(crate) struct RawRun {
-    /// Name of a guest image (`vmfork image ls`)
-    pub(crate) image: String,
-    /// Name of the VM [default: made from the image's]
+    /// Name of a guest image (`vmfork image ls`) or of a snapshot (`vmfork snapshot ls`)
+    pub(crate) name: String,
+    /// NAME is an image's, even if there is a snapshot of that name
+    #[arg(long, conflicts_with = "snapshot")]
+    pub(crate) image: bool,
+    /// NAME is a snapshot's, even if there is an image of that name
     #[arg(long)]
-    pub(crate) name: Option<String>,
-    /// Guest memory: 512, 512M, 2G [default: 512M]
-    #[arg(short, long, value_name = "SIZE")]
-    pub(crate) memory: Option<String>,
-    /// vCPUs [default: 1]
-    #[arg(short, long, value_name = "N")]
-    pub(crate) cpus: Option<u32>,
-    /// Insist on an accelerator [default: KVM where it runs stock kernels, else TCG]
-    #[arg(long)]
-    pub(crate) accel: Option<RawAccel>,
-    /// How long the guest may take until it is ready: 90s, 2m; 0 does not wait [default: 120s, and
-    /// 600s more for the image's first-boot command]
+    pub(crate) snapshot: bool,
+    /// Name of the VM [default: made from NAME]; of several, repeated or separated by commas
+    #[arg(long = "name", value_name = "VM", value_delimiter = ',', action = ArgAction::Append)]
+    pub(crate) names: Vec<String>,
+    /// How long the VM may take until it is ready: 90s, 2m [default: 60s from a snapshot; 120s from
+    /// an image, and 600s more for its first-boot command; 0 does not wait for that]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
+    /// Guest memory: 512, 512M, 2G [default: 512M]
+    #[arg(short, long, value_name = "SIZE", help_heading = OF_IMAGES)]
+    pub(crate) memory: Option<String>,
+    /// vCPUs [default: 1]
+    #[arg(short, long, value_name = "N", help_heading = OF_IMAGES)]
+    pub(crate) cpus: Option<u32>,
+    /// Insist on an accelerator [default: KVM where it runs stock kernels, else TCG]
+    #[arg(long, help_heading = OF_IMAGES)]
+    pub(crate) accel: Option<RawAccel>,
+    /// How many VMs [default: as many as names, or 1]
+    #[arg(short = 'n', long = "count", value_name = "N", help_heading = OF_SNAPSHOTS)]
+    pub(crate) count: Option<u32>,
+    /// Start none if not all of them fit
+    #[arg(long, help_heading = OF_SNAPSHOTS)]
+    pub(crate) all_or_nothing: bool,
+    /// Start although it was taken on another QEMU, machine or processor, where QEMU would try
+    #[arg(long, help_heading = OF_SNAPSHOTS)]
+    pub(crate) force: bool,
+    /// Which pages come before the guest asks for them [default: all]
+    #[arg(long, value_name = "WHICH", help_heading = OF_SNAPSHOTS)]
+    pub(crate) prefetch: Option<RawPrefetch>,
+    /// Bring in all other pages too, in the background, until the VM depends on the store no more; at
+    /// most so many MiB per second, if given
+    #[arg(long, value_name = "MIB_PER_S", num_args = 0..=1, help_heading = OF_SNAPSHOTS)]
+    pub(crate) hydrate: Option<Option<u32>>,
+}
+
+const OF_IMAGES: &str = "Of images only";
+const OF_SNAPSHOTS: &str = "Of snapshots only";
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RawPrefetch {
+    /// None
+    None,
+    /// What the faults so far predict
+    Demand,
+    /// What earlier VMs of the snapshot touched first
+    WorkingSet,
+    /// Both
+    All,
 }
 
 #[derive(Debug, Args)]
@@ -313,4 +353,97 @@ pub(crate) struct RawImageImport {
     /// Put it in place of an image of that name
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawSnapshot {
+    /// Keep a running VM as a snapshot; it pauses as in a fork, and runs on
+    Create(RawSnapshotCreate),
+    /// List the snapshots
+    Ls,
+    /// Show everything about a snapshot
+    Inspect(RawSnapshotName),
+    /// Remove snapshots
+    Rm {
+        #[arg(required = true, value_name = "SNAPSHOT")]
+        snapshots: Vec<String>,
+        /// With the snapshots that are deltas of them
+        #[arg(long)]
+        cascade: bool,
+    },
+    /// Read and check all of a snapshot, and of what it depends on (exit status 1: it is damaged)
+    Verify(RawSnapshotName),
+    /// Make a delta whole, so that it depends on no other snapshot
+    Flatten(RawSnapshotName),
+    /// Write a snapshot, with what it depends on, to one file
+    Export {
+        snapshot: String,
+        /// A path, or - for standard output
+        file: String,
+    },
+    /// Store what was exported
+    Import {
+        /// A path, or - for standard input
+        file: String,
+        /// What to call the snapshot [default: as it was called]
+        #[arg(long, value_name = "SNAPSHOT")]
+        name: Option<String>,
+    },
+    /// Copy a snapshot, with what it depends on, to another store
+    Push {
+        snapshot: String,
+        /// s3://BUCKET/PREFIX, or a folder of the daemon's host
+        location: String,
+    },
+    /// Bring a snapshot from another store; it can be started before its pages are here
+    Pull {
+        snapshot: String,
+        /// s3://BUCKET/PREFIX, or a folder of the daemon's host
+        location: String,
+        /// Until all of its pages are here
+        #[arg(long)]
+        wait: bool,
+    },
+    /// What is known of the pages that a snapshot's VMs touch first
+    #[command(subcommand)]
+    Profile(RawProfile),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawSnapshotName {
+    /// Name of a snapshot
+    pub(crate) snapshot: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawSnapshotCreate {
+    /// Name or id of a running VM
+    pub(crate) vm: String,
+    /// The snapshot's name
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) name: String,
+    /// Until it is stored, not only until the VM runs on; Ctrl-C then gives it up
+    #[arg(long)]
+    pub(crate) wait: bool,
+    /// Store pages as they are
+    #[arg(long)]
+    pub(crate) no_compression: bool,
+    /// Store all that is not zero, even if the VM was started from a snapshot
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Store zero pages like any others, to measure what leaving them out is worth
+    #[arg(long)]
+    pub(crate) keep_zero_pages: bool,
+    /// How long to record which pages the VM touches after it: 60, 60s, 2m; 0 does not [default:
+    /// 300s]
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) record: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawProfile {
+    /// Show it
+    Show(RawSnapshotName),
+    /// Forget it
+    Reset(RawSnapshotName),
 }

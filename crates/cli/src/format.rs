@@ -70,6 +70,19 @@ pub(crate) fn millis(ms: f64) -> String {
     }
 }
 
+/// A part of a whole, with one decimal below a hundred: `12.5 %`. `-` where there is no whole.
+pub(crate) fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 {
+        return "-".to_owned();
+    }
+    let tenths = (u128::from(part) * 1000 + u128::from(whole) / 2) / u128::from(whole);
+    if tenths >= 1000 || tenths.is_multiple_of(10) {
+        format!("{} %", tenths / 10)
+    } else {
+        format!("{}.{} %", tenths / 10, tenths % 10)
+    }
+}
+
 /// `1 vCPU`, `2 vCPUs`.
 pub(crate) fn plural(n: u64, one: &str) -> String {
     if n == 1 { format!("1 {one}") } else { format!("{} {one}s", count(n)) }
@@ -134,6 +147,21 @@ mod tests {
             (f64::NAN, "-"),
         ] {
             assert_eq!(millis(ms), text, "{ms}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_whole_have_one_decimal_at_most() {
+        for (part, whole, text) in [
+            (0, 9, "0 %"),
+            (1, 8, "12.5 %"),
+            (1, 3, "33.3 %"),
+            (9, 9, "100 %"),
+            (10, 3, "333 %"),
+            (u64::MAX, u64::MAX, "100 %"),
+            (1, 0, "-"),
+        ] {
+            assert_eq!(percent(part, whole), text);
         }
     }
 

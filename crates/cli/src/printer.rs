@@ -40,6 +40,38 @@ pub(crate) enum Field {
     /// Right-aligned.
     Figure(String),
     State(VmState),
+    /// A word with what it means to the reader.
+    Toned(String, Tone),
+}
+
+/// What a word in a table means to the reader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tone {
+    Good,
+    Bad,
+    /// It will change by itself.
+    Passing,
+    Plain,
+}
+
+impl Tone {
+    fn of(state: VmState) -> Self {
+        match state {
+            VmState::Running => Self::Good,
+            VmState::Failed => Self::Bad,
+            VmState::Starting | VmState::Frozen => Self::Passing,
+            VmState::Exited => Self::Plain,
+        }
+    }
+
+    fn paint(self, cell: Cell) -> Cell {
+        match self {
+            Self::Good => cell.fg(Color::Green),
+            Self::Bad => cell.fg(Color::Red),
+            Self::Passing => cell.fg(Color::Yellow),
+            Self::Plain => cell,
+        }
+    }
 }
 
 impl Printer {
@@ -233,15 +265,8 @@ pub(crate) fn render_table(header: &[&str], rows: Vec<Vec<Field>>, color: bool) 
         table.add_row(row.into_iter().enumerate().map(|(i, field)| {
             let cell = match field {
                 Field::Text(text) | Field::Figure(text) => Cell::new(text),
-                Field::State(state) => {
-                    let cell = Cell::new(state_word(state));
-                    match state {
-                        VmState::Running => cell.fg(Color::Green),
-                        VmState::Failed => cell.fg(Color::Red),
-                        VmState::Starting | VmState::Frozen => cell.fg(Color::Yellow),
-                        VmState::Exited => cell,
-                    }
-                }
+                Field::State(state) => Tone::of(state).paint(Cell::new(state_word(state))),
+                Field::Toned(text, tone) => tone.paint(Cell::new(text)),
             };
             align(cell, i)
         }));

@@ -28,6 +28,9 @@ use crate::failure::{ApiError, HintExt as _};
 /// Largest document that the daemon may answer with. 10,000 VMs take some 5 MiB.
 const DOCUMENT_BYTES_MAX: usize = 64 << 20;
 
+const JSON: &str = "application/json";
+const BYTES: &str = "application/octet-stream";
+
 pub(crate) type Body = UnsyncBoxBody<Bytes, io::Error>;
 
 /// A path with a query, percent-encoded.
@@ -130,10 +133,48 @@ impl Client<'_> {
         self.call(Method::POST, path, Some(document), bound.saturating_add(SLACK)).await
     }
 
+    /// A `POST` that has nothing to say but its path.
+    pub(crate) async fn act<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        bound: Duration,
+    ) -> anyhow::Result<T> {
+        self.call(Method::POST, path, None::<&()>, bound.saturating_add(SLACK)).await
+    }
+
+    /// `None` if the daemon knows no such thing.
+    pub(crate) async fn find<T: DeserializeOwned>(&self, path: Query) -> anyhow::Result<Option<T>> {
+        match self.get(path).await {
+            Ok(found) => Ok(Some(found)),
+            Err(error) if is_not_found(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A `POST` of bytes that come as a stream. `bound`: how long the daemon may take for it, the stream included.
+    pub(crate) async fn upload<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        body: Body,
+        bound: Duration,
+    ) -> anyhow::Result<T> {
+        let answer = self.send_as(Method::POST, &path, body, Some(BYTES), bound).await?;
+        understood(&path, &answer.collect().await?)
+    }
+
     pub(crate) async fn delete(&self, path: Query) -> anyhow::Result<()> {
         let bound = QUICK.saturating_add(SLACK);
         self.send(Method::DELETE, &path, empty(), bound).await?.collect().await?;
         Ok(())
+    }
+
+    /// A `DELETE` that says what is gone.
+    pub(crate) async fn remove<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        bound: Duration,
+    ) -> anyhow::Result<T> {
+        self.call(Method::DELETE, path, None::<&()>, bound.saturating_add(SLACK)).await
     }
 
     async fn call<T: DeserializeOwned>(
@@ -143,14 +184,12 @@ impl Client<'_> {
         document: Option<&impl Serialize>,
         bound: Duration,
     ) -> anyhow::Result<T> {
-        let body = match document {
-            None => empty(),
-            Some(document) => full(serde_json::to_vec(document)?),
+        let (body, content_type) = match document {
+            None => (empty(), None),
+            Some(document) => (full(serde_json::to_vec(document)?), Some(JSON)),
         };
-        let bytes = self.send(method, &path, body, bound).await?.collect().await?;
-        serde_json::from_slice(&bytes)
-            .with_context(|| format!("the daemon's answer to {} is not understood", path.0))
-            .hint("`vmfork version` shows whether vmfork and vmforkd are of one version")
+        let answer = self.send_as(method, &path, body, content_type, bound).await?;
+        understood(&path, &answer.collect().await?)
     }
 
     /// The answer's head must come within `bound` after the body has gone out.
@@ -159,6 +198,17 @@ impl Client<'_> {
         method: Method,
         path: &Query,
         body: Body,
+        bound: Duration,
+    ) -> anyhow::Result<Answer> {
+        self.send_as(method, path, body, None, bound).await
+    }
+
+    async fn send_as(
+        &self,
+        method: Method,
+        path: &Query,
+        body: Body,
+        content_type: Option<&'static str>,
         bound: Duration,
     ) -> anyhow::Result<Answer> {
         let started = Instant::now();
@@ -175,8 +225,8 @@ impl Client<'_> {
         let connection = Connection(driver.abort_handle());
         let mut request =
             Request::builder().method(method.clone()).uri(&path.0).header(HOST, host(self.global));
-        if method == Method::POST {
-            request = request.header(CONTENT_TYPE, "application/json");
+        if let Some(content_type) = content_type {
+            request = request.header(CONTENT_TYPE, content_type);
         }
         if let Some(token) = &self.global.token {
             request = request.header(AUTHORIZATION, format!("Bearer {token}"));
@@ -199,6 +249,17 @@ impl Client<'_> {
         }
         Err(api_error(status, &answer.collect().await?).into())
     }
+}
+
+fn understood<T: DeserializeOwned>(path: &Query, answer: &[u8]) -> anyhow::Result<T> {
+    serde_json::from_slice(answer)
+        .with_context(|| format!("the daemon's answer to {} is not understood", path.0))
+        .hint("`vmfork version` shows whether vmfork and vmforkd are of one version")
+}
+
+/// Whether the daemon said so, not somebody on the way.
+pub(crate) fn is_not_found(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(ApiError(ErrorBody { code: ErrorCode::NotFound, .. })))
 }
 
 /// The `Host` header, which HTTP/1.1 demands.

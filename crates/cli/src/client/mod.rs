@@ -11,7 +11,7 @@ mod socket;
 
 pub(crate) use connect::{ConnectError, Stream, connect};
 pub(crate) use exec::{ExecEvent, ExecInput, ExecSession, exit_status};
-pub(crate) use http::{Answer, Body, Query, empty, unreachable};
+pub(crate) use http::{Answer, Body, Query, empty, is_not_found, unreachable};
 pub(crate) use socket::{Incoming, Sender, Socket};
 
 use std::time::Duration;
@@ -20,6 +20,10 @@ use crate::config::Global;
 
 /// Bound on answers that only look something up.
 pub(crate) const QUICK: Duration = Duration::from_secs(30);
+
+/// Bound on what reads or writes a whole snapshot: it takes as long as its size takes, and the daemon lets nobody wait
+/// for longer than a day.
+pub(crate) const WHOLE: Duration = Duration::from_secs(86_400);
 
 /// What is given to the daemon on top of the time that a request itself may take, so that its own
 /// bound, which has more to say, strikes first.

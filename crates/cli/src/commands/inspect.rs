@@ -9,7 +9,7 @@ use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, render_table, state_word};
 
-const PAGE_BYTES: u64 = 4096;
+pub(super) const PAGE_BYTES: u64 = 4096;
 
 pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     let client = Client::new(global).await?;
@@ -79,12 +79,21 @@ fn render(detail: &VmDetail) -> String {
         ("agent", or_none(&detail.agent_version)),
         ("guest kernel", or_none(&detail.guest_kernel)),
     ];
+    // Between its parent and what makes it differ from it; most VMs have none.
+    if let Some(snapshot) = &vm.snapshot {
+        let at = fields.iter().position(|(name, _)| *name == "vmid").unwrap_or(fields.len());
+        fields.insert(at, ("snapshot", snapshot.clone()));
+    }
     for (_, value) in &mut fields {
         *value = format::printable(value);
     }
     let mut text = section("", &fields);
     text.push_str("\nmemory\n");
-    text.push_str(&section("  ", &memory(&detail.memory)));
+    let mut fields = memory(&detail.memory);
+    if vm.snapshot.is_some() {
+        fields.extend(store(&detail.memory));
+    }
+    text.push_str(&section("  ", &fields));
     if !detail.memory.caches.is_empty() {
         text.push_str("\ncaches\n");
         text.push_str(&caches(&detail.memory.caches));
@@ -109,10 +118,12 @@ fn caches(caches: &[CacheInfo]) -> String {
     )
 }
 
+/// A count of pages, and what they come to.
+pub(super) fn pages(n: u64) -> String {
+    format!("{} ({})", format::plural(n, "page"), format::size(n.saturating_mul(PAGE_BYTES)))
+}
+
 fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
-    let pages = |n: u64| {
-        format!("{} ({})", format::plural(n, "page"), format::size(n.saturating_mul(PAGE_BYTES)))
-    };
     let faults = &memory.faults;
     let source = &memory.source;
     vec![
@@ -161,7 +172,23 @@ fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
     ]
 }
 
-fn section(indent: &str, fields: &[(&str, String)]) -> String {
+/// What there is to say where pages come from a store.
+fn store(memory: &MemoryInfo) -> [(&'static str, String); 2] {
+    let faults = &memory.store_faults;
+    [
+        ("fetched ahead", format::size(memory.prefetched_bytes)),
+        (
+            "store faults",
+            format!(
+                "{} predicted, {} remote",
+                format::count(faults.predicted),
+                format::count(faults.remote)
+            ),
+        ),
+    ]
+}
+
+pub(super) fn section(indent: &str, fields: &[(&str, String)]) -> String {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
     fields.iter().map(|(name, value)| format!("{indent}{name:width$}  {value}\n")).collect()
 }

@@ -17,6 +17,7 @@ mod outflow;
 mod ps;
 mod rm;
 mod run;
+mod snapshot;
 mod streams;
 mod top;
 mod tree;
@@ -50,6 +51,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Doctor => doctor::run(global).await,
         Command::Version => version::run(global).await,
         Command::Image(action) => image::run(global, action).await,
+        Command::Snapshot(action) => snapshot::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,
         Command::Completion(shell) => completion::run(global, shell),
     }

@@ -24,10 +24,11 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
         // For `vmfork kill $(vmfork ps -q)`.
         printer.data(&vms.iter().map(|vm| format!("{}\n", vm.name)).collect::<String>())?;
     } else {
-        printer.table(
-            &["VM", "PARENT", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"],
-            vms.iter().map(row).collect(),
-        )?;
+        let mut header = vec!["VM", "PARENT", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"];
+        let mut rows: Vec<Vec<Field>> = vms.iter().map(row).collect();
+        let origins: Vec<Option<&str>> = vms.iter().map(|vm| vm.snapshot.as_deref()).collect();
+        add_snapshots(&mut header, &mut rows, &origins);
+        printer.table(&header, rows)?;
         if all {
             let host: HostInfo = client.get(Query::new("/v1/host")).await?;
             for vm in &host.lost {
@@ -55,6 +56,21 @@ fn row(vm: &Vm) -> Vec<Field> {
     ];
     row.extend(memory_fields(vm));
     row
+}
+
+/// A column at the end with the snapshots that VMs were started from, if any was.
+pub(super) fn add_snapshots(
+    header: &mut Vec<&str>,
+    rows: &mut [Vec<Field>],
+    snapshots: &[Option<&str>],
+) {
+    if snapshots.iter().all(Option::is_none) {
+        return;
+    }
+    header.push("SNAPSHOT");
+    for (row, snapshot) in rows.iter_mut().zip(snapshots) {
+        row.push(Field::Text(snapshot.unwrap_or("-").to_owned()));
+    }
 }
 
 /// Private and shared memory, and faults; an ended VM has none.

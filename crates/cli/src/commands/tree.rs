@@ -9,7 +9,7 @@ use bytes::Bytes;
 use serde::Deserialize as _;
 use vmfork_api::{SCHEMA, TreeNode, Vm};
 
-use super::ps::memory_fields;
+use super::ps::{add_snapshots, memory_fields};
 use crate::client::{Client, Query};
 use crate::config::Global;
 use crate::failure::Exit;
@@ -28,19 +28,21 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
         global.printer.line(&format!("{{\"schema\":\"{SCHEMA}\",\"families\":{text}}}"))?;
         return Ok(Exit::Done);
     }
-    let rows = lines.into_iter().map(|(branch, vm)| {
+    let row = |(branch, vm): &(String, Vm)| {
         let mut row = vec![
             Field::Text(format!("{branch}{}", vm.name)),
             Field::Figure(vm.vmid.to_string()),
             Field::State(vm.state),
             Field::Figure(format::age_since(vm.created_unix_ms)),
         ];
-        row.extend(memory_fields(&vm));
+        row.extend(memory_fields(vm));
         row
-    });
-    global
-        .printer
-        .table(&["VM", "VMID", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"], rows.collect())?;
+    };
+    let mut header = vec!["VM", "VMID", "STATE", "AGE", "PRIVATE", "SHARED", "FAULTS"];
+    let mut rows: Vec<Vec<Field>> = lines.iter().map(row).collect();
+    let origins: Vec<Option<&str>> = lines.iter().map(|(_, vm)| vm.snapshot.as_deref()).collect();
+    add_snapshots(&mut header, &mut rows, &origins);
+    global.printer.table(&header, rows)?;
     Ok(Exit::Done)
 }
 

@@ -5,20 +5,16 @@ use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmfork_api::{Accel, ExecRequest, ForkRequest, KillRequest, RunRequest, name_is_valid};
+use vmfork_api::{ExecRequest, ForkRequest, KillRequest, name_is_valid};
 
-use super::{ImageAction, misuse, value};
+use super::{ImageAction, RunConfig, SnapshotAction, misuse, run, value};
 use crate::args::{
-    RawAccel, RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawRun, RawTop,
-    Shell,
+    RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawTop, Shell,
 };
 use crate::failure::Misuse;
 
-/// The daemon's own bounds, where a request names none (see `vmfork-api`).
-const BOOT_TIMEOUT_DEFAULT: Duration = Duration::from_secs(720);
+/// The daemon's own bound, where a request names none (see `vmfork-api`).
 const FORK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
-const FORK_COUNT_MAX: u32 = 1024;
-const CPUS_MAX: u32 = 64;
 
 #[derive(Debug)]
 pub(crate) enum Command {
@@ -37,15 +33,9 @@ pub(crate) enum Command {
     Doctor,
     Version,
     Image(ImageAction),
+    Snapshot(SnapshotAction),
     Daemon(DaemonAction),
     Completion(Shell),
-}
-
-#[derive(Debug)]
-pub(crate) struct RunConfig {
-    pub(crate) request: RunRequest,
-    /// How long the daemon may take for it.
-    pub(crate) bound: Duration,
 }
 
 #[derive(Debug)]
@@ -109,7 +99,7 @@ pub(crate) enum DaemonAction {
 impl Command {
     pub(crate) fn new(raw: RawCommand, global: &RawGlobal) -> Result<Self, Misuse> {
         Ok(match raw {
-            RawCommand::Run(raw) => Self::Run(run(raw)?),
+            RawCommand::Run(raw) => Self::Run(run::run(raw)?),
             RawCommand::Exec(raw) => Self::Exec(exec(raw, global.json)?),
             RawCommand::Cp(raw) => Self::Cp(cp(&raw)?),
             RawCommand::Fork(raw) => Self::Fork(fork(raw)?),
@@ -129,6 +119,7 @@ impl Command {
             RawCommand::Doctor => Self::Doctor,
             RawCommand::Version => Self::Version,
             RawCommand::Image(raw) => Self::Image(ImageAction::new(raw)?),
+            RawCommand::Snapshot(raw) => Self::Snapshot(SnapshotAction::new(raw, global)?),
             RawCommand::Daemon(raw) => Self::Daemon(match raw {
                 RawDaemon::Start => DaemonAction::Start,
                 RawDaemon::Stop { force } => DaemonAction::Stop { force },
@@ -156,25 +147,6 @@ fn vm(name: String) -> Result<String, Misuse> {
 
 fn vms(names: Vec<String>) -> Result<Vec<String>, Misuse> {
     names.into_iter().map(vm).collect()
-}
-
-fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
-    if let Some(cpus) = raw.cpus.filter(|cpus| !(1..=CPUS_MAX).contains(cpus)) {
-        return misuse(format!("--cpus {cpus}: a VM can have 1 to {CPUS_MAX}"));
-    }
-    let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
-    let request = RunRequest {
-        image: value::name(raw.image, "image's name")?,
-        name: raw.name.map(vm).transpose()?,
-        memory_mib: raw.memory.map(|text| value::memory_mib(&text)).transpose()?,
-        cpus: raw.cpus,
-        accel: raw.accel.map(|accel| match accel {
-            RawAccel::Kvm => Accel::Kvm,
-            RawAccel::Tcg => Accel::Tcg,
-        }),
-        boot_timeout_ms: timeout.map(value::millis),
-    };
-    Ok(RunConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
 }
 
 fn exec(raw: RawExec, json: bool) -> Result<ExecConfig, Misuse> {
@@ -253,24 +225,7 @@ fn place(text: &str) -> Result<Place, Misuse> {
 }
 
 fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
-    let given = u32::try_from(raw.names.len()).unwrap_or(u32::MAX);
-    let count = raw.count.unwrap_or(given.max(1));
-    if !(1..=FORK_COUNT_MAX).contains(&count) {
-        return misuse(format!("fork: {count} clones: 1 to {FORK_COUNT_MAX} can be asked for"));
-    }
-    if given != 0 && given != count {
-        return misuse(format!("fork: {given} names for {count} clones"));
-    }
-    let names = raw
-        .names
-        .into_iter()
-        .map(|n| value::name(n, "clone's name"))
-        .collect::<Result<Vec<_>, _>>()?;
-    let mut sorted: Vec<&String> = names.iter().collect();
-    sorted.sort();
-    if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        return misuse(format!("fork: the name `{}` is given twice", twice[0]));
-    }
+    let (count, names) = value::several(raw.count, raw.names, "clone")?;
     let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
         return misuse("--timeout 0: no clone can be ready by then");
@@ -279,7 +234,7 @@ fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
         vm: vm(raw.vm)?,
         request: ForkRequest {
             count,
-            names: (!names.is_empty()).then_some(names),
+            names,
             all_or_nothing: raw.all_or_nothing,
             timeout_ms: timeout.map(value::millis),
         },

@@ -4,14 +4,17 @@
 mod command;
 mod global;
 mod image;
+mod run;
+mod snapshot;
 mod value;
 
 pub(crate) use command::{
-    Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig,
-    RunConfig, TopConfig,
+    Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig, TopConfig,
 };
 pub(crate) use global::{Endpoint, Environment, Global};
 pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};
+pub(crate) use run::{BootConfig, RunConfig, StartConfig};
+pub(crate) use snapshot::SnapshotAction;
 
 use crate::failure::Misuse;
 

@@ -10,6 +10,9 @@ use crate::failure::Misuse;
 /// Longest time that any option takes: a week. Keeps sums far from overflow.
 const TIME_MAX: Duration = Duration::from_secs(7 * 86_400);
 
+/// How many VMs can be started by one request (see `vmfork-api`).
+const COUNT_MAX: u32 = 1024;
+
 pub(super) fn name(name: String, what: &str) -> Result<String, Misuse> {
     if name_is_valid(&name) {
         return Ok(name);
@@ -19,6 +22,33 @@ pub(super) fn name(name: String, what: &str) -> Result<String, Misuse> {
          a letter or digit",
         crate::format::printable(&name)
     ))
+}
+
+/// How many VMs are to be started together, and their names if any were given: as many, and no two alike. `what` are
+/// they.
+pub(super) fn several(
+    count: Option<u32>,
+    names: Vec<String>,
+    what: &str,
+) -> Result<(u32, Option<Vec<String>>), Misuse> {
+    let given = u32::try_from(names.len()).unwrap_or(u32::MAX);
+    let count = count.unwrap_or(given.max(1));
+    if !(1..=COUNT_MAX).contains(&count) {
+        return misuse(format!("{count} {what}s: 1 to {COUNT_MAX} can be asked for"));
+    }
+    if given != 0 && given != count {
+        return misuse(format!("{given} names for {count} {what}s"));
+    }
+    let names = names
+        .into_iter()
+        .map(|n| name(n, &format!("{what}'s name")))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut sorted: Vec<&String> = names.iter().collect();
+    sorted.sort();
+    if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return misuse(format!("the name `{}` is given twice", twice[0]));
+    }
+    Ok((count, (!names.is_empty()).then_some(names)))
 }
 
 /// `500ms`, `30s`, `2m`, `1h`, or a plain number of seconds; decimals are fine.

@@ -187,3 +187,30 @@ fn a_long_fork_shows_how_far_it_is_unless_told_not_to() {
     wait_until("it is told", || terminal.shows("paused 3.4 ms"));
     assert!(!terminal.shows("\x1b["), "{:?}", terminal.shown);
 }
+
+#[test]
+fn a_snapshot_that_is_waited_for_shows_how_far_it_is() {
+    let daemon = FakeDaemon::start();
+    let terminal = Terminal::new();
+    let create = daemon.command(&["snapshot", "create", "web", "long", "--wait"]);
+    let mut child = terminal.spawn(create);
+    wait_until("the bar is there", || terminal.shows("42.00 MiB/100.00 MiB"));
+    send(child.id(), Signal::INT);
+    assert_eq!(ends(&mut child), Some(130));
+    wait_until("it is told", || terminal.shows("Gave up snapshot `long`"));
+}
+
+#[test]
+fn a_terminal_is_no_place_for_a_snapshots_bytes() {
+    let daemon = FakeDaemon::start();
+    for (args, said) in [
+        (["snapshot", "export", "warm", "-"], "standard output is a terminal"),
+        (["snapshot", "import", "-", "--no-start"], "standard input is a terminal"),
+    ] {
+        let terminal = Terminal::new();
+        let line = terminal.line.try_clone().unwrap();
+        let mut child = terminal.spawn_into(daemon.command(&args), line.into());
+        assert_eq!(ends(&mut child), Some(2));
+        wait_until("it is told", || terminal.shows(said));
+    }
+}

@@ -4,6 +4,7 @@
 //! runs the program here, files lie in a folder.
 
 mod routes;
+mod snapshots;
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -16,6 +17,7 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 pub(crate) use routes::Seen;
+pub(crate) use snapshots::exported;
 
 /// No command of these tests may take longer.
 const BOUND: Duration = Duration::from_secs(30);

@@ -39,7 +39,7 @@ impl Seen {
         Self { guest, requests: Mutex::default(), abandoned: AtomicU64::new(0) }
     }
 
-    fn note(&self, request: String) {
+    pub(super) fn note(&self, request: String) {
         self.requests.lock().expect("no panic").push(request);
     }
 
@@ -53,10 +53,10 @@ impl Seen {
     }
 }
 
-type Shared = State<Arc<Seen>>;
+pub(super) type Shared = State<Arc<Seen>>;
 
 /// Counts a request whose future was dropped before its end.
-struct Abandoned(Arc<Seen>, bool);
+pub(super) struct Abandoned(pub(super) Arc<Seen>, pub(super) bool);
 
 impl Drop for Abandoned {
     fn drop(&mut self) {
@@ -66,7 +66,7 @@ impl Drop for Abandoned {
     }
 }
 
-struct Failure(ErrorBody);
+pub(super) struct Failure(pub(super) ErrorBody);
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
@@ -75,7 +75,12 @@ impl IntoResponse for Failure {
     }
 }
 
-fn failure(code: ErrorCode, message: &str, cause: &str, remedy: Option<&str>) -> ErrorBody {
+pub(super) fn failure(
+    code: ErrorCode,
+    message: &str,
+    cause: &str,
+    remedy: Option<&str>,
+) -> ErrorBody {
     ErrorBody {
         code,
         message: message.to_owned(),
@@ -101,6 +106,7 @@ pub(crate) fn vm(name: &str, parent: Option<&str>, vmid: u32) -> Vm {
         image: "debian".to_owned(),
         family: "0000000000000000".to_owned(),
         parent: parent.map(str::to_owned),
+        snapshot: None,
         vmid,
         state: VmState::Running,
         reason: None,
@@ -150,8 +156,11 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route(
             "/v1/images",
             get(|| async {
-                Json(json!([{"name": "debian", "size_bytes": 300 << 20, "created_unix_ms": 0,
-                "origin": "debian bookworm", "kernel": "6.1.0", "agent": true, "vms": 2}]))
+                let image = |name: &str| {
+                    json!({"name": name, "size_bytes": 300 << 20, "created_unix_ms": 0,
+                    "origin": "debian bookworm", "kernel": "6.1.0", "agent": true, "vms": 2})
+                };
+                Json(json!([image("debian"), image("both")]))
             }),
         )
         .route(
@@ -184,12 +193,17 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route("/v1/vms/{vm}/files", get(read_file).put(write_file))
         .route("/v1/vms/{vm}/logs", get(logs))
         .route("/v1/vms/{vm}/console", get(console))
+        .merge(super::snapshots::router())
         .with_state(seen)
 }
 
 async fn list(State(seen): Shared, Query(query): Query<Value>) -> Json<Vec<Vm>> {
     seen.note(format!("list {query}"));
-    Json(vec![vm("web", None, 0), vm("web.1", Some("web"), 1)])
+    let mut vms = vec![vm("web", None, 0), vm("web.1", Some("web"), 1)];
+    if query.get("all").is_some() {
+        vms.push(Vm { snapshot: Some("warm".to_owned()), ..vm("warm.1", None, 0) });
+    }
+    Json(vms)
 }
 
 async fn start(State(seen): Shared, Json(request): Json<RunRequest>) -> Response {
@@ -199,6 +213,11 @@ async fn start(State(seen): Shared, Json(request): Json<RunRequest>) -> Response
         tokio::time::sleep(Duration::from_secs(60)).await;
     }
     abandoned.1 = true;
+    if request.image == "gone" {
+        let cause = "there is no image `gone`";
+        return Failure(failure(ErrorCode::NotFound, "run `gone`", cause, Some("build it")))
+            .into_response();
+    }
     let vm = vm(request.name.as_deref().unwrap_or("debian-1"), None, 0);
     (StatusCode::CREATED, Json(vm)).into_response()
 }
@@ -207,7 +226,9 @@ async fn inspect(Path(name): Path<String>) -> Result<Json<Value>, Failure> {
     if name == "nope" {
         return Err(not_found("inspect", &name));
     }
-    let mut detail = serde_json::to_value(vm(&name, None, 0)).expect("JSON");
+    let mut vm = vm(&name, None, 0);
+    vm.snapshot = (name == "warm.1").then(|| "warm".to_owned());
+    let mut detail = serde_json::to_value(vm).expect("JSON");
     let extra = json!({"schema": SCHEMA, "qemu_version": "7.2.22", "agent_version": "0.1.0",
         "guest_kernel": "6.1.0", "clone_names": ["web.1"], "accel_reason": "no kvm_intel",
         "memory": {"pages": 131_072, "private_pages": 9728, "zero_pages": 1, "cache_present_pages": 2,
@@ -264,6 +285,7 @@ async fn fork(
             vmid,
             name: format!("{name}.{vmid}"),
             state: if vmid > fits { VmState::Failed } else { VmState::Running },
+            running_ms: (vmid <= fits).then_some(12.5),
             ready_ms: (vmid <= fits).then(|| 20.0 + f64::from(vmid)),
             pooled: true,
             error: (vmid > fits).then(|| {

@@ -1,35 +1,29 @@
-//! `vmfork run`: prints the new VM's name, for `vm=$(vmfork run IMAGE)`.
+//! A VM from an image: prints its name, for `vm=$(vmfork run IMAGE)`.
 
-use vmfork_api::{Accel, Vm, VmState};
+use vmfork_api::{Vm, VmState};
 
+use super::accel_word;
 use crate::client::{Client, Query};
-use crate::config::{Global, RunConfig};
+use crate::config::BootConfig;
 use crate::failure::Exit;
 use crate::format;
 
-pub(super) async fn run(global: &Global, config: RunConfig) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+pub(super) async fn run(client: &Client<'_>, config: BootConfig) -> anyhow::Result<Exit> {
+    let printer = &client.global.printer;
     let image = &config.request.image;
-    let spinner = global.printer.spinner(match &config.request.name {
+    let spinner = printer.spinner(match &config.request.name {
         Some(name) => format!("Booting `{name}` from `{image}`"),
         None => format!("Booting `{image}`"),
     });
     let vm: Vm = client.post(Query::new("/v1/vms"), &config.request, config.bound).await?;
     spinner.finish_and_clear();
-    if global.printer.json {
-        global.printer.with_schema(&vm)?;
+    if printer.json {
+        printer.with_schema(&vm)?;
     } else {
-        global.printer.line(&vm.name)?;
-        global.printer.note(&summary(&vm));
+        printer.line(&vm.name)?;
+        printer.note(&summary(&vm));
     }
     Ok(Exit::Done)
-}
-
-pub(super) fn accel_word(accel: Accel) -> &'static str {
-    match accel {
-        Accel::Kvm => "kvm",
-        Accel::Tcg => "tcg",
-    }
 }
 
 fn summary(vm: &Vm) -> String {

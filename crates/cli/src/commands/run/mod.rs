@@ -1,0 +1,56 @@
+//! `vmfork run`: from an image or from a stored snapshot, whichever NAME is.
+
+mod boot;
+mod start;
+
+use vmfork_api::{Accel, Image};
+
+use super::snapshot;
+use crate::client::{Client, Query, is_not_found};
+use crate::config::{Global, RunConfig};
+use crate::failure::{Exit, HintExt as _, Misuse};
+
+pub(super) async fn run(global: &Global, config: RunConfig) -> anyhow::Result<Exit> {
+    let client = &Client::new(global).await?;
+    match config {
+        RunConfig::Image(config) => boot::run(client, config).await,
+        RunConfig::Snapshot(config) => start::run(client, config).await,
+        RunConfig::ByName { name, image, snapshot } => {
+            if is_snapshot(client, &name).await? {
+                return start::run(client, snapshot?).await;
+            }
+            match boot::run(client, image?).await {
+                Err(error) if is_not_found(&error) => Err(error)
+                    .hint("`vmfork image ls` and `vmfork snapshot ls` list what can be run"),
+                ended => ended,
+            }
+        }
+    }
+}
+
+/// Whether a name is a snapshot's and not an image's.
+///
+/// # Errors
+/// It is [`Misuse`] if both have it.
+async fn is_snapshot(client: &Client<'_>, name: &str) -> anyhow::Result<bool> {
+    match snapshot::find(client, name).await {
+        Ok(None) => return Ok(false),
+        Ok(Some(_)) => {}
+        Err(error) => {
+            return Err(error.context(format!("find out whether `{name}` is a snapshot")));
+        }
+    }
+    let images: Vec<Image> = client.get(Query::new("/v1/images")).await?;
+    if images.iter().any(|image| image.name == name) {
+        return Err(Misuse(format!("run: there is an image `{name}` and a snapshot `{name}`")))
+            .hint("say which one: --image or --snapshot");
+    }
+    Ok(true)
+}
+
+pub(super) fn accel_word(accel: Accel) -> &'static str {
+    match accel {
+        Accel::Kvm => "kvm",
+        Accel::Tcg => "tcg",
+    }
+}
