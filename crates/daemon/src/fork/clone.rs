@@ -25,6 +25,8 @@ use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
 
+const PAGE_LOST: &str = "of a stored snapshot, `vmfork snapshot verify` tells what else is damaged";
+
 /// How many QEMUs are tried for one clone.
 const ATTACH_TRIES_MAX: u32 = 4;
 
@@ -180,7 +182,11 @@ async fn start_within(
         Err(failure) => {
             let reason = chain(&*failure.source);
             core.end(&vm, End::failed(failure.kind, reason.clone()));
-            Err(error(failure.code, reason, failure.remedy))
+            // A page that could not be had has ended it, and what is seen here followed from that.
+            match vm.end_now().filter(|end| end.kind == EndReason::PageLost) {
+                Some(end) => Err(error(ErrorCode::PageLost, end.reason, PAGE_LOST)),
+                None => Err(error(failure.code, reason, failure.remedy)),
+            }
         }
     }
 }

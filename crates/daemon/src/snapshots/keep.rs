@@ -1,6 +1,6 @@
 //! Looking after what is stored: remove, verify, flatten.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::sync::atomic::Ordering;
 
 use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
@@ -38,6 +38,8 @@ impl Snapshots {
                 None => {}
             }
         }
+        // What is learnt of a VM that has just ended is written to its snapshot: that is waited for.
+        let _not_while_learning = self.learning.lock().unwrap_or_else(PoisonError::into_inner);
         let removed = self.store.remove(name, cascade).map_err(failed)?;
         Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
     }
@@ -72,6 +74,8 @@ pub(super) async fn verify(core: &Arc<Core>, name: &str) -> Result<VerifyReply, 
 pub(super) async fn flatten(core: &Arc<Core>, name: &str) -> Result<Snapshot, ErrorBody> {
     let message = format!("flatten snapshot `{name}`");
     with_work(core, name, message, |core, name, work| {
+        let learning = &core.snapshots.learning;
+        let _not_while_learning = learning.lock().unwrap_or_else(PoisonError::into_inner);
         core.snapshots.store.flatten(name, work)?;
         Ok(())
     })
