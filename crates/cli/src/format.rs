@@ -76,7 +76,9 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
         return "-".to_owned();
     }
     let tenths = (u128::from(part) * 1000 + u128::from(whole) / 2) / u128::from(whole);
-    if tenths >= 1000 || tenths.is_multiple_of(10) {
+    if tenths == 0 && part != 0 {
+        "< 0.1 %".to_owned()
+    } else if tenths >= 1000 || tenths.is_multiple_of(10) {
         format!("{} %", tenths / 10)
     } else {
         format!("{}.{} %", tenths / 10, tenths % 10)
@@ -156,6 +158,7 @@ mod tests {
             (0, 9, "0 %"),
             (1, 8, "12.5 %"),
             (1, 3, "33.3 %"),
+            (1, 10_000, "< 0.1 %"),
             (9, 9, "100 %"),
             (10, 3, "333 %"),
             (u64::MAX, u64::MAX, "100 %"),
