@@ -34,11 +34,11 @@ pub trait Blobs: Debug + Send + Sync {
     /// It isn't there; what was there before still is.
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
 
-    /// Put it there if nothing is, for good once this returns. `false`: there is something already, which stays as
-    /// it is.
+    /// Put it there if nothing is, for good once this returns. `false`: there is something else already, which stays
+    /// as it is.
     ///
     /// # Errors
-    /// It isn't there.
+    /// It may or may not be there.
     fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError>;
 
     /// Bytes, or `None` if there is no such key.

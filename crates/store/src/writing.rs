@@ -169,7 +169,10 @@ impl<'a> Writing<'a> {
 
     /// All is written: let the snapshot appear.
     pub(crate) fn commit(&self, descriptor: &Descriptor) -> Result<(), StoreError> {
-        let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
+        let bad = |why: String| StoreError::BadDraft { why };
+        let file = descriptor.encode().map_err(bad)?;
+        // What JSON can hold, its reader may refuse: a `vm` that is nested a hundred levels deep.
+        Descriptor::decode(&file).map_err(|flaw| bad(flaw.to_string()))?;
         let blobs = self.inner.blobs();
         // What the descriptor names is on the medium before it is.
         blobs.sync()?;
@@ -183,14 +186,15 @@ impl<'a> Writing<'a> {
             }
         }
         let key = snapshot_key(&self.name, DESCRIPTOR);
+        // An error doesn't say that it isn't there: an answer may have been lost on its way. The sections stay, then,
+        // for `collect`, which looks.
+        let sections = std::mem::take(&mut *lock(&self.sections));
         if self.commit == Commit::Replace {
             blobs.put(&key, &file)?;
-            lock(&self.sections).clear();
             blobs.sync()?;
-        } else if blobs.put_new(&key, &file)? {
-            lock(&self.sections).clear();
-        } else {
+        } else if !blobs.put_new(&key, &file)? {
             // By another process.
+            *lock(&self.sections) = sections;
             let place = blobs.describe();
             return Err(StoreError::Exists { name: self.name.clone(), place });
         }

@@ -1,8 +1,9 @@
 //! The power goes at each step of an operation: what was there before is whole, and what is left is cleared away.
 
+use std::io::Read;
 use std::sync::Arc;
 
-use vmfork_store::{Store, StoreError, Work};
+use vmfork_store::{BlobError, Blobs, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -60,6 +61,67 @@ fn a_crash_while_creating_leaves_the_old_and_nothing_of_the_new() {
             }
         },
     );
+}
+
+/// Passes the descriptor on and then fails, as a server does whose answer is lost.
+#[derive(Debug)]
+struct LostAnswer(Arc<Memory>);
+
+impl Blobs for LostAnswer {
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
+    fn get(&self, key: &str) -> Result<Vec<u8>, BlobError> {
+        self.0.get(key)
+    }
+
+    fn reader(&self, key: &str) -> Result<Box<dyn Read + Send>, BlobError> {
+        self.0.reader(key)
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.0.put(key, bytes)
+    }
+
+    fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError> {
+        let done = self.0.put_new(key, bytes);
+        if key.ends_with("descriptor.json") {
+            self.0.fail_after(0);
+            self.0.get(key)?;
+        }
+        done
+    }
+
+    fn size(&self, key: &str) -> Result<Option<u64>, BlobError> {
+        self.0.size(key)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<String>, BlobError> {
+        self.0.list(prefix)
+    }
+
+    fn delete(&self, key: &str) -> Result<(), BlobError> {
+        self.0.fail_after(i64::MAX);
+        self.0.delete(key)
+    }
+
+    fn sync(&self) -> Result<(), BlobError> {
+        self.0.sync()
+    }
+}
+
+#[test]
+fn a_snapshot_that_appeared_though_an_error_was_seen_is_whole() {
+    let memory = Memory::new();
+    let store = Store::new(Arc::new(LostAnswer(memory.clone()))).expect("store");
+    let guest: Guest = vec![4; 20];
+    create(&store, draft("x", &guest), &guest).expect_err("the answer is lost");
+    memory.fail_after(i64::MAX);
+    let after = Store::new(memory).expect("store");
+    after.collect().expect("collected");
+    assert_eq!(read_back(&after, "x"), guest);
+    assert_eq!(after.open("x").expect("opens").state().expect("reads"), b"state of x");
 }
 
 #[test]

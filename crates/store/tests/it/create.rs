@@ -130,6 +130,13 @@ fn what_is_no_snapshot_is_refused_before_any_work() {
         error.to_string()
     };
     let on_base = || delta("x", &base, &guest, &guest);
+    let mut deep = draft("deep", &guest);
+    for _ in 0..200 {
+        deep.vm = serde_json::json!([deep.vm]);
+    }
+    let error = create(&store, deep, &guest).expect_err("too deep to be read back");
+    assert!(error.to_string().contains("recursion limit"), "{error}");
+    store.collect().expect("collected");
     let mut bad = [
         (draft("../x", &guest), "`../x` is no name"),
         (draft("base", &guest), "a snapshot named `base` is in memory already"),
