@@ -7,7 +7,7 @@
 //!    6   2  pages, 1 to 512
 //!    8   4  raw bytes, 4096 × pages
 //!   12   4  payload bytes
-//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and the payload
+//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and, if it is compressed, the payload
 //!   24   …  payload
 //! ```
 //!
@@ -98,7 +98,11 @@ impl ChunkEncoder {
 
 fn seal(file: &[u8]) -> [u8; 8] {
     let mut hasher = blake3::Hasher::new();
-    hasher.update(&file[..SEALED_BYTES]).update(&file[HEADER_BYTES..]);
+    hasher.update(&file[..SEALED_BYTES]);
+    // What is stored as it is, the hash of the content speaks for: no need to go over it twice.
+    if file[5] != ENCODING_NONE {
+        hasher.update(&file[HEADER_BYTES..]);
+    }
     let mut seal = [0; 8];
     seal.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
     seal
