@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,31 @@ def _ratio(
     return lambda figures: one(figures) / other(figures)
 
 
+def _jobs(figures: Figures, name: str, **labels: object) -> dict[tuple[str, str], float]:
+    """The medians of a series, by program and memory."""
+    found = {}
+    for series in figures.all:
+        if series.name == name and series.values and all(series.labels.get(key) == value for key, value in labels.items()):
+            found[series.labels["program"], series.labels["memory"]] = series.p50
+    if not found:
+        raise Missing(name)
+    return found
+
+
+def _slowdown(mode: str, summary: Callable[[list[float]], float]) -> Callable[[Figures], float]:
+    def of(figures: Figures) -> float:
+        before = _jobs(figures, "job_ms", start="never stopped")
+        after = _jobs(figures, "job_ms", start=mode)
+        return summary([after[key] / before[key] for key in after if key in before])
+
+    return of
+
+
+def _remote_share(figures: Figures) -> float:
+    none, fdw = _jobs(figures, "remote_faults", mode="none"), _jobs(figures, "remote_faults", mode="fdw")
+    return statistics.median(fdw[key] / none[key] for key in fdw if key in none)
+
+
 _PAUSE = _p50("pause_ms", memory="512 MiB", load="idle")
 _UNDISTURBED = _p50("pause_undisturbed_ms", memory="512 MiB", load="idle")
 
@@ -102,6 +128,15 @@ TABLE = [
             _p50("clone_ready_ms", memory="1024 MiB", pool="yes"),
         ),
     ),
+    Reach(
+        "start from a stored snapshot to running, 4 GiB, over QEMU's restore",
+        0.03, True, "", _ratio(_p50("start_running_ms", mode="fdw", program="scan", memory="4096 MiB"), _p50("restore_ms", memory="4096 MiB")),
+    ),
+    Reach("a job after an fdw start over never stopped, median of programs", 1.02, True, "", _slowdown("fdw", statistics.median)),
+    Reach("the same, worst program", 1.05, True, "", _slowdown("fdw", max)),
+    Reach("faults that leave the host, fdw over none, median of programs", 0.1, True, "", _remote_share),
+    Reach("stored size of a 4 GiB guest with 1 GiB used", 15, True, "%", _p50("stored_percent", compression="zstd", program="files", memory="4096 MiB")),
+    Reach("50 VMs of one snapshot: the last ones' answer over the first ones'", 1.5, True, "", _ratio(_p50("many_answer_ms", vm="last"), _p50("many_answer_ms", vm="first"))),
     Reach(
         "page already touched by a sibling, over a local fault",
         0.02, True, "", _ratio(_p50("fault_us", page="touched by a sibling"), _p50("fault_us", page="fetched")),

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from . import baseline, chain, clones, faults, idle, pause, snapshots, work
+from . import baseline, chain, clones, faults, idle, pause, snapshots, stored, work
 
 #: In the order in which they run and are reported.
 ALL: dict[str, ModuleType] = {
@@ -13,5 +13,6 @@ ALL: dict[str, ModuleType] = {
     "idle": idle,
     "faults": faults,
     "snapshots": snapshots,
+    "stored": stored,
     "baseline": baseline,
 }

@@ -46,6 +46,8 @@ pub(crate) enum SnapshotError {
     Location { location: String, why: String },
     #[error("its profile")]
     Profile(#[source] vmfork_policy::ProfileError),
+    #[error(transparent)]
+    S3(#[from] vmfork_store_s3::OpenError),
     #[error("its VM has ended")]
     Ended,
 }
@@ -58,6 +60,8 @@ impl SnapshotError {
                 ErrorCode::Conflict
             }
             Self::Location { .. } => ErrorCode::BadRequest,
+            Self::S3(vmfork_store_s3::OpenError::Location(_)) => ErrorCode::BadRequest,
+            Self::S3(_) => ErrorCode::Host,
             Self::Qmp(_) => ErrorCode::Qemu,
             Self::Page(_) => ErrorCode::PageLost,
             Self::Image(_)
@@ -75,6 +79,7 @@ impl SnapshotError {
             Self::Facts { name, .. } | Self::Size { name, .. } => Some(format!(
                 "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
             )),
+            Self::S3(error) => error.remedy(),
             Self::Location { .. } => {
                 Some("name a folder of the daemon's host, or s3://BUCKET/PREFIX".to_owned())
             }

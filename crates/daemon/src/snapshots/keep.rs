@@ -1,7 +1,7 @@
 //! Looking after what is stored: remove, verify, flatten.
 
-use std::sync::{Arc, PoisonError};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{StoreError, Work};

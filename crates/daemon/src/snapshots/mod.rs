@@ -25,6 +25,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, Progress, SnapshotState};
 use vmfork_store::{HotChunks, SnapshotId, Store, StoreError, Stored, Work};
@@ -47,6 +48,8 @@ pub struct Snapshots {
     open: Open,
     under_way: Mutex<BTreeMap<String, Arc<UnderWay>>>,
     recordings: Arc<Recordings>,
+    /// For stores that are reached over a network.
+    runtime: Handle,
     /// Held by who changes a profile.
     learning: Mutex<()>,
 }
@@ -105,6 +108,8 @@ impl UnderWay {
 impl Snapshots {
     /// The store in this folder. What an earlier daemon had begun to write and not finished is cleared away.
     ///
+    /// Must be called within a tokio runtime.
+    ///
     /// # Errors
     /// The folder is somebody else's, or can't be written to.
     pub fn new(folder: &Path) -> Result<Self, StoreError> {
@@ -121,6 +126,7 @@ impl Snapshots {
             open: Open::default(),
             under_way: Mutex::default(),
             recordings: Arc::default(),
+            runtime: Handle::current(),
             learning: Mutex::default(),
         })
     }

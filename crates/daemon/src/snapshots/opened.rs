@@ -183,7 +183,10 @@ impl Snapshots {
         stored: &Arc<Stored>,
         base: Option<&Arc<HostImage>>,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let remote = stored.origin().map(|origin| store_at(origin, For::Reading)).transpose()?;
+        let remote = stored
+            .origin()
+            .map(|origin| store_at(origin, For::Reading, &self.runtime))
+            .transpose()?;
         let source = stored.source(SourceOptions { hot: Arc::clone(&self.hot), remote });
         let runs = stored.extents().map(|(range, extent)| match extent {
             Extent::Own => StoredRun::Own(range),

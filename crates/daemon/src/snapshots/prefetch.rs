@@ -48,7 +48,8 @@ fn load(core: &Core, opened: &Opened) -> Result<(), SnapshotError> {
     if set.id() != opened.id {
         return Ok(());
     }
-    let work = Work::default();
+    // The VMs that start meanwhile need processors, too.
+    let work = Work::new((core.cores / 2).max(1));
     let pages = AtomicU64::new(0);
     let insert = |range: PageRange, bytes: &[u8]| {
         if core.is_short_of_memory() {

@@ -7,9 +7,11 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use bytes::Bytes;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
 use vmfork_store::{Store, Work};
+use vmfork_store_s3::{Location, OpenError, S3, Settings};
 
 use super::keep::with_work;
 use super::{SnapshotError, Snapshots, UnderWay};
@@ -110,7 +112,19 @@ pub(super) enum For {
 }
 
 /// The store at a location.
-pub(super) fn store_at(location: &str, wanted: For) -> Result<Store, SnapshotError> {
+pub(super) fn store_at(
+    location: &str,
+    wanted: For,
+    runtime: &Handle,
+) -> Result<Store, SnapshotError> {
+    if location.starts_with("s3://") {
+        let location = location.parse::<Location>().map_err(OpenError::from)?;
+        let s3 = S3::open(&location, &Settings::from_env()?, runtime.clone())?;
+        return Ok(match wanted {
+            For::Reading => Store::existing(Arc::new(s3))?,
+            For::Writing => Store::new(Arc::new(s3))?,
+        });
+    }
     if let Some((scheme, _)) = location.split_once("://") {
         return Err(SnapshotError::Location {
             location: location.to_owned(),
@@ -142,7 +156,7 @@ pub(super) async fn push(
     let began = Instant::now();
     let message = format!("push snapshot `{name}` to {}", request.location);
     let copied = with_work(core, name, message, move |core, name, work| {
-        let other = store_at(&request.location, For::Writing)?;
+        let other = store_at(&request.location, For::Writing, &core.snapshots.runtime)?;
         Ok(core.snapshots.store.copy_to(name, &other, work)?)
     })
     .await?;
@@ -165,7 +179,7 @@ pub(super) async fn pull(
     let (location, wait) = (request.location, request.wait);
     let from = location.clone();
     let remote = with_work(core, name, message.clone(), move |core, name, _| {
-        let remote = store_at(&from, For::Reading)?;
+        let remote = store_at(&from, For::Reading, &core.snapshots.runtime)?;
         core.snapshots.store.adopt_from(name, &remote, &from)?;
         Ok(remote)
     })
