@@ -28,6 +28,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// What is larger is sent in parts, several at a time.
 const PART_BYTES: usize = 8 << 20;
 const PARTS_IN_FLIGHT: usize = 4;
+/// Requests that are under way at a time: each is answered after 10 ms or more, and a core has little to do meanwhile.
+const IN_FLIGHT: usize = 16;
 /// Slower than 1 MiB/s, and a transfer has failed, though it shows signs of life.
 const BYTES_PER_S_MIN: u64 = 1 << 20;
 
@@ -327,6 +329,10 @@ impl Blobs for S3 {
             Ok(()) | Err(BlobError::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
         }
+    }
+
+    fn in_flight(&self) -> usize {
+        IN_FLIGHT
     }
 
     /// Each PUT is durable when it has been answered.

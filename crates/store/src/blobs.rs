@@ -65,6 +65,11 @@ pub trait Blobs: Debug + Send + Sync {
     /// It may not.
     fn sync(&self) -> Result<(), BlobError>;
 
+    /// How many calls at a time are worth it though they wait rather than compute: a network's, not a disk's.
+    fn in_flight(&self) -> usize {
+        1
+    }
+
     /// Remove what interrupted puts left. Returns the bytes.
     ///
     /// # Errors

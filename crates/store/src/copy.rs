@@ -22,10 +22,6 @@ use crate::stored::Stored;
 use crate::work::{Work, lock};
 use crate::writing::{Commit, Writing};
 
-/// Requests that are under way at a time: an object store answers each after 10 ms or more, and a core has little to
-/// do meanwhile.
-const IN_FLIGHT: usize = 16;
-
 /// What [`Store::copy_to`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copied {
@@ -160,7 +156,7 @@ impl Store {
         let windows = each_chunk_once(stored);
         work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
         let sizes = work.for_each_on(
-            work.threads.max(IN_FLIGHT),
+            self.inner.threads(work).max(other.inner.threads(work)),
             &windows,
             || Ok(()),
             |(), window| {
@@ -246,7 +242,7 @@ impl Store {
             .collect();
         work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
         work.for_each_on(
-            work.threads.max(IN_FLIGHT),
+            self.inner.threads(work).max(remote.inner.threads(work)),
             &windows,
             || Ok(()),
             |(), window| {

@@ -195,14 +195,19 @@ impl Store {
             let encoder = ChunkEncoder::new(compression).map_err(StoreError::io("set up zstd"))?;
             Ok(WindowWriter { writing: &writing, encoder, raw: Vec::new() })
         };
-        let written = work.for_each(&windows, begin, |writer, (index, pages)| {
-            let start = PageIdx(index * chunk_pages);
-            let end = PageIdx((start.0 + chunk_pages).min(draft.pages));
-            let runs: Vec<_> = own_runs(&extents, PageRange::between(start, end)).collect();
-            let done = writer.write(&runs, read, draft.keep_zero_pages)?;
-            work.done(pages * PAGE_BYTES);
-            Ok(done)
-        })?;
+        let written = work.for_each_on(
+            self.inner.threads(work),
+            &windows,
+            begin,
+            |writer, (index, pages)| {
+                let start = PageIdx(index * chunk_pages);
+                let end = PageIdx((start.0 + chunk_pages).min(draft.pages));
+                let runs: Vec<_> = own_runs(&extents, PageRange::between(start, end)).collect();
+                let done = writer.write(&runs, read, draft.keep_zero_pages)?;
+                work.done(pages * PAGE_BYTES);
+                Ok(done)
+            },
+        )?;
         let (mut chunks, mut zeros) = (Vec::new(), Vec::new());
         for (hash, zero) in written {
             chunks.extend(hash);

@@ -152,11 +152,16 @@ impl Store {
                 ChunkEncoder::new(old.compression).map_err(StoreError::io("set up zstd"))?;
             Ok(WindowWriter { writing: &writing, encoder, raw: Vec::new() })
         };
-        let chunks = work.for_each(&windows, begin, |writer, (index, pages)| {
-            let hash = it.write(writer, *index)?;
-            work.done(pages * PAGE_BYTES);
-            Ok(hash)
-        })?;
+        let chunks = work.for_each_on(
+            self.inner.threads(work),
+            &windows,
+            begin,
+            |writer, (index, pages)| {
+                let hash = it.write(writer, *index)?;
+                work.done(pages * PAGE_BYTES);
+                Ok(hash)
+            },
+        )?;
         let table = table_of(&writing, old.pages, old.chunk_pages, extents, chunks)?;
         // Besides the old one: until the descriptor is replaced, that is the right one.
         let mut file = format!("{}-1.table", old.id);

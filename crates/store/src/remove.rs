@@ -9,7 +9,7 @@ use crate::names::{CHUNKS, DESCRIPTOR, SNAPSHOTS, chunk_key, chunk_of, snapshot_
 use crate::pins::Collector;
 use crate::references::{References, files_by_snapshot};
 use crate::store::{Inner, Store, check_name, read_descriptor};
-use crate::work::lock;
+use crate::work::{Work, lock};
 
 /// What [`Store::remove`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -141,19 +141,23 @@ impl Inner {
             tracing::warn!(snapshots = ?damaged, "no chunk is removed: these are damaged, and may need any");
             return Ok((0, 0, damaged));
         }
-        let open: Vec<_> = lock(&self.open).iter().filter_map(std::sync::Weak::upgrade).collect();
-        let in_use: HashSet<Hash> =
-            open.iter().flat_map(|table| table.windows()).map(|window| window.hash).collect();
-        let (mut count, mut freed_bytes) = (0, 0);
-        for hash in chunks {
-            if in_use.contains(&hash) || lock(&self.references).is_used(&hash) {
-                continue;
-            }
-            if let Some(bytes) = self.delete_counted(collector, &chunk_key(&hash))? {
-                count += 1;
-                freed_bytes += bytes;
-            }
-        }
+        let chunks: Vec<_> = chunks.into_iter().collect();
+        let work = Work::new(1);
+        let freed = work.for_each_on(
+            self.threads(&work),
+            &chunks,
+            || Ok(()),
+            |(), hash| {
+                // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
+                // before: meanwhile one may have been opened and removed.
+                if lock(&self.references).is_used(hash) || lock(&self.open).contains_key(hash) {
+                    return Ok(None);
+                }
+                self.delete_counted(collector, &chunk_key(hash))
+            },
+        )?;
+        let freed: Vec<u64> = freed.into_iter().flatten().collect();
+        let (count, freed_bytes) = (freed.len() as u64, freed.iter().sum());
         Ok((count, freed_bytes, damaged))
     }
 

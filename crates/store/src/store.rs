@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
+
+use blake3::Hash;
 
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
@@ -13,7 +15,7 @@ use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, ORIGIN, name_is_valid, s
 use crate::pins::Pins;
 use crate::references::{References, files_by_snapshot};
 use crate::stored::Stored;
-use crate::work::lock;
+use crate::work::{Work, lock};
 
 /// Most snapshots from one down to the one that has no base.
 pub const CHAIN_MAX: usize = 1024;
@@ -40,8 +42,8 @@ pub(crate) struct Inner {
     /// What is being written, and its base.
     pub(crate) writing: Mutex<HashMap<String, Option<String>>>,
     pub(crate) pins: Pins,
-    /// Tables of snapshots that are open, perhaps removed since: their chunks stay until they are closed.
-    pub(crate) open: Mutex<Vec<Weak<Table>>>,
+    /// How many open snapshots, perhaps removed since, have each chunk: it stays until they are closed.
+    pub(crate) open: Mutex<HashMap<Hash, u32>>,
 }
 
 impl Store {
@@ -154,12 +156,8 @@ impl Store {
         check_name(name)?;
         let _catalogue = lock(&self.inner.catalogue);
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        let table = Arc::new(read_table(self.inner.blobs(), &descriptor)?);
+        let table = read_table(self.inner.blobs(), &descriptor)?;
         let origin = read_origin(self.inner.blobs(), name)?;
-        let mut open = lock(&self.inner.open);
-        open.retain(|table| table.strong_count() > 0);
-        open.push(Arc::downgrade(&table));
-        drop(open);
         Ok(Arc::new(Stored::new(self.clone(), descriptor, table, origin)))
     }
 
@@ -192,6 +190,11 @@ impl Store {
 impl Inner {
     pub(crate) fn blobs(&self) -> &dyn Blobs {
         &*self.blobs
+    }
+
+    /// How many threads `work` on this store is for: more where they mostly wait.
+    pub(crate) fn threads(&self, work: &Work) -> usize {
+        work.threads.max(self.blobs.in_flight())
     }
 }
 

@@ -11,23 +11,30 @@ use crate::format::table::{Extent, Table};
 use crate::names::snapshot_key;
 use crate::source::{SourceOptions, StoredPages};
 use crate::store::{Store, read_section};
+use crate::work::lock;
 
 /// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the store.
 #[derive(Debug)]
 pub struct Stored {
     store: Store,
     descriptor: Descriptor,
-    table: Arc<Table>,
+    table: Table,
     origin: Option<String>,
 }
 
 impl Stored {
+    /// To be called while the snapshot can't be removed.
     pub(crate) fn new(
         store: Store,
         descriptor: Descriptor,
-        table: Arc<Table>,
+        table: Table,
         origin: Option<String>,
     ) -> Self {
+        let mut open = lock(&store.inner.open);
+        for window in table.windows() {
+            *open.entry(window.hash).or_default() += 1;
+        }
+        drop(open);
         Self { store, descriptor, table, origin }
     }
 
@@ -88,5 +95,19 @@ impl Stored {
 
     pub(crate) fn store(&self) -> &Store {
         &self.store
+    }
+}
+
+impl Drop for Stored {
+    fn drop(&mut self) {
+        let mut open = lock(&self.store.inner.open);
+        for window in self.table.windows() {
+            match open.get_mut(&window.hash) {
+                Some(count) if *count > 1 => *count -= 1,
+                _ => {
+                    open.remove(&window.hash);
+                }
+            }
+        }
     }
 }

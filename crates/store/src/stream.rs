@@ -219,7 +219,7 @@ impl Store {
         work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
         for windows in windows.chunks(BATCH_CHUNKS) {
             let read = |(): &mut (), window: &Window| self.read_chunk(window);
-            let files = work.for_each(windows, || Ok(()), read)?;
+            let files = work.for_each_on(self.inner.threads(work), windows, || Ok(()), read)?;
             for (window, file) in windows.iter().zip(files) {
                 out.entry(CHUNK, &window.hash.to_hex(), &file)?;
                 work.done(window.own_pages * PAGE_BYTES);
@@ -415,7 +415,8 @@ impl Import<'_> {
     fn keep(&self, batch: &[(Hash, Entry)], work: &Work) -> Result<(), StoreError> {
         // Any of those that arrive may keep it: all are there until the last is committed.
         let Some(Arriving { writing, .. }) = self.arriving.last() else { return Ok(()) };
-        work.for_each(
+        work.for_each_on(
+            self.store.inner.threads(work),
             batch,
             || Ok(()),
             |(), (hash, entry)| {

@@ -75,7 +75,8 @@ impl Store {
         }
         let chunks: Vec<_> = chunks.into_iter().collect();
         work.expect(chunks.iter().map(|(_, (pages, _))| pages * PAGE_BYTES).sum());
-        let read = work.for_each(
+        let read = work.for_each_on(
+            self.inner.threads(work),
             &chunks,
             || Ok(()),
             |(), (hash, (pages, is_elsewhere))| {

@@ -17,10 +17,24 @@ pub(crate) fn range(start: u64, len: u64) -> PageRange {
     PageRange::new(PageIdx(start), len).expect("small")
 }
 
+/// Done once, at a moment that a test has chosen.
+#[derive(Default)]
+pub(crate) struct Hook(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
 /// In memory. Counts calls, and fails from a given one on, as if the power had gone.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     pub(crate) map: Mutex<BTreeMap<String, Vec<u8>>>,
+    /// What outlasts a power cut.
+    synced: Mutex<BTreeMap<String, Vec<u8>>>,
+    /// Run when the size of a chunk is first asked for.
+    at_size: Hook,
     /// Calls until the first that fails; negative once it has. Never, if it begins high.
     left: AtomicI64,
 }
@@ -31,11 +45,17 @@ impl Memory {
     }
 
     pub(crate) fn of(map: BTreeMap<String, Vec<u8>>) -> Arc<Self> {
-        Arc::new(Self { map: Mutex::new(map), left: AtomicI64::new(i64::MAX) })
+        let (synced, map) = (Mutex::new(map.clone()), Mutex::new(map));
+        let left = AtomicI64::new(i64::MAX);
+        Arc::new(Self { map, synced, at_size: Hook::default(), left })
     }
 
     pub(crate) fn fail_after(&self, calls: i64) {
         self.left.store(calls, Ordering::SeqCst);
+    }
+
+    pub(crate) fn at_size(&self, hook: impl FnOnce() + Send + 'static) {
+        *self.at_size.0.lock().expect("no panic") = Some(Box::new(hook));
     }
 
     pub(crate) fn keys(&self) -> Vec<String> {
@@ -44,6 +64,21 @@ impl Memory {
 
     pub(crate) fn copy(&self) -> BTreeMap<String, Vec<u8>> {
         self.map.lock().expect("no panic").clone()
+    }
+
+    /// What is left if the power goes: of a file that is new since the last sync only the name, and what was deleted
+    /// since is there again, unless `deleted` says that it was quicker. What replaces something is whole, as [`vmfork_store::Folder`] has it.
+    pub(crate) fn after_power_cut(&self, deleted: bool) -> BTreeMap<String, Vec<u8>> {
+        let mut left = self.synced.lock().expect("no panic").clone();
+        let now = self.copy();
+        left.retain(|key, _| !deleted || now.contains_key(key));
+        for (key, bytes) in now {
+            match left.get_mut(&key) {
+                Some(old) => *old = bytes,
+                None => drop(left.insert(key, Vec::new())),
+            }
+        }
+        left
     }
 
     pub(crate) fn chunks(&self) -> usize {
@@ -92,12 +127,18 @@ impl Blobs for Memory {
         let is_new = !map.contains_key(key);
         if is_new {
             map.insert(key.into(), bytes.to_vec());
+            // For good once it returns.
+            self.synced.lock().expect("no panic").insert(key.into(), bytes.to_vec());
         }
         Ok(is_new)
     }
 
     fn size(&self, key: &str) -> Result<Option<u64>, BlobError> {
         self.call(key)?;
+        let hook = self.at_size.0.lock().expect("no panic").take_if(|_| key.starts_with("chunks/"));
+        if let Some(hook) = hook {
+            hook();
+        }
         Ok(self.map.lock().expect("no panic").get(key).map(|bytes| bytes.len() as u64))
     }
 
@@ -113,7 +154,9 @@ impl Blobs for Memory {
     }
 
     fn sync(&self) -> Result<(), BlobError> {
-        self.call("sync")
+        self.call("sync")?;
+        *self.synced.lock().expect("no panic") = self.copy();
+        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The power goes at each step of an operation: what was there before is whole, and what is left is cleared away.
+//! The process ends, or the power goes, at each step of an operation: what was there before is whole, and what is left is cleared away.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -22,9 +22,11 @@ fn at_each_step(
         let store = Store::new(memory.clone()).expect("store");
         memory.fail_after(calls);
         let done = act(&store);
-        let left = Memory::of(memory.copy());
-        let after = Store::new(left.clone()).expect("store");
-        check(&left, &after, done.is_ok());
+        for left in [memory.copy(), memory.after_power_cut(false), memory.after_power_cut(true)] {
+            let left = Memory::of(left);
+            let after = Store::new(left.clone()).expect("store");
+            check(&left, &after, done.is_ok());
+        }
         if done.is_ok() {
             assert!(calls > 3, "a crash was tried at no step");
             return calls;

@@ -1,4 +1,5 @@
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vmfork_image::PageSource as _;
 use vmfork_store::{Store, StoreError, Work};
@@ -66,6 +67,29 @@ fn an_open_snapshot_stays_readable_when_it_is_removed() {
 }
 
 #[test]
+fn what_is_opened_and_removed_while_chunks_are_collected_stays_readable() {
+    let (memory, store, [.., c]) = family();
+    // Chunks that nobody names, for the collector to be busy with.
+    let work = Work::new(1);
+    let garbage: Guest = (100..228).collect();
+    let read = |range: vmfork_image::PageRange, bytes: &mut [u8]| {
+        work.cancelled.store(range.start().0 >= 120, Ordering::Relaxed);
+        read_guest(&garbage)(range, bytes)
+    };
+    store.create(draft("garbage", &garbage), &read, &work).expect_err("cancelled");
+    let open = Arc::new(Mutex::new(None));
+    let (there, kept) = (store.clone(), open.clone());
+    memory.at_size(move || {
+        let chain = there.open_chain("c").expect("opens");
+        there.remove("c", false).expect("removed");
+        *kept.lock().expect("no panic") = Some(chain);
+    });
+    assert!(store.collect().expect("collected").chunks > 10);
+    let chain = open.lock().expect("no panic").take().expect("opened meanwhile");
+    assert_eq!(read_chain(&chain, &options()), c);
+}
+
+#[test]
 fn a_base_stays_while_a_delta_on_it_is_written() {
     let (_, store, [base, ..]) = family();
     let found = store.open("c").expect("opens").descriptor().clone();
@@ -93,11 +117,12 @@ fn writing_and_removing_at_the_same_time_loses_no_chunk() {
     };
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let collector = scope.spawn(|| {
+        let collect = || {
             while !stop.load(Ordering::Relaxed) {
                 store.collect().expect("collected");
             }
-        });
+        };
+        let collectors = [scope.spawn(collect), scope.spawn(collect), scope.spawn(collect)];
         let writers: Vec<_> = (0..3)
             .map(|thread| {
                 let (store, guest) = (&store, &guest);
@@ -115,10 +140,10 @@ fn writing_and_removing_at_the_same_time_loses_no_chunk() {
                 })
             })
             .collect();
-        // The collector ends even if a writer has failed.
+        // The collectors end even if a writer has failed.
         let ended: Vec<_> = writers.into_iter().map(|writer| writer.join()).collect();
         stop.store(true, Ordering::Relaxed);
-        collector.join().expect("no panic");
+        collectors.into_iter().for_each(|collector| collector.join().expect("no panic"));
         ended.into_iter().for_each(|ended| ended.expect("no panic"));
     });
     store.collect().expect("collected");

@@ -241,9 +241,8 @@ fn fetching_replaces_what_is_torn_and_stops_when_told() {
     let (remote, [_, top]) = family();
     let here = place();
     here.store.adopt_from("top", &remote.store, "r").expect("adopted");
-    let torn: Vec<_> =
-        remote.memory.keys().into_iter().filter(|k| k.starts_with("chunks/")).collect();
-    here.memory.map.lock().expect("no panic").insert(torn[0].clone(), Vec::new());
+    let torn = remote.memory.keys().into_iter().filter(|key| key.starts_with("chunks/"));
+    here.memory.map.lock().expect("no panic").extend(torn.map(|key| (key, Vec::new())));
     let cancelled = Work::new(2);
     cancelled.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);
     let error = here.store.fetch_chunks("top", &remote.store, &cancelled).expect_err("cancelled");
