@@ -35,6 +35,14 @@ other_qemu() {
 	echo "left out: the tests of bookworm-backports' QEMU" >&2
 }
 
+# The same of the S3 server, which takes Go to build.
+s3_server() {
+	mk/versitygw.sh
+	if [ -n "${VMFORK_TEST_STRICT:-}" ] && ! ls -d "$CACHE"/versitygw-v*/versitygw >/dev/null 2>&1; then
+		die "versitygw is missing" "mk/versitygw.sh says why"
+	fi
+}
+
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
 
 # The tests' own store shares the downloads.
@@ -43,6 +51,7 @@ mkdir -p "$CACHE/test-images" "$VMFORK_CACHE"
 
 began=$(date +%s)
 mk/check.sh
+step "S3 server" s3_server
 step "integration tests" cargo test --workspace --quiet --test '*' -- --nocapture
 step "documentation" documentation
 step "guest library" guest_library

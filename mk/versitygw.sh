@@ -18,7 +18,8 @@ command -v go >/dev/null 2>&1 || left_out "no Go (apt-get install golang-go, or 
 # Whole or not at all: go writes the program last, into a folder that is renamed then.
 rm -rf "$to.new"
 mkdir -p "$to.new"
-GOBIN=$to.new GOFLAGS=-trimpath go install "github.com/versity/versitygw/cmd/versitygw@$version" ||
+# What is only needed to build it goes again, and nothing of it is left in the home folder.
+GOBIN=$to.new GOPATH=$to.new/go GOCACHE=$to.new/build GOFLAGS='-trimpath -modcacherw' go install "github.com/versity/versitygw/cmd/versitygw@$version" ||
 	left_out "it can't be built; the Go proxy may be out of reach"
-rm -rf "$to"
+rm -rf "$to" "$to.new/go" "$to.new/build"
 mv "$to.new" "$to"
