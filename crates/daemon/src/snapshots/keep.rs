@@ -95,6 +95,7 @@ pub(super) async fn with_work<T: Send + 'static>(
     let (core, name) = (Arc::clone(core), name.to_owned());
     let failed = message.clone();
     let task = tokio::task::spawn_blocking(move || {
+        core.snapshots.check_written(&name, &message)?;
         run(&core, &name, &work).map_err(|error| error.to_body(message))
     });
     task.await.unwrap_or_else(|error| Err(ErrorBody::new(ErrorCode::Internal, failed).cause(error)))

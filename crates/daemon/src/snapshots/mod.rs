@@ -148,6 +148,24 @@ impl Snapshots {
         Ok(facts)
     }
 
+    /// Whether a snapshot can be worked with: not while it is being written.
+    ///
+    /// # Errors
+    /// It is.
+    fn check_written(&self, name: &str, message: &str) -> Result<(), ErrorBody> {
+        let is_writing = self.under_way().get(name).is_some_and(|one| one.reason().is_none());
+        // One that is being pulled is there.
+        if !is_writing || self.store.descriptor(name).is_ok() {
+            return Ok(());
+        }
+        Err(ErrorBody {
+            code: ErrorCode::Conflict,
+            message: message.to_owned(),
+            cause: Some(format!("`{name}` is still being written")),
+            remedy: Some(format!("wait until `vmfork snapshot ls` shows `{name}` ready")),
+        })
+    }
+
     /// Wait until a snapshot is not being written (any more).
     async fn until_written(&self, name: &str) {
         let under_way = self.under_way().get(name).cloned();

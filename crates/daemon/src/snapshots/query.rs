@@ -2,7 +2,7 @@
 
 use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
 use vmfork_image::PAGE_BYTES;
-use vmfork_store::{Compression, Descriptor, StoreError};
+use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
 use super::facts::Facts;
 use super::{SnapshotError, Snapshots, UnderWay};
@@ -101,7 +101,7 @@ impl Snapshots {
             stored_bytes: counts.stored_bytes,
             shared_bytes: counts.shared_bytes,
             progress: pulling.unwrap_or(done),
-            vms: u32::try_from(self.vms_of(core, &descriptor.name).len()).unwrap_or(u32::MAX),
+            vms: u32::try_from(self.vms_of(core, descriptor.id).len()).unwrap_or(u32::MAX),
             remote,
         }
     }
@@ -155,16 +155,19 @@ impl Snapshots {
                 .into_iter()
                 .filter_map(|(name, other)| other.ok().filter(&is_dependant).map(|_| name))
                 .collect(),
-            vm_names: self.vms_of(core, name),
+            vm_names: descriptor
+                .as_ref()
+                .map(|descriptor| self.vms_of(core, descriptor.id))
+                .unwrap_or_default(),
             profile: self.profile_info(name).unwrap_or_default(),
             snapshot,
         })
     }
 
     /// Names of the live VMs that may need its pages.
-    pub(super) fn vms_of(&self, core: &Core, name: &str) -> Vec<String> {
+    fn vms_of(&self, core: &Core, id: SnapshotId) -> Vec<String> {
         let live = core.registry.live().into_iter();
-        live.filter(|vm| vm.opened().is_some_and(|opened| opened.name == name))
+        live.filter(|vm| vm.opened().is_some_and(|opened| opened.id == id))
             .map(|vm| vm.name().to_owned())
             .collect()
     }

@@ -61,7 +61,10 @@ async fn carry_out(
     }
     let message = format!("start snapshot `{name}`");
     let failed = |error: SnapshotError| error.to_body(&message);
-    let opened = tokio::task::block_in_place(|| core.snapshots.open(core, name)).map_err(failed)?;
+    let opened = tokio::task::block_in_place(|| {
+        core.snapshots.check_written(name, &message)?;
+        core.snapshots.open(core, name).map_err(failed)
+    })?;
     let open = began.elapsed();
     core.metrics.observe_stage(Stage::Open, open);
     if !request.force {

@@ -26,6 +26,7 @@ const PIECE_BYTES: usize = 256 << 10;
 pub(super) fn export(core: &Arc<Core>, name: &str) -> Result<ByteStream, ErrorBody> {
     let message = format!("export snapshot `{name}`");
     // What can be said before the first byte is said as an error.
+    core.snapshots.check_written(name, &message)?;
     core.snapshots.listed(core, name)?;
     let (out_tx, out) = mpsc::channel(PIECES_MAX);
     let (core, name) = (Arc::clone(core), name.to_owned());
