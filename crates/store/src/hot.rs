@@ -64,19 +64,19 @@ impl State {
     }
 }
 
-/// Takes the mark that a chunk is being loaded away again, however the loading ended.
+/// Tells those who wait that a load has ended, however it did.
 struct Loading<'a> {
     hot: &'a HotChunks,
     hash: Hash,
+    /// The mark is gone already; by now there may be another thread's.
+    is_done: bool,
 }
 
 impl Drop for Loading<'_> {
     fn drop(&mut self) {
-        let mut state = lock(&self.hot.state);
-        if let Some(Slot::Loading { .. }) = state.chunks.get(&self.hash) {
-            state.chunks.remove(&self.hash);
+        if !self.is_done {
+            lock(&self.hot.state).chunks.remove(&self.hash);
         }
-        drop(state);
         self.hot.loaded.notify_all();
     }
 }
@@ -113,10 +113,11 @@ impl HotChunks {
         }
         state.chunks.insert(*hash, Slot::Loading { waiting: 0 });
         drop(state);
-        let mark = Loading { hot: self, hash: *hash };
+        let mut mark = Loading { hot: self, hash: *hash, is_done: false };
         let raw: Arc<[u8]> = load()?.into();
         let mut state = lock(&self.state);
-        let awaited = matches!(state.chunks.get(hash), Some(Slot::Loading { waiting: 1.. }));
+        let awaited = matches!(state.chunks.remove(hash), Some(Slot::Loading { waiting: 1.. }));
+        mark.is_done = true;
         if keep || awaited {
             state.insert(*hash, raw.clone(), self.capacity_bytes);
         }
@@ -170,6 +171,27 @@ mod tests {
         let hot = HotChunks::new(300);
         assert_eq!(hot.get(&hash(1), true, || Err("no")), Err("no"));
         assert!(!get(&hot, 1, true) && get(&hot, 1, true));
+    }
+
+    #[test]
+    fn bytes_are_counted_right_whatever_is_loaded_and_dropped_at_once() {
+        for capacity_bytes in [0, 150, 250] {
+            let hot = HotChunks::new(capacity_bytes);
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        (0..2000u32).for_each(|n| {
+                            get(&hot, (n % 3).to_le_bytes()[0], n % 2 == 0);
+                        })
+                    });
+                }
+            });
+            let state = lock(&hot.state);
+            let loaded = state.chunks.values().filter(|slot| matches!(slot, Slot::Loaded { .. }));
+            assert_eq!(state.bytes, 100 * loaded.count() as u64);
+            assert_eq!(state.by_age.len(), state.chunks.len());
+            assert!(state.bytes <= capacity_bytes);
+        }
     }
 
     #[test]
