@@ -75,6 +75,30 @@ fn demand_goes_first_and_finds_room() {
     assert_eq!(scheduler.next(512).expect("demand").range, range(3000, 1));
 }
 
+/// Else the drain would take pages for copied that are not, and give their originals back.
+#[test]
+fn that_there_is_no_room_does_not_mean_that_there_is_nothing_left() {
+    let config = Config { unit_pages: 1, fetches_max: 2, ..Config::default() };
+    let config = Config { background_fetches_max: 1, ..config };
+    let (mut scheduler, present) = scheduler(64, config);
+    scheduler.add_background(Box::new(Drain::new(own(), 64))).expect("room");
+    assert!(scheduler.has_room_ahead() && !scheduler.background_done());
+    for page in [5, 9] {
+        scheduler.on_fault(VIEW, PageIdx(page));
+        scheduler.next(0).expect("demand");
+    }
+    assert_eq!(scheduler.next(64), None);
+    assert!(!scheduler.has_room_ahead() && !scheduler.background_done());
+    for page in [5, 9] {
+        fill(&mut scheduler, &present, range(page, 1));
+    }
+    while let Some(fetch) = scheduler.next(64) {
+        assert!(!scheduler.background_done(), "{:?} is under way", fetch.range);
+        fill(&mut scheduler, &present, fetch.range);
+    }
+    assert!(scheduler.has_room_ahead() && scheduler.background_done());
+}
+
 #[test]
 fn one_bad_neighbour_stops_nobody() {
     let (mut scheduler, present) = scheduler(64, Config::default());

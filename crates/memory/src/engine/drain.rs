@@ -40,6 +40,8 @@ pub(super) struct Progress {
     /// All own pages before this one are present.
     copied: u64,
     failed: bool,
+    /// There is more to copy, when something that is under way has come.
+    pub(super) is_held_up: bool,
 }
 
 impl Progress {
@@ -72,15 +74,19 @@ impl Progress {
         self.failed
     }
 
-    /// Everything has been tried.
+    /// Whether there is something to do at once.
+    pub(super) fn is_due(&self) -> bool {
+        self.is_running() && !self.is_held_up
+    }
+
+    /// Everything has been tried. Nothing is given back unless all of it is there, whatever has been counted.
     pub(super) fn on_copied(&mut self, image: &HostImage, table: &PageTable) {
         let all_there = |presence: &Presence| {
             table.pages_of(image.id()).all(|run| presence.count(run) == run.len())
         };
-        self.stage = if !self.failed || all_there(image.cache().presence()) {
-            Stage::Releasing
-        } else {
-            Stage::Incomplete
+        self.stage = match all_there(image.cache().presence()) {
+            true => Stage::Releasing,
+            false => Stage::Incomplete,
         };
     }
 }

@@ -177,6 +177,8 @@ impl Worker {
                 let began = Instant::now();
                 self.background_step();
                 self.pace.stepped(began, Instant::now());
+                // What failed together is tried alone, for those who wait.
+                self.fetch_demand();
             }
         }
         Ok(())
@@ -193,7 +195,8 @@ impl Worker {
     fn timeout(&self) -> Option<Duration> {
         let wait = match self.phase {
             Phase::Deriving { .. } => Duration::ZERO,
-            Phase::Sealed if self.drain.is_running() => Duration::ZERO,
+            Phase::Sealed if self.drain.is_due() => Duration::ZERO,
+            Phase::Sealed if self.drain.is_running() => return None,
             Phase::Sealed => self.prefetch_wait()?,
             Phase::Waiting { .. } | Phase::Failed { .. } => return None,
         };
@@ -324,8 +327,11 @@ impl Worker {
                     self.scheduler.remove_background(drain::NAME);
                     self.drain.on_copied(&self.image, self.scheduler.table());
                 }
-            } else {
+            } else if self.scheduler.background_done() {
                 self.drain.on_copied(&self.image, self.scheduler.table());
+            } else {
+                // As much is under way as may be.
+                self.drain.is_held_up = true;
             }
             if self.drain.stage == Stage::Incomplete {
                 tracing::error!(image = %self.image.id(), "some frozen pages are lost");

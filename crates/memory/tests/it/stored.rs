@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -24,6 +25,10 @@ enum Mood {
     /// Reads that touch this page fail.
     FailsAt(u64),
     PanicsAt(u64),
+    /// Reads of more than one page fail.
+    FailsTogether,
+    /// Each read takes so long.
+    Takes(Duration),
 }
 
 /// A store in memory.
@@ -70,7 +75,9 @@ impl PageSource for Fake {
                 return Err(io::Error::other("chunk 77 has been flipped"));
             }
             Mood::PanicsAt(page) => assert!(!range.contains(PageIdx(page)), "in this test"),
-            Mood::FailsAt(_) => {}
+            Mood::FailsTogether if range.len() > 1 => return Err(io::Error::other("a bad day")),
+            Mood::Takes(time) => std::thread::park_timeout(time),
+            Mood::FailsAt(_) | Mood::FailsTogether => {}
         }
         self.pages_read.fetch_add(range.len(), Ordering::Relaxed);
         let from = usize::try_from(range.byte_offset()).expect("small");
@@ -182,6 +189,34 @@ fn a_page_that_can_not_be_read_costs_the_vms_that_touch_it_and_no_others() {
         assert_eq!(well.sums(299, 1), expected[299..300]);
         assert_eq!(well.sums(301, 400), expected[301..701]);
     }
+}
+
+/// Nothing else than what has failed makes the engine try again: no other fault, and nothing that nobody asked for.
+#[test]
+fn what_fails_together_is_read_alone_at_once() {
+    needs_userfaultfd!();
+    let (expected, _, image) = stored(Mood::FailsTogether);
+    let (engine, _) = serve(&image);
+    engine.allow_prefetch(false);
+    let mut vm = clone_of(&engine);
+    assert_eq!(vm.sums(300, 2), expected[300..302]);
+}
+
+/// Asked once, at any rate: as fast as the store gives it.
+#[test]
+fn all_of_an_image_comes_when_it_is_told_to() {
+    needs_userfaultfd!();
+    let (expected, source, image) = stored(Mood::Takes(Duration::from_millis(20)));
+    let (engine, _) = serve(&image);
+    engine.hydrate(NonZeroU64::MAX);
+    let deadline = Instant::now() + SECONDS;
+    while image.missing_pages() > 0 {
+        assert!(Instant::now() < deadline, "{} pages are missing", image.missing_pages());
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    assert_eq!(source.pages_read(), 1024, "each once");
+    assert_eq!(clone_of(&engine).sums(0, PAGES), expected);
+    assert_eq!(source.pages_read(), 1024);
 }
 
 #[test]

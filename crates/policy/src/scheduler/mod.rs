@@ -355,6 +355,13 @@ impl<P: Presence> Scheduler<P> {
                 .all(|running| running.rest.is_none() && running.policy.is_done())
     }
 
+    /// Whether there is room for a fetch that nobody waits for. If there is, and [`Scheduler::next`] has none, no
+    /// policy has anything to propose.
+    pub fn has_room_ahead(&self) -> bool {
+        self.flights.len() < self.config.fetches_max
+            && self.flights.background() < self.config.background_fetches_max
+    }
+
     /// How many pairs of a view and a page wait.
     pub fn waits(&self) -> usize {
         self.waits.count()

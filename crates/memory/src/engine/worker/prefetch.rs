@@ -37,11 +37,19 @@ pub(super) struct Ahead {
     /// Faults predict what else is fetched.
     predicts: bool,
     hydration: Option<Hydration>,
+    /// As much as may be is under way: hydration goes on when something of it has come.
+    is_held_up: bool,
 }
 
 impl Ahead {
     pub(super) fn new() -> Self {
-        Self { may_have_more: false, is_allowed: true, predicts: false, hydration: None }
+        Self {
+            may_have_more: false,
+            is_allowed: true,
+            predicts: false,
+            hydration: None,
+            is_held_up: false,
+        }
     }
 }
 
@@ -96,7 +104,10 @@ impl Worker {
 
     /// Somebody has put pages of an image into its cache: whoever waits for them goes on.
     pub(super) fn pages_came(&mut self, image: &Arc<HostImage>, range: PageRange) {
-        let is_served = image.id() == self.image.id() || self.others.contains_key(&image.id());
+        // Of a store: faults that will find its pages there are counted as predicted.
+        let is_served = image.id() == self.image.id()
+            || self.others.contains_key(&image.id())
+            || image.is_stored() && self.ancestors.contains_key(&image.id());
         if !is_served {
             return;
         }
@@ -123,23 +134,37 @@ impl Worker {
         self.hydrate_some();
     }
 
-    /// Propose the next piece of what is missing, if it is time.
+    /// Propose the next piece of what is missing, if it is time, and nothing else is to be proposed first.
     fn hydrate_some(&mut self) {
         let now = Instant::now();
-        let Some(hydration) = &mut self.ahead.hydration else { return };
+        let Some(hydration) = &self.ahead.hydration else { return };
         if !hydration.wait(now).is_zero() {
             return;
         }
-        let Some((image, piece)) = hydration.left.pop_front() else {
+        let Some((image, piece)) = hydration.left.front().copied() else {
             self.ahead.hydration = None;
             return;
         };
-        hydration.rate.spend(now - hydration.began, piece.byte_len());
-        let policy = Listed::new(HYDRATE, Priority::Rest, vec![piece], piece.len());
-        if let Some(scheduler) = self.scheduler_of(image) {
-            add(scheduler, Box::new(policy));
+        let scheduler = self.scheduler_of(image);
+        if scheduler.as_ref().is_some_and(|scheduler| !scheduler.has_room_ahead()) {
+            self.ahead.is_held_up = true;
+            return;
         }
-        self.ahead.may_have_more = true;
+        if let Some(scheduler) = scheduler
+            && vmfork_policy::Presence::next_absent(scheduler.presence(), piece).is_some()
+        {
+            add(
+                scheduler,
+                Box::new(Listed::new(HYDRATE, Priority::Rest, vec![piece], piece.len())),
+            );
+            self.ahead.may_have_more = true;
+            if let Some(hydration) = &mut self.ahead.hydration {
+                hydration.rate.spend(now - hydration.began, piece.byte_len());
+            }
+        }
+        if let Some(hydration) = &mut self.ahead.hydration {
+            hydration.left.pop_front();
+        }
     }
 
     /// How long until something may be fetched ahead; `None`: nothing is to be.
@@ -150,6 +175,7 @@ impl Worker {
         let hydration = self.ahead.hydration.as_ref();
         match self.ahead.may_have_more {
             true => Some(Duration::ZERO),
+            false if self.ahead.is_held_up => None,
             false => hydration.map(|hydration| hydration.wait(Instant::now())),
         }
     }
@@ -186,6 +212,8 @@ impl Worker {
     ) {
         let range = fetch.range;
         self.ahead.may_have_more = true;
+        self.ahead.is_held_up = false;
+        self.drain.is_held_up = false;
         match outcome {
             Ok(()) => {
                 self.wake_waiting(image, range);

@@ -14,8 +14,8 @@ use crate::view::{BlockState, View};
 
 impl Worker {
     pub(super) fn serve_faults(&mut self) {
-        if self.faults.is_empty() {
-            return;
+        if !self.faults.is_empty() {
+            self.pace.served();
         }
         while !self.faults.is_empty() {
             let faults = std::mem::take(&mut self.faults);
@@ -25,10 +25,15 @@ impl Worker {
                 }
             }
         }
+        self.fetch_demand();
+    }
+
+    /// Set out for all that views wait for, as far as there is room: whenever a fault has come, something has
+    /// arrived, or has failed together with its neighbours.
+    pub(super) fn fetch_demand(&mut self) {
         while let Some((image, fetch)) = self.next_demand() {
             self.carry_out(&image, fetch);
         }
-        self.pace.served();
     }
 
     /// What views wait for, and the image into whose cache it belongs.
