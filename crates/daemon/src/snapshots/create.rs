@@ -1,7 +1,6 @@
 //! Taking a snapshot of a running VM, and writing it to the store.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vmfork_api::{Compression, ErrorBody, ErrorCode, SnapshotRequest};
@@ -10,6 +9,7 @@ use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 
 use super::facts::{self, Facts};
 use super::record::{self, Subject};
+use super::work::CancelOnDrop;
 use super::{Base, SnapshotError, Snapshots, UnderWay};
 use crate::fork::{self, Frozen};
 use crate::hub::Core;
@@ -74,20 +74,11 @@ pub(crate) async fn create(
     if !wait {
         return Ok(core.snapshots.listed_under_way(&under_way));
     }
-    let _cancel = CancelOnDrop(&under_way);
+    let _cancel = CancelOnDrop(Arc::clone(&under_way.work));
     writing.await.unwrap_or_else(|error| {
         Err(ErrorBody::new(ErrorCode::Internal, format!("write snapshot `{name}`")).cause(error))
     })?;
     core.snapshots.listed(core, &name)
-}
-
-/// A caller who waits for the end of the writing and goes away does not want the snapshot. (Afterwards it does nothing.)
-struct CancelOnDrop<'a>(&'a UnderWay);
-
-impl Drop for CancelOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.work.cancelled.store(true, Ordering::Relaxed);
-    }
 }
 
 async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError> {
@@ -217,7 +208,7 @@ impl Snapshots {
         if under_way.get(name).is_some_and(|other| other.reason().is_none()) {
             return Err(super::name_is_taken(name));
         }
-        let mine = Arc::new(UnderWay::new(name));
+        let mine = Arc::new(UnderWay::new(name, self.work()));
         under_way.insert(name.to_owned(), Arc::clone(&mine));
         Ok(Placed { snapshots: self, under_way: Some(mine), name: name.to_owned() })
     }

@@ -1,11 +1,11 @@
 //! Looking after what is stored: remove, verify, flatten.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{StoreError, Work};
 
+use super::work::CancelOnDrop;
 use super::{SnapshotError, Snapshots};
 use crate::hub::{Core, chain};
 
@@ -90,7 +90,7 @@ pub(super) async fn with_work<T: Send + 'static>(
     message: String,
     run: impl FnOnce(&Arc<Core>, &str, &Work) -> Result<T, SnapshotError> + Send + 'static,
 ) -> Result<T, ErrorBody> {
-    let work = Arc::new(Work::default());
+    let work = core.snapshots.work();
     let _on_drop = CancelOnDrop(Arc::clone(&work));
     let (core, name) = (Arc::clone(core), name.to_owned());
     let failed = message.clone();
@@ -99,12 +99,4 @@ pub(super) async fn with_work<T: Send + 'static>(
         run(&core, &name, &work).map_err(|error| error.to_body(message))
     });
     task.await.unwrap_or_else(|error| Err(ErrorBody::new(ErrorCode::Internal, failed).cause(error)))
-}
-
-struct CancelOnDrop(Arc<Work>);
-
-impl Drop for CancelOnDrop {
-    fn drop(&mut self) {
-        self.0.cancelled.store(true, Ordering::Relaxed);
-    }
 }

@@ -19,6 +19,7 @@ mod query;
 mod record;
 mod start;
 mod transfer;
+mod work;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,6 +35,7 @@ pub(crate) use self::error::SnapshotError;
 use self::facts::Facts;
 use self::opened::Open;
 pub(crate) use self::opened::{Base, Opened};
+use self::work::Works;
 use crate::vm::machine::Machine;
 use crate::vm::now_unix_ms;
 
@@ -48,6 +50,7 @@ pub struct Snapshots {
     open: Open,
     under_way: Mutex<BTreeMap<String, Arc<UnderWay>>>,
     recordings: Arc<Recordings>,
+    works: Works,
     /// For stores that are reached over a network.
     runtime: Handle,
     /// Held by who changes a profile.
@@ -64,19 +67,19 @@ pub(crate) struct UnderWay {
     created_unix_ms: u64,
     /// What it is of, and the name of its base; once the VM has stood still for it.
     listed: OnceLock<(Facts, Option<String>)>,
-    work: Work,
+    work: Arc<Work>,
     failed: Mutex<Option<String>>,
     /// Cancelled when the writing has ended, well or not.
     over: CancellationToken,
 }
 
 impl UnderWay {
-    fn new(name: &str) -> Self {
+    fn new(name: &str, work: Arc<Work>) -> Self {
         Self {
             name: name.to_owned(),
             created_unix_ms: now_unix_ms(),
             listed: OnceLock::new(),
-            work: Work::default(),
+            work,
             failed: Mutex::default(),
             over: CancellationToken::new(),
         }
@@ -126,6 +129,7 @@ impl Snapshots {
             open: Open::default(),
             under_way: Mutex::default(),
             recordings: Arc::default(),
+            works: Works::default(),
             runtime: Handle::current(),
             learning: Mutex::default(),
         })
@@ -174,11 +178,19 @@ impl Snapshots {
         }
     }
 
-    /// End what is being written: the daemon stops.
+    /// Something that takes a while begins, on as many threads as the host has cores; ended by [`Snapshots::stop`].
+    pub(super) fn work(&self) -> Arc<Work> {
+        self.works.begin(Work::default())
+    }
+
+    /// The same with a number of threads.
+    pub(super) fn work_on(&self, threads: usize) -> Arc<Work> {
+        self.works.begin(Work::new(threads))
+    }
+
+    /// End all that takes a while: the daemon stops.
     pub(crate) fn stop(&self) {
-        for under_way in self.under_way().values() {
-            under_way.work.cancelled.store(true, Ordering::Relaxed);
-        }
+        self.works.stop();
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use vmfork_api::Prefetch;
 use vmfork_image::PageRange;
-use vmfork_store::{StoreError, Work};
+use vmfork_store::StoreError;
 
 use super::{Opened, SnapshotError, Snapshots};
 use crate::hub::{Core, chain};
@@ -49,7 +49,7 @@ fn load(core: &Core, opened: &Opened) -> Result<(), SnapshotError> {
         return Ok(());
     }
     // The VMs that start meanwhile need processors, too.
-    let work = Work::new((core.cores / 2).max(1));
+    let work = core.snapshots.work_on((core.cores / 2).max(1));
     let pages = AtomicU64::new(0);
     let insert = |range: PageRange, bytes: &[u8]| {
         if core.is_short_of_memory() {

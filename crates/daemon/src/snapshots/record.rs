@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vmfork_api::{ErrorBody, ProfileCluster, ProfileInfo};
 use vmfork_image::{PageRange, PageTable};
 use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
-use vmfork_store::{SnapshotId, Work};
+use vmfork_store::SnapshotId;
 
 use super::{SnapshotError, Snapshots};
 use crate::hub::Core;
@@ -134,6 +134,9 @@ impl Snapshots {
         subject: &Subject,
         recording: &Recording,
     ) -> Result<(), SnapshotError> {
+        if self.works.is_stopped() {
+            return Ok(());
+        }
         let _one_at_a_time = self.learning.lock().unwrap_or_else(PoisonError::into_inner);
         let stored = match self.store.open(&subject.name) {
             Ok(stored) if stored.descriptor().id == subject.id => stored,
@@ -164,7 +167,7 @@ impl Snapshots {
         let read = |range: PageRange, bytes: &mut [u8]| {
             image.read(range, bytes).map_err(std::io::Error::other)
         };
-        self.store.put_working_set(&stored, &sequential(&runs), &read, &Work::default())?;
+        self.store.put_working_set(&stored, &sequential(&runs), &read, &self.work())?;
         tracing::info!(
             snapshot = subject.name,
             runs = profile.runs(),

@@ -3,17 +3,17 @@
 use std::io::{self, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
-use vmfork_store::{Store, Work};
+use vmfork_store::Store;
 use vmfork_store_s3::{Location, OpenError, S3, Settings};
 
 use super::keep::with_work;
+use super::work::CancelOnDrop;
 use super::{SnapshotError, Snapshots, UnderWay};
 use crate::control::ByteStream;
 use crate::hub::{Core, chain};
@@ -32,7 +32,7 @@ pub(super) fn export(core: &Arc<Core>, name: &str) -> Result<ByteStream, ErrorBo
     let (core, name) = (Arc::clone(core), name.to_owned());
     tokio::task::spawn_blocking(move || {
         let mut sink = Sink { to: out_tx.clone(), buffer: Vec::with_capacity(PIECE_BYTES) };
-        let work = Work::default();
+        let work = core.snapshots.work();
         let outcome = core.snapshots.store.export(&name, &mut sink, &work);
         let outcome = outcome
             .map_err(SnapshotError::from)
@@ -185,7 +185,7 @@ pub(super) async fn pull(
         Ok(remote)
     })
     .await?;
-    let under_way = Arc::new(UnderWay::new(name));
+    let under_way = Arc::new(UnderWay::new(name, core.snapshots.work()));
     core.snapshots.under_way().insert(name.to_owned(), Arc::clone(&under_way));
     let fetching = {
         let (core, under_way, name) = (Arc::clone(core), Arc::clone(&under_way), name.to_owned());
@@ -197,7 +197,8 @@ pub(super) async fn pull(
         })
     };
     if wait {
-        let _give_up = GiveUp(&under_way);
+        // What is left still comes as it is needed.
+        let _give_up = CancelOnDrop(Arc::clone(&under_way.work));
         fetching.await.unwrap_or_else(|error| {
             Err(ErrorBody::new(ErrorCode::Internal, failed).cause(error))
         })?;
@@ -214,14 +215,5 @@ impl Snapshots {
             tracing::warn!(snapshot = under_way.name, error, "pages are left where they were");
         }
         self.under_way().remove(&under_way.name);
-    }
-}
-
-/// Who waits for all pages and goes away does not want them now; they still come as they are needed.
-struct GiveUp<'a>(&'a UnderWay);
-
-impl Drop for GiveUp<'_> {
-    fn drop(&mut self) {
-        self.0.work.cancelled.store(true, Ordering::Relaxed);
     }
 }

@@ -1,0 +1,74 @@
+//! What takes a while with stored snapshots, so that all of it can be ended.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use vmfork_store::Work;
+
+/// Everything that is being done with a store: ended together when the daemon stops.
+#[derive(Debug, Default)]
+pub(super) struct Works {
+    all: Mutex<All>,
+}
+
+#[derive(Debug, Default)]
+struct All {
+    is_stopped: bool,
+    live: Vec<Weak<Work>>,
+}
+
+impl Works {
+    /// Something begins. After [`Works::stop`] it is cancelled from the start.
+    pub(super) fn begin(&self, work: Work) -> Arc<Work> {
+        let work = Arc::new(work);
+        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        all.live.retain(|other| other.strong_count() > 0);
+        all.live.push(Arc::downgrade(&work));
+        if all.is_stopped {
+            cancel(&work);
+        }
+        work
+    }
+
+    /// Cancel what has begun, and what is yet to begin.
+    pub(super) fn stop(&self) {
+        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        all.is_stopped = true;
+        all.live.drain(..).filter_map(|work| work.upgrade()).for_each(|work| cancel(&work));
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner).is_stopped
+    }
+}
+
+pub(super) fn cancel(work: &Work) {
+    work.cancelled.store(true, Ordering::Relaxed);
+}
+
+/// Who waits for something and goes away does not want it. (When it has ended, this does nothing.)
+#[derive(Debug)]
+pub(super) struct CancelOnDrop(pub(super) Arc<Work>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        cancel(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_begins_before_a_stop_or_after_it_is_cancelled() {
+        let is_cancelled = |work: &Work| work.cancelled.load(Ordering::Relaxed);
+        let works = Works::default();
+        let (one, two) = (works.begin(Work::new(1)), works.begin(Work::new(1)));
+        drop(CancelOnDrop(Arc::clone(&one)));
+        assert!(is_cancelled(&one) && !is_cancelled(&two) && !works.is_stopped());
+        works.stop();
+        assert!(is_cancelled(&two) && works.is_stopped());
+        assert!(is_cancelled(&works.begin(Work::new(1))));
+    }
+}
