@@ -51,11 +51,11 @@ impl fmt::Debug for S3 {
 }
 
 impl S3 {
-    /// Opens it and looks whether it can be reached. `runtime` must have worker threads of its own.
+    /// Sets it up, and asks nothing of it yet. `runtime` must have worker threads of its own.
     ///
     /// # Errors
-    /// It can't be reached, the credentials are wrong, or there is no such bucket.
-    pub fn open(
+    /// It is not encrypted where that is not allowed, or the settings make no sense.
+    pub fn new(
         location: &Location,
         settings: &Settings,
         runtime: Handle,
@@ -91,7 +91,19 @@ impl S3 {
         let setup = |e: String| OpenError::Settings { why: e };
         let objects = builder.build().map_err(|e| setup(e.to_string()))?;
         let prefix = Path::parse(&location.prefix).map_err(|e| setup(e.to_string()))?;
-        let it = Self { objects, prefix, runtime, place, call_max, patience: settings.patience };
+        Ok(Self { objects, prefix, runtime, place, call_max, patience: settings.patience })
+    }
+
+    /// Sets it up and looks whether it can be reached.
+    ///
+    /// # Errors
+    /// As [`S3::new`]; it can't be reached, the credentials are wrong, or there is no such bucket.
+    pub fn open(
+        location: &Location,
+        settings: &Settings,
+        runtime: Handle,
+    ) -> Result<Self, OpenError> {
+        let it = Self::new(location, settings, runtime)?;
         // Of what a bucket is missing only a listing's answer says so.
         let first = it.call("list", "", 0, async {
             it.objects.list(Some(&it.prefix)).next().await.transpose()

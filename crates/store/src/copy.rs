@@ -17,6 +17,7 @@ use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Window;
 use crate::format::working_set;
 use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key, snapshot_key};
+use crate::source::decode_chunk;
 use crate::store::{Store, check_name, read_section};
 use crate::stored::Stored;
 use crate::work::{Work, lock};
@@ -102,8 +103,9 @@ impl Store {
 
     /// A chunk's file, verified.
     pub(crate) fn read_chunk(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
-        let file = self.inner.blobs().get(&chunk_key(&window.hash))?;
-        self.decode_chunk(&file, &window.hash, Some(window.own_pages))?;
+        let blobs = self.inner.blobs();
+        let file = blobs.get(&chunk_key(&window.hash))?;
+        decode_chunk(blobs, &file, &window.hash, Some(window.own_pages))?;
         Ok(file)
     }
 

@@ -11,7 +11,7 @@ use crate::format::descriptor::Descriptor;
 use crate::format::table::{Extent, Table, own_windows};
 use crate::hot::HotChunks;
 use crate::names::{chunk_key, snapshot_key};
-use crate::source::{SourceOptions, StoredPages};
+use crate::source::{SourceOptions, StoredPages, decode_chunk};
 use crate::store::Store;
 use crate::stored::Stored;
 use crate::work::{Work, lock};
@@ -98,8 +98,9 @@ impl Flattening<'_> {
             && whole.own_pages == pages
         {
             writer.writing.keep_chunk(&whole.hash, || {
-                let file = self.store.inner.blobs().get(&chunk_key(&whole.hash))?;
-                self.store.decode_chunk(&file, &whole.hash, Some(pages))?;
+                let blobs = self.store.inner.blobs();
+                let file = blobs.get(&chunk_key(&whole.hash))?;
+                decode_chunk(blobs, &file, &whole.hash, Some(pages))?;
                 Ok(file)
             })?;
             return Ok(whole.hash);

@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{Origin, PAGE_BYTES, PageRange, PageSource};
 
-use crate::blobs::BlobError;
+use crate::blobs::{BlobError, Blobs};
 use crate::error::StoreError;
 use crate::format::chunk;
 use crate::format::table::Window;
 use crate::hot::HotChunks;
 use crate::names::chunk_key;
-use crate::store::Store;
 use crate::stored::Stored;
 
 /// How a snapshot's pages are read.
@@ -21,8 +20,9 @@ use crate::stored::Stored;
 pub struct SourceOptions {
     /// Shared by all sources of a host.
     pub hot: Arc<HotChunks>,
-    /// Where a chunk is got from that isn't here, or is damaged here. It is kept.
-    pub remote: Option<Store>,
+    /// Of the store where a chunk is got from that isn't here, or is damaged here. It is kept. Nothing is asked of it
+    /// before that.
+    pub remote: Option<Arc<dyn Blobs>>,
 }
 
 #[derive(Debug, Default)]
@@ -95,7 +95,8 @@ impl StoredPages {
     }
 
     fn load(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
-        let here = match self.load_from(self.stored.store(), window) {
+        let blobs = self.stored.store().inner.blobs();
+        let here = match self.load_from(blobs, window) {
             Ok((_, raw)) => return Ok(raw),
             Err(error) => error,
         };
@@ -104,22 +105,26 @@ impl StoredPages {
             StoreError::Blob(BlobError::NotFound { .. }) => {}
             error => tracing::warn!(%error, "chunk is got from the remote store"),
         }
-        let (file, raw) = self.load_from(remote, window)?;
+        let (file, raw) = self.load_from(&**remote, window)?;
         add(&self.counters.remote_gets, 1);
         // A store that is full or broken is no reason to keep a VM waiting.
-        if let Err(error) = self.stored.store().inner.blobs().put(&chunk_key(&window.hash), &file) {
+        if let Err(error) = blobs.put(&chunk_key(&window.hash), &file) {
             tracing::warn!(%error, "chunk is not kept");
         }
         Ok(raw)
     }
 
-    fn load_from(&self, store: &Store, window: &Window) -> Result<(Vec<u8>, Vec<u8>), StoreError> {
+    fn load_from(
+        &self,
+        blobs: &dyn Blobs,
+        window: &Window,
+    ) -> Result<(Vec<u8>, Vec<u8>), StoreError> {
         let begin = Instant::now();
-        let file = store.inner.blobs().get(&chunk_key(&window.hash))?;
+        let file = blobs.get(&chunk_key(&window.hash))?;
         let got = Instant::now();
         add(&self.counters.get_us, micros(got - begin));
         add(&self.counters.stored_bytes, file.len() as u64);
-        let raw = store.decode_chunk(&file, &window.hash, Some(window.own_pages))?;
+        let raw = decode_chunk(blobs, &file, &window.hash, Some(window.own_pages))?;
         add(&self.counters.decompress_us, micros(got.elapsed()));
         add(&self.counters.raw_bytes, raw.len() as u64);
         Ok((file, raw))
@@ -185,24 +190,22 @@ impl PageSource for StoredPages {
     }
 }
 
-impl Store {
-    /// The content of the chunk `hash`, of which `file` is the file, and which has `pages` if that is known.
-    pub(crate) fn decode_chunk(
-        &self,
-        file: &[u8],
-        hash: &blake3::Hash,
-        pages: Option<u64>,
-    ) -> Result<Vec<u8>, StoreError> {
-        let raw = chunk::decode(file, hash).and_then(|raw| {
-            let found = raw.len() as u64 / PAGE_BYTES;
-            match pages {
-                Some(pages) if pages != found => {
-                    let what = format!("{found} pages, where the table has {pages}");
-                    Err(crate::format::Flaw::at(6, what))
-                }
-                _ => Ok(raw),
+/// The content of the chunk `hash`, of which `file` is the file in `blobs`, and which has `pages` if that is known.
+pub(crate) fn decode_chunk(
+    blobs: &dyn Blobs,
+    file: &[u8],
+    hash: &blake3::Hash,
+    pages: Option<u64>,
+) -> Result<Vec<u8>, StoreError> {
+    let raw = chunk::decode(file, hash).and_then(|raw| {
+        let found = raw.len() as u64 / PAGE_BYTES;
+        match pages {
+            Some(pages) if pages != found => {
+                let what = format!("{found} pages, where the table has {pages}");
+                Err(crate::format::Flaw::at(6, what))
             }
-        });
-        raw.map_err(StoreError::damaged(self.inner.blobs(), &chunk_key(hash)))
-    }
+            _ => Ok(raw),
+        }
+    });
+    raw.map_err(StoreError::damaged(blobs, &chunk_key(hash)))
 }

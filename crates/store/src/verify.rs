@@ -11,6 +11,7 @@ use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Table;
 use crate::format::{Flaw, working_set};
 use crate::names::{DESCRIPTOR, PROFILE, WORKING_SET, chunk_key, snapshot_key};
+use crate::source::decode_chunk;
 use crate::store::{
     CHAIN_MAX, Store, check_base, check_name, read_descriptor, read_origin, read_section,
     read_table,
@@ -106,7 +107,7 @@ impl Store {
     ) -> Result<Chunk, StoreError> {
         let key = chunk_key(hash);
         let read = self.inner.blobs().get(&key).map_err(StoreError::from);
-        match read.and_then(|file| self.decode_chunk(&file, hash, Some(pages))) {
+        match read.and_then(|file| decode_chunk(self.inner.blobs(), &file, hash, Some(pages))) {
             Ok(raw) => Ok(Chunk::Right(raw.len() as u64)),
             Err(StoreError::Blob(BlobError::NotFound { .. })) if is_elsewhere => {
                 Ok(Chunk::Elsewhere)

@@ -3,15 +3,15 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
 use vmfork_image::PageTable;
 use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
-use vmfork_store::{Extent, SnapshotId, SourceOptions, Stored};
+use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
 use super::facts::{self, Facts};
-use super::transfer::{For, store_at};
+use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
 use crate::fork::Lead;
 use crate::hub::Core;
@@ -89,7 +89,12 @@ pub(super) struct OpenOnes {
     snapshots: HashMap<SnapshotId, Weak<Opened>>,
     /// Those that others are deltas of, too.
     images: HashMap<SnapshotId, Weak<HostImage>>,
+    /// Stores that chunks come from, by location.
+    remotes: HashMap<String, Weak<dyn Blobs>>,
 }
+
+/// Those that chunks of a chain come from, by location.
+type Remotes = HashMap<String, Arc<dyn Blobs>>;
 
 impl OpenOnes {
     /// All that are open.
@@ -100,37 +105,46 @@ impl OpenOnes {
     fn retain(&mut self) {
         self.snapshots.retain(|_, opened| opened.strong_count() > 0);
         self.images.retain(|_, image| image.strong_count() > 0);
+        self.remotes.retain(|_, blobs| blobs.strong_count() > 0);
     }
 }
 
 impl Snapshots {
-    /// Open a snapshot, or find it open. Blocks as long as a store takes to read a few files.
+    /// Open a snapshot, or find it open. Blocks as long as this host's store takes to read a few files: where its
+    /// chunks come from is not asked for anything before a VM touches what isn't here.
     ///
     /// # Errors
     /// There is none of that name, it is damaged, or the host lacks memory, fds or threads.
     pub(super) fn open(&self, core: &Core, name: &str) -> Result<Arc<Opened>, SnapshotError> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain();
         let chain = self.store.open_chain(name)?;
-        let stored = Arc::clone(top(&chain)?);
+        let stored = top(&chain)?;
         let id = stored.descriptor().id;
+        if let Some(opened) = self.open_ones().snapshots.get(&id).and_then(Weak::upgrade) {
+            return Ok(opened);
+        }
+        let facts = self.facts(stored)?;
+        let remotes = self.remotes(&chain)?;
+        let state = stored.state()?;
+        let (lead, state) =
+            (crate::fork::state::lead_of(&state), crate::fork::state::write(&state)?);
+
+        // From here on nothing is read: others that start wait no longer than building a page table takes.
+        let mut open = self.open_ones();
         if let Some(opened) = open.snapshots.get(&id).and_then(Weak::upgrade) {
             return Ok(opened);
         }
-        let facts = self.facts(&stored)?;
-        let image = self.open_images(core, &chain, &mut open)?;
+        let image = self.open_images(core, &chain, &remotes, &mut open)?;
         let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
         let engine = Engine::serve(image, &options, core.event_sink())?;
         let engine = Arc::new(engine);
         core.add_engine(&engine);
-        let state = stored.state()?;
         let opened = Arc::new(Opened {
             name: name.to_owned(),
             id,
             facts,
             engine,
-            lead: crate::fork::state::lead_of(&state),
-            state: crate::fork::state::write(&state)?,
+            lead,
+            state,
             disk: OnceLock::new(),
             working_set: AtomicBool::new(false),
             prediction: AtomicBool::new(false),
@@ -140,7 +154,36 @@ impl Snapshots {
     }
 
     pub(super) fn all_opened(&self) -> Vec<Arc<Opened>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner).all()
+        self.open_ones().all()
+    }
+
+    /// What is open. Not to be held while anything is read: who starts a VM waits for it.
+    fn open_ones(&self) -> MutexGuard<'_, OpenOnes> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain();
+        open
+    }
+
+    /// Where chunks of a chain come from that aren't here.
+    fn remotes(&self, chain: &[Arc<Stored>]) -> Result<Remotes, SnapshotError> {
+        let mut remotes = Remotes::new();
+        for origin in chain.iter().filter_map(|stored| stored.origin()) {
+            if remotes.contains_key(origin) {
+                continue;
+            }
+            let known = self.open_ones().remotes.get(origin).and_then(Weak::upgrade);
+            let blobs = match known {
+                Some(blobs) => blobs,
+                None => {
+                    let blobs = blobs_at(origin, &self.runtime)?;
+                    let known = Arc::downgrade(&blobs);
+                    self.open_ones().remotes.insert(origin.to_owned(), known);
+                    blobs
+                }
+            };
+            remotes.insert(origin.to_owned(), blobs);
+        }
+        Ok(remotes)
     }
 
     /// The image of a snapshot, without an engine: to read its pages.
@@ -152,9 +195,9 @@ impl Snapshots {
         core: &Core,
         name: &str,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let chain = self.store.open_chain(name)?;
-        self.open_images(core, &chain, &mut open)
+        let remotes = self.remotes(&chain)?;
+        self.open_images(core, &chain, &remotes, &mut self.open_ones())
     }
 
     /// The image of the first of a chain, each a delta on the next.
@@ -162,6 +205,7 @@ impl Snapshots {
         &self,
         core: &Core,
         chain: &[Arc<Stored>],
+        remotes: &Remotes,
         open: &mut OpenOnes,
     ) -> Result<Arc<HostImage>, SnapshotError> {
         let mut below: Option<Arc<HostImage>> = None;
@@ -169,7 +213,7 @@ impl Snapshots {
             let id = stored.descriptor().id;
             let image = match open.images.get(&id).and_then(Weak::upgrade) {
                 Some(image) => image,
-                None => self.open_one(core, stored, below.as_ref())?,
+                None => self.open_one(core, stored, remotes, below.as_ref())?,
             };
             open.images.insert(id, Arc::downgrade(&image));
             below = Some(image);
@@ -181,12 +225,10 @@ impl Snapshots {
         &self,
         core: &Core,
         stored: &Arc<Stored>,
+        remotes: &Remotes,
         base: Option<&Arc<HostImage>>,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let remote = stored
-            .origin()
-            .map(|origin| store_at(origin, For::Reading, &self.runtime))
-            .transpose()?;
+        let remote = stored.origin().and_then(|origin| remotes.get(origin)).cloned();
         let source = stored.source(SourceOptions { hot: Arc::clone(&self.hot), remote });
         let runs = stored.extents().map(|(range, extent)| match extent {
             Extent::Own => StoredRun::Own(range),

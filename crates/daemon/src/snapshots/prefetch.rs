@@ -123,7 +123,7 @@ pub(crate) fn mind_memory(core: &Arc<Core>) {
                 tracing::info!(is_short, "memory for what nobody asked for");
             }
             if is_short || was_short {
-                core.snapshots.allow_prefetch(!is_short);
+                tokio::task::block_in_place(|| core.snapshots.allow_prefetch(!is_short));
             }
             was_short = is_short;
         }

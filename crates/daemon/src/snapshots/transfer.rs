@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
-use vmfork_store::Store;
+use vmfork_store::{Blobs, Folder, Store, StoreError};
 use vmfork_store_s3::{Location, OpenError, S3, Settings};
 
 use super::keep::with_work;
@@ -126,6 +126,20 @@ pub(super) fn store_at(
             For::Writing => Store::new(Arc::new(s3))?,
         });
     }
+    Ok(Store::folder(folder_at(location, wanted)?)?)
+}
+
+/// What the store at a location is kept in, for reading. A network is not asked for anything yet.
+pub(super) fn blobs_at(location: &str, runtime: &Handle) -> Result<Arc<dyn Blobs>, SnapshotError> {
+    if location.starts_with("s3://") {
+        let location = location.parse::<Location>().map_err(OpenError::from)?;
+        return Ok(Arc::new(S3::new(&location, &Settings::from_env()?, runtime.clone())?));
+    }
+    let folder = Folder::new(folder_at(location, For::Reading)?).map_err(StoreError::from)?;
+    Ok(Arc::new(folder))
+}
+
+fn folder_at(location: &str, wanted: For) -> Result<&Path, SnapshotError> {
     if let Some((scheme, _)) = location.split_once("://") {
         return Err(SnapshotError::Location {
             location: location.to_owned(),
@@ -145,7 +159,7 @@ pub(super) fn store_at(
             why: "there is no such folder".to_owned(),
         });
     }
-    Ok(Store::folder(path)?)
+    Ok(path)
 }
 
 /// Copy a snapshot, and what it depends on, to another store.

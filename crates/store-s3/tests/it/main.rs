@@ -175,7 +175,8 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
     let there = Store::folder(at.path().join("there")).expect("store");
     let pulled = there.adopt_from("web", &remote, "s3://snapshots/team").expect("adopted");
     assert_eq!((pulled.descriptor().id, pulled.origin()), (made.id, Some("s3://snapshots/team")));
-    let options = SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.clone()) };
+    let blobs = Arc::new(open(&server, "s3://snapshots/team", &runtime));
+    let options = SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(blobs) };
     let source = pulled.source(options);
     let mut bytes = vec![0; 20 * PAGE];
     source.read(PageRange::between(PageIdx(30), PageIdx(50)), &mut bytes).expect("reads");
@@ -237,6 +238,10 @@ fn who_is_not_there_or_does_not_answer_is_given_up() {
     let nobody = settings(&format!("http://{}", free_address()));
     let error = S3::open(&location, &nobody, runtime.handle().clone()).expect_err("nobody");
     assert_eq!(failure(error).0, Failure::Unreachable);
+    // What nothing is asked of need not be there.
+    let later = S3::new(&location, &nobody, runtime.handle().clone()).expect("set up");
+    let error = later.get("format").expect_err("nobody");
+    assert_eq!(failure(error.into()).0, Failure::Unreachable);
     // Takes connections and says nothing.
     let silent = TcpListener::bind("127.0.0.1:0").expect("listens");
     let address = silent.local_addr().expect("bound");

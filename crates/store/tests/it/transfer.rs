@@ -215,7 +215,7 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
         io::ErrorKind::NotFound
     );
     let options =
-        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.store.clone()) };
+        SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
     let source = stored.source(options.clone());
     source.read(range(0, 1), &mut [0; PAGE]).expect("reads");
     source.read(range(0, 8), &mut [0; 8 * PAGE]).expect("reads");
@@ -267,8 +267,8 @@ fn a_remote_chunk_that_is_damaged_is_neither_served_nor_kept() {
             bytes[40] ^= 1;
         }
     }
-    let remote_store = Some(remote.store.clone());
-    let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: remote_store });
+    let options = SourceOptions { hot: HotChunks::new(0), remote: Some(remote.memory.clone()) };
+    let source = stored.source(options);
     let error = source.read(range(0, 1), &mut [0; PAGE]).expect_err("damaged");
     assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     let error = here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect_err("damaged");
