@@ -150,7 +150,11 @@ impl Inner {
             |(), hash| {
                 // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
                 // before: meanwhile one may have been opened and removed.
-                if lock(&self.references).is_used(hash) || lock(&self.open).contains_key(hash) {
+                if lock(&self.references).is_used(hash) {
+                    return Ok(None);
+                }
+                if let Some(users) = lock(&self.open).get_mut(hash) {
+                    users.is_leftover = true;
                     return Ok(None);
                 }
                 self.delete_counted(collector, &chunk_key(hash))

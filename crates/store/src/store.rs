@@ -1,8 +1,9 @@
 //! The store: which snapshots there are, and opening one.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use blake3::Hash;
 
@@ -42,8 +43,31 @@ pub(crate) struct Inner {
     /// What is being written, and its base.
     pub(crate) writing: Mutex<HashMap<String, Option<String>>>,
     pub(crate) pins: Pins,
-    /// How many open snapshots, perhaps removed since, have each chunk: it stays until they are closed.
-    pub(crate) open: Mutex<HashMap<Hash, u32>>,
+    /// The chunks of open snapshots, perhaps removed since: each stays until they are closed.
+    pub(crate) open: Mutex<HashMap<Hash, Openers>>,
+    pub(crate) on_leftovers: OnceLock<OnLeftovers>,
+}
+
+/// Who has a chunk's snapshot open.
+#[derive(Debug, Default)]
+pub(crate) struct Openers {
+    pub(crate) count: u32,
+    /// It would have gone, had nobody had it open.
+    pub(crate) is_leftover: bool,
+}
+
+pub(crate) struct OnLeftovers(Box<dyn Fn() + Send + Sync>);
+
+impl OnLeftovers {
+    pub(crate) fn call(&self) {
+        (self.0)();
+    }
+}
+
+impl fmt::Debug for OnLeftovers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnLeftovers").finish_non_exhaustive()
+    }
 }
 
 impl Store {
@@ -87,6 +111,7 @@ impl Store {
                 writing: Mutex::default(),
                 pins: Pins::default(),
                 open: Mutex::default(),
+                on_leftovers: OnceLock::new(),
             }),
         })
     }
@@ -106,6 +131,19 @@ impl Store {
             return Err(StoreError::Foreign { place: folder.describe(), why });
         }
         Self::new(Arc::new(folder))
+    }
+
+    /// Have `call` called whenever the last is closed that kept chunks of a removed snapshot: it is time for
+    /// [`Store::collect`]. It is called by who closes, whom it must not keep waiting. Only the first `call` counts.
+    pub fn on_leftovers(&self, call: impl Fn() + Send + Sync + 'static) {
+        let _first = self.inner.on_leftovers.set(OnLeftovers(Box::new(call)));
+    }
+
+    /// Whether a snapshot by this name is on its way into the store, or about to be replaced, by whomever in this
+    /// process.
+    #[must_use]
+    pub fn is_being_written(&self, name: &str) -> bool {
+        lock(&self.inner.writing).contains_key(name)
     }
 
     /// Where it is, for messages.

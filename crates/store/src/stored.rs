@@ -32,7 +32,7 @@ impl Stored {
     ) -> Self {
         let mut open = lock(&store.inner.open);
         for window in table.windows() {
-            *open.entry(window.hash).or_default() += 1;
+            open.entry(window.hash).or_default().count += 1;
         }
         drop(open);
         Self { store, descriptor, table, origin }
@@ -101,13 +101,16 @@ impl Stored {
 impl Drop for Stored {
     fn drop(&mut self) {
         let mut open = lock(&self.store.inner.open);
+        let mut are_left = false;
         for window in self.table.windows() {
             match open.get_mut(&window.hash) {
-                Some(count) if *count > 1 => *count -= 1,
-                _ => {
-                    open.remove(&window.hash);
-                }
+                Some(users) if users.count > 1 => users.count -= 1,
+                _ => are_left |= open.remove(&window.hash).is_some_and(|users| users.is_leftover),
             }
+        }
+        drop(open);
+        if are_left && let Some(on_leftovers) = self.store.inner.on_leftovers.get() {
+            on_leftovers.call();
         }
     }
 }

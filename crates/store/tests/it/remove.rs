@@ -1,4 +1,4 @@
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vmfork_image::PageSource as _;
@@ -55,12 +55,21 @@ fn cascade_removes_deltas_first_and_keeps_shared_chunks() {
 #[test]
 fn an_open_snapshot_stays_readable_when_it_is_removed() {
     let (memory, store, [.., c]) = family();
-    let chain = store.open_chain("c").expect("opens");
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    store.on_leftovers(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+    });
+    drop(store.open_chain("c").expect("opens"));
+    let (chain, other) = (store.open_chain("c").expect("opens"), store.open("c").expect("opens"));
     store.remove("c", false).expect("removed");
     assert_eq!(read_chain(&chain, &options()), c);
     store.collect().expect("collected");
     assert_eq!(read_chain(&chain, &options()), c);
+    drop(other);
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
     drop(chain);
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
     assert_eq!(store.collect().expect("collected").chunks, 1);
     store.remove("base", true).expect("removed");
     assert_eq!(memory.keys(), ["format"]);
