@@ -16,7 +16,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let id = "1f".repeat(16);
     let file = |suffix: &str| {
         let hash = "2e".repeat(32);
-        format!(r#"{{"file": "{id}.{suffix}", "bytes": 9, "blake3": "{hash}"}}"#)
+        format!(r#"{{"file": "{id}-0123456789abcdef.{suffix}", "bytes": 9, "blake3": "{hash}"}}"#)
     };
     let text = format!(
         r#"{{

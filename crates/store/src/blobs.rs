@@ -35,7 +35,7 @@ pub trait Blobs: Debug + Send + Sync {
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
 
     /// Put it there if nothing is, for good once this returns. `false`: there is something else already, which stays
-    /// as it is.
+    /// as it is. If what is there is just this, it may be what an attempt put whose answer was lost: `true`.
     ///
     /// # Errors
     /// It may or may not be there.

@@ -16,9 +16,9 @@ use crate::format::descriptor::{BaseRef, Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Window;
 use crate::format::working_set;
-use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key, snapshot_key};
+use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
-use crate::store::{Store, check_name, read_section};
+use crate::store::{Store, check_name, read_descriptor, read_section};
 use crate::stored::Stored;
 use crate::work::{Work, lock};
 use crate::writing::{Commit, Writing};
@@ -48,8 +48,8 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged.
-    fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
+    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged. With what its name ends in.
+    pub(crate) fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
         let extras = [(WORKING_SET, &self.working_set), (PROFILE, &self.profile)];
         extras.into_iter().filter_map(|(name, file)| Some((name, file.as_deref()?)))
     }
@@ -58,19 +58,20 @@ impl Sections {
     pub(crate) fn files<'a>(
         &'a self,
         descriptor: &'a Descriptor,
-    ) -> impl Iterator<Item = (&'a str, &'a [u8])> {
+    ) -> impl Iterator<Item = (String, &'a [u8])> {
         let files = &descriptor.files;
-        let table = (files.table.file.as_str(), self.table.as_slice());
-        let state = (files.state.file.as_str(), self.state.as_slice());
-        [table, state].into_iter().chain(self.extras())
+        let table = (files.table.file.clone(), self.table.as_slice());
+        let state = (files.state.file.clone(), self.state.as_slice());
+        let extras = self.extras().map(|(ending, bytes)| (files.beside(ending), bytes));
+        [table, state].into_iter().chain(extras)
     }
 }
 
 impl Store {
     pub(crate) fn read_sections(&self, descriptor: &Descriptor) -> Result<Sections, StoreError> {
         let (blobs, name) = (self.inner.blobs(), &descriptor.name);
-        let extra = |file: &str, flaw_of: &dyn Fn(&[u8]) -> Option<crate::Flaw>| {
-            let key = snapshot_key(name, file);
+        let extra = |ending: &str, flaw_of: &dyn Fn(&[u8]) -> Option<crate::Flaw>| {
+            let key = descriptor.key_beside(ending);
             match blobs.get(&key) {
                 Ok(bytes) => Ok(match flaw_of(&bytes) {
                     None => Some(bytes),
@@ -110,7 +111,7 @@ impl Store {
     }
 
     /// Copy snapshot `name` and all that it is a delta on to `other`: bases first, and only what `other` lacks. What
-    /// was learnt about a snapshot is copied even if it is there already.
+    /// was learnt about a snapshot that is there already is copied if nothing was learnt there.
     ///
     /// # Errors
     /// No such snapshot; damage; chunks that are not here themselves; a name that is taken in `other`;
@@ -125,10 +126,7 @@ impl Store {
             let sections = self.read_sections(descriptor)?;
             let name = match other.find_by_id(descriptor.id)? {
                 Some(there) => {
-                    for (file, bytes) in sections.extras() {
-                        other.inner.blobs().put(&snapshot_key(&there.name, file), bytes)?;
-                        copied.bytes += bytes.len() as u64;
-                    }
+                    copied.bytes += other.add_extras(&there, &sections)?;
                     copied.there.push(there.name.clone());
                     there.name
                 }
@@ -141,6 +139,22 @@ impl Store {
             base = Some(BaseRef { name, id: descriptor.id });
         }
         Ok(copied)
+    }
+
+    /// What was learnt elsewhere about a snapshot that is here, as far as nothing was learnt here: that may be from more
+    /// runs. Returns the bytes.
+    fn add_extras(&self, here: &Descriptor, sections: &Sections) -> Result<u64, StoreError> {
+        let (_reserved, here) = self.reserve(&here.name, here.id)?;
+        let blobs = self.inner.blobs();
+        let mut added = 0;
+        for (ending, bytes) in sections.extras() {
+            let key = here.key_beside(ending);
+            if blobs.size(&key)?.is_none() {
+                blobs.put(&key, bytes)?;
+                added += bytes.len() as u64;
+            }
+        }
+        Ok(added)
     }
 
     fn copy_one(
@@ -177,10 +191,7 @@ impl Store {
             copied.chunks_there += u64::from(sent.is_none());
             copied.bytes += sent.unwrap_or(0);
         }
-        for (file, bytes) in sections.files(&descriptor) {
-            writing.put_section(file.to_owned(), bytes)?;
-            copied.bytes += bytes.len() as u64;
-        }
+        copied.bytes += writing.put_sections(&mut descriptor, sections)?;
         work.check()?;
         writing.commit(&descriptor)
     }
@@ -209,10 +220,8 @@ impl Store {
                     descriptor.base.clone_from(&base);
                     let name = descriptor.name.clone();
                     let writing = Writing::begin(&self.inner, &name, Commit::New, base)?;
-                    for (file, bytes) in sections.files(&descriptor) {
-                        writing.put_section(file.to_owned(), bytes)?;
-                    }
-                    writing.put_section(ORIGIN.to_owned(), origin.as_bytes())?;
+                    writing.put_sections(&mut descriptor, &sections)?;
+                    writing.put_section(descriptor.id, ORIGIN, origin.as_bytes())?;
                     writing.commit(&descriptor)?;
                     name
                 }
@@ -264,9 +273,12 @@ impl Store {
         self.inner.blobs().sync()?;
         let _catalogue = lock(&self.inner.catalogue);
         for stored in missing {
-            let Descriptor { name, id, .. } = stored.descriptor();
-            self.check_is_there(name, *id)?;
-            self.inner.blobs().delete(&snapshot_key(name, ORIGIN))?;
+            let descriptor = stored.descriptor();
+            // Another one, or the same adopted anew, has chunks that nobody has looked for.
+            if read_descriptor(self.inner.blobs(), &descriptor.name)? != *descriptor {
+                return Err(self.not_found(&descriptor.name));
+            }
+            self.inner.blobs().delete(&descriptor.key_beside(ORIGIN))?;
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use crate::format::descriptor::{BaseRef, Descriptor, Files, SCHEMA, SnapshotId};
 use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal};
 use crate::format::table::{Extent, Table, chunk_pages_flaw, own_runs, own_windows};
 use crate::format::{Compression, PAGE_LEN};
+use crate::names::{STATE, TABLE};
 use crate::store::{CHAIN_MAX, Store, base_error, check_base};
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
@@ -220,9 +221,8 @@ impl Store {
             None => SnapshotId::random().map_err(StoreError::io("get a random id"))?,
         };
         let files = Files {
-            table: writing.put_section(format!("{id}.table"), &table.encode())?,
-            state: writing
-                .put_section(format!("{id}.state"), &seal(SealedKind::State, &draft.state))?,
+            table: writing.put_section(id, TABLE, &table.encode())?,
+            state: writing.put_section(id, STATE, &seal(SealedKind::State, &draft.state))?,
         };
         let own_pages = table.count(Extent::Own);
         let zero_pages = match base {

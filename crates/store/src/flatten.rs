@@ -10,7 +10,7 @@ use crate::format::chunk::ChunkEncoder;
 use crate::format::descriptor::Descriptor;
 use crate::format::table::{Extent, Table, own_windows};
 use crate::hot::HotChunks;
-use crate::names::{chunk_key, snapshot_key};
+use crate::names::{TABLE, chunk_key, snapshot_key};
 use crate::source::{SourceOptions, StoredPages, decode_chunk};
 use crate::store::Store;
 use crate::stored::Stored;
@@ -164,14 +164,10 @@ impl Store {
             },
         )?;
         let table = table_of(&writing, old.pages, old.chunk_pages, extents, chunks)?;
-        // Besides the old one: until the descriptor is replaced, that is the right one.
-        let mut file = format!("{}-1.table", old.id);
-        if file == old.files.table.file {
-            file = format!("{}-2.table", old.id);
-        }
         let mut new = old.clone();
         new.base = None;
-        new.files.table = writing.put_section(file, &table.encode())?;
+        // Besides the old one: until the descriptor is replaced, that is the right one.
+        new.files.table = writing.put_section(old.id, TABLE, &table.encode())?;
         let own_pages = table.count(Extent::Own);
         new.counts = writing.counts(own_pages, old.pages - own_pages, table.windows().len() as u64);
         work.check()?;

@@ -1,13 +1,17 @@
 //! Names of snapshots and the keys of what a store holds.
 //!
 //! ```text
-//! format                              one line: which layout
-//! chunks/1f/1f…                       by the hash of the content
-//! snapshots/NAME/ID.table, ID.state   written before the descriptor, never changed
-//! snapshots/NAME/descriptor.json      written last: with it the snapshot is there
-//! snapshots/NAME/working-set, profile replaced as more is learnt
-//! snapshots/NAME/origin               only while chunks are still elsewhere: where
+//! format                            one line: which layout
+//! chunks/1f/1f…                     by the hash of the content
+//! snapshots/NAME/ID-N.table, .state written before the descriptor, never changed
+//! snapshots/NAME/descriptor.json    written last: with it the snapshot is there
+//! snapshots/NAME/ID-N.working-set   replaced as more is learnt
+//! snapshots/NAME/ID-N.profile       as well
+//! snapshots/NAME/ID-N.origin        only while chunks are still elsewhere: where
 //! ```
+//!
+//! `N` is drawn anew by whoever writes a snapshot. Of two that write one, whichever the descriptor names was first; the
+//! other can clear away what is its own, and what it leaves is never taken for the first one's.
 
 use blake3::Hash;
 
@@ -20,9 +24,18 @@ pub(crate) const FORMAT_LINE: &[u8] = b"vmfork-store/1\n";
 pub(crate) const CHUNKS: &str = "chunks/";
 pub(crate) const SNAPSHOTS: &str = "snapshots/";
 pub(crate) const DESCRIPTOR: &str = "descriptor.json";
+/// What a snapshot's files besides its descriptor end in.
+pub(crate) const TABLE: &str = "table";
+pub(crate) const STATE: &str = "state";
 pub(crate) const WORKING_SET: &str = "working-set";
 pub(crate) const PROFILE: &str = "profile";
 pub(crate) const ORIGIN: &str = "origin";
+
+/// Whether a file in a snapshot's folder is one that some attempt to write it has put there.
+pub(crate) fn is_of_an_attempt(file: &str) -> bool {
+    let ending = file.rsplit_once('.').map(|(_, ending)| ending);
+    ending.is_some_and(|it| [TABLE, STATE, WORKING_SET, PROFILE, ORIGIN].contains(&it))
+}
 
 /// 1 to 64 of `a-z A-Z 0-9 . _ -`, the first a letter or digit.
 pub fn name_is_valid(name: &str) -> bool {
@@ -81,8 +94,8 @@ mod tests {
         let hash = blake3::hash(b"x");
         assert_eq!(chunk_of(&chunk_key(&hash)), Some(hash));
         assert_eq!(chunk_of(&format!("chunks/00/{hash}")), None);
-        assert_eq!(snapshot_of(&snapshot_key("web", "origin")), Some(("web", "origin")));
-        assert_eq!(snapshot_of("snapshots/.x/origin"), None);
-        assert!(key_is_valid(&chunk_key(&hash)) && key_is_valid(&snapshot_key("web", ORIGIN)));
+        assert_eq!(snapshot_of(&snapshot_key("web", "x.origin")), Some(("web", "x.origin")));
+        assert_eq!(snapshot_of("snapshots/.x/x.origin"), None);
+        assert!(key_is_valid(&chunk_key(&hash)) && key_is_valid(&snapshot_key("web", DESCRIPTOR)));
     }
 }

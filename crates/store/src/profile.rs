@@ -8,10 +8,10 @@ use crate::blobs::BlobError;
 use crate::create::ReadPages;
 use crate::error::StoreError;
 use crate::format::Flaw;
-use crate::format::descriptor::SnapshotId;
+use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal, unseal};
 use crate::format::working_set::{FRAME_BYTES, Frames, ReadError, encode, other_id, pack_frame};
-use crate::names::{PROFILE, WORKING_SET, snapshot_key};
+use crate::names::{PROFILE, WORKING_SET};
 use crate::store::{Store, check_name, read_descriptor};
 use crate::stored::Stored;
 use crate::work::{Work, lock};
@@ -137,8 +137,7 @@ impl Store {
             let why = format!("its working set has pages {last}, of {}", descriptor.pages);
             return Err(StoreError::BadDraft { why });
         }
-        let _reserved = Reserved::new(&self.inner, &descriptor.name, None)?;
-        self.check_is_there(&descriptor.name, descriptor.id)?;
+        let (_reserved, descriptor) = self.reserve(&descriptor.name, descriptor.id)?;
         work.expect(runs.iter().map(PageRange::byte_len).sum());
         let begin = || {
             let zstd = zstd::bulk::Compressor::new(LEVEL).map_err(StoreError::io("set up zstd"))?;
@@ -162,17 +161,18 @@ impl Store {
             let why = format!("its working set would have {} bytes", file.len());
             return Err(StoreError::BadDraft { why });
         }
-        self.inner.blobs().put(&snapshot_key(&descriptor.name, WORKING_SET), &file)?;
+        self.inner.blobs().put(&descriptor.key_beside(WORKING_SET), &file)?;
         Ok(())
     }
 
     /// Bytes of the stored working set of snapshot `name`, compressed; 0 if it has none.
     ///
     /// # Errors
-    /// The store can't be reached.
+    /// No such snapshot; the store can't be reached.
     pub fn working_set_bytes(&self, name: &str) -> Result<u64, StoreError> {
         check_name(name)?;
-        Ok(self.inner.blobs().size(&snapshot_key(name, WORKING_SET))?.unwrap_or(0))
+        let descriptor = read_descriptor(self.inner.blobs(), name)?;
+        Ok(self.inner.blobs().size(&descriptor.key_beside(WORKING_SET))?.unwrap_or(0))
     }
 
     /// The working set of snapshot `name`, if it has one.
@@ -182,7 +182,7 @@ impl Store {
     pub fn working_set(&self, name: &str) -> Result<Option<WorkingSetReader>, StoreError> {
         check_name(name)?;
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        let key = snapshot_key(name, WORKING_SET);
+        let key = descriptor.key_beside(WORKING_SET);
         let from = match self.inner.blobs().reader(&key) {
             Ok(from) => from,
             Err(BlobError::NotFound { .. }) => return Ok(None),
@@ -207,8 +207,7 @@ impl Store {
     /// No such snapshot; the profile is damaged.
     pub fn profile(&self, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
         check_name(name)?;
-        read_descriptor(self.inner.blobs(), name)?;
-        let key = snapshot_key(name, PROFILE);
+        let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
         match self.inner.blobs().get(&key) {
             Ok(file) => unseal(SealedKind::Profile, &file)
                 .map(Some)
@@ -231,8 +230,8 @@ impl Store {
         let file = seal(SealedKind::Profile, profile);
         // So that the snapshot isn't removed in between.
         let _catalogue = lock(&self.inner.catalogue);
-        read_descriptor(self.inner.blobs(), name)?;
-        Ok(self.inner.blobs().put(&snapshot_key(name, PROFILE), &file)?)
+        let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
+        Ok(self.inner.blobs().put(&key, &file)?)
     }
 
     /// Forget what was learnt about snapshot `name`: working set and profile.
@@ -242,17 +241,22 @@ impl Store {
     pub fn remove_profile(&self, name: &str) -> Result<(), StoreError> {
         check_name(name)?;
         let _catalogue = lock(&self.inner.catalogue);
-        read_descriptor(self.inner.blobs(), name)?;
-        self.inner.blobs().delete(&snapshot_key(name, WORKING_SET))?;
-        Ok(self.inner.blobs().delete(&snapshot_key(name, PROFILE))?)
+        let descriptor = read_descriptor(self.inner.blobs(), name)?;
+        self.inner.blobs().delete(&descriptor.key_beside(WORKING_SET))?;
+        Ok(self.inner.blobs().delete(&descriptor.key_beside(PROFILE))?)
     }
 
-    /// That `name` is still the snapshot `id`.
-    pub(crate) fn check_is_there(&self, name: &str, id: SnapshotId) -> Result<(), StoreError> {
-        let place = || self.inner.blobs().describe();
+    /// See to it that `name`, which must still be the snapshot `id`, stays as it is.
+    pub(crate) fn reserve(
+        &self,
+        name: &str,
+        id: SnapshotId,
+    ) -> Result<(Reserved<'_>, Descriptor), StoreError> {
+        // Or it could be removed in between.
+        let _catalogue = lock(&self.inner.catalogue);
         match read_descriptor(self.inner.blobs(), name) {
-            Ok(found) if found.id == id => Ok(()),
-            Ok(_) => Err(StoreError::NotFound { name: name.to_owned(), place: place() }),
+            Ok(found) if found.id == id => Ok((Reserved::new(&self.inner, name, None)?, found)),
+            Ok(_) => Err(self.not_found(name)),
             Err(error) => Err(error),
         }
     }

@@ -47,8 +47,7 @@ impl References {
                 self.forget(&name);
                 continue;
             }
-            let is_whole = !files.contains(ORIGIN);
-            match self.look_at(blobs, &name, is_whole) {
+            match self.look_at(blobs, &name, &files) {
                 Ok(()) => {}
                 Err(StoreError::NotFound { .. }) => self.forget(&name), // removed since we listed
                 Err(
@@ -63,8 +62,14 @@ impl References {
         Ok(())
     }
 
-    fn look_at(&mut self, blobs: &dyn Blobs, name: &str, is_whole: bool) -> Result<(), StoreError> {
+    fn look_at(
+        &mut self,
+        blobs: &dyn Blobs,
+        name: &str,
+        files: &BTreeSet<String>,
+    ) -> Result<(), StoreError> {
         let descriptor = read_descriptor(blobs, name)?;
+        let is_whole = !files.contains(&descriptor.files.beside(ORIGIN));
         if let Some(known) = self.snapshots.get(name)
             && known.descriptor == descriptor
             && known.is_whole == is_whole

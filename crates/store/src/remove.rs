@@ -5,7 +5,10 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use blake3::Hash;
 
 use crate::error::StoreError;
-use crate::names::{CHUNKS, DESCRIPTOR, SNAPSHOTS, chunk_key, chunk_of, snapshot_key, snapshot_of};
+use crate::names::{
+    CHUNKS, DESCRIPTOR, ORIGIN, PROFILE, SNAPSHOTS, STATE, WORKING_SET, chunk_key, chunk_of,
+    is_of_an_attempt, snapshot_key, snapshot_of,
+};
 use crate::pins::Collector;
 use crate::references::{References, files_by_snapshot};
 use crate::store::{Inner, Store, check_name, read_descriptor};
@@ -175,12 +178,11 @@ impl Inner {
         for (name, files) in by_name {
             match read_descriptor(self.blobs(), name) {
                 Ok(descriptor) => {
-                    let own = [&descriptor.files.table.file, &descriptor.files.state.file];
-                    let is_older = |file: &&&str| {
-                        let section = file.ends_with(".table") || file.ends_with(".state");
-                        section && !own.iter().any(|own| own == *file)
-                    };
-                    let kept = files.iter().filter(|file| !is_older(file));
+                    let its = &descriptor.files;
+                    let beside = [STATE, WORKING_SET, PROFILE, ORIGIN].map(|it| its.beside(it));
+                    let is_its =
+                        |file: &str| file == its.table.file || beside.iter().any(|own| own == file);
+                    let kept = files.iter().filter(|file| !is_of_an_attempt(file) || is_its(file));
                     named.extend(kept.map(|file| snapshot_key(name, file)));
                 }
                 Err(StoreError::NotFound { .. }) => {}

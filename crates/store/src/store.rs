@@ -146,6 +146,10 @@ impl Store {
         lock(&self.inner.writing).contains_key(name)
     }
 
+    pub(crate) fn not_found(&self, name: &str) -> StoreError {
+        StoreError::NotFound { name: name.to_owned(), place: self.describe() }
+    }
+
     /// Where it is, for messages.
     pub fn describe(&self) -> String {
         self.inner.blobs.describe()
@@ -179,10 +183,10 @@ impl Store {
     /// Where the chunks of snapshot `name` are, if they are not all here.
     ///
     /// # Errors
-    /// The store can't be read.
+    /// There is no such snapshot, or the store can't be read.
     pub fn origin(&self, name: &str) -> Result<Option<String>, StoreError> {
         check_name(name)?;
-        read_origin(self.inner.blobs(), name)
+        read_origin(self.inner.blobs(), &read_descriptor(self.inner.blobs(), name)?)
     }
 
     /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay as long as the
@@ -195,7 +199,7 @@ impl Store {
         let _catalogue = lock(&self.inner.catalogue);
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
         let table = read_table(self.inner.blobs(), &descriptor)?;
-        let origin = read_origin(self.inner.blobs(), name)?;
+        let origin = read_origin(self.inner.blobs(), &descriptor)?;
         Ok(Arc::new(Stored::new(self.clone(), descriptor, table, origin)))
     }
 
@@ -325,9 +329,12 @@ pub(crate) fn table_flaw(table: &Table, descriptor: &Descriptor) -> Option<Strin
     None
 }
 
-/// Where the chunks of `name` are, as long as they are not all here.
-pub(crate) fn read_origin(blobs: &dyn Blobs, name: &str) -> Result<Option<String>, StoreError> {
-    match blobs.get(&snapshot_key(name, ORIGIN)) {
+/// Where the chunks of a snapshot are, as long as they are not all here.
+pub(crate) fn read_origin(
+    blobs: &dyn Blobs,
+    descriptor: &Descriptor,
+) -> Result<Option<String>, StoreError> {
+    match blobs.get(&descriptor.key_beside(ORIGIN)) {
         Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
         Err(BlobError::NotFound { .. }) => Ok(None),
         Err(error) => Err(error.into()),

@@ -8,7 +8,7 @@
 //!    8   …  entries: 1 kind, 1 bytes of the name, the name, 8 payload bytes, the payload
 //!           for each snapshot, the one without a base first:
 //!             kind 1  descriptor.json, by the snapshot's name
-//!             kind 2  page table, device state, working set, profile, by their names in the snapshot's folder
+//!             kind 2  page table, device state, working set, profile, by their names beside that descriptor
 //!           then kind 3, each chunk of any of them once, by its hash in hex
 //!   -33   1  0, the kind of the end
 //!   -32  32  blake3 of all before
@@ -27,11 +27,11 @@ use crate::blobs::BLOB_BYTES_MAX;
 use crate::copy::each_chunk_once;
 use crate::error::StoreError;
 use crate::format::chunk::CHUNK_FILE_BYTES_MAX;
-use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, SnapshotId};
+use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, Files, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Table, Window};
 use crate::format::{Flaw, chunk, working_set};
-use crate::names::{PROFILE, WORKING_SET};
+use crate::names::{PROFILE, STATE, TABLE, WORKING_SET};
 use crate::store::{CHAIN_MAX, Store, check_name, table_flaw};
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
@@ -175,7 +175,7 @@ struct Arriving<'a> {
     writing: Writing<'a>,
     descriptor: Descriptor,
     /// As the stream names its files.
-    files: crate::format::descriptor::Files,
+    files: Files,
     table: Option<Table>,
     has_state: bool,
 }
@@ -212,7 +212,7 @@ impl Store {
             out.entry(DESCRIPTOR, &descriptor.name, &file)?;
             let sections = self.read_sections(descriptor)?;
             for (file, bytes) in sections.files(descriptor) {
-                out.entry(FILE, file, bytes)?;
+                out.entry(FILE, &file, bytes)?;
             }
             windows.extend(each_chunk_once(stored).into_iter().filter(|w| seen.insert(w.hash)));
         }
@@ -259,7 +259,7 @@ impl Store {
                 DESCRIPTOR if left > 0 => {
                     import.descriptor(&entry, if left == 1 { name } else { None })
                 }
-                FILE if !chunks_began => import.file(entry),
+                FILE if !chunks_began => import.file(&entry),
                 CHUNK if left == 0 => {
                     chunks_began = true;
                     batch.extend(import.chunk(&entry)?.map(|hash| (hash, entry)));
@@ -352,49 +352,46 @@ impl Import<'_> {
         }
     }
 
-    fn file(&mut self, entry: Entry) -> Result<(), StoreError> {
+    fn file(&mut self, entry: &Entry) -> Result<(), StoreError> {
         if self.last_here.is_some() {
-            return self.file_of_one_that_is_here(&entry);
+            return self.file_of_one_that_is_here(entry);
         }
         let not_expected = || at_flaw(entry.offset, format!("`{}` is not expected", entry.name));
         let Some(last) = self.arriving.last_mut() else { return Err(not_expected()) };
-        let file = match entry.name.as_str() {
-            name if name == last.files.table.file && last.table.is_none() => &last.files.table,
-            name if name == last.files.state.file && !last.has_state => &last.files.state,
-            WORKING_SET => {
-                working_set::check(&entry.payload, Some(last.descriptor.id))
-                    .map_err(within(&entry))?;
-                last.writing.put_section(entry.name, &entry.payload)?;
-                return Ok(());
-            }
-            PROFILE => {
-                unseal(SealedKind::Profile, &entry.payload).map_err(within(&entry))?;
-                last.writing.put_section(entry.name, &entry.payload)?;
-                return Ok(());
-            }
-            _ => return Err(not_expected()),
+        let check_file = |file: &FileRef| match file.flaw_of(&entry.payload) {
+            None => Ok(()),
+            Some(flaw) => Err(within(entry)(flaw)),
         };
-        if let Some(flaw) = file.flaw_of(&entry.payload) {
-            return Err(within(&entry)(flaw));
-        }
-        if file.file == last.files.state.file {
-            unseal(SealedKind::State, &entry.payload).map_err(within(&entry))?;
+        let (id, name) = (last.descriptor.id, entry.name.as_str());
+        if name == last.files.beside(WORKING_SET) {
+            working_set::check(&entry.payload, Some(id)).map_err(within(entry))?;
+            last.writing.put_section(id, WORKING_SET, &entry.payload)?;
+        } else if name == last.files.beside(PROFILE) {
+            unseal(SealedKind::Profile, &entry.payload).map_err(within(entry))?;
+            last.writing.put_section(id, PROFILE, &entry.payload)?;
+        } else if name == last.files.state.file && !last.has_state {
+            check_file(&last.files.state)?;
+            unseal(SealedKind::State, &entry.payload).map_err(within(entry))?;
             last.has_state = true;
-        } else {
-            let table = Table::decode(&entry.payload).map_err(within(&entry))?;
+            last.descriptor.files.state = last.writing.put_section(id, STATE, &entry.payload)?;
+        } else if name == last.files.table.file && last.table.is_none() {
+            check_file(&last.files.table)?;
+            let table = Table::decode(&entry.payload).map_err(within(entry))?;
             if let Some(what) = table_flaw(&table, &last.descriptor) {
                 return Err(at_flaw(entry.offset, format!("`{}`: {what}", entry.name)));
             }
-            note_chunks(&mut self.chunks, &table, true, &entry)?;
+            note_chunks(&mut self.chunks, &table, true, entry)?;
             last.table = Some(table);
+            last.descriptor.files.table = last.writing.put_section(id, TABLE, &entry.payload)?;
+        } else {
+            return Err(not_expected());
         }
-        last.writing.put_section(entry.name, &entry.payload)?;
         Ok(())
     }
 
     /// Its chunks come, too, and some may be another's.
     fn file_of_one_that_is_here(&mut self, entry: &Entry) -> Result<(), StoreError> {
-        if entry.name.ends_with(".table") {
+        if entry.name.rsplit_once('.').is_some_and(|(_, ending)| ending == TABLE) {
             let table = Table::decode(&entry.payload).map_err(within(entry))?;
             note_chunks(&mut self.chunks, &table, false, entry)?;
         }

@@ -64,7 +64,7 @@ impl Store {
                 self.note(&mut found, &name, DESCRIPTOR, &format!("as a base it is {why}"));
             }
             self.verify_sections(&mut found, &descriptor)?;
-            let is_elsewhere = read_origin(self.inner.blobs(), &name)?.is_some();
+            let is_elsewhere = read_origin(self.inner.blobs(), &descriptor)?.is_some();
             match read_table(self.inner.blobs(), &descriptor) {
                 Ok(table) => gather(&table, is_elsewhere, &mut chunks),
                 Err(error) => self.keep_damage(&mut found, error)?,
@@ -132,7 +132,7 @@ impl Store {
             self.keep_damage(found, error)?;
         }
         for what in [WORKING_SET, PROFILE] {
-            let key = snapshot_key(name, what);
+            let key = descriptor.key_beside(what);
             let file = match blobs.get(&key) {
                 Ok(file) => file,
                 Err(BlobError::NotFound { .. }) => continue,

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blake3::Hash;
 
+use crate::copy::Sections;
 use crate::error::StoreError;
-use crate::format::descriptor::{BaseRef, Counts, Descriptor, FileRef};
-use crate::names::{DESCRIPTOR, chunk_key, snapshot_key};
+use crate::format::descriptor::{Attempt, BaseRef, Counts, Descriptor, FileRef, Files, SnapshotId};
+use crate::names::{DESCRIPTOR, STATE, TABLE, chunk_key, snapshot_key};
 use crate::store::{Inner, base_error, check_base, check_name, read_descriptor};
 use crate::work::lock;
 
@@ -51,13 +52,15 @@ impl Drop for Reserved<'_> {
 }
 
 /// As long as it lives: nobody else writes a snapshot by that name, nobody removes its base, and nothing that it has
-/// put or found there is collected. Dropped without a commit it removes its sections; chunks may stay, for `collect`.
+/// put or found there is collected. Dropped without a commit it removes its sections, which nobody else's have the names
+/// of; chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {
     inner: &'a Inner,
     name: String,
     /// Given back last, when nothing of it is left.
     _reserved: Reserved<'a>,
+    attempt: Attempt,
     commit: Commit,
     base: Option<BaseRef>,
     pinned: Mutex<Vec<String>>,
@@ -77,6 +80,7 @@ impl<'a> Writing<'a> {
         base: Option<BaseRef>,
     ) -> Result<Self, StoreError> {
         check_name(name)?;
+        let attempt = Attempt::random().map_err(StoreError::io("get a random number"))?;
         let catalogue = lock(&inner.catalogue);
         let found = inner.blobs().size(&snapshot_key(name, DESCRIPTOR))?;
         if commit == Commit::New && found.is_some() {
@@ -89,6 +93,7 @@ impl<'a> Writing<'a> {
             inner,
             name: name.to_owned(),
             _reserved: reserved,
+            attempt,
             commit,
             base,
             pinned: Mutex::default(),
@@ -146,14 +151,37 @@ impl<'a> Writing<'a> {
         lock(&self.chunks).get(hash).copied().flatten()
     }
 
-    /// Put one of the snapshot's files there.
-    pub(crate) fn put_section(&self, file: String, content: &[u8]) -> Result<FileRef, StoreError> {
+    /// Put one of the files of snapshot `id` there: which, `ending` says.
+    pub(crate) fn put_section(
+        &self,
+        id: SnapshotId,
+        ending: &str,
+        content: &[u8],
+    ) -> Result<FileRef, StoreError> {
+        let file = self.attempt.file(id, ending);
         let key = snapshot_key(&self.name, &file);
         self.pin(&key);
         lock(&self.sections).push(key.clone());
         self.inner.blobs().put(&key, content)?;
         self.stored_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
         Ok(FileRef::of(file, content))
+    }
+
+    /// Put all small files of a snapshot there, and let `descriptor` name them. Returns their bytes.
+    pub(crate) fn put_sections(
+        &self,
+        descriptor: &mut Descriptor,
+        sections: &Sections,
+    ) -> Result<u64, StoreError> {
+        let put = |ending, content: &[u8]| self.put_section(descriptor.id, ending, content);
+        let files =
+            Files { table: put(TABLE, &sections.table)?, state: put(STATE, &sections.state)? };
+        let mut bytes = files.table.bytes + files.state.bytes;
+        for (ending, content) in sections.extras() {
+            bytes += put(ending, content)?.bytes;
+        }
+        descriptor.files = files;
+        Ok(bytes)
     }
 
     /// With what has been written so far.

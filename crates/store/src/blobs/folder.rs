@@ -130,7 +130,8 @@ impl Folder {
         };
         match done {
             Ok(()) => {}
-            Err(Errno::EXIST) => return Ok(false),
+            // Ours after all, if the answer to a first attempt was lost, as over NFS.
+            Err(Errno::EXIST) => return Ok(is_content(target, bytes).unwrap_or(false)),
             Err(e) => return Err(e.into()),
         }
         File::open(folder)?.sync_all()?;
@@ -163,6 +164,15 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// Whether the file holds just `bytes`.
+fn is_content(path: &Path, bytes: &[u8]) -> io::Result<bool> {
+    let file = File::open(path)?;
+    let mut found = Vec::new();
+    let is_as_long = file.metadata()?.len() == bytes.len() as u64;
+    file.take(bytes.len() as u64).read_to_end(&mut found)?;
+    Ok(is_as_long && found == bytes)
 }
 
 fn not_a_file() -> io::Error {

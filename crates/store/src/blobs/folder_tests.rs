@@ -17,6 +17,7 @@ fn what_is_put_is_there_and_replaced_whole() {
     assert_eq!(folder.size("a/b").expect("there"), Some(4));
     assert!(!folder.put_new("a/b", b"three").expect("put"));
     assert_eq!(folder.get("a/b").expect("there"), b"two!");
+    assert!(folder.put_new("a/b", b"two!").expect("put"), "it is what was to be put");
     assert!(folder.put_new("a/c", b"four").expect("put"));
     let mut keys = folder.list("a/").expect("listed");
     keys.sort();

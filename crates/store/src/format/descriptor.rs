@@ -12,7 +12,7 @@ use vmfork_image::PAGE_BYTES;
 
 use super::bytes::Flaw;
 use super::{Compression, table};
-use crate::names::name_is_valid;
+use crate::names::{STATE, TABLE, name_is_valid, snapshot_key};
 
 /// The layout that is written, and the only one that is read.
 pub const SCHEMA: &str = "vmfork-snapshot/1";
@@ -155,6 +155,35 @@ pub struct Files {
     pub state: FileRef,
 }
 
+impl Files {
+    /// The file that ends in `ending` of those that were put there with the device state, which stays the same for as
+    /// long as the snapshot is there.
+    pub(crate) fn beside(&self, ending: &str) -> String {
+        let state = &self.state.file;
+        let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);
+        format!("{stem}.{ending}")
+    }
+}
+
+/// Tells attempts to write a snapshot apart: 16 hex digits in its files' names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Attempt([u8; 8]);
+
+impl Attempt {
+    const DIGITS: usize = 16;
+
+    pub(crate) fn random() -> std::io::Result<Self> {
+        let mut bytes = [0; 8];
+        getrandom::fill(&mut bytes).map_err(|e| std::io::Error::other(e.to_string()))?;
+        Ok(Self(bytes))
+    }
+
+    /// The name of its file that ends in `ending`, of snapshot `id`.
+    pub(crate) fn file(self, id: SnapshotId, ending: &str) -> String {
+        format!("{id}-{:016x}.{ending}", u64::from_be_bytes(self.0))
+    }
+}
+
 /// What a snapshot is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -242,6 +271,11 @@ impl Descriptor {
         }
     }
 
+    /// The key of its file that ends in `ending`.
+    pub(crate) fn key_beside(&self, ending: &str) -> String {
+        snapshot_key(&self.name, &self.files.beside(ending))
+    }
+
     fn flaw(&self) -> Option<String> {
         let Self { schema, name, pages, page_bytes, base, files, .. } = self;
         if schema != SCHEMA {
@@ -260,10 +294,11 @@ impl Descriptor {
         }
         // A name that is put together with others to a key must not lead elsewhere.
         let id = self.id.to_string();
-        for (file, suffix) in [(&files.table.file, ".table"), (&files.state.file, ".state")] {
-            let middle = file.strip_prefix(&id).and_then(|rest| rest.strip_suffix(suffix));
-            let plain = |c: char| c.is_ascii_digit() || c == '-';
-            if !middle.is_some_and(|middle| middle.len() <= 20 && middle.chars().all(plain)) {
+        for (file, ending) in [(&files.table.file, TABLE), (&files.state.file, STATE)] {
+            let attempt = file.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-'));
+            let attempt = attempt.and_then(|rest| rest.strip_suffix(ending)?.strip_suffix('.'));
+            let is_digit = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
+            if !attempt.is_some_and(|it| it.len() == Attempt::DIGITS && it.bytes().all(is_digit)) {
                 return Some(format!("{file:?} is no file of snapshot {id}"));
             }
         }
@@ -310,8 +345,8 @@ mod tests {
             base: Some(BaseRef { name: "base".into(), id: SnapshotId([2; 16]) }),
             counts: Counts { own_pages: 3, ..Counts::default() },
             files: Files {
-                table: FileRef::of(format!("{id}.table"), b"t"),
-                state: FileRef::of(format!("{id}.state"), b"s"),
+                table: FileRef::of(Attempt([0xab; 8]).file(id, TABLE), b"t"),
+                state: FileRef::of(Attempt([1; 8]).file(id, STATE), b"s"),
             },
             vm: serde_json::json!({"memory_mib": 4, "text": "\",\n  \"check\": \"0\"\n}"}),
         }
@@ -355,6 +390,9 @@ mod tests {
             |d: &mut Descriptor| d.base.as_mut().expect("one").name = "a/b".into(),
             |d: &mut Descriptor| d.files.table.file = "../../etc/passwd.table".into(),
             |d: &mut Descriptor| d.files.state.file = format!("{}/../x.state", d.id),
+            |d: &mut Descriptor| d.files.state.file = format!("{}.state", d.id),
+            |d: &mut Descriptor| d.files.state.file = d.files.table.file.clone(),
+            |d: &mut Descriptor| d.files.table.file = d.files.table.file.replace('a', "A"),
             |d: &mut Descriptor| d.page_bytes = 512,
             |d: &mut Descriptor| d.chunk_pages = 48,
             |d: &mut Descriptor| d.pages = 0,

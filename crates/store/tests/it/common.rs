@@ -17,9 +17,22 @@ pub(crate) fn range(start: u64, len: u64) -> PageRange {
     PageRange::new(PageIdx(start), len).expect("small")
 }
 
-/// Done once, at a moment that a test has chosen.
+/// Done once, at a moment that a test has chosen: before the first call of that name to a key with that part.
 #[derive(Default)]
-pub(crate) struct Hook(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+pub(crate) struct Hook(Mutex<Option<(&'static str, &'static str, Action)>>);
+
+type Action = Box<dyn FnOnce() + Send>;
+
+impl Hook {
+    fn run(&self, call: &str, key: &str) {
+        let mut hook = self.0.lock().expect("no panic");
+        let due = hook.take_if(|(of, part, _)| *of == call && key.contains(*part));
+        drop(hook);
+        if let Some((.., action)) = due {
+            action();
+        }
+    }
+}
 
 impl std::fmt::Debug for Hook {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -33,8 +46,7 @@ pub(crate) struct Memory {
     pub(crate) map: Mutex<BTreeMap<String, Vec<u8>>>,
     /// What outlasts a power cut.
     synced: Mutex<BTreeMap<String, Vec<u8>>>,
-    /// Run when the size of a chunk is first asked for.
-    at_size: Hook,
+    hook: Hook,
     /// Calls until the first that fails; negative once it has. Never, if it begins high.
     left: AtomicI64,
 }
@@ -47,15 +59,21 @@ impl Memory {
     pub(crate) fn of(map: BTreeMap<String, Vec<u8>>) -> Arc<Self> {
         let (synced, map) = (Mutex::new(map.clone()), Mutex::new(map));
         let left = AtomicI64::new(i64::MAX);
-        Arc::new(Self { map, synced, at_size: Hook::default(), left })
+        Arc::new(Self { map, synced, hook: Hook::default(), left })
     }
 
     pub(crate) fn fail_after(&self, calls: i64) {
         self.left.store(calls, Ordering::SeqCst);
     }
 
-    pub(crate) fn at_size(&self, hook: impl FnOnce() + Send + 'static) {
-        *self.at_size.0.lock().expect("no panic") = Some(Box::new(hook));
+    /// Do `hook` before the first `call`, "get", "put" or "size", to a key with `part` in it.
+    pub(crate) fn at(
+        &self,
+        call: &'static str,
+        part: &'static str,
+        hook: impl FnOnce() + Send + 'static,
+    ) {
+        *self.hook.0.lock().expect("no panic") = Some((call, part, Box::new(hook)));
     }
 
     pub(crate) fn keys(&self) -> Vec<String> {
@@ -79,6 +97,35 @@ impl Memory {
             }
         }
         left
+    }
+
+    /// The key of a snapshot's file that ends in `ending`.
+    pub(crate) fn key_of(&self, name: &str, ending: &str) -> String {
+        let is_it = |key: &String| {
+            key.starts_with(&format!("snapshots/{name}/")) && key.ends_with(&format!(".{ending}"))
+        };
+        self.keys().into_iter().find(is_it).expect("there")
+    }
+
+    /// What is there, whichever attempts have put it there.
+    pub(crate) fn content(&self) -> BTreeMap<String, Vec<u8>> {
+        // ID-ATTEMPT.ENDING, of which the attempt has 16 digits.
+        let anonymous = |file: &str| match file.split_once('-') {
+            Some((front, rest)) if file.starts_with("snapshots/") => {
+                format!("{front}{}", &rest[16..])
+            }
+            _ => file.to_owned(),
+        };
+        let one = |(key, bytes): (String, Vec<u8>)| {
+            let Ok(mut descriptor) = Descriptor::decode(&bytes) else {
+                return (anonymous(&key), bytes);
+            };
+            for file in [&mut descriptor.files.table.file, &mut descriptor.files.state.file] {
+                file.replace_range(32..49, "");
+            }
+            (key, descriptor.encode().expect("small"))
+        };
+        self.copy().into_iter().map(one).collect()
     }
 
     pub(crate) fn chunks(&self) -> usize {
@@ -106,6 +153,7 @@ impl Blobs for Memory {
 
     fn get(&self, key: &str) -> Result<Vec<u8>, BlobError> {
         self.call(key)?;
+        self.hook.run("get", key);
         let map = self.map.lock().expect("no panic");
         let missing = || BlobError::NotFound { key: key.into(), place: "memory".into() };
         map.get(key).cloned().ok_or_else(missing)
@@ -117,6 +165,7 @@ impl Blobs for Memory {
 
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
         self.call(key)?;
+        self.hook.run("put", key);
         self.map.lock().expect("no panic").insert(key.into(), bytes.to_vec());
         Ok(())
     }
@@ -130,15 +179,12 @@ impl Blobs for Memory {
             // For good once it returns.
             self.synced.lock().expect("no panic").insert(key.into(), bytes.to_vec());
         }
-        Ok(is_new)
+        Ok(map[key] == bytes)
     }
 
     fn size(&self, key: &str) -> Result<Option<u64>, BlobError> {
         self.call(key)?;
-        let hook = self.at_size.0.lock().expect("no panic").take_if(|_| key.starts_with("chunks/"));
-        if let Some(hook) = hook {
-            hook();
-        }
+        self.hook.run("size", key);
         Ok(self.map.lock().expect("no panic").get(key).map(|bytes| bytes.len() as u64))
     }
 

@@ -8,3 +8,4 @@ mod profile;
 mod remove;
 mod transfer;
 mod verify;
+mod writers;

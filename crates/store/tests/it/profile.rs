@@ -62,13 +62,11 @@ fn a_working_set_is_its_own_snapshots() {
     assert!(error.to_string().contains("pages 999+2, of 1000"), "{error}");
     // Somebody's else.
     create(&store, draft("y", &guest), &guest).expect("created");
-    let file = memory.copy()["snapshots/x/working-set"].clone();
-    memory.map.lock().expect("no panic").insert("snapshots/y/working-set".into(), file);
+    let file = memory.copy()[&memory.key_of("x", "working-set")].clone();
+    let key = memory.key_of("y", "state").replace(".state", ".working-set");
+    memory.map.lock().expect("no panic").insert(key.clone(), file);
     let error = store.working_set("y").expect_err("foreign");
-    assert!(
-        error.to_string().contains("`snapshots/y/working-set` in memory is damaged: "),
-        "{error}"
-    );
+    assert!(error.to_string().contains(&format!("`{key}` in memory is damaged: ")), "{error}");
     store.remove_profile("x").expect("removed");
     assert!(store.working_set("x").expect("none").is_none());
     // One that was removed meanwhile, and another by its name.
@@ -89,9 +87,9 @@ fn what_goes_wrong_with_a_piece_is_told() {
     let error = reader.for_each(&fails, &work).expect_err("no room");
     assert_eq!(error.to_string(), "put pages of the working set in place");
     assert!(std::error::Error::source(&error).is_some_and(|e| e.to_string() == "no room"));
-    let key = "snapshots/x/working-set";
-    let last = memory.copy()[key].len() - 1;
-    memory.map.lock().expect("no panic").get_mut(key).expect("there")[last] ^= 1;
+    let key = memory.key_of("x", "working-set");
+    let last = memory.copy()[&key].len() - 1;
+    memory.map.lock().expect("no panic").get_mut(&key).expect("there")[last] ^= 1;
     let reader = store.working_set("x").expect("the header is right").expect("there");
     let error = reader.for_each(&|_, _| Ok(()), &work).expect_err("damaged");
     assert!(error.to_string().contains("frame 3 was changed or cut"), "{error}");
@@ -106,7 +104,8 @@ fn a_profile_is_kept_as_it_is() {
     assert_eq!(store.profile("x").expect("reads").as_deref(), Some(&b"second"[..]));
     assert!(matches!(store.put_profile("y", b""), Err(StoreError::NotFound { .. })));
     assert!(matches!(store.profile("../x"), Err(StoreError::BadName { .. })));
-    memory.map.lock().expect("no panic").get_mut("snapshots/x/profile").expect("there")[60] ^= 1;
+    let key = memory.key_of("x", "profile");
+    memory.map.lock().expect("no panic").get_mut(&key).expect("there")[60] ^= 1;
     assert!(matches!(store.profile("x"), Err(StoreError::Damaged(_))));
     store.remove_profile("x").expect("removed");
     assert_eq!(store.profile("x").expect("none"), None);

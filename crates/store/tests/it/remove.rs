@@ -88,7 +88,7 @@ fn what_is_opened_and_removed_while_chunks_are_collected_stays_readable() {
     store.create(draft("garbage", &garbage), &read, &work).expect_err("cancelled");
     let open = Arc::new(Mutex::new(None));
     let (there, kept) = (store.clone(), open.clone());
-    memory.at_size(move || {
+    memory.at("size", "chunks/", move || {
         let chain = there.open_chain("c").expect("opens");
         there.remove("c", false).expect("removed");
         *kept.lock().expect("no panic") = Some(chain);

@@ -59,7 +59,7 @@ fn what_is_exported_is_imported_elsewhere_as_it_was() {
     let stream = export(&from.store, "top");
     let to = place();
     assert_eq!(import(&to.store, &stream, None).expect("imported"), ["base", "top"]);
-    assert_eq!(to.memory.copy(), from.memory.copy());
+    assert_eq!(to.memory.content(), from.memory.content());
     check(&to.store, "base", &base);
     check(&to.store, "top", &top);
     assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"profile"[..]));
@@ -170,12 +170,15 @@ fn a_push_copies_what_is_not_there() {
     );
     check(&to.store, "base", &base);
     check(&to.store, "top", &top);
-    assert_eq!(to.memory.copy(), from.memory.copy());
-    // Again, after more was learnt: that alone is copied.
-    from.store.put_profile("top", b"more").expect("put");
+    assert_eq!(to.memory.content(), from.memory.content());
+    // Again, after more was learnt on both sides: that alone is copied which the other has nothing of.
+    from.store.put_profile("top", b"from").expect("put");
+    from.store.put_profile("base", b"from").expect("put");
+    to.store.put_profile("top", b"to").expect("put");
     let copied = from.store.copy_to("top", &to.store, &Work::new(2)).expect("pushed");
     assert_eq!((copied.names.len(), copied.chunks, copied.there.len()), (0, 0, 2));
-    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"more"[..]));
+    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"to"[..]));
+    assert_eq!(to.store.profile("base").expect("reads").as_deref(), Some(&b"from"[..]));
 }
 
 #[test]
@@ -233,7 +236,7 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     assert_eq!(here.store.open("top").expect("opens").origin(), None);
     check(&here.store, "top", &top);
     check(&here.store, "base", &base);
-    assert_eq!(here.memory.copy(), remote.memory.copy());
+    assert_eq!(here.memory.content(), remote.memory.content());
 }
 
 #[test]
