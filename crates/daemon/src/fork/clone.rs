@@ -156,9 +156,6 @@ async fn start_within(
         NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
         NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
     })?;
-    if let (Some(taken), Some(opened)) = (&snapshot.machine_type, &snapshot.opened) {
-        opened.check_machine(taken, &machine).await?;
-    }
     let machine = Arc::new(machine);
     if let Some(lead) = &snapshot.lead {
         machine.set_lead(Some(Arc::clone(lead)));

@@ -125,17 +125,7 @@ pub(super) async fn freeze(
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
     let (opened, base) = (parent.opened(), parent.base());
-    let snapshot = Snapshot {
-        state,
-        lead,
-        engine,
-        inheritance,
-        fork,
-        lease: None,
-        machine_type: None,
-        opened,
-        base,
-    };
+    let snapshot = Snapshot { state, lead, engine, inheritance, fork, lease: None, opened, base };
     Ok((snapshot, stages, pause))
 }
 

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
 
-pub(crate) use self::brood::{Brood, Granted, Wanted, start_machines};
+pub(crate) use self::brood::{Brood, Granted, PendingMachine, Wanted, start_machines};
 pub(crate) use self::clone::Stem;
 pub(crate) use self::snapshot::Snapshot;
 pub(crate) use self::state::Lead;

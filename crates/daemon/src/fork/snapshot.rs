@@ -24,8 +24,6 @@ pub(crate) struct Snapshot {
     pub(crate) fork: u64,
     /// Memory for what the parent writes anew.
     pub(crate) lease: Option<Lease>,
-    /// The machine type of the QEMU that it was taken on, where that may be another than here.
-    pub(crate) machine_type: Option<String>,
     /// The stored snapshot whose pages it may still need.
     pub(crate) opened: Option<Arc<Opened>>,
     /// The newest stored snapshot that the VM descended from.

@@ -4,6 +4,7 @@ use std::fs;
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_qemu::probe::{self, KvmFacts, NoKvm};
 use vmfork_qemu::shape::ShapeError;
 use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
 
@@ -103,6 +104,26 @@ impl Facts {
             return Err(differs(name, "a processor", &self.cpu, &cpu));
         }
         Ok(())
+    }
+
+    /// Whether this host has what its guest's processors are run by.
+    ///
+    /// # Errors
+    /// They were run by KVM, which can't be used here.
+    pub(super) fn check_accel(&self, name: &str, kvm: &KvmFacts) -> Result<(), ErrorBody> {
+        if self.accel() == Accel::Tcg {
+            return Ok(());
+        }
+        let choice = probe::choose_accel(Some(Accel::Kvm), kvm);
+        choice.map(drop).map_err(|NoKvm { reason }| ErrorBody {
+            code: ErrorCode::Conflict,
+            message: format!("start snapshot `{name}`"),
+            cause: Some(format!("it was taken with KVM, which can't be used here: {reason}")),
+            remedy: Some(
+                "start it where KVM is, or take one of a VM that runs with `--accel tcg`"
+                    .to_owned(),
+            ),
+        })
     }
 
     /// Whether the root disk of an image is the one that the guest knows.
@@ -225,6 +246,22 @@ mod tests {
             let refused = text(facts.check_root("warm", other));
             assert!(refused.contains("hash 0123456789abcdef…"), "{refused}");
         }
+    }
+
+    #[test]
+    fn one_that_was_taken_with_kvm_is_refused_where_there_is_none() {
+        let without = KvmFacts { device: Err("No such file".to_owned()), modules: Vec::new() };
+        let with = KvmFacts { device: Ok(()), modules: Vec::new() };
+        facts().check_accel("warm", &without).expect("TCG is everywhere");
+        let taken = Facts { accel: vmfork_api::Accel::Kvm, ..facts() };
+        taken.check_accel("warm", &with).expect("it is there");
+        let refused = taken.check_accel("warm", &without).expect_err("refused");
+        assert_eq!(refused.code, ErrorCode::Conflict);
+        assert_eq!(
+            refused.to_string(),
+            "start snapshot `warm`: it was taken with KVM, which can't be used here: \
+             /dev/kvm does not open: No such file"
+        );
     }
 
     #[test]

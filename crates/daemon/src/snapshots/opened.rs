@@ -5,22 +5,20 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use vmfork_api::ErrorBody;
 use vmfork_image::PageTable;
 use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
-use super::facts::{self, Facts};
+use super::facts::Facts;
 use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
 use crate::fork::Lead;
 use crate::hub::Core;
-use crate::vm::machine::Machine;
 
 /// Open as long as a VM may need its pages.
 #[derive(Debug)]
 pub(crate) struct Opened {
-    pub(crate) name: String,
+    /// Its name may become another one's while this is open.
     pub(crate) id: SnapshotId,
     pub(super) facts: Facts,
     pub(super) engine: Arc<Engine>,
@@ -52,25 +50,10 @@ impl Opened {
         }
     }
 
-    /// Whether a QEMU of this host is of the machine type that it was `taken` on.
-    ///
-    /// # Errors
-    /// It is not, or QEMU does not say.
-    pub(crate) async fn check_machine(
-        &self,
-        taken: &str,
-        machine: &Machine,
-    ) -> Result<(), ErrorBody> {
-        let found = super::machine_type(machine).await;
-        let message = format!("start snapshot `{}`", self.name);
-        let found = found.map_err(|error| error.to_body(message))?;
-        facts::check_machine(&self.name, taken, &found)
-    }
-
-    /// What the next snapshot of a VM that descends from this one is a delta of.
-    pub(super) fn base(&self) -> Option<Base> {
+    /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it is called now.
+    pub(super) fn base(&self, name: &str) -> Option<Base> {
         let table = self.engine.image().table()?.clone();
-        Some(Base { name: self.name.clone(), id: self.id, table })
+        Some(Base { name: name.to_owned(), id: self.id, table })
     }
 }
 
@@ -139,7 +122,6 @@ impl Snapshots {
         let engine = Arc::new(engine);
         core.add_engine(&engine);
         let opened = Arc::new(Opened {
-            name: name.to_owned(),
             id,
             facts,
             engine,

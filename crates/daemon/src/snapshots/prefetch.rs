@@ -21,15 +21,21 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 const HYDRATE_TRIES_MAX: u32 = 10;
 
 /// Have pages come, once for all VMs that share them.
-pub(super) fn begin(core: &Arc<Core>, opened: &Arc<Opened>, prefetch: Prefetch, mib_per_s: u32) {
+pub(super) fn begin(
+    core: &Arc<Core>,
+    name: &str,
+    opened: &Arc<Opened>,
+    prefetch: Prefetch,
+    mib_per_s: u32,
+) {
     if matches!(prefetch, Prefetch::WorkingSet | Prefetch::All) && opened.claim_working_set() {
-        let (core, opened) = (Arc::clone(core), Arc::clone(opened));
-        tokio::task::spawn_blocking(move || match load(&core, &opened) {
+        let (core, opened, name) = (Arc::clone(core), Arc::clone(opened), name.to_owned());
+        tokio::task::spawn_blocking(move || match load(&core, &name, &opened) {
             Ok(()) => {}
             // What it lacks comes on demand.
             Err(error) => {
                 let error = chain(&error);
-                tracing::warn!(snapshot = opened.name, error, "working set not loaded");
+                tracing::warn!(snapshot = name, error, "working set not loaded");
             }
         });
     }
@@ -37,14 +43,14 @@ pub(super) fn begin(core: &Arc<Core>, opened: &Arc<Opened>, prefetch: Prefetch, 
         opened.engine.predict();
     }
     if let Some(bytes_per_s) = NonZeroU64::new(u64::from(mib_per_s) << 20) {
-        hydrate(opened, bytes_per_s);
+        hydrate(name, opened, bytes_per_s);
     }
 }
 
 /// Read the working set, in the order in which it is stored, into the caches.
-fn load(core: &Core, opened: &Opened) -> Result<(), SnapshotError> {
+fn load(core: &Core, name: &str, opened: &Opened) -> Result<(), SnapshotError> {
     let began = Instant::now();
-    let Some(set) = core.snapshots.store.working_set(&opened.name)? else { return Ok(()) };
+    let Some(set) = core.snapshots.store.working_set(name)? else { return Ok(()) };
     if set.id() != opened.id {
         return Ok(());
     }
@@ -63,20 +69,20 @@ fn load(core: &Core, opened: &Opened) -> Result<(), SnapshotError> {
     let (pages, took_ms) = (pages.into_inner(), crate::fork::ms(began.elapsed()));
     match outcome {
         Err(StoreError::Cancelled) => {
-            tracing::info!(snapshot = opened.name, pages, "working set cut short: no memory");
+            tracing::info!(snapshot = name, pages, "working set cut short: no memory");
         }
         outcome => {
             outcome?;
-            tracing::debug!(snapshot = opened.name, pages, took_ms, "working set loaded");
+            tracing::debug!(snapshot = name, pages, took_ms, "working set loaded");
         }
     }
     Ok(())
 }
 
 /// Fetch the rest, until nothing depends on the store any more, or all its VMs have ended.
-fn hydrate(opened: &Arc<Opened>, bytes_per_s: NonZeroU64) {
+fn hydrate(name: &str, opened: &Arc<Opened>, bytes_per_s: NonZeroU64) {
     opened.engine.hydrate(bytes_per_s);
-    let opened = Arc::downgrade(opened);
+    let (opened, name) = (Arc::downgrade(opened), name.to_owned());
     tokio::spawn(async move {
         let (mut left, mut tries) = (u64::MAX, 0);
         loop {
@@ -84,7 +90,7 @@ fn hydrate(opened: &Arc<Opened>, bytes_per_s: NonZeroU64) {
             let Some(opened) = opened.upgrade() else { return };
             let missing = tokio::task::block_in_place(|| opened.engine.image().missing_pages());
             if missing == 0 {
-                tracing::info!(snapshot = opened.name, "its VMs depend on the store no more");
+                tracing::info!(snapshot = name, "its VMs depend on the store no more");
                 return;
             }
             if missing < left {
@@ -94,7 +100,7 @@ fn hydrate(opened: &Arc<Opened>, bytes_per_s: NonZeroU64) {
             // Nothing has come for a while: the store did not answer, or the host is short of memory.
             tries += 1;
             if tries > HYDRATE_TRIES_MAX {
-                tracing::warn!(snapshot = opened.name, missing, "not all pages can be had");
+                tracing::warn!(snapshot = name, missing, "not all pages can be had");
                 return;
             }
             opened.engine.hydrate(bytes_per_s);

@@ -4,14 +4,16 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, StartReply, StartRequest};
-use vmfork_qemu::{DiskId, Shape, probe};
+use vmfork_qemu::probe::{self, KvmFacts};
+use vmfork_qemu::{DiskId, Shape};
 
 use super::record::{self, Subject};
-use super::{Opened, SnapshotError};
+use super::{Opened, SnapshotError, facts};
 use crate::admission::ForkAsk;
-use crate::fork::{self, Brood, Granted, Snapshot, Stem, Wanted, start_machines};
+use crate::fork::{self, Brood, Granted, PendingMachine, Snapshot, Stem, Wanted, start_machines};
 use crate::hub::boot::open_image;
 use crate::hub::{Core, chain};
 use crate::metrics::Stage;
@@ -59,6 +61,7 @@ async fn carry_out(
     {
         return Err(bad_request(name, format!("{} names for {} VMs", names.len(), request.count)));
     }
+    let deadline = began + timeout;
     let message = format!("start snapshot `{name}`");
     let failed = |error: SnapshotError| error.to_body(&message);
     let opened = tokio::task::block_in_place(|| {
@@ -67,11 +70,11 @@ async fn carry_out(
     })?;
     let open = began.elapsed();
     core.metrics.observe_stage(Stage::Open, open);
+    opened.facts.check_accel(name, &KvmFacts::gather())?;
     if !request.force {
-        check_qemu(core, &opened).await?;
+        check_qemu(core, name, &opened).await?;
     }
-    let (shape, _disk) = shape_and_disk(core, &opened)?;
-    core.pool.want(&shape, core.config.pool as usize);
+    let (shape, _disk) = shape_and_disk(core, name, &opened)?;
 
     let ask = ForkAsk {
         parent: name,
@@ -98,8 +101,12 @@ async fn carry_out(
 
     // Until the last of them is ready.
     let _no_refill = core.hold_pool();
-    let pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    super::prefetch::begin(core, &opened, request.prefetch, request.hydrate_mib_per_s);
+    core.pool.want(&shape, core.config.pool as usize);
+    let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
+    super::prefetch::begin(core, name, &opened, request.prefetch, request.hydrate_mib_per_s);
+    if !request.force {
+        check_machine(name, &opened, &mut pending, deadline).await?;
+    }
     let facts = &opened.facts;
     let snapshot = Arc::new(Snapshot {
         state: opened
@@ -111,16 +118,15 @@ async fn carry_out(
         inheritance: facts.inheritance.clone(),
         fork: facts.fork,
         lease: Some(grant.snapshot),
-        base: opened.base().map(Arc::new),
-        machine_type: (!request.force).then(|| facts.machine.clone()),
+        base: opened.base(name).map(Arc::new),
         opened: Some(Arc::clone(&opened)),
     });
     let brood = Brood {
         core: Arc::clone(core),
-        stem: Arc::new(stem(&opened)),
+        stem: Arc::new(stem(name, &opened)),
         snapshot,
         began,
-        deadline: began + timeout,
+        deadline,
         origin: None,
         given_up,
     };
@@ -134,7 +140,7 @@ async fn carry_out(
     let vms = brood.start(wanted.collect(), granted, request.all_or_nothing).await?;
     drop(reservation);
     for result in &vms {
-        record(core, &opened, result);
+        record(core, name, &opened, result);
     }
     let granted = vms.iter().filter(|vm| vm.error.is_none()).count();
     let total_ms = fork::ms(began.elapsed());
@@ -152,10 +158,10 @@ async fn carry_out(
 }
 
 /// Learn from a VM that was started, what it touches.
-fn record(core: &Arc<Core>, opened: &Opened, started: &CloneResult) {
+fn record(core: &Arc<Core>, name: &str, opened: &Opened, started: &CloneResult) {
     let vm = started.id.as_ref().and_then(|id| core.registry.find("record", id).ok());
     let Some((vm, table)) = vm.zip(opened.engine.image().table()) else { return };
-    let (name, id, table) = (opened.name.clone(), opened.id, table.clone());
+    let (name, id, table) = (name.to_owned(), opened.id, table.clone());
     record::start(core, &vm, Subject { name, id, table, time_max: RECORD_MAX });
 }
 
@@ -164,23 +170,50 @@ fn bad_request(name: &str, cause: String) -> ErrorBody {
 }
 
 /// Whether this host's QEMU and processor are those that it was taken on.
-async fn check_qemu(core: &Core, opened: &Opened) -> Result<(), ErrorBody> {
+async fn check_qemu(core: &Core, name: &str, opened: &Opened) -> Result<(), ErrorBody> {
     let binary = probe::find(Some(&core.config.qemu)).await.map_err(|error| ErrorBody {
         code: ErrorCode::Host,
-        message: format!("start snapshot `{}`", opened.name),
+        message: format!("start snapshot `{name}`"),
         cause: Some(chain(&error)),
         remedy: Some("`apt-get install qemu-system-x86`".to_owned()),
     })?;
-    opened.facts.check_host(&opened.name, binary.version)
+    opened.facts.check_host(name, binary.version)
+}
+
+/// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the first that can be
+/// asked tells it. Whether there is one at all is told by who takes it.
+async fn check_machine(
+    name: &str,
+    opened: &Opened,
+    pending: &mut [PendingMachine],
+    deadline: Instant,
+) -> Result<(), ErrorBody> {
+    for place in pending {
+        let Ok(Ok(started)) = tokio::time::timeout_at(deadline.into(), &mut *place).await else {
+            return Ok(());
+        };
+        let found = match &started {
+            Ok((machine, _)) => super::machine_type(machine).await.ok(),
+            Err(_) => None,
+        };
+        let (back_tx, back) = oneshot::channel();
+        let _waits = back_tx.send(started);
+        *place = back;
+        if let Some(found) = found {
+            return facts::check_machine(name, &opened.facts.machine, &found);
+        }
+    }
+    Ok(())
 }
 
 /// The machine that it needs, with its root disk, which others find as long as someone holds it.
 fn shape_and_disk(
     core: &Core,
+    name: &str,
     opened: &Opened,
 ) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
     let facts = &opened.facts;
-    let message = format!("start snapshot `{}`", opened.name);
+    let message = format!("start snapshot `{name}`");
     let host = |error: &dyn std::error::Error| {
         ErrorBody::new(ErrorCode::Host, message.clone()).cause(chain(error))
     };
@@ -189,7 +222,7 @@ fn shape_and_disk(
         Some(_) => {
             let files = open_image(core, &facts.image)?;
             let found = files.metadata.files.get("root.img").map(|file| file.blake3.as_str());
-            facts.check_root(&opened.name, found)?;
+            facts.check_root(name, found)?;
             let root = files.root.map(OwnedFd::from);
             let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
             (root, id)
@@ -201,14 +234,14 @@ fn shape_and_disk(
     Ok((shape, disk))
 }
 
-fn stem(opened: &Opened) -> Stem {
+fn stem(name: &str, opened: &Opened) -> Stem {
     let facts = &opened.facts;
     let identity = Identity {
         id: String::new(),
-        name: opened.name.clone(),
+        name: name.to_owned(),
         image: facts.image.clone(),
         root_blake3: facts.root_blake3.clone(),
-        snapshot: Some(opened.name.clone()),
+        snapshot: Some(name.to_owned()),
         family: String::new(),
         parent: None,
         ancestors: Arc::default(),
