@@ -195,14 +195,13 @@ fn host_processor(cpuinfo: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn facts() -> Facts {
-        Facts {
+impl Facts {
+    /// Of a VM without a disk.
+    pub(super) fn of_a_test(memory_bytes: u64) -> Self {
+        Self {
             image: "default".to_owned(),
-            root_blake3: Some("0123456789abcdef0123".to_owned()),
-            memory_bytes: 512 << 20,
+            root_blake3: None,
+            memory_bytes,
             cpus: 2,
             accel: vmfork_api::Accel::Tcg,
             accel_reason: String::new(),
@@ -215,6 +214,18 @@ mod tests {
             inheritance: None,
             fork: 3,
             pause_ms: 1.5,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts {
+            root_blake3: Some("0123456789abcdef0123".to_owned()),
+            ..Facts::of_a_test(512 << 20)
         }
     }
 

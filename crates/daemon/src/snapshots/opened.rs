@@ -1,8 +1,9 @@
 //! A stored snapshot that VMs are started from: its image with an engine, its device state in memory.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_image::PageTable;
@@ -20,6 +21,8 @@ use crate::hub::Core;
 pub(crate) struct Opened {
     /// Its name may become another one's while this is open.
     pub(crate) id: SnapshotId,
+    /// Its own, and those of the snapshots that it is a delta on.
+    chain: Vec<SnapshotId>,
     pub(super) facts: Facts,
     pub(super) engine: Arc<Engine>,
     /// The device state, as QEMU reads it.
@@ -30,17 +33,69 @@ pub(crate) struct Opened {
     /// Whether its working set is loaded, or being loaded, and what else is done for it once.
     working_set: AtomicBool,
     prediction: AtomicBool,
+    /// Bytes per second at which all of it comes; 0: nobody has asked for that.
+    hydration: AtomicU64,
+}
+
+/// The right to load a working set: somebody else's again when it is dropped, unless it was loaded whole.
+#[derive(Debug)]
+pub(super) struct WorkingSetClaim {
+    opened: Weak<Opened>,
+    is_loaded: bool,
+}
+
+impl WorkingSetClaim {
+    /// What it is the working set of; `None`: all its VMs have ended.
+    pub(super) fn opened(&self) -> Option<Arc<Opened>> {
+        self.opened.upgrade()
+    }
+
+    /// All of it is there.
+    pub(super) fn loaded(mut self) {
+        self.is_loaded = true;
+    }
+}
+
+impl Drop for WorkingSetClaim {
+    fn drop(&mut self) {
+        if let Some(opened) = self.opened.upgrade().filter(|_| !self.is_loaded) {
+            opened.working_set.store(false, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Opened {
-    /// Whether the caller is to load the working set: nobody has yet.
-    pub(super) fn claim_working_set(&self) -> bool {
-        !self.working_set.swap(true, Ordering::Relaxed)
+    /// The caller is to load the working set, unless somebody does, or has.
+    pub(super) fn claim_working_set(self: &Arc<Self>) -> Option<WorkingSetClaim> {
+        let is_mine = !self.working_set.swap(true, Ordering::Relaxed);
+        is_mine.then(|| WorkingSetClaim { opened: Arc::downgrade(self), is_loaded: false })
     }
 
-    /// The same of what its faults predict.
+    /// All of it is to come at this rate, or at a higher one that was asked for before. → whether the caller is to see to
+    /// it: nobody has yet.
+    pub(super) fn claim_hydration(&self, bytes_per_s: NonZeroU64) -> bool {
+        let before = self.hydration.fetch_max(bytes_per_s.get(), Ordering::Relaxed);
+        if before < bytes_per_s.get() {
+            self.engine.hydrate(bytes_per_s);
+        }
+        before == 0
+    }
+
+    /// Try again to fetch what is left.
+    pub(super) fn hydrate_again(&self) {
+        if let Some(bytes_per_s) = NonZeroU64::new(self.hydration.load(Ordering::Relaxed)) {
+            self.engine.hydrate(bytes_per_s);
+        }
+    }
+
+    /// Whether the caller is to have what its faults predict fetched: nobody has yet.
     pub(super) fn claim_prediction(&self) -> bool {
         !self.prediction.swap(true, Ordering::Relaxed)
+    }
+
+    /// Whether its VMs may still need pages of the snapshot `id`, which it is or is a delta on.
+    pub(super) fn needs(&self, id: SnapshotId) -> bool {
+        self.chain.contains(&id) && self.engine.image().missing_pages() > 0
     }
 
     /// Keep the root disk open for as long as this is.
@@ -123,6 +178,7 @@ impl Snapshots {
         core.add_engine(&engine);
         let opened = Arc::new(Opened {
             id,
+            chain: chain.iter().map(|stored| stored.descriptor().id).collect(),
             facts,
             engine,
             lead,
@@ -130,6 +186,7 @@ impl Snapshots {
             disk: OnceLock::new(),
             working_set: AtomicBool::new(false),
             prediction: AtomicBool::new(false),
+            hydration: AtomicU64::new(0),
         });
         open.snapshots.insert(id, Arc::downgrade(&opened));
         Ok(opened)
@@ -227,3 +284,105 @@ fn top(chain: &[Arc<Stored>]) -> Result<&Arc<Stored>, SnapshotError> {
 
 /// What is open.
 pub(super) type Open = Mutex<OpenOnes>;
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::Path;
+
+    use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
+    use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
+
+    use super::*;
+    use crate::hub::testing::Host;
+
+    const PAGES: u64 = 512;
+
+    /// In `store`: `base`, with pages 0 to 100, and `top`, a delta on it with pages 200 to 210.
+    fn store(folder: &Path) -> Store {
+        let store = Store::folder(folder.join("elsewhere")).expect("made");
+        let mut base = None;
+        for (name, first, pages) in [("base", 0, 100), ("top", 200, 10)] {
+            let own = PageRange::new(PageIdx(first), pages).expect("small");
+            let draft = Draft {
+                name: name.to_owned(),
+                id: None,
+                base: base.take(),
+                pages: PAGES,
+                extents: vec![(own, Extent::Own)],
+                state: b"state".to_vec(),
+                vm: serde_json::to_value(Facts::of_a_test(PAGES * PAGE_BYTES)).expect("plain"),
+                compression: Compression::None,
+                chunk_pages: 64,
+                keep_zero_pages: false,
+            };
+            let read = |_: PageRange, bytes: &mut [u8]| -> io::Result<()> {
+                bytes.fill(7);
+                Ok(())
+            };
+            let made = store.create(draft, &read, &Work::new(1)).expect("created");
+            base = Some(BaseRef { name: name.to_owned(), id: made.id });
+        }
+        store
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_was_pulled_opens_without_asking_for_the_rest() {
+        let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
+        let snapshots = &host.core.snapshots;
+        // Who asks this one for anything makes a store of it, or says that it is none.
+        let origin = folder.path().join("nothing");
+        std::fs::create_dir(&origin).expect("made");
+        let location = origin.to_str().expect("plain");
+        snapshots.store.adopt_from("top", &store(folder.path()), location).expect("adopted");
+        let opened = snapshots.open(&host.core, "top").expect("opens");
+        assert_eq!(opened.engine.image().missing_pages(), 110);
+        assert_eq!(std::fs::read_dir(&origin).expect("there").count(), 0);
+        assert_eq!(snapshots.open_ones().remotes.len(), 1, "one for all layers");
+        let again = snapshots.open(&host.core, "top").expect("opens");
+        assert!(Arc::ptr_eq(&opened, &again));
+        drop((opened, again));
+        assert!(snapshots.all_opened().is_empty());
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn vms_need_all_of_a_chain_until_nothing_of_it_is_missing() {
+        let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
+        let snapshots = &host.core.snapshots;
+        let (there, work) = (store(folder.path()), Work::new(1));
+        there.copy_to("top", &snapshots.store, &work).expect("copied");
+        let opened = snapshots.open(&host.core, "top").expect("opens");
+        let id = |name| snapshots.store.descriptor(name).expect("there").id;
+        let other = snapshots.open(&host.core, "base").expect("opens");
+        assert!(opened.needs(id("top")) && opened.needs(id("base")));
+        assert!(other.needs(id("base")) && !other.needs(id("top")));
+        let all = PageRange::first(PAGES);
+        let bytes = vec![7; usize::try_from(all.byte_len()).expect("small")];
+        assert_eq!(opened.engine.insert(all, &bytes).expect("memory"), 110);
+        assert!(!opened.needs(id("top")) && !opened.needs(id("base")));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_is_done_once_for_all_vms_is_claimed_by_one() {
+        let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
+        let snapshots = &host.core.snapshots;
+        let (there, work) = (store(folder.path()), Work::new(1));
+        there.copy_to("base", &snapshots.store, &work).expect("copied");
+        let opened = snapshots.open(&host.core, "base").expect("opens");
+        let claim = opened.claim_working_set().expect("the first");
+        assert!(opened.claim_working_set().is_none());
+        // It was cut short.
+        drop(claim);
+        opened.claim_working_set().expect("the next").loaded();
+        assert!(opened.claim_working_set().is_none(), "it is there");
+        let rate = |mib: u64| NonZeroU64::new(mib << 20).expect("not 0");
+        assert!(opened.claim_hydration(rate(4)));
+        assert!(!opened.claim_hydration(rate(2)) && !opened.claim_hydration(rate(8)));
+        assert_eq!(opened.hydration.load(Ordering::Relaxed), 8 << 20, "the highest counts");
+        // A claim keeps nothing open.
+        opened.working_set.store(false, Ordering::Relaxed);
+        let claim = opened.claim_working_set().expect("the next");
+        drop(opened);
+        assert!(claim.opened().is_none());
+    }
+}

@@ -9,6 +9,7 @@ use vmfork_api::Prefetch;
 use vmfork_image::PageRange;
 use vmfork_store::StoreError;
 
+use super::opened::WorkingSetClaim;
 use super::{Opened, SnapshotError, Snapshots};
 use crate::hub::{Core, chain};
 
@@ -17,8 +18,13 @@ use crate::hub::{Core, chain};
 const SPARE_BYTES: u64 = 256 << 20;
 /// How often that is looked at, and whether a store is needed no more.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// How often what could not be fetched is tried again until a snapshot's memory depends on the store no more.
-const HYDRATE_TRIES_MAX: u32 = 10;
+/// How long hydration waits at most until it tries again: a store that is away may be away for long, and is not to be
+/// asked all the time.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
+/// After so much of a working set (1 MiB) what views wait for comes first, ...
+const GIVE_WAY_PAGES: u64 = 256;
+/// ... for so long at most: loading as much takes about 1 ms, and what is loaded is what they ask for next.
+const GIVE_WAY_MAX: Duration = Duration::from_millis(4);
 
 /// Have pages come, once for all VMs that share them.
 pub(super) fn begin(
@@ -28,12 +34,13 @@ pub(super) fn begin(
     prefetch: Prefetch,
     mib_per_s: u32,
 ) {
-    if matches!(prefetch, Prefetch::WorkingSet | Prefetch::All) && opened.claim_working_set() {
-        let (core, opened, name) = (Arc::clone(core), Arc::clone(opened), name.to_owned());
-        tokio::task::spawn_blocking(move || match load(&core, &name, &opened) {
-            Ok(()) => {}
+    if matches!(prefetch, Prefetch::WorkingSet | Prefetch::All)
+        && let Some(claim) = opened.claim_working_set()
+    {
+        let (core, name) = (Arc::clone(core), name.to_owned());
+        tokio::task::spawn_blocking(move || {
             // What it lacks comes on demand.
-            Err(error) => {
+            if let Err(error) = load(&core, &name, claim) {
                 let error = chain(&error);
                 tracing::warn!(snapshot = name, error, "working set not loaded");
             }
@@ -42,70 +49,118 @@ pub(super) fn begin(
     if matches!(prefetch, Prefetch::Demand | Prefetch::All) && opened.claim_prediction() {
         opened.engine.predict();
     }
-    if let Some(bytes_per_s) = NonZeroU64::new(u64::from(mib_per_s) << 20) {
-        hydrate(name, opened, bytes_per_s);
+    if let Some(bytes_per_s) = NonZeroU64::new(u64::from(mib_per_s) << 20)
+        && opened.claim_hydration(bytes_per_s)
+    {
+        watch_hydration(core, name, opened);
     }
 }
 
-/// Read the working set, in the order in which it is stored, into the caches.
-fn load(core: &Core, name: &str, opened: &Opened) -> Result<(), SnapshotError> {
+/// Read the working set, in the order in which it is stored, into the caches: as long as a VM may need it and the host
+/// has memory for it.
+fn load(core: &Core, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotError> {
     let began = Instant::now();
     let Some(set) = core.snapshots.store.working_set(name)? else { return Ok(()) };
-    if set.id() != opened.id {
+    if claim.opened().is_none_or(|opened| opened.id != set.id()) {
         return Ok(());
     }
     // The VMs that start meanwhile need processors, too.
     let work = core.snapshots.work_on((core.cores / 2).max(1));
     let pages = AtomicU64::new(0);
     let insert = |range: PageRange, bytes: &[u8]| {
-        if core.is_short_of_memory() {
+        let wanted = claim.opened().filter(|_| !core.is_short_of_memory());
+        let Some(opened) = wanted else {
             work.cancelled.store(true, Ordering::Relaxed);
             return Ok(());
+        };
+        let came = opened.engine.insert(range, bytes)?;
+        let before = pages.fetch_add(came, Ordering::Relaxed);
+        if before / GIVE_WAY_PAGES != (before + came) / GIVE_WAY_PAGES {
+            opened.engine.wait_for_demand(GIVE_WAY_MAX);
         }
-        pages.fetch_add(opened.engine.insert(range, bytes)?, Ordering::Relaxed);
         Ok(())
     };
     let outcome = set.for_each(&insert, &work);
     let (pages, took_ms) = (pages.into_inner(), crate::fork::ms(began.elapsed()));
     match outcome {
         Err(StoreError::Cancelled) => {
-            tracing::info!(snapshot = name, pages, "working set cut short: no memory");
+            tracing::info!(snapshot = name, pages, "working set cut short: no memory, or no VM");
         }
         outcome => {
             outcome?;
+            claim.loaded();
             tracing::debug!(snapshot = name, pages, took_ms, "working set loaded");
         }
     }
     Ok(())
 }
 
-/// Fetch the rest, until nothing depends on the store any more, or all its VMs have ended.
-fn hydrate(name: &str, opened: &Arc<Opened>, bytes_per_s: NonZeroU64) {
-    opened.engine.hydrate(bytes_per_s);
-    let (opened, name) = (Arc::downgrade(opened), name.to_owned());
+/// See to it that all comes, until nothing depends on the store any more, or all VMs have ended.
+fn watch_hydration(core: &Arc<Core>, name: &str, opened: &Arc<Opened>) {
+    let (core, opened) = (Arc::downgrade(core), Arc::downgrade(opened));
+    let name = name.to_owned();
     tokio::spawn(async move {
-        let (mut left, mut tries) = (u64::MAX, 0);
+        let (mut watch, mut wait) = (HydrationWatch::new(), LOOK_EVERY);
         loop {
-            tokio::time::sleep(LOOK_EVERY).await;
-            let Some(opened) = opened.upgrade() else { return };
-            let missing = tokio::task::block_in_place(|| opened.engine.image().missing_pages());
-            if missing == 0 {
-                tracing::info!(snapshot = name, "its VMs depend on the store no more");
-                return;
-            }
-            if missing < left {
-                (left, tries) = (missing, 0);
-                continue;
-            }
-            // Nothing has come for a while: the store did not answer, or the host is short of memory.
-            tries += 1;
-            if tries > HYDRATE_TRIES_MAX {
-                tracing::warn!(snapshot = name, missing, "not all pages can be had");
-                return;
-            }
-            opened.engine.hydrate(bytes_per_s);
+            tokio::time::sleep(wait).await;
+            let Some((core, opened)) = core.upgrade().zip(opened.upgrade()) else { return };
+            let look = || (opened.engine.image().missing_pages(), !core.is_short_of_memory());
+            let (missing, is_allowed) = tokio::task::block_in_place(look);
+            wait = match watch.look(missing, is_allowed) {
+                Next::Over => {
+                    tracing::info!(snapshot = name, "its VMs depend on the store no more");
+                    return;
+                }
+                Next::Look => LOOK_EVERY,
+                Next::Retry { after } => {
+                    if after == RETRY_AFTER_MAX {
+                        tracing::warn!(snapshot = name, missing, "pages can't be had; trying on");
+                    }
+                    opened.hydrate_again();
+                    after
+                }
+            };
         }
     });
+}
+
+/// Decides when what could not be fetched is tried again.
+#[derive(Debug)]
+struct HydrationWatch {
+    /// Pages that were missing last.
+    missing: u64,
+    retry_after: Duration,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    /// Nothing is missing.
+    Over,
+    Look,
+    /// Begin anew with what is missing, and look again then.
+    Retry {
+        after: Duration,
+    },
+}
+
+impl HydrationWatch {
+    fn new() -> Self {
+        Self { missing: u64::MAX, retry_after: LOOK_EVERY }
+    }
+
+    /// `is_allowed`: the host has memory for what nobody asked for. While it has not, nothing is to come, and that
+    /// nothing comes says nothing about the store.
+    fn look(&mut self, missing: u64, is_allowed: bool) -> Next {
+        if missing == 0 {
+            return Next::Over;
+        }
+        if missing < self.missing || !is_allowed {
+            *self = Self { missing, retry_after: LOOK_EVERY };
+            return Next::Look;
+        }
+        self.retry_after = (self.retry_after * 2).min(RETRY_AFTER_MAX);
+        Next::Retry { after: self.retry_after }
+    }
 }
 
 impl Core {
@@ -141,5 +196,38 @@ impl Snapshots {
         for opened in self.all_opened() {
             opened.engine.allow_prefetch(allow);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BRIEF: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn hydration_tries_on_ever_more_rarely_for_as_long_as_something_is_missing() {
+        let mut watch = HydrationWatch::new();
+        assert_eq!(watch.look(100, true), Next::Look);
+        assert_eq!(watch.look(90, true), Next::Look);
+        let mut last = Duration::ZERO;
+        for _ in 0..100 {
+            let Next::Retry { after } = watch.look(90, true) else { panic!("it gave up") };
+            assert!(after >= last && after <= RETRY_AFTER_MAX, "{after:?} after {last:?}");
+            last = after;
+        }
+        assert_eq!(last, RETRY_AFTER_MAX);
+        // The store is there again.
+        assert_eq!(watch.look(89, true), Next::Look);
+        assert_eq!(watch.look(89, true), Next::Retry { after: BRIEF });
+        assert_eq!(watch.look(0, true), Next::Over);
+    }
+
+    #[test]
+    fn that_nothing_comes_while_nothing_may_is_no_reason_to_try_again() {
+        let mut watch = HydrationWatch::new();
+        assert_eq!(watch.look(100, true), Next::Look);
+        assert!((0..100).all(|_| watch.look(100, false) == Next::Look));
+        assert_eq!(watch.look(100, true), Next::Retry { after: BRIEF });
     }
 }

@@ -1,5 +1,7 @@
 //! What is known of stored snapshots.
 
+use std::sync::Arc;
+
 use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
 use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
@@ -7,6 +9,7 @@ use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 use super::facts::Facts;
 use super::{SnapshotError, Snapshots, UnderWay};
 use crate::hub::{Core, chain};
+use crate::vm::Vm;
 
 impl Snapshots {
     /// All of them, by name. What is damaged is among them, with the reason.
@@ -166,10 +169,14 @@ impl Snapshots {
 
     /// Names of the live VMs that may need its pages.
     fn vms_of(&self, core: &Core, id: SnapshotId) -> Vec<String> {
+        // Each is asked once, however many VMs share it.
+        let needed: Vec<_> =
+            self.all_opened().into_iter().filter(|opened| opened.needs(id)).collect();
+        let needs = |vm: &Vm| {
+            vm.opened().is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
+        };
         let live = core.registry.live().into_iter();
-        live.filter(|vm| vm.opened().is_some_and(|opened| opened.id == id))
-            .map(|vm| vm.name().to_owned())
-            .collect()
+        live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()
     }
 }
 

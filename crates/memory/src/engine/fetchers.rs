@@ -15,6 +15,7 @@ use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use vmfork_policy::{Fetch, Reason};
 
@@ -25,6 +26,38 @@ use crate::host_image::{HostImage, PageLost};
 
 /// Most threads of one engine: so many reads are under way at a time. They sleep in a read, or decompress.
 const THREADS_MAX: usize = 16;
+
+/// How many fetches that views wait for are queued or under way, for who would get in their way.
+#[derive(Debug, Default)]
+pub(super) struct Demand {
+    fetches: Mutex<usize>,
+    settled: Condvar,
+}
+
+impl Demand {
+    /// Wait until there are none. → whether there are.
+    pub(super) fn wait(&self, timeout: Duration) -> bool {
+        let fetches = self.fetches.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.settled.wait_timeout_while(fetches, timeout, |fetches| *fetches > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+    }
+
+    fn begin(self: &Arc<Self>) -> Demanded {
+        *self.fetches.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Demanded(Arc::clone(self))
+    }
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Demanded(Arc<Demand>);
+
+impl Drop for Demanded {
+    fn drop(&mut self) {
+        *self.0.fetches.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.settled.notify_all();
+    }
+}
 
 /// Pages to bring into the cache of `image`, from `owner`.
 #[derive(Debug)]
@@ -52,13 +85,14 @@ pub(super) struct Fetchers {
 struct Shared {
     queue: Mutex<Queue>,
     work: Condvar,
+    demand: Arc<Demand>,
     done: Sender<Fetched>,
     bell: Bell,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    demand: VecDeque<Job>,
+    demand: VecDeque<(Job, Demanded)>,
     ahead: VecDeque<Job>,
     idle: usize,
     threads: usize,
@@ -70,14 +104,21 @@ impl Queue {
         self.demand.len() + self.ahead.len()
     }
 
-    fn pop(&mut self) -> Option<Job> {
-        self.demand.pop_front().or_else(|| self.ahead.pop_front())
+    fn pop(&mut self) -> Option<(Job, Option<Demanded>)> {
+        let demand = self.demand.pop_front().map(|(job, demanded)| (job, Some(demanded)));
+        demand.or_else(|| Some((self.ahead.pop_front()?, None)))
     }
 }
 
 impl Fetchers {
-    pub(super) fn new(name: String, done: Sender<Fetched>, bell: Bell) -> Self {
-        let shared = Shared { queue: Mutex::default(), work: Condvar::new(), done, bell };
+    pub(super) fn new(
+        name: String,
+        demand: Arc<Demand>,
+        done: Sender<Fetched>,
+        bell: Bell,
+    ) -> Self {
+        let (queue, work) = (Mutex::default(), Condvar::new());
+        let shared = Shared { queue, work, demand, done, bell };
         Self { name, shared: Arc::new(shared) }
     }
 
@@ -100,7 +141,7 @@ impl Fetchers {
             }
         }
         match job.fetch.reason {
-            Reason::Demand => queue.demand.push_back(job),
+            Reason::Demand => queue.demand.push_back((job, self.shared.demand.begin())),
             Reason::Background(_) => queue.ahead.push_back(job),
         }
         drop(queue);
@@ -127,7 +168,7 @@ impl Shared {
 
     fn work_until_closed(&self) {
         let mut buffer = Vec::new();
-        while let Some(job) = self.next() {
+        while let Some((job, demanded)) = self.next() {
             let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
                 drain::fill(&job.image, &job.owner, job.fetch.range, &mut buffer)
             }));
@@ -140,17 +181,18 @@ impl Shared {
             let Job { image, owner: _, fetch } = job;
             let _engine_ended = self.done.send(Fetched { image, fetch, outcome });
             self.bell.ring();
+            drop(demanded);
         }
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<(Job, Option<Demanded>)> {
         let mut queue = self.queue();
         loop {
             if queue.closed {
                 return None;
             }
-            if let Some(job) = queue.pop() {
-                return Some(job);
+            if let Some(next) = queue.pop() {
+                return Some(next);
             }
             queue.idle += 1;
             queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);

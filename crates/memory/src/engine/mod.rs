@@ -19,6 +19,7 @@ use std::{fmt, io};
 use vmfork_image::{ImageId, PageRange, PageTable, Source};
 use vmfork_policy::ViewId;
 
+use self::fetchers::Demand;
 use self::poller::Bell;
 use crate::frozen::FrozenRange;
 use crate::homes::Homes;
@@ -113,6 +114,7 @@ pub struct Engine {
     commands: Mutex<Sender<Command>>,
     bell: Bell,
     progress: Arc<Progress>,
+    demand: Arc<Demand>,
 }
 
 /// How far an engine has come; for those who wait.
@@ -226,7 +228,7 @@ impl Engine {
         }
         let bell = Bell::new().map_err(EngineError::Start)?;
         let (commands, inbox) = channel();
-        let progress = Arc::new(Progress::default());
+        let (progress, demand) = (Arc::new(Progress::default()), Arc::new(Demand::default()));
         let start = worker::Start {
             image: Arc::clone(&image),
             base_table,
@@ -237,6 +239,7 @@ impl Engine {
             bell: bell.clone(),
             events: Arc::clone(&events),
             progress: Arc::clone(&progress),
+            demand: Arc::clone(&demand),
         };
         let worker = worker::Worker::new(start).map_err(EngineError::Start)?;
         let (ended, weak) = (Arc::clone(&progress), Arc::downgrade(&image));
@@ -259,7 +262,7 @@ impl Engine {
                 events(EngineEvent::Died { image: id, reason });
             })
             .map_err(EngineError::Start)?;
-        Ok(Self { reach, commands: Mutex::new(commands), bell, progress })
+        Ok(Self { reach, commands: Mutex::new(commands), bell, progress, demand })
     }
 
     /// From now on fetch ahead what faults predict: the rest of each segment of which enough was demanded
@@ -298,6 +301,12 @@ impl Engine {
             let _ended = self.send(Command::PagesCame { image, range: run });
         }
         Ok(came)
+    }
+
+    /// Wait until nothing is being fetched that a view waits for, for who would get in the way of that. → whether
+    /// nothing is.
+    pub fn wait_for_demand(&self, timeout: Duration) -> bool {
+        self.demand.wait(timeout)
     }
 
     pub fn image(&self) -> &Arc<HostImage> {

@@ -22,7 +22,7 @@ use vmfork_policy::{Config, Scheduler, ViewId};
 use self::prefetch::Ahead;
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
-use super::fetchers::{Fetched, Fetchers};
+use super::fetchers::{Demand, Fetched, Fetchers};
 use super::pace::Pace;
 use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
@@ -48,6 +48,7 @@ pub(super) struct Start {
     pub(super) bell: Bell,
     pub(super) events: EventSink,
     pub(super) progress: Arc<Progress>,
+    pub(super) demand: Arc<Demand>,
 }
 
 enum Phase {
@@ -127,8 +128,8 @@ impl Worker {
             false => Phase::Waiting { base_homes: start.base_homes },
         };
         let (done, fetched) = channel();
-        let fetchers =
-            Fetchers::new(format!("fetch-{}", start.image.id()), done, start.bell.clone());
+        let name = format!("fetch-{}", start.image.id());
+        let fetchers = Fetchers::new(name, start.demand, done, start.bell.clone());
         Ok(Self {
             image: start.image,
             ancestors: start.ancestors,

@@ -47,6 +47,13 @@ impl Fake {
         Arc::new(Self { content, mood, under_way, changed, pages_read: AtomicU64::new(0) })
     }
 
+    /// Until a read of it is under way.
+    fn await_read(&self) {
+        let under_way = self.under_way.lock().expect("not poisoned");
+        let outcome = self.changed.wait_timeout_while(under_way, SECONDS, |count| *count == 0);
+        assert!(!outcome.expect("not poisoned").1.timed_out(), "the fault leads to a read");
+    }
+
     fn pages_read(&self) -> u64 {
         self.pages_read.load(Ordering::Relaxed)
     }
@@ -304,16 +311,27 @@ fn what_is_put_in_wakes_who_waits() {
     let mut vm = clone_of(&engine);
     vm.send("sum 300 1");
     // Its read waits for another one.
-    let deadline = Instant::now() + SECONDS;
-    while *source.under_way.lock().expect("not poisoned") == 0 {
-        assert!(Instant::now() < deadline, "the fault leads to a read");
-        std::thread::park_timeout(Duration::from_millis(1));
-    }
+    source.await_read();
     let range = PageRange::new(PageIdx(288), 32).expect("small");
     let from = usize::try_from(range.byte_offset()).expect("small");
     engine.insert(range, &source.content[from..from + 32 * 4096]).expect("memory");
     assert_eq!(u64::from_str_radix(&vm.receive(), 16), Ok(expected[300]));
     let _second = source.read(range, &mut vec![0; 32 * 4096]);
+}
+
+#[test]
+fn who_would_get_in_the_way_of_demand_can_wait_for_it() {
+    needs_userfaultfd!();
+    let (expected, source, image) = stored(Mood::Together(2));
+    let (engine, _) = serve(&image);
+    assert!(engine.wait_for_demand(Duration::ZERO), "nobody has touched anything");
+    let mut vm = clone_of(&engine);
+    vm.send("sum 300 1");
+    source.await_read();
+    assert!(!engine.wait_for_demand(Duration::from_millis(10)), "its read waits for another one");
+    let _second = source.read(PageIdx(0).range(), &mut vec![0; 4096]);
+    assert_eq!(u64::from_str_radix(&vm.receive(), 16), Ok(expected[300]));
+    assert!(engine.wait_for_demand(SECONDS), "what it waited for has come");
 }
 
 #[test]
