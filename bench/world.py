@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -65,20 +65,24 @@ class World:
         self.say(f"note: {text}")
 
     @contextlib.contextmanager
-    def daemon(self, *, pool: int) -> Iterator[tuple[Daemon, vmfork.Client]]:
+    def daemon(
+        self, *, pool: int, image: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[Daemon, vmfork.Client]]:
         """A daemon of one's own with a pool of that size, gone without trace afterwards."""
-        daemon = Daemon([FLAG_POOL, str(pool)])
+        daemon = Daemon([FLAG_POOL, str(pool)], env=env)
         try:
-            daemon.add_image(self.image)
+            daemon.add_image(image or self.image)
             daemon.start()
             with daemon.client() as client:
                 yield daemon, client
         finally:
             daemon.close()
 
-    def run(self, client: vmfork.Client, *, memory_mib: int, cpus: int = 1) -> vmfork.VM:
+    def run(
+        self, client: vmfork.Client, *, memory_mib: int, cpus: int = 1, image: str | None = None
+    ) -> vmfork.VM:
         """A VM that has booted and come to rest."""
-        vm = client.run(self.image, name="parent", memory_mib=memory_mib, cpus=cpus)
+        vm = client.run(image or self.image, name="parent", memory_mib=memory_mib, cpus=cpus)
         vm.exec("mount -o remount,size=90% /dev/shm; sleep 1", check=True)
         return vm
 

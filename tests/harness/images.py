@@ -16,10 +16,10 @@ DEFAULT = os.environ.get("VMFORK_TEST_IMAGE", "default")
 BUILD_S = 1200.0
 
 
-def build_command() -> list[str]:
-    """How the image is built, in one place. It has nothing to do where nothing has changed."""
-    spec = places.OUT / "lib" / "vmfork" / "images" / f"{DEFAULT}.json"
-    return ["image", "build", DEFAULT, "--spec", str(spec)]
+def build_command(name: str) -> list[str]:
+    """How an image is built, in one place. It has nothing to do where nothing has changed."""
+    spec = places.OUT / "lib" / "vmfork" / "images" / f"{name}.json"
+    return ["image", "build", name, "--spec", str(spec)]
 
 
 def store() -> Path:
@@ -28,8 +28,8 @@ def store() -> Path:
     return Path(given) if given else places.CACHE / "test-images" / "images"
 
 
-def build() -> str:
-    """Have the default image, as of the programs that are tested, in the store."""
+def build(name: str = DEFAULT) -> str:
+    """Have an image, as of the programs that are tested, in the store."""
     places.require_build()
     folder = store()
     if "VMFORK_TEST_IMAGES" not in os.environ:
@@ -38,7 +38,7 @@ def build() -> str:
         Path(cache).mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            command = build_command()
+            command = build_command(name)
             done = subprocess.run(
                 [places.VMFORK, "--state", folder.parent, "--no-start", *command],
                 stdin=subprocess.DEVNULL,
@@ -49,9 +49,9 @@ def build() -> str:
         if done.returncode != 0:
             text = (done.stdout + done.stderr).decode("utf-8", "replace")
             raise RuntimeError(f"`vmfork {' '.join(command)}` ended with {done.returncode}:\n{text[-3000:]}")
-    if not (folder / DEFAULT).is_dir():
-        raise RuntimeError(f"no image `{DEFAULT}` in {folder}")
-    return DEFAULT
+    if not (folder / name).is_dir():
+        raise RuntimeError(f"no image `{name}` in {folder}")
+    return name
 
 
 def link_into(images: Path, name: str) -> None:
