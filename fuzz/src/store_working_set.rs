@@ -1,15 +1,20 @@
 //! Working sets of stored snapshots.
 
-use vmfork_store::format::working_set::check;
+use vmfork_store::format::working_set::flaw_of;
+use vmfork_store::{SnapshotId, Work};
 
 /// Read to the end, or refused; also one whose header has the right length and hash.
 pub fn run(data: &[u8]) {
-    let _ = check(data, None);
+    let check = |file: &[u8]| {
+        let found = flaw_of(file, SnapshotId([7; 16]), 64, &Work::new(1));
+        found.expect("nobody cancels").is_none()
+    };
+    check(data);
     let mut header = data.to_vec();
     if let (Some(length), Ok(bytes)) = (header.get_mut(24..28), u32::try_from(data.len() + 32)) {
         length.copy_from_slice(&bytes.to_le_bytes());
         let file = crate::sealed(&header);
-        let _ = check(&file, None);
+        check(&file);
     }
 }
 

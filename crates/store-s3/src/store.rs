@@ -288,6 +288,11 @@ impl Blobs for S3 {
         })
     }
 
+    /// Each PUT is.
+    fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.put(key, bytes)
+    }
+
     fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError> {
         let path = self.path(key)?;
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };

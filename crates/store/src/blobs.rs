@@ -7,9 +7,9 @@ use std::io::{self, Read};
 
 pub use folder::Folder;
 
-/// Most bytes that are read or written in one piece. The largest file is a working set; then the table of a
-/// terabyte of scattered pages.
-pub const BLOB_BYTES_MAX: u64 = 1 << 30;
+/// Most bytes that are read or written in one piece. The largest file is a working set: 1 GiB, and what says which pages
+/// those are.
+pub const BLOB_BYTES_MAX: u64 = (1 << 30) + (32 << 20);
 
 /// A place for byte strings by key. Calls block, and each has a bound in time. Every error names key and place.
 ///
@@ -33,6 +33,12 @@ pub trait Blobs: Debug + Send + Sync {
     /// # Errors
     /// It isn't there; what was there before still is.
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
+
+    /// The same, and what is there outlasts a power cut once this returns: whole, or what was there before.
+    ///
+    /// # Errors
+    /// As `put`; it may be there all the same.
+    fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
 
     /// Put it there if nothing is, for good once this returns. `false`: there is something else already, which stays
     /// as it is. If what is there is just this, it may be what an attempt put whose answer was lost: `true`.

@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::format::descriptor::{BaseRef, Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Window;
-use crate::format::working_set;
+use crate::format::{Flaw, working_set};
 use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
 use crate::store::{Store, check_name, read_descriptor, read_section};
@@ -37,6 +37,9 @@ pub struct Copied {
     /// Bytes of files that were copied.
     pub bytes: u64,
 }
+
+/// What is wrong with a file, if anything is.
+type FlawOf<'a> = dyn Fn(&[u8]) -> Result<Option<Flaw>, StoreError> + 'a;
 
 /// A snapshot's small files, each checked.
 #[derive(Debug)]
@@ -68,12 +71,16 @@ impl Sections {
 }
 
 impl Store {
-    pub(crate) fn read_sections(&self, descriptor: &Descriptor) -> Result<Sections, StoreError> {
+    pub(crate) fn read_sections(
+        &self,
+        descriptor: &Descriptor,
+        work: &Work,
+    ) -> Result<Sections, StoreError> {
         let (blobs, name) = (self.inner.blobs(), &descriptor.name);
-        let extra = |ending: &str, flaw_of: &dyn Fn(&[u8]) -> Option<crate::Flaw>| {
+        let extra = |ending: &str, flaw_of: &FlawOf<'_>| {
             let key = descriptor.key_beside(ending);
             match blobs.get(&key) {
-                Ok(bytes) => Ok(match flaw_of(&bytes) {
+                Ok(bytes) => Ok(match flaw_of(&bytes)? {
                     None => Some(bytes),
                     Some(flaw) => {
                         let error = StoreError::damaged(blobs, &key)(flaw);
@@ -89,9 +96,9 @@ impl Store {
             table: read_section(blobs, name, &descriptor.files.table)?,
             state: read_section(blobs, name, &descriptor.files.state)?,
             working_set: extra(WORKING_SET, &|file| {
-                working_set::check(file, Some(descriptor.id)).err()
+                working_set::flaw_of(file, descriptor.id, descriptor.pages, work)
             })?,
-            profile: extra(PROFILE, &|file| unseal(SealedKind::Profile, file).err())?,
+            profile: extra(PROFILE, &|file| Ok(unseal(SealedKind::Profile, file).err()))?,
         })
     }
 
@@ -123,7 +130,7 @@ impl Store {
         let mut base = None;
         for stored in chain.iter().rev() {
             let descriptor = stored.descriptor();
-            let sections = self.read_sections(descriptor)?;
+            let sections = self.read_sections(descriptor, work)?;
             let name = match other.find_by_id(descriptor.id)? {
                 Some(there) => {
                     copied.bytes += other.add_extras(&there, &sections)?;
@@ -150,7 +157,7 @@ impl Store {
         for (ending, bytes) in sections.extras() {
             let key = here.key_beside(ending);
             if blobs.size(&key)?.is_none() {
-                blobs.put(&key, bytes)?;
+                blobs.put_for_good(&key, bytes)?;
                 added += bytes.len() as u64;
             }
         }
@@ -201,12 +208,14 @@ impl Store {
     /// id, stays as it is.
     ///
     /// # Errors
-    /// No such snapshot there, or one that isn't all there; damage; a name that is taken here by another.
+    /// No such snapshot there, or one that isn't all there; damage; a name that is taken here by another;
+    /// [`StoreError::Cancelled`].
     pub fn adopt_from(
         &self,
         name: &str,
         remote: &Store,
         origin: &str,
+        work: &Work,
     ) -> Result<Arc<Stored>, StoreError> {
         let chain = remote.open_chain(name)?;
         chain.iter().try_for_each(|stored| stored.check_is_here())?;
@@ -216,12 +225,13 @@ impl Store {
             let here = match self.find_by_id(descriptor.id)? {
                 Some(here) => here.name,
                 None => {
-                    let sections = remote.read_sections(&descriptor)?;
+                    let sections = remote.read_sections(&descriptor, work)?;
                     descriptor.base.clone_from(&base);
                     let name = descriptor.name.clone();
                     let writing = Writing::begin(&self.inner, &name, Commit::New, base)?;
                     writing.put_sections(&mut descriptor, &sections)?;
                     writing.put_section(descriptor.id, ORIGIN, origin.as_bytes())?;
+                    work.check()?;
                     writing.commit(&descriptor)?;
                     name
                 }

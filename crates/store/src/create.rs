@@ -4,14 +4,14 @@ use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blake3::Hash;
-use vmfork_image::{PAGE_BYTES, PAGES_MAX, PageIdx, PageRange};
+use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use crate::error::StoreError;
 use crate::format::chunk::ChunkEncoder;
 use crate::format::descriptor::{BaseRef, Descriptor, Files, SCHEMA, SnapshotId};
 use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal};
 use crate::format::table::{Extent, Table, chunk_pages_flaw, own_runs, own_windows};
-use crate::format::{Compression, PAGE_LEN};
+use crate::format::{Compression, IMAGE_PAGES_MAX, PAGE_LEN};
 use crate::names::{STATE, TABLE};
 use crate::store::{CHAIN_MAX, Store, base_error, check_base};
 use crate::work::Work;
@@ -250,7 +250,7 @@ impl Store {
 
     fn check_draft(&self, draft: &Draft) -> Result<Vec<(PageRange, Extent)>, StoreError> {
         let bad = |why: String| Err(StoreError::BadDraft { why });
-        if draft.pages == 0 || draft.pages > PAGES_MAX {
+        if draft.pages == 0 || draft.pages > IMAGE_PAGES_MAX {
             return bad(format!("an image of {} pages", draft.pages));
         }
         if let Some(why) = chunk_pages_flaw(draft.chunk_pages) {

@@ -4,7 +4,7 @@ use std::io;
 
 use vmfork_image::PageRange;
 
-use crate::blobs::{BlobError, Blobs};
+use crate::blobs::{BlobError, Blobs, Failure};
 use crate::format::Flaw;
 
 /// A file of a store that is not as it was written, or not there where it should be.
@@ -38,6 +38,8 @@ pub enum StoreError {
     Foreign { place: String, why: String },
     #[error("{} of snapshot `{name}`", dependants_text(dependants))]
     Dependants { name: String, dependants: Vec<String> },
+    #[error("{} can't be read, and snapshot `{name}` may be needed", descriptors_text(unreadable))]
+    UnknownDependants { name: String, unreadable: Vec<String> },
     #[error("the base of snapshot `{name}`, `{base}`, is {why}")]
     Base { name: String, base: String, why: String },
     #[error("snapshot `{name}` is a delta on more than {most} others")]
@@ -64,11 +66,21 @@ pub enum StoreError {
     Blob(#[from] BlobError),
 }
 
+fn quoted(names: &[String]) -> Vec<String> {
+    names.iter().map(|name| format!("`{name}`")).collect()
+}
+
 fn dependants_text(names: &[String]) -> String {
-    let quoted: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
-    match quoted.as_slice() {
+    match quoted(names).as_slice() {
         [one] => format!("{one} is a delta"),
         all => format!("{} are deltas", all.join(", ")),
+    }
+}
+
+fn descriptors_text(names: &[String]) -> String {
+    match quoted(names).as_slice() {
+        [one] => format!("the descriptor of {one}"),
+        all => format!("the descriptors of {}", all.join(", ")),
     }
 }
 
@@ -80,6 +92,20 @@ impl StoreError {
 
     pub(crate) fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, source }
+    }
+
+    /// Whether one file is not as it should be, or can't be read though the store can.
+    pub(crate) fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            Self::Damaged(_)
+                | Self::Blob(
+                    BlobError::NotFound { .. }
+                        | BlobError::TooLarge { .. }
+                        // A bad sector, a folder in its place.
+                        | BlobError::Failed { why: Failure::Other, .. }
+                )
+        )
     }
 
     /// As an answer to who reads pages: the kind tells what is gone from what is damaged.
@@ -120,6 +146,10 @@ impl StoreError {
                     "make each whole with `vmfork snapshot flatten`, or remove all with `vmfork snapshot rm --cascade {name}`"
                 ),
             }),
+            Self::UnknownDependants { name, unreadable } => Some(format!(
+                "restore or remove {} first, or remove `{name}` all the same with `vmfork snapshot rm --cascade {name}`",
+                quoted(unreadable).join(", ")
+            )),
             Self::Base { base, .. } => Some(format!("restore, pull or import `{base}`")),
             Self::DeepChain { name, .. } => {
                 Some(format!("make it whole with `vmfork snapshot flatten {name}`"))

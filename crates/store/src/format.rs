@@ -15,6 +15,9 @@ pub use bytes::Flaw;
 /// Most pages of a window: 2 MiB, one block of an image.
 pub const CHUNK_PAGES_MAX: u64 = vmfork_image::BLOCK_PAGES;
 
+/// Most pages of an image, 4 TiB: who opens one keeps something for each of them, so a few bytes must not promise more.
+pub const IMAGE_PAGES_MAX: u64 = 1 << 30;
+
 /// A page's bytes, for slices.
 pub(crate) const PAGE_LEN: usize = 4096;
 const _: () = assert!(PAGE_LEN as u64 == vmfork_image::PAGE_BYTES);

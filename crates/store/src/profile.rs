@@ -7,10 +7,11 @@ use vmfork_image::{PageIdx, PageRange};
 use crate::blobs::BlobError;
 use crate::create::ReadPages;
 use crate::error::StoreError;
-use crate::format::Flaw;
 use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal, unseal};
-use crate::format::working_set::{FRAME_BYTES, Frames, ReadError, encode, other_id, pack_frame};
+use crate::format::working_set::{
+    FRAME_BYTES, Frames, ReadError, WORKING_SET_BYTES_MAX, encode, pack_frame,
+};
 use crate::names::{PROFILE, WORKING_SET};
 use crate::store::{Store, check_name, read_descriptor};
 use crate::stored::Stored;
@@ -23,7 +24,7 @@ const LEVEL: i32 = 1;
 /// A stored working set, opened: its runs are known, its pages are read by [`WorkingSetReader::for_each`].
 #[derive(Debug)]
 pub struct WorkingSetReader {
-    frames: Frames,
+    frames: Frames<'static>,
     key: String,
     store: Store,
 }
@@ -137,8 +138,14 @@ impl Store {
             let why = format!("its working set has pages {last}, of {}", descriptor.pages);
             return Err(StoreError::BadDraft { why });
         }
+        let raw_bytes: u64 = runs.iter().map(PageRange::byte_len).sum();
+        if raw_bytes > WORKING_SET_BYTES_MAX {
+            let why =
+                format!("its working set has {raw_bytes} bytes, above {WORKING_SET_BYTES_MAX}");
+            return Err(StoreError::BadDraft { why });
+        }
         let (_reserved, descriptor) = self.reserve(&descriptor.name, descriptor.id)?;
-        work.expect(runs.iter().map(PageRange::byte_len).sum());
+        work.expect(raw_bytes);
         let begin = || {
             let zstd = zstd::bulk::Compressor::new(LEVEL).map_err(StoreError::io("set up zstd"))?;
             Ok((zstd, Vec::new()))
@@ -161,7 +168,7 @@ impl Store {
             let why = format!("its working set would have {} bytes", file.len());
             return Err(StoreError::BadDraft { why });
         }
-        self.inner.blobs().put(&descriptor.key_beside(WORKING_SET), &file)?;
+        self.inner.blobs().put_for_good(&descriptor.key_beside(WORKING_SET), &file)?;
         Ok(())
     }
 
@@ -189,14 +196,8 @@ impl Store {
             Err(error) => return Err(error.into()),
         };
         let frames = Frames::open(from).map_err(|error| error_of(self, &key, error))?;
-        let damaged = |flaw: Flaw| Err(StoreError::damaged(self.inner.blobs(), &key)(flaw));
-        let header = frames.header();
-        if header.id != descriptor.id {
-            return damaged(other_id(header.id, descriptor.id));
-        }
-        if let Some(last) = header.runs.last().filter(|last| last.end().0 > descriptor.pages) {
-            let what = format!("it has pages {last}, of {}", descriptor.pages);
-            return damaged(Flaw { what, offset: 28 });
+        if let Some(flaw) = frames.header().flaw_for(descriptor.id, descriptor.pages) {
+            return Err(StoreError::damaged(self.inner.blobs(), &key)(flaw));
         }
         Ok(Some(WorkingSetReader { frames, key, store: self.clone() }))
     }
@@ -231,7 +232,7 @@ impl Store {
         // So that the snapshot isn't removed in between.
         let _catalogue = lock(&self.inner.catalogue);
         let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
-        Ok(self.inner.blobs().put(&key, &file)?)
+        Ok(self.inner.blobs().put_for_good(&key, &file)?)
     }
 
     /// Forget what was learnt about snapshot `name`: working set and profile.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use blake3::Hash;
 
-use crate::blobs::{BlobError, Blobs};
+use crate::blobs::Blobs;
 use crate::error::StoreError;
 use crate::format::descriptor::Descriptor;
 use crate::names::{DESCRIPTOR, ORIGIN, SNAPSHOTS, snapshot_of};
@@ -16,8 +16,8 @@ use crate::store::{read_descriptor, read_table};
 pub(crate) struct References {
     snapshots: BTreeMap<String, Known>,
     users: HashMap<Hash, Users>,
-    /// Names of snapshots of which it isn't known what chunks they have.
-    damaged: Vec<String>,
+    /// Those of which it isn't known what chunks they have, with the descriptor if that can be read.
+    damaged: BTreeMap<String, Option<Descriptor>>,
 }
 
 #[derive(Debug)]
@@ -47,36 +47,55 @@ impl References {
                 self.forget(&name);
                 continue;
             }
-            match self.look_at(blobs, &name, &files) {
-                Ok(()) => {}
-                Err(StoreError::NotFound { .. }) => self.forget(&name), // removed since we listed
-                Err(
-                    error @ (StoreError::Damaged(_) | StoreError::Blob(BlobError::NotFound { .. })),
-                ) => {
-                    tracing::warn!(snapshot = name, %error, "chunks stay as long as it does");
-                    self.damaged.push(name);
+            let descriptor = match read_descriptor(blobs, &name) {
+                Ok(descriptor) => descriptor,
+                Err(StoreError::NotFound { .. }) => {
+                    self.forget(&name); // removed since we listed
+                    continue;
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.set_aside(name, None, error)?;
+                    continue;
+                }
+            };
+            if let Err(error) = self.look_at(blobs, &descriptor, &files) {
+                self.set_aside(name, Some(descriptor), error)?;
             }
         }
+        Ok(())
+    }
+
+    /// What is damaged of one snapshot keeps the others from nothing but being collected.
+    fn set_aside(
+        &mut self,
+        name: String,
+        descriptor: Option<Descriptor>,
+        error: StoreError,
+    ) -> Result<(), StoreError> {
+        if !error.is_damage() {
+            return Err(error);
+        }
+        tracing::warn!(snapshot = name, %error, "chunks stay as long as it does");
+        self.forget(&name);
+        self.damaged.insert(name, descriptor);
         Ok(())
     }
 
     fn look_at(
         &mut self,
         blobs: &dyn Blobs,
-        name: &str,
+        descriptor: &Descriptor,
         files: &BTreeSet<String>,
     ) -> Result<(), StoreError> {
-        let descriptor = read_descriptor(blobs, name)?;
+        let name = &descriptor.name;
         let is_whole = !files.contains(&descriptor.files.beside(ORIGIN));
         if let Some(known) = self.snapshots.get(name)
-            && known.descriptor == descriptor
+            && known.descriptor == *descriptor
             && known.is_whole == is_whole
         {
             return Ok(());
         }
-        let table = read_table(blobs, &descriptor)?;
+        let table = read_table(blobs, descriptor)?;
         self.forget(name);
         let chunks: BTreeSet<_> = table.windows().iter().map(|w| *w.hash.as_bytes()).collect();
         let chunks: Vec<_> = chunks.into_iter().map(Hash::from_bytes).collect();
@@ -85,7 +104,8 @@ impl References {
             users.all += 1;
             users.whole += u32::from(is_whole);
         }
-        self.snapshots.insert(name.to_owned(), Known { descriptor, is_whole, chunks });
+        let known = Known { descriptor: descriptor.clone(), is_whole, chunks };
+        self.snapshots.insert(name.to_owned(), known);
         Ok(())
     }
 
@@ -114,8 +134,14 @@ impl References {
     }
 
     /// Those whose chunks are not known, which may be any.
-    pub(crate) fn damaged(&self) -> &[String] {
-        &self.damaged
+    pub(crate) fn damaged(&self) -> impl Iterator<Item = &str> {
+        self.damaged.keys().map(String::as_str)
+    }
+
+    /// Those of which nothing is known: what they are deltas on, either.
+    pub(crate) fn unreadable(&self) -> impl Iterator<Item = &str> {
+        let unreadable = self.damaged.iter().filter(|(_, descriptor)| descriptor.is_none());
+        unreadable.map(|(name, _)| name.as_str())
     }
 
     pub(crate) fn chunks_of(&self, name: &str) -> &[Hash] {
@@ -125,6 +151,11 @@ impl References {
     /// All snapshots that can be read.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = &Descriptor> {
         self.snapshots.values().map(|known| &known.descriptor)
+    }
+
+    /// Also those of which something else is damaged.
+    pub(crate) fn all_descriptors(&self) -> impl Iterator<Item = &Descriptor> {
+        self.descriptors().chain(self.damaged.values().flatten())
     }
 }
 

@@ -40,7 +40,8 @@ impl Store {
     /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that nobody names any more.
     ///
     /// # Errors
-    /// There is none; there are deltas on it, which are all named; one of them is being written, or on it.
+    /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots of which it can't be
+    /// told whether they are; one of them is being written, or on it.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
         check_name(name)?;
         let inner = &*self.inner;
@@ -59,6 +60,12 @@ impl Store {
             let dependants = dependants_of(&references, name);
             if !dependants.is_empty() && !cascade {
                 return Err(StoreError::Dependants { name: name.to_owned(), dependants });
+            }
+            let unreadable = references.unreadable().filter(|other| *other != name);
+            let unreadable: Vec<_> = unreadable.map(str::to_owned).collect();
+            if !unreadable.is_empty() && !cascade {
+                let name = name.to_owned();
+                return Err(StoreError::UnknownDependants { name, unreadable });
             }
             // Those furthest up go first, so that a crash in between leaves nothing without its base.
             removed.names = dependants.into_iter().rev().chain([name.to_owned()]).collect();
@@ -139,7 +146,7 @@ impl Inner {
         collector: &Collector<'_>,
         chunks: HashSet<Hash>,
     ) -> Result<(u64, u64, Vec<String>), StoreError> {
-        let damaged = lock(&self.references).damaged().to_vec();
+        let damaged: Vec<_> = lock(&self.references).damaged().map(str::to_owned).collect();
         if !damaged.is_empty() {
             tracing::warn!(snapshots = ?damaged, "no chunk is removed: these are damaged, and may need any");
             return Ok((0, 0, damaged));
@@ -186,7 +193,7 @@ impl Inner {
                     named.extend(kept.map(|file| snapshot_key(name, file)));
                 }
                 Err(StoreError::NotFound { .. }) => {}
-                Err(StoreError::Damaged(_)) => {
+                Err(error) if error.is_damage() => {
                     named.extend(files.iter().map(|file| snapshot_key(name, file)));
                 }
                 Err(error) => return Err(error),
@@ -203,7 +210,7 @@ fn dependants_of(references: &References, name: &str) -> Vec<String> {
     let mut at = 0;
     let mut of = name;
     loop {
-        for descriptor in references.descriptors() {
+        for descriptor in references.all_descriptors() {
             let is_on_it = descriptor.base.as_ref().is_some_and(|base| base.name == of);
             if is_on_it && seen.insert(&descriptor.name) {
                 found.push(descriptor.name.clone());

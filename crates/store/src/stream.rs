@@ -210,7 +210,7 @@ impl Store {
             let descriptor = stored.descriptor();
             let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
             out.entry(DESCRIPTOR, &descriptor.name, &file)?;
-            let sections = self.read_sections(descriptor)?;
+            let sections = self.read_sections(descriptor, work)?;
             for (file, bytes) in sections.files(descriptor) {
                 out.entry(FILE, &file, bytes)?;
             }
@@ -259,7 +259,7 @@ impl Store {
                 DESCRIPTOR if left > 0 => {
                     import.descriptor(&entry, if left == 1 { name } else { None })
                 }
-                FILE if !chunks_began => import.file(&entry),
+                FILE if !chunks_began => import.file(&entry, work),
                 CHUNK if left == 0 => {
                     chunks_began = true;
                     batch.extend(import.chunk(&entry)?.map(|hash| (hash, entry)));
@@ -352,7 +352,7 @@ impl Import<'_> {
         }
     }
 
-    fn file(&mut self, entry: &Entry) -> Result<(), StoreError> {
+    fn file(&mut self, entry: &Entry, work: &Work) -> Result<(), StoreError> {
         if self.last_here.is_some() {
             return self.file_of_one_that_is_here(entry);
         }
@@ -364,7 +364,9 @@ impl Import<'_> {
         };
         let (id, name) = (last.descriptor.id, entry.name.as_str());
         if name == last.files.beside(WORKING_SET) {
-            working_set::check(&entry.payload, Some(id)).map_err(within(entry))?;
+            let pages = last.descriptor.pages;
+            working_set::flaw_of(&entry.payload, id, pages, work)?
+                .map_or(Ok(()), |flaw| Err(within(entry)(flaw)))?;
             last.writing.put_section(id, WORKING_SET, &entry.payload)?;
         } else if name == last.files.beside(PROFILE) {
             unseal(SealedKind::Profile, &entry.payload).map_err(within(entry))?;

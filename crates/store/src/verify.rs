@@ -63,7 +63,7 @@ impl Store {
             {
                 self.note(&mut found, &name, DESCRIPTOR, &format!("as a base it is {why}"));
             }
-            self.verify_sections(&mut found, &descriptor)?;
+            self.verify_sections(&mut found, &descriptor, work)?;
             let is_elsewhere = read_origin(self.inner.blobs(), &descriptor)?.is_some();
             match read_table(self.inner.blobs(), &descriptor) {
                 Ok(table) => gather(&table, is_elsewhere, &mut chunks),
@@ -121,6 +121,7 @@ impl Store {
         &self,
         found: &mut Verified,
         descriptor: &crate::Descriptor,
+        work: &Work,
     ) -> Result<(), StoreError> {
         let blobs = self.inner.blobs();
         let (name, files) = (&descriptor.name, &descriptor.files);
@@ -141,11 +142,11 @@ impl Store {
                     continue;
                 }
             };
-            let read = match what {
-                WORKING_SET => working_set::check(&file, Some(descriptor.id)),
-                _ => unseal(SealedKind::Profile, &file).map(drop),
+            let flaw = match what {
+                WORKING_SET => working_set::flaw_of(&file, descriptor.id, descriptor.pages, work)?,
+                _ => unseal(SealedKind::Profile, &file).err(),
             };
-            if let Err(flaw) = read {
+            if let Some(flaw) = flaw {
                 found.damage.push(Damage { key, place: blobs.describe(), flaw });
             }
         }

@@ -106,6 +106,7 @@ fn store_code(error: &StoreError) -> ErrorCode {
         StoreError::Exists { .. }
         | StoreError::Busy { .. }
         | StoreError::Dependants { .. }
+        | StoreError::UnknownDependants { .. }
         | StoreError::Base { .. }
         | StoreError::DeepChain { .. }
         | StoreError::Incomplete { .. }

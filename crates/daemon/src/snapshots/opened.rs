@@ -334,7 +334,10 @@ mod tests {
         let origin = folder.path().join("nothing");
         std::fs::create_dir(&origin).expect("made");
         let location = origin.to_str().expect("plain");
-        snapshots.store.adopt_from("top", &store(folder.path()), location).expect("adopted");
+        snapshots
+            .store
+            .adopt_from("top", &store(folder.path()), location, &Work::new(1))
+            .expect("adopted");
         let opened = snapshots.open(&host.core, "top").expect("opens");
         assert_eq!(opened.engine.image().missing_pages(), 110);
         assert_eq!(std::fs::read_dir(&origin).expect("there").count(), 0);

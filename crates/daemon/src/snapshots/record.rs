@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vmfork_api::{ErrorBody, ProfileCluster, ProfileInfo};
 use vmfork_image::{PageRange, PageTable};
 use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
-use vmfork_store::SnapshotId;
+use vmfork_store::{SnapshotId, StoreError};
 
 use super::{SnapshotError, Snapshots};
 use crate::hub::Core;
@@ -151,7 +151,10 @@ impl Snapshots {
         profile.merge(recording);
         self.store.put_profile(&subject.name, &profile.encode())?;
         let wanted = sequential(&profile.working_set(FREQUENCY_MIN, WORKING_SET_PAGES_MAX));
-        let stored_set = self.store.working_set(&subject.name)?;
+        let stored_set = match self.store.working_set(&subject.name) {
+            Err(StoreError::Damaged(_)) => None, // replaced
+            set => set?,
+        };
         let there = stored_set.as_ref().map_or(&[][..], |set| set.runs());
         if !differs(there, &wanted) {
             return Ok(());
@@ -181,7 +184,14 @@ impl Snapshots {
     /// A profile that can't be read is begun anew: it is a help and no more.
     fn profile(&self, name: &str, pages: u64) -> Result<Profile, SnapshotError> {
         let new = || Profile::new(pages, CLUSTER_PAGES).map_err(SnapshotError::Profile);
-        match self.store.profile(name)?.map(|bytes| Profile::decode(&bytes)) {
+        let stored = match self.store.profile(name) {
+            Err(error @ StoreError::Damaged(_)) => {
+                tracing::warn!(snapshot = name, %error, "profile begun anew");
+                None
+            }
+            stored => stored?,
+        };
+        match stored.map(|bytes| Profile::decode(&bytes)) {
             Some(Ok(profile)) if profile.pages() == pages => Ok(profile),
             Some(Ok(_)) | None => new(),
             Some(Err(error)) => {

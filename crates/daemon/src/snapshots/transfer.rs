@@ -193,9 +193,9 @@ pub(super) async fn pull(
     let failed = message.clone();
     let (location, wait) = (request.location, request.wait);
     let from = location.clone();
-    let remote = with_work(core, name, message.clone(), move |core, name, _| {
+    let remote = with_work(core, name, message.clone(), move |core, name, work| {
         let remote = store_at(&from, For::Reading, &core.snapshots.runtime)?;
-        core.snapshots.store.adopt_from(name, &remote, &from)?;
+        core.snapshots.store.adopt_from(name, &remote, &from, work)?;
         Ok(remote)
     })
     .await?;

@@ -173,7 +173,8 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
     assert!(matches!(error, StoreError::Exists { .. }), "{error}");
 
     let there = Store::folder(at.path().join("there")).expect("store");
-    let pulled = there.adopt_from("web", &remote, "s3://snapshots/team").expect("adopted");
+    let pulled =
+        there.adopt_from("web", &remote, "s3://snapshots/team", &Work::new(1)).expect("adopted");
     assert_eq!((pulled.descriptor().id, pulled.origin()), (made.id, Some("s3://snapshots/team")));
     let blobs = Arc::new(open(&server, "s3://snapshots/team", &runtime));
     let options = SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(blobs) };

@@ -37,6 +37,8 @@ pub struct Folder {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Existing {
     Replaced,
+    /// By what is on the medium as soon as it is there.
+    ReplacedForGood,
     Kept,
 }
 
@@ -108,14 +110,16 @@ impl Folder {
         drop(tidying);
         let mut file = &temporary.file;
         file.write_all(bytes)?;
-        if existing == Existing::Replaced {
-            if target.exists() {
-                file.sync_all()?;
-            }
+        if existing != Existing::Replaced || target.exists() {
+            file.sync_all()?;
+        }
+        if existing != Existing::Kept {
             fs::rename(&temporary.path, target)?;
+            if existing == Existing::ReplacedForGood {
+                File::open(folder)?.sync_all()?;
+            }
             return Ok(true);
         }
-        file.sync_all()?;
         let done = match rustix::fs::renameat_with(
             CWD,
             &temporary.path,
@@ -245,6 +249,10 @@ impl Blobs for Folder {
 
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
         self.write(key, bytes, Existing::Replaced).map(drop)
+    }
+
+    fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.write(key, bytes, Existing::ReplacedForGood).map(drop)
     }
 
     fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError> {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use vmfork_image::PAGE_BYTES;
 
 use super::bytes::Flaw;
-use super::{Compression, table};
+use super::{Compression, IMAGE_PAGES_MAX, table};
 use crate::names::{STATE, TABLE, name_is_valid, snapshot_key};
 
 /// The layout that is written, and the only one that is read.
@@ -289,7 +289,7 @@ impl Descriptor {
         if *page_bytes != PAGE_BYTES {
             return Some(format!("pages of {page_bytes} bytes, not {PAGE_BYTES}"));
         }
-        if *pages == 0 || *pages > vmfork_image::PAGES_MAX {
+        if *pages == 0 || *pages > IMAGE_PAGES_MAX {
             return Some(format!("an image of {pages} pages"));
         }
         // A name that is put together with others to a key must not lead elsewhere.
@@ -396,6 +396,7 @@ mod tests {
             |d: &mut Descriptor| d.page_bytes = 512,
             |d: &mut Descriptor| d.chunk_pages = 48,
             |d: &mut Descriptor| d.pages = 0,
+            |d: &mut Descriptor| d.pages = IMAGE_PAGES_MAX + 1,
             |d: &mut Descriptor| d.schema = "other/1".into(),
         ] {
             let mut it = descriptor();

@@ -20,10 +20,10 @@
 //! statistics: the same content may be stored otherwise in another store.
 
 use blake3::Hash;
-use vmfork_image::{PAGES_MAX, PageIdx, PageRange};
+use vmfork_image::{PageIdx, PageRange};
 
-use super::CHUNK_PAGES_MAX;
 use super::bytes::{Cursor, Flaw, put_varint};
+use super::{CHUNK_PAGES_MAX, IMAGE_PAGES_MAX};
 
 const MAGIC: [u8; 4] = *b"VFTB";
 const VERSION: u8 = 1;
@@ -92,7 +92,7 @@ fn window_count(extents: &[(PageRange, Extent)], chunk_pages: u64) -> u64 {
     let (mut count, mut last) = (0u64, None);
     for (range, _) in extents.iter().filter(|(_, extent)| *extent == Extent::Own) {
         let (from, to) = (range.start().0 / chunk_pages, (range.end().0 - 1) / chunk_pages);
-        // At most PAGES_MAX in all: windows are counted once, extents don't overlap.
+        // At most as many as there are page numbers: windows are counted once, extents don't overlap.
         count += to - from + u64::from(last != Some(from));
         last = Some(to);
     }
@@ -118,7 +118,7 @@ impl Table {
         extents: Vec<(PageRange, Extent)>,
         mut chunk: impl FnMut(u64) -> Option<(Hash, u64)>,
     ) -> Result<Self, String> {
-        if pages == 0 || pages > PAGES_MAX {
+        if pages == 0 || pages > IMAGE_PAGES_MAX {
             return Err(format!("an image of {pages} pages"));
         }
         if let Some(flaw) = chunk_pages_flaw(chunk_pages) {

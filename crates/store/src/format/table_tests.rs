@@ -113,3 +113,18 @@ fn a_few_bytes_that_promise_much_take_no_memory() {
         assert!(flaw.what.contains(says), "{flaw}, not {says}");
     }
 }
+
+#[test]
+fn a_few_bytes_do_not_make_an_image_of_any_size() {
+    let table = |pages: u64| {
+        let mut file = b"VFTB\x01".to_vec();
+        put_varint(&mut file, pages);
+        file.extend_from_slice(&[1, 0]);
+        let hash = blake3::hash(&file);
+        file.extend_from_slice(hash.as_bytes());
+        Table::decode(&file)
+    };
+    assert_eq!(table(IMAGE_PAGES_MAX).map(|table| table.pages()), Ok(IMAGE_PAGES_MAX));
+    let flaw = table(IMAGE_PAGES_MAX + 1).expect_err("refused");
+    assert_eq!(flaw.what, "an image of 1073741825 pages");
+}

@@ -29,7 +29,8 @@ use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 use super::bytes::{Cursor, Flaw, put_varint};
 use super::chunk::unzstd;
 use super::descriptor::SnapshotId;
-use crate::work::lock;
+use crate::error::StoreError;
+use crate::work::{Work, lock};
 
 const MAGIC: [u8; 4] = *b"VFWS";
 const VERSION: u8 = 1;
@@ -37,6 +38,9 @@ const VERSION: u8 = 1;
 const FIXED_BYTES: u32 = 28;
 /// A header of so many bytes has five million runs.
 const HEADER_BYTES_MAX: u32 = 32 << 20;
+
+/// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of it to check it.
+pub(crate) const WORKING_SET_BYTES_MAX: u64 = 1 << 30;
 
 /// Raw bytes of a frame.
 pub(crate) const FRAME_BYTES: u64 = 1 << 20;
@@ -121,7 +125,13 @@ impl Header {
         cursor.take(FIXED_BYTES as usize, "the header")?;
         let runs = Self::decode_runs(&mut cursor)?;
         let mut frames = Vec::new();
-        let mut left = runs.iter().map(PageRange::byte_len).sum::<u64>();
+        // Runs don't overlap, so this is at most as many as there are page numbers.
+        let pages = runs.iter().map(PageRange::len).sum::<u64>();
+        if pages > WORKING_SET_BYTES_MAX / PAGE_BYTES {
+            let what = format!("{pages} pages, of at most {}", WORKING_SET_BYTES_MAX / PAGE_BYTES);
+            return Err(Flaw::at(FIXED_BYTES as usize, what).into());
+        }
+        let mut left = pages * PAGE_BYTES;
         let (mut run, mut skipped_pages) = (0, 0);
         // Ends: each frame takes 33 bytes of the header at least.
         while left > 0 {
@@ -170,6 +180,16 @@ impl Header {
         Ok(runs)
     }
 
+    /// What makes it that of another snapshot than `id`, with `pages`.
+    pub(crate) fn flaw_for(&self, id: SnapshotId, pages: u64) -> Option<Flaw> {
+        if self.id != id {
+            let what = format!("the working set of snapshot {}, not of {id}", self.id);
+            return Some(Flaw::at(8, what));
+        }
+        let beyond = self.runs.last().filter(|last| last.end().0 > pages)?;
+        Some(Flaw::at(FIXED_BYTES as usize, format!("it has pages {beyond}, of {pages}")))
+    }
+
     /// The pieces of a frame, in order.
     fn pieces(&self, frame: &Frame) -> impl Iterator<Item = PageRange> + '_ {
         let (mut skipped, mut left) = (frame.skipped_pages, frame.raw_bytes / PAGE_BYTES);
@@ -194,25 +214,25 @@ pub(crate) enum ReadError {
 }
 
 /// A working set, from its header on.
-pub(crate) struct Frames {
+pub(crate) struct Frames<'a> {
     header: Header,
-    next: Mutex<Next>,
+    next: Mutex<Next<'a>>,
 }
 
-struct Next {
-    from: Box<dyn Read + Send>,
+struct Next<'a> {
+    from: Box<dyn Read + Send + 'a>,
     frame: usize,
     offset: u64,
 }
 
-impl std::fmt::Debug for Frames {
+impl std::fmt::Debug for Frames<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Frames").field("header", &self.header).finish_non_exhaustive()
     }
 }
 
-impl Frames {
-    pub(crate) fn open(mut from: Box<dyn Read + Send>) -> Result<Self, ReadError> {
+impl<'a> Frames<'a> {
+    pub(crate) fn open(mut from: Box<dyn Read + Send + 'a>) -> Result<Self, ReadError> {
         let header = Header::read(&mut *from)?;
         let offset = header.bytes;
         Ok(Self { header, next: Mutex::new(Next { from, frame: 0, offset }) })
@@ -272,34 +292,51 @@ impl Frames {
     }
 }
 
-/// Read all of a working set from memory and throw it away.
+/// What is wrong with the working set of snapshot `id`, which has `pages`, if anything is: all of it is read and thrown
+/// away.
 ///
 /// # Errors
-/// What is wrong with it.
-pub fn check(file: &[u8], id: Option<SnapshotId>) -> Result<(), Flaw> {
-    let flaw = |error| match error {
-        ReadError::Flaw(flaw) => flaw,
-        other => Flaw::at(0, other.to_string()),
-    };
-    let frames = Frames::open(Box::new(io::Cursor::new(file.to_vec()))).map_err(flaw)?;
-    if let Some(id) = id.filter(|id| *id != frames.header().id) {
-        return Err(other_id(frames.header().id, id));
-    }
-    for _ in 0..frames.len() {
-        frames.next(&|_, _| Ok(())).map_err(flaw)?;
-    }
-    // Without frames there was nothing to read to the end of.
-    let end = frames.header().bytes;
-    match frames.len() {
-        0 if file.len() as u64 > end => {
-            Err(Flaw { what: "bytes after the end of the working set".into(), offset: end })
-        }
-        _ => Ok(()),
+/// [`StoreError::Cancelled`].
+pub fn flaw_of(
+    file: &[u8],
+    id: SnapshotId,
+    pages: u64,
+    work: &Work,
+) -> Result<Option<Flaw>, StoreError> {
+    match check(file, id, pages, work) {
+        Ok(()) => Ok(None),
+        Err(CheckError::Cancelled) => Err(StoreError::Cancelled),
+        Err(CheckError::Read(ReadError::Flaw(flaw))) => Ok(Some(flaw)),
+        Err(CheckError::Read(other)) => Ok(Some(Flaw::at(0, other.to_string()))),
     }
 }
 
-pub(crate) fn other_id(found: SnapshotId, id: SnapshotId) -> Flaw {
-    Flaw::at(8, format!("the working set of snapshot {found}, not of {id}"))
+enum CheckError {
+    Cancelled,
+    Read(ReadError),
+}
+
+impl<E: Into<ReadError>> From<E> for CheckError {
+    fn from(error: E) -> Self {
+        Self::Read(error.into())
+    }
+}
+
+fn check(file: &[u8], id: SnapshotId, pages: u64, work: &Work) -> Result<(), CheckError> {
+    let frames = Frames::open(Box::new(file))?;
+    // Before the frames: whose it is costs nothing to tell.
+    frames.header().flaw_for(id, pages).map_or(Ok(()), Err)?;
+    for _ in 0..frames.len() {
+        work.check().map_err(|_| CheckError::Cancelled)?;
+        frames.next(&|_, _| Ok(()))?;
+    }
+    // Without frames there was nothing to read to the end of.
+    let end = frames.header().bytes;
+    if frames.len() == 0 && file.len() as u64 > end {
+        let what = "bytes after the end of the working set".into();
+        return Err(Flaw { what, offset: end }.into());
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -310,6 +347,11 @@ mod tests {
     use super::*;
 
     const ID: SnapshotId = SnapshotId([7; 16]);
+    const PAGES: u64 = 10_000;
+
+    fn check(file: &[u8], id: SnapshotId) -> Result<(), Flaw> {
+        flaw_of(file, id, PAGES, &Work::new(1)).expect("not cancelled").map_or(Ok(()), Err)
+    }
 
     /// Gaps and lengths, made into runs; each page filled with its number.
     fn file_of(pieces: &[(u64, u64)]) -> (Vec<PageRange>, Vec<u8>) {
@@ -358,21 +400,21 @@ mod tests {
             }
             let all: Vec<_> = runs.iter().flat_map(PageRange::pages).collect();
             prop_assert_eq!(&*lock(&read), &all);
-            prop_assert_eq!(check(&file, Some(ID)), Ok(()));
-            prop_assert!(check(&file, Some(SnapshotId([8; 16]))).is_err());
-            prop_assert!(check(&[&file[..], &[0]].concat(), None).is_err());
+            prop_assert_eq!(check(&file, ID), Ok(()));
+            prop_assert!(check(&file, SnapshotId([8; 16])).is_err());
+            prop_assert!(check(&[&file[..], &[0]].concat(), ID).is_err());
         }
 
         #[test]
         fn any_bytes_are_survived(bytes: Vec<u8>) {
-            prop_assert!(check(&bytes, None).is_err());
+            prop_assert!(check(&bytes, ID).is_err());
             let mut file = [&MAGIC[..], &[VERSION, 0, 0, 0], &ID.0].concat();
             let header_bytes = FIXED_BYTES + u32::try_from(bytes.len()).expect("small") + 32;
             file.extend_from_slice(&header_bytes.to_le_bytes());
             file.extend_from_slice(&bytes);
             file.extend_from_slice(blake3::hash(&file).as_bytes());
             // A few bytes can be a working set of no pages; none of these is one of any.
-            let _ = check(&file, None);
+            let _ = check(&file, ID);
         }
     }
 
@@ -382,10 +424,36 @@ mod tests {
         for bit in 0..file.len() * 8 {
             let mut bad = file.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(check(&bad, Some(ID)).is_err(), "bit {bit}");
+            assert!(check(&bad, ID).is_err(), "bit {bit}");
         }
         for bytes in 0..file.len() {
-            assert!(check(&file[..bytes], Some(ID)).is_err(), "{bytes}");
+            assert!(check(&file[..bytes], ID).is_err(), "{bytes}");
         }
+    }
+
+    #[test]
+    fn what_would_take_long_is_refused_by_its_header_and_ends_when_told() {
+        // A frame's worth of header for each MiB: no more than a few bytes for any number of them.
+        let header = |pages: u64| {
+            let run = PageRange::between(PageIdx(0), PageIdx(pages));
+            let frames =
+                vec![vec![0]; usize::try_from(run.byte_len().div_ceil(FRAME_BYTES)).expect("few")];
+            encode(ID, &[run], &frames)
+        };
+        let most = WORKING_SET_BYTES_MAX / PAGE_BYTES;
+        let flaw = |pages| {
+            let file = header(pages);
+            flaw_of(&file, ID, most, &Work::new(1)).expect("not cancelled").expect("wrong").what
+        };
+        assert_eq!(flaw(most + 1), "262145 pages, of at most 262144");
+        assert!(flaw(most).contains("frame 0"), "as far as that");
+        let of_fewer = flaw_of(&header(most), ID, most - 1, &Work::new(1)).expect("not cancelled");
+        assert!(
+            of_fewer.is_some_and(|flaw| flaw.what.contains("it has pages 0+262144, of 262143"))
+        );
+        let (_, file) = file_of(&[(3, 2)]);
+        let cancelled = Work::new(1);
+        cancelled.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(matches!(flaw_of(&file, ID, PAGES, &cancelled), Err(StoreError::Cancelled)));
     }
 }

@@ -47,6 +47,8 @@ pub(crate) struct Memory {
     /// What outlasts a power cut.
     synced: Mutex<BTreeMap<String, Vec<u8>>>,
     hook: Hook,
+    /// What can't be read, as on a bad sector.
+    unreadable: Mutex<String>,
     /// Calls until the first that fails; negative once it has. Never, if it begins high.
     left: AtomicI64,
 }
@@ -59,11 +61,15 @@ impl Memory {
     pub(crate) fn of(map: BTreeMap<String, Vec<u8>>) -> Arc<Self> {
         let (synced, map) = (Mutex::new(map.clone()), Mutex::new(map));
         let left = AtomicI64::new(i64::MAX);
-        Arc::new(Self { map, synced, hook: Hook::default(), left })
+        Arc::new(Self { map, synced, hook: Hook::default(), unreadable: Mutex::default(), left })
     }
 
     pub(crate) fn fail_after(&self, calls: i64) {
         self.left.store(calls, Ordering::SeqCst);
+    }
+
+    pub(crate) fn make_unreadable(&self, key: &str) {
+        key.clone_into(&mut self.unreadable.lock().expect("no panic"));
     }
 
     /// Do `hook` before the first `call`, "get", "put" or "size", to a key with `part` in it.
@@ -136,13 +142,12 @@ impl Memory {
         if self.left.fetch_sub(1, Ordering::SeqCst) > 0 {
             return Ok(());
         }
-        Err(BlobError::Failed {
-            action: "reach",
-            key: key.into(),
-            place: self.describe(),
-            why: Failure::Other,
-            source: "the power has gone".into(),
-        })
+        Err(self.failed("reach", key, "the power has gone"))
+    }
+
+    fn failed(&self, action: &'static str, key: &str, source: &str) -> BlobError {
+        let (key, place, source) = (key.into(), self.describe(), source.into());
+        BlobError::Failed { action, key, place, why: Failure::Other, source }
     }
 }
 
@@ -154,6 +159,9 @@ impl Blobs for Memory {
     fn get(&self, key: &str) -> Result<Vec<u8>, BlobError> {
         self.call(key)?;
         self.hook.run("get", key);
+        if *self.unreadable.lock().expect("no panic") == key {
+            return Err(self.failed("read", key, "bad sector"));
+        }
         let map = self.map.lock().expect("no panic");
         let missing = || BlobError::NotFound { key: key.into(), place: "memory".into() };
         map.get(key).cloned().ok_or_else(missing)
@@ -167,6 +175,12 @@ impl Blobs for Memory {
         self.call(key)?;
         self.hook.run("put", key);
         self.map.lock().expect("no panic").insert(key.into(), bytes.to_vec());
+        Ok(())
+    }
+
+    fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.put(key, bytes)?;
+        self.synced.lock().expect("no panic").insert(key.into(), bytes.to_vec());
         Ok(())
     }
 

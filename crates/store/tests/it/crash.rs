@@ -86,6 +86,10 @@ impl Blobs for LostAnswer {
         self.0.put(key, bytes)
     }
 
+    fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError> {
+        self.0.put_for_good(key, bytes)
+    }
+
     fn put_new(&self, key: &str, bytes: &[u8]) -> Result<bool, BlobError> {
         let done = self.0.put_new(key, bytes);
         if key.ends_with("descriptor.json") {
@@ -124,6 +128,40 @@ fn a_snapshot_that_appeared_though_an_error_was_seen_is_whole() {
     after.collect().expect("collected");
     assert_eq!(read_back(&after, "x"), guest);
     assert_eq!(after.open("x").expect("opens").state().expect("reads"), b"state of x");
+}
+
+#[test]
+fn a_crash_while_something_is_learnt_leaves_that_or_what_was_learnt_before() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let guest: Guest = vec![4; 40];
+    create(&store, draft("x", &guest), &guest).expect("created");
+    let learn = |store: &Store, what: &[u8], pages| {
+        store.put_profile("x", what)?;
+        let runs = [range(0, pages)];
+        let stored = store.open("x")?;
+        store.put_working_set(&stored, &runs, &read_guest(&guest), &Work::new(1))
+    };
+    for before in [None, Some((&b"before"[..], 9))] {
+        if let Some((what, pages)) = before {
+            learn(&store, what, pages).expect("learnt");
+        }
+        at_each_step(
+            &memory,
+            |store| learn(store, b"now", 5),
+            |_, after, done| {
+                let profile = after.profile("x").expect("whole");
+                let set = after.working_set("x").expect("whole").map(|set| set.pages());
+                if done {
+                    assert_eq!((profile.as_deref(), set), (Some(&b"now"[..]), Some(5)));
+                } else {
+                    let was = before.unzip();
+                    assert!(profile.as_deref() == was.0 || profile.as_deref() == Some(b"now"));
+                    assert!(set == was.1 || set == Some(5));
+                }
+            },
+        );
+    }
 }
 
 #[test]
@@ -212,7 +250,7 @@ fn a_crash_while_pulling_leaves_nothing_or_what_can_be_completed() {
     let made = create(&remote, draft("base", &base), &base).expect("created");
     create(&remote, delta("top", &made, &base, &top), &top).expect("created");
     let pull = |store: &Store| {
-        store.adopt_from("top", &remote, "r")?;
+        store.adopt_from("top", &remote, "r", &Work::new(1))?;
         store.fetch_chunks("top", &remote, &Work::new(1))
     };
     at_each_step(&Memory::new(), pull, |_, after, _| {

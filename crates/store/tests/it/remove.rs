@@ -40,6 +40,54 @@ fn removing_what_others_need_is_refused_and_names_them() {
 }
 
 #[test]
+fn a_base_stays_though_its_delta_is_damaged() {
+    let (memory, _, _) = family();
+    let change = |key: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        change(memory.map.lock().expect("no panic").get_mut(key).expect("there"));
+    };
+    let table = memory.key_of("a", "table");
+    change(&table, &|bytes| bytes.truncate(20));
+    let store = Store::new(memory.clone()).expect("store");
+    let error = store.remove("base", false).expect_err("needed");
+    assert_eq!(error.to_string(), "`a`, `b` are deltas of snapshot `base`");
+    // Of what can't be read at all nobody knows what it is a delta on.
+    change("snapshots/a/descriptor.json", &|bytes| bytes.truncate(20));
+    let error = store.remove("base", false).expect_err("perhaps needed");
+    let text = "the descriptor of `a` can't be read, and snapshot `base` may be needed";
+    assert_eq!(error.to_string(), text);
+    assert!(
+        error.remedy().is_some_and(|text| text.contains("`a`") && text.contains("--cascade base"))
+    );
+    assert!(store.descriptor("base").is_ok());
+    // That one itself can go, or the other all the same.
+    assert_eq!(store.remove("c", true).expect("removed").names, ["c"]);
+    assert_eq!(store.remove("a", true).expect("removed").names, ["b", "a"]);
+    assert_eq!(store.remove("base", false).expect("removed").names, ["base"]);
+    store.collect().expect("collected");
+    assert_eq!(memory.keys(), ["format"]);
+}
+
+#[test]
+fn a_bad_sector_under_one_snapshot_does_not_stop_the_store() {
+    for ending in ["table", "json"] {
+        let (memory, _, [base, ..]) = family();
+        let key = match ending {
+            "table" => memory.key_of("c", "table"),
+            _ => "snapshots/c/descriptor.json".to_owned(),
+        };
+        memory.make_unreadable(&key);
+        let store = Store::new(memory.clone()).expect("store");
+        create(&store, draft("new", &base), &base).expect("created");
+        assert_eq!(read_back(&store, "new"), base);
+        assert_eq!(store.collect().expect("collected").blocked_by, ["c"]);
+        store.remove("new", true).expect("removed");
+        assert_eq!(store.remove("c", false).expect("removed").names, ["c"]);
+        assert!(store.collect().expect("collected").blocked_by.is_empty());
+        assert_eq!(read_back(&store, "base"), base);
+    }
+}
+
+#[test]
 fn cascade_removes_deltas_first_and_keeps_shared_chunks() {
     let (memory, store, [.., c]) = family();
     let removed = store.remove("base", true).expect("removed");

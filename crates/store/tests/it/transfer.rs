@@ -195,7 +195,10 @@ fn chunks_that_are_there_are_not_sent_again() {
 fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     let (remote, [base, top]) = family();
     let here = place();
-    let stored = here.store.adopt_from("top", &remote.store, "s3://bucket/x").expect("adopted");
+    let stored = here
+        .store
+        .adopt_from("top", &remote.store, "s3://bucket/x", &Work::new(1))
+        .expect("adopted");
     assert_eq!(stored.origin(), Some("s3://bucket/x"));
     assert_eq!(stored.state().expect("reads"), b"state of top");
     assert_eq!(here.memory.chunks(), 0);
@@ -205,7 +208,7 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
         here.store.export("top", &mut Vec::new(), &Work::new(1)).expect_err("not here"),
         here.store.copy_to("top", &place().store, &Work::new(1)).expect_err("not here"),
         here.store.flatten("top", &Work::new(1)).expect_err("not here"),
-        place().store.adopt_from("top", &here.store, "x").expect_err("not there"),
+        place().store.adopt_from("top", &here.store, "x", &Work::new(1)).expect_err("not there"),
     ] {
         assert!(matches!(error, StoreError::Incomplete { .. }), "{error}");
     }
@@ -243,7 +246,7 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
 fn fetching_replaces_what_is_torn_and_stops_when_told() {
     let (remote, [_, top]) = family();
     let here = place();
-    here.store.adopt_from("top", &remote.store, "r").expect("adopted");
+    here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("adopted");
     let torn = remote.memory.keys().into_iter().filter(|key| key.starts_with("chunks/"));
     here.memory.map.lock().expect("no panic").extend(torn.map(|key| (key, Vec::new())));
     let cancelled = Work::new(2);
@@ -256,15 +259,35 @@ fn fetching_replaces_what_is_torn_and_stops_when_told() {
     check(&here.store, "other", &top);
     here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
     check(&here.store, "top", &top);
-    let again = here.store.adopt_from("top", &remote.store, "r").expect("here already");
+    let again =
+        here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("here already");
     assert_eq!(again.origin(), None);
+}
+
+#[test]
+fn what_is_adopted_anew_while_chunks_are_fetched_is_not_taken_for_complete() {
+    let (other, _) = family();
+    let (remote, here) = (place(), place());
+    other.store.copy_to("top", &remote.store, &Work::new(1)).expect("pushed");
+    // The same snapshot, with other chunks.
+    remote.store.flatten("top", &Work::new(1)).expect("flattened");
+    here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("adopted");
+    let there = here.store.clone();
+    remote.memory.at("get", "chunks/", move || {
+        there.remove("top", false).expect("removed");
+        there.adopt_from("top", &other.store, "other", &Work::new(1)).expect("adopted");
+        there.collect().expect("collected");
+    });
+    let error = here.store.fetch_chunks("top", &remote.store, &Work::new(1)).expect_err("another");
+    assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
+    assert_eq!(here.store.origin("top").expect("reads").as_deref(), Some("other"));
 }
 
 #[test]
 fn a_remote_chunk_that_is_damaged_is_neither_served_nor_kept() {
     let (remote, _) = family();
     let here = place();
-    let stored = here.store.adopt_from("top", &remote.store, "r").expect("adopted");
+    let stored = here.store.adopt_from("top", &remote.store, "r", &Work::new(1)).expect("adopted");
     for (key, bytes) in remote.memory.map.lock().expect("no panic").iter_mut() {
         if key.starts_with("chunks/") {
             bytes[40] ^= 1;

@@ -61,7 +61,7 @@ fn what_a_snapshot_by_the_same_name_has_left_is_not_taken_for_the_new_ones() {
         let memory = Memory::new();
         let (from, guest) = family("top", 1);
         let store = Store::new(memory.clone()).expect("store");
-        store.adopt_from("base", &from, "elsewhere").expect("adopted");
+        store.adopt_from("base", &from, "elsewhere", &Work::new(1)).expect("adopted");
         // A removal that ended half-way.
         memory.map.lock().expect("no panic").remove("snapshots/base/descriptor.json");
         let id = keeps_its_id.then_some(SnapshotId([1; 16]));
