@@ -277,20 +277,29 @@ async fn bring_up(
             };
             let left = deadline.saturating_duration_since(Instant::now());
             let taken = link.identity(fork_identity, left);
-            let (taken, running) = tokio::join!(taken, run(vm, machine));
+            let (taken, running) = tokio::join!(taken, run(core, vm, machine, snapshot));
             running.map_err(Failure::qemu)?;
             taken.map_err(Failure::guest)?;
         }
-        Err(_no_agent) => run(vm, machine).await.map_err(Failure::qemu)?,
+        Err(_no_agent) => run(core, vm, machine, snapshot).await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
     vm.set_ready(agent);
     Ok(())
 }
 
-async fn run(vm: &Vm, machine: &Machine) -> Result<(), QmpError> {
+async fn run(
+    core: &Arc<Core>,
+    vm: &Arc<Vm>,
+    machine: &Machine,
+    snapshot: &Snapshot,
+) -> Result<(), QmpError> {
     machine.qmp.cont().await?;
     vm.set_runs();
+    // What it touches from its first instruction on, whatever else takes its time.
+    if let (Some(opened), Some(name)) = (&snapshot.opened, &snapshot.learn_as) {
+        opened.record(core, vm, name);
+    }
     Ok(())
 }
 

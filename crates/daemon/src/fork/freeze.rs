@@ -125,7 +125,17 @@ pub(super) async fn freeze(
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
     let (opened, base) = (parent.opened(), parent.base());
-    let snapshot = Snapshot { state, lead, engine, inheritance, fork, lease: None, opened, base };
+    let snapshot = Snapshot {
+        state,
+        lead,
+        engine,
+        inheritance,
+        fork,
+        lease: None,
+        opened,
+        learn_as: None,
+        base,
+    };
     Ok((snapshot, stages, pause))
 }
 

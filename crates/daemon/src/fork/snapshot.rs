@@ -26,6 +26,8 @@ pub(crate) struct Snapshot {
     pub(crate) lease: Option<Lease>,
     /// The stored snapshot whose pages it may still need.
     pub(crate) opened: Option<Arc<Opened>>,
+    /// The name of the stored snapshot that VMs are started from, for which what they touch is learnt.
+    pub(crate) learn_as: Option<String>,
     /// The newest stored snapshot that the VM descended from.
     pub(crate) base: Option<Arc<Base>>,
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, StartReply, StartRequest};
+use vmfork_api::{ErrorBody, ErrorCode, StartReply, StartRequest};
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{DiskId, Shape};
 
@@ -17,7 +17,7 @@ use crate::fork::{self, Brood, Granted, PendingMachine, Snapshot, Stem, Wanted, 
 use crate::hub::boot::open_image;
 use crate::hub::{Core, chain};
 use crate::metrics::Stage;
-use crate::vm::{Identity, now_unix_ms};
+use crate::vm::{Identity, Vm, now_unix_ms};
 
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 /// How long what a VM touches is recorded at most.
@@ -120,6 +120,7 @@ async fn carry_out(
         lease: Some(grant.snapshot),
         base: opened.base(name).map(Arc::new),
         opened: Some(Arc::clone(&opened)),
+        learn_as: Some(name.to_owned()),
     });
     let brood = Brood {
         core: Arc::clone(core),
@@ -139,9 +140,6 @@ async fn carry_out(
     let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
     let vms = brood.start(wanted.collect(), granted, request.all_or_nothing).await?;
     drop(reservation);
-    for result in &vms {
-        record(core, name, &opened, result);
-    }
     let granted = vms.iter().filter(|vm| vm.error.is_none()).count();
     let total_ms = fork::ms(began.elapsed());
     tracing::info!(snapshot = name, requested = request.count, granted, total_ms, "started");
@@ -157,12 +155,13 @@ async fn carry_out(
     })
 }
 
-/// Learn from a VM that was started, what it touches.
-fn record(core: &Arc<Core>, name: &str, opened: &Opened, started: &CloneResult) {
-    let vm = started.id.as_ref().and_then(|id| core.registry.find("record", id).ok());
-    let Some((vm, table)) = vm.zip(opened.engine.image().table()) else { return };
-    let (name, id, table) = (name.to_owned(), opened.id, table.clone());
-    record::start(core, &vm, Subject { name, id, table, time_max: RECORD_MAX });
+impl Opened {
+    /// Learn what a VM touches that was started from it and begins to run. `name` is what it is called now.
+    pub(crate) fn record(&self, core: &Arc<Core>, vm: &Arc<Vm>, name: &str) {
+        let Some(table) = self.engine.image().table() else { return };
+        let (name, id, table) = (name.to_owned(), self.id, table.clone());
+        record::start(core, vm, Subject { name, id, table, time_max: RECORD_MAX });
+    }
 }
 
 fn bad_request(name: &str, cause: String) -> ErrorBody {
