@@ -65,11 +65,11 @@ pub struct Policy {
     pub family_memory_percent: u8,
 }
 
-/// A fork that asks for memory.
+/// A fork, or a start from a stored snapshot, that asks for memory.
 #[derive(Debug, Clone, Copy)]
 pub struct ForkAsk<'a> {
-    /// Its name, for the error's text.
-    pub parent: &'a str,
+    /// What is asked for, for the error's text.
+    pub message: &'a str,
     /// The id of its family's root.
     pub family: &'a str,
     pub ram_bytes: u64,
@@ -269,7 +269,7 @@ impl Admission {
         let (fitting, bound) = tightest.unwrap_or((0, Bound::Host));
         let granted = fitting.min(ask.count);
         let refused = (granted < ask.count).then(|| {
-            let message = format!("fork `{}` into {}: {granted} fit", ask.parent, ask.count);
+            let message = format!("{}: {granted} of {} fit", ask.message, ask.count);
             match bound {
                 Bound::Host => self.refusal(&accounts, message, want, admissible),
                 Bound::FamilyVms { has } => {

@@ -39,7 +39,7 @@ const POLICY: Policy = Policy {
 
 /// From outside, of a VM with 4 GiB.
 fn web(count: u32) -> ForkAsk<'static> {
-    ForkAsk { parent: "web", family: "f", ram_bytes: 4 * GIB, count, by_guest: false }
+    ForkAsk { message: "fork `web`", family: "f", ram_bytes: 4 * GIB, count, by_guest: false }
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn a_fork_gets_what_fits_or_all_or_nothing() {
     let grant = admission.fork(web(20), false).expect("some fit");
     assert_eq!(grant.clones.len(), 15);
     let refused = grant.refused.as_ref().expect("not all fit");
-    assert!(refused.message.ends_with("into 20: 15 fit"), "{refused}");
+    assert_eq!(refused.message, "fork `web`: 15 of 20 fit");
     assert!(admission.admissible_bytes() < 430 * MIB);
     drop(grant);
     assert_eq!(admission.admissible_bytes(), 7 * GIB);
@@ -166,7 +166,7 @@ fn guests_leave_memory_to_other_families() {
     let policy = Policy { reserve_bytes: GIB / 2, ..POLICY };
     let admission = Admission::new(policy, Box::new(Arc::new(Made::default())));
     let ask = |family, count| ForkAsk {
-        parent: "web",
+        message: "fork `web`",
         family,
         ram_bytes: GIB / 2,
         count,

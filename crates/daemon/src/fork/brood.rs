@@ -74,7 +74,7 @@ impl Brood {
         let mut results = Vec::new();
         for Wanted { name, is_kept, vmid, ticket } in wanted {
             if !is_kept {
-                let error = super::name_taken(format!("start clone `{name}`"), &name);
+                let error = super::name_taken(super::start_message(&name), &name);
                 results.push(fail(vmid, name, error));
                 continue;
             }
@@ -115,7 +115,7 @@ impl Brood {
         let has_failed = results.iter().any(|result| result.error.is_some());
         if self.given_up.is_cancelled() || (all_or_nothing && has_failed) {
             for vm in &started {
-                self.core.end(vm, crate::vm::End::killed("its fork was given up"));
+                self.core.end(vm, crate::vm::End::killed("its start was given up"));
             }
             let first = results.iter().find_map(|result| result.error.clone());
             return Err(first.unwrap_or_else(|| self.was_given_up()));
@@ -124,7 +124,7 @@ impl Brood {
     }
 
     fn was_given_up(&self) -> ErrorBody {
-        super::was_given_up(&self.stem.identity.name)
+        super::was_given_up(&self.stem.message)
     }
 }
 

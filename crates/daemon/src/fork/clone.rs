@@ -33,6 +33,8 @@ const ATTACH_TRIES_MAX: u32 = 4;
 /// What VMs that continue one snapshot have in common.
 #[derive(Debug)]
 pub(crate) struct Stem {
+    /// What was asked for, for the text of errors.
+    pub(crate) message: String,
     /// Of them all, but for id, name, number and birth. Its `id` is that of the VM they descend from; empty: each is
     /// the root of a family of its own.
     pub(crate) identity: Identity,
@@ -49,7 +51,7 @@ impl Stem {
             ancestors: parents.line(),
             ..parents.clone()
         };
-        Self { identity, agent: parent.agent() }
+        Self { message: super::message(parent), identity, agent: parent.agent() }
     }
 
     fn identity(&self, name: String, vmid: u32) -> Identity {
@@ -90,12 +92,12 @@ pub(super) async fn start(
         Ok(outcome) => outcome,
         Err(_elapsed) => Err(ErrorBody {
             code: ErrorCode::Timeout,
-            message: format!("start clone `{name}`"),
+            message: super::start_message(&name),
             cause: Some(format!(
-                "not ready {} ms after the fork's request",
+                "not ready {} ms after the request",
                 (deadline - began).as_millis()
             )),
-            remedy: Some("give the fork a longer `--timeout`, or fork fewer at once".to_owned()),
+            remedy: Some("give it a longer `--timeout`, or start fewer at once".to_owned()),
         }),
     };
     match outcome {
@@ -144,13 +146,13 @@ async fn start_within(
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
     let error = |code, cause: String, remedy: &str| ErrorBody {
         code,
-        message: format!("start clone `{name}`"),
+        message: super::start_message(&name),
         cause: Some(cause),
         remedy: Some(remedy.to_owned()),
     };
     let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
     let Ok(first) = machine.await else {
-        return Err(error(ErrorCode::Timeout, "the fork was given up".to_owned(), doctor));
+        return Err(error(ErrorCode::Timeout, "it was given up".to_owned(), doctor));
     };
     let (machine, from) = attached(core, snapshot, first).await.map_err(|failed| match failed {
         NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
@@ -237,7 +239,7 @@ impl Failure {
 
     fn guest(source: impl std::error::Error + Send + Sync + 'static) -> Self {
         let remedy =
-            "a clone that can't confirm its identity is never released; is the guest starved?";
+            "a VM that can't confirm its identity is never released; is the guest starved?";
         Self { code: ErrorCode::Guest, kind: EndReason::Guest, remedy, source: Box::new(source) }
     }
 }

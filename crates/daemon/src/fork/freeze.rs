@@ -21,16 +21,18 @@ const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// For how long somebody wants the fork.
+/// What the freeze is for, and for how long somebody wants that.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
+    /// For the error's text.
+    pub(super) message: &'a str,
     pub(super) began: Instant,
     pub(super) deadline: Instant,
     pub(super) given_up: &'a CancellationToken,
 }
 
 impl Wanted<'_> {
-    /// A wait of the fork's, no longer than the fork may take.
+    /// A wait, no longer than all of it may take.
     fn at_most(&self, wait: Duration) -> Duration {
         wait.min(self.deadline.saturating_duration_since(Instant::now()))
     }
@@ -46,7 +48,7 @@ pub(super) async fn freeze(
     machine: &Arc<Machine>,
     wanted: Wanted<'_>,
 ) -> Result<(Snapshot, ForkStages, Duration), ErrorBody> {
-    let failed = |code, error: &dyn std::error::Error| fork_error(parent, code, error);
+    let failed = |code, error: &dyn std::error::Error| failure(wanted.message, code, error);
     let engine = tokio::task::block_in_place(|| prepare_engine(core, machine, wanted))
         .map_err(|error| failed(ErrorCode::Host, &error))?;
     let engine = Arc::new(engine);
@@ -65,7 +67,7 @@ pub(super) async fn freeze(
         Some(
             link.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT))
                 .await
-                .map_err(|error| error.to_body(format!("fork `{}`", parent.name())))?,
+                .map_err(|error| error.to_body(wanted.message.to_owned()))?,
         )
     } else {
         None
@@ -76,7 +78,7 @@ pub(super) async fn freeze(
     core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
 
     if wanted.given_up.is_cancelled() {
-        return Err(super::was_given_up(parent.name()));
+        return Err(super::was_given_up(wanted.message));
     }
     parent.set_frozen(true);
     let pause = Instant::now();
@@ -172,11 +174,11 @@ fn prepare_engine(
     )
 }
 
-/// An error of a fork, with its whole chain as the cause.
-pub(super) fn fork_error(parent: &Vm, code: ErrorCode, error: &dyn std::error::Error) -> ErrorBody {
+/// An error, with its whole chain as the cause.
+fn failure(message: &str, code: ErrorCode, error: &dyn std::error::Error) -> ErrorBody {
     ErrorBody {
         code,
-        message: format!("fork `{}`", parent.name()),
+        message: message.to_owned(),
         cause: Some(crate::hub::chain(error)),
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
     }
@@ -189,7 +191,11 @@ mod tests {
     #[test]
     fn no_wait_is_longer_than_the_fork_may_take() {
         let (began, given_up) = (Instant::now(), CancellationToken::new());
-        let wanted = |bound| Wanted { began, deadline: began + bound, given_up: &given_up };
+        let message = "fork `web`";
+        let wanted = |bound| {
+            let deadline = began + bound;
+            Wanted { message, began, deadline, given_up: &given_up }
+        };
         assert_eq!(wanted(Duration::from_secs(60)).at_most(QUIESCE_TIMEOUT), QUIESCE_TIMEOUT);
         assert!(wanted(Duration::from_secs(1)).at_most(QUIESCE_TIMEOUT) <= Duration::from_secs(1));
         assert_eq!(wanted(Duration::ZERO).at_most(QUIESCE_TIMEOUT), Duration::ZERO);

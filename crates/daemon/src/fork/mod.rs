@@ -30,7 +30,7 @@ pub(crate) use self::clone::Stem;
 pub(crate) use self::snapshot::Snapshot;
 pub(crate) use self::state::Lead;
 use crate::admission::Loan;
-use crate::hub::{Core, Reservation};
+use crate::hub::{Core, Reservation, outcome};
 use crate::metrics::Stage;
 use crate::vm::{Vm, now_unix_ms};
 
@@ -38,7 +38,6 @@ use crate::vm::{Vm, now_unix_ms};
 pub(crate) const COUNT_MAX: u32 = 1024;
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
-const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
 
 /// What a fork is asked to be.
 #[derive(Debug)]
@@ -64,20 +63,8 @@ pub(crate) async fn by_request(
     parent: &Arc<Vm>,
     request: ForkRequest,
 ) -> Result<ForkReply, ErrorBody> {
-    if request.count == 0 || request.count > COUNT_MAX {
-        return Err(bad_request(
-            parent,
-            format!("count {} is not in 1 to {COUNT_MAX}", request.count),
-        ));
-    }
-    if let Some(names) =
-        request.names.as_ref().filter(|names| names.len() != request.count as usize)
-    {
-        let text = format!("{} names for {} clones", names.len(), request.count);
-        return Err(bad_request(parent, text));
-    }
-    let timeout =
-        request.timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX);
+    let names = request.names.as_deref();
+    let timeout = check(&message(parent), request.count, names, request.timeout_ms)?;
     let order = Order {
         clones: (1..=request.count).map(|vmid| (vmid, None)).collect(),
         names: request.names,
@@ -89,13 +76,34 @@ pub(crate) async fn by_request(
     run(core, parent, order).await
 }
 
-fn bad_request(parent: &Vm, cause: String) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::BadRequest,
-        message: format!("fork `{}`", parent.name()),
-        cause: Some(cause),
-        remedy: None,
+/// Whether so many VMs can be asked for, with these names. → how long all of it may take.
+///
+/// # Errors
+/// They can't: with `message`.
+pub(crate) fn check(
+    message: &str,
+    count: u32,
+    names: Option<&[String]>,
+    timeout_ms: Option<u64>,
+) -> Result<Duration, ErrorBody> {
+    let bad = |cause: String| Err(ErrorBody::new(ErrorCode::BadRequest, message).cause(cause));
+    if count == 0 || count > COUNT_MAX {
+        return bad(format!("count {count} is not in 1 to {COUNT_MAX}"));
     }
+    if let Some(names) = names.filter(|names| names.len() != count as usize) {
+        return bad(format!("{} names for {count} VMs", names.len()));
+    }
+    Ok(timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX))
+}
+
+/// What a fork does, for the text of its errors.
+fn message(parent: &Vm) -> String {
+    format!("fork `{}`", parent.name())
+}
+
+/// The part of one of several VMs that are started, for the text of its errors.
+fn start_message(name: &str) -> String {
+    format!("start VM `{name}`")
 }
 
 /// Carry out an order. If this future is dropped, the parent goes on and started clones are ended.
@@ -111,47 +119,49 @@ pub(crate) async fn run(
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: a pause that has begun must come to its end whoever goes away.
     let task = tokio::spawn(carry_out(Arc::clone(core), Arc::clone(parent), order, given_up));
-    task.await.unwrap_or_else(|error| {
-        Err(ErrorBody {
-            code: ErrorCode::Internal,
-            message: format!("fork `{}`", parent.name()),
-            cause: Some(error.to_string()),
-            remedy: Some(BUG.to_owned()),
-        })
-    })
+    outcome(task, message(parent)).await
 }
 
-/// Wait until no other fork of the VM goes on, for as long as somebody wants this one.
+/// Wait until no other freeze of the VM goes on, for as long as somebody wants this one.
 async fn turn<'a>(
     parent: &'a Vm,
-    deadline: Instant,
-    given_up: &CancellationToken,
+    wanted: freeze::Wanted<'_>,
 ) -> Result<MutexGuard<'a, ()>, ErrorBody> {
+    let freeze::Wanted { message, deadline, given_up, .. } = wanted;
     let turn = tokio::select! {
         biased;
-        () = given_up.cancelled() => return Err(was_given_up(parent.name())),
+        () = given_up.cancelled() => return Err(was_given_up(message)),
         turn = tokio::time::timeout_at(deadline.into(), parent.forking.lock()) => turn,
     };
     turn.ok().filter(|_| Instant::now() < deadline).ok_or_else(|| ErrorBody {
         code: ErrorCode::Timeout,
-        message: format!("fork `{}`", parent.name()),
-        cause: Some("another fork of it went on all the time".to_owned()),
-        remedy: Some("give the fork a longer `--timeout`".to_owned()),
+        message: message.to_owned(),
+        cause: Some("other forks or snapshots of it went on all the time".to_owned()),
+        remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
     })
 }
 
-/// Names for all clones in their order, each with whether it is kept for its clone: if not, another VM has it.
+/// What VMs that are started together are to be called.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Names<'a> {
+    /// As many as VMs; without, they get `stem` with the next free numbers.
+    pub(crate) wanted: Option<&'a [String]>,
+    pub(crate) stem: &'a str,
+    pub(crate) count: u32,
+}
+
+/// Names for all VMs in their order, each with whether it is kept for it: if not, another VM has it.
 ///
 /// # Errors
 /// None can be kept; or not all, if that is as bad.
-fn reserve(
+pub(crate) fn reserve(
     core: &Core,
-    parent: &Vm,
-    order: &Order,
-    requested: u32,
+    names: Names<'_>,
+    all_or_nothing: bool,
+    message: &str,
 ) -> Result<(Reservation, Vec<(String, bool)>), ErrorBody> {
-    let Some(wanted) = &order.names else {
-        let reservation = core.registry.reserve_for_clones(parent.name(), requested);
+    let Some(wanted) = names.wanted else {
+        let reservation = core.registry.reserve_for_clones(names.stem, names.count);
         let names = reservation.names().iter().map(|name| (name.clone(), true)).collect();
         return Ok((reservation, names));
     };
@@ -159,15 +169,15 @@ fn reserve(
     let names = which_are_kept(wanted, reservation.names());
     let taken = names.iter().find(|(_, is_kept)| !is_kept);
     match taken {
-        Some((name, _)) if order.all_or_nothing || reservation.names().is_empty() => {
-            Err(name_taken(format!("fork `{}`", parent.name()), name))
+        Some((name, _)) if all_or_nothing || reservation.names().is_empty() => {
+            Err(name_taken(message.to_owned(), name))
         }
         _ => Ok((reservation, names)),
     }
 }
 
 /// `kept` are some of `wanted`, in the same order.
-pub(crate) fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
+fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
     let mut kept = kept.iter().peekable();
     wanted.iter().map(|name| (name.clone(), kept.next_if_eq(&name).is_some())).collect()
 }
@@ -182,26 +192,28 @@ async fn carry_out(
     let deadline = began + order.timeout;
     // Dropped last: when it is over, whoever ends the family finds all that came of it.
     let _under_way = core.registry.fork_begins(&parent, given_up.clone());
-    let one_at_a_time = turn(&parent, deadline, &given_up).await?;
+    let message = message(&parent);
+    let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
+    let one_at_a_time = turn(&parent, wanted).await?;
     let machine = parent.running_machine()?;
     if parent.state() != VmState::Running {
-        return Err(not_yet(&parent));
+        return Err(not_yet(&message));
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
-    let (reservation, names) = reserve(&core, &parent, &order, requested)?;
+    let names = Names { wanted: order.names.as_deref(), stem: parent.name(), count: requested };
+    let (reservation, names) = reserve(&core, names, order.all_or_nothing, &message)?;
     let grant = match order.memory.as_ref().and_then(Loan::take) {
         Some(grant) => grant,
         None => {
             let count = u32::try_from(reservation.names().len()).unwrap_or(requested);
-            let ask = parent.identity.ask(count, order.origin.is_some());
+            let ask = parent.identity.ask(&message, count, order.origin.is_some());
             core.admission.fork(ask, order.all_or_nothing)?
         }
     };
     // Until the last clone is ready.
     let _no_refill = core.hold_pool();
     let pending = start_machines(&core, &machine.shape, grant.clones.len(), &given_up);
-    let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
     let frozen = freeze::freeze(&core, &parent, &machine, wanted).await;
     let (mut snapshot, mut stages, pause) = match frozen {
         Ok(frozen) => frozen,
@@ -278,29 +290,27 @@ pub(crate) async fn freeze_only(
 ) -> Result<Frozen, ErrorBody> {
     let (core, parent) = (Arc::clone(core), Arc::clone(parent));
     let message = format!("take a snapshot of `{}`", parent.name());
+    let failed = message.clone();
     let task = tokio::spawn(async move {
         let (began, given_up) = (Instant::now(), CancellationToken::new());
         let deadline = began + timeout;
         let _under_way = core.registry.fork_begins(&parent, given_up.clone());
-        let _one_at_a_time = turn(&parent, deadline, &given_up).await?;
+        let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
+        let _one_at_a_time = turn(&parent, wanted).await?;
         let machine = parent.running_machine()?;
         if parent.state() != VmState::Running {
-            return Err(not_yet(&parent));
+            return Err(not_yet(&message));
         }
         let identity = &parent.identity;
         let lease =
             core.admission.snapshot(&identity.name, &identity.family, identity.memory_bytes)?;
         let _no_refill = core.hold_pool();
-        let wanted = freeze::Wanted { began, deadline, given_up: &given_up };
         let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
         snapshot.lease = Some(lease);
         core.metrics.observe_stage(Stage::Pause, pause);
         Ok(Frozen { snapshot, pause })
     });
-    task.await.unwrap_or_else(|error| {
-        let body = ErrorBody::new(ErrorCode::Internal, message);
-        Err(body.cause(error).remedy(BUG))
-    })
+    outcome(task, failed).await
 }
 
 /// How long finding what the parent had written took, if that is done.
@@ -314,25 +324,25 @@ pub(crate) fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-fn not_yet(parent: &Vm) -> ErrorBody {
+fn not_yet(message: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
-        message: format!("fork `{}`", parent.name()),
+        message: message.to_owned(),
         cause: Some("its guest has not come up yet".to_owned()),
         remedy: Some("wait until `vmfork ps` shows it running".to_owned()),
     }
 }
 
-fn was_given_up(parent: &str) -> ErrorBody {
+fn was_given_up(message: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
-        message: format!("fork `{parent}`"),
+        message: message.to_owned(),
         cause: Some("it was given up: who asked has gone, or its family was killed".to_owned()),
         remedy: None,
     }
 }
 
-pub(crate) fn name_taken(message: String, name: &str) -> ErrorBody {
+fn name_taken(message: String, name: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
         message,
@@ -351,19 +361,25 @@ mod tests {
         Vm::new(test_identity("web", None), Log::create(folder).expect("log"), None, None)
     }
 
+    const MESSAGE: &str = "take a snapshot of `web`";
+
+    fn wanted(deadline: Instant, given_up: &CancellationToken) -> freeze::Wanted<'_> {
+        freeze::Wanted { message: MESSAGE, began: Instant::now(), deadline, given_up }
+    }
+
     #[tokio::test]
     async fn a_fork_that_nobody_waits_for_any_more_does_not_get_its_turn() {
         let folder = tempfile::tempdir().expect("folder");
         let vm = vm(folder.path());
-        let (wanted, given_up) = (CancellationToken::new(), CancellationToken::new());
+        let (mine, given_up) = (CancellationToken::new(), CancellationToken::new());
         given_up.cancel();
         let later = Instant::now() + Duration::from_secs(60);
-        drop(turn(&vm, later, &wanted).await.expect("it is free"));
+        drop(turn(&vm, wanted(later, &mine)).await.expect("it is free"));
         // Though it is free:
-        let error = turn(&vm, later, &given_up).await.expect_err("given up");
+        let error = turn(&vm, wanted(later, &given_up)).await.expect_err("given up");
         assert_eq!(error.code, ErrorCode::Conflict);
-        let error = turn(&vm, Instant::now(), &wanted).await.expect_err("too late");
-        assert_eq!(error.code, ErrorCode::Timeout);
+        let error = turn(&vm, wanted(Instant::now(), &mine)).await.expect_err("too late");
+        assert_eq!((error.code, error.message.as_str()), (ErrorCode::Timeout, MESSAGE));
     }
 
     #[tokio::test]
@@ -372,9 +388,26 @@ mod tests {
         let vm = vm(folder.path());
         let other = vm.forking.lock().await;
         let soon = Instant::now() + Duration::from_millis(20);
-        let error = turn(&vm, soon, &CancellationToken::new()).await.expect_err("too late");
+        let given_up = CancellationToken::new();
+        let error = turn(&vm, wanted(soon, &given_up)).await.expect_err("too late");
         assert_eq!(error.code, ErrorCode::Timeout);
         drop(other);
+    }
+
+    #[test]
+    fn no_more_vms_than_may_be_are_asked_for_each_with_a_name_or_none() {
+        let names = ["a", "b"].map(ToOwned::to_owned);
+        let text =
+            |count, names| check(MESSAGE, count, names, None).expect_err("refused").to_string();
+        assert_eq!(text(0, None), format!("{MESSAGE}: count 0 is not in 1 to 1024"));
+        assert_eq!(text(1025, None), format!("{MESSAGE}: count 1025 is not in 1 to 1024"));
+        assert_eq!(text(3, Some(&names[..])), format!("{MESSAGE}: 2 names for 3 VMs"));
+        let timeout = |ms| check(MESSAGE, 2, Some(&names), ms).expect("fits");
+        assert_eq!(timeout(None), TIMEOUT_DEFAULT);
+        assert_eq!(
+            (timeout(Some(5)), timeout(Some(u64::MAX))),
+            (Duration::from_millis(5), TIMEOUT_MAX)
+        );
     }
 
     #[test]

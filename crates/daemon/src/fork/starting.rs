@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tokio::task::{Id, JoinSet};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 
+use crate::hub::BUG;
 use crate::vm::Vm;
 
 /// A clone's line in the reply, and the VM if it is ready.
@@ -53,9 +54,9 @@ impl Starting {
                         tracing::error!(clone = name, %error, "a clone's start panicked");
                         let error = ErrorBody {
                             code: ErrorCode::Internal,
-                            message: format!("start clone `{name}`"),
+                            message: super::start_message(&name),
                             cause: Some(error.to_string()),
-                            remedy: Some(super::BUG.to_owned()),
+                            remedy: Some(BUG.to_owned()),
                         };
                         return Some(Err(Broken { vmid, name, error }));
                     }

@@ -238,7 +238,8 @@ impl Desk {
 
     /// How many of `vms` places there are.
     fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
-        match self.core.admission.fork(self.vm.identity.ask(vms, true), false) {
+        let message = super::message(&self.vm);
+        match self.core.admission.fork(self.vm.identity.ask(&message, vms, true), false) {
             Ok(grant) => {
                 if let Some(error) = &grant.refused {
                     self.say(error);

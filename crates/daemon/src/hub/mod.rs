@@ -24,8 +24,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use vmfork_api::{ErrorCode, LostVm};
+use vmfork_api::{ErrorBody, ErrorCode, LostVm};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EventSink};
@@ -433,6 +434,22 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// What users can do about an error that should not be.
+pub(crate) const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
+
+/// What became of a task of its own, which `message` names.
+///
+/// # Errors
+/// Its own; or it panicked.
+pub(crate) async fn outcome<T>(
+    task: JoinHandle<Result<T, ErrorBody>>,
+    message: impl Into<String>,
+) -> Result<T, ErrorBody> {
+    task.await.unwrap_or_else(|error| {
+        Err(ErrorBody::new(ErrorCode::Internal, message).cause(error).remedy(BUG))
+    })
 }
 
 /// The API's code for an error of the image store.

@@ -13,16 +13,16 @@ use vmfork_qemu::{DiskId, Shape};
 use super::record::{self, Subject};
 use super::{Opened, SnapshotError, facts};
 use crate::admission::ForkAsk;
-use crate::fork::{self, Brood, Granted, PendingMachine, Snapshot, Stem, Wanted, start_machines};
+use crate::fork::{
+    self, Brood, Granted, Names, PendingMachine, Snapshot, Stem, Wanted, start_machines,
+};
 use crate::hub::boot::open_image;
-use crate::hub::{Core, chain};
+use crate::hub::{Core, chain, outcome};
 use crate::metrics::Stage;
 use crate::vm::{Identity, Vm, now_unix_ms};
 
-const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 /// How long what a VM touches is recorded at most.
 const RECORD_MAX: Duration = Duration::from_secs(300);
-const TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 
 /// Start VMs. What fits is started; the rest is an error each. If this future is dropped, what was started is ended.
 ///
@@ -39,8 +39,7 @@ pub(crate) async fn start(
     let (core, name) = (Arc::clone(core), name.to_owned());
     // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
     let task = tokio::spawn(async move { carry_out(&core, &name, request, given_up).await });
-    task.await
-        .unwrap_or_else(|error| Err(ErrorBody::new(ErrorCode::Internal, message).cause(error)))
+    outcome(task, message).await
 }
 
 async fn carry_out(
@@ -50,19 +49,9 @@ async fn carry_out(
     given_up: CancellationToken,
 ) -> Result<StartReply, ErrorBody> {
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
-    let timeout =
-        request.timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX);
-    if request.count == 0 || request.count > fork::COUNT_MAX {
-        let cause = format!("count {} is not in 1 to {}", request.count, fork::COUNT_MAX);
-        return Err(bad_request(name, cause));
-    }
-    if let Some(names) = &request.names
-        && names.len() != request.count as usize
-    {
-        return Err(bad_request(name, format!("{} names for {} VMs", names.len(), request.count)));
-    }
-    let deadline = began + timeout;
     let message = format!("start snapshot `{name}`");
+    let wanted = request.names.as_deref();
+    let deadline = began + fork::check(&message, request.count, wanted, request.timeout_ms)?;
     let failed = |error: SnapshotError| error.to_body(&message);
     let opened = tokio::task::block_in_place(|| {
         core.snapshots.check_written(name, &message)?;
@@ -76,28 +65,16 @@ async fn carry_out(
     }
     let (shape, _disk) = shape_and_disk(core, name, &opened)?;
 
+    let names = Names { wanted, stem: name, count: request.count };
+    let (reservation, names) = fork::reserve(core, names, request.all_or_nothing, &message)?;
     let ask = ForkAsk {
-        parent: name,
+        message: &message,
         family: &opened.id.to_string(),
         ram_bytes: shape.memory_bytes,
-        count: request.count,
+        count: u32::try_from(reservation.names().len()).unwrap_or(request.count),
         by_guest: false,
     };
-    let reservation = match &request.names {
-        Some(names) => core.registry.reserve(&names.iter().map(String::as_str).collect::<Vec<_>>()),
-        None => core.registry.reserve_for_clones(name, request.count),
-    };
-    let names = match &request.names {
-        Some(wanted) => fork::which_are_kept(wanted, reservation.names()),
-        None => reservation.names().iter().map(|name| (name.clone(), true)).collect(),
-    };
-    if let Some((taken, _)) = names.iter().find(|(_, is_kept)| !is_kept)
-        && (request.all_or_nothing || reservation.names().is_empty())
-    {
-        return Err(fork::name_taken(message, taken));
-    }
-    let count = u32::try_from(reservation.names().len()).unwrap_or(request.count);
-    let grant = core.admission.fork(ForkAsk { count, ..ask }, request.all_or_nothing)?;
+    let grant = core.admission.fork(ask, request.all_or_nothing)?;
 
     // Until the last of them is ready.
     let _no_refill = core.hold_pool();
@@ -162,10 +139,6 @@ impl Opened {
         let (name, id, table) = (name.to_owned(), self.id, table.clone());
         record::start(core, vm, Subject { name, id, table, time_max: RECORD_MAX });
     }
-}
-
-fn bad_request(name: &str, cause: String) -> ErrorBody {
-    ErrorBody::new(ErrorCode::BadRequest, format!("start snapshot `{name}`")).cause(cause)
 }
 
 /// Whether this host's QEMU and processor are those that it was taken on.
@@ -252,5 +225,6 @@ fn stem(name: &str, opened: &Opened) -> Stem {
         has_agent: facts.inheritance.is_some(),
         created_unix_ms: 0,
     };
-    Stem { identity, agent: facts.agent.clone() }
+    let message = format!("start snapshot `{name}`");
+    Stem { message, identity, agent: facts.agent.clone() }
 }

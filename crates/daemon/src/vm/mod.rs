@@ -67,15 +67,9 @@ impl Identity {
         self.ancestors.iter().chain([&self.id]).cloned().collect()
     }
 
-    /// For memory for `count` clones of it.
-    pub(crate) fn ask(&self, count: u32, by_guest: bool) -> ForkAsk<'_> {
-        ForkAsk {
-            parent: &self.name,
-            family: &self.family,
-            ram_bytes: self.memory_bytes,
-            count,
-            by_guest,
-        }
+    /// For memory for `count` clones of it; `message` is for the error's text.
+    pub(crate) fn ask<'a>(&'a self, message: &'a str, count: u32, by_guest: bool) -> ForkAsk<'a> {
+        ForkAsk { message, family: &self.family, ram_bytes: self.memory_bytes, count, by_guest }
     }
 
     /// Whether this is the VM `id`, or a clone of it, or of a clone of it …
