@@ -7,7 +7,7 @@
 //!                     ▲                                              │
 //!   wake or stop ◄── on_filled / on_failed ◄─────────────────────────┘
 //!                     ▲
-//!     Background, by Priority:  Listed (a working set) ─ Segments (prediction) ─ Drain, Hydrate (the rest)
+//!     Background, by Priority:  Listed (a working set) ─ Segments (prediction) ─ Drain, Listed (the rest)
 //!                                  ▲
 //!   page map ──► Recorder ──► Recording ──► Profile, merged over starts ◄──► bytes
 //! ```
@@ -34,8 +34,8 @@ mod recorder;
 mod scheduler;
 
 pub use background::{
-    Background, Drain, Hydrate, Listed, Priority, Proposal, SEGMENT_PAGES_MAX, Segments,
-    SegmentsConfig, SegmentsError,
+    Background, Drain, Listed, Priority, Proposal, SEGMENT_PAGES_MAX, Segments, SegmentsConfig,
+    SegmentsError,
 };
 pub use presence::Presence;
 pub use profile::{Cluster, Profile, ProfileError, sequential};

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use proptest::prelude::*;
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
-    Background, Config, Fetch, Hydrate, Listed, Outcome, Priority, Reason, Scheduler, Segments,
+    Background, Config, Drain, Fetch, Listed, Outcome, Priority, Reason, Scheduler, Segments,
     SegmentsConfig, ViewId,
 };
 
@@ -197,26 +197,36 @@ impl Host {
     }
 }
 
+/// The image that is drained.
+fn own() -> ImageId {
+    ImageId::new(1).expect("not 0")
+}
+
+fn absent_of_its_own(host: &Host, table: &PageTable) -> Vec<PageIdx> {
+    let absent = host.absent(table.range()).into_iter();
+    absent.filter(|page| table.lookup(*page) == Source::Image(own())).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn hydration_brings_in_everything_that_can_be_had(table in tables(), steps in steps(true)) {
-        let mut host = Host::new(&table, vec![Box::new(Hydrate::new(24))]);
+    fn a_drain_brings_in_everything_of_its_image_that_can_be_had(table in tables(), steps in steps(true)) {
+        let mut host = Host::new(&table, vec![Box::new(Drain::new(own(), 24))]);
         host.run(&steps);
         host.run_out();
-        for page in host.absent(table.range()) {
+        for page in absent_of_its_own(&host, &table) {
             prop_assert!(host.failed_alone.contains(&page), "{} was left out", page);
         }
     }
 
     #[test]
-    fn hydration_goes_in_order_while_nothing_fails(table in tables(), steps in steps(false)) {
-        let mut host = Host::new(&table, vec![Box::new(Hydrate::new(24))]);
+    fn a_drain_goes_in_order_while_nothing_fails(table in tables(), steps in steps(false)) {
+        let mut host = Host::new(&table, vec![Box::new(Drain::new(own(), 24))]);
         host.run(&steps);
         host.run_out();
-        prop_assert_eq!(host.absent(table.range()), []);
-        let starts: Vec<_> = host.fetches_of("hydrate").map(|run| run.start()).collect();
+        prop_assert_eq!(absent_of_its_own(&host, &table), []);
+        let starts: Vec<_> = host.fetches_of("drain").map(|run| run.start()).collect();
         prop_assert!(starts.is_sorted(), "{:?}", starts);
     }
 
@@ -229,8 +239,8 @@ proptest! {
         let runs: Vec<_> = runs.into_iter().map(|(start, len)| range(start, len)).collect();
         let list = Listed::new("set", Priority::WorkingSet, runs.clone(), 24);
         // The less urgent policy is there first.
-        let mut host =
-            Host::new(&table, vec![Box::new(Hydrate::new(24)), Box::new(list)]);
+        let rest = Listed::new("hydrate", Priority::Rest, vec![table.range()], 24);
+        let mut host = Host::new(&table, vec![Box::new(rest), Box::new(list)]);
         host.run(&steps);
         host.run_out();
         prop_assert_eq!(host.absent(table.range()), []);

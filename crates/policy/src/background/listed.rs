@@ -4,8 +4,8 @@ use vmfork_image::{PageRange, PageTable};
 
 use super::{Background, Priority, Proposal};
 
-/// Brings in the pages of a list in its order, once: a working set, a [`Profile`](crate::Profile)'s. A help,
-/// not a promise: what fails is left to demand, or to [`Hydrate`](super::Hydrate).
+/// Brings in the pages of a list in its order, once: a working set, a [`Profile`](crate::Profile)'s, or all that is
+/// missing. A help, not a promise: what fails is left to demand, or to another list.
 #[derive(Debug)]
 pub struct Listed {
     name: &'static str,

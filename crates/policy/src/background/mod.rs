@@ -10,7 +10,7 @@ use vmfork_image::{PageIdx, PageRange, PageTable};
 
 pub use self::listed::Listed;
 pub use self::segments::{SEGMENT_PAGES_MAX, Segments, SegmentsConfig, SegmentsError};
-pub use self::sweep::{Drain, Hydrate};
+pub use self::sweep::Drain;
 
 /// A stretch of an image that a [`Background`] wants in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -55,7 +55,7 @@ pub enum SegmentsError {
 ///
 /// A share is of the pages that are not zero, since the others never travel: a segment with ten such pages is past
 /// 30 % with the fourth. Faults in a segment that is ready still count, and may make it the fullest. What fails of a
-/// segment is left to demand, or to [`Hydrate`](super::Hydrate).
+/// segment is left to demand.
 ///
 /// Takes a bit for each demanded page of segments that have not been proposed yet, and a few words for each segment
 /// that has ever seen a fault.

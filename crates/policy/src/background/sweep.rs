@@ -1,6 +1,6 @@
 //! Going through an image in order, until all of a kind is there.
 
-use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
 
 use super::{Background, Proposal};
 
@@ -30,41 +30,6 @@ impl Background for Drain {
 
     fn propose(&mut self, table: &PageTable) -> Option<Proposal> {
         self.sweep.next(|from| table.next_of(self.image, from))
-    }
-
-    fn is_done(&self) -> bool {
-        self.sweep.pass == Pass::Done
-    }
-
-    fn on_failed(&mut self, range: PageRange) {
-        self.sweep.on_failed(range);
-    }
-}
-
-/// Brings in all pages that are not zero, in order, whoever owns them, so that the image's cache depends on
-/// nothing any more: no store, no other host, no ancestor. For what fails it does as [`Drain`] does.
-#[derive(Debug, Clone)]
-pub struct Hydrate {
-    sweep: Sweep,
-}
-
-impl Hydrate {
-    /// `pages_max` as in [`Drain::new`].
-    pub fn new(pages_max: u64) -> Self {
-        Self { sweep: Sweep::new(pages_max) }
-    }
-}
-
-impl Background for Hydrate {
-    fn name(&self) -> &'static str {
-        "hydrate"
-    }
-
-    fn propose(&mut self, table: &PageTable) -> Option<Proposal> {
-        self.sweep.next(|from| {
-            let mut runs = table.runs(table.range().from_page(from));
-            runs.find(|(_, source)| *source != Source::Zero).map(|(run, _)| run)
-        })
     }
 
     fn is_done(&self) -> bool {
