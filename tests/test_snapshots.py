@@ -394,3 +394,39 @@ def test_snapshots_travel(own: Daemon, make_daemon: MakeDaemon, image: str, tmp_
         for bad in ("ftp://x/y", "/proc/nothing/here"):
             with pytest.raises(vmfork.VmforkError):
                 here.snapshots.push("delta", bad)
+
+
+def test_another_machine_type_refuses_the_start_and_not_each_vm(make_daemon: MakeDaemon, image: str, tmp_path: Path) -> None:
+    """The same QEMU by its version, whose machine type has another name."""
+    theirs = shutil.which("qemu-system-x86_64")
+    assert theirs is not None
+    before = Path(theirs).read_bytes()
+    # It looks for its modules and its firmware beside its own folder.
+    (tmp_path / "bin").mkdir()
+    for folder in ("lib", "share"):
+        (tmp_path / folder).symlink_to(Path("/usr") / folder)
+    qemu = tmp_path / "bin" / "qemu-system-x86_64"
+    for above in (tmp_path, *tmp_path.parents[:2]):
+        above.chmod(above.stat().st_mode | 0o711)
+
+    def install(content: bytes) -> None:
+        qemu.unlink(missing_ok=True)
+        qemu.write_bytes(content)
+        qemu.chmod(0o755)
+
+    install(before)
+    daemon = make_daemon("--qemu", str(qemu), "--pool", "0")
+    daemon.add_image(image)
+    daemon.start()
+    with daemon.client() as client:
+        client.run("default", name="web")
+        client.snapshots.create("web", "warm", wait=True, record_s=0)
+        client.vm("web").remove(force=True)
+        machine = client.snapshots.get("warm").machine
+        other = machine[:-1] + "x"
+        install(before.replace(f"{machine}-machine\0".encode(), f"{other}-machine\0".encode()))
+        with pytest.raises(vmfork.Conflict, match=f"machine type `{machine}`, this host has `{other}`"):
+            client.snapshots.start("warm", 2)
+        assert client.vms(ended=True) == []
+        install(before)
+        assert len(start(client, "warm", 2)) == 2
