@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream};
 use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::client::{HttpError, HttpErrorKind};
 use object_store::path::Path;
 use object_store::{
     BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions,
-    RetryConfig, WriteMultipart,
+    RetryConfig,
 };
 use tokio::runtime::Handle;
 use vmfork_store::{BLOB_BYTES_MAX, BlobError, Blobs, Failure};
@@ -168,14 +168,14 @@ impl S3 {
         let says = |words: &[&str]| words.iter().any(|word| text.contains(word));
         let why = match error {
             // A listing's errors are all generic: only the text tells them apart.
-            _ if says(&["NoSuchBucket"]) => Failure::NoPlace,
+            _ if says(&["<Code>NoSuchBucket</Code>"]) => Failure::NoPlace,
             Error::NotFound { .. } => {
                 return BlobError::NotFound { key: key.to_owned(), place: self.place.clone() };
             }
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => Failure::Denied,
             Error::Generic { .. } if is_unreachable(error) => Failure::Unreachable,
             Error::Generic { .. } if says(&["code: 401", "code: 403"]) => Failure::Denied,
-            Error::Generic { .. } if says(&["code: 507", "QuotaExceeded"]) => Failure::Full,
+            Error::Generic { .. } if says(&["code: 507", "<Code>QuotaExceeded"]) => Failure::Full,
             _ => Failure::Other,
         };
         self.failed(action, key, why, &text)
@@ -277,15 +277,23 @@ impl Blobs for S3 {
             let payload = Bytes::copy_from_slice(bytes).into();
             return self.call("put", key, len, self.objects.put(&path, payload)).map(drop);
         }
-        self.call("put", key, len, async {
-            let upload = self.objects.put_multipart(&path).await?;
-            let mut parts = WriteMultipart::new_with_chunk_size(upload, PART_BYTES);
-            for part in bytes.chunks(PART_BYTES) {
-                parts.wait_for_capacity(PARTS_IN_FLIGHT).await?;
-                parts.write(part);
+        let mut upload = self.call("put", key, 0, self.objects.put_multipart(&path))?;
+        let put = self.call("put", key, len, async {
+            let parts = stream::iter(bytes.chunks(PART_BYTES))
+                .map(|part| upload.put_part(Bytes::copy_from_slice(part).into()));
+            let mut sent = parts.buffer_unordered(PARTS_IN_FLIGHT);
+            while let Some(part) = sent.next().await {
+                part?;
             }
-            parts.finish().await.map(drop)
-        })
+            drop(sent);
+            upload.complete().await.map(drop)
+        });
+        if put.is_err() {
+            // Or the server keeps the parts, and has them paid for. If it doesn't hear this either, a rule of the bucket
+            // has to (docs/format.md).
+            let _left = self.call("put", key, 0, upload.abort());
+        }
+        put
     }
 
     /// Each PUT is.

@@ -9,7 +9,7 @@ use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 use crate::error::StoreError;
 use crate::format::chunk::ChunkEncoder;
 use crate::format::descriptor::{BaseRef, Descriptor, Files, SCHEMA, SnapshotId};
-use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal};
+use crate::format::sealed::{SealedKind, seal};
 use crate::format::table::{Extent, Table, chunk_pages_flaw, own_runs, own_windows};
 use crate::format::{Compression, IMAGE_PAGES_MAX, PAGE_LEN};
 use crate::names::{STATE, TABLE};
@@ -261,9 +261,9 @@ impl Store {
         {
             return bad(format!("zstd has no level {level}"));
         }
-        if draft.state.len() as u64 > SEALED_RAW_BYTES_MAX {
-            let bytes = draft.state.len();
-            return bad(format!("device state of {bytes} bytes, above {SEALED_RAW_BYTES_MAX}"));
+        let (bytes, most) = (draft.state.len() as u64, SealedKind::State.raw_bytes_max());
+        if bytes > most {
+            return bad(format!("device state of {bytes} bytes, above {most}"));
         }
         check_extents(draft)
     }

@@ -8,7 +8,7 @@ use crate::blobs::BlobError;
 use crate::create::ReadPages;
 use crate::error::StoreError;
 use crate::format::descriptor::{Descriptor, SnapshotId};
-use crate::format::sealed::{SEALED_RAW_BYTES_MAX, SealedKind, seal, unseal};
+use crate::format::sealed::{SealedKind, seal, unseal};
 use crate::format::working_set::{
     FRAME_BYTES, Frames, ReadError, WORKING_SET_BYTES_MAX, encode, pack_frame,
 };
@@ -224,7 +224,7 @@ impl Store {
     /// No such snapshot; a profile that is too large.
     pub fn put_profile(&self, name: &str, profile: &[u8]) -> Result<(), StoreError> {
         check_name(name)?;
-        if profile.len() as u64 > SEALED_RAW_BYTES_MAX {
+        if profile.len() as u64 > SealedKind::Profile.raw_bytes_max() {
             let why = format!("a profile of {} bytes", profile.len());
             return Err(StoreError::BadDraft { why });
         }

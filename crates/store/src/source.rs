@@ -15,6 +15,9 @@ use crate::hot::HotChunks;
 use crate::names::chunk_key;
 use crate::stored::Stored;
 
+/// From a disk: while one is read another is decompressed.
+const READS_AHEAD_MIN: usize = 2;
+
 /// How a snapshot's pages are read.
 #[derive(Debug, Clone)]
 pub struct SourceOptions {
@@ -169,6 +172,11 @@ impl PageSource for StoredPages {
 
     fn unit_pages(&self) -> u64 {
         self.stored.table().chunk_pages()
+    }
+
+    fn reads_ahead(&self) -> usize {
+        let remote = self.options.remote.as_ref().map_or(0, |remote| remote.in_flight());
+        remote.max(self.stored.store().inner.blobs().in_flight()).max(READS_AHEAD_MIN)
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {

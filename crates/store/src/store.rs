@@ -316,6 +316,9 @@ pub(crate) fn read_table(blobs: &dyn Blobs, descriptor: &Descriptor) -> Result<T
 
 /// What in `table` is other than in the descriptor.
 pub(crate) fn table_flaw(table: &Table, descriptor: &Descriptor) -> Option<String> {
+    if descriptor.base.is_none() && table.count(Extent::Zero) > 0 {
+        return Some("pages that are zero, other than in a base, which there isn't".to_owned());
+    }
     for (what, found, told) in [
         ("pages", table.pages(), descriptor.pages),
         ("pages a window", table.chunk_pages(), descriptor.chunk_pages),

@@ -426,7 +426,7 @@ impl Import<'_> {
                     let what = format!("`{}`: {pages} pages, not {told}", entry.name);
                     return Err(at_flaw(entry.offset, what));
                 }
-                writing.keep_chunk(hash, || Ok(entry.payload.clone()))?;
+                writing.keep_or_mend_chunk(hash, &entry.payload)?;
                 work.expect(raw.len() as u64);
                 work.done(raw.len() as u64);
                 Ok(())

@@ -43,8 +43,15 @@ impl Store {
         let mut found = Verified::default();
         // With the number of pages and whether it may be elsewhere.
         let mut chunks = BTreeMap::<[u8; 32], (u64, bool)>::new();
+        let meant = match read_descriptor(self.inner.blobs(), name) {
+            Err(error @ StoreError::NotFound { .. }) => return Err(error),
+            found => found.ok(),
+        };
+        // As long as they are open, their chunks stay, even if they are removed.
+        let mut open = Vec::new();
         let mut next = Some((name.to_owned(), None));
         while let Some((name, expected)) = next.take() {
+            open.extend(self.open(&name).ok());
             let descriptor = match read_descriptor(self.inner.blobs(), &name) {
                 Ok(descriptor) => descriptor,
                 Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
@@ -95,6 +102,15 @@ impl Store {
                 Chunk::Elsewhere => found.chunks_elsewhere += 1,
                 Chunk::Damaged(damage) => found.damage.push(damage),
             }
+        }
+        // What is being removed looks damaged.
+        if let Some(meant) = meant.filter(|_| !found.damage.is_empty())
+            && read_descriptor(self.inner.blobs(), name).map_or_else(
+                |error| matches!(error, StoreError::NotFound { .. }),
+                |now| now.id != meant.id,
+            )
+        {
+            return Err(self.not_found(name));
         }
         Ok(found)
     }

@@ -9,6 +9,7 @@ use blake3::Hash;
 
 use crate::copy::Sections;
 use crate::error::StoreError;
+use crate::format::chunk;
 use crate::format::descriptor::{Attempt, BaseRef, Counts, Descriptor, FileRef, Files, SnapshotId};
 use crate::names::{DESCRIPTOR, STATE, TABLE, chunk_key, snapshot_key};
 use crate::store::{Inner, base_error, check_base, check_name, read_descriptor};
@@ -117,13 +118,38 @@ impl<'a> Writing<'a> {
         hash: &Hash,
         file: impl FnOnce() -> Result<Vec<u8>, StoreError>,
     ) -> Result<(), StoreError> {
+        self.keep(hash, |key| self.find_chunk(hash, key), file)
+    }
+
+    /// The same of one whose file is in hand, verified: it takes the place of one that is damaged.
+    pub(crate) fn keep_or_mend_chunk(&self, hash: &Hash, file: &[u8]) -> Result<(), StoreError> {
+        let find = |key: &str| {
+            let Some(bytes) = self.find_chunk(hash, key)? else { return Ok(None) };
+            match self.inner.blobs().get(key).map_err(StoreError::from) {
+                Ok(there) => {
+                    let is_right = there == file || chunk::decode(&there, hash).is_ok();
+                    Ok(is_right.then_some(bytes))
+                }
+                Err(error) if error.is_damage() => Ok(None),
+                Err(error) => Err(error),
+            }
+        };
+        self.keep(hash, find, || Ok(file.to_vec()))
+    }
+
+    fn keep(
+        &self,
+        hash: &Hash,
+        find: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
+        file: impl FnOnce() -> Result<Vec<u8>, StoreError>,
+    ) -> Result<(), StoreError> {
         if let Entry::Vacant(entry) = lock(&self.chunks).entry(*hash) {
             entry.insert(None);
         } else {
             return Ok(()); // Another thread is at it. Should it fail, all fails.
         }
         let key = chunk_key(hash);
-        let (bytes, counter) = match self.find_chunk(hash, &key)? {
+        let (bytes, counter) = match find(&key)? {
             Some(bytes) => (bytes, &self.shared_bytes),
             None => {
                 let file = file()?;

@@ -4,7 +4,6 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags};
@@ -195,18 +194,14 @@ struct Temporary {
 
 impl Temporary {
     fn create(folder: &Path) -> io::Result<Self> {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = folder.join(format!("{TMP_PREFIX}{}-{count}", std::process::id()));
+        // Not by its pid: processes on one store may have the same, in containers or on hosts of their own.
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(|e| io::Error::other(e.to_string()))?;
+        let path = folder.join(format!("{TMP_PREFIX}{:016x}", u64::from_be_bytes(random)));
         let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
         let file = match create() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 make_folder(folder)?;
-                create()?
-            }
-            // Left by a process that had our pid.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                fs::remove_file(&path)?;
                 create()?
             }
             other => other?,

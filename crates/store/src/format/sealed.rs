@@ -22,9 +22,6 @@ const HEADER_BYTES: usize = 56;
 const ENCODING_NONE: u8 = 0;
 const ENCODING_ZSTD: u8 = 1;
 
-/// Most raw bytes. Device state has some 200 kB, a profile less than 512 kB.
-pub const SEALED_RAW_BYTES_MAX: u64 = 256 << 20;
-
 /// Device state is small: worth a level that takes its time.
 const LEVEL: i32 = 3;
 
@@ -43,6 +40,15 @@ impl SealedKind {
         }
     }
 
+    /// Most raw bytes that one may hold. Device state has some 200 kB, and 16 MiB more with a display; a profile has at
+    /// most 120 kB for each GiB of memory.
+    pub const fn raw_bytes_max(self) -> u64 {
+        match self {
+            Self::State => 64 << 20,
+            Self::Profile => 16 << 20,
+        }
+    }
+
     const fn what(self) -> &'static str {
         match self {
             Self::State => "device state",
@@ -51,7 +57,7 @@ impl SealedKind {
     }
 }
 
-/// The file that holds `raw`. More than [`SEALED_RAW_BYTES_MAX`] bytes it could not be read back with.
+/// The file that holds `raw`. More than [`SealedKind::raw_bytes_max`] bytes it could not be read back with.
 pub fn seal(kind: SealedKind, raw: &[u8]) -> Vec<u8> {
     let packed = zstd::bulk::compress(raw, LEVEL).ok().filter(|packed| packed.len() < raw.len());
     let (encoding, payload) = match &packed {
@@ -83,11 +89,11 @@ pub fn unseal(kind: SealedKind, file: &[u8]) -> Result<Vec<u8>, Flaw> {
     let raw_bytes = cursor.u64("the raw length")?;
     let payload_bytes = cursor.u64("the payload's length")?;
     let hash = blake3::Hash::from_bytes(cursor.array("the hash")?);
-    if raw_bytes > SEALED_RAW_BYTES_MAX || payload_bytes > raw_bytes {
+    if raw_bytes > kind.raw_bytes_max() || payload_bytes > raw_bytes {
         let what = format!("{payload_bytes} bytes of payload for {raw_bytes}");
-        return Err(Flaw::at(8, format!("{what}, of at most {SEALED_RAW_BYTES_MAX}")));
+        return Err(Flaw::at(8, format!("{what}, of at most {}", kind.raw_bytes_max())));
     }
-    // Both fit a usize: at most 256 MiB.
+    // Both fit a usize: at most 64 MiB.
     let (raw_bytes, payload_bytes) = (as_usize(raw_bytes), as_usize(payload_bytes));
     let payload = cursor.take(payload_bytes, "the payload")?;
     cursor.end(kind.what())?;

@@ -265,6 +265,25 @@ fn fetching_replaces_what_is_torn_and_stops_when_told() {
 }
 
 #[test]
+fn an_import_mends_chunks_that_are_damaged_here() {
+    let (from, [base, _]) = family();
+    let to = place();
+    create(&to.store, draft("equal", &base), &base).expect("created");
+    let keys: Vec<_> =
+        to.memory.keys().into_iter().filter(|key| key.starts_with("chunks/")).collect();
+    for (key, bytes) in to.memory.map.lock().expect("no panic").iter_mut() {
+        if *key == keys[0] {
+            bytes[40] ^= 1;
+        } else if *key == keys[1] {
+            bytes.clear();
+        }
+    }
+    import(&to.store, &export(&from.store, "base"), None).expect("imported");
+    check(&to.store, "base", &base);
+    check(&to.store, "equal", &base);
+}
+
+#[test]
 fn what_is_adopted_anew_while_chunks_are_fetched_is_not_taken_for_complete() {
     let (other, _) = family();
     let (remote, here) = (place(), place());

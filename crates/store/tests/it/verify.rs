@@ -32,6 +32,25 @@ fn what_is_right_is_found_right() {
 }
 
 #[test]
+fn what_is_removed_meanwhile_is_not_taken_for_damaged() {
+    for (call, part) in [("get", ".state"), ("get", ".table"), ("get", "chunks/")] {
+        let (memory, store) = all();
+        let there = store.clone();
+        memory.at(call, part, move || {
+            // The catalogue is held by who opens it.
+            let removing = std::thread::spawn(move || there.remove("base", true));
+            if part != ".table" {
+                removing.join().expect("no panic").expect("removed");
+            }
+        });
+        match store.verify("top", &Work::new(1)) {
+            Ok(verified) => assert_eq!(verified.damage, []),
+            Err(error) => assert!(matches!(error, StoreError::NotFound { .. }), "{error}"),
+        }
+    }
+}
+
+#[test]
 fn all_damage_is_listed() {
     let (memory, store) = all();
     let mut damaged: Vec<String> = memory
