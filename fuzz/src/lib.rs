@@ -5,10 +5,12 @@
 
 pub mod agent_frames;
 pub mod planted;
+pub mod profile;
 pub mod qmp_lines;
 pub mod store_chunk;
 pub mod store_descriptor;
 pub mod store_import;
+pub mod store_sealed;
 pub mod store_table;
 pub mod store_working_set;
 pub mod tap_packets;
@@ -22,12 +24,14 @@ pub struct Target {
 }
 
 /// All targets. The last has a bug on purpose.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 11] = [
     Target { name: "agent_frames", run: agent_frames::run, seeds: agent_frames::seeds },
     Target { name: "qmp_lines", run: qmp_lines::run, seeds: qmp_lines::seeds },
+    Target { name: "profile", run: profile::run, seeds: profile::seeds },
     Target { name: "store_chunk", run: store_chunk::run, seeds: store_chunk::seeds },
     Target { name: "store_descriptor", run: store_descriptor::run, seeds: store_descriptor::seeds },
     Target { name: "store_import", run: store_import::run, seeds: store_import::seeds },
+    Target { name: "store_sealed", run: store_sealed::run, seeds: store_sealed::seeds },
     Target { name: "store_table", run: store_table::run, seeds: store_table::seeds },
     Target {
         name: "store_working_set",

@@ -8,11 +8,13 @@ use vmfork_store::format::chunk::{ChunkEncoder, HEADER_BYTES, decode};
 pub fn run(data: &[u8]) {
     let mut file = data.to_vec();
     for _ in 0..2 {
-        // The hash that the content would have, were it stored as it is.
+        // What the content would be, were it stored as it is, and were it compressed.
         let content = file.get(HEADER_BYTES..).unwrap_or_default();
-        let hash = blake3::hash(content);
-        if let Ok(raw) = decode(&file, &hash) {
-            assert_eq!(raw, content);
+        let unpacked = zstd::bulk::decompress(content, 512 * 4096).unwrap_or_default();
+        for content in [content, &unpacked] {
+            if let Ok(raw) = decode(&file, &blake3::hash(content)) {
+                assert_eq!(raw, content);
+            }
         }
         if file.len() >= HEADER_BYTES {
             let mut hasher = blake3::Hasher::new();
