@@ -120,7 +120,7 @@ pub struct Snapshot {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     pub state: SnapshotState,
-    /// Why it failed.
+    /// Why it failed, or why its pull does not go on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     pub created_unix_ms: u64,
@@ -218,6 +218,9 @@ pub struct VerifyReply {
     pub schema: String,
     pub snapshot: String,
     pub chunks: u64,
+    /// Those that are still where the snapshot is pulled from, and were not read.
+    #[serde(default)]
+    pub chunks_elsewhere: u64,
     pub read_bytes: u64,
     /// What is damaged, and where; empty if all is well.
     pub damage: Vec<ErrorBody>,

@@ -53,7 +53,8 @@ pub trait Control: SnapshotControl {
 /// not whole.
 pub type ByteStream = mpsc::Receiver<Result<Bytes, ErrorBody>>;
 
-/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's.
+/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's. What is created or pulled without waiting
+/// goes on after the answer; removing it gives it up.
 pub trait SnapshotControl: Send + Sync + 'static {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>>;
     fn create_snapshot(&self, request: SnapshotRequest) -> Answer<'_, Snapshot>;

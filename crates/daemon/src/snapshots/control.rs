@@ -25,8 +25,7 @@ impl SnapshotControl for Hub {
     }
 
     fn remove_snapshot<'a>(&'a self, name: &'a str, cascade: bool) -> Answer<'a, RemovedSnapshots> {
-        async move { tokio::task::block_in_place(|| self.core.snapshots.remove(name, cascade)) }
-            .boxed()
+        keep::remove(&self.core, name, cascade).boxed()
     }
 
     fn start_snapshot<'a>(
@@ -78,6 +77,6 @@ impl SnapshotControl for Hub {
     }
 
     fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
-        async { tokio::task::block_in_place(|| self.core.snapshots.reset_profile(name)) }.boxed()
+        keep::reset_profile(&self.core, name).boxed()
     }
 }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_api::{Compression, ErrorBody, ErrorCode, SnapshotRequest};
+use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
 use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 
 use super::facts::{self, Facts};
 use super::record::{self, Subject};
-use super::work::CancelOnDrop;
-use super::{Base, SnapshotError, Snapshots, UnderWay};
+use super::under_way::{Doing, UnderWay};
+use super::work::{CancelOnDrop, blocking};
+use super::{Base, SnapshotError, Snapshots};
 use crate::fork::{self, Frozen};
 use crate::hub::Core;
 use crate::vm::Vm;
@@ -38,7 +39,7 @@ pub(crate) async fn create(
     let vm = core.registry.find("take a snapshot of", &request.vm)?;
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
-    let placed = core.snapshots.place(&name)?;
+    let placed = core.snapshots.place(&name, Doing::Write, &message)?;
     let frozen = fork::freeze_only(core, &vm, FREEZE_TIMEOUT).await?;
     let facts = facts_of(&vm, &frozen).await.map_err(|error| error.to_body(&message))?;
     let base = match request.full || request.keep_zero_pages {
@@ -55,7 +56,8 @@ pub(crate) async fn create(
         base = base_name,
         "snapshot taken"
     );
-    let under_way = placed.begins(facts.clone(), base_name);
+    let under_way = Arc::clone(&placed.under_way);
+    under_way.list(facts.clone(), base_name);
     let time_max = request.record_ms.map_or(RECORD_DEFAULT, Duration::from_millis);
     if !time_max.is_zero() {
         let subject = Subject { name: name.clone(), id, table: table.clone(), time_max };
@@ -63,21 +65,21 @@ pub(crate) async fn create(
     }
     let wait = request.wait;
     let writing = {
-        let (core, vm, under_way) = (Arc::clone(core), Arc::clone(&vm), Arc::clone(&under_way));
+        let (core, vm, failed) = (Arc::clone(core), Arc::clone(&vm), message.clone());
         let order = Order { request, id, table, facts, base, frozen };
-        tokio::task::spawn_blocking(move || {
-            let outcome = write(&core, &vm, order, &under_way);
-            core.snapshots.written(&under_way, outcome.as_ref().err());
-            outcome.map(drop).map_err(|error| error.to_body(message))
+        blocking(message, move || {
+            let outcome = write(&core, &vm, order, &placed.under_way);
+            placed.ends(outcome.as_ref().err());
+            outcome.map(drop).map_err(|error| error.to_body(failed))
         })
     };
     if !wait {
+        // It goes on.
+        drop(writing);
         return Ok(core.snapshots.listed_under_way(&under_way));
     }
     let _cancel = CancelOnDrop(Arc::clone(&under_way.work));
-    writing.await.unwrap_or_else(|error| {
-        Err(ErrorBody::new(ErrorCode::Internal, format!("write snapshot `{name}`")).cause(error))
-    })?;
+    writing.await?;
     core.snapshots.listed(core, &name)
 }
 
@@ -123,16 +125,12 @@ fn write(
 ) -> Result<Descriptor, SnapshotError> {
     let Order { request, id, table, facts, base, frozen } = order;
     let image = frozen.snapshot.engine.image();
-    let extents = match request.keep_zero_pages {
-        true => vec![(table.range(), Extent::Own)],
-        false => difference(&table, base.as_ref().map(|base| &base.table)),
-    };
     let draft = Draft {
         name: request.name,
         id: Some(id),
-        base: base.as_ref().map(|base| BaseRef { name: base.name.clone(), id: base.id }),
+        base: None,
         pages: image.pages(),
-        extents,
+        extents: Vec::new(),
         state: fork::state::read(&frozen.snapshot.state)?,
         vm: serde_json::to_value(&facts)
             .map_err(|source| SnapshotError::Facts { name: under_way.name.clone(), source })?,
@@ -146,7 +144,26 @@ fn write(
     let read = |range: PageRange, bytes: &mut [u8]| {
         image.read(range, bytes).map_err(std::io::Error::other)
     };
-    let descriptor = core.snapshots.store.create(draft, &read, &under_way.work)?;
+    let store = &core.snapshots.store;
+    let on = |base: Option<&Base>| Draft {
+        base: base.map(|base| BaseRef { name: base.name.clone(), id: base.id }),
+        extents: match request.keep_zero_pages {
+            true => vec![(table.range(), Extent::Own)],
+            false => difference(&table, base.map(|base| &base.table)),
+        },
+        ..draft.clone()
+    };
+    let mut written = store.create(on(base.as_deref()), &read, &under_way.work);
+    if let (Some(base), Err(error)) = (&base, &written)
+        && is_of_the_base(error)
+    {
+        let error = crate::hub::chain(error);
+        tracing::warn!(snapshot = under_way.name, base = base.name, error, "written in full");
+        under_way.list(facts, None);
+        under_way.begin_anew();
+        written = store.create(on(None), &read, &under_way.work);
+    }
+    let descriptor = written?;
     tracing::info!(
         snapshot = descriptor.name,
         own_mib = (descriptor.counts.own_pages * PAGE_BYTES) >> 20,
@@ -187,74 +204,19 @@ fn difference(table: &PageTable, base: Option<&PageTable>) -> Vec<(PageRange, Ex
     found
 }
 
-/// A name that nobody else's snapshot gets.
-#[derive(Debug)]
-struct Placed<'a> {
-    snapshots: &'a Snapshots,
-    under_way: Option<Arc<UnderWay>>,
-    name: String,
+/// Whether it is the base that no delta can be written on: removed meanwhile, deep down a chain, or damaged. Of what was
+/// stored before, writing reads nothing else.
+fn is_of_the_base(error: &StoreError) -> bool {
+    use StoreError::{Base, Damaged, DeepChain};
+    matches!(error, Base { .. } | DeepChain { .. } | Damaged(_))
 }
 
 impl Snapshots {
-    /// Keep a name for a snapshot that is about to be taken.
-    fn place(&self, name: &str) -> Result<Placed<'_>, ErrorBody> {
-        let message = format!("take snapshot `{name}`");
-        match self.store.descriptor(name) {
-            Err(StoreError::NotFound { .. }) => {}
-            Ok(_) => return Err(super::name_is_taken(name)),
-            Err(error) => return Err(SnapshotError::from(error).to_body(message)),
-        }
-        let mut under_way = self.under_way();
-        if under_way.get(name).is_some_and(|other| other.reason().is_none()) {
-            return Err(super::name_is_taken(name));
-        }
-        let mine = Arc::new(UnderWay::new(name, self.work()));
-        under_way.insert(name.to_owned(), Arc::clone(&mine));
-        Ok(Placed { snapshots: self, under_way: Some(mine), name: name.to_owned() })
-    }
-
     /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any more).
     fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
         let base = vm.base()?;
         let there = self.store.descriptor(&base.name).ok()?;
         (there.id == base.id).then_some(base)
-    }
-
-    /// It is in the store, or never will be.
-    fn written(&self, under_way: &Arc<UnderWay>, error: Option<&SnapshotError>) {
-        under_way.over.cancel();
-        let mut all = self.under_way();
-        match error {
-            Some(error) if !matches!(error, SnapshotError::Store(StoreError::Cancelled)) => {
-                let reason = crate::hub::chain(error);
-                tracing::error!(snapshot = under_way.name, reason, "snapshot not stored");
-                under_way.fail(reason);
-            }
-            _ => {
-                let is_mine = |other: &Arc<UnderWay>| Arc::ptr_eq(other, under_way);
-                if all.get(&under_way.name).is_some_and(is_mine) {
-                    all.remove(&under_way.name);
-                }
-            }
-        }
-    }
-}
-
-impl Placed<'_> {
-    /// The VM stood still for it: from now on it is listed.
-    fn begins(mut self, facts: Facts, base: Option<String>) -> Arc<UnderWay> {
-        let under_way = self.under_way.take();
-        let under_way = under_way.unwrap_or_else(|| unreachable!("taken once, here"));
-        let _first = under_way.listed.set((facts, base));
-        under_way
-    }
-}
-
-impl Drop for Placed<'_> {
-    fn drop(&mut self) {
-        if self.under_way.is_some() {
-            self.snapshots.under_way().remove(&self.name);
-        }
     }
 }
 

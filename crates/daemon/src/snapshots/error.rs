@@ -21,6 +21,8 @@ pub(crate) enum SnapshotError {
     },
     #[error("`{name}` says {said} bytes of memory, its page table has {pages} pages")]
     Size { name: String, said: u64, pages: u64 },
+    #[error("its image has no page table")]
+    NoTable,
     #[error("it is a chain of no snapshots")]
     Empty,
     #[error("open its memory")]
@@ -69,7 +71,8 @@ impl SnapshotError {
             | Self::State(_)
             | Self::Stream { .. }
             | Self::Profile(_)
-            | Self::NotSealed { .. } => ErrorCode::Host,
+            | Self::NotSealed { .. }
+            | Self::NoTable => ErrorCode::Host,
         }
     }
 
@@ -85,6 +88,11 @@ impl SnapshotError {
             }
             _ => Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
         }
+    }
+
+    /// Whether it was given up, and nothing is wrong.
+    pub(super) fn is_cancelled(&self) -> bool {
+        matches!(self, Self::Store(StoreError::Cancelled))
     }
 
     /// For the API; `message` says what was to be done.

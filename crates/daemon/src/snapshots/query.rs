@@ -7,7 +7,8 @@ use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
 use super::facts::Facts;
-use super::{SnapshotError, Snapshots, UnderWay};
+use super::under_way::UnderWay;
+use super::{SnapshotError, Snapshots};
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
 
@@ -22,12 +23,14 @@ impl Snapshots {
             .into_iter()
             .map(|(name, outcome)| match outcome {
                 Ok(descriptor) => self.of_descriptor(core, &descriptor),
-                Err(error) => damaged(&name, chain(&error)),
+                Err(error) => {
+                    Snapshot { reason: Some(chain(&error)), ..blank(&name, SnapshotState::Failed) }
+                }
             })
             .collect();
         let under_way: Vec<_> = self.under_way().values().cloned().collect();
         for one in under_way {
-            if one.listed.get().is_some() && !all.iter().any(|stored| stored.name == one.name) {
+            if one.listed().is_some() && !all.iter().any(|stored| stored.name == one.name) {
                 all.push(self.listed_under_way(&one));
             }
         }
@@ -40,46 +43,41 @@ impl Snapshots {
     /// # Errors
     /// There is none of that name, or it is damaged.
     pub(crate) fn listed(&self, core: &Core, name: &str) -> Result<Snapshot, ErrorBody> {
+        let message = || format!("find snapshot `{name}`");
         match self.store.descriptor(name) {
             Ok(descriptor) => Ok(self.of_descriptor(core, &descriptor)),
-            Err(StoreError::NotFound { .. }) if self.under_way().contains_key(name) => {
+            Err(StoreError::NotFound { .. }) => {
                 let under_way = self.under_way().get(name).cloned();
-                under_way.map(|one| self.listed_under_way(&one)).ok_or_else(|| {
-                    let error = StoreError::NotFound {
-                        name: name.to_owned(),
-                        place: self.store.describe(),
-                    };
-                    SnapshotError::from(error).to_body(format!("find snapshot `{name}`"))
-                })
+                let listed = under_way.filter(|one| one.listed().is_some());
+                let listed = listed.map(|one| self.listed_under_way(&one));
+                listed.ok_or_else(|| self.not_found(name, &message()))
             }
-            Err(error) => {
-                Err(SnapshotError::from(error).to_body(format!("find snapshot `{name}`")))
-            }
+            Err(error) => Err(SnapshotError::from(error).to_body(message())),
         }
     }
 
+    /// That there is no snapshot of that name.
+    pub(super) fn not_found(&self, name: &str, message: &str) -> ErrorBody {
+        let place = self.store.describe();
+        let error = StoreError::NotFound { name: name.to_owned(), place };
+        SnapshotError::from(error).to_body(message)
+    }
+
     pub(super) fn listed_under_way(&self, under_way: &UnderWay) -> Snapshot {
-        let (facts, base) = under_way
-            .listed
-            .get()
-            .map_or((None, None), |(facts, base)| (Some(facts), base.clone()));
-        Snapshot {
-            name: under_way.name.clone(),
-            id: None,
-            state: under_way.state(),
-            reason: under_way.reason(),
+        let of_it = Snapshot {
             created_unix_ms: under_way.created_unix_ms,
-            image: facts.map(|facts| facts.image.clone()).unwrap_or_default(),
-            memory_mib: facts.map_or(0, |facts| facts.memory_bytes >> 20),
-            cpus: facts.map_or(0, |facts| facts.cpus),
-            accel: facts.map_or(vmfork_api::Accel::Tcg, |facts| facts.accel),
-            base,
-            own_bytes: 0,
-            stored_bytes: 0,
-            shared_bytes: 0,
+            reason: under_way.reason(),
             progress: under_way.progress(),
-            vms: 0,
-            remote: None,
+            ..blank(&under_way.name, under_way.state())
+        };
+        let Some((facts, base)) = under_way.listed() else { return of_it };
+        Snapshot {
+            image: facts.image,
+            memory_mib: facts.memory_bytes >> 20,
+            cpus: facts.cpus,
+            accel: facts.accel,
+            base,
+            ..of_it
         }
     }
 
@@ -87,13 +85,14 @@ impl Snapshots {
         let counts = &descriptor.counts;
         let remote = self.store.origin(&descriptor.name).ok().flatten();
         let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
-        let pulling = self.under_way().get(&descriptor.name).map(|one| one.progress());
-        let done = Progress { done_bytes: counts.stored_bytes, total_bytes: counts.stored_bytes };
+        let (reason, progress) = self.pull_of(descriptor, remote.as_deref());
+        let state = match &remote {
+            Some(_) => SnapshotState::Pulling,
+            None => SnapshotState::Ready,
+        };
         Snapshot {
-            name: descriptor.name.clone(),
             id: Some(descriptor.id.to_string()),
-            state: if remote.is_some() { SnapshotState::Pulling } else { SnapshotState::Ready },
-            reason: None,
+            reason,
             created_unix_ms: descriptor.created_unix_ms,
             image: facts.as_ref().map(|facts| facts.image.clone()).unwrap_or_default(),
             memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
@@ -103,10 +102,32 @@ impl Snapshots {
             own_bytes: counts.own_pages * PAGE_BYTES,
             stored_bytes: counts.stored_bytes,
             shared_bytes: counts.shared_bytes,
-            progress: pulling.unwrap_or(done),
-            vms: u32::try_from(self.vms_of(core, descriptor.id).len()).unwrap_or(u32::MAX),
+            progress,
             remote,
+            vms: u32::try_from(self.vms_of(core, descriptor.id).len()).unwrap_or(u32::MAX),
+            ..blank(&descriptor.name, state)
         }
+    }
+
+    /// How far its pull is, and why that does not go on; of what is all here, all.
+    fn pull_of(&self, descriptor: &Descriptor, remote: Option<&str>) -> (Option<String>, Progress) {
+        let Some(remote) = remote else {
+            let bytes = descriptor.counts.stored_bytes;
+            return (None, Progress { done_bytes: bytes, total_bytes: bytes });
+        };
+        if let Some(pull) = self.pulls().get(&descriptor.id) {
+            return (pull.reason(), pull.progress());
+        }
+        let total_bytes = descriptor.counts.own_pages * PAGE_BYTES;
+        let progress = Progress { done_bytes: 0, total_bytes };
+        // One that is about to begin has its name, or that of what is a delta of this.
+        if self.under_way().values().any(|one| one.is_pull()) {
+            return (None, progress);
+        }
+        let reason = format!(
+            "its pull was interrupted; pages come from {remote} as they are needed, or all if it is pulled again"
+        );
+        (Some(reason), progress)
     }
 
     /// All that is known of one.
@@ -125,7 +146,7 @@ impl Snapshots {
             Some(descriptor) => serde_json::from_value(descriptor.vm.clone()).ok(),
             None => {
                 let under_way = self.under_way().get(name).cloned();
-                under_way.and_then(|one| one.listed.get().map(|(facts, _)| facts.clone()))
+                under_way.and_then(|one| one.listed()).map(|(facts, _)| facts)
             }
         };
         let facts: Option<Facts> = facts;
@@ -180,12 +201,13 @@ impl Snapshots {
     }
 }
 
-fn damaged(name: &str, reason: String) -> Snapshot {
+/// One of which nothing else is known.
+fn blank(name: &str, state: SnapshotState) -> Snapshot {
     Snapshot {
         name: name.to_owned(),
         id: None,
-        state: SnapshotState::Failed,
-        reason: Some(reason),
+        state,
+        reason: None,
         created_unix_ms: 0,
         image: String::new(),
         memory_mib: 0,

@@ -8,14 +8,16 @@
 //! The VM is not slowed down: nothing of it is protected or unmapped, and a look takes about 1 ms per GiB that is
 //! mapped, beside it.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmfork_api::{ErrorBody, ProfileCluster, ProfileInfo};
 use vmfork_image::{PageRange, PageTable};
 use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
-use vmfork_store::{SnapshotId, StoreError};
+use vmfork_store::{SnapshotId, StoreError, Work};
 
+use super::turns::Change;
 use super::{SnapshotError, Snapshots};
 use crate::hub::Core;
 use crate::vm::Vm;
@@ -85,9 +87,14 @@ pub(super) fn start(core: &Arc<Core>, vm: &Arc<Vm>, subject: Subject) {
         };
         let (Some(core), Some(recording)) = (weak.upgrade(), recording) else { return };
         core.snapshots.until_written(&subject.name).await;
+        let work = core.snapshots.work();
+        let turn_to_learn = core.snapshots.turns.take(subject.id, Change::Learn, &work).await;
         let learnt = tokio::task::spawn_blocking(move || {
-            let outcome = core.snapshots.learn(&core, &subject, &recording);
-            if let Err(error) = outcome {
+            let _until_learnt = turn_to_learn;
+            let outcome = core.snapshots.learn(&core, &subject, &recording, &work);
+            if let Err(error) = outcome
+                && !error.is_cancelled()
+            {
                 let error = crate::hub::chain(&error);
                 tracing::warn!(snapshot = subject.name, error, "what its VM touched is not kept");
             }
@@ -127,17 +134,17 @@ impl Snapshots {
     }
 
     /// Merge what a VM touched into the profile of its snapshot, and store the working set that follows from it, if
-    /// that has changed.
+    /// that has changed. Nothing, or not all of it, if `work` is cancelled.
     fn learn(
         &self,
         core: &Core,
         subject: &Subject,
         recording: &Recording,
+        work: &Work,
     ) -> Result<(), SnapshotError> {
-        if self.works.is_stopped() {
+        if work.cancelled.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let _one_at_a_time = self.learning.lock().unwrap_or_else(PoisonError::into_inner);
         let stored = match self.store.open(&subject.name) {
             Ok(stored) if stored.descriptor().id == subject.id => stored,
             // It could not be written, or has been removed meanwhile.
@@ -160,7 +167,7 @@ impl Snapshots {
             return Ok(());
         }
         let image = self.image_of(core, &subject.name)?;
-        let table = image.table().ok_or(SnapshotError::NotSealed { seconds: 0 })?;
+        let table = image.table().ok_or(SnapshotError::NoTable)?;
         let runs: Vec<PageRange> = wanted
             .iter()
             .flat_map(|run| table.runs(*run))
@@ -170,7 +177,7 @@ impl Snapshots {
         let read = |range: PageRange, bytes: &mut [u8]| {
             image.read(range, bytes).map_err(std::io::Error::other)
         };
-        self.store.put_working_set(&stored, &sequential(&runs), &read, &self.work())?;
+        self.store.put_working_set(&stored, &sequential(&runs), &read, work)?;
         tracing::info!(
             snapshot = subject.name,
             runs = profile.runs(),
@@ -233,17 +240,6 @@ impl Snapshots {
                     first_access_ms: crate::fork::ms(cluster.first_access),
                 })
                 .collect(),
-        })
-    }
-
-    /// Forget what VMs touch first.
-    ///
-    /// # Errors
-    /// There is no such snapshot, or the store can't be written to.
-    pub(crate) fn reset_profile(&self, name: &str) -> Result<(), ErrorBody> {
-        let _not_while_learning = self.learning.lock().unwrap_or_else(PoisonError::into_inner);
-        self.store.remove_profile(name).map_err(|error| {
-            SnapshotError::from(error).to_body(format!("reset the profile of snapshot `{name}`"))
         })
     }
 }

@@ -2,25 +2,32 @@
 
 use std::io::{self, Read, Write};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
-use vmfork_store::{Blobs, Folder, Store, StoreError};
+use vmfork_store::{Blobs, Folder, Store, StoreError, Work};
 use vmfork_store_s3::{Location, OpenError, S3, Settings};
 
+use super::SnapshotError;
 use super::keep::with_work;
-use super::work::CancelOnDrop;
-use super::{SnapshotError, Snapshots, UnderWay};
+use super::under_way::{Doing, Placed, Pulling, UnderWay};
+use super::work::{CancelOnDrop, blocking};
 use crate::control::ByteStream;
-use crate::hub::{Core, chain};
+use crate::hub::Core;
 
 /// Bytes between the store and a client: 4 MiB.
 const PIECES_MAX: usize = 16;
 const PIECE_BYTES: usize = 256 << 10;
+/// How long a client may neither send nor take a piece: longer than any pause of a network that comes back.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+/// How often is looked whether to go on waiting for it.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// One stream with all of a snapshot and of what it depends on. Ends with the receiver.
 pub(super) fn export(core: &Arc<Core>, name: &str) -> Result<ByteStream, ErrorBody> {
@@ -28,24 +35,53 @@ pub(super) fn export(core: &Arc<Core>, name: &str) -> Result<ByteStream, ErrorBo
     // What can be said before the first byte is said as an error.
     core.snapshots.check_written(name, &message)?;
     core.snapshots.listed(core, name)?;
-    let (out_tx, out) = mpsc::channel(PIECES_MAX);
+    let (out_tx, out) = mpsc::channel(PIECES_MAX + 1);
+    // Room for it is there whatever the client takes.
+    let last = out_tx.clone().try_reserve_owned();
     let (core, name) = (Arc::clone(core), name.to_owned());
     tokio::task::spawn_blocking(move || {
-        let mut sink = Sink { to: out_tx.clone(), buffer: Vec::with_capacity(PIECE_BYTES) };
         let work = core.snapshots.work();
+        let peer = Peer { runtime: core.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        let mut sink = Sink { to: out_tx, peer, buffer: Vec::with_capacity(PIECE_BYTES) };
         let outcome = core.snapshots.store.export(&name, &mut sink, &work);
         let outcome = outcome
             .map_err(SnapshotError::from)
-            .and_then(|_| sink.flush().map_err(|error| SnapshotError::Stream { source: error }));
-        if let Err(error) = outcome {
-            let _client_has_gone = out_tx.blocking_send(Err(error.to_body(message)));
+            .and_then(|_| sink.flush().map_err(|source| SnapshotError::Stream { source }));
+        if let (Err(error), Ok(last)) = (outcome, last) {
+            last.send(Err(error.to_body(message)));
         }
     });
     Ok(out)
 }
 
+/// A client at the other end of a stream, who may do nothing for ever.
+struct Peer {
+    runtime: Handle,
+    work: Arc<Work>,
+}
+
+impl Peer {
+    /// Wait for it, on a thread that may wait.
+    fn wait<T>(&self, step: impl Future<Output = T>) -> io::Result<T> {
+        self.runtime.block_on(async {
+            let mut step = pin!(step);
+            for _ in 0..IDLE_MAX.as_secs() {
+                if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut step).await {
+                    return Ok(done);
+                }
+                if self.work.cancelled.load(Ordering::Relaxed) {
+                    return Err(io::Error::other("given up"));
+                }
+            }
+            let text = format!("the client has neither sent nor taken a byte for {IDLE_MAX:?}");
+            Err(io::Error::new(io::ErrorKind::TimedOut, text))
+        })
+    }
+}
+
 struct Sink {
     to: mpsc::Sender<Result<Bytes, ErrorBody>>,
+    peer: Peer,
     buffer: Vec<u8>,
 }
 
@@ -63,7 +99,7 @@ impl Write for Sink {
         if piece.is_empty() {
             return Ok(());
         }
-        let sent = self.to.blocking_send(Ok(piece.into()));
+        let sent = self.peer.wait(self.to.send(Ok(piece.into())))?;
         sent.map_err(|_client_has_gone| io::ErrorKind::BrokenPipe.into())
     }
 }
@@ -75,23 +111,44 @@ pub(super) async fn import(
     content: ByteStream,
 ) -> Result<Vec<Snapshot>, ErrorBody> {
     let message = "import a snapshot".to_owned();
-    let stored = with_work(core, "", message, move |core, _, work| {
-        let mut source = Pieces { from: content, piece: Bytes::new() };
-        Ok(core.snapshots.store.import(&mut source, name.as_deref(), work)?)
-    })
-    .await?;
+    let place = |name: &str| core.snapshots.place(name, Doing::Import, &message);
+    // Without a name, it is in the stream: the store sees to it that nobody else takes that.
+    let placed = name.as_deref().map(place).transpose()?;
+    let work = match &placed {
+        Some(placed) => Arc::clone(&placed.under_way.work),
+        None => core.snapshots.work(),
+    };
+    let _on_drop = CancelOnDrop(Arc::clone(&work));
+    let stored = {
+        let (core, failed) = (Arc::clone(core), message.clone());
+        let peer = Peer { runtime: core.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        blocking(message, move || {
+            let mut source = Pieces { from: content, peer, piece: Bytes::new() };
+            let outcome = core.snapshots.store.import(&mut source, name.as_deref(), &work);
+            let outcome = outcome.map_err(SnapshotError::from);
+            if outcome.is_err() {
+                core.snapshots.collector.soon();
+            }
+            if let Some(placed) = placed {
+                placed.ends(outcome.as_ref().err());
+            }
+            outcome.map_err(|error| error.to_body(failed))
+        })
+        .await?
+    };
     stored.iter().map(|descriptor| core.snapshots.listed(core, &descriptor.name)).collect()
 }
 
 struct Pieces {
     from: ByteStream,
+    peer: Peer,
     piece: Bytes,
 }
 
 impl Read for Pieces {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.piece.is_empty() {
-            match self.from.blocking_recv() {
+            match self.peer.wait(self.from.recv())? {
                 Some(Ok(piece)) => self.piece = piece,
                 Some(Err(error)) => return Err(io::Error::other(error)),
                 None => return Ok(0),
@@ -170,9 +227,11 @@ pub(super) async fn push(
 ) -> Result<TransferReply, ErrorBody> {
     let began = Instant::now();
     let message = format!("push snapshot `{name}` to {}", request.location);
-    let copied = with_work(core, name, message, move |core, name, work| {
+    core.snapshots.check_written(name, &message)?;
+    let name = name.to_owned();
+    let copied = with_work(core, message, move |core, work| {
         let other = store_at(&request.location, For::Writing, &core.snapshots.runtime)?;
-        Ok(core.snapshots.store.copy_to(name, &other, work)?)
+        Ok(core.snapshots.store.copy_to(&name, &other, work)?)
     })
     .await?;
     Ok(TransferReply {
@@ -190,44 +249,81 @@ pub(super) async fn pull(
     request: TransferRequest,
 ) -> Result<Snapshot, ErrorBody> {
     let message = format!("pull snapshot `{name}` from {}", request.location);
-    let failed = message.clone();
-    let (location, wait) = (request.location, request.wait);
-    let from = location.clone();
-    let remote = with_work(core, name, message.clone(), move |core, name, work| {
-        let remote = store_at(&from, For::Reading, &core.snapshots.runtime)?;
-        core.snapshots.store.adopt_from(name, &remote, &from, work)?;
-        Ok(remote)
-    })
-    .await?;
-    let under_way = Arc::new(UnderWay::new(name, core.snapshots.work()));
-    core.snapshots.under_way().insert(name.to_owned(), Arc::clone(&under_way));
-    let fetching = {
-        let (core, under_way, name) = (Arc::clone(core), Arc::clone(&under_way), name.to_owned());
-        tokio::task::spawn_blocking(move || {
-            let outcome = core.snapshots.store.fetch_chunks(&name, &remote, &under_way.work);
-            let outcome = outcome.map_err(SnapshotError::from);
-            core.snapshots.pulled(&under_way, outcome.as_ref().err());
-            outcome.map_err(|error| error.to_body(message))
-        })
+    let placed = core.snapshots.place(name, Doing::Pull, &message)?;
+    let adopted = {
+        let _on_drop = CancelOnDrop(Arc::clone(&placed.under_way.work));
+        let (core, name, failed) = (Arc::clone(core), name.to_owned(), message.clone());
+        blocking(message.clone(), move || adopt(&core, placed, &name, &request.location, failed))
+            .await?
     };
-    if wait {
-        // What is left still comes as it is needed.
-        let _give_up = CancelOnDrop(Arc::clone(&under_way.work));
-        fetching.await.unwrap_or_else(|error| {
-            Err(ErrorBody::new(ErrorCode::Internal, failed).cause(error))
-        })?;
+    let under_way = match adopted.pulling {
+        None => None,
+        Some(Err(other)) => Some((other, None)),
+        Some(Ok((pulling, remote))) => {
+            let under_way = Arc::clone(&pulling.under_way);
+            // Whoever waits for all of it and goes away does not want it now; it still comes as it is needed.
+            let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
+            let (core, name, failed) = (Arc::clone(core), adopted.name.clone(), message.clone());
+            drop(blocking(message, move || {
+                let snapshots = &core.snapshots;
+                let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
+                let outcome = outcome.map_err(SnapshotError::from);
+                pulling.ends(outcome.as_ref().err(), failed);
+                Ok(())
+            }));
+            Some((under_way, on_drop))
+        }
+    };
+    if request.wait
+        && let Some((under_way, _on_drop)) = under_way
+    {
+        under_way.over.cancelled().await;
+        if let Some(error) = under_way.error() {
+            return Err(error);
+        }
     }
-    core.snapshots.listed(core, name)
+    core.snapshots.listed(core, &adopted.name)
 }
 
-impl Snapshots {
-    /// All of its pages are here, or what is left comes as it is needed.
-    fn pulled(&self, under_way: &Arc<UnderWay>, error: Option<&SnapshotError>) {
-        under_way.over.cancel();
-        if let Some(error) = error {
-            let error = chain(error);
-            tracing::warn!(snapshot = under_way.name, error, "pages are left where they were");
-        }
-        self.under_way().remove(&under_way.name);
+/// A snapshot of another store that can be started here.
+struct Adopted {
+    /// What it is called here.
+    name: String,
+    /// Its pages are to come, or come already; `None`: they are here.
+    pulling: Option<Result<(Pulling, Store), Arc<UnderWay>>>,
+}
+
+fn adopt(
+    core: &Core,
+    placed: Placed,
+    name: &str,
+    location: &str,
+    message: String,
+) -> Result<Adopted, ErrorBody> {
+    let snapshots = &core.snapshots;
+    let begin = || {
+        let remote = store_at(location, For::Reading, &snapshots.runtime)?;
+        let adopted = snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
+        let here = adopted.descriptor().name.clone();
+        let chain = snapshots.store.open_chain(&here)?;
+        let missing = chain.iter().filter(|stored| stored.origin().is_some());
+        let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
+        Ok::<_, SnapshotError>((remote, here, ids))
+    };
+    let (remote, here, ids) = begin().map_err(|error| error.to_body(message.clone()))?;
+    // That it is here under another name is fine, as long as this one means no other.
+    if here != name && snapshots.store.descriptor(name).is_ok() {
+        return Err(ErrorBody {
+            code: ErrorCode::Conflict,
+            message,
+            cause: Some(format!(
+                "that is here already, as `{here}`, and `{name}` is another one here"
+            )),
+            remedy: Some(format!("use `{here}`, or remove one: `vmfork snapshot rm {name}`")),
+        });
     }
+    let pulling = (!ids.is_empty())
+        .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));
+    placed.ends(None);
+    Ok(Adopted { name: here, pulling })
 }

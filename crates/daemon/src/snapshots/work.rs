@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_store::Work;
 
 /// Everything that is being done with a store: ended together when the daemon stops.
@@ -36,10 +37,6 @@ impl Works {
         all.is_stopped = true;
         all.live.drain(..).filter_map(|work| work.upgrade()).for_each(|work| cancel(&work));
     }
-
-    pub(super) fn is_stopped(&self) -> bool {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner).is_stopped
-    }
 }
 
 pub(super) fn cancel(work: &Work) {
@@ -56,6 +53,22 @@ impl Drop for CancelOnDrop {
     }
 }
 
+/// Something that takes a while, on a thread of its own. It begins with the call, and goes on to its end even if
+/// the future is dropped.
+pub(super) fn blocking<T: Send + 'static, F>(
+    message: String,
+    run: F,
+) -> impl Future<Output = Result<T, ErrorBody>>
+where
+    F: FnOnce() -> Result<T, ErrorBody> + Send + 'static,
+{
+    let task = tokio::task::spawn_blocking(run);
+    async {
+        let panicked = |error| ErrorBody::new(ErrorCode::Internal, message).cause(error);
+        task.await.unwrap_or_else(|error| Err(panicked(error)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -66,9 +79,9 @@ mod tests {
         let works = Works::default();
         let (one, two) = (works.begin(Work::new(1)), works.begin(Work::new(1)));
         drop(CancelOnDrop(Arc::clone(&one)));
-        assert!(is_cancelled(&one) && !is_cancelled(&two) && !works.is_stopped());
+        assert!(is_cancelled(&one) && !is_cancelled(&two));
         works.stop();
-        assert!(is_cancelled(&two) && works.is_stopped());
+        assert!(is_cancelled(&two));
         assert!(is_cancelled(&works.begin(Work::new(1))));
     }
 }

@@ -113,7 +113,14 @@ impl SnapshotControl for Fake {
         let found = self.about(format!("verify {name}"), name);
         async {
             let (schema, snapshot) = (SCHEMA.to_owned(), found?.name);
-            Ok(VerifyReply { schema, snapshot, chunks: 1, read_bytes: 100, damage: vec![] })
+            Ok(VerifyReply {
+                schema,
+                snapshot,
+                chunks: 1,
+                chunks_elsewhere: 0,
+                read_bytes: 100,
+                damage: vec![],
+            })
         }
         .boxed()
     }
