@@ -32,7 +32,7 @@
 //! | `POST /v1/snapshots/{name}/verify` | [`VerifyReply`]: every byte read and checked |
 //! | `POST /v1/snapshots/{name}/flatten` | [`Snapshot`]: a delta becomes whole |
 //! | `GET /v1/snapshots/{name}/export` | one stream of bytes, with what it depends on |
-//! | `POST /v1/snapshots/import?name=` | such a stream → `Vec<`[`Snapshot`]`>` |
+//! | `POST /v1/import?name=` | such a stream → `Vec<`[`Snapshot`]`>` |
 //! | `POST /v1/snapshots/{name}/push` | [`TransferRequest`] → [`TransferReply`] |
 //! | `POST /v1/snapshots/{name}/pull` | [`TransferRequest`] → [`Snapshot`] |
 //! | `GET /v1/snapshots/{name}/profile` | [`ProfileInfo`] |

@@ -363,7 +363,7 @@ pub(crate) enum RawSnapshot {
     Ls,
     /// Show everything about a snapshot
     Inspect(RawSnapshotName),
-    /// Remove snapshots
+    /// Remove snapshots; one that is being written or pulled is given up
     Rm {
         #[arg(required = true, value_name = "SNAPSHOT")]
         snapshots: Vec<String>,
@@ -371,7 +371,7 @@ pub(crate) enum RawSnapshot {
         #[arg(long)]
         cascade: bool,
     },
-    /// Read and check all of a snapshot, and of what it depends on (exit status 1: it is damaged)
+    /// Read and check all that is here of a snapshot, and of what it depends on (exit status 1: it is damaged)
     Verify(RawSnapshotName),
     /// Make a delta whole, so that it depends on no other snapshot
     Flatten(RawSnapshotName),

@@ -68,7 +68,7 @@ class FakeDaemon:
                 return error(409, "conflict", f"take snapshot `{content['name']}`")
             state = "ready" if content["wait"] else "writing"
             return reply(201, self.keep(content["name"], state=state))
-        if (method, path) == ("POST", "/v1/snapshots/import"):
+        if (method, path) == ("POST", "/v1/import"):
             if not content.startswith(EXPORT[:16]):
                 return error(400, "bad_request", "import a snapshot", cause="it is something else")
             return reply(201, [self.keep("warm"), self.keep(query.get("name", "hot"), base="warm")])

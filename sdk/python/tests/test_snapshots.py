@@ -121,7 +121,7 @@ def test_an_export_is_its_owners_alone_and_can_be_imported(
     assert [one.name for one in client.snapshots.import_(target)] == ["warm", "hot"]
     stored = client.snapshots.import_(target, name="mine")
     assert (stored[1].name, stored[1].base) == ("mine", "warm")
-    assert daemon.asked[-1][:3] == ("POST", "/v1/snapshots/import", {"name": "mine"})
+    assert daemon.asked[-1][:3] == ("POST", "/v1/import", {"name": "mine"})
     assert daemon.headers[-1]["content-type"] == "application/octet-stream"
     target.write_text("other")
     with pytest.raises(vmfork.BadRequest, match="it is something else"):

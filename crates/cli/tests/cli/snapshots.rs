@@ -280,6 +280,11 @@ fn damage_is_listed_and_fails() {
     let ran = daemon.run(&["snapshot", "verify", "warm"]);
     assert_eq!((ran.code, ran.text().as_str()), (Some(0), ""), "{ran:?}");
     assert_eq!(ran.stderr, "`warm` is whole (64 MiB read, 840 chunks)\n");
+    let ran = daemon.run(&["snapshot", "verify", "pulled"]);
+    assert_eq!(ran.code, Some(0));
+    let text = "`pulled` is whole as far as it is here (64 MiB read, 840 chunks)\n\
+                12 chunks more not read: not here yet, but where it is pulled from\n";
+    assert_eq!(ran.stderr, text);
     let ran = daemon.run(&["snapshot", "verify", "torn"]);
     assert_eq!(ran.code, Some(1));
     assert_eq!(

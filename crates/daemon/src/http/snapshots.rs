@@ -70,12 +70,12 @@ pub(super) async fn inspect(
     Ok(Json(app.control.inspect_snapshot(&name).await?))
 }
 
-/// Remove a snapshot from the store.
+/// Remove a snapshot from the store. One that is being written or pulled is given up; VMs that were started from it go on.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", tag = "snapshots",
     params(("name" = String, Path, description = "The snapshot's name"), RemoveParams),
     responses(
         (status = 200, body = RemovedSnapshots),
-        (status = 409, description = "VMs or other snapshots depend on it", body = ErrorBody),
+        (status = 409, description = "Other snapshots depend on it", body = ErrorBody),
         (status = "default", body = ErrorBody)
     )
 )]
@@ -107,7 +107,7 @@ pub(super) async fn start(
     Ok(Json(app.control.start_snapshot(&name, request).await?))
 }
 
-/// Read every byte of it, and of what it depends on, and compare with its hash.
+/// Read every byte that is here of it, and of what it depends on, and compare with its hash.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", tag = "snapshots",
     params(("name" = String, Path, description = "The snapshot's name")),
     responses((status = 200, body = VerifyReply), (status = "default", body = ErrorBody))
@@ -149,7 +149,7 @@ pub(super) async fn export(
 }
 
 /// Store what `export` gave. If the body does not come whole, nothing is stored.
-#[utoipa::path(post, path = "/v1/snapshots/import", tag = "snapshots", params(ImportParams),
+#[utoipa::path(post, path = "/v1/import", tag = "snapshots", params(ImportParams),
     request_body(content_type = "application/octet-stream", description = "Of any length"),
     responses(
         (status = 201, description = "What was not there already", body = Vec<Snapshot>),

@@ -303,7 +303,8 @@ fn adopt(
     let snapshots = &core.snapshots;
     let begin = || {
         let remote = store_at(location, For::Reading, &snapshots.runtime)?;
-        let adopted = snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
+        let adopted =
+            snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
         let here = adopted.descriptor().name.clone();
         let chain = snapshots.store.open_chain(&here)?;
         let missing = chain.iter().filter(|stored| stored.origin().is_some());

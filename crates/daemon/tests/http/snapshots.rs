@@ -49,7 +49,7 @@ async fn exports_and_imports_are_streams() {
     let reply = daemon.get("/v1/snapshots/warm/export").await;
     assert_eq!(reply.headers["content-type"], "application/octet-stream");
     assert_eq!(reply.body, "all of it");
-    let reply = daemon.send("POST", "/v1/snapshots/import?name=other", "all of it").await;
+    let reply = daemon.send("POST", "/v1/import?name=other", "all of it").await;
     assert_eq!((reply.status.as_u16(), &reply.json()[0]["name"]), (201, &json!("other")));
     assert_eq!(daemon.fake.last_call(), "import other 9");
 }
@@ -74,7 +74,7 @@ async fn what_can_not_be_is_refused() {
         let reply = daemon.post(path, &request).await;
         reply.refused(400, ErrorCode::BadRequest, words);
     }
-    let reply = daemon.send("POST", "/v1/snapshots/import?name=a/b", "").await;
+    let reply = daemon.send("POST", "/v1/import?name=a/b", "").await;
     reply.refused(400, ErrorCode::BadRequest, "can't be the name of a snapshot");
     let reply = daemon.get("/v1/snapshots/%2e%2e").await;
     reply.refused(400, ErrorCode::BadRequest, "can't be the name of a snapshot");

@@ -73,7 +73,7 @@ class SnapshotInfo:
     """Unique for ever; ``None`` while it is being written."""
     state: SnapshotState
     reason: str | None = None
-    """Why it failed."""
+    """Why it failed, or why its pull does not go on."""
     created_unix_ms: int
     image: str = ""
     """The guest image that its VM booted from."""
@@ -176,13 +176,15 @@ class VerifyReply:
 
     snapshot: str
     chunks: int = 0
+    chunks_elsewhere: int = 0
+    """Those that are still where the snapshot is pulled from, and were not read."""
     read_bytes: int = 0
     damage: tuple[ErrorBody, ...] = ()
     """What is damaged, and where."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
+        """Whether nothing is damaged of what is here; see ``chunks_elsewhere``."""
         return not self.damage
 
 

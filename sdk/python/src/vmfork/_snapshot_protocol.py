@@ -20,6 +20,9 @@ from ._snapshot_models import (
 #: What an exported file may be used for, and by whom: a guest's memory holds its secrets.
 EXPORT_MODE = 0o600
 
+#: How long the daemon may take until a VM runs on whose snapshot is taken: twice 60 s.
+CREATE_S = 120.0
+
 
 def snapshots(timeout: Timeout) -> Call[list[SnapshotInfo]]:
     path = f"{API}/snapshots"
@@ -51,7 +54,7 @@ def create(
         "POST",
         f"{API}/snapshots",
         _model(SnapshotInfo),
-        timeout.store_s if wait else timeout.fork_s + timeout.slack_s,
+        timeout.store_s if wait else max(timeout.fork_s, CREATE_S) + timeout.slack_s,
         json_body=body,
         vm=vm,
     )
@@ -116,7 +119,7 @@ def export(name: str, timeout: Timeout) -> Call[bytes]:
 
 
 def import_(name: str | None, timeout: Timeout) -> Call[list[SnapshotInfo]]:
-    path = f"{API}/snapshots/import"
+    path = f"{API}/import"
     query = {} if name is None else {"name": name}
     read = _models(SnapshotInfo)
     return Call("import a snapshot", "POST", path, read, timeout.store_s, query)

@@ -68,7 +68,10 @@ class Snapshots:
         return self._client._send(protocol.get(name, self._client.timeout))
 
     def remove(self, name: str, *, cascade: bool = False) -> RemovedSnapshots:
-        """Delete it, with its deltas if ``cascade``; :class:`Conflict` if it has some otherwise."""
+        """Delete it, with its deltas if ``cascade``; :class:`Conflict` if it has some otherwise.
+
+        One that is being written or pulled is given up.
+        """
         call = protocol.remove(name, cascade=cascade, timeout=self._client.timeout)
         return self._client._send(call)
 
@@ -137,7 +140,8 @@ class Snapshots:
     ) -> SnapshotInfo:
         """Bring it from another store.
 
-        Returns when it can be started or, with ``wait``, when all of it is here.
+        Returns when it can be started or, with ``wait``, when all of it is here. If the snapshot is
+        here already under another name, that one is returned.
         """
         place = protocol.location_of(location, self._client._endpoint)
         call = protocol.pull(name, place, wait=wait, timeout=self._client.timeout)

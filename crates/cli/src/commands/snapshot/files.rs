@@ -95,7 +95,7 @@ pub(super) async fn import(
             (Upload::of_file(file, bar.clone()), bar)
         }
     };
-    let mut query = Query::new("/v1/snapshots/import");
+    let mut query = Query::new("/v1/import");
     if let Some(name) = &name {
         query = query.with("name", name);
     }

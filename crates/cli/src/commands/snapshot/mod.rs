@@ -187,14 +187,24 @@ async fn verify(global: &Global, name: &str) -> anyhow::Result<Exit> {
         format::size(reply.read_bytes),
         format::plural(reply.chunks, "chunk")
     );
+    let elsewhere = (reply.chunks_elsewhere != 0).then(|| {
+        let chunks = format::plural(reply.chunks_elsewhere, "chunk");
+        format!("{chunks} more not read: not here yet, but where it is pulled from")
+    });
     if reply.damage.is_empty() {
-        printer.note(&format!("`{name}` is whole ({read})"));
+        let whole = match &elsewhere {
+            None => "is whole",
+            Some(_) => "is whole as far as it is here",
+        };
+        printer.note(&format!("`{name}` {whole} ({read})"));
+        elsewhere.iter().for_each(|text| printer.note(text));
         return Ok(exit);
     }
     let damage: String = reply.damage.iter().map(|one| error_line(one) + "\n").collect();
     printer.data(&damage)?;
     let places = u64::try_from(reply.damage.len()).unwrap_or(u64::MAX);
     printer.note(&format!("`{name}` is damaged in {} ({read})", format::plural(places, "place")));
+    elsewhere.iter().for_each(|text| printer.note(text));
     let mut remedies: Vec<&str> = Vec::new();
     for remedy in reply.damage.iter().filter_map(|one| one.remedy.as_deref()) {
         if !remedies.contains(&remedy) {

@@ -63,6 +63,11 @@ pub(super) async fn pull(
         global.printer.with_schema(&snapshot)?;
         return Ok(Exit::Done);
     }
+    if snapshot.name != name {
+        let here = format::printable(&snapshot.name);
+        global.printer.note(&format!("`{name}` is here already, as `{here}`"));
+    }
+    let name = &format::printable(&snapshot.name);
     if snapshot.state == SnapshotState::Pulling {
         global.printer.note(&format!(
             "`{name}` can be started; its pages still come from {location}: \

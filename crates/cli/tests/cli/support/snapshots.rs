@@ -25,7 +25,7 @@ const EXPORT_BYTES: usize = 3_000_000;
 pub(super) fn router() -> Router<Arc<Seen>> {
     Router::new()
         .route("/v1/snapshots", get(list).post(create))
-        .route("/v1/snapshots/import", post(import))
+        .route("/v1/import", post(import))
         .route("/v1/snapshots/{name}", get(inspect).delete(remove))
         .route("/v1/snapshots/{name}/start", post(start))
         .route("/v1/snapshots/{name}/verify", post(verify))
@@ -223,7 +223,9 @@ async fn verify(Path(name): Path<String>) -> Json<VerifyReply> {
         _ => Vec::new(),
     };
     let schema = SCHEMA.to_owned();
-    Json(VerifyReply { schema, snapshot: name, chunks: 840, read_bytes: 64 << 20, damage })
+    let chunks_elsewhere = if name == "pulled" { 12 } else { 0 };
+    let (chunks, read_bytes) = (840, 64 << 20);
+    Json(VerifyReply { schema, snapshot: name, chunks, chunks_elsewhere, read_bytes, damage })
 }
 
 async fn flatten(Path(name): Path<String>) -> Json<Snapshot> {
