@@ -16,7 +16,7 @@ use object_store::{
     RetryConfig,
 };
 use tokio::runtime::Handle;
-use vmfork_store::{BLOB_BYTES_MAX, BlobError, Blobs, Failure};
+use vmfork_store::{BlobError, Blobs, Failure, bytes_max};
 
 use crate::location::Location;
 use crate::settings::{OpenError, Settings};
@@ -189,7 +189,7 @@ impl S3 {
         let path = self.path(key)?;
         let found = self.call("get", key, 0, self.objects.get(&path))?;
         let bytes = found.meta.size;
-        if bytes > BLOB_BYTES_MAX {
+        if bytes > bytes_max(key) {
             return Err(BlobError::TooLarge {
                 key: key.to_owned(),
                 place: self.place.clone(),
@@ -259,6 +259,9 @@ impl Blobs for S3 {
             let mut all = Vec::new();
             while let Some(piece) = stream.next().await {
                 all.extend_from_slice(&piece?);
+                if all.len() as u64 > bytes {
+                    break; // More than it has said: what is wrong with it, who reads it tells.
+                }
             }
             Ok(all)
         })

@@ -9,7 +9,7 @@ pub use folder::Folder;
 
 /// Most bytes that are read or written in one piece. The largest file is a working set: 1 GiB, and what says which pages
 /// those are.
-pub const BLOB_BYTES_MAX: u64 = (1 << 30) + (32 << 20);
+pub(crate) const BLOB_BYTES_MAX: u64 = (1 << 30) + (32 << 20);
 
 /// A place for byte strings by key. Calls block, and each has a bound in time. Every error names key and place.
 ///
@@ -19,7 +19,7 @@ pub trait Blobs: Debug + Send + Sync {
     fn describe(&self) -> String;
 
     /// # Errors
-    /// [`BlobError::NotFound`] is told apart. More than [`BLOB_BYTES_MAX`] bytes are not read.
+    /// [`BlobError::NotFound`] is told apart. More than [`crate::bytes_max`] of the key are not read.
     fn get(&self, key: &str) -> Result<Vec<u8>, BlobError>;
 
     /// The same, piece by piece.
@@ -91,7 +91,7 @@ pub trait Blobs: Debug + Send + Sync {
 pub enum BlobError {
     #[error("no `{key}` in {place}")]
     NotFound { key: String, place: String },
-    #[error("`{key}` in {place} has {bytes} bytes, where {BLOB_BYTES_MAX} are the most")]
+    #[error("`{key}` in {place} has {bytes} bytes, where {} are the most", crate::bytes_max(key))]
     TooLarge { key: String, place: String, bytes: u64 },
     #[error("`{key}` is no key")]
     BadKey { key: String },

@@ -42,7 +42,7 @@ mod verify;
 mod work;
 mod writing;
 
-pub use blobs::{BLOB_BYTES_MAX, BlobError, Blobs, Failure, Folder};
+pub use blobs::{BlobError, Blobs, Failure, Folder};
 pub use copy::Copied;
 pub use create::{Draft, ReadPages};
 pub use error::{Damage, StoreError};
@@ -50,7 +50,7 @@ pub use format::descriptor::{BaseRef, Counts, Descriptor, SnapshotId};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
 pub use hot::HotChunks;
-pub use names::{NAME_BYTES_MAX, name_is_valid};
+pub use names::{NAME_BYTES_MAX, bytes_max, name_is_valid};
 pub use profile::WorkingSetReader;
 pub use remove::{Collected, Removed};
 pub use source::{SourceOptions, SourceStats, StoredPages};

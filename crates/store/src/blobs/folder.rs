@@ -9,8 +9,8 @@ use std::sync::{PoisonError, RwLock};
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use super::{BLOB_BYTES_MAX, BlobError, Blobs};
-use crate::names::key_is_valid;
+use super::{BlobError, Blobs};
+use crate::names::{bytes_max, key_is_valid};
 
 /// No key begins so.
 const TMP_PREFIX: &str = ".tmp-";
@@ -83,7 +83,7 @@ impl Folder {
                 if metadata.is_file() { Ok((file, metadata.len())) } else { Err(not_a_file()) }
             });
         let (file, bytes) = opened.map_err(self.error("open", key))?;
-        if bytes > BLOB_BYTES_MAX {
+        if bytes > bytes_max(key) {
             return Err(BlobError::TooLarge { key: key.to_owned(), place: self.describe(), bytes });
         }
         Ok((file, bytes))
@@ -228,7 +228,7 @@ impl Blobs for Folder {
         let (file, len) = self.open(key)?;
         let mut bytes = Vec::with_capacity(usize::try_from(len).unwrap_or(0));
         // Bounded: a file may grow while it is read, if somebody else writes to it.
-        file.take(BLOB_BYTES_MAX).read_to_end(&mut bytes).map_err(self.error("read", key))?;
+        file.take(bytes_max(key)).read_to_end(&mut bytes).map_err(self.error("read", key))?;
         Ok(bytes)
     }
 

@@ -110,3 +110,14 @@ fn concurrent_puts_and_deletes_in_one_folder_all_end_well() {
     });
     assert!(!folder.root().join("a").exists());
 }
+
+#[test]
+fn no_more_is_read_than_a_key_is_for() {
+    let (_at, folder) = folder();
+    folder.put("snapshots/x/descriptor.json", &vec![b' '; (1 << 20) + 1]).expect("put");
+    let error = folder.get("snapshots/x/descriptor.json").expect_err("too much");
+    assert!(
+        error.to_string().ends_with("has 1048577 bytes, where 1048576 are the most"),
+        "{error}"
+    );
+}

@@ -49,6 +49,11 @@ impl SealedKind {
         }
     }
 
+    /// Most bytes of its file: it is stored as it is rather than longer.
+    pub(crate) const fn file_bytes_max(self) -> u64 {
+        HEADER_BYTES as u64 + self.raw_bytes_max()
+    }
+
     const fn what(self) -> &'static str {
         match self {
             Self::State => "device state",
