@@ -21,7 +21,7 @@ use crate::format::descriptor::DESCRIPTOR_BYTES_MAX;
 use crate::format::sealed::SealedKind;
 
 /// Most bytes of a snapshot's name.
-pub const NAME_BYTES_MAX: usize = 64;
+pub const NAME_BYTES_MAX: usize = 63;
 
 pub(crate) const FORMAT_KEY: &str = "format";
 /// The layout of the keys, which is that of the store.
@@ -59,7 +59,7 @@ pub(crate) fn is_of_an_attempt(file: &str) -> bool {
     ending.is_some_and(|it| [TABLE, STATE, WORKING_SET, PROFILE, ORIGIN].contains(&it))
 }
 
-/// 1 to 64 of `a-z A-Z 0-9 . _ -`, the first a letter or digit.
+/// 1 to 63 of `a-z A-Z 0-9 . _ -`, the first a letter or digit.
 pub fn name_is_valid(name: &str) -> bool {
     name.len() <= NAME_BYTES_MAX && part_is_valid(name)
 }
@@ -100,10 +100,12 @@ mod tests {
 
     #[test]
     fn names_that_would_lead_elsewhere_are_none() {
-        for bad in ["", ".", "..", ".a", "-a", "a/b", "a b", "ä", "a\0", &"a".repeat(65)] {
+        for bad in
+            ["", ".", "..", ".a", "-a", "a/b", "a b", "ä", "a\0", &"a".repeat(NAME_BYTES_MAX + 1)]
+        {
             assert!(!name_is_valid(bad), "{bad:?}");
         }
-        for good in ["web", "web.1", "a-b_c", "0", &"a".repeat(64)] {
+        for good in ["web", "web.1", "a-b_c", "0", &"a".repeat(NAME_BYTES_MAX)] {
             assert!(name_is_valid(good), "{good:?}");
         }
         for bad in ["", "/", "a/", "/a", "a//b", "../a", "a/../b", "a/b/c/d/e", &"a".repeat(513)] {

@@ -47,6 +47,9 @@ use crate::vm::machine::Machine;
 /// Decompressed chunks that are kept, over all snapshots: what faults come back to within moments.
 const HOT_BYTES: u64 = 64 << 20;
 
+// What the API takes as a name, the store does, too, and the other way round.
+const _: () = assert!(vmfork_store::NAME_BYTES_MAX == vmfork_api::NAME_BYTES_MAX);
+
 /// The store of one host, and what is open of it.
 #[derive(Debug)]
 pub struct Snapshots {
