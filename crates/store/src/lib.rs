@@ -53,7 +53,7 @@ pub use hot::HotChunks;
 pub use names::{NAME_BYTES_MAX, bytes_max, name_is_valid};
 pub use profile::WorkingSetReader;
 pub use remove::{Collected, Removed};
-pub use source::{SourceOptions, SourceStats, StoredPages};
+pub use source::{SourceOptions, StoredPages};
 pub use store::{CHAIN_MAX, Listed, Store};
 pub use stored::Stored;
 pub use verify::Verified;

@@ -2,8 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use vmfork_image::{Origin, PAGE_BYTES, PageRange, PageSource};
 
@@ -28,73 +26,20 @@ pub struct SourceOptions {
     pub remote: Option<Arc<dyn Blobs>>,
 }
 
-#[derive(Debug, Default)]
-struct Counters {
-    reads: AtomicU64,
-    stored_bytes: AtomicU64,
-    raw_bytes: AtomicU64,
-    hot_hits: AtomicU64,
-    remote_gets: AtomicU64,
-    get_us: AtomicU64,
-    decompress_us: AtomicU64,
-}
-
-/// What a source has done so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SourceStats {
-    /// Calls to `read`.
-    pub reads: u64,
-    /// Of chunks' files that were read.
-    pub stored_bytes: u64,
-    /// What became of them.
-    pub raw_bytes: u64,
-    /// Chunks that were still decompressed.
-    pub hot_hits: u64,
-    /// Chunks that were got from the remote store.
-    pub remote_gets: u64,
-    /// How long getting files took.
-    pub get_us: u64,
-    /// How long decompressing and verifying took.
-    pub decompress_us: u64,
-}
-
 /// Reads one snapshot's own pages; a base's pages are not among them.
 #[derive(Debug)]
 pub struct StoredPages {
     stored: Arc<Stored>,
     options: SourceOptions,
-    counters: Counters,
-}
-
-fn add(counter: &AtomicU64, n: u64) {
-    counter.fetch_add(n, Ordering::Relaxed);
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 impl StoredPages {
     pub(crate) fn new(stored: Arc<Stored>, options: SourceOptions) -> Self {
-        Self { stored, options, counters: Counters::default() }
+        Self { stored, options }
     }
 
     pub fn stored(&self) -> &Arc<Stored> {
         &self.stored
-    }
-
-    pub fn stats(&self) -> SourceStats {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let c = &self.counters;
-        SourceStats {
-            reads: get(&c.reads),
-            stored_bytes: get(&c.stored_bytes),
-            raw_bytes: get(&c.raw_bytes),
-            hot_hits: get(&c.hot_hits),
-            remote_gets: get(&c.remote_gets),
-            get_us: get(&c.get_us),
-            decompress_us: get(&c.decompress_us),
-        }
     }
 
     fn load(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
@@ -109,7 +54,6 @@ impl StoredPages {
             error => tracing::warn!(%error, "chunk is got from the remote store"),
         }
         let (file, raw) = self.load_from(&**remote, window)?;
-        add(&self.counters.remote_gets, 1);
         // A store that is full or broken is no reason to keep a VM waiting.
         if let Err(error) = blobs.put(&chunk_key(&window.hash), &file) {
             tracing::warn!(%error, "chunk is not kept");
@@ -122,14 +66,8 @@ impl StoredPages {
         blobs: &dyn Blobs,
         window: &Window,
     ) -> Result<(Vec<u8>, Vec<u8>), StoreError> {
-        let begin = Instant::now();
         let file = blobs.get(&chunk_key(&window.hash))?;
-        let got = Instant::now();
-        add(&self.counters.get_us, micros(got - begin));
-        add(&self.counters.stored_bytes, file.len() as u64);
         let raw = decode_chunk(blobs, &file, &window.hash, Some(window.own_pages))?;
-        add(&self.counters.decompress_us, micros(got.elapsed()));
-        add(&self.counters.raw_bytes, raw.len() as u64);
         Ok((file, raw))
     }
 
@@ -149,14 +87,11 @@ impl StoredPages {
             return Err(not_own());
         }
         let keep = piece.len() < window.own_pages;
-        let (raw, was_hot) = self
+        let (raw, _) = self
             .options
             .hot
             .get(&window.hash, keep, || self.load(window))
             .map_err(StoreError::into_io)?;
-        if was_hot {
-            add(&self.counters.hot_hits, 1);
-        }
         let from = usize::try_from(skipped).unwrap_or(usize::MAX);
         // The length was checked when the chunk was loaded, by whoever did.
         let found = raw.get(from..).and_then(|raw| raw.get(..bytes.len())).ok_or_else(not_own)?;
@@ -184,7 +119,6 @@ impl PageSource for StoredPages {
             let text = format!("{} bytes for pages {range}", bytes.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        add(&self.counters.reads, 1);
         let chunk_pages = self.unit_pages();
         let (mut rest, mut bytes) = (range, bytes);
         while !rest.is_empty() {

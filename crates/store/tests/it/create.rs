@@ -263,9 +263,6 @@ fn a_source_says_where_it_reads_and_refuses_what_it_has_not() {
         let (kind, text) = read(start, len, bytes * PAGE).expect_err("refused");
         assert_eq!(kind, io::ErrorKind::InvalidInput, "{text}");
     }
-    let stats = source.stats();
-    assert_eq!((stats.reads, stats.remote_gets), (6, 0));
-    assert!(stats.raw_bytes >= 12 * 4096 && stats.stored_bytes < stats.raw_bytes);
     // A chunk that is gone or damaged is told apart.
     let fresh = store.open("x").expect("opens").source(options());
     let chunks: Vec<_> = memory.keys().into_iter().filter(|k| k.starts_with("chunks/")).collect();

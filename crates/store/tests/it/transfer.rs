@@ -225,10 +225,7 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     let source = stored.source(options.clone());
     source.read(range(0, 1), &mut [0; PAGE]).expect("reads");
     source.read(range(0, 8), &mut [0; 8 * PAGE]).expect("reads");
-    assert_eq!(
-        (source.stats().remote_gets, source.stats().hot_hits, here.memory.chunks()),
-        (1, 1, 1)
-    );
+    assert_eq!(here.memory.chunks(), 1);
     // One that is torn here is got again.
     let key = here.memory.keys().into_iter().find(|key| key.starts_with("chunks/")).expect("one");
     here.memory.map.lock().expect("no panic").insert(key, vec![1, 2, 3]);
