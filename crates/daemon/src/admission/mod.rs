@@ -8,6 +8,7 @@
 //! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
 //! | a QEMU of the pool | 20 MiB, until it becomes a clone |
 //! | a fork, until the last of its clones runs | the growth of one clone: the parent writes anew what the snapshot keeps |
+//! | a stored snapshot with VMs | what of it is not in memory yet, once for all of them |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
 //! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked is
@@ -106,13 +107,14 @@ impl Policy {
 enum Purpose {
     Vm,
     Fork,
+    Cache,
     Waiting,
 }
 
 #[derive(Debug, Clone)]
 struct Account {
     purpose: Purpose,
-    /// The id of its VM's family; `None` for a waiting QEMU.
+    /// The id of its VM's family; `None` for what is no VM's.
     family: Option<Arc<str>>,
     committed_bytes: u64,
     private_bytes: u64,
@@ -323,6 +325,20 @@ impl Admission {
         Ok(self.lease(&mut accounts, want, Purpose::Fork, Some(family.into())))
     }
 
+    /// Memory for the pages of a stored snapshot that VMs start from, which come from its store as they are touched.
+    /// `message`: what is done, for the error.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures.
+    pub fn cache(&self, message: &str, missing_bytes: u64) -> Result<Lease, ErrorBody> {
+        let mut accounts = self.0.accounts();
+        let admissible = self.admissible(&mut accounts);
+        if missing_bytes > admissible {
+            return Err(self.refusal(&accounts, message.to_owned(), missing_bytes, admissible));
+        }
+        Ok(self.lease(&mut accounts, missing_bytes, Purpose::Cache, None))
+    }
+
     /// Memory for a QEMU that waits in the pool.
     ///
     /// # Errors
@@ -421,6 +437,11 @@ impl Lease {
             // Its pages were moved aside: what it had is no measure for what it has.
             account.private_bytes = 0;
         });
+    }
+
+    /// No more than so much is still to be used.
+    pub fn is_enough(&self, bytes: u64) {
+        self.change(|account| account.committed_bytes = account.committed_bytes.min(bytes));
     }
 
     /// What is promised.

@@ -54,6 +54,23 @@ fn what_is_promised_is_not_promised_twice_and_comes_back() {
     admission.boot("b", "f", 4 * GIB).expect("fits now");
 }
 
+/// What has come is used memory, which the kernel tells of.
+#[test]
+fn pages_of_a_stored_snapshot_are_promised_until_they_have_come() {
+    let (admission, made) = admission();
+    let error = admission.cache("start snapshot `warm`", 8 * GIB).expect_err("does not fit");
+    assert!(error.to_string().starts_with("start snapshot `warm`: 8192 MiB needed, 7168 MiB"));
+    let lease = admission.cache("start snapshot `warm`", 6 * GIB).expect("fits");
+    assert_eq!(admission.admissible_bytes(), GIB);
+    made.used.lock().expect("lock").insert(7, 4 * GIB);
+    lease.is_enough(2 * GIB);
+    assert_eq!(admission.admissible_bytes(), GIB);
+    lease.is_enough(3 * GIB);
+    assert_eq!(lease.bytes(), 2 * GIB, "nothing leaves a cache");
+    drop(lease);
+    assert_eq!(admission.admissible_bytes(), 3 * GIB);
+}
+
 #[test]
 fn a_refusal_says_the_figures_and_what_to_do() {
     let (admission, _) = admission();

@@ -6,13 +6,15 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use vmfork_image::PageTable;
+use vmfork_api::ErrorBody;
+use vmfork_image::{PAGE_BYTES, PageTable};
 use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
 use super::facts::Facts;
 use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
+use crate::admission::{Admission, Lease};
 use crate::fork::Lead;
 use crate::hub::Core;
 
@@ -35,6 +37,8 @@ pub(crate) struct Opened {
     prediction: AtomicBool,
     /// Bytes per second at which all of it comes; 0: nobody has asked for that.
     hydration: AtomicU64,
+    /// What is still to come, promised; `None` until a VM is to start.
+    memory: Mutex<Option<Lease>>,
 }
 
 /// The right to load a working set: somebody else's again when it is dropped, unless it was loaded whole.
@@ -86,6 +90,34 @@ impl Opened {
         if let Some(bytes_per_s) = NonZeroU64::new(self.hydration.load(Ordering::Relaxed)) {
             self.engine.hydrate(bytes_per_s);
         }
+    }
+
+    /// Have the host's memory for what its VMs may still touch, once for all of them. `message`: what is done.
+    ///
+    /// # Errors
+    /// `no_capacity` with the figures.
+    pub(super) fn promise_memory(
+        &self,
+        admission: &Admission,
+        message: &str,
+    ) -> Result<(), ErrorBody> {
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if memory.is_none() {
+            *memory = Some(admission.cache(message, self.missing_bytes())?);
+        }
+        Ok(())
+    }
+
+    /// What has come since is used, and needs no promise any more.
+    pub(super) fn update_promise(&self) {
+        let memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lease) = memory.as_ref().filter(|lease| lease.bytes() > 0) {
+            lease.is_enough(self.missing_bytes());
+        }
+    }
+
+    fn missing_bytes(&self) -> u64 {
+        self.engine.image().missing_pages().saturating_mul(PAGE_BYTES)
     }
 
     /// Whether the caller is to have what its faults predict fetched: nobody has yet.
@@ -187,6 +219,7 @@ impl Snapshots {
             working_set: AtomicBool::new(false),
             prediction: AtomicBool::new(false),
             hydration: AtomicU64::new(0),
+            memory: Mutex::new(None),
         });
         open.snapshots.insert(id, Arc::downgrade(&opened));
         Ok(opened)
@@ -290,7 +323,7 @@ mod tests {
     use std::io;
     use std::path::Path;
 
-    use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
+    use vmfork_image::{PageIdx, PageRange};
     use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
 
     use super::*;

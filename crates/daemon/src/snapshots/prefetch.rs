@@ -18,6 +18,9 @@ use crate::hub::{Core, chain};
 const SPARE_BYTES: u64 = 256 << 20;
 /// How often that is looked at, and whether a store is needed no more.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// Every so many of these it is counted what of open snapshots has come: that takes a while, and until then more is
+/// promised than need be.
+const UPDATE_LOOKS: u64 = 4;
 /// How long hydration waits at most until it tries again: a store that is away may be away for long, and is not to be
 /// asked all the time.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
@@ -176,9 +179,12 @@ pub(crate) fn mind_memory(core: &Arc<Core>) {
     let weak = Arc::downgrade(core);
     tokio::spawn(async move {
         let mut was_short = false;
-        loop {
+        for look in 1_u64.. {
             tokio::time::sleep(LOOK_EVERY).await;
             let Some(core) = weak.upgrade() else { return };
+            if look.is_multiple_of(UPDATE_LOOKS) {
+                tokio::task::block_in_place(|| core.snapshots.update_promises());
+            }
             let is_short = core.is_short_of_memory();
             if is_short != was_short {
                 tracing::info!(is_short, "memory for what nobody asked for");
@@ -192,6 +198,12 @@ pub(crate) fn mind_memory(core: &Arc<Core>) {
 }
 
 impl Snapshots {
+    fn update_promises(&self) {
+        for opened in self.all_opened() {
+            opened.update_promise();
+        }
+    }
+
     fn allow_prefetch(&self, allow: bool) {
         for opened in self.all_opened() {
             opened.engine.allow_prefetch(allow);

@@ -64,6 +64,7 @@ async fn carry_out(
         check_qemu(core, name, &opened).await?;
     }
     let (shape, _disk) = shape_and_disk(core, name, &opened)?;
+    tokio::task::block_in_place(|| opened.promise_memory(&core.admission, &message))?;
 
     let names = Names { wanted, stem: name, count: request.count };
     let (reservation, names) = fork::reserve(core, names, request.all_or_nothing, &message)?;

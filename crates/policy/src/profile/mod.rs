@@ -182,6 +182,22 @@ impl Profile {
         })
     }
 
+    /// The same for people: by first access, neighbours that are alike in one.
+    pub fn stretches(&self) -> Vec<Cluster> {
+        let mut clusters: Vec<_> = self.clusters().collect();
+        clusters.sort_by_key(|cluster| (cluster.first_access, cluster.pages.start()));
+        clusters.dedup_by(|next, before| {
+            let alike = next.first_access == before.first_access
+                && next.frequency.to_bits() == before.frequency.to_bits()
+                && next.pages.start() == before.pages.end();
+            if alike {
+                before.pages = PageRange::between(before.pages.start(), next.pages.end());
+            }
+            alike
+        });
+        clusters
+    }
+
     fn frequency(&self, touched: &Touched) -> f64 {
         f64::from(touched.score) / f64::from(self.whole)
     }

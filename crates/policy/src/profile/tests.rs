@@ -54,6 +54,21 @@ fn a_cluster_is_touched_with_the_first_of_its_pages() {
 }
 
 #[test]
+fn neighbours_that_are_alike_are_shown_as_one() {
+    let mut profile = profile(1000);
+    let early = [range(320, 64), range(16, 16)];
+    profile.merge(&recording(1000, &[(20, early.into()), (50, vec![range(384, 100)])]));
+    let shown: Vec<_> = profile
+        .stretches()
+        .iter()
+        .map(|cluster| (cluster.pages, cluster.first_access.as_millis()))
+        .collect();
+    assert_eq!(shown, [(range(16, 16), 20), (range(320, 64), 20), (range(384, 112), 50)]);
+    profile.merge(&recording(1000, &[(20, vec![range(320, 16)])]));
+    assert_eq!(profile.stretches().len(), 4, "what is touched more often stands apart");
+}
+
+#[test]
 fn the_working_set_comes_by_time_and_is_cut_by_frequency() {
     let mut profile = profile(1000);
     let [often, early] = [range(320, 32), range(0, 16)];
