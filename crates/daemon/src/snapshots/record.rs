@@ -219,8 +219,7 @@ impl Snapshots {
         let descriptor = self.store.descriptor(name).map_err(|error| failed(error.into()))?;
         let profile = self.profile(name, descriptor.pages).map_err(failed)?;
         let set = self.store.working_set(name).map_err(|error| failed(error.into()))?;
-        let mut clusters: Vec<_> = profile.clusters().collect();
-        clusters.sort_by_key(|cluster| (cluster.first_access, cluster.pages.start()));
+        let clusters = profile.stretches();
         let recordings = self.recordings.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(ProfileInfo {
             runs: profile.runs(),
