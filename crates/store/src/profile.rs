@@ -1,5 +1,6 @@
 //! What is learnt about a snapshot after it was written: its working set, and a profile.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use vmfork_image::{PageIdx, PageRange};
@@ -35,7 +36,7 @@ impl WorkingSetReader {
         self.frames.header().id
     }
 
-    /// The pages that it has, ascending.
+    /// The pages that it has, in the order in which they come.
     pub fn runs(&self) -> &[PageRange] {
         &self.frames.header().runs
     }
@@ -83,17 +84,29 @@ fn error_of(store: &Store, key: &str, error: ReadError) -> StoreError {
     }
 }
 
-/// Ascending, none touching another.
+/// In the same order, each page once, in runs as long as that lets them be.
 fn normal(runs: &[PageRange]) -> Vec<PageRange> {
-    let mut sorted: Vec<_> = runs.iter().copied().filter(|run| !run.is_empty()).collect();
-    sorted.sort_unstable_by_key(PageRange::start);
-    let mut out: Vec<PageRange> = Vec::with_capacity(sorted.len());
-    for run in sorted {
-        match out.last_mut() {
-            Some(last) if run.start() <= last.end() => {
-                *last = PageRange::between(last.start(), last.end().max(run.end()));
+    // What has come already: starts, with ends. None overlaps another.
+    let mut seen: BTreeMap<PageIdx, PageIdx> = BTreeMap::new();
+    let mut out: Vec<PageRange> = Vec::with_capacity(runs.len());
+    for run in runs {
+        let mut rest = *run;
+        while !rest.is_empty() {
+            let before = seen.range(..=rest.start()).next_back().map(|(_, end)| *end);
+            if let Some(end) = before.filter(|end| *end > rest.start()) {
+                rest = rest.from_page(end);
+                continue;
             }
-            _ => out.push(run),
+            let next = seen.range(rest.start()..).next().map_or(rest.end(), |(start, _)| *start);
+            let fresh = rest.until_page(next);
+            rest = rest.from_page(fresh.end());
+            seen.insert(fresh.start(), fresh.end());
+            match out.last_mut() {
+                Some(last) if last.end() == fresh.start() => {
+                    *last = PageRange::between(last.start(), fresh.end());
+                }
+                _ => out.push(fresh),
+            }
         }
     }
     out
@@ -120,8 +133,8 @@ fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
 }
 
 impl Store {
-    /// Store the pages of `runs` as the working set of `stored`, in place of what there was. `read` gives the bytes of
-    /// any page, whoever owns it.
+    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what there was. `read` gives
+    /// the bytes of any page, whoever owns it.
     ///
     /// # Errors
     /// The snapshot has been removed or is being written; pages beyond its end, that can't be read, or too many.
@@ -134,8 +147,8 @@ impl Store {
     ) -> Result<(), StoreError> {
         let descriptor = stored.descriptor();
         let runs = normal(runs);
-        if let Some(last) = runs.last().filter(|last| last.end() > PageIdx(descriptor.pages)) {
-            let why = format!("its working set has pages {last}, of {}", descriptor.pages);
+        if let Some(run) = runs.iter().find(|run| run.end() > PageIdx(descriptor.pages)) {
+            let why = format!("its working set has pages {run}, of {}", descriptor.pages);
             return Err(StoreError::BadDraft { why });
         }
         let raw_bytes: u64 = runs.iter().map(PageRange::byte_len).sum();
@@ -259,6 +272,41 @@ impl Store {
             Ok(found) if found.id == id => Ok((Reserved::new(&self.inner, name, None)?, found)),
             Ok(_) => Err(self.not_found(name)),
             Err(error) => Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn range((start, len): (u64, u64)) -> PageRange {
+        PageRange::new(PageIdx(start), len).expect("small")
+    }
+
+    #[test]
+    fn what_comes_first_stays_first() {
+        let runs = [(40, 2), (7, 9), (10, 20), (42, 1), (0, 0), (5, 40)].map(range);
+        let expected = [(40, 2), (7, 23), (42, 1), (5, 2), (30, 10), (43, 2)].map(range);
+        assert_eq!(normal(&runs), expected);
+    }
+
+    proptest! {
+        #[test]
+        fn each_page_comes_once_and_in_order(runs in prop::collection::vec((0u64..60, 0u64..9), 0..20)) {
+            let runs: Vec<_> = runs.into_iter().map(range).collect();
+            let mut expected = Vec::new();
+            for page in runs.iter().flat_map(PageRange::pages) {
+                if !expected.contains(&page) {
+                    expected.push(page);
+                }
+            }
+            let made = normal(&runs);
+            prop_assert_eq!(made.iter().flat_map(PageRange::pages).collect::<Vec<_>>(), expected);
+            prop_assert!(made.windows(2).all(|pair| pair[0].end() != pair[1].start()));
+            prop_assert!(made.iter().all(|run| !run.is_empty()));
         }
     }
 }

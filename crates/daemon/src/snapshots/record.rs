@@ -157,13 +157,13 @@ impl Snapshots {
         }
         profile.merge(recording);
         self.store.put_profile(&subject.name, &profile.encode())?;
-        let wanted = sequential(&profile.working_set(FREQUENCY_MIN, WORKING_SET_PAGES_MAX));
+        let wanted = profile.working_set(FREQUENCY_MIN, WORKING_SET_PAGES_MAX);
         let stored_set = match self.store.working_set(&subject.name) {
             Err(StoreError::Damaged(_)) => None, // replaced
             set => set?,
         };
         let there = stored_set.as_ref().map_or(&[][..], |set| set.runs());
-        if !differs(there, &wanted) {
+        if !differs(&sequential(there), &sequential(&wanted)) {
             return Ok(());
         }
         let image = self.image_of(core, &subject.name)?;
@@ -177,7 +177,7 @@ impl Snapshots {
         let read = |range: PageRange, bytes: &mut [u8]| {
             image.read(range, bytes).map_err(std::io::Error::other)
         };
-        self.store.put_working_set(&stored, &sequential(&runs), &read, work)?;
+        self.store.put_working_set(&stored, &runs, &read, work)?;
         tracing::info!(
             snapshot = subject.name,
             runs = profile.runs(),

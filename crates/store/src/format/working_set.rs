@@ -7,7 +7,8 @@
 //!    8  16  id of the snapshot
 //!   24   4  bytes of this header, to the end of its hash
 //!   28   …  varint number of runs, then each run:
-//!             varint  pages since the end of the one before (of the first: its start)
+//!             varint  pages from the end of the one before (of the first: from page 0) to its start: twice as many,
+//!                     or, if it is before that, twice as many less one
 //!             varint  pages
 //!           for each frame:
 //!             varint  stored bytes
@@ -16,8 +17,9 @@
 //!       …   the frames, one after the other
 //! ```
 //!
-//! The pages of all runs, whoever owns them, in the order of the image, are cut into frames of 1 MiB, the last one
-//! shorter. A frame with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
+//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012, section 3.2), so that what
+//! is read first is there first; none overlaps another. The pages of all of them, whoever owns them, in that order, are cut
+//! into frames of 1 MiB, the last one shorter. A frame with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
@@ -51,7 +53,23 @@ pub(crate) fn pack_frame(raw: &[u8], zstd: Option<&mut zstd::bulk::Compressor<'_
     packed.filter(|packed| packed.len() < raw.len()).unwrap_or_else(|| raw.to_vec())
 }
 
-/// The file. `runs` ascend and do not touch; `frames` hold their pages.
+/// A distance, forth or back, as a number without a sign.
+fn zigzag(from: u64, to: u64) -> u64 {
+    match to.checked_sub(from) {
+        Some(forth) => forth << 1,
+        None => ((from - to) << 1) - 1,
+    }
+}
+
+/// Where such a distance leads to; `None`: to no page.
+fn unzigzag(from: u64, distance: u64) -> Option<u64> {
+    match distance & 1 {
+        0 => from.checked_add(distance >> 1),
+        _ => from.checked_sub((distance >> 1) + 1),
+    }
+}
+
+/// The file. `runs` do not overlap, and none begins where the one before ends; `frames` hold their pages.
 pub(crate) fn encode(id: SnapshotId, runs: &[PageRange], frames: &[Vec<u8>]) -> Vec<u8> {
     let mut file = MAGIC.to_vec();
     file.extend_from_slice(&[VERSION, 0, 0, 0]);
@@ -60,7 +78,7 @@ pub(crate) fn encode(id: SnapshotId, runs: &[PageRange], frames: &[Vec<u8>]) -> 
     put_varint(&mut file, runs.len() as u64);
     let mut end = 0;
     for run in runs {
-        put_varint(&mut file, run.start().0 - end);
+        put_varint(&mut file, zigzag(end, run.start().0));
         put_varint(&mut file, run.len());
         end = run.end().0;
     }
@@ -169,13 +187,19 @@ impl Header {
             let at = cursor.offset();
             let gap = cursor.varint("a run's start")?;
             let len = cursor.varint("a run's length")?;
-            let start = end.checked_add(gap).filter(|_| len > 0 && (i == 0 || gap > 0));
+            let start = unzigzag(end, gap).filter(|_| len > 0 && (i == 0 || gap > 0));
             let run = start.and_then(|start| PageRange::new(PageIdx(start), len).ok());
             let Some(run) = run else {
-                return Err(Flaw::at(at, format!("a run of {len} pages, {gap} after page {end}")));
+                let what = format!("a run of {len} pages, {gap} halves from page {end}");
+                return Err(Flaw::at(at, what));
             };
             end = run.end().0;
             runs.push(run);
+        }
+        let mut ascending = runs.clone();
+        ascending.sort_unstable_by_key(PageRange::start);
+        if let Some([one, other]) = ascending.array_windows().find(|[a, b]| a.end() > b.start()) {
+            return Err(Flaw::at(at, format!("pages {one} and pages {other} overlap")));
         }
         Ok(runs)
     }
@@ -186,7 +210,7 @@ impl Header {
             let what = format!("the working set of snapshot {}, not of {id}", self.id);
             return Some(Flaw::at(8, what));
         }
-        let beyond = self.runs.last().filter(|last| last.end().0 > pages)?;
+        let beyond = self.runs.iter().find(|run| run.end().0 > pages)?;
         Some(Flaw::at(FIXED_BYTES as usize, format!("it has pages {beyond}, of {pages}")))
     }
 
@@ -353,12 +377,16 @@ mod tests {
         flaw_of(file, id, PAGES, &Work::new(1)).expect("not cancelled").map_or(Ok(()), Err)
     }
 
-    /// Gaps and lengths, made into runs; each page filled with its number.
+    /// Gaps and lengths, made into runs, the second half of them first; each page filled with its number.
     fn file_of(pieces: &[(u64, u64)]) -> (Vec<PageRange>, Vec<u8>) {
         let (mut runs, mut raw, mut end) = (Vec::new(), Vec::new(), 0);
         for (gap, len) in pieces {
-            let start = end + gap + 1;
-            let run = PageRange::new(PageIdx(start), *len).expect("small");
+            let run = PageRange::new(PageIdx(end + gap + 1), *len).expect("small");
+            end = run.end().0;
+            runs.push(run);
+        }
+        runs.rotate_right(pieces.len() / 2);
+        for run in &runs {
             for page in run.pages() {
                 let at = raw.len();
                 raw.resize(at + PAGE_LEN, page.0.to_le_bytes()[0]);
@@ -367,8 +395,6 @@ mod tests {
                     .finalize_xof()
                     .fill(&mut raw[at..at + 99]);
             }
-            runs.push(run);
-            end = run.end().0;
         }
         let mut zstd = zstd::bulk::Compressor::new(1).expect("zstd");
         let frame_bytes = usize::try_from(FRAME_BYTES).expect("small");
@@ -429,6 +455,20 @@ mod tests {
         for bytes in 0..file.len() {
             assert!(check(&file[..bytes], ID).is_err(), "{bytes}");
         }
+    }
+
+    #[test]
+    fn runs_that_overlap_or_belong_together_are_refused() {
+        let range = |start, len| PageRange::new(PageIdx(start), len).expect("small");
+        let flaw = |runs: &[PageRange]| {
+            let pages: u64 = runs.iter().map(PageRange::len).sum();
+            let frame = pack_frame(&vec![0; usize::try_from(pages).expect("few") * PAGE_LEN], None);
+            check(&encode(ID, runs, &[frame]), ID).err().map(|flaw| flaw.what)
+        };
+        assert_eq!(flaw(&[range(40, 2), range(7, 9), range(20, 1)]), None);
+        let overlap = flaw(&[range(40, 2), range(7, 9), range(15, 1)]).expect("refused");
+        assert_eq!(overlap, "pages 7+9 and pages 15+1 overlap");
+        assert!(flaw(&[range(40, 2), range(42, 9)]).is_some(), "one run");
     }
 
     #[test]

@@ -32,6 +32,8 @@ proptest! {
         }
         let reader = store.working_set("x").expect("opens").expect("there");
         prop_assert_eq!(reader.pages(), told.iter().filter(|told| **told).count() as u64);
+        let first = runs.iter().find_map(|run| run.pages().next());
+        prop_assert_eq!(reader.runs().first().map(|run| run.start()), first);
         let found = Mutex::new(vec![false; 1000]);
         let each = |range: vmfork_image::PageRange, bytes: &[u8]| {
             for (page, bytes) in range.pages().zip(bytes.chunks_exact(PAGE)) {
