@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from . import baseline, chain, clones, faults, idle, pause, snapshots, stored, work
+from . import baseline, chain, clones, crowd, faults, idle, pause, snapshots, sources, stored, work
 
 #: In the order in which they run and are reported.
 ALL: dict[str, ModuleType] = {
@@ -14,5 +14,7 @@ ALL: dict[str, ModuleType] = {
     "faults": faults,
     "snapshots": snapshots,
     "stored": stored,
+    "sources": sources,
+    "crowd": crowd,
     "baseline": baseline,
 }
