@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:
                 run.failures[name] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            run.sections[scenario.TITLE] = world.figures.all[before:]
+            finally:
+                run.sections[scenario.TITLE] = world.figures.all[before:]
             # After each, so that a run that is broken off has left what it had.
             write(run, folder)
     except KeyboardInterrupt:
