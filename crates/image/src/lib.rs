@@ -4,6 +4,7 @@
 //!   PageIdx, BlockIdx, PageRange      where in an image
 //!   ImageId, Source, Origin           whose bytes, and where that image keeps them
 //!   PageTable                         for every page its Source; persistent, shared, derived
+//!   wire                              the same as bytes, for other hosts; ImageName
 //! ```
 //!
 //! An image is an immutable array of pages, of memory or of a disk: nothing here knows which. A
@@ -20,6 +21,7 @@ mod page;
 mod page_source;
 mod source;
 mod table;
+pub mod wire;
 
 pub use page::{
     BLOCK_BYTES, BLOCK_PAGES, BlockIdx, PAGE_BYTES, PAGES_MAX, PageIdx, PageRange, RangeError,
@@ -27,3 +29,4 @@ pub use page::{
 pub use page_source::PageSource;
 pub use source::{ImageId, ImageIdError, Origin, Source};
 pub use table::{BlockView, MixedBlock, Owners, PageTable, Runs, TableError, TableSize};
+pub use wire::ImageName;

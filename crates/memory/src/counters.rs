@@ -24,6 +24,7 @@ pub struct ImageCounters {
     pub from_frozen_bytes: Counter,
     pub from_image_bytes: Counter,
     pub from_stored_bytes: Counter,
+    pub from_peer_bytes: Counter,
     /// Brought in before anyone asked: by a working set, a prediction, or to be independent of the store.
     pub prefetched_bytes: Counter,
     /// Faults of views on pages of a store: those that were there, or on their way, because they were fetched ahead …

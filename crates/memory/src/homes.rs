@@ -34,6 +34,11 @@ impl Homes {
         }
     }
 
+    /// Of each block in turn.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Option<ImageId>> {
+        self.0.iter().copied()
+    }
+
     /// Whether any block's home is this image.
     pub(crate) fn has(&self, image: ImageId) -> bool {
         self.0.contains(&Some(image))

@@ -37,11 +37,15 @@ pub enum StoredRun {
     Zero(PageRange),
 }
 
-/// A stored image can't be opened.
+/// An image that was not frozen here can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("its base, image {base}, has no complete table of {pages} pages")]
     Base { base: ImageId, pages: u64 },
+    #[error("it names image {image}, of which this host knows none of {pages} pages")]
+    Relative { image: ImageId, pages: u64 },
+    #[error("it says of {found} blocks which image serves them, and has {blocks}")]
+    Homes { found: u64, blocks: u64 },
     #[error("its page table")]
     Table(#[from] TableError),
     #[error("a cache for it")]
@@ -95,7 +99,7 @@ impl HostImage {
         Self::with_source(id, pages, None)
     }
 
-    fn with_source(
+    pub(crate) fn with_source(
         id: ImageId,
         pages: u64,
         stored: Option<Arc<dyn PageSource>>,
@@ -189,6 +193,10 @@ impl HostImage {
     /// Its page table, once that is complete.
     pub fn table(&self) -> Option<&PageTable> {
         self.sealed.get().map(|(table, _)| table)
+    }
+
+    pub(crate) fn sealed(&self) -> Option<&(PageTable, Homes)> {
+        self.sealed.get()
     }
 
     pub(crate) fn homes(&self) -> Option<&Homes> {
@@ -369,7 +377,7 @@ impl HostImage {
         })
     }
 
-    fn lost(&self, page: PageIdx, reason: String) -> PageLost {
+    pub(crate) fn lost(&self, page: PageIdx, reason: String) -> PageLost {
         PageLost { page, image: self.id, reason }
     }
 }

@@ -31,6 +31,7 @@ mod guest_memory;
 mod handover;
 mod homes;
 mod host_image;
+mod layout;
 mod pagemap;
 mod presence;
 mod stillness;
@@ -48,6 +49,7 @@ pub use guest_memory::{
     USERFAULTFD_DEVICE,
 };
 pub use host_image::{HostImage, OpenError, PageLost, StoredRun};
+pub use layout::Layout;
 pub use presence::Presence;
 pub use tap::{ShimEnds, Tap, TapError};
 pub use uffd::Uffd;

@@ -20,6 +20,8 @@
 //! most once, and never while present; whoever waits for a page is named exactly once, to be woken
 //! or to be stopped; every queue has a bound.
 //!
+//! [`transfer`]: how pages travel between hosts, by multicast and in a swarm.
+//!
 //! Left to others: reading sources, writing caches, waking, looking at page maps (`vmfork-memory`); where profiles are
 //! kept. No I/O, no threads, no clock (times are passed in), no unsafe code.
 
@@ -32,6 +34,7 @@ mod profile;
 mod rate;
 mod recorder;
 mod scheduler;
+pub mod transfer;
 
 pub use background::{
     Background, Drain, Listed, Priority, Proposal, SEGMENT_PAGES_MAX, Segments, SegmentsConfig,

@@ -59,16 +59,25 @@ impl PageSet {
 
     /// The runs of `range` that are not in it, in order, each as long as possible.
     pub(crate) fn absent(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
+        self.runs(range, false)
+    }
+
+    /// The runs of `range` that are in it, in order, each as long as possible.
+    pub(crate) fn present(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
+        self.runs(range, true)
+    }
+
+    fn runs(&self, range: PageRange, inside: bool) -> impl Iterator<Item = PageRange> {
         let mut rest = range;
         std::iter::from_fn(move || {
-            rest = rest.from_page(self.run_end(rest, true));
+            rest = rest.from_page(self.run_end(rest, !inside));
             if rest.is_empty() {
                 return None;
             }
-            let end = self.run_end(rest, false);
-            let absent = rest.until_page(end);
+            let end = self.run_end(rest, inside);
+            let run = rest.until_page(end);
             rest = rest.from_page(end);
-            Some(absent)
+            Some(run)
         })
     }
 
@@ -135,6 +144,8 @@ mod tests {
             let pages: Vec<_> = absent.iter().flat_map(PageRange::pages).collect();
             prop_assert_eq!(pages, range.pages().filter(|page| !at(*page)).collect::<Vec<_>>());
             prop_assert!(absent.windows(2).all(|pair| pair[0].end() < pair[1].start()), "runs are not the longest");
+            let pages: Vec<_> = set.present(range).flat_map(|run| run.pages()).collect();
+            prop_assert_eq!(pages, range.pages().filter(|page| at(*page)).collect::<Vec<_>>());
         }
     }
 

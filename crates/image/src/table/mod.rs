@@ -16,9 +16,9 @@
 //! them, and shares all else with the table it came from, which stays as it was. How many pages
 //! each image owns is carried along, so that [`PageTable::owners`] costs nothing.
 //!
-//! A stored form (for snapshots on disk and other hosts) is a list of [`PageTable::runs`], from
-//! which [`PageTable::uniform`] and one `derive` make the table again. Its encoding belongs to
-//! the chunk format and will live beside this module.
+//! As bytes (for snapshots on disk and other hosts) it is a list of [`PageTable::runs`], from
+//! which [`PageTable::uniform`] and one `derive` make the table again: [`wire`](crate::wire) for
+//! hosts; for snapshots the store has a format of its own.
 
 mod edit;
 mod node;

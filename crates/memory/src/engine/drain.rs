@@ -115,6 +115,7 @@ pub(super) fn fill(
     image.cache().presence().set(range);
     let counter = match origin {
         Origin::Chunk => &image.counters.from_stored_bytes,
+        Origin::Peer => &image.counters.from_peer_bytes,
         _ if std::ptr::eq(image, owner) => &image.counters.from_frozen_bytes,
         _ => &image.counters.from_image_bytes,
     };

@@ -3,6 +3,7 @@
 mod common;
 mod faults;
 mod generations;
+mod remote;
 mod shim;
 mod stored;
 mod views;

@@ -1,0 +1,420 @@
+//! Slurm as the allocator: a ticket is a job that holds nodes.
+//!
+//! ```text
+//!   allocate: scontrol show nodes ──► how many could be had
+//!             salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
+//!             scontrol show job   ──► so many places on these nodes ──► a lease of each, by the host's own books
+//!   ended:    scontrol show job, every few seconds: TIMEOUT, CANCELLED, NODE_FAIL, …
+//!   release:  scancel
+//! ```
+//!
+//! Slurm keeps the site's quotas, priorities and time limits, and others' jobs off the nodes; hosts still grant by their
+//! own books, so that what it does not know (memory that snapshots use) is never promised twice. A node is the member of the
+//! cluster that has its `NodeName` as its name. A clone is a task, or several are ([`Settings::clones_per_task`]), since
+//! Slurm counts cores and vmfork counts CPUs that mostly wait.
+//!
+//! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs of a daemon that died are
+//! cancelled by [`Slurm::sweep`]; they are known by their names.
+//!
+//! Left to others: what happens to clones whose ticket ended.
+
+mod commands;
+mod parse;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use crate::allocate::{
+    AllocateError, Allocator, Ask, Boxed, HostView, LeaseId, PLACES_MAX, Peers, Plan, Policy,
+    Ticket, take_places,
+};
+use crate::id::HostId;
+use crate::room::Room;
+
+use parse::Job;
+
+pub use commands::{CommandError, Commands, Output, System};
+
+/// How often a job is looked at. Slurm itself ends a job up to 30 s after its time.
+const POLL: Duration = Duration::from_secs(2);
+
+/// What errors call it.
+const ENGINE: &str = "Slurm";
+
+/// What the site says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    pub partition: Option<String>,
+    /// A feature that nodes with vmfork have.
+    pub constraint: Option<String>,
+    pub account: Option<String>,
+    /// After which Slurm ends the job; the partition's if `None`.
+    pub time_limit_min: Option<u32>,
+    /// How long `salloc` may wait for resources before less is asked for. Schedulers look every few seconds.
+    pub patience_s: u32,
+    /// Clones for each task. A task has as many of Slurm's CPUs as a clone has virtual ones.
+    pub clones_per_task: u32,
+    /// Names of members for nodes whose `NodeName` is another.
+    pub nodes: BTreeMap<String, String>,
+    /// More arguments for `salloc`.
+    pub extra: Vec<String>,
+    /// How clones are laid out over the job's nodes, if they grant less than the job has.
+    pub policy: Policy,
+    /// How long places wait to be used.
+    pub ttl_ms: u64,
+    /// `SLURM_CONF` for the commands.
+    pub conf: Option<PathBuf>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            partition: None,
+            constraint: None,
+            account: None,
+            time_limit_min: None,
+            patience_s: 5,
+            clones_per_task: 1,
+            nodes: BTreeMap::new(),
+            extra: Vec::new(),
+            policy: Policy::Spread,
+            ttl_ms: 600_000,
+            conf: None,
+        }
+    }
+}
+
+/// The allocator.
+#[derive(Debug, Clone)]
+pub struct Slurm {
+    own: HostId,
+    peers: Arc<dyn Peers>,
+    commands: Arc<dyn Commands>,
+    settings: Settings,
+}
+
+/// What a job has to have.
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    cpus: u32,
+    memory_mib: u64,
+}
+
+impl Slurm {
+    /// For the daemon of host `own`, whose jobs are named by it.
+    pub fn new(own: HostId, peers: Arc<dyn Peers>, settings: Settings) -> Self {
+        let commands = Arc::new(System::new(settings.conf.clone()));
+        Self::with_commands(own, peers, settings, commands)
+    }
+
+    /// With other commands than the system's.
+    pub fn with_commands(
+        own: HostId,
+        peers: Arc<dyn Peers>,
+        settings: Settings,
+        commands: Arc<dyn Commands>,
+    ) -> Self {
+        Self { own, peers, commands, settings }
+    }
+
+    fn name_prefix(&self) -> String {
+        format!("vmfork-{}-", self.own)
+    }
+
+    fn clones_per_task(&self) -> u32 {
+        self.settings.clones_per_task.max(1)
+    }
+
+    fn task(&self, shape: Room) -> Task {
+        let bytes = shape.memory_bytes.saturating_mul(self.clones_per_task().into());
+        Task { cpus: shape.vcpus.max(1), memory_mib: bytes.div_ceil(1 << 20).max(1) }
+    }
+
+    /// Runs a command that should succeed; what it printed.
+    async fn run(
+        &self,
+        program: &'static str,
+        arguments: Vec<String>,
+    ) -> Result<Output, AllocateError> {
+        self.commands
+            .run(program, arguments, self.bound())
+            .await
+            .map_err(|source| AllocateError::Command { engine: ENGINE, source })
+    }
+
+    /// A controller that is busy or comes back takes seconds to answer.
+    fn bound(&self) -> Duration {
+        Duration::from_secs(30 + u64::from(self.settings.patience_s))
+    }
+
+    async fn run_well(
+        &self,
+        program: &'static str,
+        arguments: Vec<String>,
+    ) -> Result<String, AllocateError> {
+        let output = self.run(program, arguments).await?;
+        if output.success { Ok(output.stdout) } else { Err(failed(program, &output)) }
+    }
+
+    /// How many tasks could be had on all nodes together if nobody else asked, up to `most`.
+    async fn estimate(&self, task: Task, most: u32) -> Result<u32, AllocateError> {
+        let arguments = strings(&["--oneliner", "show", "nodes"]);
+        let text = self.run_well("scontrol", arguments).await?;
+        let nodes =
+            parse::nodes(&text).map_err(|error| unreadable("scontrol show nodes", &error))?;
+        let mut tasks: u32 = 0;
+        for node in nodes {
+            let wanted = self.settings.partition.as_ref();
+            if !node.is_up || wanted.is_some_and(|it| !node.partitions.contains(it)) {
+                continue;
+            }
+            let by_memory = node.memory_free_mib / task.memory_mib;
+            let here = u32::try_from(by_memory).unwrap_or(u32::MAX).min(node.cpus_free / task.cpus);
+            tasks = tasks.saturating_add(here);
+        }
+        Ok(tasks.min(most))
+    }
+
+    /// A name that only the job of this ask has.
+    fn job_name(&self, ask: &Ask) -> Result<String, AllocateError> {
+        // Names of families are ids; anything else is left out.
+        let family: String =
+            ask.family.chars().filter(char::is_ascii_alphanumeric).take(32).collect();
+        Ok(format!("{}{family}-{}", self.name_prefix(), LeaseId::random()?))
+    }
+
+    fn salloc_arguments(&self, name: &str, task: Task, tasks: u32) -> Vec<String> {
+        let Settings { partition, constraint, account, time_limit_min, patience_s, extra, .. } =
+            &self.settings;
+        let mut arguments = strings(&["--no-shell"]);
+        arguments.push(format!("--job-name={name}"));
+        arguments.push(format!("--immediate={patience_s}"));
+        arguments.push(format!("--ntasks={tasks}"));
+        arguments.push(format!("--cpus-per-task={}", task.cpus));
+        let per_cpu = task.memory_mib.div_ceil(task.cpus.into());
+        arguments.push(format!("--mem-per-cpu={per_cpu}M"));
+        let options = [("partition", partition), ("constraint", constraint), ("account", account)];
+        for (option, value) in options {
+            arguments.extend(value.iter().map(|value| format!("--{option}={value}")));
+        }
+        arguments.extend(time_limit_min.iter().map(|min| format!("--time={min}")));
+        arguments.extend(extra.iter().cloned());
+        arguments
+    }
+
+    /// A job of up to so many tasks.
+    async fn salloc(&self, ask: &Ask, task: Task, most: u32) -> Result<u32, AllocateError> {
+        let name = self.job_name(ask)?;
+        let mut tasks = self.estimate(task, most).await?;
+        let mut last = "no node has as much free".to_owned();
+        // Halved each time: 17 times at most.
+        while tasks > 0 {
+            let arguments = self.salloc_arguments(&name, task, tasks);
+            let output = match self.run("salloc", arguments).await {
+                Ok(output) => output,
+                Err(error) => {
+                    // It may have been granted all the same. The first error is the one to tell.
+                    let _ = self.run("scancel", vec![format!("--name={name}")]).await;
+                    return Err(error);
+                }
+            };
+            if let Some(job) = parse::granted_job(&output.stderr) {
+                if output.success {
+                    return Ok(job);
+                }
+                // Granted, and then something went wrong.
+                self.cancel(job).await?;
+            }
+            if output.success || !parse::is_busy(&output.stderr) {
+                return Err(failed("salloc", &output));
+            }
+            last = last_line(&output.stderr);
+            tasks /= 2;
+        }
+        let why = vec![format!("Slurm: {last}")];
+        Err(AllocateError::NoRoom { asked: ask.count, shape: ask.shape, why })
+    }
+
+    async fn job(&self, job: u32) -> Result<Option<Job>, AllocateError> {
+        let arguments = strings(&["--details", "--oneliner", "show", "job", &job.to_string()]);
+        let output = self.run("scontrol", arguments).await?;
+        if output.success {
+            let job = parse::job(&output.stdout);
+            return job.map(Some).map_err(|error| unreadable("scontrol show job", &error));
+        }
+        if parse::is_unknown_job(&output.stderr) {
+            Ok(None)
+        } else {
+            Err(failed("scontrol", &output))
+        }
+    }
+
+    async fn cancel(&self, job: u32) -> Result<(), AllocateError> {
+        let output = self.run("scancel", vec![job.to_string()]).await?;
+        if output.success || parse::is_unknown_job(&output.stderr) {
+            Ok(())
+        } else {
+            Err(failed("scancel", &output))
+        }
+    }
+
+    async fn grant(&self, ask: &Ask) -> Result<Ticket, AllocateError> {
+        if ask.count == 0 {
+            return Err(AllocateError::Zero);
+        }
+        let wanted = ask.count.min(PLACES_MAX);
+        let task = self.task(ask.shape);
+        let job = self.salloc(ask, task, wanted.div_ceil(self.clones_per_task())).await?;
+        let ticket = self.ticket(ask, task, job).await;
+        if ticket.is_err() {
+            // The first error is the one to tell.
+            let _ = self.cancel(job).await;
+        }
+        ticket
+    }
+
+    async fn ticket(&self, ask: &Ask, task: Task, job: u32) -> Result<Ticket, AllocateError> {
+        let Some(held) = self.job(job).await? else {
+            return Err(engine_error(format!("job {job} ended at once")));
+        };
+        let views = self.peers.views();
+        let mut short = Vec::new();
+        let mut places: Vec<(&HostView, u32)> = Vec::new();
+        for on in &held.nodes {
+            let name = self.settings.nodes.get(&on.node).unwrap_or(&on.node);
+            match views.iter().find(|view| view.name == *name) {
+                None => {
+                    short.push(format!("{}: Slurm gave this node, which is no member", on.node))
+                }
+                Some(view) => match view.closed {
+                    Some(why) => short.push(format!("{}: {why}", view.name)),
+                    None => {
+                        let tasks = on.cpus / task.cpus;
+                        places.push((view, tasks.saturating_mul(self.clones_per_task())));
+                    }
+                },
+            }
+        }
+        let has: u32 = places.iter().map(|(_, count)| *count).fold(0, u32::saturating_add);
+        if has < ask.count {
+            short.push(format!("Slurm gave room for {has}"));
+        }
+        let mut plan = Plan::with_places(places, ask.count, self.settings.policy, ask.near);
+        let (places, failures) =
+            take_places(self.peers.as_ref(), &mut plan, ask, self.settings.ttl_ms).await?;
+        short.extend(failures);
+        if places.is_empty() {
+            return Err(AllocateError::NoRoom { asked: ask.count, shape: ask.shape, why: short });
+        }
+        if plan.granted() == ask.count {
+            short.clear();
+        }
+        crate::allocate::shorten(&mut short);
+        Ok(Ticket { id: job.to_string(), asked: ask.count, places, quota: None, short })
+    }
+
+    /// Cancels jobs of this host's daemon that no ticket names any more: those that an earlier one left. How many.
+    ///
+    /// # Errors
+    /// Slurm can't be asked.
+    pub async fn sweep(&self, keep: &[&str]) -> Result<usize, AllocateError> {
+        let text = self.run_well("squeue", strings(&["--noheader", "--format=%i %j"])).await?;
+        let prefix = self.name_prefix();
+        let left = text.lines().filter_map(|line| {
+            let (id, name) = line.trim().split_once(' ')?;
+            let is_left = name.starts_with(&prefix) && !keep.contains(&id);
+            if is_left { id.parse().ok() } else { None }
+        });
+        let left: Vec<u32> = left.collect();
+        for job in &left {
+            self.cancel(*job).await?;
+        }
+        Ok(left.len())
+    }
+
+    /// The job of a ticket of ours.
+    fn job_of(ticket: &Ticket) -> Result<u32, AllocateError> {
+        ticket.id.parse().map_err(|_| {
+            let id = crate::id::shortened(&ticket.id);
+            engine_error(format!("ticket `{id}` is no job"))
+        })
+    }
+}
+
+impl Allocator for Slurm {
+    fn allocate<'a>(&'a self, ask: &'a Ask) -> Boxed<'a, Result<Ticket, AllocateError>> {
+        Box::pin(async move {
+            // By itself, so that a job that is granted to somebody who has gone away is given back.
+            let (done, granted) = oneshot::channel();
+            let (it, ask) = (self.clone(), ask.clone());
+            tokio::spawn(async move {
+                let granted = it.grant(&ask).await;
+                if let Err(Ok(ticket)) = done.send(granted) {
+                    // If Slurm can't be reached, `sweep` does it later.
+                    let _ = it.release(&ticket).await;
+                }
+            });
+            let ended = |_| Err(engine_error("the task that asks was stopped".to_owned()));
+            granted.await.unwrap_or_else(ended)
+        })
+    }
+
+    fn release<'a>(&'a self, ticket: &'a Ticket) -> Boxed<'a, Result<(), AllocateError>> {
+        Box::pin(async move {
+            for places in &ticket.places {
+                self.peers.release(places.host, places.lease).await;
+            }
+            self.cancel(Self::job_of(ticket)?).await
+        })
+    }
+
+    fn ended<'a>(&'a self, ticket: &'a Ticket) -> Boxed<'a, String> {
+        Box::pin(async move {
+            let job = match Self::job_of(ticket) {
+                Ok(job) => job,
+                Err(error) => return error.to_string(),
+            };
+            loop {
+                match self.job(job).await {
+                    Ok(Some(it)) if parse::holds_nodes(&it.state) => {}
+                    Ok(Some(it)) if it.reason == "None" => {
+                        return format!("Slurm ended job {job}: {}", it.state);
+                    }
+                    Ok(Some(it)) => {
+                        return format!("Slurm ended job {job}: {} ({})", it.state, it.reason);
+                    }
+                    Ok(None) => return format!("Slurm has no job {job} any more"),
+                    // A controller that is away ends no job; it will be asked again.
+                    Err(_) => {}
+                }
+                tokio::time::sleep(POLL).await;
+            }
+        })
+    }
+}
+
+fn engine_error(what: String) -> AllocateError {
+    AllocateError::Engine { engine: ENGINE, what }
+}
+
+fn strings(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|it| (*it).to_owned()).collect()
+}
+
+fn last_line(text: &str) -> String {
+    crate::id::shortened(text.trim_end().lines().last().unwrap_or("it said nothing"))
+}
+
+fn failed(program: &str, output: &Output) -> AllocateError {
+    engine_error(format!("`{program}` failed: {}", last_line(&output.stderr)))
+}
+
+fn unreadable(command: &str, error: &parse::ParseError) -> AllocateError {
+    engine_error(format!("what `{command}` printed can't be read: {error}"))
+}

@@ -1,0 +1,57 @@
+//! How long answers take, and when to stop waiting for one.
+
+use std::time::Duration;
+
+/// Longer ones count as this.
+const TOOK_MAX: Duration = Duration::from_secs(3600);
+
+/// Mean and deviation of the times that answers took, as TCP keeps them (RFC 6298).
+#[derive(Debug, Clone, Default)]
+pub(super) struct AnswerTimes {
+    /// Mean and mean deviation; `None` before the first answer.
+    known: Option<(Duration, Duration)>,
+}
+
+impl AnswerTimes {
+    /// An answer took so long. Not to be called for what was asked for twice: nobody knows which of the two was answered
+    /// (Karn's rule).
+    pub(super) fn sample(&mut self, took: Duration) {
+        let took = took.min(TOOK_MAX);
+        self.known = Some(match self.known {
+            None => (took, took / 2),
+            Some((mean, deviation)) => {
+                ((mean * 7 + took) / 8, (deviation * 3 + mean.abs_diff(took)) / 4)
+            }
+        });
+    }
+
+    /// What an answer takes at most, nearly always; `first` as long as nothing is known.
+    pub(super) fn bound(&self, first: Duration) -> Duration {
+        self.known.map_or(first, |(mean, deviation)| mean + deviation * 4)
+    }
+
+    /// What an answer takes on average.
+    pub(super) fn mean(&self, first: Duration) -> Duration {
+        self.known.map_or(first, |(mean, _)| mean)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bound_follows_mean_and_deviation() {
+        let ms = Duration::from_millis;
+        let mut times = AnswerTimes::default();
+        assert_eq!((times.bound(ms(50)), times.mean(ms(50))), (ms(50), ms(50)));
+        times.sample(ms(8));
+        assert_eq!((times.bound(ms(50)), times.mean(ms(50))), (ms(24), ms(8)));
+        for _ in 0..50 {
+            times.sample(ms(8));
+        }
+        assert!(times.bound(ms(50)) < ms(9));
+        times.sample(ms(40));
+        assert!(times.bound(ms(50)) > ms(40));
+    }
+}

@@ -1,0 +1,38 @@
+//! How pages travel between hosts, as state machines without sockets or clocks.
+//!
+//! ```text
+//!   multicast   Receiver ──Request──► Sender ──runs, paced──► all Receivers ──batches──► cache
+//!               (on each host)        (on the host that has the image)  ──GaveUp──► unicast
+//!
+//!   unicast,    Holders::choose ──► whom to ask ──► answered, failed, expired
+//!   swarm          ▲        ▲
+//!                  │        └── Ahead::next, what nobody waits for
+//!               announced ◄── Announcements, of every host that holds pages
+//! ```
+//!
+//! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes and timers: it feeds
+//! in what came, asks what to do next until there is nothing, and sleeps until the `wake_at` of each.
+//!
+//! Promises: every queue and every retry has a bound; whoever wants a page gets it, or a give-up to act on; a page that is
+//! on its way to a host is not asked for again but after a time-out.
+//!
+//! Left to others: bytes and their authenticity, who is a member, when a VM is stopped.
+
+pub mod multicast;
+pub mod swarm;
+
+mod answer_times;
+mod meter;
+mod run_map;
+
+use std::fmt;
+
+/// A host of a cluster: random, chosen when it is set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostId(pub u64);
+
+impl fmt::Display for HostId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}

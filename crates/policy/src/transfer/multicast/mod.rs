@@ -1,0 +1,42 @@
+//! Pages for many hosts at a time, one datagram for all of them: SnowFlock's mcdist (EuroSys 2009, sections 4.3 and 4.4).
+//!
+//! ```text
+//!   host 1: Receiver ──Request──►┐                         ┌──► Receiver::heard ──► batch ──► cache
+//!   host 2: Receiver ──Request──►├─ Sender: queued, paced ─┼──► Receiver::heard ──► …
+//!   host n: Receiver ──Request──►┘     (lost on the way: ✗)└──► …
+//!        └──── feedback: what comes in per second ────►┘
+//! ```
+//!
+//! The sender is flow control and a queue, no more: first come, first served, what somebody waits for before what nobody
+//! does. It keeps no state of any receiver's pages and repeats nothing by itself. Clones that run in *lockstep* ask for the same page
+//! at nearly the same time: while it is queued, and for a moment after it was sent, further requests for it are dropped.
+//!
+//! What gets lost, the receivers ask for again, when an answer takes longer than answers took so far; a repeated request
+//! tells the sender of the loss. After some attempts a receiver gives up, and its host asks somebody else, by unicast.
+//!
+//! Two things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not slow the sender down
+//! ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is too high for all, and among many receivers there is always one
+//! that has lost something. And the mean receive rate is set against what was sent meanwhile, so that a loss while little was asked for does
+//! not cut the rate to that.
+
+mod receiver;
+mod sender;
+
+#[cfg(test)]
+mod tests;
+
+use vmfork_image::PageRange;
+
+pub use self::receiver::{GaveUp, Heard, Receiver, ReceiverConfig, TooManyWants};
+pub use self::sender::{Sender, SenderConfig, Sent};
+
+/// What a receiver asks the sender for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Never empty, from a [`Receiver`].
+    pub pages: PageRange,
+    /// Somebody waits for at least one of them.
+    pub demand: bool,
+    /// It was asked for before, and nothing came in time.
+    pub repeat: bool,
+}

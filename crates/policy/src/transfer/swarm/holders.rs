@@ -1,0 +1,509 @@
+//! Who has what, and whom to ask.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use vmfork_image::PageRange;
+
+use super::{Flags, Pieces};
+use crate::page_set::PageSet;
+use crate::transfer::HostId;
+use crate::transfer::answer_times::AnswerTimes;
+use crate::transfer::run_map::RunMap;
+
+/// A pause is doubled at most so often.
+const DOUBLINGS_MAX: u32 = 16;
+
+/// Sizes, times and bounds of [`Holders`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HoldersConfig {
+    /// What holders are told apart by. A power of two, 1 to 512.
+    pub piece_pages: u64,
+    /// Another on each host, such as its id: so that of holders which are all the same, not all askers take the same.
+    pub salt: u64,
+    /// Most hosts that are known.
+    pub hosts_max: usize,
+    /// Most requests under way to one host, at least 1.
+    pub in_flight_max: usize,
+    /// Most of those that nobody waits for.
+    pub ahead_in_flight_max: usize,
+    /// The same at an origin, which all others ask, too.
+    pub origin_ahead_in_flight_max: usize,
+    /// What an answer is thought to take before one was measured.
+    pub answer_start: Duration,
+    /// An answer that takes longer is not waited for: mean + 4 deviations of that host's answers, times four, but between these.
+    pub deadline_min: Duration,
+    pub deadline_max: Duration,
+    /// A host that failed is left alone for so long, and twice as long with each failure that follows, up to `avoid_max`.
+    pub avoid_min: Duration,
+    pub avoid_max: Duration,
+    /// After so many failures in a row it is not asked any more, until it is heard of; at least 1.
+    pub failures_max: u32,
+}
+
+impl Default for HoldersConfig {
+    fn default() -> Self {
+        Self {
+            piece_pages: 16,
+            salt: 0,
+            hosts_max: 4096,
+            in_flight_max: 32,
+            ahead_in_flight_max: 8,
+            origin_ahead_in_flight_max: 4,
+            answer_start: Duration::from_millis(2),
+            deadline_min: Duration::from_millis(500),
+            deadline_max: Duration::from_secs(5),
+            avoid_min: Duration::from_millis(50),
+            avoid_max: Duration::from_secs(2),
+            failures_max: 6,
+        }
+    }
+}
+
+/// What [`Holders::choose`] says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Choice {
+    /// Ask this host for all of it. It is under way from now on.
+    Ask(HostId),
+    /// Some of it is under way already.
+    UnderWay,
+    /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next event.
+    Later(Duration),
+    /// No host has it that is worth asking. Whoever waits can't be helped, unless a host is heard of.
+    Nobody,
+}
+
+/// Why a request failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// It has too much to do: asked again a little later, and no fault of its.
+    Busy,
+    /// It does not have these pages, whatever it announced.
+    Lacks,
+    /// It could not be reached, broke off, or sent what is wrong.
+    Broken,
+}
+
+/// Decides for one image on one host whom to ask, and keeps what is under way.
+#[derive(Debug)]
+pub struct Holders {
+    config: HoldersConfig,
+    pieces: Pieces,
+    hosts: BTreeMap<HostId, Holder>,
+    flights: RunMap<Flight>,
+    /// Asked for where an origin sent us, in vain.
+    insist: PageSet,
+    /// No flight's deadline is before.
+    deadline: Duration,
+    /// For each piece, how many peers have it that are not lost: no origins.
+    copies: Vec<u16>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    origin: bool,
+    distance: u32,
+    /// Which pieces it has; an origin has all that it has not been found to lack.
+    pieces: Flags,
+    in_flight: usize,
+    ahead_in_flight: usize,
+    times: AnswerTimes,
+    /// In a row.
+    failures: u32,
+    avoid_until: Duration,
+    /// The same for what nobody waits for.
+    avoid_ahead_until: Duration,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Flight {
+    host: HostId,
+    demand: bool,
+    /// An origin said to ask there.
+    redirected: bool,
+    asked_at: Duration,
+    deadline: Duration,
+}
+
+impl Holder {
+    fn has(&self, piece: u64) -> bool {
+        self.pieces.get(piece) != self.origin
+    }
+}
+
+impl Holders {
+    /// For an image of `pages` pages.
+    pub fn new(pages: u64, config: HoldersConfig) -> Self {
+        let pieces = Pieces::new(pages, config.piece_pages);
+        let config = HoldersConfig {
+            in_flight_max: config.in_flight_max.max(1),
+            failures_max: config.failures_max.max(1),
+            deadline_max: config.deadline_max.max(config.deadline_min),
+            ..config
+        };
+        let copies = vec![0; usize::try_from(pieces.count()).unwrap_or(0)];
+        Self {
+            config,
+            pieces,
+            hosts: BTreeMap::new(),
+            flights: RunMap::default(),
+            insist: PageSet::default(),
+            deadline: Duration::MAX,
+            copies,
+        }
+    }
+
+    /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which has what it announces. `distance`: the less,
+    /// the nearer. Of one that is known, this is a sign of life. `false`: there is no room for it.
+    pub fn joined(&mut self, host: HostId, origin: bool, distance: u32) -> bool {
+        if self.hosts.contains_key(&host) {
+            self.heard_of(host);
+            return true;
+        }
+        if self.hosts.len() >= self.config.hosts_max {
+            return false;
+        }
+        let holder = Holder {
+            origin,
+            distance,
+            pieces: Flags::new(self.pieces.count()),
+            in_flight: 0,
+            ahead_in_flight: 0,
+            times: AnswerTimes::default(),
+            failures: 0,
+            avoid_until: Duration::ZERO,
+            avoid_ahead_until: Duration::ZERO,
+        };
+        self.hosts.insert(host, holder);
+        true
+    }
+
+    /// A host is gone for good. Returns what was under way from it, to be asked for elsewhere.
+    pub fn left(&mut self, host: HostId) -> Vec<PageRange> {
+        if self.hosts.get(&host).is_some_and(|holder| holder.failures < self.config.failures_max) {
+            self.count_copies(host, false);
+        }
+        self.hosts.remove(&host);
+        let flights: Vec<_> =
+            self.flights.iter().filter(|(_, flight)| flight.host == host).collect();
+        for (run, flight) in &flights {
+            self.flights.remove(*run);
+            self.lost_trail(*run, *flight);
+        }
+        flights.into_iter().map(|(run, _)| run).collect()
+    }
+
+    /// A host that is known has these pages. Pieces of which it has but a part don't count.
+    pub fn announced(&mut self, host: HostId, pages: PageRange) {
+        self.heard_of(host);
+        let Some(holder) = self.hosts.get_mut(&host) else { return };
+        let (origin, mut new) = (holder.origin, Vec::new());
+        for piece in self.pieces.inside(pages) {
+            if !holder.has(piece) {
+                holder.pieces.set(piece, !origin);
+                new.push(piece);
+            }
+        }
+        if !origin {
+            new.into_iter().for_each(|piece| self.copies_of(piece, true));
+        }
+    }
+
+    /// It lives: if it was given up, it is asked again.
+    pub fn heard_of(&mut self, host: HostId) {
+        let max = self.config.failures_max;
+        let lost = self.hosts.get(&host).is_some_and(|holder| holder.failures >= max);
+        if let Some(holder) = self.hosts.get_mut(&host) {
+            holder.failures = 0;
+            holder.avoid_until = Duration::ZERO;
+        }
+        if lost {
+            self.count_copies(host, true);
+        }
+    }
+
+    /// Whom to ask for all of `pages`, which should lie in one piece or few: the holder that is expected to answer first; of
+    /// equals the nearest. If it says [`Choice::Ask`], one of [`Holders::answered`] and [`Holders::failed`] must follow, or time
+    /// until [`Holders::expired`] names it.
+    pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Choice {
+        self.choose_among(pages, demand, now, |_| true)
+    }
+
+    /// The same among peers or among origins only.
+    pub(super) fn choose_ahead(&mut self, pages: PageRange, origin: bool, now: Duration) -> Choice {
+        self.choose_among(pages, false, now, |holder| holder.origin == origin)
+    }
+
+    /// A host answered with these pages. Of an answer that comes too late: that it lives after all.
+    pub fn answered(&mut self, host: HostId, pages: PageRange, now: Duration) {
+        let flights = self.take(host, pages);
+        self.heard_of(host);
+        self.insist.remove(pages);
+        let Some(holder) = self.hosts.get_mut(&host) else { return };
+        // Who was named by an origin may have had to wait for the pages itself.
+        for (_, flight) in flights.iter().filter(|(_, flight)| !flight.redirected) {
+            holder.times.sample(now.saturating_sub(flight.asked_at));
+        }
+    }
+
+    /// An origin answered that another host has these pages, or is about to ([`Spread`](super::Spread)): whom to ask now, and whether to
+    /// insist: the origin again, if that host is none to ask. `None`: nothing of it is under way any more, so that nobody need be asked.
+    pub fn redirected(
+        &mut self,
+        origin: HostId,
+        pages: PageRange,
+        to: HostId,
+        now: Duration,
+    ) -> Option<(HostId, bool)> {
+        let flights = self.take(origin, pages);
+        let (_, flight) = *flights.first()?;
+        self.heard_of(origin);
+        let config = self.config;
+        let vain = self.hosts.get(&to).is_some_and(|holder| {
+            holder.failures >= config.failures_max
+                || holder.avoid_until > now
+                || holder.in_flight >= config.in_flight_max
+        });
+        let host = if vain { origin } else { to };
+        for (run, _) in &flights {
+            self.set_out(*run, host, flight.demand, !vain, now);
+        }
+        if vain {
+            self.insist.insert(pages);
+        }
+        Some((host, vain))
+    }
+
+    /// Whether to insist when these pages are asked for: an origin sent us elsewhere before, in vain.
+    pub fn insists(&self, pages: PageRange) -> bool {
+        self.insist.count(pages) > 0
+    }
+
+    /// A host did not answer with these pages. They are not under way any more.
+    pub fn failed(&mut self, host: HostId, pages: PageRange, why: Failure, now: Duration) {
+        let flights = self.take(host, pages);
+        for (run, flight) in &flights {
+            self.lost_trail(*run, *flight);
+        }
+        match why {
+            Failure::Broken => self.fault(host, now),
+            Failure::Busy => {
+                let Some(holder) = self.hosts.get_mut(&host) else { return };
+                let until = now.saturating_add(self.config.avoid_min);
+                holder.avoid_ahead_until = until;
+                // Demand may still find room where the rest did not.
+                if flights.iter().any(|(_, flight)| flight.demand) {
+                    holder.avoid_until = until;
+                }
+            }
+            Failure::Lacks => {
+                for piece in self.pieces.touching(pages) {
+                    let Some(holder) = self.hosts.get_mut(&host) else { return };
+                    let counted = !holder.origin && holder.failures < self.config.failures_max;
+                    let had = holder.has(piece);
+                    holder.pieces.set(piece, holder.origin);
+                    if counted && had {
+                        self.copies_of(piece, false);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What was not answered in time, with the host that was asked: it counts as failed, and can be asked for elsewhere.
+    pub fn expired(&mut self, now: Duration) -> Vec<(HostId, PageRange)> {
+        if now < self.deadline {
+            return Vec::new();
+        }
+        let late: Vec<_> =
+            self.flights.iter().filter(|(_, flight)| flight.deadline <= now).collect();
+        for (run, flight) in &late {
+            self.take(flight.host, *run);
+            self.lost_trail(*run, *flight);
+        }
+        let mut hosts: Vec<_> = late.iter().map(|(_, flight)| flight.host).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        for host in hosts {
+            self.fault(host, now); // one failure, however much it had to do
+        }
+        self.deadline =
+            self.flights.iter().map(|(_, flight)| flight.deadline).min().unwrap_or(Duration::MAX);
+        late.into_iter().map(|(run, flight)| (flight.host, run)).collect()
+    }
+
+    /// When something expires, unless it is answered before.
+    pub fn wake_at(&self) -> Option<Duration> {
+        (!self.flights.is_empty()).then_some(self.deadline)
+    }
+
+    /// Whether any of these pages is under way.
+    pub fn is_under_way(&self, pages: PageRange) -> bool {
+        self.flights.within(pages).next().is_some()
+    }
+
+    /// How many requests are under way.
+    pub fn under_way(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// How many of them nobody waited for when they set out.
+    pub fn ahead_under_way(&self) -> usize {
+        self.flights.iter().filter(|(_, flight)| !flight.demand).count()
+    }
+
+    /// How many pages a piece has.
+    pub fn piece_pages(&self) -> u64 {
+        self.pieces.piece_pages
+    }
+
+    /// Whether a peer that is worth asking has the piece at `pages`.
+    pub(super) fn at_peers(&self, piece: u64) -> bool {
+        usize::try_from(piece)
+            .ok()
+            .and_then(|at| self.copies.get(at))
+            .is_some_and(|copies| *copies > 0)
+    }
+
+    fn choose_among(
+        &mut self,
+        pages: PageRange,
+        demand: bool,
+        now: Duration,
+        among: impl Fn(&Holder) -> bool,
+    ) -> Choice {
+        if self.is_under_way(pages) {
+            return Choice::UnderWay;
+        }
+        let config = self.config;
+        let wanted = self.pieces.touching(pages);
+        let mut best: Option<((u32, u32, u64), HostId)> = None;
+        let mut later: Option<Duration> = None;
+        for (host, holder) in &self.hosts {
+            let lost = holder.failures >= config.failures_max;
+            if lost
+                || !among(holder)
+                || wanted.is_empty()
+                || !wanted.clone().all(|piece| holder.has(piece))
+            {
+                continue;
+            }
+            let ahead_max = match holder.origin {
+                true => config.origin_ahead_in_flight_max,
+                false => config.ahead_in_flight_max,
+            };
+            let full = holder.in_flight >= config.in_flight_max
+                || !demand && holder.ahead_in_flight >= ahead_max;
+            let avoid_until = match demand {
+                true => holder.avoid_until,
+                false => holder.avoid_until.max(holder.avoid_ahead_until),
+            };
+            if full || avoid_until > now {
+                // Of one that has too much to do, something ends at its deadline at the latest.
+                let at = if full { self.deadline } else { avoid_until };
+                later = Some(later.map_or(at, |later| later.min(at)));
+                continue;
+            }
+            // What we have under way there is answered one after the other.
+            let ahead_of_it = u32::try_from(holder.in_flight + 1).unwrap_or(u32::MAX);
+            let expected = holder.times.mean(config.answer_start).saturating_mul(ahead_of_it);
+            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not.
+            let magnitude = expected.as_micros().max(1).ilog2();
+            let lot = mixed(mixed(host.0 ^ config.salt) ^ wanted.start);
+            let key = (magnitude, holder.distance, lot);
+            if best.is_none_or(|(best, _)| key < best) {
+                best = Some((key, *host));
+            }
+        }
+        let Some((_, host)) = best else {
+            return later.map_or(Choice::Nobody, Choice::Later);
+        };
+        self.set_out(pages, host, demand, false, now);
+        Choice::Ask(host)
+    }
+
+    /// `pages` are asked for from now on.
+    fn set_out(
+        &mut self,
+        pages: PageRange,
+        host: HostId,
+        demand: bool,
+        redirected: bool,
+        now: Duration,
+    ) {
+        let config = self.config;
+        let mut bound = config.deadline_min;
+        if let Some(holder) = self.hosts.get_mut(&host) {
+            holder.in_flight += 1;
+            holder.ahead_in_flight += usize::from(!demand);
+            bound = holder.times.bound(config.answer_start).saturating_mul(4);
+        }
+        let deadline = now.saturating_add(bound.clamp(config.deadline_min, config.deadline_max));
+        self.flights.insert(pages, Flight { host, demand, redirected, asked_at: now, deadline });
+        self.deadline = self.deadline.min(deadline);
+    }
+
+    /// These will not come.
+    fn lost_trail(&mut self, pages: PageRange, flight: Flight) {
+        if flight.redirected {
+            self.insist.insert(pages);
+        }
+    }
+
+    /// Takes out what is under way from `host` in `pages`.
+    fn take(&mut self, host: HostId, pages: PageRange) -> Vec<(PageRange, Flight)> {
+        let its: Vec<_> =
+            self.flights.within(pages).filter(|(_, flight)| flight.host == host).collect();
+        let mut taken = Vec::new();
+        for (run, flight) in its {
+            let before = self.flights.len();
+            taken.extend(self.flights.remove(run));
+            // One less, or as many if a part is left, or one more if it was the middle.
+            let Some(holder) = self.hosts.get_mut(&host) else { continue };
+            let count = |count: usize| (count + self.flights.len()).saturating_sub(before);
+            holder.in_flight = count(holder.in_flight);
+            if !flight.demand {
+                holder.ahead_in_flight = count(holder.ahead_in_flight);
+            }
+        }
+        taken
+    }
+
+    fn fault(&mut self, host: HostId, now: Duration) {
+        let config = self.config;
+        let Some(holder) = self.hosts.get_mut(&host) else { return };
+        let before = holder.failures;
+        holder.failures = before.saturating_add(1).min(config.failures_max);
+        let pause = config.avoid_min.saturating_mul(1 << before.min(DOUBLINGS_MAX));
+        holder.avoid_until = now.saturating_add(pause.min(config.avoid_max));
+        if before < config.failures_max && holder.failures >= config.failures_max {
+            self.count_copies(host, false);
+        }
+    }
+
+    /// A peer counts from now on, or does not any more.
+    fn count_copies(&mut self, host: HostId, counts: bool) {
+        let Some(holder) = self.hosts.get(&host) else { return };
+        if holder.origin {
+            return;
+        }
+        let pieces: Vec<_> = (0..self.pieces.count()).filter(|piece| holder.has(*piece)).collect();
+        for piece in pieces {
+            self.copies_of(piece, counts);
+        }
+    }
+
+    fn copies_of(&mut self, piece: u64, more: bool) {
+        let copies = usize::try_from(piece).ok().and_then(|at| self.copies.get_mut(at));
+        if let Some(copies) = copies {
+            *copies = if more { copies.saturating_add(1) } else { copies.saturating_sub(1) };
+        }
+    }
+}
+
+/// The finalizer of SplitMix64: every bit of the result depends on every bit of `x`.
+pub(super) fn mixed(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}

@@ -1,0 +1,103 @@
+//! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a swarm, in which hosts
+//! tell each other what they hold (vmTorrent, CoNEXT 2012).
+//!
+//! ```text
+//!   announced, joined, left ──► Holders ◄── answered, failed, expired
+//!                                │   ▲
+//!        demand: choose ◄────────┘   └────── Ahead::next: what nobody waits for
+//!
+//!   came into the cache ──► Announcements::take ──► all other hosts' Holders::announced
+//! ```
+//!
+//! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone this is unicast. Hosts are told apart by
+//! pieces, aligned windows of pages; who lacks a page of a piece does not count as its holder.
+//!
+//! Demand goes to the best holder: the one that is expected to answer first, by what it has to do for us and how long it took lately.
+//! What nobody waits for is picked at random from the most urgent pieces that a peer has, so that hosts come to hold different
+//! pieces and can trade. The origin serves last: what no peer has. There vmTorrent leaves it to chance whether two hosts take the same piece
+//! from the origin. Here each host first fetches a *share* of its own ahead ([`Ahead::set_share`]), and an origin that is asked for what
+//! another host has just got sends the asker there ([`Spread`]): so most pieces leave the origin once.
+
+mod ahead;
+mod announcements;
+mod holders;
+mod spread;
+
+#[cfg(test)]
+mod tests;
+
+use vmfork_image::{BLOCK_PAGES, PageRange};
+
+pub use self::ahead::{Ahead, AheadConfig};
+pub use self::announcements::{Announcements, AnnouncementsConfig};
+pub use self::holders::{Choice, Failure, Holders, HoldersConfig};
+pub use self::spread::{Serve, Spread, SpreadConfig};
+
+/// An image cut into pieces: aligned windows of a power of two of pages. The last may be short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Pieces {
+    image: PageRange,
+    piece_pages: u64,
+}
+
+impl Pieces {
+    /// Sizes that make no sense are put right: the next power of two, at most a block.
+    fn new(pages: u64, piece_pages: u64) -> Self {
+        let image = PageRange::first(pages.min(vmfork_image::PAGES_MAX));
+        Self { image, piece_pages: piece_pages.clamp(1, BLOCK_PAGES).next_power_of_two() }
+    }
+
+    fn count(self) -> u64 {
+        self.image.len().div_ceil(self.piece_pages)
+    }
+
+    /// Those with a page in `range`.
+    fn touching(self, range: PageRange) -> std::ops::Range<u64> {
+        let range = range.intersect(&self.image);
+        match range.is_empty() {
+            true => 0..0,
+            false => range.start().0 / self.piece_pages..range.end().0.div_ceil(self.piece_pages),
+        }
+    }
+
+    /// Those with all their pages in `range`.
+    fn inside(self, range: PageRange) -> std::ops::Range<u64> {
+        let range = range.intersect(&self.image);
+        let start = range.start().0.div_ceil(self.piece_pages);
+        let whole_image = range.end() == self.image.end();
+        let end = if whole_image { self.count() } else { range.end().0 / self.piece_pages };
+        start..end.max(start)
+    }
+
+    fn pages(self, piece: u64) -> PageRange {
+        let start = piece.saturating_mul(self.piece_pages);
+        self.image.from_page(vmfork_image::PageIdx(start)).truncate(self.piece_pages)
+    }
+}
+
+/// One flag per piece.
+#[derive(Debug, Clone, Default)]
+struct Flags {
+    words: Vec<u64>,
+}
+
+impl Flags {
+    fn new(count: u64) -> Self {
+        Self { words: vec![0; usize::try_from(count.div_ceil(64)).unwrap_or(0)] }
+    }
+
+    fn get(&self, piece: u64) -> bool {
+        let word = usize::try_from(piece / 64).ok().and_then(|at| self.words.get(at));
+        word.is_some_and(|word| word >> (piece % 64) & 1 == 1)
+    }
+
+    /// Returns what it was.
+    fn set(&mut self, piece: u64, value: bool) -> bool {
+        let word = usize::try_from(piece / 64).ok().and_then(|at| self.words.get_mut(at));
+        let Some(word) = word else { return value };
+        let bit = 1 << (piece % 64);
+        let before = *word & bit != 0;
+        *word = if value { *word | bit } else { *word & !bit };
+        before
+    }
+}

@@ -1,0 +1,451 @@
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use proptest::prelude::*;
+use vmfork_image::{PageIdx, PageRange};
+
+use super::*;
+use crate::Presence;
+use crate::transfer::HostId;
+
+const ORIGIN: HostId = HostId(100);
+const NEAR: HostId = HostId(1);
+const FAR: HostId = HostId(2);
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+fn range(start: u64, len: u64) -> PageRange {
+    PageRange::new(PageIdx(start), len).expect("small")
+}
+
+fn piece(at: u64) -> PageRange {
+    range(at * 16, 16)
+}
+
+/// An origin and two peers, which hold the first half.
+fn three(config: HoldersConfig) -> Holders {
+    let mut holders = Holders::new(1024, config);
+    assert!(
+        holders.joined(ORIGIN, true, 5)
+            && holders.joined(NEAR, false, 1)
+            && holders.joined(FAR, false, 9)
+    );
+    holders.announced(NEAR, range(0, 512));
+    holders.announced(FAR, range(0, 512));
+    holders
+}
+
+#[test]
+fn demand_goes_to_who_will_answer_first_and_of_equals_to_the_nearest() {
+    let mut holders = three(HoldersConfig::default());
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Ask(NEAR));
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::UnderWay);
+    assert_eq!(holders.choose(range(8, 1), true, ms(0)), Choice::UnderWay);
+    assert_eq!(
+        holders.choose(piece(1), true, ms(0)),
+        Choice::Ask(ORIGIN),
+        "NEAR has something to do"
+    );
+    assert_eq!(holders.choose(piece(2), true, ms(0)), Choice::Ask(FAR));
+    assert_eq!(holders.choose(piece(40), true, ms(0)), Choice::Ask(ORIGIN), "nobody else has it");
+    for (host, at, took) in [(NEAR, 0, 9), (ORIGIN, 1, 9), (ORIGIN, 40, 9), (FAR, 2, 1)] {
+        holders.answered(host, piece(at), ms(took));
+    }
+    assert_eq!(holders.under_way(), 0);
+    for at in 3..6 {
+        assert_eq!(holders.choose(piece(at), true, ms(10)), Choice::Ask(FAR), "FAR is quick");
+    }
+}
+
+#[test]
+fn who_fails_is_left_alone_for_a_while_and_then_for_longer() {
+    let mut holders = three(HoldersConfig::default());
+    holders.left(FAR);
+    holders.left(ORIGIN);
+    let mut now = ms(0);
+    for pause in [50, 100, 200, 400, 800] {
+        assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR));
+        assert_eq!(holders.choose(piece(63), true, now), Choice::Nobody);
+        holders.failed(NEAR, piece(0), Failure::Broken, now);
+        assert_eq!(holders.choose(piece(0), true, now), Choice::Later(now + ms(pause)));
+        now += ms(pause);
+    }
+    assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR));
+    holders.failed(NEAR, piece(0), Failure::Broken, now);
+    assert_eq!(holders.choose(piece(0), true, now + ms(1_000_000)), Choice::Nobody, "given up");
+    assert!(!holders.at_peers(0));
+    holders.announced(NEAR, piece(63));
+    assert!(holders.at_peers(0) && holders.at_peers(63));
+    assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR), "heard of again");
+}
+
+#[test]
+fn an_answer_that_does_not_come_is_asked_for_elsewhere() {
+    let mut holders = three(HoldersConfig::default());
+    holders.left(ORIGIN);
+    for at in 0..3 {
+        assert!(matches!(holders.choose(piece(at), true, ms(at)), Choice::Ask(_)));
+    }
+    assert_eq!(holders.wake_at(), Some(ms(500)));
+    assert_eq!(holders.expired(ms(499)), []);
+    assert_eq!(holders.expired(ms(500)), [(NEAR, piece(0))]);
+    assert_eq!(holders.choose(piece(0), true, ms(500)), Choice::Ask(FAR));
+    holders.answered(NEAR, piece(0), ms(501)); // after all: that it lives is all it says
+    assert_eq!(holders.choose(piece(0), true, ms(501)), Choice::UnderWay);
+    assert_eq!(holders.choose(piece(5), true, ms(501)), Choice::Ask(NEAR));
+    assert_eq!(holders.left(NEAR), [piece(2), piece(5)]);
+    assert_eq!(holders.choose(piece(2), true, ms(501)), Choice::Ask(FAR));
+}
+
+#[test]
+fn busy_and_lacking_hosts_are_not_at_fault() {
+    let mut holders = three(HoldersConfig::default());
+    holders.left(FAR);
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Ask(NEAR));
+    holders.failed(NEAR, piece(0), Failure::Lacks, ms(0));
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Ask(ORIGIN));
+    holders.failed(ORIGIN, piece(0), Failure::Lacks, ms(0));
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Nobody);
+    assert_eq!(holders.choose(piece(1), true, ms(0)), Choice::Ask(NEAR));
+    holders.failed(NEAR, piece(1), Failure::Busy, ms(0));
+    assert_eq!(holders.choose(piece(1), true, ms(0)), Choice::Ask(ORIGIN));
+    holders.announced(ORIGIN, piece(0));
+    assert_eq!(holders.choose(piece(0), true, ms(50)), Choice::Ask(ORIGIN), "it has it by now");
+}
+
+#[test]
+fn as_much_is_under_way_as_allowed() {
+    let config = HoldersConfig {
+        in_flight_max: 3,
+        ahead_in_flight_max: 2,
+        origin_ahead_in_flight_max: 1,
+        ..HoldersConfig::default()
+    };
+    let mut holders = three(config);
+    holders.left(FAR);
+    let ahead =
+        (0..9).filter(|at| matches!(holders.choose(piece(*at), false, ms(0)), Choice::Ask(_)));
+    assert_eq!(ahead.count(), 3, "two at NEAR, one at the origin");
+    assert_eq!(holders.ahead_under_way(), 3);
+    let demand =
+        (10..20).filter(|at| matches!(holders.choose(piece(*at), true, ms(0)), Choice::Ask(_)));
+    assert_eq!(demand.count(), 3, "demand has room left");
+    assert_eq!(holders.choose(piece(30), true, ms(0)), Choice::Later(ms(500)));
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Join { host: u64, origin: bool },
+    Leave { host: u64 },
+    Announce { host: u64, start: u64, len: u64 },
+    Choose { start: u64, len: u64, demand: bool },
+    Answer { which: prop::sample::Index, part: bool },
+    Fail { which: prop::sample::Index, how: u8 },
+    Pass { ms: u64 },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let host = 0..5u64;
+    let step = prop_oneof![
+        2 => (host.clone(), any::<bool>()).prop_map(|(host, origin)| Step::Join { host, origin }),
+        1 => host.clone().prop_map(|host| Step::Leave { host }),
+        4 => (host, 0..100u64, 1..80u64).prop_map(|(host, start, len)| Step::Announce { host, start, len }),
+        8 => (0..100u64, 1..20u64, any::<bool>()).prop_map(|(start, len, demand)| Step::Choose { start, len, demand }),
+        4 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(which, part)| Step::Answer { which, part }),
+        3 => (any::<prop::sample::Index>(), 0..3u8).prop_map(|(which, how)| Step::Fail { which, how }),
+        3 => (1..700u64).prop_map(|ms| Step::Pass { ms }),
+    ];
+    prop::collection::vec(step, 1..150)
+}
+
+/// Pages of an image of 100 pages with pieces of 8; the last has four.
+const PAGES: u64 = 100;
+
+#[derive(Default)]
+struct Model {
+    /// What each host has, in pieces, and whether it is an origin.
+    hosts: BTreeMap<u64, (bool, BTreeSet<u64>)>,
+    under_way: Vec<(u64, PageRange)>,
+}
+
+impl Model {
+    fn has(&self, host: u64, pages: PageRange) -> bool {
+        let Some((origin, pieces)) = self.hosts.get(&host) else { return false };
+        pages.pages().all(|page| pieces.contains(&(page.0 / 8)) != *origin)
+    }
+}
+
+proptest! {
+    #[test]
+    fn who_is_asked_has_it_and_nothing_is_asked_for_twice(steps in steps()) {
+        let config = HoldersConfig { piece_pages: 8, in_flight_max: 3, failures_max: 3, ..HoldersConfig::default() };
+        let mut holders = Holders::new(PAGES, config);
+        let mut model = Model::default();
+        let mut now = ms(0);
+        for step in steps {
+            match step {
+                Step::Join { host, origin } => {
+                    prop_assert!(holders.joined(HostId(host), origin, 0));
+                    model.hosts.entry(host).or_insert((origin, BTreeSet::new()));
+                }
+                Step::Leave { host } => {
+                    let lost = holders.left(HostId(host));
+                    let mut its: Vec<_> = model.under_way.iter().filter(|(of, _)| *of == host).map(|(_, run)| *run).collect();
+                    its.sort_by_key(PageRange::start);
+                    prop_assert_eq!(lost, its);
+                    model.under_way.retain(|(of, _)| *of != host);
+                    model.hosts.remove(&host);
+                }
+                Step::Announce { host, start, len } => {
+                    let pages = range(start, len).intersect(&PageRange::first(PAGES));
+                    holders.announced(HostId(host), pages);
+                    if let Some((origin, pieces)) = model.hosts.get_mut(&host) {
+                        for piece in 0..13u64 {
+                            let whole = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
+                            if pages.covers(&whole) {
+                                if *origin { pieces.remove(&piece); } else { pieces.insert(piece); }
+                            }
+                        }
+                    }
+                }
+                Step::Choose { start, len, demand } => {
+                    let pages = range(start, len).intersect(&PageRange::first(PAGES));
+                    let overlaps = model.under_way.iter().any(|(_, run)| !run.intersect(&pages).is_empty());
+                    match holders.choose(pages, demand, now) {
+                        Choice::Ask(host) => {
+                            prop_assert!(!overlaps && model.has(host.0, pages));
+                            model.under_way.push((host.0, pages));
+                        }
+                        Choice::UnderWay => prop_assert!(overlaps),
+                        Choice::Later(_) => prop_assert!(model.hosts.keys().any(|host| model.has(*host, pages))),
+                        Choice::Nobody => prop_assert!(!overlaps),
+                    }
+                }
+                Step::Answer { which, part } => {
+                    if model.under_way.is_empty() { continue }
+                    let at = which.index(model.under_way.len());
+                    let (host, pages) = model.under_way[at];
+                    let piece = if part { pages.truncate(pages.len().div_ceil(2)) } else { pages };
+                    holders.answered(HostId(host), piece, now);
+                    model.under_way.remove(at);
+                    let rest = pages.from_page(piece.end());
+                    if !rest.is_empty() { model.under_way.push((host, rest)); }
+                }
+                Step::Fail { which, how } => {
+                    if model.under_way.is_empty() { continue }
+                    let (host, pages) = model.under_way.remove(which.index(model.under_way.len()));
+                    let why = [Failure::Busy, Failure::Lacks, Failure::Broken][usize::from(how)];
+                    holders.failed(HostId(host), pages, why, now);
+                    if why == Failure::Lacks && let Some((origin, pieces)) = model.hosts.get_mut(&host) {
+                        for page in pages.pages() {
+                            if *origin { pieces.insert(page.0 / 8); } else { pieces.remove(&(page.0 / 8)); }
+                        }
+                    }
+                }
+                Step::Pass { ms: passed } => {
+                    now += ms(passed);
+                    for (host, pages) in holders.expired(now) {
+                        let at = model.under_way.iter().position(|known| *known == (host.0, pages));
+                        prop_assert!(at.is_some(), "{} at {} was not under way", pages, host);
+                        model.under_way.remove(at.expect("just seen"));
+                    }
+                }
+            }
+            prop_assert_eq!(holders.under_way(), model.under_way.len());
+            let under_way = |host: &u64| model.under_way.iter().filter(|(of, _)| of == host).count();
+            prop_assert!(model.hosts.keys().all(|host| under_way(host) <= 3), "more than allowed");
+            for piece in 0..13 {
+                let pages = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
+                let held = model.hosts.iter().any(|(host, (origin, _))| !origin && model.has(*host, pages));
+                prop_assert!(held || !holders.at_peers(piece), "piece {} is at no peer", piece);
+            }
+        }
+        // After all hosts have given signs of life, it is known exactly who has what.
+        for host in model.hosts.keys() {
+            holders.heard_of(HostId(*host));
+        }
+        for piece in 0..13 {
+            let pages = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
+            let held = model.hosts.iter().any(|(host, (origin, _))| !origin && model.has(*host, pages));
+            prop_assert_eq!(holders.at_peers(piece), held);
+        }
+    }
+
+    #[test]
+    fn pieces_are_announced_once_when_they_are_whole(
+        came in prop::collection::vec((0..100u64, 1..30u64), 1..40),
+    ) {
+        let config = AnnouncementsConfig { piece_pages: 8, ..AnnouncementsConfig::default() };
+        let mut announcements = Announcements::new(PAGES, config);
+        let (mut have, mut told) = (BTreeSet::new(), BTreeSet::new());
+        for (step, (start, len)) in (0..).zip(came) {
+            let now = ms(step * 7);
+            announcements.came(range(start, len), now);
+            have.extend(start..(start + len).min(PAGES));
+            for page in announcements.take(now).into_iter().flatten().flat_map(|run| run.pages()) {
+                prop_assert!(told.insert(page.0), "{} is announced twice", page);
+            }
+            prop_assert!(announcements.wake_at().is_none_or(|at| at > now && at <= now + ms(20)));
+        }
+        for page in announcements.take(ms(100_000)).into_iter().flatten().flat_map(|run| run.pages()) {
+            prop_assert!(told.insert(page.0), "{} is announced twice", page);
+        }
+        let whole = |page: &u64| (page / 8 * 8..(page / 8 * 8 + 8).min(PAGES)).all(|page| have.contains(&page));
+        let expected: BTreeSet<_> = (0..PAGES).filter(whole).collect();
+        prop_assert_eq!(&told, &expected);
+        let all: BTreeSet<_> = announcements.all().iter().flat_map(PageRange::pages).map(|page| page.0).collect();
+        prop_assert_eq!(all, expected);
+    }
+
+    #[test]
+    fn a_swarm_brings_all_to_all_and_each_piece_leaves_the_origin_once(
+        seed: u64, hosts in 1..7u64, pieces in 1..80u64, urgent in 1..40usize,
+    ) {
+        let mut swarm = Swarm::new(seed, hosts, pieces, urgent);
+        for host in 0..hosts {
+            swarm.asking[usize::try_from(host).expect("few")].ahead.set_share(host, hosts);
+        }
+        swarm.run(10_000);
+        prop_assert!(swarm.asking.iter().all(|asking| asking.present.borrow().iter().all(|present| *present)));
+        prop_assert_eq!(swarm.from_origin, pieces, "each once");
+    }
+
+    #[test]
+    fn shares_of_hosts_that_are_not_there_are_fetched_all_the_same(
+        seed: u64, hosts in 1..4u64, absent in 1..4u64, pieces in 1..60u64,
+    ) {
+        let mut swarm = Swarm::new(seed, hosts, pieces, 300);
+        for host in 0..hosts {
+            swarm.asking[usize::try_from(host).expect("few")].ahead.set_share(host, hosts + absent);
+        }
+        swarm.run(10_000);
+        prop_assert!(swarm.asking.iter().all(|asking| asking.present.borrow().iter().all(|present| *present)));
+        prop_assert!(swarm.asking.iter().all(|asking| asking.ahead.is_done()));
+    }
+}
+
+/// Hosts that fetch an image from an origin and from each other; each answer takes a millisecond.
+struct Swarm {
+    random: u64,
+    asking: Vec<Asking>,
+    from_origin: u64,
+}
+
+struct Asking {
+    ahead: Ahead,
+    holders: Holders,
+    announcements: Announcements,
+    present: RefCell<Vec<bool>>,
+}
+
+impl Swarm {
+    fn new(seed: u64, hosts: u64, pieces: u64, urgent: usize) -> Self {
+        let pages = pieces * 16 - 3;
+        let asking = (0..hosts).map(|host| {
+            let mut holders = Holders::new(pages, HoldersConfig::default());
+            holders.joined(ORIGIN, true, 0);
+            for other in (0..hosts).filter(|other| *other != host) {
+                holders.joined(HostId(other), false, 0);
+            }
+            let config = AheadConfig { urgent, ..AheadConfig::default() };
+            let ahead = Ahead::new(pages, 16, &[range(0, pages)], config);
+            let announcements = Announcements::new(pages, AnnouncementsConfig::default());
+            let present = RefCell::new(vec![false; usize::try_from(pages).expect("small")]);
+            Asking { ahead, holders, announcements, present }
+        });
+        Self { random: seed, asking: asking.collect(), from_origin: 0 }
+    }
+
+    fn run(&mut self, ms_max: u64) {
+        let mut answers: Vec<(usize, HostId, PageRange)> = Vec::new();
+        for at in 0..ms_max {
+            let now = ms(at);
+            for (to, from, pages) in std::mem::take(&mut answers) {
+                if from == ORIGIN {
+                    self.from_origin += 1;
+                } else {
+                    let its = self.asking[usize::try_from(from.0).expect("few")].present.borrow();
+                    assert!(
+                        pages.pages().all(|page| its[usize::try_from(page.0).expect("small")]),
+                        "it lacks {pages}"
+                    );
+                }
+                let asking = &mut self.asking[to];
+                asking.holders.answered(from, pages, now);
+                for page in pages.pages() {
+                    let cell =
+                        &mut asking.present.borrow_mut()[usize::try_from(page.0).expect("small")];
+                    assert!(!std::mem::replace(cell, true), "{page} came twice");
+                }
+                asking.announcements.came(pages, now);
+            }
+            for from in 0..self.asking.len() {
+                for run in self.asking[from].announcements.take(now).into_iter().flatten() {
+                    for to in (0..self.asking.len()).filter(|to| *to != from) {
+                        self.asking[to].holders.announced(HostId(from as u64), run);
+                    }
+                }
+            }
+            for (to, asking) in self.asking.iter_mut().enumerate() {
+                let mut random = |below: u64| {
+                    self.random = super::holders::mixed(self.random.wrapping_add(1));
+                    self.random % below
+                };
+                let Asking { ahead, holders, present, .. } = asking;
+                assert!(holders.expired(now).is_empty());
+                while let Some((from, pages)) = ahead.next(holders, &*present, &mut random, now) {
+                    assert_eq!(present.next_absent(pages), Some(pages));
+                    answers.push((to, from, pages));
+                }
+            }
+            if answers.is_empty() && self.asking.iter().all(|asking| asking.ahead.is_done()) {
+                return;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
+    let mut spread = Spread::new(100, SpreadConfig::default());
+    let host = HostId;
+    let asked: Vec<_> = (1..=7).map(|from| spread.ask(host(from), piece(1), false)).collect();
+    let at = |parent| Serve::At(host(parent));
+    assert_eq!(asked, [Serve::Here, at(1), at(1), at(2), at(2), at(3), at(3)]);
+    assert_eq!(spread.ask(host(9), range(8, 16), false), Serve::Here, "two pieces");
+    assert_eq!(spread.ask(host(5), piece(1), true), Serve::Here);
+    assert_eq!(spread.ask(host(6), piece(1), false), Serve::Here, "has forgotten that it asked");
+    spread.left(host(4));
+    assert_eq!(spread.ask(host(8), piece(1), false), at(5));
+    assert_eq!(spread.ask(host(8), piece(2), false), Serve::Here, "another piece, another tree");
+}
+
+#[test]
+fn who_is_sent_elsewhere_asks_there_and_insists_if_that_was_in_vain() {
+    let mut holders = three(HoldersConfig::default());
+    assert_eq!(holders.choose(piece(40), true, ms(0)), Choice::Ask(ORIGIN));
+    assert_eq!(holders.redirected(ORIGIN, piece(40), HostId(77), ms(1)), Some((HostId(77), false)));
+    assert_eq!(holders.choose(piece(40), true, ms(1)), Choice::UnderWay);
+    assert_eq!(holders.redirected(ORIGIN, piece(40), FAR, ms(1)), None, "a copy");
+    holders.failed(HostId(77), piece(40), Failure::Lacks, ms(2));
+    assert_eq!(holders.choose(piece(40), true, ms(2)), Choice::Ask(ORIGIN));
+    assert!(holders.insists(piece(40)) && !holders.insists(piece(41)));
+    holders.answered(ORIGIN, piece(40), ms(3));
+    assert!(!holders.insists(piece(40)));
+
+    assert_eq!(holders.choose(piece(50), true, ms(3)), Choice::Ask(ORIGIN));
+    assert_eq!(holders.redirected(ORIGIN, piece(50), NEAR, ms(3)), Some((NEAR, false)));
+    assert_eq!(holders.expired(ms(503)), [(NEAR, piece(50))]);
+    assert_eq!(holders.choose(piece(50), true, ms(503)), Choice::Ask(ORIGIN));
+    assert!(holders.insists(piece(50)));
+    assert_eq!(
+        holders.redirected(ORIGIN, piece(50), NEAR, ms(504)),
+        Some((ORIGIN, true)),
+        "NEAR has just failed"
+    );
+    holders.answered(ORIGIN, piece(50), ms(505));
+    assert_eq!(holders.under_way(), 0);
+}

@@ -1,0 +1,42 @@
+//! Page transfer between hosts under virtual time: the state machines that the daemon runs, on up to a thousand hosts that there
+//! are not.
+//!
+//! ```text
+//!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Holders, Ahead (vmfork-policy)
+//!      ▲           │        ▲                 │ requests, pages, announcements
+//!   Trace          │        └── Network: links, loss, deaths, partitions ◄──┘
+//!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the fluid model
+//! ```
+//!
+//! One host, number 0, has the image: the parent's. Each other one runs a clone, which follows a [`Trace`] and waits where
+//! it touches a page that has not come. Everything follows from the [`Scenario`] and its seed: the same twice gives
+//! the same [`Report`].
+//!
+//! On every run is checked: a page comes to a host once, but for retransmissions, which are counted (promise 4); each wait ends,
+//! with the page or with a clone that is stopped since nobody has it who can be reached (promise 5); what is sent is
+//! there; requests in lockstep are served once.
+//!
+//! Left out: what hosts compute for each other's sake (encryption, copying), switches that are themselves a bottleneck, more than
+//! one clone of an image on a host (its cache makes them one).
+
+#![deny(unsafe_code)]
+
+mod cache;
+mod events;
+mod host;
+mod ledger;
+mod model;
+mod network;
+mod random;
+mod report;
+mod scenario;
+mod table;
+mod trace;
+mod world;
+
+pub use model::{Fluid, Need};
+pub use report::{Outcome, Report};
+pub use scenario::{Death, Link, Mode, Partition, Scenario, ScenarioError, Slow};
+pub use table::{Row, table};
+pub use trace::{Step, Trace, TraceError};
+pub use world::simulate;

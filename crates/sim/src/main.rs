@@ -1,0 +1,156 @@
+//! `vmfork-sim`: simulates page transfer and prints tables.
+
+#![deny(unsafe_code)]
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use vmfork_sim::{Link, Mode, Row, Scenario, Trace, table};
+
+/// Simulates how the pages of a VM that was forked come to many hosts.
+#[derive(Debug, Parser)]
+#[command(name = "vmfork-sim")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Completion time and bytes per host against the number of hosts, beside a fluid model.
+    Table(Table),
+}
+
+#[derive(Debug, Args)]
+struct Table {
+    /// Numbers of hosts with a clone, beside the parent's.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64,128")]
+    hosts: Vec<usize>,
+    /// How pages travel: unicast, multicast, swarm.
+    #[arg(long, value_delimiter = ',', default_value = "unicast,multicast,swarm")]
+    mode: Vec<Mode>,
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// `database`: each clone reads the whole image in order; `clone`: a tenth of it, in a few zones; else a file with
+    /// lines `micros page r|w`.
+    #[arg(long, default_value = "database")]
+    trace: String,
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    image: u64,
+    /// What a clone computes in all, of `database` and `clone`.
+    #[arg(long, value_name = "MS", default_value_t = 1000)]
+    compute: u64,
+    /// Fetch nothing ahead.
+    #[arg(long)]
+    demand: bool,
+    /// The links' speed, in Mbit/s.
+    #[arg(long, value_name = "MBIT", default_value_t = 1000)]
+    link: u64,
+    /// One way, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 100)]
+    latency: u64,
+    /// Of a million packets.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    loss: u32,
+    /// Hosts of a swarm that each one talks to.
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    neighbours: usize,
+    /// One JSON object for each row, in an array.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> Result<()> {
+    let Command::Table(options) = Cli::parse().command;
+    let mut out = std::io::stdout().lock();
+    if !options.json {
+        writeln!(out, "{}", Row::header())?;
+    }
+    let traces = Traces::read(&options)?;
+    let mut written = Ok(());
+    let rows = table(
+        &options.hosts,
+        &options.mode,
+        |mode, hosts| traces.scenario(&options, mode, hosts),
+        |row| {
+            if !options.json && written.is_ok() {
+                written = writeln!(out, "{}", row.line());
+            }
+        },
+    )?;
+    written?;
+    if options.json {
+        serde_json::to_writer_pretty(&mut out, &rows).context("write the table")?;
+        writeln!(out)?;
+    }
+    let broken: usize = rows.iter().map(|row| row.violations.len()).sum();
+    if broken > 0 {
+        bail!("{broken} promises were broken; the rows say which");
+    }
+    Ok(())
+}
+
+enum Traces {
+    /// All clones do the same.
+    Same(Rc<Trace>),
+    /// Those of one family.
+    Clones,
+}
+
+impl Traces {
+    fn read(options: &Table) -> Result<Self> {
+        let pages = pages(options);
+        Ok(match options.trace.as_str() {
+            "database" => Self::Same(Rc::new(Trace::database(pages, compute(options)))),
+            "clone" => Self::Clones,
+            file => {
+                let path = PathBuf::from(file);
+                let text = std::fs::read_to_string(&path)
+                    .with_context(|| format!("read the trace {}", path.display()))?;
+                let trace = Trace::parse(&text, pages)
+                    .with_context(|| format!("trace {}", path.display()))?;
+                Self::Same(Rc::new(trace))
+            }
+        })
+    }
+
+    fn scenario(&self, options: &Table, mode: Mode, hosts: usize) -> Scenario {
+        let pages = pages(options);
+        let clone = |number| {
+            Rc::new(Trace::clone_like(pages, pages / 10, compute(options), options.seed, number))
+        };
+        let first = match self {
+            Self::Same(trace) => Rc::clone(trace),
+            // What an earlier clone touched: the working set that the others get ahead.
+            Self::Clones => clone(0),
+        };
+        let mut scenario = Scenario::new(mode, pages, hosts, &first);
+        if matches!(self, Self::Clones) {
+            scenario.traces = (1..=hosts as u64).map(clone).collect();
+        }
+        if !options.demand {
+            scenario.ahead = first.first_touches();
+        }
+        scenario.seed = options.seed;
+        scenario.neighbours = if mode == Mode::Swarm { options.neighbours } else { 0 };
+        scenario.link = Link {
+            bytes_per_s: options.link * 1_000_000 / 8,
+            latency: Duration::from_micros(options.latency),
+            loss_per_million: options.loss,
+            ..Link::default()
+        };
+        scenario
+    }
+}
+
+fn pages(options: &Table) -> u64 {
+    options.image.saturating_mul(256)
+}
+
+fn compute(options: &Table) -> Duration {
+    Duration::from_millis(options.compute)
+}

@@ -1,0 +1,170 @@
+//! Completion and bytes against the number of hosts, beside the model.
+
+use std::fmt::Write as _;
+use std::rc::Rc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::host::UNIT_PAGES;
+use crate::model::Need;
+use crate::network::wire_bytes;
+use crate::report::Report;
+use crate::scenario::{Mode, Scenario, ScenarioError};
+use crate::world::simulate;
+
+/// What came of one number of hosts in one mode. Times in milliseconds, bytes on the wire.
+#[derive(Debug, Clone, Serialize)]
+pub struct Row {
+    pub hosts: usize,
+    pub mode: String,
+    pub ahead: bool,
+    /// When the last clone was through, and what the fluid model says.
+    pub completion_ms: u64,
+    pub model_ms: u64,
+    /// What each clone takes if it never waits.
+    pub compute_ms: u64,
+    /// What the parent's host sent, also over what one host takes in: 1 is the least there can be.
+    pub origin_sent_bytes: u64,
+    pub origin_sent_over_one: f64,
+    /// Of the hosts with a clone, on average.
+    pub received_bytes: u64,
+    pub peer_sent_bytes: u64,
+    /// Faults that found the page absent, per clone.
+    pub waits: u64,
+    /// Pages that came twice, per host; after something was lost, or looked lost.
+    pub duplicate_pages: u64,
+    /// Multicast: pages asked for, over those sent; sent again; and asked for again.
+    pub requested_over_served: Option<f64>,
+    pub resent_pages: Option<u64>,
+    pub repeated_pages: Option<u64>,
+    pub stopped: usize,
+    pub violations: Vec<String>,
+    pub events: u64,
+}
+
+/// Simulates `scenario` for each number of hosts: `make` gives it.
+///
+/// # Errors
+/// If a scenario makes no sense.
+pub fn table(
+    hosts: &[usize],
+    modes: &[Mode],
+    make: impl Fn(Mode, usize) -> Scenario,
+    mut each: impl FnMut(&Row),
+) -> Result<Vec<Row>, ScenarioError> {
+    let mut rows = Vec::new();
+    for hosts in hosts {
+        for mode in modes {
+            let scenario = make(*mode, *hosts);
+            let row = Row::new(&scenario, &simulate(&scenario)?);
+            each(&row);
+            rows.push(row);
+        }
+    }
+    Ok(rows)
+}
+
+impl Row {
+    fn new(scenario: &Scenario, report: &Report) -> Self {
+        let hosts = scenario.traces.len();
+        let ahead = !scenario.ahead.is_empty();
+        let need = need(scenario);
+        let fluid = need.fluid();
+        let model = match (scenario.mode, ahead) {
+            (Mode::Unicast, true) => fluid.prefetch_central,
+            (Mode::Unicast, false) => fluid.demand_central,
+            (Mode::Swarm, true) => fluid.prefetch_swarm,
+            (Mode::Swarm, false) => fluid.demand_swarm,
+            // What each waits for is on its way to all: demand alone waits for no less than by unicast on one host.
+            (Mode::Multicast, true) => fluid.multicast,
+            (Mode::Multicast, false) => Need { hosts: 1, ..need }.fluid().demand_central,
+        };
+        let received_bytes = report.mean_received_bytes();
+        let origin_sent_bytes = report.sent_bytes.first().copied().unwrap_or(0);
+        let sent = report.multicast;
+        Self {
+            hosts,
+            mode: scenario.mode.to_string(),
+            ahead,
+            completion_ms: millis(report.completion()),
+            model_ms: millis(model),
+            compute_ms: millis(need.compute),
+            origin_sent_bytes,
+            origin_sent_over_one: ratio(origin_sent_bytes, received_bytes),
+            received_bytes,
+            peer_sent_bytes: report.mean_peer_sent_bytes(),
+            waits: report.waits / (hosts as u64).max(1),
+            duplicate_pages: report.duplicate_pages / (hosts as u64).max(1),
+            requested_over_served: sent.map(|sent| ratio(sent.requested, sent.served)),
+            resent_pages: sent.map(|sent| sent.resent),
+            repeated_pages: sent.map(|sent| sent.repeats),
+            stopped: report.outcomes.len()
+                - report.outcomes.iter().filter(|outcome| is_done(outcome)).count(),
+            violations: report.violations.clone(),
+            events: report.events,
+        }
+    }
+
+    /// The line above rows.
+    pub fn header() -> &'static str {
+        "hosts  mode       done/s  model/s  origin sent/MiB  over one  host sent/MiB  host got/MiB  waits/clone  asked/sent  twice"
+    }
+
+    /// A line of text.
+    pub fn line(&self) -> String {
+        let mut line = format!(
+            "{:5}  {:9}  {:6}  {:7}  {:15}  {:8.2}  {:13}  {:12}  {:11}",
+            self.hosts,
+            self.mode,
+            seconds(self.completion_ms),
+            seconds(self.model_ms),
+            self.origin_sent_bytes >> 20,
+            self.origin_sent_over_one,
+            self.peer_sent_bytes >> 20,
+            self.received_bytes >> 20,
+            self.waits,
+        );
+        let requested =
+            self.requested_over_served.map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
+        let _ = write!(line, "  {requested:>10}  {:5}", self.duplicate_pages); // to a string: can't fail
+        if self.stopped > 0 {
+            let _ = write!(line, "  {} clones ended early", self.stopped);
+        }
+        for violation in &self.violations {
+            let _ = write!(line, "\n    BROKEN: {violation}");
+        }
+        line
+    }
+}
+
+fn is_done(outcome: &crate::Outcome) -> bool {
+    matches!(outcome, crate::Outcome::Done { .. })
+}
+
+/// What the clones of a scenario need, as if each had the first one's trace.
+fn need(scenario: &Scenario) -> Need {
+    let none = Rc::default();
+    let trace = scenario.traces.first().unwrap_or(&none);
+    let fetched = trace.fetched_pages(UNIT_PAGES, scenario.pages);
+    Need {
+        hosts: scenario.traces.len() as u64,
+        bytes: wire_bytes(fetched),
+        bytes_per_s: scenario.link.bytes_per_s,
+        compute: trace.compute(),
+        faults: fetched.div_ceil(UNIT_PAGES),
+        round_trip: scenario.link.latency * 2,
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn seconds(ms: u64) -> String {
+    format!("{}.{:02}", ms / 1000, ms % 1000 / 10)
+}
+
+fn ratio(a: u64, b: u64) -> f64 {
+    a as f64 / (b as f64).max(1.0)
+}

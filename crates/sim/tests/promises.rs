@@ -1,0 +1,214 @@
+//! Promises 4 and 5 under everything that can go wrong, by seed; and what each way of travelling is for.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use vmfork_image::PageRange;
+use vmfork_sim::{Death, Link, Mode, Outcome, Partition, Report, Scenario, Slow, Trace, simulate};
+
+/// A number below `bound` that follows from a seed: what varies from scenario to scenario.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    fn host(&mut self, hosts: usize) -> usize {
+        usize::try_from(self.below(hosts as u64 + 1)).expect("few")
+    }
+}
+
+/// Small, and as bad as networks get.
+fn random(seed: u64) -> Scenario {
+    let mut dice = Dice(seed);
+    dice.below(2);
+    let mode = Mode::ALL[usize::try_from(seed % 3).expect("three")];
+    let pages = 32 + dice.below(480);
+    let hosts = usize::try_from(1 + dice.below(6)).expect("few");
+    let compute = Duration::from_millis(dice.below(2000));
+    let database = dice.one_in(2);
+    let trace = |clone| match database {
+        true => Trace::database(pages, compute),
+        false => Trace::clone_like(pages, pages / 3, compute, seed, clone),
+    };
+    let mut scenario = Scenario::new(mode, pages, hosts, &Rc::new(Trace::default()));
+    scenario.seed = seed;
+    scenario.traces = (1..=hosts as u64).map(|clone| Rc::new(trace(clone))).collect();
+    scenario.neighbours = usize::try_from(dice.below(6)).expect("few");
+    match dice.below(3) {
+        0 => {}
+        1 => scenario.ahead = trace(0).first_touches(),
+        _ => scenario.ahead = vec![PageRange::first(pages)],
+    }
+    scenario.link.bytes_per_s = 1_000_000 << dice.below(8);
+    if dice.one_in(2) {
+        let per_million = [1_000, 20_000, 200_000];
+        scenario.link = Link {
+            latency: Duration::from_micros(20 + dice.below(2000)),
+            jitter: Duration::from_micros(dice.below(4000)),
+            loss_per_million: per_million[usize::try_from(dice.below(3)).expect("three")],
+            duplicates_per_million: if dice.one_in(2) { 50_000 } else { 0 },
+            ..scenario.link
+        };
+    }
+    if dice.one_in(4) {
+        scenario.slow.push(Slow { host: dice.host(hosts), times: 2 + dice.below(8) });
+    }
+    while dice.one_in(4) {
+        let at = Duration::from_millis(dice.below(1500));
+        scenario.deaths.push(Death { host: dice.host(hosts), at, silent: dice.one_in(2) });
+    }
+    if dice.one_in(4) {
+        let from = Duration::from_millis(dice.below(500));
+        let until = from + Duration::from_millis(dice.below(60_000));
+        scenario.partition = Some(Partition { first: 1 + dice.host(hosts - 1), from, until });
+    }
+    scenario
+}
+
+fn run(scenario: &Scenario) -> Report {
+    let report = simulate(scenario).expect("valid");
+    let Scenario { seed, mode, link, slow, deaths, partition, .. } = scenario;
+    assert_eq!(
+        report.violations, [""; 0],
+        "seed {seed}: {mode}, {link:?}, {slow:?}, {deaths:?}, {partition:?}"
+    );
+    report
+}
+
+#[test]
+fn promises_hold_in_a_thousand_small_clusters_in_which_everything_goes_wrong() {
+    let (mut done, mut stopped, mut duplicates, mut given_up) = (0, 0, 0, 0);
+    for seed in 0..1000 {
+        let scenario = random(seed);
+        let report = run(&scenario);
+        for outcome in &report.outcomes {
+            match outcome {
+                Outcome::Done { .. } => done += 1,
+                Outcome::Stopped { .. } => stopped += 1,
+                Outcome::Died | Outcome::Waits { .. } => {}
+            }
+        }
+        let can_lose = !scenario.deaths.is_empty() || scenario.partition.is_some();
+        let lost = report.outcomes.iter().any(|outcome| matches!(outcome, Outcome::Stopped { .. }));
+        assert!(can_lose || !lost, "seed {seed}: a clone was stopped, and everybody lives");
+        duplicates += report.duplicate_pages;
+        given_up += report.given_up_pages;
+    }
+    // The seeds must reach what they are for.
+    assert!(
+        done > 1000 && stopped > 20 && duplicates > 100 && given_up > 100,
+        "{done} {stopped} {duplicates} {given_up}"
+    );
+}
+
+#[test]
+fn the_same_seed_gives_the_same_report() {
+    for seed in 0..30 {
+        assert_eq!(run(&random(seed)), run(&random(seed)));
+    }
+}
+
+/// All clones read all of an image of 8 MiB.
+fn database(mode: Mode, hosts: usize) -> Scenario {
+    let trace = Rc::new(Trace::database(2048, Duration::from_millis(20)));
+    let mut scenario = Scenario::new(mode, 2048, hosts, &trace);
+    scenario.ahead = trace.first_touches();
+    scenario.neighbours = if mode == Mode::Swarm { 16 } else { 0 };
+    scenario
+}
+
+#[test]
+fn multicast_sends_each_page_once_for_all_and_ignores_lockstep() {
+    let report = run(&database(Mode::Multicast, 12));
+    assert!(report.all_done());
+    let sent = report.multicast.expect("multicast");
+    assert_eq!((sent.served, sent.resent, report.duplicate_pages), (2048, 0, 0));
+    assert!(sent.requested > 6 * sent.served, "{sent:?}: not in lockstep");
+}
+
+#[test]
+fn a_swarm_takes_the_load_off_the_parents_host_and_unicast_does_not() {
+    let [unicast, swarm] = [Mode::Unicast, Mode::Swarm].map(|mode| run(&database(mode, 8)));
+    assert!(unicast.all_done() && swarm.all_done());
+    let over_one = |report: &Report| report.sent_bytes[0] * 100 / report.mean_received_bytes();
+    assert!(over_one(&unicast) >= 790, "{}", over_one(&unicast));
+    assert!(over_one(&swarm) <= 150, "{}", over_one(&swarm));
+    assert!(swarm.completion() < unicast.completion());
+    assert_eq!((unicast.duplicate_pages, swarm.duplicate_pages), (0, 0));
+}
+
+#[test]
+fn a_clone_is_stopped_when_the_only_host_with_its_pages_has_died_and_not_before() {
+    for (mode, silent) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+        let mut scenario = database(mode, 1);
+        scenario.ahead.clear();
+        scenario.deaths.push(Death { host: 0, at: Duration::from_millis(30), silent });
+        let report = run(&scenario);
+        let [Outcome::Stopped { at, .. }] = report.outcomes[..] else {
+            panic!("{mode} {:?}", report.outcomes)
+        };
+        assert!(at < Duration::from_secs(60), "{mode}: {at:?}");
+    }
+}
+
+#[test]
+fn what_others_hold_survives_the_parents_host() {
+    for mode in [Mode::Multicast, Mode::Swarm] {
+        let mut scenario = database(mode, 4);
+        scenario.neighbours = 3;
+        // The first has all by then, the others have hardly begun.
+        for late in 2..=4 {
+            scenario.traces[late - 1] = Rc::new(Trace::database(2048, Duration::from_secs(100)));
+        }
+        scenario.ahead.clear();
+        scenario.deaths.push(Death { host: 0, at: Duration::from_secs(5), silent: true });
+        let report = run(&scenario);
+        assert!(report.all_done(), "{mode}: {:?}", report.outcomes);
+    }
+}
+
+#[test]
+fn a_partition_that_heals_in_time_stops_nobody() {
+    for mode in Mode::ALL {
+        let mut scenario = database(mode, 4);
+        scenario.ahead.clear();
+        scenario.partition = Some(Partition {
+            first: 3,
+            from: Duration::from_millis(10),
+            until: Duration::from_millis(900),
+        });
+        let report = run(&scenario);
+        assert!(report.all_done(), "{mode}: {:?}", report.outcomes);
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_slow_host_to_get_everything() {
+    for mode in [Mode::Multicast, Mode::Swarm] {
+        let normal = run(&database(mode, 8));
+        let mut scenario = database(mode, 8);
+        scenario.slow.push(Slow { host: 3, times: 20 });
+        let report = run(&scenario);
+        assert!(report.all_done(), "{mode}: {:?}", report.outcomes);
+        let mut ends: Vec<_> = report
+            .outcomes
+            .iter()
+            .map(|outcome| match outcome {
+                Outcome::Done { at } => *at,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        ends.sort();
+        // In a swarm, what it was to bring in first comes late; a multicast goes on as if it was not there.
+        let by = if mode == Mode::Swarm { ends[7] / 2 } else { normal.completion() * 2 };
+        assert!(ends[6] < by, "{mode}: {ends:?} and {:?}", normal.completion());
+    }
+}

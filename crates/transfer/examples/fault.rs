@@ -1,0 +1,163 @@
+//! Measures what a remote fault costs beyond the link's round trip.
+//!
+//! ```text
+//! cargo run --release -p vmfork-transfer --example fault [READS]
+//! ```
+//!
+//! Reads of 1 and 16 pages over loopback, with TLS between members as in a cluster, from an image in memory whose pages do
+//! not compress; one reader, then eight at a time. For comparison the same bytes there and back over plain TCP.
+
+#![expect(clippy::print_stdout, reason = "a program for people")]
+
+#[expect(dead_code, reason = "the tests use all of it")]
+#[path = "../tests/it/keys.rs"]
+mod keys;
+
+use std::error::Error;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmfork_image::{ImageName, PageIdx, PageRange};
+use vmfork_transfer::{
+    PageService, Pages, Peer, PeerConfig, PeerLimits, Refusal, ServiceLimits, Urgency,
+};
+
+use crate::keys::{Cluster, name_of};
+
+const PAGES: u32 = 1 << 14;
+const IMAGE: ImageName = ImageName { host: 2, image: 1 };
+const REQUEST_BYTES: usize = 32;
+const PAGE: usize = 4096;
+const READERS: usize = 8;
+
+/// An image in memory.
+struct Memory(Vec<u8>);
+
+impl Pages for Memory {
+    fn admit(&self, _: &[u8], _: SocketAddr) -> Result<u64, Refusal> {
+        Ok(1)
+    }
+
+    fn is_member(&self, _: u64) -> bool {
+        true
+    }
+
+    fn read(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        _: Urgency,
+        bytes: &mut [u8],
+    ) -> Result<(), Refusal> {
+        let from = usize::try_from(range.byte_offset()).unwrap_or(usize::MAX);
+        bytes.copy_from_slice(&self.0[from..from + bytes.len()]);
+        Ok(())
+    }
+
+    fn held(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        each(range);
+        Ok(())
+    }
+}
+
+/// Bytes that don't compress.
+fn memory() -> Memory {
+    let mut state = 1u64;
+    let mut word = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 16).to_le_bytes()
+    };
+    let words = (0..PAGES).flat_map(|_| 0..PAGE / 8);
+    Memory(words.flat_map(|_| word()).collect())
+}
+
+/// Somebody who answers each request with so many bytes, over plain TCP.
+fn plain(answer: usize) -> Result<SocketAddr, Box<dyn Error>> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut tcp, _) = listener.accept()?;
+        tcp.set_nodelay(true)?;
+        let (mut request, answer) = ([0; REQUEST_BYTES], vec![7; answer]);
+        loop {
+            tcp.read_exact(&mut request)?;
+            tcp.write_all(&answer)?;
+        }
+    });
+    Ok(address)
+}
+
+fn report(what: &str, mut times: Vec<Duration>) {
+    times.sort_unstable();
+    let us = |share: usize| times[(times.len() - 1) * share / 1000].as_secs_f64() * 1e6;
+    println!("{what:<34} p50 {:7.1} µs   p99 {:7.1} µs", us(500), us(990));
+}
+
+fn time(reads: usize, mut read: impl FnMut(usize)) -> Vec<Duration> {
+    // The first make connections, and warm caches.
+    (0..reads / 10).for_each(&mut read);
+    let timed = |n| {
+        let began = Instant::now();
+        read(n);
+        began.elapsed()
+    };
+    (0..reads).map(timed).collect()
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let reads = std::env::args().nth(1).map_or(Ok(20_000), |text| text.parse())?;
+    let cluster = Cluster::new();
+    let (here, there) = (cluster.host(1), cluster.host(2));
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let limits = ServiceLimits::default();
+    let service = PageService::start(listener, there.server, Arc::new(memory()), limits)?;
+    let config = PeerConfig {
+        name: "there".to_owned(),
+        address: service.address(),
+        server_name: name_of(2),
+        tls: here.client,
+        compress: false,
+    };
+    let peer = Peer::new(config, PeerLimits::default());
+
+    for pages in [1usize, 16] {
+        let mut tcp = TcpStream::connect(plain(pages * PAGE)?)?;
+        tcp.set_nodelay(true)?;
+        let mut bytes = vec![0; pages * PAGE];
+        let times = time(reads, |_| {
+            tcp.write_all(&[0; REQUEST_BYTES]).expect("sent");
+            tcp.read_exact(&mut bytes).expect("answered");
+        });
+        report(&format!("{pages:>2} pages' bytes, plain TCP"), times);
+
+        let read_by = |reader: usize, reads: usize| {
+            let mut bytes = vec![0; pages * PAGE];
+            time(reads, |n| {
+                let first = (n * 7919 + reader * 1000) as u64 % u64::from(PAGES - 16);
+                let range = PageRange::new(PageIdx(first), pages as u64).expect("within");
+                peer.read(IMAGE, range, Urgency::Demand, &mut bytes).expect("answered");
+            })
+        };
+        report(&format!("{pages:>2} pages"), read_by(0, reads));
+        let (began, bytes_before) = (Instant::now(), peer.counters().raw_bytes.get());
+        let times = std::thread::scope(|scope| {
+            let readers: Vec<_> =
+                (0..READERS).map(|r| scope.spawn(move || read_by(r, reads / READERS))).collect();
+            readers.into_iter().flat_map(|r| r.join().expect("no panic")).collect()
+        });
+        report(&format!("{pages:>2} pages, {READERS} readers"), times);
+        let bytes = peer.counters().raw_bytes.get() - bytes_before;
+        let rate = bytes as f64 / began.elapsed().as_secs_f64() / f64::from(1 << 20);
+        println!("{:<34} {rate:.0} MiB/s", "");
+    }
+    Ok(())
+}

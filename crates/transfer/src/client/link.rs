@@ -1,0 +1,142 @@
+//! One connection to another host, with one request on it at a time.
+
+use std::io;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::{ClientConnection, Connection};
+use vmfork_image::{ImageName, PageRange};
+
+use super::peer::{PeerConfig, PeerLimits};
+use crate::channel::Channel;
+use crate::pack::{self, Scratch};
+use crate::proto::{
+    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Run, Urgency,
+};
+
+/// Memory that a connection keeps for its next answer.
+const KEPT_BYTES: usize = 256 << 10;
+
+#[derive(Debug)]
+pub(super) struct Link {
+    channel: Channel,
+    scratch: Scratch,
+    sequence: u16,
+    /// It has been used: the preamble is sent along with the first request.
+    began: bool,
+}
+
+/// What is asked.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Question {
+    pub(super) image: ImageName,
+    pub(super) range: PageRange,
+    pub(super) urgency: Urgency,
+    pub(super) may_compress: bool,
+}
+
+/// Of pages that came.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Came {
+    pub(super) zero_pages: u64,
+    pub(super) wire_bytes: u64,
+    /// From the request's first byte to the answer's last.
+    pub(super) took: Duration,
+    /// What of it the other host needed before it began to send.
+    pub(super) server: Duration,
+}
+
+/// Why there is no answer, or another.
+#[derive(Debug)]
+pub(super) enum LinkError {
+    /// The connection is gone; nothing of an answer had come.
+    Unanswered(io::Error),
+    /// The connection is gone within the answer.
+    Cut(io::Error),
+    /// What came is none.
+    Wrong(ProtoError),
+    /// The connection is as good as before, unless the other side closes it now.
+    Refused(Refusal),
+}
+
+impl From<io::Error> for LinkError {
+    fn from(error: io::Error) -> Self {
+        Self::Cut(error)
+    }
+}
+
+impl From<ProtoError> for LinkError {
+    fn from(error: ProtoError) -> Self {
+        Self::Wrong(error)
+    }
+}
+
+impl Link {
+    /// Connect and shake hands.
+    pub(super) fn open(config: &PeerConfig, limits: &PeerLimits) -> io::Result<Self> {
+        let tcp = TcpStream::connect_timeout(&config.address, limits.connect)?;
+        let tls = ClientConnection::new(Arc::clone(&config.tls), config.server_name.clone());
+        let tls = tls.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let channel = Channel::open(Connection::Client(tls), tcp, limits.connect)?;
+        Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
+    }
+
+    pub(super) fn read(
+        &mut self,
+        question: Question,
+        timeout: Duration,
+        out: &mut [u8],
+    ) -> Result<Came, LinkError> {
+        let began = Instant::now();
+        let head = self.ask(Op::Read, question, timeout)?;
+        let Self { channel, scratch, .. } = self;
+        let runs = pack::receive(&head, out, scratch, |part| -> Result<(), LinkError> {
+            Ok(channel.read_exact(part)?)
+        })?;
+        scratch.shrink(KEPT_BYTES);
+        let zero = runs.iter().filter(|run| matches!(run, Run::Zero(_)));
+        Ok(Came {
+            zero_pages: zero.map(|run| u64::from(run.pages())).sum(),
+            wire_bytes: u64::from(head.bytes),
+            took: began.elapsed(),
+            server: Duration::from_micros(u64::from(head.server_us)),
+        })
+    }
+
+    pub(super) fn held(
+        &mut self,
+        question: Question,
+        timeout: Duration,
+    ) -> Result<Vec<PageRange>, LinkError> {
+        let head = self.ask(Op::Held, question, timeout)?;
+        let mut bitmap = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
+        self.channel.read_exact(&mut bitmap)?;
+        Ok(proto::decode_held(&bitmap, question.range)?)
+    }
+
+    /// Put a question. → the head of its answer.
+    fn ask(&mut self, op: Op, question: Question, timeout: Duration) -> Result<Head, LinkError> {
+        let Question { image, range, urgency, may_compress } = question;
+        let request = Request { image, range, op, urgency, may_compress, sequence: self.sequence };
+        self.sequence = self.sequence.wrapping_add(1);
+        self.channel.set_timeout(timeout);
+        let preamble: &[u8] = if self.began { &[] } else { &PREAMBLE };
+        self.began = true;
+        self.channel.send(&[preamble, &request.encode()[..]]).map_err(LinkError::Unanswered)?;
+        let mut head = [0; HEAD_BYTES];
+        match self.channel.read(&mut head).map_err(LinkError::Unanswered)? {
+            0 => return Err(LinkError::Unanswered(io::ErrorKind::UnexpectedEof.into())),
+            read => self.channel.read_exact(&mut head[read..])?,
+        }
+        let head = Head::decode(&head, &request)?;
+        let Some(kind) = head.refusal else { return Ok(head) };
+        let mut text = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
+        self.channel.read_exact(&mut text)?;
+        Err(LinkError::Refused(Refusal::new(kind, String::from_utf8_lossy(&text))))
+    }
+
+    pub(super) fn close(self) {
+        self.channel.close();
+    }
+}

@@ -1,0 +1,20 @@
+//! Reads pages from other hosts.
+//!
+//! ```text
+//!   PeerSource ──► Holders ──► Peer ──► Pool ──► Link
+//!   one image      in order,    one host          one connection,
+//!                  who failed                     one request at a time
+//! ```
+//!
+//! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
+//! from the next. Bytes come from a member, whole, or not at all.
+
+mod holders;
+mod link;
+mod peer;
+mod pool;
+mod source;
+
+pub use holders::Holders;
+pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};
+pub use source::{PeerSource, SourceCounters};

@@ -1,0 +1,295 @@
+//! Another host, as something that pages can be read from.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use vmfork_image::{ImageName, PAGE_BYTES, PageRange};
+
+use super::link::{LinkError, Question};
+use super::pool::{Lease, Pool};
+use crate::counters::PeerCounters;
+use crate::lock;
+use crate::pack::Choice;
+use crate::proto::{HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Urgency};
+
+/// Which host, and how it is reached.
+#[derive(Clone)]
+pub struct PeerConfig {
+    /// What people call it.
+    pub name: String,
+    pub address: SocketAddr,
+    /// The name that its certificate has to have.
+    pub server_name: ServerName<'static>,
+    /// With this host's own certificate.
+    pub tls: Arc<ClientConfig>,
+    /// Have pages compressed where that is found to be quicker.
+    pub compress: bool,
+}
+
+impl fmt::Debug for PeerConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, address, server_name, compress, tls: _ } = self;
+        f.debug_struct("PeerConfig")
+            .field("name", name)
+            .field("address", address)
+            .field("server_name", server_name)
+            .field("compress", compress)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Bounds of what is asked of one host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerLimits {
+    /// Connections, and so requests, at a time.
+    pub connections_max: usize,
+    /// To connect, and then again to shake hands.
+    pub connect: Duration,
+    /// An answer, from the request on; and waiting for a connection that others use.
+    pub answer: Duration,
+    /// How long a connection is kept that nobody uses. Less than a service keeps one for.
+    pub idle: Duration,
+    /// How long a host that gave no answer is asked only after others.
+    pub avoid: Duration,
+}
+
+impl Default for PeerLimits {
+    fn default() -> Self {
+        Self {
+            connections_max: 32,
+            connect: Duration::from_secs(2),
+            answer: Duration::from_secs(5),
+            idle: Duration::from_secs(60),
+            avoid: Duration::from_secs(5),
+        }
+    }
+}
+
+/// A host gave no pages.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PeerError {
+    #[error("connect to {address}")]
+    Connect {
+        address: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    #[error("not tried for another {} ms: connect to {address}: {why}", left.as_millis())]
+    BackingOff { address: SocketAddr, left: Duration, why: String },
+    #[error("all {connections} connections were in use for {} s", waited.as_secs_f32())]
+    AllInUse { connections: usize, waited: Duration },
+    #[error("no answer within {} s", timeout.as_secs_f32())]
+    Timeout { timeout: Duration },
+    #[error("the connection ended before there was an answer")]
+    Lost(#[source] io::Error),
+    #[error("an answer that makes no sense")]
+    Wrong(#[source] ProtoError),
+    #[error("refused: {0}")]
+    Refused(Refusal),
+    #[error("{pages} pages into {bytes} bytes: at most {most} are read at a time")]
+    Misuse { pages: u64, bytes: usize, most: u64 },
+}
+
+impl PeerError {
+    /// Whether it may be otherwise in a moment, without anybody doing something.
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::Connect { .. }
+            | Self::BackingOff { .. }
+            | Self::AllInUse { .. }
+            | Self::Timeout { .. }
+            | Self::Lost(_) => true,
+            Self::Refused(refusal) => {
+                matches!(refusal.kind, RefusalKind::Busy | RefusalKind::Draining)
+            }
+            Self::Wrong(_) | Self::Misuse { .. } => false,
+        }
+    }
+
+    /// Whether it says something of the host, and not of what was asked of it.
+    fn is_of_host(&self) -> bool {
+        !matches!(self, Self::Refused(_) | Self::Misuse { .. })
+    }
+
+    /// With its causes, in one line.
+    pub(super) fn to_line(&self) -> String {
+        let mut line = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            line.push_str(": ");
+            line.push_str(&error.to_string());
+            cause = error.source();
+        }
+        line
+    }
+}
+
+/// Another host. Shared by all images of which it has pages.
+#[derive(Debug)]
+pub struct Peer {
+    config: PeerConfig,
+    limits: PeerLimits,
+    pool: Pool,
+    choice: Mutex<Choice>,
+    avoid_until: Mutex<Option<Instant>>,
+    counters: PeerCounters,
+}
+
+impl Peer {
+    /// Connects when it is first asked for something.
+    pub fn new(config: PeerConfig, limits: PeerLimits) -> Self {
+        Self {
+            config,
+            limits,
+            pool: Pool::default(),
+            choice: Mutex::default(),
+            avoid_until: Mutex::default(),
+            counters: PeerCounters::default(),
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.config.address
+    }
+
+    pub fn counters(&self) -> &PeerCounters {
+        &self.counters
+    }
+
+    /// How many connections are there: idle ones, and those in use.
+    pub fn connections(&self) -> (usize, usize) {
+        self.pool.counts()
+    }
+
+    /// Whether it gave no answer a while ago, so that others are better asked first.
+    pub fn is_avoided(&self) -> bool {
+        lock(&self.avoid_until).is_some_and(|until| until > Instant::now())
+    }
+
+    /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within four time-outs: waiting for
+    /// a connection, making one, asking on one that turns out to have ended, and asking.
+    ///
+    /// # Errors
+    /// [`PeerError`]; then `out` has no meaning.
+    pub fn read(
+        &self,
+        image: ImageName,
+        range: PageRange,
+        urgency: Urgency,
+        out: &mut [u8],
+    ) -> Result<(), PeerError> {
+        let (pages, most) = (range.len(), READ_PAGES_MAX);
+        if pages == 0 || pages > most || out.len() as u64 != range.byte_len() {
+            return Err(PeerError::Misuse { pages, bytes: out.len(), most });
+        }
+        let may_compress = self.config.compress && lock(&self.choice).may_compress(pages);
+        let question = Question { image, range, urgency, may_compress };
+        let came = self.ask(|lease| match &mut lease.link {
+            Some(link) => link.read(question, self.limits.answer, out),
+            None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
+        })?;
+        let sent_pages = pages.saturating_sub(came.zero_pages);
+        if self.config.compress {
+            lock(&self.choice).took(may_compress, pages, sent_pages, came.took);
+        }
+        let counters = &self.counters;
+        counters.requests.add(1);
+        counters.pages.add(pages);
+        counters.zero_pages.add(came.zero_pages);
+        counters.raw_bytes.add(sent_pages * PAGE_BYTES);
+        counters.wire_bytes.add(came.wire_bytes);
+        counters.latency.add(came.took);
+        counters.set_last_rtt(came.took.saturating_sub(came.server));
+        Ok(())
+    }
+
+    /// Which pages of `range`, at most [`HELD_PAGES_MAX`], the host has, as runs.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn held(&self, image: ImageName, range: PageRange) -> Result<Vec<PageRange>, PeerError> {
+        let (pages, most) = (range.len(), HELD_PAGES_MAX);
+        if pages == 0 || pages > most {
+            return Err(PeerError::Misuse { pages, bytes: 0, most });
+        }
+        let question = Question { image, range, urgency: Urgency::Ahead, may_compress: false };
+        self.ask(|lease| match &mut lease.link {
+            Some(link) => link.held(question, self.limits.answer),
+            None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
+        })
+    }
+
+    /// Put a question on some connection, and again on a new one if that had ended while nobody used it.
+    fn ask<T>(
+        &self,
+        mut put: impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
+    ) -> Result<T, PeerError> {
+        let answer = match self.ask_once(false, &mut put) {
+            Err(Asked::EndedWhileIdle) => {
+                self.counters.retries.add(1);
+                self.ask_once(true, &mut put)
+            }
+            answer => answer,
+        };
+        let answer = answer.map_err(|asked| match asked {
+            Asked::EndedWhileIdle => PeerError::Lost(io::ErrorKind::UnexpectedEof.into()),
+            Asked::Failed(error) => error,
+        });
+        match &answer {
+            Ok(_) => *lock(&self.avoid_until) = None,
+            Err(error) => {
+                self.counters.failures.add(1);
+                if error.is_of_host() {
+                    *lock(&self.avoid_until) = Some(Instant::now() + self.limits.avoid);
+                }
+            }
+        }
+        answer
+    }
+
+    fn ask_once<T>(
+        &self,
+        fresh: bool,
+        put: &mut impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
+    ) -> Result<T, Asked> {
+        let lease = self.pool.lease(&self.config, &self.limits, fresh);
+        let mut lease = lease.map_err(Asked::Failed)?;
+        if !lease.was_idle {
+            self.counters.connections.add(1);
+        }
+        let timeout = self.limits.answer;
+        let timed_out = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
+        Err(Asked::Failed(match put(&mut lease) {
+            Ok(answer) => {
+                lease.keep();
+                return Ok(answer);
+            }
+            Err(LinkError::Refused(refusal)) => {
+                lease.keep();
+                PeerError::Refused(refusal)
+            }
+            Err(LinkError::Unanswered(error) | LinkError::Cut(error)) if timed_out(&error) => {
+                PeerError::Timeout { timeout }
+            }
+            Err(LinkError::Unanswered(_)) if lease.was_idle => return Err(Asked::EndedWhileIdle),
+            Err(LinkError::Unanswered(error) | LinkError::Cut(error)) => PeerError::Lost(error),
+            Err(LinkError::Wrong(error)) => PeerError::Wrong(error),
+        }))
+    }
+}
+
+/// Why a question was not answered.
+enum Asked {
+    EndedWhileIdle,
+    Failed(PeerError),
+}

@@ -1,0 +1,42 @@
+//! Pages from one host to another, one host asking one other at a time.
+//!
+//! ```text
+//!   this host                                    another host
+//!   PeerSource ──► Holders ──► Peer ═══ TLS ═══► PageService ──► Pages
+//!   (a PageSource)  who has    a pool of         a thread for     the images
+//!                   the image  connections       each connection  that it holds
+//! ```
+//!
+//! A connection carries one request at a time, both ends block on it: a remote fault costs a switch to the thread
+//! that serves it and one back, and nothing in between. Many requests at a time are many connections. The bytes are
+//! in [`proto`] and in `docs/protocol.md`.
+//!
+//! Promises: a read is answered or fails within a bound, and what it returns is what the other host's [`Pages`] gave,
+//! whole; TLS authenticates it. Whoever is no member gets nothing, and a member that was removed nothing more. What the other
+//! side sends is checked before memory is taken for it. [`PageService::stop`] and dropping leave no thread behind that does not
+//! wait for [`Pages`].
+//!
+//! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are handed in); which
+//! hosts have an image.
+
+#![deny(unsafe_code)]
+
+mod channel;
+mod client;
+mod counters;
+mod pack;
+pub mod proto;
+mod service;
+
+pub use client::{Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters};
+pub use counters::{Counter, Histogram, PeerCounters, ServiceCounters};
+pub use pack::{Scratch, receive};
+pub use proto::{Refusal, RefusalKind, Urgency};
+pub use service::{PageService, Pages, ServiceLimits};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A panic elsewhere leaves what these locks guard as it is: numbers and lists.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

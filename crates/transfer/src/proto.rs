@@ -1,0 +1,439 @@
+//! What goes over a connection, byte by byte; little endian. No I/O.
+//!
+//! ```text
+//! client, once   "VFPG"  version, u16  0, u16
+//!
+//! request, 32    0        8        16           24       28   29      30
+//!                +--------+--------+------------+--------+----+-------+----------+
+//!                | host   | image  | first page | pages  | op | flags | sequence |
+//!                | u64    | u64    | u64        | u32    | u8 | u8    | u16      |
+//!                +--------+--------+------------+--------+----+-------+----------+
+//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144
+//!                flags 1: nobody waits for them (ahead). 2: may be compressed
+//!
+//! answer, 16     0          2        3      4       6     8         12
+//!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+
+//!                | sequence | status | form | runs  | 0   | bytes   | server_us | runs × u16  | bytes     |
+//!                | u16      | u8     | u8   | u16   | u16 | u32     | u32       |             |           |
+//!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+
+//!                status 0: pages, or what is held. Else the kind of a refusal, and the bytes are its text (UTF-8)
+//!                run: 0x8000 | pages of zeros, or pages whose bytes follow
+//!                form 0: those bytes as they are. 1: as one lz4 block
+//! ```
+//!
+//! The runs of an answer to `read` are as many pages as were asked for. The answer to `held` has no runs; its bytes are a bitmap, a bit
+//! per page from the first on, the lowest bit of a byte first, and 0 where there are no pages. A sequence is its connection's
+//! own; an answer repeats that of its request. `server_us`: how long the server took, until it began to send.
+//!
+//! Anything else ends the connection.
+
+use std::fmt;
+
+use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+
+/// What a client sends first: which protocol, and its version.
+pub const PREAMBLE: [u8; 8] = [b'V', b'F', b'P', b'G', VERSION, 0, 0, 0];
+const VERSION: u8 = 1;
+
+/// Most pages of one read: a block's.
+pub const READ_PAGES_MAX: u64 = 512;
+/// Most pages of which is asked at a time whether they are held: 1 GiB, a bitmap of 32 KiB.
+pub const HELD_PAGES_MAX: u64 = 1 << 18;
+/// Longest text of a refusal, in bytes.
+pub const REFUSAL_BYTES_MAX: usize = 512;
+
+pub const REQUEST_BYTES: usize = 32;
+pub const HEAD_BYTES: usize = 16;
+/// A page, as an array's length.
+pub(crate) const PAGE: usize = 4096;
+const _: () = assert!(PAGE as u64 == PAGE_BYTES);
+
+const ZERO_RUN: u16 = 0x8000;
+const FLAG_AHEAD: u8 = 1;
+const FLAG_MAY_COMPRESS: u8 = 2;
+
+/// Bytes that are not what the protocol has in their place.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ProtoError(String);
+
+pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, ProtoError> {
+    Err(ProtoError(what.into()))
+}
+
+/// Whether somebody waits for pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Urgency {
+    /// A VM does.
+    Demand,
+    /// Nobody yet. Gives way to what somebody waits for.
+    Ahead,
+}
+
+/// What is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// The bytes of pages.
+    Read,
+    /// Which of them the host has.
+    Held,
+}
+
+impl Op {
+    const fn pages_max(self) -> u64 {
+        match self {
+            Self::Read => READ_PAGES_MAX,
+            Self::Held => HELD_PAGES_MAX,
+        }
+    }
+}
+
+/// One request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    pub image: ImageName,
+    /// Not empty, and no more than its operation allows.
+    pub range: PageRange,
+    pub op: Op,
+    pub urgency: Urgency,
+    pub may_compress: bool,
+    pub sequence: u16,
+}
+
+impl Request {
+    pub fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[..8].copy_from_slice(&self.image.host.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.image.image.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.range.start().0.to_le_bytes());
+        let pages = u32::try_from(self.range.len()).unwrap_or(u32::MAX);
+        bytes[24..28].copy_from_slice(&pages.to_le_bytes());
+        bytes[28] = match self.op {
+            Op::Read => 1,
+            Op::Held => 2,
+        };
+        let ahead = if self.urgency == Urgency::Ahead { FLAG_AHEAD } else { 0 };
+        bytes[29] = ahead | if self.may_compress { FLAG_MAY_COMPRESS } else { 0 };
+        bytes[30..].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes
+    }
+
+    /// # Errors
+    /// What is wrong with it.
+    pub fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, ProtoError> {
+        let image = ImageName { host: u64_at(bytes, 0), image: u64_at(bytes, 8) };
+        let (first, pages) = (u64_at(bytes, 16), u64::from(u32_at(bytes, 24)));
+        let op = match bytes[28] {
+            1 => Op::Read,
+            2 => Op::Held,
+            other => return wrong(format!("request {other}, which is not known here")),
+        };
+        let flags = bytes[29];
+        if flags & !(FLAG_AHEAD | FLAG_MAY_COMPRESS) != 0 {
+            return wrong(format!("flags {flags:#x}, which are not known here"));
+        }
+        if pages == 0 || pages > op.pages_max() {
+            let most = op.pages_max();
+            return wrong(format!("{pages} pages at a time; it must be 1 to {most}"));
+        }
+        let Ok(range) = PageRange::new(PageIdx(first), pages) else {
+            return wrong(format!("{pages} pages from {first}, which no image has"));
+        };
+        let ahead = flags & FLAG_AHEAD != 0;
+        Ok(Self {
+            image,
+            range,
+            op,
+            urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
+            may_compress: flags & FLAG_MAY_COMPRESS != 0,
+            sequence: u16_at(bytes, 30),
+        })
+    }
+}
+
+/// Whether the first bytes of a client are of this protocol.
+///
+/// # Errors
+/// What they are instead.
+pub fn check_preamble(bytes: &[u8; 8]) -> Result<(), ProtoError> {
+    if bytes[..4] != PREAMBLE[..4] {
+        let found = bytes[..4].escape_ascii();
+        return wrong(format!("no client for pages: it begins with `{found}`"));
+    }
+    match u16_at(bytes, 4) {
+        version if version != u16::from(VERSION) => {
+            wrong(format!("version {version} of the protocol; here is {VERSION}"))
+        }
+        _ if bytes[6..] != [0, 0] => wrong("something behind the version that should be 0"),
+        _ => Ok(()),
+    }
+}
+
+/// Why a host does not give what it was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum RefusalKind {
+    /// It has no such image, or none with such pages.
+    UnknownImage,
+    /// It had the page, and can't read it any more.
+    PageLost,
+    /// Too much is asked of it.
+    Busy,
+    /// It is about to leave, and serves no one any more.
+    Draining,
+    /// It does not know who asks, or not any more.
+    NotMember,
+    /// The request makes no sense to it.
+    BadRequest,
+    /// Something of its own went wrong.
+    Failed,
+}
+
+impl RefusalKind {
+    pub const ALL: [Self; 7] = [
+        Self::UnknownImage,
+        Self::PageLost,
+        Self::Busy,
+        Self::Draining,
+        Self::NotMember,
+        Self::BadRequest,
+        Self::Failed,
+    ];
+
+    pub(crate) const fn place(self) -> usize {
+        self as usize
+    }
+
+    const fn status(self) -> u8 {
+        match self {
+            Self::UnknownImage => 1,
+            Self::PageLost => 2,
+            Self::Busy => 3,
+            Self::Draining => 4,
+            Self::NotMember => 5,
+            Self::BadRequest => 6,
+            Self::Failed => 7,
+        }
+    }
+
+    /// One word, for logs and metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::UnknownImage => "unknown-image",
+            Self::PageLost => "page-lost",
+            Self::Busy => "busy",
+            Self::Draining => "draining",
+            Self::NotMember => "not-member",
+            Self::BadRequest => "bad-request",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for RefusalKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What a host says that does not give what it was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text} ({kind})")]
+pub struct Refusal {
+    pub kind: RefusalKind,
+    text: String,
+}
+
+impl Refusal {
+    /// `text` says why, for people; of a long one the beginning is kept. What is no visible character is left out.
+    pub fn new(kind: RefusalKind, text: impl AsRef<str>) -> Self {
+        let mut kept = String::new();
+        for c in text.as_ref().chars().filter(|c| !c.is_control()) {
+            if kept.len() + c.len_utf8() > REFUSAL_BYTES_MAX {
+                break;
+            }
+            kept.push(c);
+        }
+        Self { kind, text: kept }
+    }
+
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+/// How the bytes of pages are sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    Raw,
+    Lz4,
+}
+
+/// The beginning of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Head {
+    pub sequence: u16,
+    /// `None`: what was asked for follows.
+    pub refusal: Option<RefusalKind>,
+    pub form: Form,
+    /// How many runs follow, and then how many bytes.
+    pub runs: u16,
+    pub bytes: u32,
+    pub server_us: u32,
+}
+
+impl Head {
+    pub fn encode(&self) -> [u8; HEAD_BYTES] {
+        let mut bytes = [0; HEAD_BYTES];
+        bytes[..2].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[2] = self.refusal.map_or(0, RefusalKind::status);
+        bytes[3] = match self.form {
+            Form::Raw => 0,
+            Form::Lz4 => 1,
+        };
+        bytes[4..6].copy_from_slice(&self.runs.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.bytes.to_le_bytes());
+        bytes[12..].copy_from_slice(&self.server_us.to_le_bytes());
+        bytes
+    }
+
+    /// The head of an answer to `request`: what follows it is no longer than an answer to that may be.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn decode(bytes: &[u8; HEAD_BYTES], request: &Request) -> Result<Self, ProtoError> {
+        let sequence = u16_at(bytes, 0);
+        if sequence != request.sequence {
+            let asked = request.sequence;
+            return wrong(format!("an answer to request {sequence}, and {asked} was asked"));
+        }
+        let refusal = match bytes[2] {
+            0 => None,
+            status => match RefusalKind::ALL.into_iter().find(|kind| kind.status() == status) {
+                Some(kind) => Some(kind),
+                None => return wrong(format!("status {status}, which is not known here")),
+            },
+        };
+        let form = match bytes[3] {
+            0 => Form::Raw,
+            1 => Form::Lz4,
+            form => return wrong(format!("bytes of form {form}, which is not known here")),
+        };
+        if u16_at(bytes, 6) != 0 {
+            return wrong("something behind the number of runs that should be 0");
+        }
+        let (runs, len) = (u16_at(bytes, 4), u32_at(bytes, 8));
+        let head = Self { sequence, refusal, form, runs, bytes: len, server_us: u32_at(bytes, 12) };
+        let pages = request.range.len();
+        let (runs_max, bytes_max) = match (refusal, request.op) {
+            (Some(_), _) => (0, REFUSAL_BYTES_MAX as u64),
+            (None, Op::Read) => (pages, pages * PAGE_BYTES),
+            (None, Op::Held) => (0, pages.div_ceil(8)),
+        };
+        if u64::from(runs) > runs_max || u64::from(len) > bytes_max {
+            return wrong(format!("{runs} runs and {len} bytes in answer to {pages} pages"));
+        }
+        let may_be_lz4 = refusal.is_none() && request.op == Op::Read && request.may_compress;
+        if form == Form::Lz4 && !may_be_lz4 {
+            return wrong("something compressed, which was not asked for");
+        }
+        Ok(head)
+    }
+}
+
+/// Some pages of an answer, one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Run {
+    Zero(u16),
+    /// Their bytes follow.
+    Bytes(u16),
+}
+
+impl Run {
+    pub const fn pages(self) -> u16 {
+        match self {
+            Self::Zero(pages) | Self::Bytes(pages) => pages,
+        }
+    }
+
+    pub const fn encode(self) -> [u8; 2] {
+        match self {
+            Self::Zero(pages) => (pages | ZERO_RUN).to_le_bytes(),
+            Self::Bytes(pages) => pages.to_le_bytes(),
+        }
+    }
+
+    const fn decode(word: u16) -> Self {
+        match word & ZERO_RUN {
+            0 => Self::Bytes(word),
+            _ => Self::Zero(word & !ZERO_RUN),
+        }
+    }
+}
+
+/// The runs of an answer of `pages` pages.
+///
+/// # Errors
+/// They are not that many pages.
+pub fn decode_runs(bytes: &[u8], pages: u64) -> Result<Vec<Run>, ProtoError> {
+    let words = bytes.as_chunks::<2>().0.iter().map(|word| u16::from_le_bytes(*word));
+    let runs: Vec<Run> = words.map(Run::decode).collect();
+    if runs.iter().any(|run| run.pages() == 0) {
+        return wrong("a run of no pages");
+    }
+    match runs.iter().map(|run| u64::from(run.pages())).sum::<u64>() {
+        sum if sum == pages => Ok(runs),
+        sum => wrong(format!("runs of {sum} pages in answer to {pages}")),
+    }
+}
+
+/// Which pages of `range` a bitmap has, as runs.
+///
+/// # Errors
+/// It is of another length, or has more pages.
+pub fn decode_held(bytes: &[u8], range: PageRange) -> Result<Vec<PageRange>, ProtoError> {
+    if bytes.len() as u64 != range.len().div_ceil(8) {
+        return wrong(format!("a bitmap of {} bytes for {} pages", bytes.len(), range.len()));
+    }
+    let mut held: Vec<PageRange> = Vec::new();
+    for (at, byte) in (0u64..).zip(bytes) {
+        for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
+            let page = PageIdx(range.start().0 + at * 8 + bit);
+            if !range.contains(page) {
+                return wrong("a bitmap with more pages than it was asked for");
+            }
+            match held.last_mut() {
+                Some(last) if last.end() == page => {
+                    *last = PageRange::between(last.start(), PageIdx(page.0 + 1));
+                }
+                _ => held.push(page.range()),
+            }
+        }
+    }
+    Ok(held)
+}
+
+/// The pages of `run` in the bitmap of `range`.
+pub(crate) fn set_held(bitmap: &mut [u8], range: PageRange, run: PageRange) {
+    for page in run.intersect(&range).pages() {
+        let at = page.0 - range.start().0;
+        if let Some(byte) = usize::try_from(at / 8).ok().and_then(|at| bitmap.get_mut(at)) {
+            *byte |= 1 << (at % 8);
+        }
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from(u16_at(bytes, at)) | u32::from(u16_at(bytes, at + 2)) << 16
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+#[cfg(test)]
+mod tests;

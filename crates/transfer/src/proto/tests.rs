@@ -1,0 +1,180 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn request() -> Request {
+    Request {
+        image: ImageName { host: 0x1122_3344_5566_7788, image: 9 },
+        range: PageRange::new(PageIdx(0x0a0b), 16).expect("small"),
+        op: Op::Read,
+        urgency: Urgency::Ahead,
+        may_compress: true,
+        sequence: 0x0201,
+    }
+}
+
+fn head() -> Head {
+    Head { sequence: 0x0201, refusal: None, form: Form::Lz4, runs: 2, bytes: 77, server_us: 5 }
+}
+
+fn refused(bytes: [u8; HEAD_BYTES], request: &Request) -> String {
+    Head::decode(&bytes, request).expect_err("no head").to_string()
+}
+
+#[test]
+fn the_bytes_are_as_documented() {
+    let expected = [
+        [0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11],
+        [9, 0, 0, 0, 0, 0, 0, 0],
+        [0x0b, 0x0a, 0, 0, 0, 0, 0, 0],
+        [16, 0, 0, 0, 1, 3, 1, 2],
+    ];
+    assert_eq!(request().encode(), *expected.concat());
+    assert_eq!(head().encode(), [1, 2, 0, 1, 2, 0, 0, 0, 77, 0, 0, 0, 5, 0, 0, 0]);
+    assert_eq!(Run::Zero(3).encode(), [3, 0x80]);
+    assert_eq!(Run::Bytes(512).encode(), [0, 2]);
+    assert_eq!(&PREAMBLE, b"VFPG\x01\0\0\0");
+}
+
+#[test]
+fn a_request_that_makes_no_sense_is_refused() {
+    let with = |at: usize, byte: u8| {
+        let mut bytes = request().encode();
+        bytes[at] = byte;
+        Request::decode(&bytes).expect_err("no request").to_string()
+    };
+    assert_eq!(with(24, 0), "0 pages at a time; it must be 1 to 512");
+    assert_eq!(with(25, 3), "784 pages at a time; it must be 1 to 512");
+    assert_eq!(with(23, 0xff), "16 pages from 18374686479671626251, which no image has");
+    assert_eq!(with(28, 3), "request 3, which is not known here");
+    assert_eq!(with(29, 7), "flags 0x7, which are not known here");
+}
+
+#[test]
+fn another_protocol_and_another_version_are_refused() {
+    assert_eq!(check_preamble(&PREAMBLE), Ok(()));
+    let error = |bytes: &[u8; 8]| check_preamble(bytes).expect_err("another").to_string();
+    assert_eq!(error(b"GET / HT"), "no client for pages: it begins with `GET `");
+    assert_eq!(error(b"VFPG\x02\0\0\0"), "version 2 of the protocol; here is 1");
+    assert_eq!(error(b"VFPG\x01\0\0\x07"), "something behind the version that should be 0");
+}
+
+#[test]
+fn an_answer_to_something_else_is_refused() {
+    let asked = request();
+    let of = |head: Head| refused(head.encode(), &asked);
+    let other = Head { sequence: 7, ..head() };
+    assert_eq!(of(other), "an answer to request 7, and 513 was asked");
+    let runs = Head { runs: 17, ..head() };
+    assert_eq!(of(runs), "17 runs and 77 bytes in answer to 16 pages");
+    let bytes = Head { bytes: 16 * 4096 + 1, ..head() };
+    assert_eq!(of(bytes), "2 runs and 65537 bytes in answer to 16 pages");
+    let long = Head { refusal: Some(RefusalKind::Busy), form: Form::Raw, runs: 0, ..head() };
+    assert!(Head::decode(&long.encode(), &asked).is_ok());
+    let long = Head { bytes: 513, ..long };
+    assert_eq!(of(long), "0 runs and 513 bytes in answer to 16 pages");
+    let plain = Request { may_compress: false, ..asked };
+    let error = refused(head().encode(), &plain);
+    assert_eq!(error, "something compressed, which was not asked for");
+    for (at, what) in [(2, "status 99"), (3, "bytes of form 99"), (6, "something behind")] {
+        let mut bytes = head().encode();
+        bytes[at] = 99;
+        let error = refused(bytes, &asked);
+        assert!(error.starts_with(what), "{error}");
+    }
+}
+
+#[test]
+fn runs_are_as_many_pages_as_were_asked_for() {
+    let bytes = [Run::Zero(3), Run::Bytes(13)].map(Run::encode).concat();
+    assert_eq!(decode_runs(&bytes, 16), Ok(vec![Run::Zero(3), Run::Bytes(13)]));
+    let error = |pages| decode_runs(&bytes, pages).expect_err("other").to_string();
+    assert_eq!(error(15), "runs of 16 pages in answer to 15");
+    assert_eq!(error(17), "runs of 16 pages in answer to 17");
+    let empty = [Run::Zero(16), Run::Bytes(0)].map(Run::encode).concat();
+    assert_eq!(decode_runs(&empty, 16).expect_err("empty").to_string(), "a run of no pages");
+}
+
+#[test]
+fn a_refusal_is_short_and_visible() {
+    let refusal = Refusal::new(RefusalKind::Busy, "a\nb\x1b[31mc");
+    assert_eq!(refusal.to_string(), "ab[31mc (busy)");
+    let long = Refusal::new(RefusalKind::Busy, "é".repeat(1000));
+    assert_eq!(long.text().len(), REFUSAL_BYTES_MAX);
+}
+
+#[test]
+fn kinds_have_a_place_and_a_status_each() {
+    for (place, kind) in RefusalKind::ALL.into_iter().enumerate() {
+        assert_eq!(kind.place(), place);
+        let head = Head { refusal: Some(kind), form: Form::Raw, runs: 0, ..head() };
+        assert_eq!(
+            Head::decode(&head.encode(), &request()).map(|head| head.refusal),
+            Ok(Some(kind))
+        );
+    }
+}
+
+#[test]
+fn a_bitmap_beyond_what_was_asked_is_refused() {
+    let range = PageRange::new(PageIdx(5), 10).expect("small");
+    assert_eq!(
+        decode_held(&[1, 0, 0], range).expect_err("long").to_string(),
+        "a bitmap of 3 bytes for 10 pages"
+    );
+    let error = decode_held(&[0, 0b100], range).expect_err("an eleventh");
+    assert_eq!(error.to_string(), "a bitmap with more pages than it was asked for");
+}
+
+proptest! {
+    #[test]
+    fn a_request_reads_back(
+        (host, image) in any::<(u64, u64)>(),
+        (first, pages) in (0u64..1 << 40, 1u64..=512),
+        (ahead, may_compress, held) in any::<(bool, bool, bool)>(),
+        sequence: u16,
+    ) {
+        let request = Request {
+            image: ImageName { host, image },
+            range: PageRange::new(PageIdx(first), pages).expect("small"),
+            op: if held { Op::Held } else { Op::Read },
+            urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
+            may_compress,
+            sequence,
+        };
+        prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
+    }
+
+    #[test]
+    fn bytes_that_are_a_request_are_its_only_encoding(bytes: [u8; REQUEST_BYTES], op in 0u8..4) {
+        let mut bytes = bytes;
+        (bytes[23], bytes[26], bytes[27], bytes[28], bytes[29]) = (0, 0, 0, op, bytes[29] & 7);
+        if let Ok(request) = Request::decode(&bytes) {
+            prop_assert_eq!(request.encode(), bytes);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_a_head_are_its_only_encoding(bytes: [u8; HEAD_BYTES], kind in 0u8..9) {
+        let mut bytes = bytes;
+        (bytes[0], bytes[1], bytes[2], bytes[6], bytes[7]) = (1, 2, kind, 0, 0);
+        (bytes[3], bytes[5], bytes[10], bytes[11]) = (bytes[3] & 1, 0, 0, 0);
+        if let Ok(head) = Head::decode(&bytes, &request()) {
+            prop_assert_eq!(head.encode(), bytes);
+        }
+    }
+
+    #[test]
+    fn what_is_held_reads_back(held in prop::collection::vec(any::<bool>(), 1..300), first in 0u64..5000) {
+        let range = PageRange::new(PageIdx(first), held.len() as u64).expect("small");
+        let mut bitmap = vec![0; held.len().div_ceil(8)];
+        for (page, _) in range.pages().zip(&held).filter(|(_, held)| **held) {
+            set_held(&mut bitmap, range, page.range());
+        }
+        let runs = decode_held(&bitmap, range).expect("a bitmap");
+        prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].start()));
+        for (page, held) in range.pages().zip(&held) {
+            prop_assert_eq!(runs.iter().any(|run| run.contains(page)), *held);
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Serves pages of this host's images to other hosts.
+//!
+//! ```text
+//!   listener ──► accept thread ──► a thread for each connection:
+//!                    │               handshake ─► admit ─► preamble ─► [ request ─► Pages ─► answer ]*
+//!                    └── Connections: who is connected, how many, all of them ended by `stop`
+//! ```
+//!
+//! Promises: a connection serves a member of this cluster, who is one still at each request, or ends; one
+//! that stands still (in the handshake, within a request, while its answer is taken) ends after [`ServiceLimits::io`], an idle
+//! one after [`ServiceLimits::idle`]. What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
+//! for does not wait for it. A [`Pages`] that panics costs one answer.
+//!
+//! Left to others: the images ([`Pages`]), and who is a member.
+
+mod connections;
+mod serve;
+mod turns;
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustls::ServerConfig;
+use vmfork_image::{ImageName, PageRange};
+
+use self::connections::Connections;
+use self::turns::Turns;
+use crate::counters::ServiceCounters;
+use crate::lock;
+use crate::proto::{Refusal, Urgency};
+
+/// After a connection could not be accepted (no fds left, say) until the next is tried.
+const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// The images of this host, to which others put questions. Asked by many threads at a time.
+pub trait Pages: Send + Sync {
+    /// Which member of the cluster has this certificate (DER), whose key whoever is at `address` has shown to have. Once for each connection.
+    ///
+    /// # Errors
+    /// None.
+    fn admit(&self, certificate: &[u8], address: SocketAddr) -> Result<u64, Refusal>;
+
+    /// Whether it is one still. Before each answer.
+    fn is_member(&self, member: u64) -> bool;
+
+    /// Read `range`, which is 1 to 512 pages, into `bytes`, which is as long. May take a while, but has a bound.
+    ///
+    /// # Errors
+    /// The pages are not to be had here.
+    fn read(
+        &self,
+        member: u64,
+        image: ImageName,
+        range: PageRange,
+        urgency: Urgency,
+        bytes: &mut [u8],
+    ) -> Result<(), Refusal>;
+
+    /// Which pages of `range` can be read here at once: each run of them is given to `each`. Pages beyond the image
+    /// are not.
+    ///
+    /// # Errors
+    /// There is no such image here.
+    fn held(
+        &self,
+        member: u64,
+        image: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal>;
+}
+
+/// Bounds of a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServiceLimits {
+    /// Connections in all, those in their handshake among them: a thread and, while it answers, the pages' bytes each.
+    pub connections_max: usize,
+    /// Connections of one member: a few more than a [`crate::Peer`] makes, since ends are not heard of at once.
+    pub connections_per_member_max: usize,
+    /// Connections in their handshake: what somebody who is no member can take up.
+    pub handshakes_max: usize,
+    /// Requests that nobody waits for, read at a time.
+    pub ahead_max: usize,
+    /// A connection without a request. More than a [`crate::Peer`] keeps one for.
+    pub idle: Duration,
+    /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
+    pub io: Duration,
+    /// What [`PageService::stop`] waits for its threads.
+    pub stop: Duration,
+}
+
+impl Default for ServiceLimits {
+    fn default() -> Self {
+        Self {
+            connections_max: 1024,
+            connections_per_member_max: 40,
+            handshakes_max: 64,
+            ahead_max: 8,
+            idle: Duration::from_secs(90),
+            io: Duration::from_secs(5),
+            stop: Duration::from_secs(6),
+        }
+    }
+}
+
+/// Threads that serve pages. Dropping it stops them.
+pub struct PageService {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    stop_bell: OwnedFd,
+    accepting: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What all threads of a service have.
+struct Shared {
+    pages: Arc<dyn Pages>,
+    tls: Arc<ServerConfig>,
+    limits: ServiceLimits,
+    connections: Arc<Connections>,
+    turns: Turns,
+    counters: ServiceCounters,
+}
+
+impl fmt::Debug for PageService {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PageService").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl PageService {
+    /// Serve on `listener`. `tls` has to ask clients for a certificate and check it.
+    ///
+    /// # Errors
+    /// No fds or threads left.
+    pub fn start(
+        listener: TcpListener,
+        tls: Arc<ServerConfig>,
+        pages: Arc<dyn Pages>,
+        limits: ServiceLimits,
+    ) -> io::Result<Self> {
+        // A connection that is gone before it is accepted must not make the thread wait for the next.
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let stop_bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        let stopped = stop_bell.try_clone()?;
+        let shared = Arc::new(Shared {
+            pages,
+            tls,
+            limits,
+            connections: Arc::new(Connections::new(limits)),
+            turns: Turns::new(limits.ahead_max),
+            counters: ServiceCounters::default(),
+        });
+        let accepting = {
+            let shared = Arc::clone(&shared);
+            std::thread::Builder::new()
+                .name("pages-accept".to_owned())
+                .spawn(move || accept_until(&stopped, &listener, &shared))?
+        };
+        tracing::info!(%address, "serving pages");
+        Ok(Self { shared, address, stop_bell, accepting: Mutex::new(Some(accepting)) })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub fn counters(&self) -> &ServiceCounters {
+        &self.shared.counters
+    }
+
+    /// How many connections there are now.
+    pub fn connections(&self) -> usize {
+        self.shared.connections.count()
+    }
+
+    /// Accept no more, and end all connections, also those with an answer under way. → how many are left after
+    /// [`ServiceLimits::stop`]: those whose [`Pages`] has not come back yet. They end when it does.
+    pub fn stop(&self) -> usize {
+        self.shared.connections.close();
+        self.shared.turns.close();
+        let _full_is_rung = rustix::io::write(&self.stop_bell, &1u64.to_ne_bytes());
+        if let Some(accepting) = lock(&self.accepting).take() {
+            let _its_panic_was_told = accepting.join();
+        }
+        let left = self.shared.connections.wait_ended(self.shared.limits.stop);
+        if left > 0 {
+            tracing::warn!(left, "connections wait for pages and end when those have been read");
+        }
+        left
+    }
+}
+
+impl Drop for PageService {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn accept_until(stopped: &OwnedFd, listener: &TcpListener, shared: &Arc<Shared>) {
+    loop {
+        let mut fds = [PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return tracing::error!(%error, "no more connections are accepted"),
+        }
+        if !fds[0].revents().is_empty() {
+            return;
+        }
+        match listener.accept() {
+            Ok((tcp, address)) => serve::spawn(tcp, address, shared),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                tracing::warn!(%error, "accept a connection");
+                let mut fds = [PollFd::new(stopped, PollFlags::IN)];
+                // Whatever it says is seen above.
+                let _ = rustix::event::poll(&mut fds, Some(&ACCEPT_PAUSE));
+            }
+        }
+    }
+}

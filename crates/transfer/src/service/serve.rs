@@ -1,0 +1,246 @@
+//! One connection, from its first byte to its last.
+
+use std::net::{SocketAddr, TcpStream};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustls::{Connection, ServerConnection};
+use vmfork_image::PAGE_BYTES;
+
+use super::Shared;
+use super::connections::Place;
+use crate::channel::Channel;
+use crate::pack::{self, Packer};
+use crate::proto::{
+    self, Form, Head, Op, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Urgency,
+};
+
+/// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
+/// rest is given back.
+const KEPT_BYTES: usize = 256 << 10;
+
+/// Why a connection ends early: not an error of this host.
+type Ended = Box<dyn std::error::Error + Send + Sync>;
+
+/// Serve a connection in a thread of its own, or close it at once.
+pub(super) fn spawn(tcp: TcpStream, address: SocketAddr, shared: &Arc<Shared>) {
+    let place = match tcp.try_clone() {
+        Ok(to_end) => shared.connections.begin(to_end).ok_or("there are too many"),
+        Err(error) => {
+            tracing::debug!(%error, "no fd to end a connection by");
+            Err("no fds are left")
+        }
+    };
+    let for_thread = Arc::clone(shared);
+    let spawned = place.and_then(|place| {
+        let run = move || match serve(tcp, address, &for_thread, &place) {
+            Ok(()) => tracing::trace!(%address, "connection ended"),
+            Err(why) => tracing::debug!(%address, %why, "connection ended"),
+        };
+        let thread = std::thread::Builder::new().name("pages-serve".to_owned()).spawn(run);
+        thread.map_err(|_| "no thread for it")
+    });
+    if let Err(why) = spawned {
+        shared.counters.turned_away.add(1);
+        tracing::warn!(%address, why, "a connection is closed at once");
+    }
+}
+
+fn serve(tcp: TcpStream, address: SocketAddr, shared: &Shared, place: &Place) -> Result<(), Ended> {
+    let limits = &shared.limits;
+    let handshake = || -> Result<Channel, Ended> {
+        tcp.set_nonblocking(false)?;
+        let tls = ServerConnection::new(Arc::clone(&shared.tls))?;
+        Ok(Channel::open(Connection::Server(tls), tcp, limits.io)?)
+    };
+    let mut channel = handshake().inspect_err(|_| shared.counters.handshakes_failed.add(1))?;
+    let admitted = match channel.certificate() {
+        Some(certificate) => shared.pages.admit(certificate, address),
+        None => Err(Refusal::new(RefusalKind::NotMember, "no certificate was shown")),
+    };
+    // Who may not stay hears why, in answer to his first request.
+    let admitted = admitted.and_then(|member| match place.of_member(member) {
+        true => Ok(member),
+        false => {
+            let most = limits.connections_per_member_max;
+            Err(Refusal::new(RefusalKind::Busy, format!("{most} connections are open already")))
+        }
+    });
+    match &admitted {
+        Ok(_) => shared.counters.connections.add(1),
+        Err(_) => shared.counters.handshakes_failed.add(1),
+    }
+    let served = Session { shared, channel: &mut channel, answer: Answer::default() }.run(admitted);
+    if served.is_ok() {
+        channel.close();
+    }
+    served
+}
+
+/// Memory for answers.
+#[derive(Default)]
+struct Answer {
+    pages: Vec<u8>,
+    packer: Packer,
+    head: Vec<u8>,
+}
+
+struct Session<'a> {
+    shared: &'a Shared,
+    channel: &'a mut Channel,
+    answer: Answer,
+}
+
+impl Session<'_> {
+    /// Answer until the other side has enough, or is not to be answered any more.
+    fn run(&mut self, admitted: Result<u64, Refusal>) -> Result<(), Ended> {
+        let mut preamble = [0; PREAMBLE.len()];
+        if !self.receive(&mut preamble)? {
+            return Ok(());
+        }
+        let mut admitted = admitted.and_then(|member| {
+            proto::check_preamble(&preamble).map_err(bad_request)?;
+            Ok(member)
+        });
+        let mut bytes = [0; REQUEST_BYTES];
+        while self.receive(&mut bytes)? {
+            let began = Instant::now();
+            let request = Request::decode(&bytes).map_err(bad_request);
+            // Of a request that makes no sense: the client has to recognise the answer.
+            let sequence = u16::from_le_bytes([bytes[REQUEST_BYTES - 2], bytes[REQUEST_BYTES - 1]]);
+            admitted = admitted.and_then(|member| match self.shared.pages.is_member(member) {
+                true => Ok(member),
+                false => Err(Refusal::new(RefusalKind::NotMember, "not a member any more")),
+            });
+            let request = admitted.clone().and_then(|member| Ok((member, request?)));
+            match request {
+                Ok((member, request)) => self.answer(member, &request, began)?,
+                Err(refusal) => {
+                    self.refuse(sequence, began, &refusal)?;
+                    return Err(refusal.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Read all of `bytes`. → whether there are any: the other side may have closed the connection, or be idle for too
+    /// long.
+    fn receive(&mut self, bytes: &mut [u8]) -> Result<bool, Ended> {
+        self.channel.set_timeout(self.shared.limits.idle);
+        let read = match self.channel.read(bytes) {
+            Ok(0) => return Ok(false),
+            Ok(read) => read,
+            Err(error) if error.kind() == std::io::ErrorKind::TimedOut => return Ok(false),
+            Err(error) => return Err(error.into()),
+        };
+        // Most often all has come at once.
+        if let Some(rest) = bytes.get_mut(read..).filter(|rest| !rest.is_empty()) {
+            self.channel.set_timeout(self.shared.limits.io);
+            self.channel.read_exact(rest)?;
+        }
+        Ok(true)
+    }
+
+    fn answer(&mut self, member: u64, request: &Request, began: Instant) -> Result<(), Ended> {
+        let read = std::panic::catch_unwind(AssertUnwindSafe(|| match request.op {
+            Op::Read => self.read(member, request),
+            Op::Held => self.find_held(member, request),
+        }));
+        let read = read.unwrap_or_else(|_| {
+            tracing::error!(image = %request.image, pages = %request.range, "reading panicked");
+            Err(Refusal::new(RefusalKind::Failed, "reading the pages failed: see the host's log"))
+        });
+        if let Err(refusal) = read {
+            return self.refuse(request.sequence, began, &refusal);
+        }
+        let counters = &self.shared.counters;
+        let Answer { pages, packer, head } = &mut self.answer;
+        let mut begin = Head {
+            sequence: request.sequence,
+            refusal: None,
+            form: Form::Raw,
+            runs: 0,
+            bytes: u32::try_from(pages.len()).unwrap_or(u32::MAX),
+            server_us: 0,
+        };
+        head.clear();
+        self.channel.set_timeout(self.shared.limits.io);
+        match request.op {
+            Op::Held => {
+                begin.server_us = us_since(began);
+                head.extend(begin.encode());
+                self.channel.send(&[&head[..], &pages[..]])?;
+            }
+            Op::Read => {
+                let packed = packer.pack(pages, request.may_compress);
+                let len = packed.len();
+                begin.form = packed.form;
+                begin.runs = u16::try_from(packed.runs.len()).unwrap_or(u16::MAX);
+                begin.bytes = u32::try_from(len).unwrap_or(u32::MAX);
+                begin.server_us = us_since(began);
+                head.extend(begin.encode());
+                packed.runs.iter().for_each(|run| head.extend(run.encode()));
+                let parts: Vec<&[u8]> = std::iter::once(&**head).chain(packed.bytes).collect();
+                self.channel.send(&parts)?;
+                counters.pages.add(request.range.len());
+                counters.zero_pages.add(packed.zero_pages);
+                let sent = request.range.len().saturating_sub(packed.zero_pages);
+                counters.raw_bytes.add(sent * PAGE_BYTES);
+                counters.wire_bytes.add(len as u64);
+                counters.requests.add(1);
+                packer.shrink(KEPT_BYTES);
+            }
+        }
+        pack::shrink(pages, KEPT_BYTES);
+        Ok(())
+    }
+
+    fn read(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+        let bytes = usize::try_from(request.range.byte_len()).unwrap_or(0);
+        self.answer.pages.resize(bytes, 0);
+        let _turn = match request.urgency {
+            Urgency::Demand => None,
+            Urgency::Ahead => {
+                Some(self.shared.turns.wait(self.shared.limits.io).ok_or_else(|| {
+                    Refusal::new(RefusalKind::Busy, "much that nobody waits for is being read")
+                })?)
+            }
+        };
+        let Request { image, range, urgency, .. } = *request;
+        self.shared.pages.read(member, image, range, urgency, &mut self.answer.pages)
+    }
+
+    fn find_held(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+        let range = request.range;
+        let bitmap = &mut self.answer.pages;
+        bitmap.clear();
+        bitmap.resize(usize::try_from(range.len().div_ceil(8)).unwrap_or(0), 0);
+        let mut each = |run| proto::set_held(bitmap, range, run);
+        self.shared.pages.held(member, request.image, range, &mut each)
+    }
+
+    fn refuse(&mut self, sequence: u16, began: Instant, refusal: &Refusal) -> Result<(), Ended> {
+        self.shared.counters.refused(refusal.kind);
+        let text = refusal.text().as_bytes();
+        let head = Head {
+            sequence,
+            refusal: Some(refusal.kind),
+            form: Form::Raw,
+            runs: 0,
+            bytes: u32::try_from(text.len()).unwrap_or(0),
+            server_us: us_since(began),
+        };
+        self.channel.set_timeout(self.shared.limits.io);
+        Ok(self.channel.send(&[&head.encode()[..], text])?)
+    }
+}
+
+fn bad_request(error: proto::ProtoError) -> Refusal {
+    Refusal::new(RefusalKind::BadRequest, error.to_string())
+}
+
+fn us_since(began: Instant) -> u32 {
+    u32::try_from(began.elapsed().as_micros()).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,7 @@
+//! Pages between hosts, over TLS on loopback.
+
+mod common;
+mod failing;
+mod keys;
+mod reading;
+mod strangers;
