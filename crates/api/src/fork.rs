@@ -19,6 +19,28 @@ pub struct ForkRequest {
     /// killed and reported as errors.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
+    /// Where the clones go, in a cluster; default `spread`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub place: Option<Place>,
+    /// Of those hosts alone, by name or id; default: all that take clones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<Vec<String>>,
+    /// How fast clones on other hosts get all of their memory, whether they ask for it or not, in MiB per second;
+    /// default 0: not before they ask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hydrate_mib_per_s: Option<u64>,
+}
+
+/// How a fork's clones are put on the hosts of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Place {
+    /// On the parent's host alone.
+    Here,
+    /// As many on each.
+    Spread,
+    /// On as few hosts as they fit on, the parent's first.
+    Pack,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -76,6 +98,9 @@ pub struct CloneResult {
     /// Whether it was started in a QEMU that had waited in the pool.
     #[serde(default)]
     pub pooled: bool,
+    /// The host that it was started on, in a cluster.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<ErrorBody>,
 }

@@ -37,10 +37,16 @@
 //! | `POST /v1/snapshots/{name}/pull` | [`TransferRequest`] → [`Snapshot`] |
 //! | `GET /v1/snapshots/{name}/profile` | [`ProfileInfo`] |
 //! | `DELETE /v1/snapshots/{name}/profile` | forget it; 204 |
+//! | `GET /v1/cluster` | [`ClusterInfo`]: the hosts |
+//! | `POST /v1/cluster` | [`ClusterInitRequest`] → 201 [`ClusterInfo`]: make one |
+//! | `POST /v1/cluster/join` | [`ClusterJoinRequest`] → [`ClusterInfo`] |
+//! | `POST /v1/cluster/token` | [`ClusterTokenRequest`] → [`ClusterToken`] |
+//! | `POST /v1/cluster/leave`, `drain`, `activate` | [`ClusterHostRequest`] → [`ClusterInfo`] |
 //! | `GET /v1/openapi.json`, `GET /metrics` | the document, Prometheus text |
 //!
 //! Every error is an [`ErrorBody`] with a fitting HTTP status.
 
+mod cluster;
 mod error;
 mod fork;
 mod host;
@@ -49,8 +55,12 @@ mod session;
 mod snapshot;
 mod vm;
 
+pub use cluster::{
+    ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
+    ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
+};
 pub use error::{ErrorBody, ErrorCode};
-pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages};
+pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages, Place};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
 pub use memory::{BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults};
 pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};

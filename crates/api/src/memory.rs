@@ -18,6 +18,9 @@ pub struct MemoryInfo {
     pub demand_bytes: u64,
     /// Frozen pages of the image not yet drained.
     pub undrained_pages: u64,
+    /// Pages of the image that are in no cache here yet: in a store, on another host, or not drained.
+    #[serde(default)]
+    pub missing_pages: u64,
     /// The id of the image that the VM is a view of; absent in a VM that booted.
     pub image: Option<String>,
     /// How many views (VMs) the image has.
@@ -61,7 +64,7 @@ pub struct FaultCounts {
     pub mapped: u64,
 }
 
-/// Faults, of all VMs that share an image, on pages that are in a store.
+/// Faults, of all VMs that share an image, on pages that are in a store or on another host.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 pub struct StoreFaults {
     /// The page was there, or on its way, because it was fetched ahead.
@@ -77,7 +80,7 @@ pub struct BytesBySource {
     pub frozen: u64,
     /// Copied from an ancestor's cache.
     pub image: u64,
-    /// From another host (always 0 so far).
+    /// From another host.
     pub peer: u64,
     /// From a stored snapshot.
     pub chunk: u64,

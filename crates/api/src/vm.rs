@@ -67,6 +67,12 @@ pub struct Vm {
     pub family: String,
     /// The name of the VM that this one was forked from.
     pub parent: Option<String>,
+    /// Its id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_id: Option<String>,
+    /// The host that it runs on, in a cluster.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
     /// The name of the stored snapshot that it, or the root of its family, was started from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,

@@ -79,6 +79,9 @@ pub(crate) enum RawCommand {
     /// Keep VMs as stored snapshots, and look after those
     #[command(subcommand)]
     Snapshot(RawSnapshot),
+    /// Join hosts that fork onto each other
+    #[command(subcommand)]
+    Cluster(RawCluster),
     /// Start, stop or look at the daemon
     #[command(subcommand)]
     Daemon(RawDaemon),
@@ -148,6 +151,7 @@ pub(crate) struct RawRun {
 
 const OF_IMAGES: &str = "Of images only";
 const OF_SNAPSHOTS: &str = "Of snapshots only";
+const OF_CLUSTERS: &str = "In a cluster";
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RawPrefetch {
@@ -212,6 +216,71 @@ pub(crate) struct RawFork {
     /// Bound on the whole fork: 500ms, 30s, 2m [default: 60s]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
+    /// Where in the cluster the clones go [default: spread]
+    #[arg(long, value_name = "WHERE", help_heading = OF_CLUSTERS)]
+    pub(crate) place: Option<RawPlace>,
+    /// Only these hosts, by name or id, repeated or separated by commas [default: all]
+    #[arg(long = "host", value_name = "HOST", value_delimiter = ',', action = ArgAction::Append, help_heading = OF_CLUSTERS)]
+    pub(crate) hosts: Vec<String>,
+    /// Bring clones on other hosts all of their memory, so fast, in MiB per second; then they don't need this host any more
+    #[arg(long, value_name = "MIB", help_heading = OF_CLUSTERS)]
+    pub(crate) hydrate: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RawPlace {
+    /// On the VM's host
+    Here,
+    /// As many on each host
+    Spread,
+    /// On as few hosts as they fit on, the VM's first
+    Pack,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawCluster {
+    /// Make a cluster of this host
+    Init(RawAddress),
+    /// Print a token by which one host can join
+    Token {
+        /// How long it is good: 10m, 3600s [default: 1 hour, at most 7 days]
+        #[arg(long, value_name = "TIME")]
+        ttl: Option<String>,
+    },
+    /// Become a member of the cluster that the token is of
+    Join {
+        /// What `vmfork cluster token` has printed on a member
+        token: String,
+        #[command(flatten)]
+        address: RawAddress,
+    },
+    /// List the hosts
+    Ls,
+    /// Take a host out, this one if none is named
+    Leave {
+        /// Name or id
+        host: Option<String>,
+    },
+    /// Give a host no more clones, this one if none is named
+    Drain {
+        /// Name or id
+        host: Option<String>,
+    },
+    /// Take a host back into use that was drained
+    Activate {
+        /// Name or id
+        host: Option<String>,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawAddress {
+    /// Where other hosts reach this one; pages are served at the next port
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) address: String,
+    /// What others call this host [default: its host name]
+    #[arg(long)]
+    pub(crate) name: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -4,10 +4,11 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, KillRequest,
-    ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest,
-    StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, VerifyReply, Version, Vm,
-    VmDetail,
+    ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
+    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
+    Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail,
+    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode,
+    VerifyReply, Version, Vm, VmDetail,
 };
 
 /// An answer to come.
@@ -16,6 +17,8 @@ pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 /// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the operation
 /// up and leaves nothing half-done.
 pub trait Control: SnapshotControl {
+    /// Whether a VM of this name or id is on this host, running or ended.
+    fn has_vm(&self, vm: &str) -> bool;
     fn version(&self) -> Answer<'_, Version>;
     fn doctor(&self) -> Answer<'_, DoctorReport>;
     fn host(&self) -> Answer<'_, HostInfo>;
@@ -47,6 +50,21 @@ pub trait Control: SnapshotControl {
     /// Make the page engine of the image panic that a VM is a view of. For tests of what happens then.
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
+}
+
+/// The operations on the cluster that this host is a member of, or is to be.
+pub trait ClusterControl: Send + Sync + 'static {
+    fn cluster(&self) -> Answer<'_, ClusterInfo>;
+    fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo>;
+    fn join_cluster(&self, request: ClusterJoinRequest) -> Answer<'_, ClusterInfo>;
+    fn cluster_token(&self, request: ClusterTokenRequest) -> Answer<'_, ClusterToken>;
+    fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo>;
+    /// `drain`: give the host nothing new; else take it back into use.
+    fn drain_cluster_host(
+        &self,
+        request: ClusterHostRequest,
+        drain: bool,
+    ) -> Answer<'_, ClusterInfo>;
 }
 
 /// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after an `Err` they are

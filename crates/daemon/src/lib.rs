@@ -8,15 +8,19 @@
 //!      └── config, doctor
 //! ```
 //!
+//! `cluster` has requests about other hosts' VMs passed on, and clones started there.
+//!
 //! [`http`] knows nothing of QEMU: it turns requests into calls of [`control::Control`]. Everything
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
 pub mod admission;
 pub mod agent;
 pub mod cgroup;
+pub mod cluster;
 pub mod config;
 pub mod control;
 pub mod doctor;
+mod facts;
 mod fork;
 pub mod http;
 pub mod hub;

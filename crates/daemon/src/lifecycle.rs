@@ -29,9 +29,10 @@ use tokio::time::timeout;
 
 use crate::admission::{Admission, Policy, ProcProbe};
 use crate::cgroup::Cgroups;
+use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::control::Control;
-use crate::http::{self, App, Listeners, SocketOwner, Token};
+use crate::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
 use crate::state::State;
@@ -56,6 +57,8 @@ pub struct Parts {
 /// A host that has started.
 pub struct Host {
     pub control: Arc<dyn Control>,
+    /// What it is, or is to be, in a cluster.
+    pub cluster: Option<Arc<Cluster>>,
     /// Ends all VMs and writes down that they are nobody's loss. Called once, after the last request.
     pub shutdown: BoxFuture<'static, ()>,
 }
@@ -145,7 +148,13 @@ where
         }
     };
     let (stop_tx, stop_rx) = watch::channel(false);
-    let app = App::new(host.control, metrics, stop_rx.clone()).debug_faults(config.debug_faults);
+    let mut app =
+        App::new(host.control, metrics, stop_rx.clone()).debug_faults(config.debug_faults);
+    if let Some(cluster) = &host.cluster {
+        app = app.elsewhere(Arc::clone(cluster) as Arc<dyn Elsewhere>);
+        app = app.cluster(Arc::new(Arc::clone(cluster)));
+        cluster.begin(http::router(app.clone())).await;
+    }
     let serving = tokio::spawn(http::serve(listeners, app, stop_rx));
     let reaping = tokio::spawn(reap(state));
     tracing::info!(socket = %config.socket.display(), state = %config.state.display(), "ready");
@@ -156,6 +165,9 @@ where
     tell(notify.as_deref(), "STOPPING=1");
     stop_tx.send_replace(true);
     let ending = async {
+        if let Some(cluster) = &host.cluster {
+            cluster.stop().await;
+        }
         if let Err(error) = serving.await {
             tracing::error!("the HTTP server ended by itself: {error}");
         }

@@ -50,5 +50,6 @@ fn fail(error: &anyhow::Error, code: u8) -> ExitCode {
 async fn start(parts: Parts) -> anyhow::Result<Host> {
     let hub = Hub::start(parts).await;
     let control: Arc<dyn Control> = Arc::clone(&hub) as Arc<dyn Control>;
-    Ok(Host { control, shutdown: Box::pin(async move { hub.stop().await }) })
+    let cluster = Some(hub.cluster());
+    Ok(Host { control, cluster, shutdown: Box::pin(async move { hub.stop().await }) })
 }

@@ -6,6 +6,7 @@ use indicatif::ProgressBar;
 use tokio::time::sleep;
 use vmfork_api::{CloneResult, ErrorBody, Vm, VmState};
 
+use super::ps::add_column;
 use crate::client::{Client, Query};
 use crate::failure::Exit;
 use crate::format;
@@ -22,21 +23,22 @@ pub(super) fn print(
     summary: &str,
 ) -> anyhow::Result<()> {
     let mut remedies: Vec<&str> = Vec::new();
-    if results.iter().all(|result| result.error.is_none()) {
-        printer.table(&["VM", "VMID", "STATE", "READY"], results.iter().map(row).collect())?;
-    } else {
-        let rows = results.iter().map(|result| {
-            let mut row = row(result);
+    let mut header = vec!["VM", "VMID", "STATE", "READY"];
+    let mut rows: Vec<Vec<Field>> = results.iter().map(row).collect();
+    let hosts: Vec<Option<&str>> = results.iter().map(|result| result.host.as_deref()).collect();
+    add_column("HOST", &mut header, &mut rows, &hosts);
+    if results.iter().any(|result| result.error.is_some()) {
+        header.push("ERROR");
+        for (row, result) in rows.iter_mut().zip(results) {
             row.push(Field::Text(result.error.as_ref().map(error_line).unwrap_or_default()));
-            row
-        });
-        printer.table(&["VM", "VMID", "STATE", "READY", "ERROR"], rows.collect())?;
+        }
         for remedy in results.iter().filter_map(|result| result.error.as_ref()?.remedy.as_ref()) {
             if !remedies.contains(&remedy.as_str()) {
                 remedies.push(remedy);
             }
         }
     }
+    printer.table(&header, rows)?;
     printer.note(summary);
     for remedy in remedies {
         printer.note(&format!("hint: {remedy}"));

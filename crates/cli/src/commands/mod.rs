@@ -2,6 +2,7 @@
 //! [`crate::printer::Printer`].
 
 mod brood;
+mod cluster;
 mod completion;
 mod console;
 mod cp;
@@ -52,6 +53,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Version => version::run(global).await,
         Command::Image(action) => image::run(global, action).await,
         Command::Snapshot(action) => snapshot::run(global, action).await,
+        Command::Cluster(action) => cluster::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,
         Command::Completion(shell) => completion::run(global, shell),
     }

@@ -28,6 +28,8 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
         let mut rows: Vec<Vec<Field>> = vms.iter().map(row).collect();
         let origins: Vec<Option<&str>> = vms.iter().map(|vm| vm.snapshot.as_deref()).collect();
         add_snapshots(&mut header, &mut rows, &origins);
+        let hosts: Vec<Option<&str>> = vms.iter().map(|vm| vm.host.as_deref()).collect();
+        add_column("HOST", &mut header, &mut rows, &hosts);
         printer.table(&header, rows)?;
         if all {
             let host: HostInfo = client.get(Query::new("/v1/host")).await?;
@@ -64,12 +66,22 @@ pub(super) fn add_snapshots(
     rows: &mut [Vec<Field>],
     snapshots: &[Option<&str>],
 ) {
-    if snapshots.iter().all(Option::is_none) {
+    add_column("SNAPSHOT", header, rows, snapshots);
+}
+
+/// A column at the end, if there is anything in it.
+pub(super) fn add_column<'a>(
+    name: &'a str,
+    header: &mut Vec<&'a str>,
+    rows: &mut [Vec<Field>],
+    texts: &[Option<&str>],
+) {
+    if texts.iter().all(Option::is_none) {
         return;
     }
-    header.push("SNAPSHOT");
-    for (row, snapshot) in rows.iter_mut().zip(snapshots) {
-        row.push(Field::Text(snapshot.unwrap_or("-").to_owned()));
+    header.push(name);
+    for (row, text) in rows.iter_mut().zip(texts) {
+        row.push(Field::Text(text.unwrap_or("-").to_owned()));
     }
 }
 

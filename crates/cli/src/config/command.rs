@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use vmfork_api::{ExecRequest, ForkRequest, KillRequest, name_is_valid};
 
-use super::{ImageAction, RunConfig, SnapshotAction, misuse, run, value};
+use super::{ClusterAction, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run, value};
 use crate::args::{
-    RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawTop, Shell,
+    RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawPlace, RawTop, Shell,
 };
 use crate::failure::Misuse;
 
@@ -34,6 +34,7 @@ pub(crate) enum Command {
     Version,
     Image(ImageAction),
     Snapshot(SnapshotAction),
+    Cluster(ClusterAction),
     Daemon(DaemonAction),
     Completion(Shell),
 }
@@ -120,6 +121,7 @@ impl Command {
             RawCommand::Version => Self::Version,
             RawCommand::Image(raw) => Self::Image(ImageAction::new(raw)?),
             RawCommand::Snapshot(raw) => Self::Snapshot(SnapshotAction::new(raw, global)?),
+            RawCommand::Cluster(raw) => Self::Cluster(cluster::action(raw)?),
             RawCommand::Daemon(raw) => Self::Daemon(match raw {
                 RawDaemon::Start => DaemonAction::Start,
                 RawDaemon::Stop { force } => DaemonAction::Stop { force },
@@ -237,6 +239,13 @@ fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
             names,
             all_or_nothing: raw.all_or_nothing,
             timeout_ms: timeout.map(value::millis),
+            place: raw.place.map(|place| match place {
+                RawPlace::Here => vmfork_api::Place::Here,
+                RawPlace::Spread => vmfork_api::Place::Spread,
+                RawPlace::Pack => vmfork_api::Place::Pack,
+            }),
+            hosts: (!raw.hosts.is_empty()).then_some(raw.hosts),
+            hydrate_mib_per_s: raw.hydrate,
         },
         bound: timeout.unwrap_or(FORK_TIMEOUT_DEFAULT),
     })

@@ -1,6 +1,7 @@
 //! The second step of parsing: from words as typed ([`crate::args`]) and the environment to values
 //! that are known to fit together. What is wrong here is [`Misuse`]: exit status 2.
 
+mod cluster;
 mod command;
 mod global;
 mod image;
@@ -8,6 +9,7 @@ mod run;
 mod snapshot;
 mod value;
 
+pub(crate) use cluster::ClusterAction;
 pub(crate) use command::{
     Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig, TopConfig,
 };

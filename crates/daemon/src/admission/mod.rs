@@ -244,6 +244,11 @@ impl Admission {
         Ok(self.lease(&mut accounts, want, Purpose::Vm, Some(family.into())))
     }
 
+    /// What a clone of so much memory is expected to come to use, for plans.
+    pub fn clone_bytes(&self, ram_bytes: u64) -> u64 {
+        self.0.policy.clone(ram_bytes)
+    }
+
     /// Memory for a fork, for as many of its clones as fit.
     ///
     /// # Errors

@@ -137,6 +137,7 @@ pub(super) fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
         running_ms: None,
         ready_ms: None,
         pooled: false,
+        host: None,
         error: Some(error),
     }
 }

@@ -115,6 +115,7 @@ pub(super) async fn start(
                 running_ms: vm.runs_since().map(|since| ms(since - began)),
                 ready_ms: Some(ms(began.elapsed())),
                 pooled: from == pool::Origin::Pooled,
+                host: None,
                 error: None,
             };
             (result, Some(vm))

@@ -9,6 +9,7 @@
 //! What fits is started; the rest is an error each. If the caller gives up, the parent goes on and what was
 //! started of the clones is ended.
 
+mod away;
 mod brood;
 mod clone;
 mod freeze;
@@ -17,6 +18,7 @@ mod starting;
 pub(crate) mod state;
 pub(crate) mod tickets;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
 
+pub(crate) use self::away::Placement;
 pub(crate) use self::brood::{Brood, Granted, PendingMachine, Wanted, start_machines};
 pub(crate) use self::clone::Stem;
 pub(crate) use self::snapshot::Snapshot;
@@ -52,6 +55,7 @@ pub(crate) struct Order {
     pub(crate) memory: Option<Loan>,
     /// The ticket behind it, and who is told what becomes of each clone.
     pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) placement: Placement,
 }
 
 /// Fork by the API.
@@ -72,6 +76,11 @@ pub(crate) async fn by_request(
         timeout,
         memory: None,
         origin: None,
+        placement: Placement {
+            place: request.place,
+            hosts: request.hosts,
+            hydrate_bytes_per_s: request.hydrate_mib_per_s.unwrap_or(0).saturating_mul(1 << 20),
+        },
     };
     run(core, parent, order).await
 }
@@ -148,6 +157,8 @@ pub(crate) struct Names<'a> {
     pub(crate) wanted: Option<&'a [String]>,
     pub(crate) stem: &'a str,
     pub(crate) count: u32,
+    /// Names that VMs of other hosts have.
+    pub(crate) taken: Option<&'a HashSet<String>>,
 }
 
 /// Names for all VMs in their order, each with whether it is kept for it: if not, another VM has it.
@@ -160,12 +171,14 @@ pub(crate) fn reserve(
     all_or_nothing: bool,
     message: &str,
 ) -> Result<(Reservation, Vec<(String, bool)>), ErrorBody> {
+    let is_taken = |name: &str| names.taken.is_some_and(|taken| taken.contains(name));
     let Some(wanted) = names.wanted else {
-        let reservation = core.registry.reserve_for_clones(names.stem, names.count);
+        let reservation = core.registry.reserve_for_clones(names.stem, names.count, is_taken);
         let names = reservation.names().iter().map(|name| (name.clone(), true)).collect();
         return Ok((reservation, names));
     };
-    let reservation = core.registry.reserve(&wanted.iter().map(String::as_str).collect::<Vec<_>>());
+    let free = wanted.iter().map(String::as_str).filter(|name| !is_taken(name));
+    let reservation = core.registry.reserve(&free.collect::<Vec<_>>());
     let names = which_are_kept(wanted, reservation.names());
     let taken = names.iter().find(|(_, is_kept)| !is_kept);
     match taken {
@@ -201,12 +214,37 @@ async fn carry_out(
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
-    let names = Names { wanted: order.names.as_deref(), stem: parent.name(), count: requested };
+    // What a ticket's programs say goes by way of the parent's host: they stay here.
+    let away = match order.origin {
+        Some(_) => None,
+        None => {
+            let ask = (&order.placement, requested, order.all_or_nothing);
+            away::plan(&core, &parent, &machine, ask, &message).await?
+        }
+    };
+    let names = Names {
+        wanted: order.names.as_deref(),
+        stem: parent.name(),
+        count: requested,
+        taken: away.as_ref().map(|away| &away.taken),
+    };
     let (reservation, names) = reserve(&core, names, order.all_or_nothing, &message)?;
+    let all = names.into_iter().zip(order.clones).map(|((name, is_kept), (vmid, ticket))| Wanted {
+        name,
+        is_kept,
+        vmid,
+        ticket,
+    });
+    let mut here: Vec<Wanted> = all.collect();
+    let elsewhere = match &away {
+        Some(away) => here.split_off(here.len().min(away.here as usize)),
+        None => Vec::new(),
+    };
     let grant = match order.memory.as_ref().and_then(Loan::take) {
         Some(grant) => grant,
         None => {
-            let count = u32::try_from(reservation.names().len()).unwrap_or(requested);
+            let count = here.iter().filter(|wanted| wanted.is_kept).count();
+            let count = u32::try_from(count).unwrap_or(requested);
             let ask = parent.identity.ask(&message, count, order.origin.is_some());
             core.admission.fork(ask, order.all_or_nothing)?
         }
@@ -236,12 +274,38 @@ async fn carry_out(
         origin: order.origin,
         given_up: given_up.clone(),
     };
-    let wanted = names
-        .into_iter()
-        .zip(order.clones)
-        .map(|((name, is_kept), (vmid, ticket))| Wanted { name, is_kept, vmid, ticket });
     let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
-    let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await?;
+    let all_or_nothing = order.all_or_nothing;
+    let departed = async {
+        let Some(away) = &away else { return Vec::new() };
+        let departure = away::Departure {
+            parent: &parent,
+            machine: &machine,
+            snapshot: &snapshot,
+            pause_ms: ms(pause),
+            all_or_nothing,
+            deadline,
+            given_up: &given_up,
+        };
+        away.start(departure, elsewhere).await
+    };
+    let (started, departed) = tokio::join!(brood.start(here, granted, all_or_nothing), departed);
+    let first = departed.iter().find_map(|result| result.error.clone()).filter(|_| all_or_nothing);
+    if let Some(away) = &away
+        && (started.is_err() || first.is_some() || given_up.is_cancelled())
+    {
+        away.end(&departed).await;
+    }
+    let mut results = started?;
+    if let Some(error) = first {
+        let ids = results.iter().filter_map(|result| result.id.as_deref());
+        for vm in ids.filter_map(|id| core.registry.find(&message, id).ok()) {
+            core.end(&vm, crate::vm::End::killed("its start was given up"));
+        }
+        return Err(error);
+    }
+    results.extend(departed);
+    results.sort_by_key(|result| result.vmid);
     drop(reservation);
     let failures = results.iter().filter(|result| result.error.is_some()).count();
     stages.derive_ms = derive_ms(&snapshot);

@@ -282,6 +282,7 @@ impl Desk {
             timeout: FORK_TIMEOUT,
             memory: memory.clone(),
             origin: Some(origin),
+            placement: super::Placement::default(),
         };
         let (core, vm, events) =
             (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());

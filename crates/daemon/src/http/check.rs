@@ -213,6 +213,9 @@ mod tests {
                 names: Some(names.iter().map(ToString::to_string).collect()),
                 all_or_nothing: false,
                 timeout_ms: None,
+                place: None,
+                hosts: None,
+                hydrate_mib_per_s: None,
             })
         };
         assert!(fork_of(&["a", "b"], 2).is_ok());

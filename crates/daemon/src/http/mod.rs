@@ -14,8 +14,10 @@
 
 mod auth;
 mod check;
+mod cluster;
 mod console;
 mod debug;
+mod elsewhere;
 mod error;
 mod exec;
 mod exec_stream;
@@ -45,12 +47,17 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vmfork_api::{ErrorBody, ErrorCode};
 
-use self::error::{ApiError, bad_request};
-use crate::control::Control;
+pub(crate) use self::error::ApiError;
+use self::error::bad_request;
+use crate::control::{ClusterControl, Control};
 use crate::metrics::Metrics;
 
 pub use self::auth::{Token, TokenError};
+pub(crate) use self::elsewhere::PASSED_ON;
+pub use self::elsewhere::{Answered, Elsewhere};
+pub(crate) use self::listen::keep_alive;
 pub use self::listen::{ListenError, Listeners, SOCKET_PATH_BYTES_MAX, SocketOwner};
+pub(crate) use self::server::connection;
 pub use self::server::serve;
 
 /// JSON bodies are small; only `POST …/exec` may be larger, for its standard input.
@@ -64,6 +71,8 @@ pub struct App {
     /// Becomes true when the daemon ends: open streams are closed.
     stop: watch::Receiver<bool>,
     debug_faults: bool,
+    elsewhere: Option<Arc<dyn Elsewhere>>,
+    cluster: Option<Arc<dyn ClusterControl>>,
 }
 
 impl fmt::Debug for App {
@@ -78,7 +87,19 @@ impl App {
         metrics: Arc<Metrics>,
         stop: watch::Receiver<bool>,
     ) -> Self {
-        Self { control, metrics, stop, debug_faults: false }
+        Self { control, metrics, stop, debug_faults: false, elsewhere: None, cluster: None }
+    }
+
+    /// Where requests about VMs of other hosts go.
+    #[must_use]
+    pub fn elsewhere(self, elsewhere: Arc<dyn Elsewhere>) -> Self {
+        Self { elsewhere: Some(elsewhere), ..self }
+    }
+
+    /// What to do with the cluster that this host is a member of.
+    #[must_use]
+    pub fn cluster(self, cluster: Arc<dyn ClusterControl>) -> Self {
+        Self { cluster: Some(cluster), ..self }
     }
 
     /// Whether to serve the routes that make faults happen.
@@ -104,6 +125,7 @@ impl App {
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),
         (name = "snapshots", description = "Stored snapshots: take, start, keep, move"),
         (name = "guest", description = "Inside a virtual machine: programs, files, console"),
+        (name = "cluster", description = "The hosts that fork onto each other"),
         (name = "host", description = "This host: state, checks, images, metrics"),
     )
 )]
@@ -138,6 +160,12 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(snapshots::push))
         .routes(routes!(snapshots::pull))
         .routes(routes!(snapshots::profile, snapshots::reset_profile))
+        .routes(routes!(cluster::show, cluster::init))
+        .routes(routes!(cluster::join))
+        .routes(routes!(cluster::token))
+        .routes(routes!(cluster::leave))
+        .routes(routes!(cluster::drain))
+        .routes(routes!(cluster::activate))
         .routes(routes!(host::openapi))
         .routes(routes!(host::metrics))
         .layer(DefaultBodyLimit::max(JSON_BYTES_MAX))
@@ -163,6 +191,7 @@ pub fn router(app: App) -> Router {
     router
         .fallback(no_such_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(app.clone(), elsewhere::pass_on))
         .layer(from_fn(catch_panic))
         .layer(from_fn_with_state(app.clone(), count))
         .with_state(app)

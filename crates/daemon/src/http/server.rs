@@ -100,7 +100,8 @@ async fn accept<L: Accept>(
     while connections.join_next().await.is_some() {}
 }
 
-async fn connection<S>(stream: S, router: Router, mut stop: watch::Receiver<bool>)
+/// Serve one connection, in good order until the daemon ends.
+pub(crate) async fn connection<S>(stream: S, router: Router, mut stop: watch::Receiver<bool>)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

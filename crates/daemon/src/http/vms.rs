@@ -9,6 +9,7 @@ use vmfork_api::{
 
 use super::App;
 use super::check;
+use super::elsewhere::{self, Listed, PassedOn};
 use super::error::ApiError;
 use super::extract::{Body, OptionalBody, Params, VmRef, switch};
 
@@ -32,15 +33,18 @@ pub(super) struct RemoveParams {
     force: bool,
 }
 
-/// The VMs on this host.
+/// The VMs of all hosts of the cluster, this one's first. Where hosts do not answer, `x-vmfork-missing-hosts` names them.
 #[utoipa::path(get, path = "/v1/vms", tag = "vms", params(ListParams), responses(
     (status = 200, body = Vec<Vm>), (status = "default", body = ErrorBody)
 ))]
 pub(super) async fn list(
     State(app): State<App>,
+    PassedOn(passed_on): PassedOn,
     Params(params): Params<ListParams>,
-) -> Result<Json<Vec<Vm>>, ApiError> {
-    Ok(Json(app.control.vms(params.all).await?))
+) -> Result<Listed<Vec<Vm>>, ApiError> {
+    let here = app.control.vms(params.all).await?;
+    let path = if params.all { "/v1/vms?all=true" } else { "/v1/vms" };
+    Ok(elsewhere::all_vms(&app, passed_on, path, here).await)
 }
 
 /// Start a VM from an image, and wait until its agent has answered.
@@ -66,7 +70,9 @@ pub(super) async fn inspect(
     State(app): State<App>,
     VmRef(vm): VmRef,
 ) -> Result<Json<VmDetail>, ApiError> {
-    Ok(Json(app.control.inspect(&vm).await?))
+    let mut detail = app.control.inspect(&vm).await?;
+    elsewhere::name_host(&app, [&mut detail.vm]);
+    Ok(Json(detail))
 }
 
 /// Forget a VM that has ended.
@@ -125,6 +131,10 @@ pub(super) async fn fork(
 #[utoipa::path(get, path = "/v1/tree", tag = "vms", responses(
     (status = 200, body = Vec<TreeNode>), (status = "default", body = ErrorBody)
 ))]
-pub(super) async fn tree(State(app): State<App>) -> Result<Json<Vec<TreeNode>>, ApiError> {
-    Ok(Json(app.control.tree().await?))
+pub(super) async fn tree(
+    State(app): State<App>,
+    PassedOn(passed_on): PassedOn,
+) -> Result<Listed<Vec<TreeNode>>, ApiError> {
+    let here = app.control.tree().await?;
+    Ok(elsewhere::all_trees(&app, passed_on, here).await)
 }

@@ -94,11 +94,12 @@ impl Core {
             };
             let views = self.views().iter().filter(|(_, other)| other.id() == image.id()).count();
             info.image_views = u32::try_from(views).unwrap_or(u32::MAX);
+            info.missing_pages = image.missing_pages();
             info.caches = self.caches_of(image);
             info.source = BytesBySource {
                 frozen: counters.from_frozen_bytes.get(),
                 image: counters.from_image_bytes.get(),
-                peer: 0,
+                peer: counters.from_peer_bytes.get(),
                 chunk: counters.from_stored_bytes.get(),
             };
             for image in image.with_ancestors() {

@@ -39,6 +39,7 @@ use self::tally::Tally;
 use crate::admission::{Admission, Lease};
 use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, MailRoom};
 use crate::cgroup::{self, Cgroups};
+use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::fork::tickets::{self, Event, Origin};
 use crate::lifecycle::Parts;
@@ -73,6 +74,7 @@ pub(crate) struct Core {
     cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
     pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) cluster: Arc<Cluster>,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
     pub(crate) disks: Arc<Disks>,
@@ -93,6 +95,13 @@ pub(crate) struct Core {
 impl vmfork_qemu::pool::Pooled for Machine {
     fn is_alive(&self) -> bool {
         Self::is_alive(self)
+    }
+}
+
+impl Hub {
+    /// What this host is, or is to be, in a cluster.
+    pub fn cluster(&self) -> Arc<Cluster> {
+        Arc::clone(&self.core.cluster)
     }
 }
 
@@ -149,6 +158,7 @@ impl Hub {
         let core = Arc::new(Core {
             images: Store::new(state.images()),
             snapshots,
+            cluster: Arc::new(Cluster::new(config.state.join("cluster"))),
             admission,
             mail: HostMail::default(),
             cgroups: cgroups.ok(),
@@ -170,6 +180,7 @@ impl Hub {
             garbage: tokio::sync::Notify::new(),
             tally: Tally::default(),
         });
+        core.cluster.set_core(&core);
         events::start(&core, events);
         crate::snapshots::prefetch::mind_memory(&core);
         let weak = Arc::downgrade(&core);

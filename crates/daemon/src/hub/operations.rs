@@ -27,6 +27,10 @@ const KILL_ROUNDS_MAX: u32 = 10;
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Control for Hub {
+    fn has_vm(&self, vm: &str) -> bool {
+        self.core.registry.find("find", vm).is_ok() || self.core.state.is_lost(vm)
+    }
+
     fn version(&self) -> Answer<'_, Version> {
         async {
             let kernel = rustix::system::uname().release().to_string_lossy().into_owned();

@@ -88,9 +88,16 @@ impl Reservation {
 
 impl Inner {
     /// The first of a series that has no end that nobody listed has, dead or alive.
-    fn free_names(&self, count: u32, name: impl Fn(u32) -> String) -> Vec<String> {
+    fn free_names(
+        &self,
+        count: u32,
+        name: impl Fn(u32) -> String,
+        is_taken: impl Fn(&str) -> bool,
+    ) -> Vec<String> {
         let is_listed = |name: &str| self.vms.values().any(|vm| vm.name() == name);
-        let is_free = |name: &String| !self.reserved.contains_key(name) && !is_listed(name);
+        let is_free = |name: &String| {
+            !self.reserved.contains_key(name) && !is_listed(name) && !is_taken(name)
+        };
         (1..).map(name).filter(is_free).take(count as usize).collect()
     }
 
@@ -122,17 +129,22 @@ impl Registry {
     pub(crate) fn reserve_for_image(self: &Arc<Self>, image: &str) -> Reservation {
         let stem: String = image.chars().take(NAME_BYTES_MAX - 8).collect();
         let inner = self.inner();
-        let names = inner.free_names(1, |number| format!("{stem}-{number}"));
+        let names = inner.free_names(1, |number| format!("{stem}-{number}"), |_| false);
         self.keep(inner, names)
     }
 
-    /// Keep free names for clones: `web.1`, `web.2` … A name that gets too long loses its beginning.
-    pub(crate) fn reserve_for_clones(self: &Arc<Self>, parent: &str, count: u32) -> Reservation {
+    /// Keep free names for clones: `web.1`, `web.2` …, but for those that are taken elsewhere. A name that gets too long loses its beginning.
+    pub(crate) fn reserve_for_clones(
+        self: &Arc<Self>,
+        parent: &str,
+        count: u32,
+        is_taken: impl Fn(&str) -> bool,
+    ) -> Reservation {
         let keep = NAME_BYTES_MAX - 8;
         let stem = parent.get(parent.len().saturating_sub(keep)..).unwrap_or(parent);
         let stem = stem.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
         let inner = self.inner();
-        let names = inner.free_names(count, |number| format!("{stem}.{number}"));
+        let names = inner.free_names(count, |number| format!("{stem}.{number}"), is_taken);
         self.keep(inner, names)
     }
 
@@ -391,19 +403,19 @@ mod tests {
     #[test]
     fn two_forks_at_once_get_names_of_their_own() {
         let registry = Arc::new(Registry::default());
-        let first = registry.reserve_for_clones("web", 2);
-        let second = registry.reserve_for_clones("web", 1);
+        let first = registry.reserve_for_clones("web", 2, |_| false);
+        let second = registry.reserve_for_clones("web", 1, |_| false);
         assert_eq!(first.names(), ["web.1", "web.2"]);
         assert_eq!(second.names(), ["web.3"]);
         drop(first);
-        assert_eq!(registry.reserve_for_clones("web", 2).names(), ["web.1", "web.2"]);
+        assert_eq!(registry.reserve_for_clones("web", 2, |_| false).names(), ["web.1", "web.2"]);
     }
 
     #[test]
     fn names_of_clones_stay_within_the_bound() {
         let registry = Arc::new(Registry::default());
         let parent = "n".repeat(NAME_BYTES_MAX);
-        let reservation = registry.reserve_for_clones(&parent, 1);
+        let reservation = registry.reserve_for_clones(&parent, 1, |_| false);
         assert!(reservation.names()[0].len() <= NAME_BYTES_MAX);
     }
 }

@@ -7,11 +7,11 @@ use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
 use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 
-use super::facts::{self, Facts};
 use super::record::{self, Subject};
 use super::under_way::{Doing, UnderWay};
 use super::work::{CancelOnDrop, blocking};
 use super::{Base, SnapshotError, Snapshots};
+use crate::facts::{self, Facts};
 use crate::fork::{self, Frozen};
 use crate::hub::Core;
 use crate::vm::Vm;
@@ -86,7 +86,7 @@ pub(crate) async fn create(
 async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError> {
     let machine = vm.running_machine().map_err(|_| SnapshotError::Ended)?;
     let frozen = facts::Frozen {
-        machine_type: super::machine_type(&machine).await?,
+        machine_type: facts::host::machine_type(&machine).await?,
         inheritance: frozen.snapshot.inheritance.clone(),
         fork: frozen.snapshot.fork,
         pause_ms: fork::ms(frozen.pause),

@@ -3,7 +3,6 @@
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_memory::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
-use vmfork_qemu::shape::ShapeError;
 use vmfork_store::StoreError;
 
 use crate::fork::state::StateError;
@@ -31,8 +30,6 @@ pub(crate) enum SnapshotError {
     Engine(#[from] EngineError),
     #[error("its device state")]
     State(#[from] StateError),
-    #[error("its machine")]
-    Shape(#[from] ShapeError),
     #[error("ask QEMU")]
     Qmp(#[from] QmpError),
     #[error("what its VM had written was not known within {seconds} s")]
@@ -58,7 +55,7 @@ impl SnapshotError {
     fn code(&self) -> ErrorCode {
         match self {
             Self::Store(error) => store_code(error),
-            Self::Facts { .. } | Self::Size { .. } | Self::Empty | Self::Shape(_) | Self::Ended => {
+            Self::Facts { .. } | Self::Size { .. } | Self::Empty | Self::Ended => {
                 ErrorCode::Conflict
             }
             Self::Location { .. } => ErrorCode::BadRequest,

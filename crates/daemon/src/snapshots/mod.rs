@@ -13,7 +13,6 @@ mod collect;
 mod control;
 mod create;
 mod error;
-mod facts;
 mod keep;
 mod opened;
 pub(crate) mod prefetch;
@@ -36,13 +35,12 @@ use vmfork_store::{HotChunks, SnapshotId, Store, StoreError, Stored, Work};
 
 use self::collect::Collector;
 pub(crate) use self::error::SnapshotError;
-use self::facts::Facts;
 use self::opened::Open;
 pub(crate) use self::opened::{Base, Opened};
 use self::turns::Turns;
 use self::under_way::{AllUnderWay, Pulls};
 use self::work::Works;
-use crate::vm::machine::Machine;
+use crate::facts::Facts;
 
 /// Decompressed chunks that are kept, over all snapshots: what faults come back to within moments.
 const HOT_BYTES: u64 = 64 << 20;
@@ -126,11 +124,4 @@ impl Snapshots {
     pub(crate) fn stop(&self) {
         self.works.stop();
     }
-}
-
-/// The machine type of a QEMU, with its version.
-async fn machine_type(machine: &Machine) -> Result<String, SnapshotError> {
-    let answer = machine.qmp.qom_get("/machine", "type").await?;
-    let name = answer.as_str().unwrap_or_default();
-    Ok(name.strip_suffix("-machine").unwrap_or(name).to_owned())
 }

@@ -11,10 +11,10 @@ use vmfork_image::{PAGE_BYTES, PageTable};
 use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
-use super::facts::Facts;
 use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
 use crate::admission::{Admission, Lease};
+use crate::facts::Facts;
 use crate::fork::Lead;
 use crate::hub::Core;
 

@@ -6,9 +6,9 @@ use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
 use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
-use super::facts::Facts;
 use super::under_way::UnderWay;
 use super::{SnapshotError, Snapshots};
+use crate::facts::Facts;
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
 

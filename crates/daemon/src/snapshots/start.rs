@@ -1,23 +1,18 @@
 //! Starting VMs from a stored snapshot.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode, StartReply, StartRequest};
-use vmfork_qemu::probe::{self, KvmFacts};
-use vmfork_qemu::{DiskId, Shape};
+use vmfork_api::{ErrorBody, StartReply, StartRequest};
+use vmfork_qemu::probe::KvmFacts;
 
 use super::record::{self, Subject};
-use super::{Opened, SnapshotError, facts};
+use super::{Opened, SnapshotError};
 use crate::admission::ForkAsk;
-use crate::fork::{
-    self, Brood, Granted, Names, PendingMachine, Snapshot, Stem, Wanted, start_machines,
-};
-use crate::hub::boot::open_image;
-use crate::hub::{Core, chain, outcome};
+use crate::facts::host;
+use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
+use crate::hub::{Core, outcome};
 use crate::metrics::Stage;
 use crate::vm::{Identity, Vm, now_unix_ms};
 
@@ -59,14 +54,15 @@ async fn carry_out(
     })?;
     let open = began.elapsed();
     core.metrics.observe_stage(Stage::Open, open);
-    opened.facts.check_accel(name, &KvmFacts::gather())?;
+    opened.facts.check_accel(&message, &KvmFacts::gather())?;
     if !request.force {
-        check_qemu(core, name, &opened).await?;
+        host::check_qemu(core, &message, &opened.facts).await?;
     }
-    let (shape, _disk) = shape_and_disk(core, name, &opened)?;
+    let (shape, disk) = host::shape_and_disk(core, &message, &opened.facts)?;
+    opened.keep_disk(disk);
     tokio::task::block_in_place(|| opened.promise_memory(&core.admission, &message))?;
 
-    let names = Names { wanted, stem: name, count: request.count };
+    let names = Names { wanted, stem: name, count: request.count, taken: None };
     let (reservation, names) = fork::reserve(core, names, request.all_or_nothing, &message)?;
     let ask = ForkAsk {
         message: &message,
@@ -83,7 +79,7 @@ async fn carry_out(
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     super::prefetch::begin(core, name, &opened, request.prefetch, request.hydrate_mib_per_s);
     if !request.force {
-        check_machine(name, &opened, &mut pending, deadline).await?;
+        host::check_machine(&message, &opened.facts, &mut pending, deadline).await?;
     }
     let facts = &opened.facts;
     let snapshot = Arc::new(Snapshot {
@@ -140,71 +136,6 @@ impl Opened {
         let (name, id, table) = (name.to_owned(), self.id, table.clone());
         record::start(core, vm, Subject { name, id, table, time_max: RECORD_MAX });
     }
-}
-
-/// Whether this host's QEMU and processor are those that it was taken on.
-async fn check_qemu(core: &Core, name: &str, opened: &Opened) -> Result<(), ErrorBody> {
-    let binary = probe::find(Some(&core.config.qemu)).await.map_err(|error| ErrorBody {
-        code: ErrorCode::Host,
-        message: format!("start snapshot `{name}`"),
-        cause: Some(chain(&error)),
-        remedy: Some("`apt-get install qemu-system-x86`".to_owned()),
-    })?;
-    opened.facts.check_host(name, binary.version)
-}
-
-/// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the first that can be
-/// asked tells it. Whether there is one at all is told by who takes it.
-async fn check_machine(
-    name: &str,
-    opened: &Opened,
-    pending: &mut [PendingMachine],
-    deadline: Instant,
-) -> Result<(), ErrorBody> {
-    for place in pending {
-        let Ok(Ok(started)) = tokio::time::timeout_at(deadline.into(), &mut *place).await else {
-            return Ok(());
-        };
-        let found = match &started {
-            Ok((machine, _)) => super::machine_type(machine).await.ok(),
-            Err(_) => None,
-        };
-        let (back_tx, back) = oneshot::channel();
-        let _waits = back_tx.send(started);
-        *place = back;
-        if let Some(found) = found {
-            return facts::check_machine(name, &opened.facts.machine, &found);
-        }
-    }
-    Ok(())
-}
-
-/// The machine that it needs, with its root disk, which others find as long as someone holds it.
-fn shape_and_disk(
-    core: &Core,
-    name: &str,
-    opened: &Opened,
-) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
-    let facts = &opened.facts;
-    let message = format!("start snapshot `{name}`");
-    let host = |error: &dyn std::error::Error| {
-        ErrorBody::new(ErrorCode::Host, message.clone()).cause(chain(error))
-    };
-    let (disk, id) = match &facts.root_blake3 {
-        None => (None, None),
-        Some(_) => {
-            let files = open_image(core, &facts.image)?;
-            let found = files.metadata.files.get("root.img").map(|file| file.blake3.as_str());
-            facts.check_root(name, found)?;
-            let root = files.root.map(OwnedFd::from);
-            let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
-            (root, id)
-        }
-    };
-    let shape = facts.shape(id).map_err(|error| SnapshotError::Shape(error).to_body(&message))?;
-    let disk = id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
-    opened.keep_disk(disk.clone());
-    Ok((shape, disk))
 }
 
 fn stem(name: &str, opened: &Opened) -> Stem {

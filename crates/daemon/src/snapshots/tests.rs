@@ -12,9 +12,9 @@ use vmfork_api::{ErrorCode, SnapshotState, TransferRequest};
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, Store, StoreError};
 
-use super::facts::Facts;
 use super::under_way::{Doing, Placed};
 use super::{SnapshotError, keep, transfer};
+use crate::facts::Facts;
 use crate::hub::Core;
 use crate::hub::testing::{Host, SOON};
 

@@ -17,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, Progress, SnapshotState};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
-use super::facts::Facts;
 use super::{SnapshotError, Snapshots, work};
+use crate::facts::Facts;
 use crate::hub::chain;
 use crate::vm::now_unix_ms;
 

@@ -290,6 +290,12 @@ impl State {
         self.journal().live().lost.iter().cloned().collect()
     }
 
+    /// Whether an earlier daemon has lost a VM of this id or name.
+    pub fn is_lost(&self, name_or_id: &str) -> bool {
+        let journal = self.journal();
+        journal.live().lost.iter().any(|vm| vm.id == name_or_id || vm.name == name_or_id)
+    }
+
     /// Forget the lost VM with this id, or all lost VMs of this name. Returns whether there was one.
     pub fn forget_lost(&self, name_or_id: &str) -> bool {
         let mut journal = self.journal();

@@ -430,6 +430,8 @@ impl Vm {
             image: identity.image.clone(),
             family: identity.family.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
+            parent_id: identity.parent.as_ref().map(|(id, _)| id.clone()),
+            host: None,
             snapshot: identity.snapshot.clone(),
             vmid: identity.vmid,
             state: self.state(),

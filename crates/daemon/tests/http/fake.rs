@@ -86,6 +86,8 @@ pub(crate) fn vm(name: &str) -> Vm {
         image: "debian".into(),
         family: "00000000000000aa".into(),
         parent: None,
+        parent_id: None,
+        host: None,
         snapshot: None,
         vmid: 0,
         state: VmState::Running,
@@ -104,6 +106,10 @@ pub(crate) fn vm(name: &str) -> Vm {
 }
 
 impl Control for Fake {
+    fn has_vm(&self, _: &str) -> bool {
+        true
+    }
+
     fn version(&self) -> Answer<'_, Version> {
         async {
             Ok(Version {

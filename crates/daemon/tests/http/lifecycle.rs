@@ -54,7 +54,8 @@ fn launch(
             shut_down.store(true, SeqCst);
             drop(parts);
         };
-        Ok(Host { control: Arc::new(Fake::default()), shutdown: shutdown.boxed() })
+        let control = Arc::new(Fake::default());
+        Ok(Host { control, cluster: None, shutdown: shutdown.boxed() })
     };
     let notify = notify.map(|path| path.as_os_str().to_owned());
     let task = tokio::task::spawn_local(async move {

@@ -274,10 +274,16 @@ class VM:
         names: Sequence[str] | None = None,
         all_or_nothing: bool = False,
         timeout_s: float | None = None,
+        place: str | None = None,
+        hosts: Sequence[str] | None = None,
+        hydrate_mib_per_s: int | None = None,
     ) -> ForkResult:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
-        With ``all_or_nothing`` the whole call fails if not all of them fit.
+        With ``all_or_nothing`` the whole call fails if not all of them fit. In a cluster, ``place``
+        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and
+        ``hosts`` are the only ones to be used; with ``hydrate_mib_per_s`` clones on other hosts get
+        all of their memory at that rate, and then need this host no more.
         """
         call = protocol.fork(
             self._ref,
@@ -285,6 +291,9 @@ class VM:
             names=names,
             all_or_nothing=all_or_nothing,
             fork_timeout_s=timeout_s,
+            place=place,
+            hosts=hosts,
+            hydrate_mib_per_s=hydrate_mib_per_s,
             timeout=self._timeout,
         )
         reply = self._client._send(call)

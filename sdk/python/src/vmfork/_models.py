@@ -99,6 +99,10 @@ class VmInfo:
     """The id of the VM at the root of the family."""
     parent: str | None = None
     """The name of the VM that this one was forked from."""
+    parent_id: str | None = None
+    """Its id."""
+    host: str | None = None
+    """The host that it runs on, in a cluster."""
     snapshot: str | None = None
     """The name of the stored snapshot that it, or the root of its family, was started from."""
     vmid: int = 0
@@ -175,6 +179,8 @@ class MemoryInfo:
     demand_bytes: int = 0
     """The same on demand alone, with neighbours."""
     undrained_pages: int = 0
+    missing_pages: int = 0
+    """In no cache here yet: in a store, on another host, or not drained."""
     image: str | None = None
     image_views: int = 0
     faults: FaultCounts = FaultCounts()
@@ -237,6 +243,8 @@ class CloneInfo:
     ready_ms: float | None = None
     """From the request until this clone's agent had confirmed its identity."""
     pooled: bool = False
+    host: str | None = None
+    """The host that it was started on, in a cluster."""
     error: ErrorBody | None = None
 
 

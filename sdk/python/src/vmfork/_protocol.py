@@ -171,6 +171,9 @@ def fork(
     names: Sequence[str] | None,
     all_or_nothing: bool,
     fork_timeout_s: float | None,
+    place: str | None,
+    hosts: Sequence[str] | None,
+    hydrate_mib_per_s: int | None,
     timeout: Timeout,
 ) -> Call[ForkReply]:
     fork_s = timeout.fork_s if fork_timeout_s is None else fork_timeout_s
@@ -179,6 +182,9 @@ def fork(
         names=None if names is None else list(names),
         all_or_nothing=all_or_nothing,
         timeout_ms=_ms(fork_s),
+        place=place,
+        hosts=None if hosts is None else list(hosts),
+        hydrate_mib_per_s=hydrate_mib_per_s,
     )
     return Call(
         f"fork `{vm}`",

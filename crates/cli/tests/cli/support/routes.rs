@@ -106,6 +106,8 @@ pub(crate) fn vm(name: &str, parent: Option<&str>, vmid: u32) -> Vm {
         image: "debian".to_owned(),
         family: "0000000000000000".to_owned(),
         parent: parent.map(str::to_owned),
+        parent_id: None,
+        host: None,
         snapshot: None,
         vmid,
         state: VmState::Running,
@@ -288,6 +290,7 @@ async fn fork(
             running_ms: (vmid <= fits).then_some(12.5),
             ready_ms: (vmid <= fits).then(|| 20.0 + f64::from(vmid)),
             pooled: true,
+            host: None,
             error: (vmid > fits).then(|| {
                 failure(
                     ErrorCode::NoCapacity,

@@ -194,6 +194,7 @@ async fn start(
         running_ms: (vmid <= fits).then_some(12.5),
         ready_ms: (vmid <= fits).then(|| 20.0 + f64::from(vmid)),
         pooled: true,
+        host: None,
         error: (vmid > fits).then(|| {
             let cause = "512 MiB wanted, 100 MiB left";
             failure(ErrorCode::NoCapacity, "start a VM", cause, Some("end some VMs"))

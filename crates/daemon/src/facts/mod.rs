@@ -1,4 +1,7 @@
-//! What a stored snapshot needs of a host: written down when it is taken, compared before it is started.
+//! What a frozen VM needs of a host to go on there: written down when it is frozen, compared before a VM is started from it,
+//! be it from a store or on another host. `message` of each check is what is being done, for its error.
+
+pub(crate) mod host;
 
 use std::fs;
 
@@ -12,7 +15,7 @@ use crate::agent::{AgentInfo, Inheritance};
 use crate::vm::Identity;
 use crate::vm::machine::Machine;
 
-/// In the snapshot's descriptor, as `vm`.
+/// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Facts {
     /// The guest image that the VM booted from.
@@ -42,15 +45,15 @@ pub(crate) struct Facts {
 
 /// What of a VM goes into its facts besides what its [`Machine`] and [`Identity`] say.
 #[derive(Debug)]
-pub(super) struct Frozen {
-    pub(super) machine_type: String,
-    pub(super) inheritance: Option<Inheritance>,
-    pub(super) fork: u64,
-    pub(super) pause_ms: f64,
+pub(crate) struct Frozen {
+    pub(crate) machine_type: String,
+    pub(crate) inheritance: Option<Inheritance>,
+    pub(crate) fork: u64,
+    pub(crate) pause_ms: f64,
 }
 
 impl Facts {
-    pub(super) fn of(
+    pub(crate) fn of(
         identity: &Identity,
         machine: &Machine,
         agent: Option<AgentInfo>,
@@ -77,7 +80,7 @@ impl Facts {
         }
     }
 
-    pub(super) fn accel(&self) -> Accel {
+    pub(crate) fn accel(&self) -> Accel {
         match self.accel {
             vmfork_api::Accel::Kvm => Accel::Kvm,
             vmfork_api::Accel::Tcg => Accel::Tcg,
@@ -85,7 +88,7 @@ impl Facts {
     }
 
     /// The shape of QEMUs that can load it.
-    pub(super) fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
+    pub(crate) fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
         let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
         let shape = Shape::new(self.memory_bytes, self.cpus, self.accel(), guest, disk)?;
         Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
@@ -95,13 +98,13 @@ impl Facts {
     ///
     /// # Errors
     /// They are not: names both.
-    pub(super) fn check_host(&self, name: &str, qemu: Version) -> Result<(), ErrorBody> {
+    pub(crate) fn check_host(&self, message: &str, qemu: Version) -> Result<(), ErrorBody> {
         let (qemu, cpu) = (qemu.to_string(), processor(self.accel()));
         if qemu != self.qemu_version {
-            return Err(differs(name, "QEMU", &self.qemu_version, &qemu));
+            return Err(differs(message, "QEMU", &self.qemu_version, &qemu));
         }
         if cpu != self.cpu {
-            return Err(differs(name, "a processor", &self.cpu, &cpu));
+            return Err(differs(message, "a processor", &self.cpu, &cpu));
         }
         Ok(())
     }
@@ -110,14 +113,14 @@ impl Facts {
     ///
     /// # Errors
     /// They were run by KVM, which can't be used here.
-    pub(super) fn check_accel(&self, name: &str, kvm: &KvmFacts) -> Result<(), ErrorBody> {
+    pub(crate) fn check_accel(&self, message: &str, kvm: &KvmFacts) -> Result<(), ErrorBody> {
         if self.accel() == Accel::Tcg {
             return Ok(());
         }
         let choice = probe::choose_accel(Some(Accel::Kvm), kvm);
         choice.map(drop).map_err(|NoKvm { reason }| ErrorBody {
             code: ErrorCode::Conflict,
-            message: format!("start snapshot `{name}`"),
+            message: message.to_owned(),
             cause: Some(format!("it was taken with KVM, which can't be used here: {reason}")),
             remedy: Some(
                 "start it where KVM is, or take one of a VM that runs with `--accel tcg`"
@@ -130,7 +133,7 @@ impl Facts {
     ///
     /// # Errors
     /// It is not: a guest that goes on with another disk than it has in its memory destroys what it reads.
-    pub(super) fn check_root(&self, name: &str, found: Option<&str>) -> Result<(), ErrorBody> {
+    pub(crate) fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
         if found == self.root_blake3.as_deref() {
             return Ok(());
         }
@@ -141,7 +144,7 @@ impl Facts {
         let image = &self.image;
         Err(ErrorBody {
             code: ErrorCode::Conflict,
-            message: format!("start snapshot `{name}`"),
+            message: message.to_owned(),
             cause: Some(format!(
                 "its guest runs from a root disk of hash {wanted}…, that of image `{image}` here is {found}…"
             )),
@@ -156,17 +159,17 @@ impl Facts {
 ///
 /// # Errors
 /// It is another one: names both.
-pub(super) fn check_machine(name: &str, taken: &str, here: &str) -> Result<(), ErrorBody> {
+pub(crate) fn check_machine(message: &str, taken: &str, here: &str) -> Result<(), ErrorBody> {
     if here != taken {
-        return Err(differs(name, "machine type", taken, here));
+        return Err(differs(message, "machine type", taken, here));
     }
     Ok(())
 }
 
-fn differs(name: &str, what: &str, taken: &str, here: &str) -> ErrorBody {
+fn differs(message: &str, what: &str, taken: &str, here: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
-        message: format!("start snapshot `{name}`"),
+        message: message.to_owned(),
         cause: Some(format!("it was taken on {what} `{taken}`, this host has `{here}`")),
         remedy: Some(
             "start it where it was taken, or try with --force: QEMU says if it can't".to_owned(),
@@ -197,7 +200,7 @@ fn host_processor(cpuinfo: &str) -> String {
 #[cfg(test)]
 impl Facts {
     /// Of a VM without a disk.
-    pub(super) fn of_a_test(memory_bytes: u64) -> Self {
+    pub(crate) fn of_a_test(memory_bytes: u64) -> Self {
         Self {
             image: "default".to_owned(),
             root_blake3: None,
@@ -222,6 +225,8 @@ impl Facts {
 mod tests {
     use super::*;
 
+    const MESSAGE: &str = "start snapshot `warm`";
+
     fn facts() -> Facts {
         Facts {
             root_blake3: Some("0123456789abcdef0123".to_owned()),
@@ -240,21 +245,21 @@ mod tests {
     fn another_qemu_machine_processor_or_disk_is_refused_naming_both() {
         let facts = facts();
         let version = |minor| Version { major: 7, minor, micro: 22 };
-        facts.check_host("warm", version(2)).expect("the same");
+        facts.check_host(MESSAGE, version(2)).expect("the same");
         let text = |refused: Result<(), ErrorBody>| refused.expect_err("refused").to_string();
         assert_eq!(
-            text(facts.check_host("warm", version(3))),
+            text(facts.check_host(MESSAGE, version(3))),
             "start snapshot `warm`: it was taken on QEMU `7.2.22`, this host has `7.3.22`"
         );
         let elsewhere = Facts { cpu: "Other (features 1)".to_owned(), ..facts.clone() };
-        let refused = text(elsewhere.check_host("warm", version(2)));
+        let refused = text(elsewhere.check_host(MESSAGE, version(2)));
         assert!(refused.contains("`Other (features 1)`") && refused.contains("(TCG)"), "{refused}");
-        check_machine("warm", &facts.machine, "pc-i440fx-7.2").expect("the same");
-        let refused = text(check_machine("warm", &facts.machine, "pc-i440fx-10.0"));
+        check_machine(MESSAGE, &facts.machine, "pc-i440fx-7.2").expect("the same");
+        let refused = text(check_machine(MESSAGE, &facts.machine, "pc-i440fx-10.0"));
         assert!(refused.contains("`pc-i440fx-7.2`, this host has `pc-i440fx-10.0`"), "{refused}");
-        facts.check_root("warm", Some("0123456789abcdef0123")).expect("the same");
+        facts.check_root(MESSAGE, Some("0123456789abcdef0123")).expect("the same");
         for other in [None, Some("ffff")] {
-            let refused = text(facts.check_root("warm", other));
+            let refused = text(facts.check_root(MESSAGE, other));
             assert!(refused.contains("hash 0123456789abcdef…"), "{refused}");
         }
     }
@@ -263,10 +268,10 @@ mod tests {
     fn one_that_was_taken_with_kvm_is_refused_where_there_is_none() {
         let without = KvmFacts { device: Err("No such file".to_owned()), modules: Vec::new() };
         let with = KvmFacts { device: Ok(()), modules: Vec::new() };
-        facts().check_accel("warm", &without).expect("TCG is everywhere");
+        facts().check_accel(MESSAGE, &without).expect("TCG is everywhere");
         let taken = Facts { accel: vmfork_api::Accel::Kvm, ..facts() };
-        taken.check_accel("warm", &with).expect("it is there");
-        let refused = taken.check_accel("warm", &without).expect_err("refused");
+        taken.check_accel(MESSAGE, &with).expect("it is there");
+        let refused = taken.check_accel(MESSAGE, &without).expect_err("refused");
         assert_eq!(refused.code, ErrorCode::Conflict);
         assert_eq!(
             refused.to_string(),

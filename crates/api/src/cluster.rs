@@ -1,0 +1,91 @@
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Make a cluster of this host alone, which others can join.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterInitRequest {
+    /// `HOST:PORT` at which other hosts reach this one; pages are served at the next port.
+    pub address: String,
+    /// What the others call this host; default: its host name.
+    #[serde(default)]
+    pub name: Option<String>,
+}
+
+/// Become a member of the cluster whose host made the token.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterJoinRequest {
+    pub token: String,
+    /// As in [`ClusterInitRequest`].
+    pub address: String,
+    #[serde(default)]
+    pub name: Option<String>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterTokenRequest {
+    /// How long it is good, in s, 1 to 604800; default 3600.
+    #[serde(default)]
+    pub ttl_s: Option<u64>,
+}
+
+/// Lets one host join. Whoever has it may.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct ClusterToken {
+    pub schema: String,
+    pub token: String,
+    pub expires_unix_ms: u64,
+}
+
+/// A host, by name or id; absent: the one that is asked.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterHostRequest {
+    #[serde(default)]
+    pub host: Option<String>,
+}
+
+/// The cluster as this host knows it.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct ClusterInfo {
+    pub schema: String,
+    /// The id of the host that answers; absent if it is in no cluster. Then there are no hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub here: Option<String>,
+    pub hosts: Vec<ClusterHost>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct ClusterHost {
+    /// 16 hex digits.
+    pub id: String,
+    pub name: String,
+    pub address: String,
+    pub state: HostState,
+    pub liveness: HostLiveness,
+    /// What it has left for VMs, by its last word.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_admissible_bytes: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HostState {
+    Active,
+    /// It gets nothing new.
+    Draining,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HostLiveness {
+    /// It is the one that answers.
+    Here,
+    Alive,
+    /// Silent for a while: it gets nothing new, and loses nothing.
+    Suspect,
+    /// Silent for so long that what runs there counts as lost.
+    Gone,
+}

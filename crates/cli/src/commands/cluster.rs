@@ -1,0 +1,70 @@
+//! `vmfork cluster init|token|join|ls|leave|drain|activate`.
+
+use std::time::Duration;
+
+use vmfork_api::{ClusterHost, ClusterInfo, ClusterToken, HostLiveness, HostState};
+
+use crate::client::{Client, QUICK, Query};
+use crate::config::{ClusterAction, Global};
+use crate::failure::Exit;
+use crate::format;
+use crate::printer::Field;
+
+/// Another host has to let this one in.
+const JOIN_BOUND: Duration = Duration::from_secs(60);
+
+pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Result<Exit> {
+    let client = Client::new(global).await?;
+    let printer = &global.printer;
+    let to = |what: &str| Query::new(format!("/v1/cluster{what}"));
+    let info: ClusterInfo = match action {
+        ClusterAction::Token(request) => {
+            let token: ClusterToken = client.post(to("/token"), &request, QUICK).await?;
+            if printer.json {
+                printer.document(&token)?;
+            } else {
+                printer.data(&format!("{}\n", token.token))?;
+                printer.note(
+                    "It lets one host join: `vmfork cluster join TOKEN --address HOST:PORT` there",
+                );
+            }
+            return Ok(Exit::Done);
+        }
+        ClusterAction::Init(request) => client.post(to(""), &request, QUICK).await?,
+        ClusterAction::Join(request) => client.post(to("/join"), &request, JOIN_BOUND).await?,
+        ClusterAction::Ls => client.get(to("")).await?,
+        ClusterAction::Leave(request) => client.post(to("/leave"), &request, JOIN_BOUND).await?,
+        ClusterAction::Drain(request) => client.post(to("/drain"), &request, QUICK).await?,
+        ClusterAction::Activate(request) => client.post(to("/activate"), &request, QUICK).await?,
+    };
+    if printer.json {
+        printer.document(&info)?;
+    } else if info.here.is_none() {
+        printer.note("This host is in no cluster: `vmfork cluster init` makes one");
+    } else {
+        let header = ["HOST", "ADDRESS", "STATE", "LIVENESS", "ADMISSIBLE", "ID"];
+        printer.table(&header, info.hosts.iter().map(row).collect())?;
+    }
+    Ok(Exit::Done)
+}
+
+fn row(host: &ClusterHost) -> Vec<Field> {
+    let state = match host.state {
+        HostState::Active => "active",
+        HostState::Draining => "draining",
+    };
+    let liveness = match host.liveness {
+        HostLiveness::Here => "here",
+        HostLiveness::Alive => "alive",
+        HostLiveness::Suspect => "suspect",
+        HostLiveness::Gone => "gone",
+    };
+    vec![
+        Field::Text(host.name.clone()),
+        Field::Text(host.address.clone()),
+        Field::Text(state.to_owned()),
+        Field::Text(liveness.to_owned()),
+        Field::Figure(host.memory_admissible_bytes.map_or_else(|| "-".to_owned(), format::size)),
+        Field::Text(host.id.clone()),
+    ]
+}

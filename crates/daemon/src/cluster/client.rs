@@ -1,0 +1,242 @@
+//! Calls of other hosts' daemons: HTTP/1.1 over TLS, a connection each.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::header::{CONTENT_TYPE, HOST, UPGRADE};
+use axum::http::uri::PathAndQuery;
+use axum::http::{HeaderValue, Method, StatusCode, Uri};
+use axum::response::Response;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use vmfork_api::{ErrorBody, ErrorCode};
+
+use crate::http::PASSED_ON;
+use crate::hub::chain;
+
+/// How long a host may take to be connected to.
+const CONNECT_WAIT: Duration = Duration::from_secs(2);
+/// Most bytes of an answer that is read as a whole.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Another host, as one that can be called.
+#[derive(Debug, Clone)]
+pub(crate) struct Peer {
+    /// For errors.
+    pub(crate) name: String,
+    /// `HOST:PORT`.
+    pub(crate) address: String,
+    pub(crate) server_name: ServerName<'static>,
+    pub(crate) tls: Arc<ClientConfig>,
+}
+
+/// A host can't be called.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    #[error("host `{host}` at {address} does not answer")]
+    Connect {
+        host: String,
+        address: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("host `{host}`: the connection broke off")]
+    Broken {
+        host: String,
+        #[source]
+        source: hyper::Error,
+    },
+    #[error("host `{host}` has not answered within {seconds} s")]
+    Late { host: String, seconds: u64 },
+    #[error("host `{host}` answered something else than was asked for: {what}")]
+    Answer { host: String, what: String },
+    /// What it said itself.
+    #[error("host `{host}`")]
+    Refused {
+        host: String,
+        #[source]
+        source: ErrorBody,
+    },
+}
+
+impl CallError {
+    /// For the API; `message` says what was to be done.
+    pub(crate) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
+        let remedy = "`vmfork cluster ls` tells which hosts are there; each daemon's log has more";
+        let code = match self {
+            Self::Refused { source, .. } => source.code,
+            Self::Late { .. } => ErrorCode::Timeout,
+            _ => ErrorCode::Host,
+        };
+        let remedy = match self {
+            Self::Refused { source, .. } => source.remedy.clone(),
+            _ => Some(remedy.to_owned()),
+        };
+        ErrorBody { code, message: message.into(), cause: Some(chain(self)), remedy }
+    }
+}
+
+impl Peer {
+    fn late(&self, wait: Duration) -> CallError {
+        CallError::Late { host: self.name.clone(), seconds: wait.as_secs() }
+    }
+
+    async fn connect(&self) -> Result<SendRequest<Body>, CallError> {
+        let failed = |source| CallError::Connect {
+            host: self.name.clone(),
+            address: self.address.clone(),
+            source,
+        };
+        let connected = timeout(CONNECT_WAIT, async {
+            let stream = TcpStream::connect(&self.address).await?;
+            stream.set_nodelay(true)?;
+            TlsConnector::from(Arc::clone(&self.tls))
+                .connect(self.server_name.clone(), stream)
+                .await
+        });
+        let stream = match connected.await {
+            Ok(connected) => connected.map_err(failed)?,
+            Err(_elapsed) => return Err(failed(io::ErrorKind::TimedOut.into())),
+        };
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|source| CallError::Broken { host: self.name.clone(), source })?;
+        tokio::spawn(async move {
+            if let Err(error) = connection.with_upgrades().await {
+                tracing::debug!(%error, "a connection to another host broke off");
+            }
+        });
+        Ok(sender)
+    }
+
+    /// Ask for something; the answer's head has to come within `wait`.
+    ///
+    /// # Errors
+    /// The host can't be reached, or is late.
+    pub(crate) async fn send(
+        &self,
+        mut request: Request,
+        wait: Duration,
+    ) -> Result<Response<Incoming>, CallError> {
+        let mut sender = self.connect().await?;
+        // What is asked of a server itself has no host in its first line.
+        let path = request.uri().path_and_query().cloned();
+        *request.uri_mut() = Uri::from(path.unwrap_or(PathAndQuery::from_static("/")));
+        request.headers_mut().insert(HOST, HeaderValue::from_static("vmfork.internal"));
+        match timeout(wait, sender.send_request(request)).await {
+            Ok(sent) => {
+                sent.map_err(|source| CallError::Broken { host: self.name.clone(), source })
+            }
+            Err(_elapsed) => Err(self.late(wait)),
+        }
+    }
+
+    /// Ask for something, and read all of the answer.
+    ///
+    /// # Errors
+    /// [`CallError`]; `Refused` if that is what it said.
+    pub(crate) async fn call(&self, request: Request, wait: Duration) -> Result<Bytes, CallError> {
+        let whole = timeout(wait, async {
+            let response = self.send(request, wait).await?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+            let body = body.map_err(|error| CallError::Answer {
+                host: self.name.clone(),
+                what: error.to_string(),
+            })?;
+            Ok((status, body.to_bytes()))
+        });
+        let (status, body) = whole.await.map_err(|_elapsed| self.late(wait))??;
+        if status.is_success() {
+            return Ok(body);
+        }
+        match serde_json::from_slice(&body) {
+            Ok(source) => Err(CallError::Refused { host: self.name.clone(), source }),
+            Err(_) => Err(CallError::Answer { host: self.name.clone(), what: status.to_string() }),
+        }
+    }
+
+    /// The same for JSON.
+    ///
+    /// # Errors
+    /// As [`Peer::call`].
+    pub(crate) async fn ask<A: Serialize + Sync, B: DeserializeOwned>(
+        &self,
+        path: &str,
+        ask: &A,
+        wait: Duration,
+    ) -> Result<B, CallError> {
+        let wrong = |what: String| CallError::Answer { host: self.name.clone(), what };
+        let body = serde_json::to_vec(ask).map_err(|error| wrong(error.to_string()))?;
+        let answer = self.post(path, "application/json", body.into(), wait).await?;
+        serde_json::from_slice(&answer).map_err(|error| wrong(error.to_string()))
+    }
+
+    /// Send bytes, and read all of the answer.
+    ///
+    /// # Errors
+    /// As [`Peer::call`].
+    pub(crate) async fn post(
+        &self,
+        path: &str,
+        kind: &'static str,
+        body: Bytes,
+        wait: Duration,
+    ) -> Result<Bytes, CallError> {
+        let mut request = Request::new(Body::from(body));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = uri(path);
+        request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+        self.call(request, wait).await
+    }
+
+    /// What it answers to a GET that was passed on.
+    ///
+    /// # Errors
+    /// As [`Peer::call`].
+    pub(crate) async fn get(&self, path: &str, wait: Duration) -> Result<Bytes, CallError> {
+        let mut request = Request::new(Body::empty());
+        *request.uri_mut() = uri(path);
+        request.headers_mut().insert(PASSED_ON, HeaderValue::from_static("1"));
+        self.call(request, wait).await
+    }
+
+    /// Pass a client's request on, and the answer back, also if both go over to another protocol. If the returned response
+    /// is dropped, the host gives up what it does.
+    ///
+    /// # Errors
+    /// The host can't be reached.
+    pub(crate) async fn pass_on(&self, mut request: Request) -> Result<Response, CallError> {
+        request.headers_mut().insert(PASSED_ON, HeaderValue::from_static("1"));
+        let upgrades = request.headers().contains_key(UPGRADE);
+        let ours = hyper::upgrade::on(&mut request);
+        // How long it takes is between the client and the host.
+        let mut response = self.send(request, Duration::MAX).await?;
+        if upgrades && response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            let theirs = hyper::upgrade::on(&mut response);
+            tokio::spawn(async move {
+                let Ok((ours, theirs)) = tokio::try_join!(ours, theirs) else { return };
+                let (mut ours, mut theirs) = (TokioIo::new(ours), TokioIo::new(theirs));
+                let _either_ends = tokio::io::copy_bidirectional(&mut ours, &mut theirs).await;
+            });
+        }
+        Ok(response.map(Body::new))
+    }
+}
+
+fn uri(path: &str) -> Uri {
+    path.parse().unwrap_or_default()
+}

@@ -1,0 +1,208 @@
+//! A membership while it lasts: the port for other hosts, the page service, heartbeats.
+
+use std::io;
+use std::net::TcpListener as StdListener;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinHandle;
+use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
+use vmfork_transfer::{PageService, ServiceLimits};
+
+use super::Cluster;
+use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
+use super::routes::{self, HEARTBEAT};
+use super::server::{self, API_PROTOCOL};
+use crate::hub::{Core, chain};
+
+/// What members speak at the page service's port.
+const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
+/// How often it is looked whose turn for a heartbeat it is.
+const TICK: Duration = Duration::from_millis(250);
+/// Heartbeats under way at a time.
+const BEATS_MAX: usize = 64;
+/// How long who leaves tries to tell the others.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// A host as a member, with all that runs for that.
+pub(super) struct Life {
+    pub(super) member: Arc<Member>,
+    pub(super) authority: Authority,
+    pub(super) folder: Folder,
+    pub(super) tokens: Mutex<Tokens>,
+    service: PageService,
+    stop: watch::Sender<bool>,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// A membership can't begin.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum BeginError {
+    #[error(transparent)]
+    Keys(#[from] vmfork_cluster::KeyError),
+    #[error("`{address}` is no address of this host")]
+    Address { address: String },
+    #[error("listen for other hosts on {address}")]
+    Listen {
+        address: std::net::SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    #[error("serve pages on {address}")]
+    Pages {
+        address: std::net::SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Life {
+    /// Begin to be a member: listen, serve, tell the others.
+    ///
+    /// # Errors
+    /// A port is taken, or the keys are of no use.
+    pub(super) async fn begin(
+        cluster: &Arc<Cluster>,
+        opened: Opened,
+    ) -> Result<Arc<Self>, BeginError> {
+        let Opened { folder, cluster: of, tokens } = opened;
+        let id = of.identity.host();
+        let address = of.members.own_entry().address.clone();
+        let no_address = || BeginError::Address { address: address.clone() };
+        let pages_at = pages_address(&address).ok_or_else(no_address)?;
+        let api_at = std::net::SocketAddr::new(pages_at.ip(), pages_at.port() - 1);
+        let roster = Roster::new(of.members);
+        let tls = Arc::new(Tls::new(of.identity, &of.authority, roster.clone())?);
+        let (api, pages) = (tls.client(API_PROTOCOL)?, tls.client(PAGES_PROTOCOL)?);
+        let member = Arc::new(Member::new(id, cluster.epoch, roster, api, pages));
+        member.roster.change(|book| book.begin(member.now()));
+        let listener = TcpListener::bind(api_at)
+            .await
+            .map_err(|source| BeginError::Listen { address: api_at, source })?;
+        let refused = |source| BeginError::Pages { address: pages_at, source };
+        let for_pages = StdListener::bind(pages_at).map_err(refused)?;
+        let served = Arc::new(Served(Arc::clone(&member)));
+        let service = PageService::start(
+            for_pages,
+            tls.server(&[PAGES_PROTOCOL])?,
+            served,
+            ServiceLimits::default(),
+        )
+        .map_err(refused)?;
+        let (stop, stopped) = watch::channel(false);
+        let life = Arc::new(Self {
+            member,
+            authority: of.authority,
+            folder,
+            tokens: Mutex::new(tokens),
+            service,
+            stop,
+            tasks: Mutex::default(),
+        });
+        let routes = routes::of(cluster, &life);
+        let serving = tokio::spawn(server::serve(listener, tls, routes, stopped.clone()));
+        let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
+        *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
+        tracing::info!(%id, name = life.member.name(), %address, "member of a cluster");
+        Ok(life)
+    }
+
+    /// Stop serving and telling.
+    pub(super) async fn end(&self) {
+        self.stop.send_replace(true);
+        let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        for task in tasks {
+            let _panicked = task.await;
+        }
+        tokio::task::block_in_place(|| self.service.stop());
+    }
+
+    /// Write down who is a member, if that has changed.
+    pub(super) fn settle(&self, merged: &Merged) {
+        if let Some(name) = &merged.renamed {
+            tracing::warn!(name, "another host had this one's name: renamed");
+        }
+        if !merged.changed.is_empty() {
+            self.save();
+        }
+    }
+
+    /// Write down who is a member.
+    pub(super) fn save(&self) {
+        let book = self.member.roster.read(Clone::clone);
+        if let Err(error) = self.folder.save_members(&book) {
+            tracing::error!("write down the members of the cluster: {}", chain(&error));
+        }
+    }
+
+    /// Tell all others at once that this host has left, as far as they answer soon.
+    pub(super) async fn say_farewell(self: &Arc<Self>) {
+        let told = async {
+            while let Some(host) = self.next_due() {
+                self.tell(host, Room::default()).await;
+            }
+        };
+        let _those_that_are_silent_hear_it_from_others = tokio::time::timeout(FAREWELL, told).await;
+    }
+
+    fn next_due(&self) -> Option<HostId> {
+        let now = self.member.now();
+        self.member.roster.change(|book| book.due(now, 1)).pop()
+    }
+
+    /// A heartbeat, and its answer.
+    async fn tell(&self, host: HostId, room: Room) {
+        let member = &self.member;
+        let Ok(peer) = member.peer_of(host, "send a heartbeat") else { return };
+        let beat = member.beat_to(host, room);
+        match peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
+            Ok(answer) => match member.on_answer(host, &answer) {
+                Ok(merged) => self.settle(&merged),
+                Err(error) => tracing::warn!(host = peer.name, "{error}"),
+            },
+            Err(error) => tracing::debug!(host = peer.name, "{}", chain(&error)),
+        }
+    }
+}
+
+/// What this host has left, for others' plans.
+pub(super) fn room(core: &Core) -> Room {
+    let cores = u32::try_from(core.cores).unwrap_or(u32::MAX);
+    // More vCPUs may run than there are cores: how many is for who places to weigh.
+    Room { memory_bytes: core.admission.admissible_bytes(), vcpus: cores.saturating_mul(64) }
+}
+
+/// Heartbeats to all whose turn it is, and the end of what nobody needs any more.
+async fn beat(
+    life: std::sync::Weak<Life>,
+    cluster: std::sync::Weak<Cluster>,
+    mut stop: watch::Receiver<bool>,
+) {
+    let under_way = Arc::new(Semaphore::new(BEATS_MAX));
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(TICK) => {}
+            _ = stop.wait_for(|stop| *stop) => return,
+        }
+        let (Some(life), Some(cluster)) = (life.upgrade(), cluster.upgrade()) else { return };
+        let Some(core) = cluster.core() else { return };
+        let roster = &life.member.roster;
+        let is_member = |host| {
+            HostId::new(host).is_some_and(|id| roster.read(|book| book.member(id).is_some()))
+        };
+        life.member.images.expire(Instant::now(), is_member);
+        let (now, room) = (life.member.now(), room(&core));
+        let due = life.member.roster.change(|book| book.due(now, BEATS_MAX));
+        for host in due {
+            // One that takes long must not hold up the others.
+            let Ok(place) = Arc::clone(&under_way).try_acquire_owned() else { break };
+            let life = Arc::clone(&life);
+            tokio::spawn(async move {
+                life.tell(host, room).await;
+                drop(place);
+            });
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! This host as a member of a cluster: who the others are, how to call them, what is lent to them and what they hold.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use futures_util::future::join_all;
+use rustls::ClientConfig;
+use rustls::pki_types::CertificateDer;
+use serde::{Deserialize, Serialize};
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_cluster::allocate::HostView;
+use vmfork_cluster::{
+    Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Merged, Now, Room, Roster,
+};
+use vmfork_image::{ImageName, PageRange, PageSource};
+use vmfork_transfer::{
+    Holders, Pages, PeerConfig, PeerLimits, PeerSource, Refusal, RefusalKind, Urgency,
+};
+
+use super::client::Peer;
+use super::images::Images;
+use super::life::room;
+use super::receive::Engines;
+use super::routes::NAMES;
+use crate::hub::{Core, chain};
+
+/// How long another host may take to say something that it need not work for.
+pub(super) const WORD_WAIT: Duration = Duration::from_secs(5);
+
+/// What goes with a heartbeat besides who is a member.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Beat {
+    pub(super) heartbeat: Heartbeat,
+    /// The images of other hosts that VMs of the sender may still need.
+    pub(super) holds: Vec<(u64, u64)>,
+}
+
+/// One life of the daemon of a member.
+pub(crate) struct Member {
+    pub(super) id: HostId,
+    pub(super) roster: Roster,
+    began: Instant,
+    /// For calls of others' REST API.
+    api: Arc<ClientConfig>,
+    /// For their page services.
+    pages: Arc<ClientConfig>,
+    pub(super) images: Arc<Images>,
+    pub(super) engines: Engines,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    page_peers: HashMap<HostId, Arc<vmfork_transfer::Peer>>,
+    /// Who has each image of another host that is open here.
+    holders: HashMap<ImageName, Arc<Holders>>,
+    /// Where VMs of other hosts were seen last, by name and id.
+    seen: HashMap<String, HostId>,
+}
+
+impl std::fmt::Debug for Member {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Member").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// VMs that are remembered to be elsewhere.
+const SEEN_MAX: usize = 65_536;
+
+impl Member {
+    pub(super) fn new(
+        id: HostId,
+        epoch: u32,
+        roster: Roster,
+        api: Arc<ClientConfig>,
+        pages: Arc<ClientConfig>,
+    ) -> Self {
+        Self {
+            id,
+            roster,
+            began: Instant::now(),
+            api,
+            pages,
+            images: Arc::new(Images::new(id.get(), epoch)),
+            engines: Engines::default(),
+            inner: Mutex::default(),
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn now(&self) -> Now {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH);
+        Now { monotonic: self.began.elapsed(), unix_s: unix.map_or(0, |unix| unix.as_secs()) }
+    }
+
+    /// This host's name.
+    pub(crate) fn name(&self) -> String {
+        self.roster.read(|book| book.own_entry().name.clone())
+    }
+
+    /// The other members that are there, as far as is known.
+    pub(super) fn others(&self) -> Vec<Entry> {
+        let now = self.now();
+        self.roster.read(|book| {
+            let is_there = |entry: &&Entry| {
+                entry.id != self.id && book.liveness(entry.id, now) != Liveness::Gone
+            };
+            book.members().filter(is_there).cloned().collect()
+        })
+    }
+
+    /// A host, to be called.
+    pub(super) fn peer(&self, entry: &Entry) -> Peer {
+        Peer {
+            name: entry.name.clone(),
+            address: entry.address.clone(),
+            server_name: entry.id.server_name(),
+            tls: Arc::clone(&self.api),
+        }
+    }
+
+    /// A member by id.
+    ///
+    /// # Errors
+    /// It is none any more; `message` says what was to be done.
+    pub(super) fn peer_of(&self, id: HostId, message: &str) -> Result<Peer, ErrorBody> {
+        let entry = self.roster.read(|book| book.member(id).cloned());
+        entry.map(|entry| self.peer(&entry)).ok_or_else(|| {
+            ErrorBody::new(ErrorCode::NotFound, message)
+                .cause(format!("host {id} is no member of the cluster any more"))
+        })
+    }
+
+    /// A member's page service. Its connections are kept for all who ask it.
+    fn page_peer(&self, id: HostId) -> Option<Arc<vmfork_transfer::Peer>> {
+        let entry = self.roster.read(|book| book.member(id).cloned())?;
+        let address = pages_address(&entry.address)?;
+        let mut inner = self.inner();
+        if let Some(peer) = inner.page_peers.get(&id).filter(|peer| peer.address() == address) {
+            return Some(Arc::clone(peer));
+        }
+        let config = PeerConfig {
+            name: entry.name,
+            address,
+            server_name: id.server_name(),
+            tls: Arc::clone(&self.pages),
+            compress: true,
+        };
+        let peer = Arc::new(vmfork_transfer::Peer::new(config, PeerLimits::default()));
+        inner.page_peers.insert(id, Arc::clone(&peer));
+        Some(peer)
+    }
+
+    /// Where the pages of an image come from: from `first`, who told of it, or from the host that froze it.
+    pub(super) fn source(&self, image: ImageName, first: HostId) -> Arc<dyn PageSource> {
+        let origin =
+            HostId::new(image.host).filter(|origin| *origin != first && *origin != self.id);
+        let peers = [Some(first), origin].into_iter().flatten();
+        let peers: Vec<_> = peers.filter_map(|host| self.page_peer(host)).collect();
+        let mut inner = self.inner();
+        inner.holders.retain(|_, holders| Arc::strong_count(holders) > 1);
+        let holders = match inner.holders.get(&image) {
+            Some(known) => {
+                let mut all = known.peers();
+                let is_new = |peer: &Arc<vmfork_transfer::Peer>| {
+                    !all.iter().any(|known| Arc::ptr_eq(known, peer))
+                };
+                let new: Vec<_> = peers.iter().filter(|peer| is_new(peer)).cloned().collect();
+                all.extend(new);
+                known.set(all);
+                Arc::clone(known)
+            }
+            None => {
+                let holders = Arc::new(Holders::new(peers));
+                inner.holders.insert(image, Arc::clone(&holders));
+                holders
+            }
+        };
+        Arc::new(PeerSource::new(image, holders))
+    }
+
+    /// Remember where a VM is.
+    pub(super) fn saw(&self, vm: &str, host: HostId) {
+        let mut inner = self.inner();
+        if inner.seen.len() >= SEEN_MAX {
+            inner.seen.clear();
+        }
+        inner.seen.insert(vm.to_owned(), host);
+    }
+
+    /// Ask a host whether it has a VM, and others only if it has not.
+    ///
+    /// # Errors
+    /// Several have one of that name.
+    pub(super) async fn host_of(&self, vm: &str) -> Result<Option<Entry>, ErrorBody> {
+        let path = format!("/v1/vms/{vm}");
+        let seen = self.inner().seen.get(vm).copied();
+        let seen = seen.and_then(|host| self.roster.read(|book| book.member(host).cloned()));
+        if let Some(entry) = seen
+            && self.peer(&entry).get(&path, WORD_WAIT).await.is_ok()
+        {
+            return Ok(Some(entry));
+        }
+        let asked = self.others().into_iter().map(|entry| {
+            let (peer, path) = (self.peer(&entry), &path);
+            async move { peer.get(path, WORD_WAIT).await.is_ok().then_some(entry) }
+        });
+        let mut found: Vec<Entry> = join_all(asked).await.into_iter().flatten().collect();
+        if found.len() > 1 {
+            let hosts: Vec<_> = found.iter().map(|entry| entry.name.as_str()).collect();
+            return Err(ErrorBody::new(ErrorCode::Conflict, format!("find VM `{vm}`"))
+                .cause(format!("several hosts have one of that name: {}", hosts.join(", ")))
+                .remedy("name it by its id: `vmfork ps --json` tells"));
+        }
+        let found = found.pop();
+        if let Some(entry) = &found {
+            self.saw(vm, entry.id);
+        }
+        Ok(found)
+    }
+
+    pub(crate) fn id(&self) -> HostId {
+        self.id
+    }
+
+    /// All hosts as they were last heard of, this one too, for who places clones.
+    pub(crate) fn views(&self, core: &Core) -> Vec<HostView> {
+        let (now, own) = (self.now(), room(core));
+        self.roster.read(|book| {
+            let view = |entry: &Entry| {
+                let is_here = entry.id == self.id;
+                let closed = match (entry.state, book.liveness(entry.id, now)) {
+                    (HostState::Active, _) if is_here => None,
+                    (HostState::Active, Liveness::Alive) => None,
+                    (HostState::Active, _) => Some("it is silent"),
+                    _ => Some("it takes no more clones"),
+                };
+                let free = if is_here { Some(own) } else { book.room(entry.id) };
+                let (id, name) = (entry.id, entry.name.clone());
+                HostView { id, name, closed, free: free.unwrap_or_default(), has_family: false }
+            };
+            book.members().map(view).collect()
+        })
+    }
+
+    /// Members by name or id.
+    ///
+    /// # Errors
+    /// One of them is none.
+    pub(crate) fn find_all(
+        &self,
+        hosts: &[String],
+        message: &str,
+    ) -> Result<Vec<HostId>, ErrorBody> {
+        let find = |host: &String| {
+            let found = self.roster.read(|book| book.find(host).map(|entry| entry.id));
+            found.map_err(|error| ErrorBody {
+                code: ErrorCode::NotFound,
+                message: message.to_owned(),
+                cause: Some(chain(&error)),
+                remedy: error.remedy().map(ToOwned::to_owned),
+            })
+        };
+        hosts.iter().map(find).collect()
+    }
+
+    /// The names of the VMs of all other hosts that answer soon.
+    pub(crate) async fn names_elsewhere(&self) -> HashSet<String> {
+        let asked = self.others().into_iter().map(|entry| {
+            let peer = self.peer(&entry);
+            async move { peer.get(NAMES, WORD_WAIT).await }
+        });
+        let answers = join_all(asked).await.into_iter().flatten();
+        let lists = answers.filter_map(|body| serde_json::from_slice::<Vec<String>>(&body).ok());
+        lists.flatten().collect()
+    }
+
+    /// End a VM of another host.
+    pub(crate) async fn kill(&self, id: &str) {
+        let Ok(Some(entry)) = self.host_of(id).await else { return };
+        let peer = self.peer(&entry);
+        let path = format!("/v1/vms/{id}/kill");
+        if let Err(error) = peer.post(&path, "application/json", "{}".into(), WORD_WAIT).await {
+            tracing::warn!(
+                host = peer.name,
+                id,
+                "end a clone that nobody wants: {}",
+                chain(&error)
+            );
+        }
+    }
+
+    /// What to tell a member now.
+    pub(super) fn beat_to(&self, peer: HostId, room: Room) -> Beat {
+        let heartbeat = self.roster.read(|book| book.heartbeat_to(peer, Some(room)));
+        self.beat(heartbeat)
+    }
+
+    fn beat(&self, heartbeat: Heartbeat) -> Beat {
+        let holds = self.images.held().into_iter().map(|name| (name.host, name.image));
+        Beat { heartbeat, holds: holds.collect() }
+    }
+
+    /// A member has said something of its own accord. → what to answer, and what that changed.
+    ///
+    /// # Errors
+    /// It is none, or what it says can't be.
+    pub(super) fn on_beat(
+        &self,
+        from: HostId,
+        beat: &Beat,
+        room: Room,
+    ) -> Result<(Beat, Merged), ErrorBody> {
+        let now = self.now();
+        let (answer, merged) = self
+            .roster
+            .change(|book| book.on_heartbeat(from, &beat.heartbeat, Some(room), now))
+            .map_err(|error| {
+                ErrorBody::new(ErrorCode::BadRequest, "take a heartbeat").cause(chain(&error))
+            })?;
+        self.heard(from, beat);
+        Ok((self.beat(answer), merged))
+    }
+
+    /// A member has answered.
+    ///
+    /// # Errors
+    /// As [`Member::on_beat`].
+    pub(super) fn on_answer(&self, from: HostId, beat: &Beat) -> Result<Merged, ErrorBody> {
+        let now = self.now();
+        let merged = self.roster.change(|book| book.on_answer(from, &beat.heartbeat, now));
+        let merged = merged.map_err(|error| {
+            ErrorBody::new(ErrorCode::BadRequest, "take the answer to a heartbeat")
+                .cause(chain(&error))
+        })?;
+        self.heard(from, beat);
+        Ok(merged)
+    }
+
+    fn heard(&self, from: HostId, beat: &Beat) {
+        let holds: BTreeSet<ImageName> = beat
+            .holds
+            .iter()
+            .map(|(host, image)| ImageName { host: *host, image: *image })
+            .collect();
+        self.images.heard(Instant::now(), from.get(), holds);
+    }
+}
+
+/// Pages are served at the port after that of the API.
+pub(super) fn pages_address(address: &str) -> Option<SocketAddr> {
+    let mut address = address.to_socket_addrs().ok()?.next()?;
+    address.set_port(address.port().checked_add(1)?);
+    Some(address)
+}
+
+/// What the page service of this host asks.
+#[derive(Debug)]
+pub(super) struct Served(pub(super) Arc<Member>);
+
+impl Pages for Served {
+    fn admit(&self, certificate: &[u8], _: SocketAddr) -> Result<u64, Refusal> {
+        let shown = Fingerprint::of(&CertificateDer::from(certificate));
+        let member = self.0.roster.member_by_fingerprint(shown);
+        member.map(HostId::get).ok_or_else(|| {
+            Refusal::new(RefusalKind::NotMember, "no member of this cluster has that certificate")
+        })
+    }
+
+    fn is_member(&self, member: u64) -> bool {
+        let id = HostId::new(member);
+        id.is_some_and(|id| self.0.roster.read(|book| book.member(id).is_some()))
+    }
+
+    fn read(
+        &self,
+        _member: u64,
+        image: ImageName,
+        range: PageRange,
+        _: Urgency,
+        bytes: &mut [u8],
+    ) -> Result<(), Refusal> {
+        self.0.images.read(image, range, bytes).map_err(|lost| match lost {
+            None => Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)"),
+            Some(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
+        })
+    }
+
+    fn held(
+        &self,
+        _member: u64,
+        image: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        self.0.images.present(image, range, each).ok_or_else(|| {
+            Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")
+        })
+    }
+}

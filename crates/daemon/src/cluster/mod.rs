@@ -1,0 +1,150 @@
+//! This host in a cluster, or in none: members call each other's daemons, fork onto each other, and lend each other pages.
+//!
+//! ```text
+//!   init, join, leave ──► Cluster ── Member (of one life of the daemon) ──┬── life: heartbeats, what is lent ends
+//!                            │                                           ├── server: TLS, REST API, routes
+//!   fork ──► place ──► client ═══════ another host: routes ──► receive ──┴── page service ──► images
+//! ```
+//!
+//! Promises: who is no member gets nothing; of two hosts that ask for the same memory at once each is told by the host whose it
+//! is; a host that is silent costs a bounded wait. Left to others: who is a member ([`vmfork_cluster`]), how pages travel
+//! ([`vmfork_transfer`]).
+
+mod client;
+mod descriptor;
+mod images;
+mod life;
+mod loans;
+mod member;
+mod operations;
+mod place;
+mod receive;
+mod routes;
+mod server;
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
+
+use axum::Router;
+use axum::extract::Request;
+use axum::response::Response;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, join_all};
+use vmfork_api::ErrorBody;
+
+pub(crate) use self::descriptor::CloneOrder;
+use self::life::Life;
+pub(crate) use self::member::Member;
+use self::member::WORD_WAIT;
+pub(crate) use self::place::{Sending, Share, send};
+use crate::control::Answer;
+use crate::http::{Answered, Elsewhere};
+use crate::hub::Core;
+
+/// One per daemon.
+pub struct Cluster {
+    folder: PathBuf,
+    /// What members may ask of this host: its REST API. Set once, before anything is served.
+    api: OnceLock<Router>,
+    core: OnceLock<Weak<Core>>,
+    life: RwLock<Option<Arc<Life>>>,
+    /// One change of what this host is a member of at a time.
+    turn: tokio::sync::Mutex<()>,
+    epoch: u32,
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cluster").field("folder", &self.folder).finish_non_exhaustive()
+    }
+}
+
+impl Cluster {
+    /// Its keys are, or will be, in this folder. It does nothing until [`Cluster::begin`].
+    ///
+    /// # Panics
+    /// If the kernel has no random numbers, which Linux always has once it is up.
+    pub fn new(folder: PathBuf) -> Self {
+        let mut epoch = [0; 4];
+        if let Err(error) = getrandom::fill(&mut epoch) {
+            unreachable!("getrandom(2) of a few bytes: {error}");
+        }
+        Self {
+            folder,
+            api: OnceLock::new(),
+            core: OnceLock::new(),
+            life: RwLock::new(None),
+            turn: tokio::sync::Mutex::default(),
+            epoch: u32::from_ne_bytes(epoch),
+        }
+    }
+
+    pub(crate) fn set_core(&self, core: &Arc<Core>) {
+        let _first = self.core.set(Arc::downgrade(core));
+    }
+
+    fn core(&self) -> Option<Arc<Core>> {
+        self.core.get().and_then(Weak::upgrade)
+    }
+
+    fn life(&self) -> Option<Arc<Life>> {
+        self.life.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_life(&self, life: Option<Arc<Life>>) {
+        let before = std::mem::replace(
+            &mut *self.life.write().unwrap_or_else(PoisonError::into_inner),
+            life,
+        );
+        drop(before); // not under the lock
+    }
+
+    /// This host as a member; `None`: it is in no cluster.
+    pub(crate) fn member(&self) -> Option<Arc<Member>> {
+        self.life().map(|life| Arc::clone(&life.member))
+    }
+}
+
+impl Elsewhere for Cluster {
+    fn host_of<'a>(&'a self, vm: &'a str) -> Answer<'a, Option<String>> {
+        async move {
+            let Some(member) = self.member() else { return Ok(None) };
+            Ok(member.host_of(vm).await?.map(|entry| entry.id.to_string()))
+        }
+        .boxed()
+    }
+
+    fn pass_on(&self, host: String, request: Request) -> Answer<'_, Response> {
+        async move {
+            let message = format!("{} {}", request.method(), request.uri().path());
+            let gone = || {
+                ErrorBody::new(vmfork_api::ErrorCode::NotFound, message.clone())
+                    .cause("this host is in no cluster any more")
+            };
+            let member = self.member().ok_or_else(gone)?;
+            let id = host.parse().map_err(|_| gone())?;
+            let peer = member.peer_of(id, &message)?;
+            peer.pass_on(request).await.map_err(|error| error.to_body(message))
+        }
+        .boxed()
+    }
+
+    fn ask_all<'a>(&'a self, path: &'a str) -> BoxFuture<'a, Vec<(String, Answered)>> {
+        async move {
+            let Some(member) = self.member() else { return Vec::new() };
+            let asked = member.others().into_iter().map(|entry| {
+                let peer = member.peer(&entry);
+                async move {
+                    let answered = peer.get(path, WORD_WAIT).await;
+                    (entry.name, answered.map_err(|error| error.to_body(format!("GET {path}"))))
+                }
+            });
+            join_all(asked).await
+        }
+        .boxed()
+    }
+
+    fn here(&self) -> Option<String> {
+        self.member().map(|member| member.name())
+    }
+}

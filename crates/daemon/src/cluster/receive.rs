@@ -1,0 +1,188 @@
+//! Clones of a VM that runs on another host, started here.
+
+use std::num::NonZeroU64;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_image::{ImageName, PAGE_BYTES, PageSource};
+use vmfork_memory::{Engine, EngineOptions};
+use vmfork_qemu::probe::KvmFacts;
+
+use super::descriptor::{Descriptor, Order, Parent};
+use super::images::Images;
+use crate::admission::{ForkAsk, ForkGrant};
+use crate::facts::host;
+use crate::fork::tickets::Origin;
+use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
+use crate::hub::{Core, chain};
+use crate::vm::Identity;
+
+/// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
+#[derive(Debug, Default)]
+pub(crate) struct Engines(Mutex<Vec<(ImageName, Weak<Engine>)>>);
+
+impl Engines {
+    /// The engine of a snapshot's image; `make` makes it. One at a time, so that there is one of each.
+    fn get<E>(
+        &self,
+        name: ImageName,
+        make: impl FnOnce() -> Result<Arc<Engine>, E>,
+    ) -> Result<Arc<Engine>, E> {
+        let mut engines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|(_, engine)| engine.strong_count() > 0);
+        let known = engines.iter().find(|(known, _)| *known == name);
+        if let Some(engine) = known.and_then(|(_, engine)| engine.upgrade()) {
+            return Ok(engine);
+        }
+        let engine = make()?;
+        engines.push((name, Arc::downgrade(&engine)));
+        Ok(engine)
+    }
+}
+
+/// What a host that starts others' clones works with.
+pub(super) struct Here<'a> {
+    pub(super) core: &'a Arc<Core>,
+    pub(super) images: &'a Images,
+    pub(super) engines: &'a Engines,
+    /// Where the pages of an image come from.
+    pub(super) source: &'a (dyn Fn(ImageName) -> Arc<dyn PageSource> + Sync),
+}
+
+/// Start the clones of a descriptor. `memory`: what was reserved for them; `origin`: who is told what becomes of those of
+/// a ticket. What fits is started; the rest is an error each.
+///
+/// # Errors
+/// None was started.
+pub(super) async fn start(
+    here: Here<'_>,
+    descriptor: Descriptor,
+    memory: Option<ForkGrant>,
+    origin: Option<Origin>,
+    given_up: CancellationToken,
+) -> Result<Vec<CloneResult>, ErrorBody> {
+    let Here { core, .. } = here;
+    let Descriptor { order, images, state } = descriptor;
+    let Order { facts, parent, clones, .. } = order;
+    let began = Instant::now();
+    let message = format!("start clones of `{}`", parent.name);
+    let names: Vec<String> = clones.iter().map(|clone| clone.name.clone()).collect();
+    let count = u32::try_from(clones.len()).unwrap_or(u32::MAX);
+    let timeout = fork::check(&message, count, Some(&names), Some(order.timeout_ms))?;
+    facts.check_accel(&message, &KvmFacts::gather())?;
+    host::check_qemu(core, &message, &facts).await?;
+    let (shape, _disk) = host::shape_and_disk(core, &message, &facts)?;
+
+    let engine = tokio::task::block_in_place(|| {
+        let name = images.last().map(|entry| entry.name);
+        let pages = facts.memory_bytes / PAGE_BYTES;
+        here.engines.get(name.unwrap_or(ImageName { host: 0, image: 0 }), || {
+            let next = || core.next_image();
+            let image = here.images.open(&images, pages, next, here.source);
+            let image = image.map_err(|error| bad(&message, &error))?;
+            let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
+            let engine = Engine::serve(image, &options, core.event_sink());
+            let engine = Arc::new(engine.map_err(|error| failed(&message, &error))?);
+            core.add_engine(&engine);
+            engine.predict();
+            Ok::<_, ErrorBody>(engine)
+        })
+    })?;
+    if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
+        engine.hydrate(bytes_per_s);
+    }
+
+    let wanted = Names { wanted: Some(&names), stem: &parent.name, count, taken: None };
+    let (reservation, names) = fork::reserve(core, wanted, order.all_or_nothing, &message)?;
+    let grant = match memory {
+        Some(grant) => grant,
+        None => {
+            let ask = ForkAsk {
+                message: &message,
+                family: &parent.family,
+                ram_bytes: facts.memory_bytes,
+                count: u32::try_from(reservation.names().len()).unwrap_or(count),
+                by_guest: origin.is_some(),
+            };
+            core.admission.fork(ask, order.all_or_nothing)?
+        }
+    };
+    let _no_refill = core.hold_pool();
+    core.pool.want(&shape, core.config.pool as usize);
+    let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
+    let deadline = began + timeout;
+    host::check_machine(&message, &facts, &mut pending, deadline).await?;
+    let state = fork::state::write(&state).map_err(|error| failed(&message, &error))?;
+    let lead = fork::state::read(&state).ok().and_then(|state| fork::state::lead_of(&state));
+    let snapshot = Snapshot {
+        state,
+        lead,
+        engine,
+        inheritance: facts.inheritance.clone(),
+        fork: facts.fork,
+        lease: Some(grant.snapshot),
+        opened: None,
+        learn_as: None,
+        base: None,
+    };
+    let identity = identity(&facts, &parent);
+    let brood = Brood {
+        core: Arc::clone(core),
+        stem: Arc::new(Stem { message, identity, agent: facts.agent.clone() }),
+        snapshot: Arc::new(snapshot),
+        began,
+        deadline,
+        origin,
+        given_up,
+    };
+    let wanted = names.into_iter().zip(clones).map(|((name, is_kept), clone)| Wanted {
+        name,
+        is_kept,
+        vmid: clone.vmid,
+        ticket: clone.ticket,
+    });
+    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
+    let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await?;
+    drop(reservation);
+    Ok(results)
+}
+
+/// Of its clones, but for id, name, number and birth.
+fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
+    Identity {
+        id: parent.id.clone(),
+        name: parent.name.clone(),
+        image: facts.image.clone(),
+        root_blake3: facts.root_blake3.clone(),
+        snapshot: parent.snapshot.clone(),
+        family: parent.family.clone(),
+        parent: Some((parent.id.clone(), parent.name.clone())),
+        ancestors: parent.ancestors.iter().chain([&parent.id]).cloned().collect(),
+        vmid: 0,
+        accel: facts.accel,
+        accel_reason: facts.accel_reason.clone(),
+        cpus: facts.cpus,
+        memory_bytes: facts.memory_bytes,
+        has_agent: facts.inheritance.is_some(),
+        created_unix_ms: 0,
+    }
+}
+
+/// What came can't be right.
+fn bad(message: &str, error: &dyn std::error::Error) -> ErrorBody {
+    ErrorBody::new(ErrorCode::BadRequest, message)
+        .cause(chain(error))
+        .remedy("do both hosts run the same version of vmfork? `vmfork cluster ls` tells")
+}
+
+/// The host can't do it.
+fn failed(message: &str, error: &dyn std::error::Error) -> ErrorBody {
+    ErrorBody::new(ErrorCode::Host, message)
+        .cause(chain(error))
+        .remedy("`vmfork doctor` checks the host; the daemon's log has more")
+}
+
+/// How long a host may take beyond what its clones may: the way there and back.
+pub(super) const GRACE: Duration = Duration::from_secs(5);

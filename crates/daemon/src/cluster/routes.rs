@@ -1,0 +1,139 @@
+//! What hosts ask each other.
+//!
+//! | route | does |
+//! |---|---|
+//! | `POST /cluster/v1/join` | of who is no member yet: [`vmfork_cluster::JoinRequest`] → `JoinAnswer` |
+//! | `POST /cluster/v1/heartbeat` | [`Beat`] → the receiver's |
+//! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
+//! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
+//! | `/v1/…` | the REST API, about VMs that are here |
+
+use std::sync::{Arc, PoisonError, Weak};
+
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use tokio_util::sync::CancellationToken;
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
+
+use super::Cluster;
+use super::descriptor::{self, Descriptor};
+use super::life::{Life, room};
+use super::member::Beat;
+use super::place::CLONES;
+use super::receive::{self, Here};
+use super::server::{Caller, Routes};
+use crate::http::ApiError;
+use crate::hub::{BUG, Core, chain, outcome};
+
+pub(super) const JOIN: &str = "/cluster/v1/join";
+pub(super) const NAMES: &str = "/cluster/v1/names";
+pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
+
+/// Of one membership.
+#[derive(Clone)]
+struct Of {
+    cluster: Weak<Cluster>,
+    life: Weak<Life>,
+}
+
+impl Of {
+    fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
+        let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
+        self.life.upgrade().zip(core).ok_or_else(|| {
+            ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
+        })
+    }
+}
+
+pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
+    let of = Of { cluster: Arc::downgrade(cluster), life: Arc::downgrade(life) };
+    let clones = Router::new()
+        .route(CLONES, post(clones))
+        .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
+    let members =
+        Router::new().route(HEARTBEAT, post(heartbeat)).route(NAMES, get(names)).merge(clones);
+    let api = cluster.api.get().cloned().unwrap_or_default();
+    Routes {
+        // The API answers in its own way to what is no route.
+        members: members.with_state(of.clone()).fallback_service(api),
+        newcomers: Router::new().route(JOIN, post(join)).with_state(of),
+    }
+}
+
+async fn join(
+    State(of): State<Of>,
+    Json(request): Json<JoinRequest>,
+) -> Result<Json<JoinAnswer>, ApiError> {
+    let message = format!("join as `{}`", request.name);
+    let (life, _) = of.parts(&message)?;
+    let now = life.member.now();
+    let (answer, written) = {
+        let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = life
+            .member
+            .roster
+            .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
+        (answer, life.folder.save_tokens(&tokens))
+    };
+    let answer = answer.map_err(|error| ErrorBody {
+        code: ErrorCode::Conflict,
+        message: message.clone(),
+        cause: Some(chain(&error)),
+        remedy: error.remedy().map(ToOwned::to_owned),
+    })?;
+    written.map_err(|error| ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)))?;
+    life.save();
+    tracing::info!(name = request.name, id = %request.id, address = request.address, "a host has joined");
+    Ok(Json(answer))
+}
+
+async fn heartbeat(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(beat): Json<Beat>,
+) -> Result<Json<Beat>, ApiError> {
+    let (life, core) = of.parts("take a heartbeat")?;
+    let (answer, merged) = life.member.on_beat(from, &beat, room(&core))?;
+    life.settle(&merged);
+    if merged.removed
+        && let Some(cluster) = of.cluster.upgrade()
+    {
+        cluster.was_removed();
+    }
+    Ok(Json(answer))
+}
+
+async fn names(State(of): State<Of>) -> Result<Json<Vec<String>>, ApiError> {
+    let (_, core) = of.parts("tell the names of VMs")?;
+    Ok(Json(core.registry.all().iter().map(|vm| vm.name().to_owned()).collect()))
+}
+
+async fn clones(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    body: Bytes,
+) -> Result<Json<Vec<CloneResult>>, ApiError> {
+    let message = "start another host's clones";
+    let (life, core) = of.parts(message)?;
+    let descriptor = Descriptor::decode(&body).map_err(|error| {
+        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
+    })?;
+    drop(body);
+    let given_up = CancellationToken::new();
+    let _on_drop = given_up.clone().drop_guard();
+    // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
+    let task = tokio::spawn(async move {
+        let member = &life.member;
+        let here = Here {
+            core: &core,
+            images: &member.images,
+            engines: &member.engines,
+            source: &|image| member.source(image, from),
+        };
+        receive::start(here, descriptor, None, None, given_up).await
+    });
+    Ok(Json(outcome(task, message).await?))
+}
