@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import world as w
@@ -19,6 +20,9 @@ RECORD_S = 30.0
 #: Of the rounds of a run: each takes a quarter of a minute.
 SHARE = 0.1
 
+#: After so long the host may be as fast as it wants.
+STALE_MS = 15_000
+
 #: What comes before anyone asks, and with which snapshot (Twinkle's figure 7).
 MODES = {
     "none": ("zeros", "none"),
@@ -28,9 +32,11 @@ MODES = {
 }
 
 
-def warm(world: w.World, client: w.vmfork.Client, program: Workload, mib: int, set_mib: int = 0) -> tuple[w.vmfork.VM, bytes]:
+def warm(
+    world: w.World, client: w.vmfork.Client, program: Workload, mib: int, set_mib: int = 0, name: str = "parent"
+) -> tuple[w.vmfork.VM, bytes]:
     """A VM whose program has its data set, and has done its job once, with the answer."""
-    vm = world.run(client, memory_mib=mib, image=IMAGE)
+    vm = world.run(client, memory_mib=mib, image=IMAGE, name=name)
     vm.exec(program.load.replace("@SET@", str(set_mib)), check=True, timeout_s=600)
     return vm, vm.exec(program.job, check=True, timeout_s=600).stdout
 
@@ -49,6 +55,38 @@ def timed(vm: w.vmfork.VM, job: str, answer: bytes) -> float:
     if got != answer:
         raise RuntimeError(f"{job!r} answered {got!r}, and {answer!r} before")
     return took
+
+
+@dataclass
+class Yardstick:
+    """A VM like the one that is kept, which is never stopped and does the same job beside each run that is measured.
+
+    A host's speed changes by a third within minutes: what is far apart in time can't be compared.
+    """
+
+    vm: w.vmfork.VM
+    job: str
+    answer: bytes
+    #: ms that the job took here, last time, and when that was.
+    last_ms: float
+    measured_ms: float
+
+    @classmethod
+    def warm(cls, world: w.World, client: w.vmfork.Client, program: Workload, mib: int, set_mib: int = 0) -> Yardstick:
+        vm, answer = warm(world, client, program, mib, set_mib, name="yardstick")
+        return cls(vm, program.job, answer, timed(vm, program.job, answer), w.now_ms())
+
+    def measure(self, vm: w.vmfork.VM, answer: bytes) -> tuple[float, float]:
+        """The ms that the job takes in another VM, and how many times those it takes here, right before and right after."""
+        if w.now_ms() > self.measured_ms + STALE_MS:
+            self._measure_here()
+        before, took = self.last_ms, timed(vm, self.job, answer)
+        self._measure_here()
+        return took, took / ((before + self.last_ms) / 2)
+
+    def _measure_here(self) -> None:
+        self.last_ms = timed(self.vm, self.job, self.answer)
+        self.measured_ms = w.now_ms()
 
 
 @contextmanager

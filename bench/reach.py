@@ -78,9 +78,7 @@ def _jobs(figures: Figures, name: str, **labels: object) -> dict[tuple[str, str]
 
 def _slowdown(mode: str, summary: Callable[[list[float]], float]) -> Callable[[Figures], float]:
     def of(figures: Figures) -> float:
-        before = _jobs(figures, "job_ms", start="never stopped")
-        after = _jobs(figures, "job_ms", start=mode)
-        return summary([after[key] / before[key] for key in after if key in before])
+        return summary(list(_jobs(figures, "job_ratio", start=mode).values()))
 
     return of
 

@@ -79,10 +79,16 @@ class World:
             daemon.close()
 
     def run(
-        self, client: vmfork.Client, *, memory_mib: int, cpus: int = 1, image: str | None = None
+        self,
+        client: vmfork.Client,
+        *,
+        memory_mib: int,
+        cpus: int = 1,
+        image: str | None = None,
+        name: str = "parent",
     ) -> vmfork.VM:
         """A VM that has booted and come to rest."""
-        vm = client.run(image or self.image, name="parent", memory_mib=memory_mib, cpus=cpus)
+        vm = client.run(image or self.image, name=name, memory_mib=memory_mib, cpus=cpus)
         vm.exec("mount -o remount,size=90% /dev/shm; sleep 1", check=True)
         return vm
 

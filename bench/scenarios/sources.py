@@ -1,6 +1,7 @@
 """Where a stored snapshot comes from: files that are not compressed, files that are, and an S3 server that answers after 1 and 10 ms.
 
-From the server it is pulled each time, and starts while it comes.
+From the server it is pulled each time, and starts while it comes. The job is compared with the same in a VM that never stops, right
+before and right after.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ def run(world: w.World) -> None:
             for _ in world.rounds(f"{program.name} from {source}: {mode}", share=SHARE):
                 pull = (lambda: client.snapshots.pull(name, location)) if location else (lambda: None)
                 with kept.started(client, daemon, name, MODES[mode][1], pull) as (vm, _, first_ms):
-                    took = kept.timed(vm, program.job, answer)
+                    took, ratio = yardstick.measure(vm, answer)
                 if location:
                     w.eventually(lambda: client.snapshots.get(name).state == "ready", 120, "all of it is here", every_s=0.1)
                     client.snapshots.remove(name)
                 series("source_answer_ms", source=source, mode=mode, **labels).add(first_ms)
                 series("source_job_ms", source=source, mode=mode, **labels).add(took)
+                series("source_job_ratio", source=source, mode=mode, **labels).add(ratio)
 
     w.images.build(IMAGE)
-    with s3.server() as server:
+    # In a daemon of its own, which outlives the others.
+    with s3.server() as server, world.daemon(pool=0, image=IMAGE) as (_, quiet):
+        yardstick = kept.Yardstick.warm(world, quiet, program, MEMORY_MIB)
         with world.daemon(pool=2, image=IMAGE, env=server.environment()) as (daemon, client):
             vm, answer = kept.warm(world, client, program, MEMORY_MIB)
             for compression in ("none", "zstd"):

@@ -8,8 +8,9 @@ data set is kept as a snapshot and ended; then it is started again and again, ea
 - *fd*: with demand prediction;
 - *fdw*: with the working set loaded beside the start, too.
 
-What is compared with: the same job in the VM that never stopped; in a clone of it, whose memory is all there but whose code TCG has to
-translate anew as it has to after a start (`clone`); and QEMU's own restore of all memory, from a file in memory.
+What is compared with: the same job in a VM like it that never stops, right before and right after each run (`never stopped`). What that
+comparison is worth is told by comparing one with a second such VM (`twin`). For contrast, a clone, whose memory is all there but
+whose code TCG has to translate anew as it has to after a start (`clone`); and QEMU's own restore of all memory, from a file in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ TITLE = "Stored snapshots"
 
 #: MiB of a guest's memory, and of the data set in it where that can be chosen.
 SMALL, LARGE = (1024, 512), (4096, 1024)
+
+#: Whose jobs are compared one by one with those of a VM that never stops, which takes as long again.
+COMPARED = ("none", "fdw")
 
 
 def run(world: w.World) -> None:
@@ -43,13 +47,22 @@ def _program(world: w.World, program: Workload, mib: int, set_mib: int) -> None:
     what = f"{program.name}, {mib} MiB"
     series = world.figures.series
     with world.daemon(pool=2, image=kept.IMAGE) as (daemon, client):
+        yardstick = kept.Yardstick.warm(world, client, program, mib, set_mib)
         vm, answer = kept.warm(world, client, program, mib, set_mib)
-        for _ in world.rounds(f"{what}: never stopped", share=SHARE):
-            series("job_ms", start="never stopped", **labels).add(kept.timed(vm, program.job, answer))
+
+        def measure(start: str, vm: w.vmfork.VM) -> None:
+            took, ratio = yardstick.measure(vm, answer)
+            series("job_ms", start=start, **labels).add(took)
+            series("job_ms", start="never stopped", **labels).add(yardstick.last_ms)
+            series("job_ratio", start=start, **labels).add(ratio)
+
+        if program is workloads.PYTHON:
+            for _ in world.rounds(f"{what}: a twin", share=SHARE):
+                measure("twin", vm)
         for _ in world.rounds(f"{what}: a clone", share=SHARE):
             with vm.fork(1).raise_for_errors() as (clone,):
                 clone.exec(["true"], check=True)
-                series("job_ms", start="clone", **labels).add(kept.timed(clone, program.job, answer))
+                measure("clone", clone)
         for compression in ("none", "zstd"):
             stored = client.snapshots.create(vm, compression, wait=True, full=True, compression=compression, record_s=0)
             share = 100 * stored.stored_bytes / (mib << 20)
@@ -63,11 +76,13 @@ def _program(world: w.World, program: Workload, mib: int, set_mib: int) -> None:
         for mode, (snapshot, prefetch) in MODES.items():
             for _ in world.rounds(f"{what}: {mode}", share=SHARE):
                 with kept.started(client, daemon, snapshot, prefetch) as (vm, running_ms, first_ms):
-                    took = kept.timed(vm, program.job, answer)
+                    if mode in COMPARED:
+                        measure(mode, vm)
+                    else:
+                        series("job_ms", start=mode, **labels).add(kept.timed(vm, program.job, answer))
                     memory = vm.inspect().memory
                 series("start_running_ms", mode=mode, **labels).add(running_ms)
                 series("start_answer_ms", mode=mode, **labels).add(first_ms)
-                series("job_ms", start=mode, **labels).add(took)
                 series("remote_faults", mode=mode, **labels).add(memory.store_faults.remote)
                 series("predicted_faults", mode=mode, **labels).add(memory.store_faults.predicted)
                 series("zero_faults", mode=mode, **labels).add(memory.faults.zero + memory.faults.mapped)
