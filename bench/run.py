@@ -24,7 +24,7 @@ ROUNDS_QUICK = 5
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    from . import scenarios
+    from . import scenarios, workloads
 
     parser = argparse.ArgumentParser(prog="python3 -m bench", description="Measure vmfork on this machine.")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of each figure (default {ROUNDS})")
@@ -32,6 +32,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=sorted(scenarios.ALL), metavar="SCENARIO",
         help=f"measure this one; repeatable ({', '.join(scenarios.ALL)})",
+    )
+    parser.add_argument(
+        "--program", action="append", choices=[program.name for program in workloads.ALL], metavar="NAME",
+        help="where programs are measured one by one, this one; repeatable",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default out/bench)")
     options = parser.parse_args(argv)
@@ -55,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     stolen_before = stolen_ms()
-    world = World(rounds=options.rounds, quick=options.quick)
+    world = World(rounds=options.rounds, quick=options.quick, programs=options.program)
     run = Run(describe(places.VMFORKD), world.figures, world.notes)
     run.host["rounds"] = f"{options.rounds}{', quick' if options.quick else ''}"
     names = options.only or list(scenarios.ALL)

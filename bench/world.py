@@ -31,9 +31,11 @@ programs_bench = Path(__file__).resolve().parent / "guest"
 class World:
     """One run of the benchmark."""
 
-    def __init__(self, *, rounds: int, quick: bool) -> None:
+    def __init__(self, *, rounds: int, quick: bool, programs: Sequence[str] | None = None) -> None:
         self.figures = Figures()
         self.quick = quick
+        #: Names of the programs to measure, where they are measured one by one; all if ``None``.
+        self.programs = programs
         self._rounds = rounds
         self.notes: list[str] = []
         self.image = images.build()

@@ -36,9 +36,10 @@ def run(world: w.World) -> None:
     large, small = world.pick([workloads.SCAN, workloads.FILES], []), world.pick(workloads.ALL, [workloads.SCAN, workloads.PYTHON])
     sizes = [(LARGE, large), (SMALL, small)]
     for (mib, set_mib), programs in sizes:
-        for program in programs:
+        chosen = [program for program in programs if world.programs is None or program.name in world.programs]
+        for program in chosen:
             _program(world, program, mib, set_mib)
-        if programs:
+        if chosen:
             _restore(world, mib, set_mib)
 
 
