@@ -5,8 +5,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
+use tokio::time::timeout;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_qemu::probe::{self, ProbeError};
@@ -48,6 +50,9 @@ pub(crate) enum LaunchError {
     #[error("there is no memory for it now: {0}")]
     NoRoom(ErrorBody),
 }
+
+/// How long a QEMU that was killed may take to be gone.
+const END_WAIT: Duration = Duration::from_secs(5);
 
 impl LaunchError {
     /// Whether the host lacks something, rather than QEMU having failed.
@@ -168,7 +173,13 @@ impl Launcher {
         let user = self.users.take().ok_or(LaunchError::NoUser)?;
         let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
         let qemu = launch.start().await?;
-        self.take_hold(tap, qemu, shape, version, user, disk)
+        let end = qemu.process.exit();
+        let held = self.take_hold(tap, qemu, shape, version, user, disk);
+        if held.is_err() {
+            // It was killed: who is told finds nothing left of it.
+            let _late = timeout(END_WAIT, end).await;
+        }
+        held
     }
 
     fn take_hold(

@@ -177,7 +177,11 @@ impl Launch {
         match greeted.await {
             Ok(qmp) => Ok(Qemu { process, qmp, serial: ends.serial, agent: ends.agent }),
             Err(error @ QmpError::Lost { .. }) => Err(ended(&process, error).await),
-            Err(error) => Err(StartError::Qmp(error)),
+            Err(error) => {
+                process.kill();
+                let _late = tokio::time::timeout(END_TIMEOUT, process.wait()).await;
+                Err(StartError::Qmp(error))
+            }
         }
     }
 
