@@ -377,6 +377,18 @@ impl HostImage {
         })
     }
 
+    /// Have bytes of its own pages that came from elsewhere in its cache. That there is no room for them is the host's affair.
+    pub(crate) fn keep(&self, run: PageRange, bytes: &[u8]) -> bool {
+        match self.cache.write(run, bytes) {
+            Ok(()) => self.cache.presence().set(run),
+            Err(error) => {
+                tracing::warn!(image = %self.id, %run, %error, "keep what came");
+                return false;
+            }
+        }
+        true
+    }
+
     pub(crate) fn lost(&self, page: PageIdx, reason: String) -> PageLost {
         PageLost { page, image: self.id, reason }
     }

@@ -104,15 +104,8 @@ impl HostImage {
             let from = usize::try_from(run.byte_offset() - range.byte_offset()).unwrap_or(0);
             let len = usize::try_from(run.byte_len()).unwrap_or(0);
             let part = bytes.get(from..from + len).unwrap_or_default();
-            // The bytes are there; that they can't be kept is the host's affair.
-            match self.cache().write(run, part) {
-                Ok(()) => {
-                    self.cache().presence().set(run);
-                    came.add(run.byte_len());
-                }
-                Err(error) => {
-                    tracing::warn!(image = %self.id(), %run, %error, "keep what was lent")
-                }
+            if self.keep(run, part) {
+                came.add(run.byte_len());
             }
         }
         Ok(())

@@ -91,7 +91,8 @@ impl Progress {
     }
 }
 
-/// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it).
+/// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it). What comes from another host stays
+/// in both: another descendant, with a cache of its own for them, shall not ask for them again.
 ///
 /// # Errors
 /// The pages could not be had, or the host is out of memory.
@@ -106,6 +107,9 @@ pub(super) fn fill(
     if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
         buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
         origin = owner.read_owned(range, buffer)?;
+        if origin == Origin::Peer && !std::ptr::eq(image, owner) {
+            owner.keep(range, buffer);
+        }
         image.cache().write(range, buffer).map_err(|error| PageLost {
             page: range.start(),
             image: image.id(),

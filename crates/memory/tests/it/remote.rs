@@ -135,6 +135,24 @@ fn what_did_not_change_since_an_earlier_fork_crosses_once() {
 }
 
 #[test]
+fn pages_of_a_block_that_every_generation_changes_cross_once() {
+    needs_userfaultfd!();
+    let (mut parent, first, _) = parent();
+    let host = Host::default();
+    let mut kept = Vec::new();
+    for page in [700, 701, 702] {
+        parent.ask(&format!("poke {page} 3"));
+        let engine = freeze(&mut parent, 16);
+        assert!(engine.wait_sealed(std::time::Duration::from_secs(20)));
+        let remote = serve(&host.learn(engine.image()));
+        assert_eq!(clone_of(&remote).sums(0, PAGES), parent.sums(0, PAGES));
+        kept.push((engine, remote));
+    }
+    // 700 came as the second's. Each generation has a cache of its own for the block.
+    assert_eq!(host.lent(first.image()), 1399);
+}
+
+#[test]
 fn a_clone_is_forked_onto_a_third_host_and_pages_pass_through_the_second() {
     needs_userfaultfd!();
     let (_parent, engine, expected) = parent();
