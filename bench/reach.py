@@ -135,6 +135,20 @@ TABLE = [
     Reach("faults that leave the host, fdw over none, median of programs", 0.1, True, "", _remote_share),
     Reach("stored size of a 4 GiB guest with 1 GiB used", 15, True, "%", _p50("stored_percent", compression="zstd", program="files", memory="4096 MiB")),
     Reach("50 VMs of one snapshot: the last ones' answer over the first ones'", 1.5, True, "", _ratio(_p50("many_answer_ms", vm="last"), _p50("many_answer_ms", vm="first"))),
+    Reach("32 clones on 4 hosts have all run a command and answered", 2500, True, "ms", _p50("hosts_answered_ms", hosts=4)),
+    Reach("the same, over 32 on one host", 1.3, True, "", _ratio(_p50("hosts_answered_ms", hosts=4), _p50("hosts_answered_ms", hosts=1))),
+    Reach(
+        "last clone's start, one each on 16 hosts, over as many on one host",
+        1.2, True, "", _ratio(_p50("hosts_last_ready_ms", clones="one each"), _p50("hosts_last_ready_ms", clones="as many on one host")),
+    ),
+    Reach(
+        "bytes the parent's host sends, 8 hosts that read the same 256 MiB, over one",
+        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="as they read it"), _p50("hosts_parent_sent_MiB", hosts=1, memory="as they read it")),
+    ),
+    Reach(
+        "the same, 8 hosts that get it in the background",
+        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background")),
+    ),
     Reach(
         "page already touched by a sibling, over a local fault",
         0.02, True, "", _ratio(_p50("fault_us", page="touched by a sibling"), _p50("fault_us", page="fetched")),

@@ -68,10 +68,16 @@ class World:
 
     @contextlib.contextmanager
     def daemon(
-        self, *, pool: int, image: str | None = None, env: Mapping[str, str] | None = None
+        self,
+        *,
+        pool: int,
+        image: str | None = None,
+        env: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> Iterator[tuple[Daemon, vmfork.Client]]:
         """A daemon of one's own with a pool of that size, gone without trace afterwards."""
-        daemon = Daemon([FLAG_POOL, str(pool)], env=env)
+        daemon = Daemon([FLAG_POOL, str(pool), *flags], env=env, prefix=prefix)
         try:
             daemon.add_image(image or self.image)
             daemon.start()

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from . import baseline, chain, clones, crowd, faults, idle, pause, snapshots, sources, stored, work
+from . import baseline, chain, clones, crowd, faults, hosts, idle, pause, snapshots, sources, stored, work
 
 #: In the order in which they run and are reported.
 ALL: dict[str, ModuleType] = {
@@ -16,5 +16,6 @@ ALL: dict[str, ModuleType] = {
     "stored": stored,
     "sources": sources,
     "crowd": crowd,
+    "hosts": hosts,
     "baseline": baseline,
 }

@@ -1,0 +1,76 @@
+"""Hosts of a cluster as network namespaces with links of 1 Gbit/s, a daemon each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from harness import places
+from harness.hosts import Hosts, hosts
+
+from . import world as w
+
+RATE = "1gbit"
+PORT = 7072
+
+
+@dataclass
+class Cluster:
+    """Daemons that are members of one cluster; the parent's is the first."""
+
+    net: Hosts
+    daemons: list[w.Daemon]
+    clients: list[w.vmfork.Client]
+    #: QEMUs that wait on each.
+    pool: int
+
+    def names(self, count: int) -> list[str]:
+        """Those of the hosts after the first."""
+        return [f"h{number}" for number in range(1, count + 1)]
+
+    def sent_bytes(self, number: int = 0) -> int:
+        """What a host has sent since it is there."""
+        argv = ["ip", "-n", self.net.names[number], "-s", "-j", "link", "show", "dev", "eth0"]
+        shown = subprocess.run(argv, capture_output=True, timeout=30, check=True).stdout
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+
+def _shape(net: Hosts) -> None:
+    """Both ways: what a host sends, and what its port of the switch sends to it."""
+    ends = [(name, "eth0") for name in net.names] + [(net.switch, f"p{number}") for number in range(len(net.names))]
+    for namespace, device in ends:
+        argv = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms"]
+        subprocess.run(argv, timeout=30, check=True)
+
+
+@contextlib.contextmanager
+def cluster(world: w.World, count: int, *, pool: int) -> Iterator[Cluster]:
+    """So many hosts that know each other."""
+    with hosts(count) as net, contextlib.ExitStack() as stack:
+        _shape(net)
+        made = Cluster(net, [], [], pool)
+        for number in range(count):
+            flags = ["--qemu-uid-base", str(1_879_100_000 + 100_000 * number)]
+            entered = world.daemon(pool=pool, flags=flags, prefix=net.prefix(number))
+            daemon, client = stack.enter_context(entered)
+            made.daemons.append(daemon)
+            made.clients.append(client)
+        for number, daemon in enumerate(made.daemons):
+            words = ["init"] if number == 0 else ["join", json.loads(_cli(made.daemons[0], "token", "--json"))["token"]]
+            _cli(daemon, *words, "--address", f"{net.addresses[number]}:{PORT}", "--name", f"h{number}")
+        for daemon in made.daemons:
+            w.eventually(lambda daemon=daemon: _alive(daemon) == count, 60, "all know all", every_s=0.2)
+        yield made
+
+
+def _cli(daemon: w.Daemon, *words: str) -> str:
+    argv = [str(places.VMFORK), "--socket", str(daemon.socket), "cluster", *words]
+    return subprocess.run(argv, capture_output=True, timeout=60, check=True, text=True).stdout
+
+
+def _alive(daemon: w.Daemon) -> int:
+    listed = json.loads(_cli(daemon, "ls", "--json"))["hosts"]
+    return sum(host["liveness"] in ("here", "alive") for host in listed)

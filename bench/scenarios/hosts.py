@@ -1,0 +1,96 @@
+"""Forks onto other hosts: how soon clones answer, whether more hosts cost more, and what the parent's host sends.
+
+Hosts are network namespaces with links of 1 Gbit/s on this machine: its cores are shared by all of them, so starts are compared with
+as many on one host.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from .. import world as w
+from ..cluster import Cluster, cluster
+
+TITLE = "Forks onto other hosts"
+
+#: Of the rounds of a run.
+SHARE = 0.2
+
+CLONES = 32
+DATA_MIB = 256
+
+
+def run(world: w.World) -> None:
+    _answers(world)
+    _starts(world)
+    _bytes(world)
+
+
+def _answers(world: w.World) -> None:
+    """As many clones on four hosts as on one, which have all run a command."""
+    count = CLONES // 4
+    with cluster(world, 4, pool=count) as made:
+        vm = world.run(made.clients[0], memory_mib=512)
+        w.end_all(vm.fork(4))  # pools learn the shape
+        for _ in world.rounds(f"{CLONES} clones", share=SHARE):
+            for hosts in (4, 1):
+                _rest(world, made, vm)
+                begin = w.now_ms()
+                fork = vm.fork(CLONES, place="spread" if hosts == 4 else "here").raise_for_errors()
+                w.answer_all(fork)
+                world.figures.series("hosts_answered_ms", hosts=hosts).add(w.now_ms() - begin)
+                world.figures.series("hosts_pause_ms", hosts=hosts).add(fork.pause_ms)
+                w.end_all(fork)
+
+
+def _starts(world: w.World) -> None:
+    """One clone each on other hosts, over as many on one, and over a single one."""
+    count = world.pick((16,), (4,))[0]
+    with cluster(world, count + 1, pool=1) as made:
+        vm = world.run(made.clients[0], memory_mib=512)
+        cases = [("one", 1, made.names(1)), ("as many on one host", count, made.names(1)), ("one each", count, made.names(count))]
+        for _, clones, hosts in cases:
+            w.end_all(vm.fork(clones, hosts=hosts))
+        for _ in world.rounds(f"{count} hosts", share=SHARE):
+            for what, clones, hosts in cases:
+                _rest(world, made, vm)
+                fork = vm.fork(clones, hosts=hosts).raise_for_errors()
+                last = max(result.ready_ms or 0.0 for result in fork.results)
+                world.figures.series("hosts_last_ready_ms", clones=what).add(last)
+                w.end_all(fork)
+
+
+def _bytes(world: w.World) -> None:
+    """Hosts that all need the same memory at once."""
+    count = world.pick((8,), (4,))[0]
+    with cluster(world, count + 1, pool=1) as made:
+        vm = world.run(made.clients[0], memory_mib=2 * DATA_MIB)
+        vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
+        for how in ("as they read it", "in the background"):
+            for _ in world.rounds(f"{DATA_MIB} MiB {how}", share=SHARE / 2):
+                for hosts in (1, count):
+                    # What was lent before is known on no host any more.
+                    vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True, timeout_s=120)
+                    _rest(world, made, vm)
+                    before, begin = made.sent_bytes(), w.now_ms()
+                    rate = 1000 if how == "in the background" else None
+                    fork = vm.fork(hosts, hosts=made.names(hosts), hydrate_mib_per_s=rate).raise_for_errors()
+                    if rate is None:
+                        with ThreadPoolExecutor(hosts) as threads:
+                            list(threads.map(lambda clone: clone.exec("cat /dev/shm/data > /dev/null", check=True, timeout_s=300), fork))
+                    else:
+                        w.eventually(lambda fork=fork: all(_is_whole(clone) for clone in fork), 300, "all has come", every_s=0.1)
+                    labels = {"hosts": hosts, "memory": how}
+                    world.figures.series("hosts_all_here_ms", **labels).add(w.now_ms() - begin)
+                    world.figures.series("hosts_parent_sent_MiB", **labels).add((made.sent_bytes() - before) / (1 << 20))
+                    w.end_all(fork)
+
+
+def _is_whole(vm: w.vmfork.VM) -> bool:
+    return vm.inspect().memory.missing_pages == 0
+
+
+def _rest(world: w.World, made: Cluster, vm: w.vmfork.VM) -> None:
+    world.drained(vm)
+    for client in made.clients:
+        world.pool_is_full(client, made.pool)
