@@ -175,6 +175,8 @@ pub fn check_preamble(bytes: &[u8; 8]) -> Result<(), ProtoError> {
 pub enum RefusalKind {
     /// It has no such image, or none with such pages.
     UnknownImage,
+    /// The pages are another host's, and it does not have them (yet).
+    NotHere,
     /// It had the page, and can't read it any more.
     PageLost,
     /// Too much is asked of it.
@@ -190,8 +192,9 @@ pub enum RefusalKind {
 }
 
 impl RefusalKind {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::UnknownImage,
+        Self::NotHere,
         Self::PageLost,
         Self::Busy,
         Self::Draining,
@@ -213,6 +216,7 @@ impl RefusalKind {
             Self::NotMember => 5,
             Self::BadRequest => 6,
             Self::Failed => 7,
+            Self::NotHere => 8,
         }
     }
 
@@ -220,6 +224,7 @@ impl RefusalKind {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::UnknownImage => "unknown-image",
+            Self::NotHere => "not-here",
             Self::PageLost => "page-lost",
             Self::Busy => "busy",
             Self::Draining => "draining",

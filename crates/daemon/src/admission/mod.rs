@@ -8,7 +8,7 @@
 //! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
 //! | a QEMU of the pool | 20 MiB, until it becomes a clone |
 //! | a fork, until the last of its clones runs | the growth of one clone: the parent writes anew what the snapshot keeps |
-//! | a stored snapshot with VMs | what of it is not in memory yet, once for all of them |
+//! | a snapshot from a store, or from another host, with VMs | what of it is not in memory yet, once for all of them |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
 //! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked is
@@ -274,6 +274,10 @@ impl Admission {
         }
         let tightest = bounds.into_iter().min_by_key(|(count, _)| *count);
         let (fitting, bound) = tightest.unwrap_or((0, Bound::Host));
+        if ask.count == 0 && snapshot > admissible {
+            let message = ask.message.to_owned();
+            return Err(self.refusal(&accounts, message, snapshot, admissible));
+        }
         let granted = fitting.min(ask.count);
         let refused = (granted < ask.count).then(|| {
             let message = format!("{}: {granted} of {} fit", ask.message, ask.count);

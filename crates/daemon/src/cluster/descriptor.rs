@@ -32,6 +32,8 @@ pub(crate) struct Descriptor {
 /// Whose clones, and which.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Order {
+    /// By which the sender speaks of it.
+    pub(crate) number: u64,
     pub(crate) facts: Facts,
     pub(crate) parent: Parent,
     pub(crate) clones: Vec<CloneOrder>,
@@ -71,6 +73,7 @@ struct Head {
 struct Lengths {
     host: u64,
     image: u64,
+    is_partial: bool,
     table_bytes: u64,
     homes_bytes: u64,
 }
@@ -97,6 +100,7 @@ impl Descriptor {
         let lengths = self.images.iter().map(|entry| Lengths {
             host: entry.name.host,
             image: entry.name.image,
+            is_partial: entry.is_partial,
             table_bytes: entry.table.len() as u64,
             homes_bytes: entry.homes.len() as u64,
         });
@@ -133,6 +137,7 @@ impl Descriptor {
         for lengths in head.images {
             images.push(Entry {
                 name: ImageName { host: lengths.host, image: lengths.image },
+                is_partial: lengths.is_partial,
                 table: take(&mut rest, lengths.table_bytes, "a page table")?.to_vec(),
                 homes: take(&mut rest, lengths.homes_bytes, "a list of homes")?.to_vec(),
             });
@@ -170,11 +175,13 @@ mod tests {
     fn descriptor() -> Descriptor {
         let entry = |image| Entry {
             name: ImageName { host: u64::MAX, image },
+            is_partial: image == 1,
             table: vec![1, 2, 3],
             homes: vec![4],
         };
         Descriptor {
             order: Order {
+                number: 9,
                 facts: Facts::of_a_test(64 << 20),
                 parent: Parent {
                     id: "id".to_owned(),

@@ -16,12 +16,15 @@ use vmfork_image::{
 };
 use vmfork_memory::{Engine, HostImage, Layout, OpenError, PageLost};
 
+use super::arrivals::Arrival;
 use super::loans::Loans;
 
 /// An image as another host learns of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) name: ImageName,
+    /// Pages of images that do not come along are left out of its table. Its own are not: those above it are whole.
+    pub(crate) is_partial: bool,
     /// As bytes ([`vmfork_image::wire`]): its page table, and its blocks' homes.
     pub(crate) table: Vec<u8>,
     pub(crate) homes: Vec<u8>,
@@ -65,16 +68,58 @@ pub(crate) struct Images {
 #[derive(Debug, Default)]
 struct Inner {
     /// Those of others that are open here.
-    arrived: HashMap<ImageName, Weak<HostImage>>,
+    arrived: HashMap<ImageName, Arrived>,
     names: HashMap<ImageId, ImageName>,
-    loans: Loans<Arc<Engine>>,
+    loans: Loans<Lent>,
+}
+
+/// An image of another host that is open here.
+#[derive(Debug)]
+struct Arrived {
+    image: Weak<HostImage>,
+    is_partial: bool,
+}
+
+/// What a loan keeps.
+#[derive(Debug)]
+struct Lent {
+    engine: Arc<Engine>,
+    /// That its own pages from other hosts are still needed.
+    _arrival: Option<Arc<Arrival>>,
+}
+
+/// Why pages are not read for another host.
+#[derive(Debug)]
+pub(crate) enum NotRead {
+    /// No such image is known here.
+    Unknown,
+    /// They are another host's, and not all of them have come here.
+    Absent,
+    Lost(PageLost),
+}
+
+/// A loan is being sent while this lives.
+#[derive(Debug)]
+pub(crate) struct Sending {
+    images: Arc<Images>,
+    name: ImageName,
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        self.images.inner().loans.sent(Instant::now(), self.name);
+    }
 }
 
 impl Inner {
     fn tidy(&mut self) {
-        self.arrived.retain(|_, image| image.strong_count() > 0);
+        self.arrived.retain(|_, arrived| arrived.image.strong_count() > 0);
         let arrived = &self.arrived;
         self.names.retain(|_, name| arrived.contains_key(name));
+    }
+
+    fn arrived(&self, name: ImageName) -> Option<Arc<HostImage>> {
+        self.arrived.get(&name)?.image.upgrade()
     }
 }
 
@@ -100,31 +145,44 @@ impl Images {
 
     /// One of another host that is open here, or one that is lent.
     fn find(&self, inner: &Inner, name: ImageName) -> Option<Arc<HostImage>> {
-        if let Some(image) = inner.arrived.get(&name).and_then(Weak::upgrade) {
+        if let Some(image) = inner.arrived(name) {
             return Some(image);
         }
-        let family = inner.loans.find(name)?.image().with_ancestors();
+        let family = inner.loans.find(name)?.engine.image().with_ancestors();
         family.into_iter().find(|image| self.name_in(inner, image.id()) == name)
     }
 
-    /// Lend the image of an engine, and all that it names, for as long as some host holds one of them. → what another host
-    /// must know to open it, the image last.
+    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it; `arrival` is what its VM came
+    /// of. → what another host must know to open it, the image last; and what is held while that is sent.
     ///
     /// # Errors
     /// Its table is not complete.
-    pub(crate) fn lend(&self, now: Instant, engine: &Arc<Engine>) -> Result<Vec<Entry>, LendError> {
+    pub(crate) fn lend(
+        self: &Arc<Self>,
+        now: Instant,
+        engine: &Arc<Engine>,
+        arrival: Option<Arc<Arrival>>,
+    ) -> Result<(Vec<Entry>, Sending), LendError> {
         let mut family = engine.image().with_ancestors();
         // Who descends from an image was opened after it.
         family.sort_by_key(|image| image.id());
-        let mut inner = self.inner();
-        let names: BTreeMap<ImageId, ImageName> =
-            family.iter().map(|image| (image.id(), self.name_in(&inner, image.id()))).collect();
-        let entries = family.iter().map(|image| entry(image, &names));
+        let (names, partial) = {
+            let inner = self.inner();
+            let names: BTreeMap<ImageId, ImageName> =
+                family.iter().map(|image| (image.id(), self.name_in(&inner, image.id()))).collect();
+            let is_partial = |name: &ImageName| {
+                inner.arrived.get(name).is_some_and(|arrived| arrived.is_partial)
+            };
+            let partial: BTreeSet<ImageName> = names.values().copied().filter(is_partial).collect();
+            (names, partial)
+        };
+        let entries = family.iter().map(|image| entry(image, &names, &partial));
         let entries = entries.collect::<Result<Vec<_>, LendError>>()?;
-        let replaced = inner.loans.lend(now, names.into_values().collect(), Arc::clone(engine));
-        drop(inner);
+        let name = names.get(&engine.image().id()).copied().ok_or(LendError::NotSealed)?;
+        let lent = Lent { engine: Arc::clone(engine), _arrival: arrival };
+        let replaced = self.inner().loans.lend(now, name, names.into_values().collect(), lent);
         drop(replaced); // not under the lock: may be an engine's last holder
-        Ok(entries)
+        Ok((entries, Sending { images: Arc::clone(self), name }))
     }
 
     /// Open the last of `entries`, each of which may name those before it and those that are open here. `source` says where an
@@ -139,19 +197,29 @@ impl Images {
         mut next: impl FnMut() -> ImageId,
         source: impl Fn(ImageName) -> Arc<dyn PageSource>,
     ) -> Result<Arc<HostImage>, ArrivalError> {
+        // Finding a host may take its time: not under the lock.
+        let sources: Vec<_> = entries.iter().map(|entry| source(entry.name)).collect();
         // One at a time: of two that open the same, the second finds it open.
         let mut inner = self.inner();
         inner.tidy();
         let mut opened: HashMap<ImageName, Arc<HostImage>> = HashMap::new();
         let mut last = None;
-        for entry in entries {
-            let image = match self.find(&inner, entry.name) {
+        for (number, (entry, source)) in (1..).zip(entries.iter().zip(sources)) {
+            let is_whole = inner.arrived.get(&entry.name).is_none_or(|arrived| !arrived.is_partial);
+            // What was left out of a table counts for VMs of that image, not for those that descend from it.
+            let known = match is_whole || number < entries.len() {
+                true => self.find(&inner, entry.name),
+                false => None,
+            };
+            let image = match known {
                 Some(image) => image,
                 None => {
                     let id = next();
-                    let image = arrive(entry, pages, id, &opened, source(entry.name))?;
+                    let image = arrive(entry, pages, id, &opened, source)?;
                     inner.names.insert(id, entry.name);
-                    inner.arrived.insert(entry.name, Arc::downgrade(&image));
+                    let arrived =
+                        Arrived { image: Arc::downgrade(&image), is_partial: entry.is_partial };
+                    inner.arrived.insert(entry.name, arrived);
                     image
                 }
             };
@@ -168,9 +236,9 @@ impl Images {
         inner.arrived.keys().copied().collect()
     }
 
-    /// A host has said what it holds.
-    pub(crate) fn heard(&self, now: Instant, host: u64, held: BTreeSet<ImageName>) {
-        self.inner().loans.heard(now, host, held);
+    /// A host has said which snapshots VMs there came of.
+    pub(crate) fn heard(&self, now: Instant, host: u64, snapshots: BTreeSet<ImageName>) {
+        self.inner().loans.heard(now, host, snapshots);
     }
 
     /// Let go what no member needs any more.
@@ -179,18 +247,22 @@ impl Images {
         drop(over); // not under the lock
     }
 
-    /// Read an image's own pages for another host.
+    /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
+    /// lack a page neither asks the other, and so on in a circle.
     ///
     /// # Errors
-    /// `None`: no such image is known here; or why the pages can't be had.
+    /// [`NotRead`].
     pub(crate) fn read(
         &self,
         name: ImageName,
         range: PageRange,
         bytes: &mut [u8],
-    ) -> Result<(), Option<PageLost>> {
-        let image = self.find(&self.inner(), name).ok_or(None)?;
-        image.lend(range, bytes).map_err(Some)
+    ) -> Result<(), NotRead> {
+        let image = self.find(&self.inner(), name).ok_or(NotRead::Unknown)?;
+        if name.host != self.host && image.cache().presence().run(range) != (range, true) {
+            return Err(NotRead::Absent);
+        }
+        image.lend(range, bytes).map_err(NotRead::Lost)
     }
 
     /// Which pages of `range` of an image are in its cache here. `None`: there is no such image.
@@ -216,17 +288,23 @@ impl Images {
 
 /// What another host must know of an image, among those that it comes with. Pages of others are left out: where they count,
 /// their images come, too.
-fn entry(image: &HostImage, names: &BTreeMap<ImageId, ImageName>) -> Result<Entry, LendError> {
+fn entry(
+    image: &HostImage,
+    names: &BTreeMap<ImageId, ImageName>,
+    partial: &BTreeSet<ImageName>,
+) -> Result<Entry, LendError> {
     let Layout { table, homes } = image.layout().ok_or(LendError::NotSealed)?;
     let is_left_out = |source: Source| source.image().is_some_and(|id| !names.contains_key(&id));
     let gone = table.runs(table.range()).filter(|(_, source)| is_left_out(*source));
     let gone: Vec<_> = gone.map(|(run, _)| (run, Source::Zero)).collect();
-    let table = if gone.is_empty() { table } else { table.derive(gone)? };
+    let leaves_out = !gone.is_empty();
+    let table = if leaves_out { table.derive(gone)? } else { table };
     let nobody = ImageName { host: 0, image: 0 };
     let name = |id: ImageId| names.get(&id).copied().unwrap_or(nobody);
     let homes = homes.into_iter().map(|home| home.and_then(|id| names.get(&id).copied()));
     Ok(Entry {
         name: name(image.id()),
+        is_partial: leaves_out || partial.contains(&name(image.id())),
         table: wire::encode(&table, name),
         homes: wire::encode_homes(homes),
     })
@@ -359,17 +437,17 @@ mod tests {
     fn an_image_is_the_same_on_every_host_and_at_home_it_is_itself() {
         let (a, _first, second) = two_generations();
         let expected = content(second.image());
-        let entries = a.lend(Instant::now(), &second).expect("sealed");
+        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
         assert_eq!(entries.len(), 2);
         let b = Arc::new(Images::new(2, 1));
         let there = arrives(&a, &b, &entries);
         assert_eq!(content(&there), expected);
         assert_eq!(b.held().len(), 2);
-        // From there to a third, and back home.
+        // From there to a third, which asks the first, and back home.
         let engine = serve(there);
-        let onward = b.lend(Instant::now(), &engine).expect("sealed");
+        let (onward, _) = b.lend(Instant::now(), &engine, None).expect("sealed");
         assert_eq!(onward, entries);
-        assert_eq!(content(&arrives(&b, &Images::new(3, 1), &onward)), expected);
+        assert_eq!(content(&arrives(&a, &Images::new(3, 1), &onward)), expected);
         assert!(Arc::ptr_eq(&arrives(&b, &a, &onward), second.image()));
         assert!(a.held().is_empty(), "its own");
         drop(engine);
@@ -386,8 +464,8 @@ mod tests {
     fn generations_share_where_they_arrive() {
         let (a, first, second) = two_generations();
         let b = Images::new(2, 1);
-        let one = arrives(&a, &b, &a.lend(Instant::now(), &first).expect("sealed"));
-        let two = arrives(&a, &b, &a.lend(Instant::now(), &second).expect("sealed"));
+        let one = arrives(&a, &b, &a.lend(Instant::now(), &first, None).expect("sealed").0);
+        let two = arrives(&a, &b, &a.lend(Instant::now(), &second, None).expect("sealed").0);
         let family = two.with_ancestors();
         assert!(family.iter().any(|image| Arc::ptr_eq(image, &one)));
         assert_eq!(two.table().expect("sealed").owners().get(one.id()), 678);
@@ -396,7 +474,7 @@ mod tests {
     #[test]
     fn what_is_cut_or_names_strangers_is_refused() {
         let (a, _first, second) = two_generations();
-        let entries = a.lend(Instant::now(), &second).expect("sealed");
+        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
         let refusal = |entries: &[Entry], pages| {
             let source = |_| Arc::new(Filled(0)) as Arc<dyn PageSource>;
             let error = Images::new(2, 1).open(entries, pages, next, source).expect_err("refused");
@@ -415,12 +493,52 @@ mod tests {
         let name = a.name(second.image().id());
         let mut bytes = vec![0; 4096];
         let page = PageIdx(100).range();
-        assert!(matches!(a.read(name, page, &mut bytes), Err(None)));
-        a.lend(Instant::now(), &second).expect("sealed");
+        assert!(matches!(a.read(name, page, &mut bytes), Err(NotRead::Unknown)));
+        let _lent = a.lend(Instant::now(), &second, None).expect("sealed");
         a.read(name, page, &mut bytes).expect("lent");
         assert_eq!(bytes[0], 5);
         let of_before = ImageName { image: name.image ^ (1 << 32), ..name };
-        assert!(matches!(a.read(of_before, page, &mut bytes), Err(None)));
-        assert!(matches!(a.read(name, PageIdx(0).range(), &mut bytes), Err(Some(_))), "zero");
+        assert!(matches!(a.read(of_before, page, &mut bytes), Err(NotRead::Unknown)));
+        let zero = a.read(name, PageIdx(0).range(), &mut bytes);
+        assert!(matches!(zero, Err(NotRead::Lost(_))), "{zero:?}");
+    }
+
+    #[test]
+    fn a_third_hosts_pages_are_given_on_only_if_they_are_here() {
+        let (a, _first, second) = two_generations();
+        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
+        let b = Images::new(2, 1);
+        let there = arrives(&a, &b, &entries);
+        let name = a.name(second.image().id());
+        let mut bytes = vec![0; 4096];
+        assert!(matches!(b.read(name, PageIdx(100).range(), &mut bytes), Err(NotRead::Absent)));
+        there.lend(PageIdx(100).range(), &mut bytes).expect("fetched");
+        b.read(name, PageIdx(100).range(), &mut bytes).expect("here");
+        assert_eq!(bytes[0], 5);
+        assert!(matches!(b.read(name, range(100, 9), &mut [0; 9 * 4096]), Err(NotRead::Absent)));
+    }
+
+    #[test]
+    fn an_image_whose_table_came_in_part_is_opened_anew_for_vms_of_its_own() {
+        // `b` needs `a` and `c`; `d`, on `b`, overwrote all that `b` had of `a`.
+        let images = Arc::new(Images::new(1, 77));
+        let stored = |own: &[StoredRun], base: Option<&Arc<HostImage>>, with| {
+            let image =
+                HostImage::stored(next(), PAGES, own.to_vec(), base, Arc::new(Filled(with)));
+            serve(image.expect("opened"))
+        };
+        let a = stored(&[StoredRun::Own(range(0, 10))], None, 3);
+        let b = stored(&[StoredRun::Own(range(20, 10))], Some(a.image()), 5);
+        let d = stored(&[StoredRun::Own(range(0, 10))], Some(b.image()), 7);
+        let (first, _) = images.lend(Instant::now(), &d, None).expect("sealed");
+        assert_eq!(first.iter().map(|entry| entry.is_partial).collect::<Vec<_>>(), [true, false]);
+        let there = Arc::new(Images::new(2, 1));
+        let of_d = arrives(&images, &there, &first);
+        assert_eq!(content(&of_d), content(d.image()));
+        let (second, _) = images.lend(Instant::now(), &b, None).expect("sealed");
+        let of_b = arrives(&images, &there, &second);
+        assert_eq!(content(&of_b), content(b.image()), "with the pages of `a`");
+        // And it is that one from now on.
+        assert!(Arc::ptr_eq(&arrives(&images, &there, &second), &of_b));
     }
 }

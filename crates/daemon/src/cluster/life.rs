@@ -21,6 +21,8 @@ use crate::hub::{Core, chain};
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
 /// How often it is looked whose turn for a heartbeat it is.
 const TICK: Duration = Duration::from_millis(250);
+/// Every so many of those it is looked what memory there is for pages to come.
+const MEMORY_TICKS: u64 = 8;
 /// Heartbeats under way at a time.
 const BEATS_MAX: usize = 64;
 /// How long who leaves tries to tell the others.
@@ -181,7 +183,7 @@ async fn beat(
     mut stop: watch::Receiver<bool>,
 ) {
     let under_way = Arc::new(Semaphore::new(BEATS_MAX));
-    loop {
+    for tick in 1_u64.. {
         tokio::select! {
             () = tokio::time::sleep(TICK) => {}
             _ = stop.wait_for(|stop| *stop) => return,
@@ -193,6 +195,13 @@ async fn beat(
             HostId::new(host).is_some_and(|id| roster.read(|book| book.member(id).is_some()))
         };
         life.member.images.expire(Instant::now(), is_member);
+        if tick.is_multiple_of(MEMORY_TICKS) {
+            let arrivals = &life.member.arrivals;
+            tokio::task::block_in_place(|| {
+                arrivals.update_promises();
+                arrivals.allow_prefetch(!core.is_short_of_memory());
+            });
+        }
         let (now, room) = (life.member.now(), room(&core));
         let due = life.member.roster.change(|book| book.due(now, BEATS_MAX));
         for host in due {

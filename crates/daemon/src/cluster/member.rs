@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -19,9 +20,11 @@ use vmfork_transfer::{
     Holders, Pages, PeerConfig, PeerLimits, PeerSource, Refusal, RefusalKind, Urgency,
 };
 
+use super::arrivals::Arrivals;
 use super::client::Peer;
-use super::images::Images;
+use super::images::{Images, NotRead};
 use super::life::room;
+use super::orders::Orders;
 use super::receive::Engines;
 use super::routes::NAMES;
 use crate::hub::{Core, chain};
@@ -33,8 +36,10 @@ pub(super) const WORD_WAIT: Duration = Duration::from_secs(5);
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Beat {
     pub(super) heartbeat: Heartbeat,
-    /// The images of other hosts that VMs of the sender may still need.
+    /// The images of other hosts that are open at the sender.
     pub(super) holds: Vec<(u64, u64)>,
+    /// The snapshots of other hosts that VMs of the sender came of.
+    pub(super) came_of: Vec<(u64, u64)>,
 }
 
 /// One life of the daemon of a member.
@@ -48,6 +53,10 @@ pub(crate) struct Member {
     pages: Arc<ClientConfig>,
     pub(super) images: Arc<Images>,
     pub(super) engines: Engines,
+    pub(super) arrivals: Arrivals,
+    orders: Mutex<Orders>,
+    epoch: u64,
+    orders_given: AtomicU64,
     inner: Mutex<Inner>,
 }
 
@@ -85,12 +94,20 @@ impl Member {
             pages,
             images: Arc::new(Images::new(id.get(), epoch)),
             engines: Engines::default(),
+            arrivals: Arrivals::default(),
+            orders: Mutex::default(),
+            epoch: epoch.into(),
+            orders_given: AtomicU64::new(0),
             inner: Mutex::default(),
         }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn now(&self) -> Now {
@@ -224,6 +241,11 @@ impl Member {
         Ok(found)
     }
 
+    /// A number for the next order to another host: one that no life of this daemon has given before.
+    pub(crate) fn next_order(&self) -> u64 {
+        self.epoch << 32 | self.orders_given.fetch_add(1, Ordering::Relaxed)
+    }
+
     pub(crate) fn id(&self) -> HostId {
         self.id
     }
@@ -280,21 +302,6 @@ impl Member {
         lists.flatten().collect()
     }
 
-    /// End a VM of another host.
-    pub(crate) async fn kill(&self, id: &str) {
-        let Ok(Some(entry)) = self.host_of(id).await else { return };
-        let peer = self.peer(&entry);
-        let path = format!("/v1/vms/{id}/kill");
-        if let Err(error) = peer.post(&path, "application/json", "{}".into(), WORD_WAIT).await {
-            tracing::warn!(
-                host = peer.name,
-                id,
-                "end a clone that nobody wants: {}",
-                chain(&error)
-            );
-        }
-    }
-
     /// What to tell a member now.
     pub(super) fn beat_to(&self, peer: HostId, room: Room) -> Beat {
         let heartbeat = self.roster.read(|book| book.heartbeat_to(peer, Some(room)));
@@ -302,8 +309,11 @@ impl Member {
     }
 
     fn beat(&self, heartbeat: Heartbeat) -> Beat {
-        let holds = self.images.held().into_iter().map(|name| (name.host, name.image));
-        Beat { heartbeat, holds: holds.collect() }
+        let pairs = |names: BTreeSet<ImageName>| {
+            names.into_iter().map(|name| (name.host, name.image)).collect()
+        };
+        let (holds, came_of) = (pairs(self.images.held()), pairs(self.arrivals.names()));
+        Beat { heartbeat, holds, came_of }
     }
 
     /// A member has said something of its own accord. → what to answer, and what that changed.
@@ -343,12 +353,9 @@ impl Member {
     }
 
     fn heard(&self, from: HostId, beat: &Beat) {
-        let holds: BTreeSet<ImageName> = beat
-            .holds
-            .iter()
-            .map(|(host, image)| ImageName { host: *host, image: *image })
-            .collect();
-        self.images.heard(Instant::now(), from.get(), holds);
+        let came_of = beat.came_of.iter();
+        let came_of = came_of.map(|(host, image)| ImageName { host: *host, image: *image });
+        self.images.heard(Instant::now(), from.get(), came_of.collect());
     }
 }
 
@@ -385,9 +392,12 @@ impl Pages for Served {
         _: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
-        self.0.images.read(image, range, bytes).map_err(|lost| match lost {
-            None => Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)"),
-            Some(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
+        self.0.images.read(image, range, bytes).map_err(|not_read| match not_read {
+            NotRead::Unknown => {
+                Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")
+            }
+            NotRead::Absent => Refusal::new(RefusalKind::NotHere, "they have not come here (yet)"),
+            NotRead::Lost(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
         })
     }
 

@@ -10,6 +10,7 @@
 //! is; a host that is silent costs a bounded wait. Left to others: who is a member ([`vmfork_cluster`]), how pages travel
 //! ([`vmfork_transfer`]).
 
+mod arrivals;
 mod client;
 mod descriptor;
 mod images;
@@ -17,6 +18,7 @@ mod life;
 mod loans;
 mod member;
 mod operations;
+mod orders;
 mod place;
 mod receive;
 mod routes;
@@ -32,6 +34,7 @@ use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
 use vmfork_api::ErrorBody;
 
+pub(crate) use self::arrivals::Arrival;
 pub(crate) use self::descriptor::CloneOrder;
 use self::life::Life;
 pub(crate) use self::member::Member;

@@ -4,11 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
+use super::client::CallError;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
-use super::member::Member;
+use super::images::Sending as Lent;
+use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
@@ -22,6 +26,8 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) host: HostId,
+    /// By which the order is given up.
+    pub(crate) number: u64,
     pub(crate) clones: Vec<CloneOrder>,
 }
 
@@ -34,16 +40,18 @@ pub(crate) struct Sending<'a> {
     pub(crate) all_or_nothing: bool,
     pub(crate) deadline: Instant,
     pub(crate) hydrate_bytes_per_s: u64,
+    pub(crate) given_up: &'a CancellationToken,
 }
 
-/// Have other hosts start clones, all at once. → what became of each.
+/// Have other hosts start clones, all at once. → what became of each. A host whose answer is lost, or comes too late, is told to
+/// leave nothing.
 pub(crate) async fn send(
     member: &Arc<Member>,
     what: Sending<'_>,
     shares: Vec<Share>,
 ) -> Vec<CloneResult> {
-    let descriptor = match prepare(member, &what) {
-        Ok(descriptor) => descriptor,
+    let (descriptor, _lent) = match prepare(member, &what) {
+        Ok(prepared) => prepared,
         Err(error) => {
             let clones = shares.into_iter().flat_map(|share| share.clones);
             return clones.map(|clone| failed(clone, error.clone(), None)).collect();
@@ -51,17 +59,21 @@ pub(crate) async fn send(
     };
     let sent = shares.into_iter().map(|share| {
         let descriptor = Descriptor {
-            order: Order { clones: share.clones.clone(), ..descriptor.order.clone() },
+            order: Order {
+                number: share.number,
+                clones: share.clones.clone(),
+                ..descriptor.order.clone()
+            },
             images: descriptor.images.clone(),
             state: descriptor.state.clone(),
         };
-        one(member, share, descriptor, what.deadline)
+        one(member, share, descriptor, (what.deadline, what.given_up))
     });
     join_all(sent).await.into_iter().flatten().collect()
 }
 
-/// All but whose clones each host starts.
-fn prepare(member: &Member, what: &Sending<'_>) -> Result<Descriptor, ErrorBody> {
+/// All but whose clones each host starts; and what is held until it is sent.
+fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), ErrorBody> {
     let message = format!("fork `{}` onto other hosts", what.parent.name);
     let fail = |cause: String| {
         ErrorBody::new(ErrorCode::Host, message.clone())
@@ -73,10 +85,13 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<Descriptor, ErrorBody>
     if !tokio::task::block_in_place(|| engine.wait_sealed(left.min(SEAL_TIMEOUT))) {
         return Err(fail("what it had written is not known in time".to_owned()));
     }
-    let images = member.images.lend(Instant::now(), engine).map_err(|error| fail(chain(&error)))?;
+    let arrival = what.snapshot.arrival.clone();
+    let lent = member.images.lend(Instant::now(), engine, arrival);
+    let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;
     let state = fork::state::read(&what.snapshot.state).map_err(|error| fail(chain(&error)))?;
     let parent = what.parent;
     let order = Order {
+        number: 0,
         facts: what.facts.clone(),
         parent: Parent {
             id: parent.id.clone(),
@@ -90,16 +105,16 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<Descriptor, ErrorBody>
         timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
         hydrate_bytes_per_s: what.hydrate_bytes_per_s,
     };
-    Ok(Descriptor { order, images, state })
+    Ok((Descriptor { order, images, state }, lent))
 }
 
 async fn one(
-    member: &Member,
+    member: &Arc<Member>,
     share: Share,
     descriptor: Descriptor,
-    deadline: Instant,
+    (deadline, given_up): (Instant, &CancellationToken),
 ) -> Vec<CloneResult> {
-    let Share { host, clones } = share;
+    let Share { host, number, clones } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
     let peer = match member.peer_of(host, &message) {
         Ok(peer) => peer,
@@ -112,10 +127,23 @@ async fn one(
         let body = descriptor.encode().map_err(|error| {
             ErrorBody::new(ErrorCode::Internal, message.clone()).cause(chain(&error))
         })?;
-        let answer = peer.post(CLONES, "application/octet-stream", body.into(), wait).await;
-        let answer = answer.map_err(|error| error.to_body(message.clone()))?;
-        serde_json::from_slice::<Vec<CloneResult>>(&answer)
-            .map_err(|error| ErrorBody::new(ErrorCode::Host, message.clone()).cause(error))
+        let answer = tokio::select! {
+            answer = peer.post(CLONES, "application/octet-stream", body.into(), wait) => answer,
+            () = given_up.cancelled() => {
+                member.give_up(host, number);
+                return Err(fork::was_given_up(&message));
+            }
+        };
+        let answer = answer.map_err(|error| {
+            if !matches!(error, CallError::Refused { .. }) {
+                member.give_up(host, number);
+            }
+            error.to_body(message.clone())
+        })?;
+        serde_json::from_slice::<Vec<CloneResult>>(&answer).map_err(|error| {
+            member.give_up(host, number);
+            ErrorBody::new(ErrorCode::Host, message.clone()).cause(error)
+        })
     };
     match outcome.await {
         Ok(results) => results
@@ -137,6 +165,30 @@ async fn one(
 
 /// Where clones are started.
 pub(super) const CLONES: &str = "/cluster/v1/clones";
+/// Where an order is given up.
+pub(super) const GIVE_UP: &str = "/cluster/v1/clones/give-up";
+/// How long a host is told, and how often, until it has heard.
+const GIVE_UP_FOR: Duration = Duration::from_secs(600);
+const GIVE_UP_EVERY: Duration = Duration::from_secs(2);
+
+impl Member {
+    /// Have a host end what an order started there, and start no more of it: as soon as it can be reached.
+    pub(crate) fn give_up(self: &Arc<Self>, host: HostId, number: u64) -> JoinHandle<()> {
+        let member = Arc::clone(self);
+        tokio::spawn(async move {
+            let until = Instant::now() + GIVE_UP_FOR;
+            while Instant::now() < until {
+                let Ok(peer) = member.peer_of(host, "give up an order") else { return };
+                match peer.ask::<u64, ()>(GIVE_UP, &number, WORD_WAIT).await {
+                    Ok(()) => return,
+                    Err(error) => tracing::debug!(host = peer.name, number, "{}", chain(&error)),
+                }
+                tokio::time::sleep(GIVE_UP_EVERY).await;
+            }
+            tracing::warn!(%host, number, "not told that an order was given up: its VMs may go on");
+        })
+    }
+}
 
 fn failed(clone: CloneOrder, error: ErrorBody, host: Option<String>) -> CloneResult {
     CloneResult {

@@ -10,13 +10,14 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageSource};
 use vmfork_memory::{Engine, EngineOptions};
 use vmfork_qemu::probe::KvmFacts;
 
+use super::arrivals::Arrivals;
 use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
 use crate::admission::{ForkAsk, ForkGrant};
 use crate::facts::host;
 use crate::fork::tickets::Origin;
 use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
-use crate::hub::{Core, chain};
+use crate::hub::{BUG, Core, chain};
 use crate::vm::Identity;
 
 /// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
@@ -47,6 +48,7 @@ pub(super) struct Here<'a> {
     pub(super) core: &'a Arc<Core>,
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
+    pub(super) arrivals: &'a Arrivals,
     /// Where the pages of an image come from.
     pub(super) source: &'a (dyn Fn(ImageName) -> Arc<dyn PageSource> + Sync),
 }
@@ -71,14 +73,19 @@ pub(super) async fn start(
     let names: Vec<String> = clones.iter().map(|clone| clone.name.clone()).collect();
     let count = u32::try_from(clones.len()).unwrap_or(u32::MAX);
     let timeout = fork::check(&message, count, Some(&names), Some(order.timeout_ms))?;
+    if let Some(name) = names.iter().find(|name| !vmfork_api::name_is_valid(name)) {
+        return Err(ErrorBody::new(ErrorCode::BadRequest, message)
+            .cause(format!("`{name}` is no name of a VM"))
+            .remedy(BUG));
+    }
     facts.check_accel(&message, &KvmFacts::gather())?;
     host::check_qemu(core, &message, &facts).await?;
     let (shape, _disk) = host::shape_and_disk(core, &message, &facts)?;
 
+    let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
     let engine = tokio::task::block_in_place(|| {
-        let name = images.last().map(|entry| entry.name);
         let pages = facts.memory_bytes / PAGE_BYTES;
-        here.engines.get(name.unwrap_or(ImageName { host: 0, image: 0 }), || {
+        here.engines.get(name, || {
             let next = || core.next_image();
             let image = here.images.open(&images, pages, next, here.source);
             let image = image.map_err(|error| bad(&message, &error))?;
@@ -90,6 +97,8 @@ pub(super) async fn start(
             Ok::<_, ErrorBody>(engine)
         })
     })?;
+    let arrival =
+        tokio::task::block_in_place(|| here.arrivals.of(name, &engine, &core.admission, &message))?;
     if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
         engine.hydrate(bytes_per_s);
     }
@@ -124,6 +133,7 @@ pub(super) async fn start(
         fork: facts.fork,
         lease: Some(grant.snapshot),
         opened: None,
+        arrival: Some(arrival),
         learn_as: None,
         base: None,
     };

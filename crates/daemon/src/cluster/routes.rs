@@ -5,28 +5,31 @@
 //! | `POST /cluster/v1/join` | of who is no member yet: [`vmfork_cluster::JoinRequest`] → `JoinAnswer` |
 //! | `POST /cluster/v1/heartbeat` | [`Beat`] → the receiver's |
 //! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
+//! | `POST /cluster/v1/clones/give-up` | the number of an order: end what it started |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::Instant;
 
 use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
-use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
+use vmfork_cluster::{HostState, JoinAnswer, JoinRequest, admit};
 
 use super::Cluster;
 use super::descriptor::{self, Descriptor};
 use super::life::{Life, room};
 use super::member::Beat;
-use super::place::CLONES;
+use super::place::{CLONES, GIVE_UP};
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
+use crate::fork;
 use crate::http::ApiError;
 use crate::hub::{BUG, Core, chain, outcome};
+use crate::vm::End;
 
 pub(super) const JOIN: &str = "/cluster/v1/join";
 pub(super) const NAMES: &str = "/cluster/v1/names";
@@ -53,8 +56,11 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
     let clones = Router::new()
         .route(CLONES, post(clones))
         .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
-    let members =
-        Router::new().route(HEARTBEAT, post(heartbeat)).route(NAMES, get(names)).merge(clones);
+    let members = Router::new()
+        .route(HEARTBEAT, post(heartbeat))
+        .route(NAMES, get(names))
+        .route(GIVE_UP, post(give_up))
+        .merge(clones);
     let api = cluster.api.get().cloned().unwrap_or_default();
     Routes {
         // The API answers in its own way to what is no route.
@@ -122,7 +128,15 @@ async fn clones(
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    let given_up = CancellationToken::new();
+    if life.member.roster.read(|book| book.own_entry().state) != HostState::Active {
+        return Err(ErrorBody::new(ErrorCode::NoCapacity, message)
+            .cause("this host takes no more clones: it drains")
+            .remedy("`vmfork cluster activate` takes it back into use")
+            .into());
+    }
+    let order = (from, descriptor.order.number);
+    let begun = life.member.orders().begin(Instant::now(), order);
+    let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
     let task = tokio::spawn(async move {
@@ -131,9 +145,31 @@ async fn clones(
             core: &core,
             images: &member.images,
             engines: &member.engines,
+            arrivals: &member.arrivals,
             source: &|image| member.source(image, from),
         };
-        receive::start(here, descriptor, None, None, given_up).await
+        let results = receive::start(here, descriptor, None, None, given_up).await;
+        let started = results.iter().flatten().filter_map(|result| result.id.clone());
+        let unwanted = member.orders().done(Instant::now(), order, started.collect());
+        end_all(&core, &unwanted);
+        results
     });
     Ok(Json(outcome(task, message).await?))
+}
+
+async fn give_up(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(number): Json<u64>,
+) -> Result<Json<()>, ApiError> {
+    let (life, core) = of.parts("give up another host's order")?;
+    let unwanted = life.member.orders().give_up(Instant::now(), (from, number));
+    end_all(&core, &unwanted);
+    Ok(Json(()))
+}
+
+fn end_all(core: &Arc<Core>, ids: &[String]) {
+    for vm in ids.iter().filter_map(|id| core.registry.find("end it", id).ok()) {
+        core.end(&vm, End::killed("its start was given up"));
+    }
 }

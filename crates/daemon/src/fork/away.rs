@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
@@ -17,6 +17,9 @@ use crate::facts::{Facts, Frozen, host};
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
+
+/// How long a fork that is given up waits until the other hosts have heard of that.
+const END_WAIT: Duration = Duration::from_secs(5);
 
 /// Where clones may go.
 #[derive(Debug, Clone, Default)]
@@ -34,11 +37,21 @@ pub(super) struct Away {
     member: Arc<Member>,
     /// How many stay here.
     pub(super) here: u32,
-    shares: Vec<(HostId, u32)>,
+    shares: Vec<Destination>,
+    /// Why some clones are started nowhere: what was asked for has no place for them.
+    unplaced: Option<ErrorBody>,
     machine_type: String,
     hydrate_bytes_per_s: u64,
     /// Names that VMs of other hosts have.
     pub(super) taken: HashSet<String>,
+}
+
+/// A host, how many clones go there, and the number of the order.
+#[derive(Debug)]
+struct Destination {
+    host: HostId,
+    count: u32,
+    number: u64,
 }
 
 /// Decide what goes elsewhere; `None`: nothing does.
@@ -78,15 +91,19 @@ pub(super) async fn plan(
     };
     let shares = shares(&views, count, shape, policy, member.id());
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
-    if placed < count && all_or_nothing {
-        return Err(ErrorBody::new(ErrorCode::NoCapacity, message)
-            .cause(format!("{placed} of {count} clones fit on the hosts of the cluster"))
-            .remedy("`vmfork cluster ls` shows what hosts have left"));
-    }
+    let may_stay = views.iter().any(|view| view.id == member.id());
+    let unplaced = (placed < count).then(|| no_place(&views, placed, count, message));
+    // What fits nowhere is refused on this host, with the figures, unless this host is not to have any.
     let here_takes = shares.iter().find(|(id, _)| *id == member.id()).map_or(0, |(_, n)| *n);
-    // What fits nowhere is refused here, with the figures.
-    let here = here_takes + (count - placed.min(count));
-    let shares: Vec<_> = shares.into_iter().filter(|(id, _)| *id != member.id()).collect();
+    let (here, unplaced) = match unplaced {
+        Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
+        Some(_) if may_stay => (here_takes + (count - placed), None),
+        unplaced => (here_takes, unplaced),
+    };
+    let shares = shares.into_iter().filter(|(id, _)| *id != member.id());
+    let shares: Vec<_> = shares
+        .map(|(host, count)| Destination { host, count, number: member.next_order() })
+        .collect();
     if shares.is_empty() {
         return Ok(None);
     }
@@ -96,7 +113,19 @@ pub(super) async fn plan(
     let machine_type = host::machine_type(machine).await.map_err(|error| failed(&error))?;
     let taken = member.names_elsewhere().await;
     let hydrate_bytes_per_s = placement.hydrate_bytes_per_s;
-    Ok(Some(Away { member, here, shares, machine_type, hydrate_bytes_per_s, taken }))
+    Ok(Some(Away { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, taken }))
+}
+
+/// The hosts that were asked for do not take all clones: why each takes no more.
+fn no_place(views: &[HostView], placed: u32, count: u32, message: &str) -> ErrorBody {
+    let why = |view: &HostView| match view.closed {
+        Some(why) => format!("`{}`: {why}", view.name),
+        None => format!("`{}` has {} MiB left", view.name, view.free.memory_bytes >> 20),
+    };
+    let hosts: Vec<_> = views.iter().map(why).collect();
+    ErrorBody::new(ErrorCode::NoCapacity, message)
+        .cause(format!("{placed} of {count} clones fit: {}", hosts.join("; ")))
+        .remedy("`vmfork cluster ls` shows which hosts take clones, and what they have left")
 }
 
 fn shares(
@@ -142,12 +171,18 @@ impl Away {
             }
         }
         let mut kept = kept.into_iter();
-        let shares = self.shares.iter().map(|(host, share)| Share {
+        let shares = self.shares.iter().map(|Destination { host, count, number }| Share {
             host: *host,
-            clones: kept.by_ref().take(*share as usize).collect(),
+            number: *number,
+            clones: kept.by_ref().take(*count as usize).collect(),
         });
         let mut shares: Vec<Share> = shares.collect();
         shares.retain(|share| !share.clones.is_empty());
+        if let Some(error) = &self.unplaced {
+            let error =
+                |name: &str| ErrorBody { message: super::start_message(name), ..error.clone() };
+            results.extend(kept.map(|it| brood::failed(it.vmid, it.name.clone(), error(&it.name))));
+        }
         let sending = Sending {
             facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
             parent: &parent.identity,
@@ -155,30 +190,16 @@ impl Away {
             all_or_nothing: what.all_or_nothing,
             deadline: what.deadline,
             hydrate_bytes_per_s: self.hydrate_bytes_per_s,
+            given_up: what.given_up,
         };
-        let names: Vec<(u32, String)> = shares
-            .iter()
-            .flat_map(|share| share.clones.iter().map(|clone| (clone.vmid, clone.name.clone())))
-            .collect();
-        tokio::select! {
-            started = send(&self.member, sending, shares) => results.extend(started),
-            // The hosts notice that nobody waits.
-            () = what.given_up.cancelled() => {
-                let error = super::was_given_up(&super::message(parent));
-                let given_up = names.into_iter().map(|(vmid, name)| {
-                    brood::failed(vmid, name, error.clone())
-                });
-                results.extend(given_up);
-            }
-        }
+        results.extend(send(&self.member, sending, shares).await);
         results
     }
 
-    /// End those that were started.
-    pub(super) async fn end(&self, results: &[CloneResult]) {
-        let started = results.iter().filter(|result| result.error.is_none());
-        let ids = started.filter_map(|result| result.id.as_deref());
-        join_all(ids.map(|id| self.member.kill(id))).await;
+    /// End what was started. Hosts that can't be reached are told later.
+    pub(super) async fn end(&self) {
+        let told = self.shares.iter().map(|it| self.member.give_up(it.host, it.number));
+        let _those_that_are_silent = tokio::time::timeout(END_WAIT, join_all(told)).await;
     }
 }
 
@@ -201,5 +222,12 @@ mod tests {
         let spread = shares(&views, 8, shape, Policy::Spread, id(1));
         assert_eq!(spread, [(id(1), 4), (id(2), 4)]);
         assert_eq!(shares(&views, 8, shape, Policy::Pack, id(2)), [(id(2), 8)]);
+        // Nothing on those that are closed, though nobody else is asked.
+        assert_eq!(shares(&views[2..], 8, shape, Policy::Spread, id(1)), []);
+        let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
+        assert!(
+            error.contains("0 of 8 clones fit: `h2` has 0 MiB left; `h3`: it drains"),
+            "{error}"
+        );
     }
 }

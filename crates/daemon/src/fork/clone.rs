@@ -169,6 +169,7 @@ async fn start_within(
     })?;
     vm.set_machine(Arc::clone(&machine));
     vm.set_opened(snapshot.opened.clone());
+    vm.set_arrival(snapshot.arrival.clone());
     vm.set_base(snapshot.base.clone());
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };

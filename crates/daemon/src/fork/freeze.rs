@@ -126,7 +126,7 @@ pub(super) async fn freeze(
     let completed = saved.complete(machine).await;
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
-    let (opened, base) = (parent.opened(), parent.base());
+    let (opened, arrival, base) = (parent.opened(), parent.arrival(), parent.base());
     let snapshot = Snapshot {
         state,
         lead,
@@ -135,6 +135,7 @@ pub(super) async fn freeze(
         fork,
         lease: None,
         opened,
+        arrival,
         learn_as: None,
         base,
     };

@@ -294,7 +294,7 @@ async fn carry_out(
     if let Some(away) = &away
         && (started.is_err() || first.is_some() || given_up.is_cancelled())
     {
-        away.end(&departed).await;
+        away.end().await;
     }
     let mut results = started?;
     if let Some(error) = first {
@@ -397,7 +397,7 @@ fn not_yet(message: &str) -> ErrorBody {
     }
 }
 
-fn was_given_up(message: &str) -> ErrorBody {
+pub(crate) fn was_given_up(message: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
         message: message.to_owned(),

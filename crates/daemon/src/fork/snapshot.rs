@@ -9,6 +9,7 @@ use vmfork_memory::Engine;
 use super::Lead;
 use crate::admission::Lease;
 use crate::agent::Inheritance;
+use crate::cluster::Arrival;
 use crate::snapshots::{Base, Opened};
 
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct Snapshot {
     pub(crate) lease: Option<Lease>,
     /// The stored snapshot whose pages it may still need.
     pub(crate) opened: Option<Arc<Opened>>,
+    /// The snapshot of another host whose pages it may still need.
+    pub(crate) arrival: Option<Arc<Arrival>>,
     /// The name of the stored snapshot that VMs are started from, for which what they touch is learnt.
     pub(crate) learn_as: Option<String>,
     /// The newest stored snapshot that the VM descended from.

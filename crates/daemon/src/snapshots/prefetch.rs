@@ -168,7 +168,7 @@ impl HydrationWatch {
 
 impl Core {
     /// Whether nothing is to come into memory that nobody asked for.
-    fn is_short_of_memory(&self) -> bool {
+    pub(crate) fn is_short_of_memory(&self) -> bool {
         let available = self.admission.host().available_bytes;
         available < self.config.memory_reserve_bytes.saturating_add(SPARE_BYTES)
     }

@@ -94,6 +94,7 @@ async fn carry_out(
         lease: Some(grant.snapshot),
         base: opened.base(name).map(Arc::new),
         opened: Some(Arc::clone(&opened)),
+        arrival: None,
         learn_as: Some(name.to_owned()),
     });
     let brood = Brood {

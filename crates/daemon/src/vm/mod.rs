@@ -29,6 +29,7 @@ use self::machine::Machine;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
+use crate::cluster::Arrival;
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::snapshots::{Base, Opened};
@@ -114,6 +115,8 @@ struct Live {
     cgroup: Option<Arc<VmCgroup>>,
     /// The stored snapshot that its memory may depend on.
     opened: Option<Arc<Opened>>,
+    /// The snapshot of another host that its memory may depend on.
+    arrival: Option<Arc<Arrival>>,
     /// The newest stored snapshot that it descends from: the base of its next one.
     base: Option<Arc<Base>>,
     /// When a clone's vCPUs began to run.
@@ -217,6 +220,15 @@ impl Vm {
 
     pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
         self.live().opened.clone()
+    }
+
+    /// It was started from a snapshot of another host, or descends from a VM that was.
+    pub(crate) fn set_arrival(&self, arrival: Option<Arc<Arrival>>) {
+        self.put(|live| live.arrival = arrival);
+    }
+
+    pub(crate) fn arrival(&self) -> Option<Arc<Arrival>> {
+        self.live().arrival.clone()
     }
 
     /// It descends from that stored snapshot.
@@ -393,6 +405,7 @@ impl Vm {
             live.lease,
             live.cgroup,
             live.opened,
+            live.arrival,
             live.base,
         ));
         self.log.close();
