@@ -1,6 +1,6 @@
 //! What is brought in before anyone asks, and pages that take a while to come.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +20,9 @@ const AHEAD_PAGES: u64 = 64;
 
 /// The name of what fetches all the rest.
 const HYDRATE: &str = "hydrate";
+
+/// The name of what is fetched before all other that nobody waits for.
+const WORKING_SET: &str = "working set";
 
 /// The name of what was put in as a whole, a working set.
 const INSERTED: &str = "inserted";
@@ -85,19 +88,43 @@ impl Worker {
         }
     }
 
-    /// Fetch all that is missing, at a rate.
-    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
-        let missing = self.image.places(PageRange::first(self.image.pages()));
-        let mut left = VecDeque::new();
-        for (image, run) in missing {
+    /// Fetch these in their order, each where views look for it.
+    pub(super) fn fetch_first(&mut self, runs: &[PageRange]) {
+        let mut lists: BTreeMap<ImageId, Vec<PageRange>> = BTreeMap::new();
+        for run in runs.iter().map(|run| run.intersect(&PageRange::first(self.image.pages()))) {
+            for (image, piece) in self.missing(run) {
+                lists.entry(image).or_default().push(piece);
+            }
+        }
+        for (image, list) in lists {
+            let Some(scheduler) = self.scheduler_of(image) else { continue };
+            let unit_pages = unit_of(&scheduler.presence().0);
+            add(
+                scheduler,
+                Box::new(Listed::new(WORKING_SET, Priority::WorkingSet, list, unit_pages)),
+            );
+            self.ahead.may_have_more = true;
+        }
+    }
+
+    /// What of `range` is absent where views look for it, in pieces of a source's unit.
+    fn missing(&self, range: PageRange) -> VecDeque<(ImageId, PageRange)> {
+        let mut pieces = VecDeque::new();
+        for (image, run) in self.image.places(range) {
             let unit = unit_of(&image);
             let mut rest = run;
             while !rest.is_empty() {
                 let piece = rest.truncate(unit - rest.start().0 % unit);
                 rest = rest.from_page(piece.end());
-                left.push_back((image.id(), piece));
+                pieces.push_back((image.id(), piece));
             }
         }
+        pieces
+    }
+
+    /// Fetch all that is missing, at a rate.
+    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
+        let left = self.missing(PageRange::first(self.image.pages()));
         let rate = Rate::new(bytes_per_s, HYDRATE_BURST);
         self.ahead.hydration = Some(Hydration { began: Instant::now(), rate, left });
     }
