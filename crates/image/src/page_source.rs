@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::io;
+use std::time::Duration;
 
 use crate::{Origin, PageRange};
 
@@ -27,4 +28,37 @@ pub trait PageSource: Debug + Send + Sync {
     /// # Errors
     /// The pages can't be had, or are not what was stored: says which, where, and why.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
+
+    /// The same for pages that nobody waits for: gives way to what somebody does wait for.
+    ///
+    /// # Errors
+    /// As [`PageSource::read`].
+    fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.read(range, bytes)
+    }
+
+    /// Where it matters in which order pages come that nobody waits for: who says.
+    fn order(&self) -> Option<&dyn AheadOrder> {
+        None
+    }
+}
+
+/// Says which pages that nobody waits for are best read first.
+///
+/// Several hosts that all bring the same pages in another order each can give each other what they lack.
+pub trait AheadOrder: Send + Sync {
+    /// The place of a piece in this host's own order: the lowest first.
+    fn place(&self, piece: PageRange) -> u64;
+
+    /// Which of `pieces`, those that come first in that order and are not there yet, to read now.
+    fn next(&self, pieces: &[PageRange]) -> NextAhead;
+}
+
+/// What [`AheadOrder::next`] says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NextAhead {
+    /// The one at this place.
+    Piece(usize),
+    /// None of them yet: ask again after so long, or when something has been read.
+    Later(Duration),
 }

@@ -342,6 +342,27 @@ impl HostImage {
         range: PageRange,
         bytes: &mut [u8],
     ) -> Result<Origin, PageLost> {
+        self.read_owned_by(range, bytes, |stored, run, part| stored.read(run, part))
+    }
+
+    /// The same for pages that nobody waits for.
+    ///
+    /// # Errors
+    /// [`PageLost`].
+    pub(crate) fn read_owned_ahead(
+        &self,
+        range: PageRange,
+        bytes: &mut [u8],
+    ) -> Result<Origin, PageLost> {
+        self.read_owned_by(range, bytes, |stored, run, part| stored.read_ahead(run, part))
+    }
+
+    fn read_owned_by(
+        &self,
+        range: PageRange,
+        bytes: &mut [u8],
+        read: impl Fn(&dyn PageSource, PageRange, &mut [u8]) -> io::Result<()>,
+    ) -> Result<Origin, PageLost> {
         if bytes.len() as u64 != range.byte_len() {
             return Err(self.lost(range.start(), "buffer of another size".to_owned()));
         }
@@ -361,7 +382,7 @@ impl HostImage {
             },
             |run| {
                 if let Some(stored) = &self.stored {
-                    return with(run, &|part| stored.read(run, part))
+                    return with(run, &|part| read(&**stored, run, part))
                         .map_err(|error| format!("{}: {error}", stored.origin()));
                 }
                 let frozen = self.frozen().ok_or("nothing holds it any more")?;

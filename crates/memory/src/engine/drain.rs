@@ -9,6 +9,7 @@
 //! given back, which holds for as long as the drain goes through the image in order and none of it fails.
 
 use vmfork_image::{BLOCK_PAGES, Origin, PageIdx, PageRange, PageTable};
+use vmfork_policy::{Fetch, Reason};
 
 use crate::host_image::{HostImage, PageLost};
 use crate::presence::Presence;
@@ -99,14 +100,18 @@ impl Progress {
 pub(super) fn fill(
     image: &HostImage,
     owner: &HostImage,
-    range: PageRange,
+    fetch: Fetch,
     buffer: &mut Vec<u8>,
 ) -> Result<(), PageLost> {
+    let range = fetch.range;
     let is_cached = owner.cache().presence().count(range) == range.len();
     let mut origin = Origin::Cache;
     if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
         buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
-        origin = owner.read_owned(range, buffer)?;
+        origin = match fetch.reason {
+            Reason::Demand => owner.read_owned(range, buffer)?,
+            Reason::Background(_) => owner.read_owned_ahead(range, buffer)?,
+        };
         if origin == Origin::Peer && !std::ptr::eq(image, owner) {
             owner.keep(range, buffer);
         }

@@ -170,7 +170,7 @@ impl Shared {
         let mut buffer = Vec::new();
         while let Some((job, demanded)) = self.next() {
             let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                drain::fill(&job.image, &job.owner, job.fetch.range, &mut buffer)
+                drain::fill(&job.image, &job.owner, job.fetch, &mut buffer)
             }));
             let outcome = outcome.unwrap_or_else(|panic| {
                 let reason = format!("reading it panicked: {}", panic_text(&*panic));

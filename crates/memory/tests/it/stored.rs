@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageRange, PageSource, Source};
+use vmfork_image::{
+    AheadOrder, BLOCK_PAGES, ImageId, NextAhead, Origin, PageIdx, PageRange, PageSource, Source,
+};
 use vmfork_memory::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 use vmfork_tap_proto::Role;
 
@@ -224,6 +226,77 @@ fn all_of_an_image_comes_when_it_is_told_to() {
     assert_eq!(source.pages_read(), 1024, "each once");
     assert_eq!(clone_of(&engine).sums(0, PAGES), expected);
     assert_eq!(source.pages_read(), 1024);
+}
+
+/// A source that wants its pages read from the end on, and now and then not yet.
+#[derive(Debug, Default)]
+struct Backwards {
+    read_ahead: Mutex<Vec<PageRange>>,
+    asked: AtomicU64,
+}
+
+impl PageSource for Backwards {
+    fn origin(&self) -> Origin {
+        Origin::Peer
+    }
+
+    fn unit_pages(&self) -> u64 {
+        16
+    }
+
+    fn reads_ahead(&self) -> usize {
+        1
+    }
+
+    fn read(&self, range: PageRange, _: &mut [u8]) -> io::Result<()> {
+        Err(io::Error::other(format!("{range}, and nobody waits")))
+    }
+
+    fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.read_ahead.lock().expect("not poisoned").push(range);
+        bytes.fill(7);
+        Ok(())
+    }
+
+    fn order(&self) -> Option<&dyn AheadOrder> {
+        Some(self)
+    }
+}
+
+impl AheadOrder for Backwards {
+    fn place(&self, piece: PageRange) -> u64 {
+        u64::MAX - piece.start().0
+    }
+
+    fn next(&self, pieces: &[PageRange]) -> NextAhead {
+        match self.asked.fetch_add(1, Ordering::Relaxed) % 3 {
+            0 => NextAhead::Later(Duration::from_millis(1)),
+            _ if pieces.len() > 1 => NextAhead::Piece(1),
+            _ => NextAhead::Piece(0),
+        }
+    }
+}
+
+#[test]
+fn all_of_an_image_comes_in_the_order_that_its_source_wants_and_gives_way() {
+    needs_userfaultfd!();
+    let source = Arc::new(Backwards::default());
+    let own = [StoredRun::Own(PageRange::first(PAGES))];
+    let id = ImageId::new(1 << 50).expect("not 0");
+    let image = HostImage::stored(id, PAGES, own, None, Arc::<Backwards>::clone(&source));
+    let (engine, _) = serve(&image.expect("opened"));
+    engine.hydrate(NonZeroU64::MAX);
+    let deadline = Instant::now() + SECONDS;
+    while engine.image().missing_pages() > 0 {
+        assert!(Instant::now() < deadline, "{} are missing", engine.image().missing_pages());
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    let read = source.read_ahead.lock().expect("not poisoned");
+    let starts: Vec<_> = read.iter().map(|range| range.start().0).collect();
+    // Always the second; the one before it took its place.
+    let mut expected: Vec<_> = (0..PAGES / 16 - 1).rev().map(|at| at * 16).collect();
+    expected.push(PAGES - 16);
+    assert_eq!(starts, expected);
 }
 
 #[test]

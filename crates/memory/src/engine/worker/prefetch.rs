@@ -1,11 +1,11 @@
 //! What is brought in before anyone asks, and pages that take a while to come.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{ImageId, PageRange};
+use vmfork_image::{ImageId, NextAhead, PageRange, Source};
 use vmfork_policy::{
     Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
 };
@@ -21,11 +21,11 @@ const AHEAD_PAGES: u64 = 64;
 /// The name of what fetches all the rest.
 const HYDRATE: &str = "hydrate";
 
-/// The name of what is fetched before all other that nobody waits for.
-const WORKING_SET: &str = "working set";
-
 /// The name of what was put in as a whole, a working set.
 const INSERTED: &str = "inserted";
+
+/// From how many pieces of hydration a source that cares picks the next (vmTorrent's k).
+const PICK_AMONG: usize = 300;
 
 /// Bytes that hydration may bring at once after a rest, at any rate.
 const HYDRATE_BURST: u64 = 1 << 20;
@@ -42,6 +42,8 @@ pub(super) struct Ahead {
     hydration: Option<Hydration>,
     /// As much as may be is under way: hydration goes on when something of it has come.
     is_held_up: bool,
+    /// The source of what is missing had rather wait.
+    not_before: Option<Instant>,
 }
 
 impl Ahead {
@@ -52,6 +54,7 @@ impl Ahead {
             predicts: false,
             hydration: None,
             is_held_up: false,
+            not_before: None,
         }
     }
 }
@@ -61,8 +64,17 @@ impl Ahead {
 struct Hydration {
     began: Instant,
     rate: Rate,
-    /// In pieces of a source's unit, each with the image in whose cache views look for it.
-    left: VecDeque<(ImageId, PageRange)>,
+    left: VecDeque<Piece>,
+}
+
+/// A unit of a source, or a part of one.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    /// In whose cache views look for it.
+    home: ImageId,
+    /// Whose its first page is.
+    owner: ImageId,
+    pages: PageRange,
 }
 
 impl Hydration {
@@ -88,43 +100,26 @@ impl Worker {
         }
     }
 
-    /// Fetch these in their order, each where views look for it.
-    pub(super) fn fetch_first(&mut self, runs: &[PageRange]) {
-        let mut lists: BTreeMap<ImageId, Vec<PageRange>> = BTreeMap::new();
-        for run in runs.iter().map(|run| run.intersect(&PageRange::first(self.image.pages()))) {
-            for (image, piece) in self.missing(run) {
-                lists.entry(image).or_default().push(piece);
-            }
-        }
-        for (image, list) in lists {
-            let Some(scheduler) = self.scheduler_of(image) else { continue };
-            let unit_pages = unit_of(&scheduler.presence().0);
-            add(
-                scheduler,
-                Box::new(Listed::new(WORKING_SET, Priority::WorkingSet, list, unit_pages)),
-            );
-            self.ahead.may_have_more = true;
-        }
-    }
-
-    /// What of `range` is absent where views look for it, in pieces of a source's unit.
-    fn missing(&self, range: PageRange) -> VecDeque<(ImageId, PageRange)> {
-        let mut pieces = VecDeque::new();
-        for (image, run) in self.image.places(range) {
+    /// Fetch all that is missing, at a rate.
+    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
+        let missing = self.image.places(PageRange::first(self.image.pages()));
+        let mut left = VecDeque::new();
+        for (image, run) in missing {
             let unit = unit_of(&image);
             let mut rest = run;
             while !rest.is_empty() {
                 let piece = rest.truncate(unit - rest.start().0 % unit);
                 rest = rest.from_page(piece.end());
-                pieces.push_back((image.id(), piece));
+                let owner = image.table().and_then(|table| table.get(piece.start()));
+                let owner = owner.and_then(Source::image).unwrap_or(image.id());
+                left.push_back(Piece { home: image.id(), owner, pages: piece });
             }
         }
-        pieces
-    }
-
-    /// Fetch all that is missing, at a rate.
-    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
-        let left = self.missing(PageRange::first(self.image.pages()));
+        left.make_contiguous().sort_by_cached_key(|piece| {
+            let owner = self.known(piece.owner);
+            let order = owner.as_ref().and_then(|image| image.source()?.order());
+            order.map_or(piece.pages.start().0, |order| order.place(piece.pages))
+        });
         let rate = Rate::new(bytes_per_s, HYDRATE_BURST);
         self.ahead.hydration = Some(Hydration { began: Instant::now(), rate, left });
     }
@@ -168,11 +163,30 @@ impl Worker {
         if !hydration.wait(now).is_zero() {
             return;
         }
-        let Some((image, piece)) = hydration.left.front().copied() else {
+        let Some(first) = hydration.left.front() else {
             self.ahead.hydration = None;
             return;
         };
-        let scheduler = self.scheduler_of(image);
+        let home = first.home;
+        if self.scheduler_of(home).is_some_and(|scheduler| !scheduler.has_room_ahead()) {
+            self.ahead.is_held_up = true;
+            return;
+        }
+        self.ahead.not_before = None;
+        let at = match self.pick() {
+            NextAhead::Piece(at) => at,
+            NextAhead::Later(wait) => {
+                self.ahead.not_before = Some(now + wait);
+                return;
+            }
+        };
+        let left = self.ahead.hydration.as_mut().map(|hydration| &mut hydration.left);
+        let Some(Piece { home, pages: piece, .. }) =
+            left.and_then(|left| left.swap_remove_front(at))
+        else {
+            return;
+        };
+        let scheduler = self.scheduler_of(home);
         if scheduler.as_ref().is_some_and(|scheduler| !scheduler.has_room_ahead()) {
             self.ahead.is_held_up = true;
             return;
@@ -189,9 +203,40 @@ impl Worker {
                 hydration.rate.spend(now - hydration.began, piece.byte_len());
             }
         }
-        if let Some(hydration) = &mut self.ahead.hydration {
-            hydration.left.pop_front();
+    }
+
+    /// Which of the pieces that are left to bring next.
+    fn pick(&self) -> NextAhead {
+        let left = self.ahead.hydration.iter().flat_map(|hydration| &hydration.left);
+        let Some(first) = left.clone().next() else { return NextAhead::Piece(0) };
+        let owner = self.known(first.owner);
+        let Some(order) = owner.as_ref().and_then(|image| image.source()?.order()) else {
+            return NextAhead::Piece(0);
+        };
+        let home = self.known(first.home);
+        let is_here = |pages: PageRange| {
+            home.as_ref().is_some_and(|home| home.cache().presence().count(pages) == pages.len())
+        };
+        let (mut places, mut pieces) = (Vec::new(), Vec::new());
+        for (at, piece) in left.enumerate().take(PICK_AMONG) {
+            if (piece.owner, piece.home) == (first.owner, first.home) {
+                if is_here(piece.pages) {
+                    return NextAhead::Piece(at); // somebody asked for it meanwhile: it is done
+                }
+                places.push(at);
+                pieces.push(piece.pages);
+            }
         }
+        match order.next(&pieces) {
+            NextAhead::Piece(at) => NextAhead::Piece(places.get(at).copied().unwrap_or(0)),
+            later => later,
+        }
+    }
+
+    /// This image, or one that it names.
+    fn known(&self, id: ImageId) -> Option<Arc<HostImage>> {
+        let image = if id == self.image.id() { &self.image } else { self.ancestors.get(&id)? };
+        Some(Arc::clone(image))
     }
 
     /// How long until something may be fetched ahead; `None`: nothing is to be.
@@ -203,7 +248,11 @@ impl Worker {
         match self.ahead.may_have_more {
             true => Some(Duration::ZERO),
             false if self.ahead.is_held_up => None,
-            false => hydration.map(|hydration| hydration.wait(Instant::now())),
+            false => {
+                let now = Instant::now();
+                let not_before = self.ahead.not_before.unwrap_or(now);
+                hydration.map(|hydration| hydration.wait(now).max(not_before - now))
+            }
         }
     }
 
@@ -240,6 +289,7 @@ impl Worker {
         let range = fetch.range;
         self.ahead.may_have_more = true;
         self.ahead.is_held_up = false;
+        self.ahead.not_before = None;
         self.drain.is_held_up = false;
         match outcome {
             Ok(()) => {

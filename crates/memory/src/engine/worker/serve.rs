@@ -313,12 +313,11 @@ impl Worker {
     }
 
     fn bring(&mut self, image: &Arc<HostImage>, fetch: Fetch) -> Result<(), PageLost> {
-        let range = fetch.range;
         let owner = self.owner_of(image, fetch).ok_or_else(|| PageLost {
-            page: range.start(),
+            page: fetch.range.start(),
             image: image.id(),
             reason: format!("its owner ({}) is not on this host", fetch.source),
         })?;
-        drain::fill(image, &owner, range, &mut self.buffer)
+        drain::fill(image, &owner, fetch, &mut self.buffer)
     }
 }

@@ -234,6 +234,14 @@ impl Holders {
         self.choose_among(pages, false, now, |holder| holder.origin == origin)
     }
 
+    /// The same for what nobody waits for: a peer, and an origin if no peer has it that has room.
+    pub fn choose_unwaited(&mut self, pages: PageRange, now: Duration) -> Choice {
+        match self.choose_ahead(pages, false, now) {
+            Choice::Nobody | Choice::Later(_) => self.choose_ahead(pages, true, now),
+            choice => choice,
+        }
+    }
+
     /// A host answered with these pages. Of an answer that comes too late: that it lives after all.
     pub fn answered(&mut self, host: HostId, pages: PageRange, now: Duration) {
         let flights = self.take(host, pages);
@@ -355,6 +363,30 @@ impl Holders {
     /// How many pages a piece has.
     pub fn piece_pages(&self) -> u64 {
         self.pieces.piece_pages
+    }
+
+    /// How many peers that are worth asking have the piece in which `pages` begins.
+    pub fn copies(&self, pages: PageRange) -> u16 {
+        let copies = usize::try_from(self.piece_at(pages)).ok().and_then(|at| self.copies.get(at));
+        copies.copied().unwrap_or(0)
+    }
+
+    /// Whether origins have as much to do that nobody waits for as they may, or failed a moment ago. Of none that is worth asking: no.
+    pub fn origins_are_full(&self, now: Duration) -> bool {
+        let config = self.config;
+        let worth = |holder: &&Holder| holder.origin && holder.failures < config.failures_max;
+        let mut origins = self.hosts.values().filter(worth).peekable();
+        let is_full = |holder: &Holder| {
+            holder.ahead_in_flight >= config.origin_ahead_in_flight_max
+                || holder.in_flight >= config.in_flight_max
+                || holder.avoid_until.max(holder.avoid_ahead_until) > now
+        };
+        origins.peek().is_some() && origins.all(is_full)
+    }
+
+    /// The number of the piece in which `pages` begins.
+    pub(super) fn piece_at(&self, pages: PageRange) -> u64 {
+        pages.start().0 / self.pieces.piece_pages
     }
 
     /// Whether a peer that is worth asking has the piece at `pages`.

@@ -21,6 +21,7 @@
 mod ahead;
 mod announcements;
 mod holders;
+mod pick;
 mod spread;
 
 #[cfg(test)]
@@ -31,6 +32,7 @@ use vmfork_image::{BLOCK_PAGES, PageRange};
 pub use self::ahead::{Ahead, AheadConfig};
 pub use self::announcements::{Announcements, AnnouncementsConfig};
 pub use self::holders::{Choice, Failure, Holders, HoldersConfig};
+pub use self::pick::{Pick, PickConfig, Picked};
 pub use self::spread::{Serve, Spread, SpreadConfig};
 
 /// An image cut into pieces: aligned windows of a power of two of pages. The last may be short.

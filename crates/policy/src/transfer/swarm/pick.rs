@@ -1,0 +1,227 @@
+//! Which of some pieces to fetch next, where somebody else says what is missing.
+
+use std::time::Duration;
+
+use vmfork_image::PageRange;
+
+use super::Holders;
+use super::holders::mixed;
+
+/// Times of [`Pick`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PickConfig {
+    /// How long in all to wait for others that hold the image to get their shares, before those are taken from the origin, too.
+    pub patience: Duration,
+    /// What a piece that a peer had adds to that again: who waits for hosts that fetch nothing soon waits no more.
+    pub earned: Duration,
+    /// When to look again, having found nothing.
+    pub pause: Duration,
+}
+
+impl Default for PickConfig {
+    /// Hosts are asked what they hold four times a second.
+    fn default() -> Self {
+        Self {
+            patience: Duration::from_millis(600),
+            earned: Duration::from_millis(2),
+            pause: Duration::from_millis(50),
+        }
+    }
+}
+
+/// What [`Pick::next`] says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Picked {
+    /// The piece at this place.
+    Piece(usize),
+    /// None yet: look again after so long, or when something has come.
+    Later(Duration),
+}
+
+/// The decision of [`Ahead`](super::Ahead), for who keeps lists of what is missing himself: of the pieces that he could fetch next, which.
+///
+/// ```text
+///   one of this host's share that no peer has ──► it: the origin has room
+///       none ──► one that a peer has; of these one that the fewest have
+///           none, and there is patience left ──► later
+///               none ──► the first
+/// ```
+///
+/// Pieces are to come in an order that is another on each host ([`Pick::place`]), unless some are more urgent.
+#[derive(Debug)]
+pub struct Pick {
+    config: PickConfig,
+    /// This host's number, and of how many.
+    share: (u64, u64),
+    patience: Duration,
+    alone_since: Option<Duration>,
+}
+
+impl Pick {
+    pub fn new(config: PickConfig) -> Self {
+        Self { config, share: (0, 1), patience: config.patience, alone_since: None }
+    }
+
+    /// As [`Ahead::set_share`](super::Ahead::set_share).
+    pub fn set_share(&mut self, index: u64, of: u64) {
+        self.share = (index, of.max(1));
+    }
+
+    /// Where a piece is in the order of a host; `salt` is another on each.
+    pub fn place(piece: PageRange, salt: u64) -> u64 {
+        mixed(piece.start().0 ^ mixed(salt))
+    }
+
+    /// Which of `pieces` to fetch now.
+    pub fn next(&mut self, pieces: &[PageRange], holders: &Holders, now: Duration) -> Picked {
+        let (index, of) = self.share;
+        let copies: Vec<u16> = pieces.iter().map(|piece| holders.copies(*piece)).collect();
+        let is_own = |piece: &PageRange| mixed(holders.piece_at(*piece)) % of == index;
+        let own = pieces.iter().zip(&copies).position(|(piece, n)| *n == 0 && is_own(piece));
+        let origin_is_full = holders.origins_are_full(now);
+        if let Some(own) = own.filter(|_| !origin_is_full) {
+            self.spend(now);
+            return Picked::Piece(own);
+        }
+        let there = copies.iter().enumerate().filter(|(_, copies)| **copies > 0);
+        if let Some((rarest, _)) = there.min_by_key(|(_, copies)| **copies) {
+            self.spend(now);
+            let most = self.config.patience;
+            self.patience = self.patience.saturating_add(self.config.earned).min(most);
+            return Picked::Piece(rarest);
+        }
+        if origin_is_full {
+            self.spend(now);
+            return Picked::Later(self.config.pause);
+        }
+        let since = *self.alone_since.get_or_insert(now);
+        match self.patience.saturating_sub(now.saturating_sub(since)) {
+            Duration::ZERO => Picked::Piece(0),
+            left => Picked::Later(left.min(self.config.pause)),
+        }
+    }
+
+    /// There is something to do again: what was waited is gone.
+    fn spend(&mut self, now: Duration) {
+        if let Some(since) = self.alone_since.take() {
+            self.patience = self.patience.saturating_sub(now.saturating_sub(since));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vmfork_image::PageIdx;
+
+    use super::super::{Choice, HoldersConfig};
+    use super::*;
+    use crate::transfer::HostId;
+
+    const ORIGIN: HostId = HostId(100);
+    const PIECES: u64 = 64;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn piece(at: u64) -> PageRange {
+        PageRange::new(PageIdx(at * 16), 16).expect("small")
+    }
+
+    fn holders(peers: u64) -> Holders {
+        let mut holders = Holders::new(PIECES * 16, HoldersConfig::default());
+        assert!(holders.joined(ORIGIN, true, 2));
+        assert!((1..=peers).all(|peer| holders.joined(HostId(peer), false, 1)));
+        holders
+    }
+
+    #[test]
+    fn without_others_it_is_the_order_that_was_given() {
+        let (mut pick, holders) = (Pick::new(PickConfig::default()), holders(0));
+        let pieces = [piece(9), piece(3)];
+        assert_eq!(pick.next(&pieces, &holders, ms(0)), Picked::Piece(0));
+    }
+
+    #[test]
+    fn others_shares_are_waited_for_but_not_for_ever() {
+        let (mut pick, mut holders) = (Pick::new(PickConfig::default()), holders(2));
+        pick.set_share(1, 3);
+        let others: Vec<_> = (0..PIECES).filter(|at| mixed(*at) % 3 != 1).map(piece).collect();
+        assert_eq!(pick.next(&others, &holders, ms(0)), Picked::Later(ms(50)));
+        holders.announced(HostId(1), others[5]);
+        holders.announced(HostId(1), others[7]);
+        holders.announced(HostId(2), others[5]);
+        assert_eq!(pick.next(&others, &holders, ms(100)), Picked::Piece(7), "the rarer");
+        let rest = &others[8..];
+        assert_eq!(pick.next(rest, &holders, ms(100)), Picked::Later(ms(50)));
+        assert_eq!(pick.next(rest, &holders, ms(590)), Picked::Later(ms(12)), "100 ms are spent");
+        assert_eq!(pick.next(rest, &holders, ms(602)), Picked::Piece(0));
+        assert_eq!(pick.next(rest, &holders, ms(603)), Picked::Piece(0), "and no more waiting");
+    }
+
+    #[test]
+    fn an_origin_that_has_enough_to_do_is_given_time() {
+        let (mut pick, mut holders) = (Pick::new(PickConfig::default()), holders(1));
+        let max = HoldersConfig::default().origin_ahead_in_flight_max as u64;
+        for at in 0..max {
+            assert_eq!(holders.choose_unwaited(piece(at), ms(0)), Choice::Ask(ORIGIN));
+        }
+        assert_eq!(pick.next(&[piece(40)], &holders, ms(0)), Picked::Later(ms(50)));
+        holders.announced(HostId(1), piece(41));
+        assert_eq!(pick.next(&[piece(40), piece(41)], &holders, ms(0)), Picked::Piece(1));
+        assert_eq!(holders.choose_unwaited(piece(41), ms(0)), Choice::Ask(HostId(1)));
+        holders.answered(ORIGIN, piece(0), ms(1));
+        assert_eq!(pick.next(&[piece(40)], &holders, ms(1)), Picked::Piece(0));
+    }
+
+    proptest! {
+        /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what the others have after some of them.
+        #[test]
+        fn what_all_want_leaves_the_origin_about_once(
+            hosts in 1..9u64,
+            heard_every in 1..6u64,
+            salt in any::<u64>(),
+        ) {
+            let mut all: Vec<_> = (0..hosts).map(|host| {
+                let mut holders = holders(0);
+                for other in (0..hosts).filter(|other| *other != host) {
+                    holders.joined(HostId(other), false, 1);
+                }
+                let mut pick = Pick::new(PickConfig::default());
+                pick.set_share(host, hosts);
+                let mut left: Vec<_> = (0..PIECES).map(piece).collect();
+                left.sort_by_key(|piece| Pick::place(*piece, salt ^ host));
+                (holders, pick, left, Vec::new())
+            }).collect();
+            let (mut from_origin, mut round) = (0, 0);
+            while all.iter().any(|(.., left, _)| !left.is_empty()) {
+                round += 1;
+                prop_assert!(round < 10_000, "somebody waits for ever");
+                let now = ms(round * 10);
+                for (holders, pick, left, has) in &mut all {
+                    if left.is_empty() {
+                        continue;
+                    }
+                    let Picked::Piece(at) = pick.next(left, holders, now) else { continue };
+                    let piece = left.remove(at);
+                    let Choice::Ask(host) = holders.choose_unwaited(piece, now) else {
+                        return Err(TestCaseError::fail("nobody to ask"));
+                    };
+                    from_origin += u64::from(host == ORIGIN);
+                    holders.answered(host, piece, now + ms(1));
+                    has.push(piece);
+                }
+                if round % heard_every == 0 {
+                    let told: Vec<Vec<_>> = all.iter().map(|(.., has)| has.clone()).collect();
+                    for (host, (holders, ..)) in all.iter_mut().enumerate() {
+                        for (other, runs) in told.iter().enumerate().filter(|(other, _)| *other != host) {
+                            runs.iter().for_each(|run| holders.announced(HostId(other as u64), *run));
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(from_origin, PIECES);
+        }
+    }
+}
