@@ -1,4 +1,4 @@
-//! Pages from one host to another, one host asking one other at a time.
+//! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]).
 //!
 //! ```text
 //!   this host                                    another host
@@ -28,9 +28,14 @@ mod pack;
 pub mod proto;
 mod service;
 
-pub use client::{Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters};
+pub use client::{
+    Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
+    SwarmConfig, SwarmMember,
+};
 pub use counters::{Counter, Histogram, PeerCounters, ServiceCounters};
 pub use pack::{Scratch, receive};
+pub use vmfork_policy::transfer::HostId;
+
 pub use proto::{Refusal, RefusalKind, Urgency};
 pub use service::{PageService, Pages, ServiceLimits};
 

@@ -98,13 +98,7 @@ impl<K> Loans<K> {
 
     /// What keeps an image that is lent.
     pub(crate) fn find(&self, image: ImageName) -> Option<&K> {
-        self.all_of(image).next()
-    }
-
-    /// All that keep it.
-    pub(crate) fn all_of(&self, image: ImageName) -> impl Iterator<Item = &K> {
-        let loans = self.loans.values().filter(move |loan| loan.images.contains(&image));
-        loans.map(|loan| &loan.keeps)
+        self.loans.values().find(|loan| loan.images.contains(&image)).map(|loan| &loan.keeps)
     }
 }
 

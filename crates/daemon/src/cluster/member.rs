@@ -389,12 +389,9 @@ impl Pages for Served {
         _member: u64,
         image: ImageName,
         range: PageRange,
-        urgency: Urgency,
+        _: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
-        if urgency == Urgency::Demand {
-            self.0.images.demanded(image, range);
-        }
         self.0.images.read(image, range, bytes).map_err(|not_read| match not_read {
             NotRead::Unknown => {
                 Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")

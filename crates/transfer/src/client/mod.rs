@@ -3,7 +3,9 @@
 //! ```text
 //!   PeerSource ──► Holders ──► Peer ──► Pool ──► Link
 //!   one image      in order,    one host          one connection,
-//!                  who failed                     one request at a time
+//!        │         who failed     ▲               one request at a time
+//!        └──────► Swarm ──────────┘
+//!                 who has which pages
 //! ```
 //!
 //! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
@@ -14,7 +16,9 @@ mod link;
 mod peer;
 mod pool;
 mod source;
+mod swarm;
 
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};
 pub use source::{PeerSource, SourceCounters};
+pub use swarm::{Swarm, SwarmConfig, SwarmMember};

@@ -188,14 +188,30 @@ impl Peer {
         urgency: Urgency,
         out: &mut [u8],
     ) -> Result<(), PeerError> {
+        self.read_within(self.limits.answer, image, range, urgency, out)
+    }
+
+    /// The same with less patience: an answer may take no longer than `timeout`.
+    ///
+    /// # Errors
+    /// As [`Peer::read`].
+    pub(super) fn read_within(
+        &self,
+        timeout: Duration,
+        image: ImageName,
+        range: PageRange,
+        urgency: Urgency,
+        out: &mut [u8],
+    ) -> Result<(), PeerError> {
+        let timeout = timeout.min(self.limits.answer);
         let (pages, most) = (range.len(), READ_PAGES_MAX);
         if pages == 0 || pages > most || out.len() as u64 != range.byte_len() {
             return Err(PeerError::Misuse { pages, bytes: out.len(), most });
         }
         let may_compress = self.config.compress && lock(&self.choice).may_compress(pages);
         let question = Question { image, range, urgency, may_compress };
-        let came = self.ask(|lease| match &mut lease.link {
-            Some(link) => link.read(question, self.limits.answer, out),
+        let came = self.ask(timeout, |lease| match &mut lease.link {
+            Some(link) => link.read(question, timeout, out),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })?;
         let sent_pages = pages.saturating_sub(came.zero_pages);
@@ -223,7 +239,7 @@ impl Peer {
             return Err(PeerError::Misuse { pages, bytes: 0, most });
         }
         let question = Question { image, range, urgency: Urgency::Ahead, may_compress: false };
-        self.ask(|lease| match &mut lease.link {
+        self.ask(self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.held(question, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })
@@ -232,12 +248,13 @@ impl Peer {
     /// Put a question on some connection, and again on a new one if that had ended while nobody used it.
     fn ask<T>(
         &self,
+        timeout: Duration,
         mut put: impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
     ) -> Result<T, PeerError> {
-        let answer = match self.ask_once(false, &mut put) {
+        let answer = match self.ask_once(false, timeout, &mut put) {
             Err(Asked::EndedWhileIdle) => {
                 self.counters.retries.add(1);
-                self.ask_once(true, &mut put)
+                self.ask_once(true, timeout, &mut put)
             }
             answer => answer,
         };
@@ -260,6 +277,7 @@ impl Peer {
     fn ask_once<T>(
         &self,
         fresh: bool,
+        timeout: Duration,
         put: &mut impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
     ) -> Result<T, Asked> {
         let lease = self.pool.lease(&self.config, &self.limits, fresh);
@@ -267,7 +285,6 @@ impl Peer {
         if !lease.was_idle {
             self.counters.connections.add(1);
         }
-        let timeout = self.limits.answer;
         let timed_out = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
         Err(Asked::Failed(match put(&mut lease) {
             Ok(answer) => {

@@ -5,29 +5,36 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{ImageName, Origin, PageRange, PageSource};
+use vmfork_image::{AheadOrder, ImageName, NextAhead, Origin, PageRange, PageSource};
 
 use super::holders::Holders;
-use super::peer::PeerError;
+use super::peer::{Peer, PeerError};
+use super::swarm::{Asked, Swarm};
 use crate::counters::Counter;
 use crate::proto::{READ_PAGES_MAX, Urgency};
 
 /// What one fault brings in: 64 KiB, half a millisecond at 1 Gbit/s.
-const UNIT_PAGES: u64 = 16;
+pub(super) const UNIT_PAGES: u64 = 16;
 /// So that a link of 1 Gbit/s is full at a round trip of some milliseconds.
-const READS_AHEAD: usize = 8;
+pub(super) const READS_AHEAD: usize = 8;
 /// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Between two rounds through them at first; doubled each time …
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// … up to this.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// What a VM waits for others than the origin may take no longer to send.
+const DEMAND_WAIT: Duration = Duration::from_secs(1);
 
 /// What became of reads of one image.
 #[derive(Debug, Default)]
 pub struct SourceCounters {
     pub reads: Counter,
     pub pages: Counter,
+    /// How many of the pages came from a host that has the whole image, where one is known that has not.
+    pub origin_pages: Counter,
+    /// How many from others that hold it.
+    pub holder_pages: Counter,
     /// Reads that another host answered than the one asked first.
     pub resourced: Counter,
     pub failures: Counter,
@@ -38,9 +45,13 @@ pub struct SourceCounters {
 pub struct PeerSource {
     image: ImageName,
     holders: Arc<Holders>,
+    swarm: Option<Arc<Swarm>>,
     patience: Duration,
     counters: SourceCounters,
 }
+
+/// A host that did not give what it was asked for, and why.
+type Vain = (Arc<Peer>, PeerError);
 
 /// Nobody gave the pages.
 #[derive(Debug)]
@@ -68,13 +79,25 @@ impl std::error::Error for NobodyHas {}
 impl PeerSource {
     /// Of image `image`, from whoever `holders` has at the time.
     pub fn new(image: ImageName, holders: Arc<Holders>) -> Self {
-        Self { image, holders, patience: PATIENCE, counters: SourceCounters::default() }
+        Self {
+            image,
+            holders,
+            swarm: None,
+            patience: PATIENCE,
+            counters: SourceCounters::default(),
+        }
     }
 
     /// The same, but hosts that all failed are asked again for so long.
     #[must_use]
     pub fn with_patience(self, patience: Duration) -> Self {
         Self { patience, ..self }
+    }
+
+    /// The same, but first whoever of `swarm` is best is asked; the others are for what nobody there gives.
+    #[must_use]
+    pub fn with_swarm(self, swarm: Arc<Swarm>) -> Self {
+        Self { swarm: Some(swarm), ..self }
     }
 
     pub fn image(&self) -> ImageName {
@@ -99,6 +122,9 @@ impl PeerSource {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let give_up = Instant::now() + self.patience;
+        if let Some(swarm) = &self.swarm {
+            swarm.refresh_soon();
+        }
         let (mut rest, mut bytes) = (range, bytes);
         while !rest.is_empty() {
             let piece = rest.truncate(READ_PAGES_MAX);
@@ -124,35 +150,109 @@ impl PeerSource {
         give_up: Instant,
     ) -> Result<(), NobodyHas> {
         let mut pause = PAUSE_MIN;
+        let mut all_were_asked = false;
         loop {
             let (peers, version) = self.holders.in_order();
-            let mut failed: Vec<(String, PeerError)> = Vec::new();
-            for peer in &peers {
-                match peer.read(self.image, piece, urgency, bytes) {
-                    Ok(()) => {
-                        self.counters.resourced.add(u64::from(!failed.is_empty()));
-                        return Ok(());
-                    }
-                    Err(error) => {
-                        let host = format!("{} ({})", peer.name(), peer.address());
-                        tracing::debug!(image = %self.image, %piece, host, %error, "no pages");
-                        self.holders.on_failed(peer, &error);
-                        failed.push((host, error));
-                    }
-                }
+            let mut failed: Vec<Vain> = Vec::new();
+            if self.read_in_swarm(urgency, piece, bytes, &mut failed)
+                || self.read_in_order(&peers, urgency, piece, bytes, &mut failed)
+            {
+                self.counters.resourced.add(u64::from(!failed.is_empty()));
+                return Ok(());
+            }
+            if let Some(swarm) = self.swarm.as_ref().filter(|_| !all_were_asked) {
+                // Somebody may have it of whom that is not known yet.
+                swarm.refresh();
+                all_were_asked = true;
+                continue;
             }
             let may_pass = failed.iter().any(|(_, error)| error.is_passing());
             let left = give_up.saturating_duration_since(Instant::now());
             let wait = if may_pass { pause.min(left) } else { Duration::ZERO };
             let has_changed = self.holders.wait_changed(version, wait);
             if left.is_zero() || !(may_pass || has_changed) {
-                let line =
-                    |(host, error): (String, PeerError)| format!("{host}: {}", error.to_line());
+                let line = |(peer, error): Vain| {
+                    format!("{} ({}): {}", peer.name(), peer.address(), error.to_line())
+                };
                 let answers = failed.into_iter().map(line).collect();
                 return Err(NobodyHas { image: self.image, range: piece, answers });
             }
             pause = (pause * 2).min(PAUSE_MAX);
+            all_were_asked = false;
         }
+    }
+
+    /// From whoever is best of those that are known to have the pages, and from the next if that fails. → whether they came.
+    fn read_in_swarm(
+        &self,
+        urgency: Urgency,
+        piece: PageRange,
+        bytes: &mut [u8],
+        failed: &mut Vec<Vain>,
+    ) -> bool {
+        let Some(swarm) = &self.swarm else { return false };
+        while let Some(Asked { host, peer, origin }) = swarm.choose(urgency, piece) {
+            let may_wait = match urgency {
+                Urgency::Demand if !origin => DEMAND_WAIT,
+                _ => Duration::MAX,
+            };
+            match peer.read_within(may_wait, self.image, piece, urgency, bytes) {
+                Ok(()) => {
+                    swarm.answered(host, piece);
+                    self.came_from(origin, piece);
+                    return true;
+                }
+                Err(error) => {
+                    swarm.failed(host, piece, &error);
+                    self.on_failed(peer, piece, error, failed);
+                }
+            }
+        }
+        false
+    }
+
+    /// From those that were named when the image was, one after the other; not from who has just refused.
+    fn read_in_order(
+        &self,
+        peers: &[Arc<Peer>],
+        urgency: Urgency,
+        piece: PageRange,
+        bytes: &mut [u8],
+        failed: &mut Vec<Vain>,
+    ) -> bool {
+        for peer in peers {
+            if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, peer)) {
+                continue;
+            }
+            match peer.read(self.image, piece, urgency, bytes) {
+                Ok(()) => {
+                    if let Some(swarm) = &self.swarm {
+                        self.came_from(swarm.gave(peer), piece);
+                    }
+                    return true;
+                }
+                Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
+            }
+        }
+        false
+    }
+
+    fn came_from(&self, origin: bool, piece: PageRange) {
+        let SourceCounters { origin_pages, holder_pages, .. } = &self.counters;
+        if origin { origin_pages } else { holder_pages }.add(piece.len());
+    }
+
+    fn on_failed(
+        &self,
+        peer: Arc<Peer>,
+        piece: PageRange,
+        error: PeerError,
+        failed: &mut Vec<Vain>,
+    ) {
+        let host = peer.name();
+        tracing::debug!(image = %self.image, %piece, host, %error, "no pages");
+        self.holders.on_failed(&peer, &error);
+        failed.push((peer, error));
     }
 }
 
@@ -172,5 +272,27 @@ impl PageSource for PeerSource {
     /// From the best host that gives them. Ends within the patience and one round through all hosts.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         self.read_for(Urgency::Demand, range, bytes)
+    }
+
+    fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.read_for(Urgency::Ahead, range, bytes)
+    }
+
+    fn order(&self) -> Option<&dyn AheadOrder> {
+        self.swarm.as_ref().map(|_| self as &dyn AheadOrder)
+    }
+}
+
+/// Of the swarm; without one, there is no other order than the pages'.
+impl AheadOrder for PeerSource {
+    fn place(&self, piece: PageRange) -> u64 {
+        self.swarm.as_ref().map_or(piece.start().0, |swarm| swarm.place(piece))
+    }
+
+    fn next(&self, pieces: &[PageRange]) -> NextAhead {
+        let Some(swarm) = &self.swarm else { return NextAhead::Piece(0) };
+        // While all that is missing is waited for, nothing else asks.
+        swarm.refresh_soon();
+        swarm.next_ahead(pieces)
     }
 }

@@ -5,3 +5,4 @@ mod failing;
 mod keys;
 mod reading;
 mod strangers;
+mod swarm;

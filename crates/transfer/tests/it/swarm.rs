@@ -1,0 +1,326 @@
+//! Hosts that all want an image, and serve each other what they have of it.
+
+use std::collections::BTreeSet;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use vmfork_image::{ImageName, NextAhead, PageRange, PageSource as _};
+use vmfork_transfer::{
+    Holders, HostId, PageService, Pages, Peer, PeerConfig, PeerSource, Refusal, RefusalKind,
+    ServiceLimits, Swarm, SwarmConfig, SwarmMember, Urgency,
+};
+
+use crate::common::*;
+use crate::keys::{Cluster, Host, name_of};
+
+/// 16 MiB.
+const WHOLE: u64 = 4096;
+const UNIT: u64 = 16;
+const ORIGIN: u64 = 100;
+/// As the engine does.
+const FETCHERS: usize = 8;
+
+/// What a host has of the image.
+struct Cache {
+    has: Mutex<BTreeSet<u64>>,
+    /// It says that it has everything.
+    boasts: AtomicBool,
+    gate: Gate,
+    ahead_gate: Gate,
+}
+
+impl Cache {
+    fn of(pages: impl IntoIterator<Item = u64>) -> Arc<Self> {
+        Arc::new(Self {
+            has: Mutex::new(pages.into_iter().collect()),
+            boasts: AtomicBool::new(false),
+            gate: Gate::default(),
+            ahead_gate: Gate::default(),
+        })
+    }
+
+    fn has(&self, range: PageRange) -> bool {
+        let has = self.has.lock().expect("no panic");
+        range.pages().all(|page| has.contains(&page.0))
+    }
+
+    fn put(&self, range: PageRange) {
+        self.has.lock().expect("no panic").extend(range.pages().map(|page| page.0));
+    }
+}
+
+impl Pages for Cache {
+    fn admit(&self, _: &[u8], _: SocketAddr) -> Result<u64, Refusal> {
+        Ok(1)
+    }
+
+    fn is_member(&self, _: u64) -> bool {
+        true
+    }
+
+    fn read(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        urgency: Urgency,
+        bytes: &mut [u8],
+    ) -> Result<(), Refusal> {
+        match urgency {
+            Urgency::Demand => self.gate.pass(),
+            Urgency::Ahead => self.ahead_gate.pass(),
+        }
+        if !self.has(range) {
+            return Err(Refusal::new(RefusalKind::PageLost, "not here"));
+        }
+        for (page, bytes) in range.pages().zip(bytes.as_chunks_mut::<PAGE>().0) {
+            fill(page, bytes);
+        }
+        Ok(())
+    }
+
+    fn held(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        if self.boasts.load(Ordering::Relaxed) {
+            each(range);
+            return Ok(());
+        }
+        let has = self.has.lock().expect("no panic");
+        has.range(range.start().0..range.end().0).for_each(|page| each(self::range(*page, 1)));
+        Ok(())
+    }
+}
+
+/// A host of the swarm.
+struct Node {
+    number: u64,
+    keys: Host,
+    cache: Arc<Cache>,
+    service: PageService,
+}
+
+fn nodes(caches: impl IntoIterator<Item = (u64, Arc<Cache>)>) -> Vec<Node> {
+    let cluster = Cluster::new();
+    let node = |(number, cache): (u64, Arc<Cache>)| {
+        let keys = cluster.host(number);
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let (tls, pages) = (Arc::clone(&keys.server), Arc::clone(&cache));
+        let service = PageService::start(listener, tls, pages, ServiceLimits::default());
+        Node { number, keys, cache, service: service.expect("a service") }
+    };
+    caches.into_iter().map(node).collect()
+}
+
+fn quick() -> SwarmConfig {
+    let mut config = SwarmConfig { every: Duration::from_millis(10), ..SwarmConfig::default() };
+    config.pick.pause = Duration::from_millis(5);
+    // Nothing is taken twice because this machine is slow.
+    config.pick.patience = LONG;
+    config
+}
+
+impl Node {
+    fn peer(&self, other: &Self) -> Arc<Peer> {
+        let config = PeerConfig {
+            name: format!("host{}", other.number),
+            address: other.service.address(),
+            server_name: name_of(other.number),
+            tls: Arc::clone(&self.keys.client),
+            compress: false,
+        };
+        Arc::new(Peer::new(config, hasty()))
+    }
+
+    /// The image, from the others.
+    fn source(&self, all: &[Node], config: SwarmConfig) -> (PeerSource, Arc<Swarm>) {
+        let swarm = Arc::new(Swarm::new(IMAGE, WHOLE, HostId(self.number), config));
+        let others = all.iter().filter(|node| node.number != self.number);
+        let members: Vec<_> = others
+            .map(|node| SwarmMember {
+                id: HostId(node.number),
+                peer: self.peer(node),
+                origin: node.number == ORIGIN,
+            })
+            .collect();
+        let origin = members.iter().filter(|member| member.origin);
+        let origin: Vec<_> = origin.map(|member| Arc::clone(&member.peer)).collect();
+        swarm.set_members(members);
+        let source = PeerSource::new(IMAGE, Arc::new(Holders::new(origin)));
+        let source = source.with_patience(Duration::from_secs(3)).with_swarm(Arc::clone(&swarm));
+        (source, swarm)
+    }
+
+    /// Bring all that is missing, as the engine does.
+    fn hydrate(&self, source: &PeerSource) {
+        let order = source.order().expect("a swarm has one");
+        let mut left: Vec<_> = (0..WHOLE / UNIT).map(|at| range(at * UNIT, UNIT)).collect();
+        left.sort_by_key(|piece| order.place(*piece));
+        let left = Mutex::new(left);
+        let fetch = || {
+            let mut bytes = buffer(range(0, UNIT));
+            loop {
+                let (piece, wait) = {
+                    let mut left = left.lock().expect("no panic");
+                    if left.is_empty() {
+                        return;
+                    }
+                    match order.next(&left[..left.len().min(300)]) {
+                        NextAhead::Piece(at) => (Some(left.remove(at)), Duration::ZERO),
+                        NextAhead::Later(wait) => (None, wait),
+                    }
+                };
+                let Some(piece) = piece else {
+                    std::thread::park_timeout(wait);
+                    continue;
+                };
+                source.read_ahead(piece, &mut bytes).expect("from whoever has it");
+                check(piece, &bytes);
+                self.cache.put(piece);
+            }
+        };
+        std::thread::scope(|scope| (0..FETCHERS).for_each(|_| drop(scope.spawn(fetch))));
+        assert!(self.cache.has(range(0, WHOLE)));
+    }
+}
+
+fn receivers(count: u64) -> impl Iterator<Item = (u64, Arc<Cache>)> {
+    std::iter::once((ORIGIN, Cache::of(0..WHOLE)))
+        .chain((1..=count).map(|number| (number, Cache::of([]))))
+}
+
+#[test]
+fn hosts_that_all_want_an_image_take_most_of_it_from_each_other() {
+    let nodes = nodes(receivers(4));
+    std::thread::scope(|scope| {
+        for node in &nodes[1..] {
+            let (source, swarm) = node.source(&nodes, quick());
+            scope.spawn(move || {
+                node.hydrate(&source);
+                let counters = source.counters();
+                let (origin, holders) = (counters.origin_pages.get(), counters.holder_pages.get());
+                assert_eq!(origin + holders, WHOLE);
+                assert_eq!(swarm.holders(), 3);
+            });
+        }
+    });
+    let sent: Vec<_> = nodes.iter().map(|node| node.service.counters().pages.get()).collect();
+    wait_until("all is counted", || {
+        nodes.iter().map(|node| node.service.counters().pages.get()).sum::<u64>() == 4 * WHOLE
+    });
+    assert!(sent[0] >= WHOLE, "somebody had to send all of it: {sent:?}");
+    assert!(sent[0] <= 2 * WHOLE, "the origin sent more than twice the image: {sent:?}");
+}
+
+#[test]
+fn a_host_that_is_alone_takes_all_from_the_origin_at_once() {
+    let nodes = nodes(receivers(1));
+    let (source, _) = nodes[1].source(&nodes, SwarmConfig::default());
+    nodes[1].hydrate(&source);
+    assert_eq!(source.counters().origin_pages.get(), WHOLE);
+}
+
+#[test]
+fn others_that_fetch_nothing_are_not_waited_for() {
+    let nodes = nodes(receivers(3));
+    let mut config = quick();
+    config.pick.patience = Duration::from_millis(50);
+    let (source, swarm) = nodes[1].source(&nodes, config);
+    nodes[1].hydrate(&source);
+    assert_eq!((swarm.holders(), source.counters().origin_pages.get()), (2, WHOLE));
+}
+
+#[test]
+fn pages_of_a_holder_that_dies_come_from_another() {
+    let all = [
+        (ORIGIN, Cache::of(0..WHOLE)),
+        (1, Cache::of([])),
+        (2, Cache::of(0..WHOLE)),
+        (3, Cache::of(0..WHOLE)),
+    ];
+    let nodes = nodes(all);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh();
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| nodes[1].hydrate(&source));
+        let served = &nodes[2].service;
+        wait_until("it serves", || served.counters().requests.get() > 10);
+        served.stop();
+        reading.join().expect("every read succeeds");
+    });
+    assert_eq!(source.counters().failures.get(), 0);
+    assert!(nodes[3].service.counters().pages.get() > 0);
+}
+
+#[test]
+fn a_page_whose_origin_is_gone_comes_from_whoever_has_it() {
+    let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(32..64))]);
+    let (source, _) = nodes[1].source(&nodes, SwarmConfig::default());
+    nodes[0].service.stop();
+    let mut bytes = buffer(range(32, 16));
+    source.read(range(32, 16), &mut bytes).expect("host 2 has it");
+    check(range(32, 16), &bytes);
+    let began = Instant::now();
+    let error = source.read(range(96, 1), &mut buffer(range(96, 1))).expect_err("nobody has it");
+    assert!(error.to_string().contains("host100"), "{error}");
+    assert!(began.elapsed() < LONG);
+}
+
+#[test]
+fn who_has_less_than_it_says_is_passed_over() {
+    let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..16))]);
+    nodes[2].cache.boasts.store(true, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh();
+    nodes[1].hydrate(&source);
+    let counters = source.counters();
+    assert_eq!((counters.failures.get(), counters.holder_pages.get()), (0, 16));
+    assert!(counters.resourced.get() > 0);
+}
+
+#[test]
+fn what_a_vm_waits_for_overtakes_hydration() {
+    let nodes = nodes(receivers(1));
+    let (source, _) = nodes[1].source(&nodes, quick());
+    // Nothing of what nobody waits for comes on.
+    nodes[0].cache.ahead_gate.shut();
+    std::thread::scope(|scope| {
+        let hydrating = scope.spawn(|| nodes[1].hydrate(&source));
+        nodes[0].cache.ahead_gate.wait_for(1);
+        let mut bytes = buffer(range(7, 2));
+        source.read(range(7, 2), &mut bytes).expect("its page");
+        check(range(7, 2), &bytes);
+        assert!(!hydrating.is_finished());
+        nodes[0].cache.ahead_gate.open();
+        hydrating.join().expect("and then the rest");
+    });
+}
+
+#[test]
+fn demand_goes_to_a_holder_that_is_no_origin_and_if_that_stalls_to_the_origin() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+    let nodes = nodes(all);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh();
+    nodes[0].cache.gate.shut();
+    for at in 0..20 {
+        let mut bytes = buffer(range(at * UNIT, UNIT));
+        source.read(range(at * UNIT, UNIT), &mut bytes).expect("a page");
+        check(range(at * UNIT, UNIT), &bytes);
+    }
+    assert_eq!(source.counters().holder_pages.get(), 20 * UNIT);
+    nodes[0].cache.gate.open();
+    nodes[2].cache.gate.shut();
+    for page in 800..803 {
+        source.read(range(page, 1), &mut buffer(range(page, 1))).expect("a page");
+    }
+    assert_eq!(source.counters().origin_pages.get(), 3);
+    assert!(source.counters().resourced.get() < 3, "it is left alone after that");
+    nodes[2].cache.gate.open();
+}
