@@ -220,6 +220,61 @@ impl ImportError {
     }
 }
 
+/// Taking in an image from another host.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArrivalError {
+    #[error("it is no image that this version can take in: {why}")]
+    NoImage { why: String },
+    #[error("`{file}` has {wanted} bytes, {found} have come")]
+    Size { file: String, wanted: u64, found: u64 },
+    #[error("`{file}` came damaged: its hash is {found}, not {wanted}")]
+    Hash { file: String, wanted: String, found: String },
+    #[error("`{file}` has not come")]
+    Missing { file: String },
+    #[error("there are other images named `{}` already", names.join("` and `"))]
+    Names { names: Vec<String> },
+    #[error("{action} {}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl ArrivalError {
+    /// For `map_err`: what was being done to which path.
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { action, path, source }
+    }
+
+    /// What the user can do about it, one line.
+    #[must_use]
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::NoImage { .. } => {
+                Some("do both hosts run the same version of vmfork?".to_owned())
+            }
+            Self::Size { .. } | Self::Hash { .. } => Some(
+                "is the image whole where it comes from? build or import it again there".into(),
+            ),
+            Self::Missing { .. } => None,
+            Self::Names { names } => {
+                Some(format!("remove one of them with `vmfork image rm {}`", names.join(" ")))
+            }
+            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Store(e) => e.remedy(),
+        }
+    }
+}
+
 fn io_remedy(error: &io::Error) -> Option<&'static str> {
     match error.kind() {
         io::ErrorKind::PermissionDenied => Some("run it as root, for instance with `sudo`"),

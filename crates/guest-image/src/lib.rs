@@ -1,12 +1,12 @@
 //! Guest images: what a VM boots from. Building one from Debian's packages, importing one that the
-//! user brings, listing, opening and removing them.
+//! user brings, taking one in from another host, listing, opening and removing them.
 //!
 //! ```text
 //!   <store>/NAME/image.json   Metadata: kernel version, command line, hashes
 //!               kernel        bzImage or ELF
 //!               initrd        newc archive: the agent as /init, kernel modules
 //!               root.img      ext4, read-only, shared by every VM
-//!   <store>/.tmp-NAME-PID-N/  a build under way, locked; swept by the next one if its owner died
+//!   <store>/.tmp-NAME-PID-N/  a build or an arrival under way, locked; swept by the next one if its owner died
 //!   <store>/.lock             held for the moments when names change
 //! ```
 //!
@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod apt;
+mod arrive;
 mod artifacts;
 mod base;
 mod build;
@@ -42,9 +43,10 @@ mod spec;
 mod store;
 mod tree;
 
+pub use arrive::{Arrival, ArrivingFile};
 pub use artifacts::{Artifacts, ArtifactsError};
 pub use build::{BuildOptions, Built, build};
-pub use error::{BuildError, ImportError, StoreError};
+pub use error::{ArrivalError, BuildError, ImportError, StoreError};
 pub use import::{Brought, ImportOptions, import};
 pub use metadata::{FileInfo, Metadata};
 pub use process::Cancel;

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE};
+
 /// Version of the layout of `image.json` and of the folder around it.
 pub(crate) const SCHEMA: &str = "vmfork-guest-image/1";
 
@@ -56,6 +58,18 @@ impl Metadata {
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.files.values().map(|f| f.size_bytes).sum()
+    }
+
+    /// BLAKE3 of its root disk, in hex, if it has one.
+    #[must_use]
+    pub fn root_blake3(&self) -> Option<&str> {
+        self.files.get(ROOT_FILE).map(|file| file.blake3.as_str())
+    }
+
+    /// Whether it has what a VM boots from: a kernel, or a disk and nothing else.
+    pub(crate) fn boots(&self) -> bool {
+        let has = |name| self.files.contains_key(name);
+        has(KERNEL_FILE) || (has(ROOT_FILE) && !has(INITRD_FILE))
     }
 
     /// The form in which the REST API lists it; `vms` is for the daemon to fill in.

@@ -47,6 +47,19 @@ pub struct ImageFiles {
     pub folder: PathBuf,
 }
 
+impl ImageFiles {
+    /// One of its files, by the name under which `metadata` has it.
+    #[must_use]
+    pub fn file(self, name: &str) -> Option<File> {
+        match name {
+            KERNEL_FILE => self.kernel,
+            INITRD_FILE => self.initrd,
+            ROOT_FILE => self.root,
+            _ => None,
+        }
+    }
+}
+
 impl Store {
     /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
     pub fn new(root: impl Into<PathBuf>) -> Self {
@@ -134,10 +147,55 @@ impl Store {
             Ok(Some(file))
         };
         let (kernel, initrd, root) = (file(KERNEL_FILE)?, file(INITRD_FILE)?, file(ROOT_FILE)?);
-        if kernel.is_none() && (initrd.is_some() || root.is_none()) {
+        if !metadata.boots() {
             return Err(StoreError::Damaged { name: name.into(), why: "it has no kernel".into() });
         }
         Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
+    }
+
+    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else the first by name.
+    /// `None`: there is none that is whole.
+    ///
+    /// # Errors
+    /// The folder or a file cannot be read.
+    pub fn open_root(
+        &self,
+        name: &str,
+        root_blake3: &str,
+    ) -> Result<Option<ImageFiles>, StoreError> {
+        let has = |metadata: &Metadata| metadata.root_blake3() == Some(root_blake3);
+        let whole = |metadata: Metadata| match self.open(&metadata.name) {
+            // It may have been replaced since.
+            Ok(files) => Ok(Some(files).filter(|files| has(&files.metadata))),
+            Err(StoreError::NotFound { .. }) => Ok(None),
+            Err(error @ StoreError::Damaged { .. }) => {
+                tracing::warn!(image = metadata.name, %error, "another one is looked for");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        };
+        let named = self.metadata(name).ok().filter(has);
+        if let Some(files) = named.map(whole).transpose()?.flatten() {
+            return Ok(Some(files));
+        }
+        for metadata in self.list()?.into_iter().filter(has) {
+            if let Some(files) = whole(metadata)? {
+                return Ok(Some(files));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Remove what builds and arrivals left that ended half-way, the daemon with them.
+    ///
+    /// # Errors
+    /// Another process holds the store.
+    pub fn sweep(&self) -> Result<(), StoreError> {
+        if self.shelf.root.exists() {
+            let _lock = self.shelf.lock()?;
+            self.shelf.sweep();
+        }
+        Ok(())
     }
 
     /// Remove image `name`. VMs that have its files open keep them.
@@ -161,12 +219,26 @@ impl Store {
 
     /// Write `image.json` and let the image appear, in place of one of that name.
     pub(crate) fn commit(&self, staging: Staging, metadata: &Metadata) -> Result<(), StoreError> {
+        self.describe(&staging, metadata)?;
+        self.shelf.commit(staging, &metadata.name)
+    }
+
+    /// The same, unless there is one of that name. → whether it appeared.
+    pub(crate) fn commit_new(
+        &self,
+        staging: &Staging,
+        metadata: &Metadata,
+    ) -> Result<bool, StoreError> {
+        self.describe(staging, metadata)?;
+        self.shelf.commit_new(staging, &metadata.name)
+    }
+
+    fn describe(&self, staging: &Staging, metadata: &Metadata) -> Result<(), StoreError> {
         let path = staging.path().join(METADATA_FILE);
         let mut text = serde_json::to_vec_pretty(metadata)
             .map_err(|e| StoreError::io("write", &path)(e.into()))?;
         text.push(b'\n');
-        fs::write(&path, text).map_err(StoreError::io("write", &path))?;
-        self.shelf.commit(staging, &metadata.name)
+        fs::write(&path, text).map_err(StoreError::io("write", &path))
     }
 
     fn folder(&self, name: &str) -> Result<PathBuf, StoreError> {
@@ -232,31 +304,24 @@ impl Shelf {
     }
 
     pub(crate) fn commit(&self, staging: Staging, name: &str) -> Result<(), StoreError> {
-        // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
-        // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
-        let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
-        for entry in entries {
-            let path = entry.map_err(StoreError::io("read", &staging.path))?.path();
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o644))
-                .and_then(|()| File::open(&path)?.sync_all())
-                .map_err(StoreError::io("sync", &path))?;
-        }
-        fs::set_permissions(&staging.path, fs::Permissions::from_mode(0o755))
-            .and_then(|()| File::open(&staging.path)?.sync_all())
-            .map_err(StoreError::io("sync", &staging.path))?;
+        settle(&staging)?;
         let target = self.root.join(name);
         let _lock = self.lock()?;
-        let rename = |flags| {
-            let here = rustix::fs::CWD;
-            rustix::fs::renameat_with(here, &staging.path, here, &target, flags)
-        };
-        match rename(RenameFlags::NOREPLACE) {
-            // What was there trades places with the new one and goes with `staging`.
-            Err(Errno::EXIST) => rename(RenameFlags::EXCHANGE),
-            other => other,
+        // What was there trades places with the new one and goes with `staging`.
+        if !move_new(&staging, &target)? {
+            rename(&staging, &target, RenameFlags::EXCHANGE)
+                .map_err(|e| StoreError::io("move into place", &target)(e.into()))?;
         }
-        .map_err(|e| StoreError::io("move into place", &target)(e.into()))?;
         self.sync()
+    }
+
+    /// The same, unless there is an entry of that name. → whether it appeared.
+    pub(crate) fn commit_new(&self, staging: &Staging, name: &str) -> Result<bool, StoreError> {
+        settle(staging)?;
+        let _lock = self.lock()?;
+        let appeared = move_new(staging, &self.root.join(name))?;
+        self.sync()?;
+        Ok(appeared)
     }
 
     /// Whether there was such an entry.
@@ -338,6 +403,36 @@ impl Shelf {
         File::open(&self.root)
             .and_then(|folder| folder.sync_all())
             .map_err(StoreError::io("sync", &self.root))
+    }
+}
+
+/// Make what a folder was filled with lasting, and readable to who gets it.
+fn settle(staging: &Staging) -> Result<(), StoreError> {
+    // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
+    // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
+    let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
+    for entry in entries {
+        let path = entry.map_err(StoreError::io("read", &staging.path))?.path();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644))
+            .and_then(|()| File::open(&path)?.sync_all())
+            .map_err(StoreError::io("sync", &path))?;
+    }
+    fs::set_permissions(&staging.path, fs::Permissions::from_mode(0o755))
+        .and_then(|()| File::open(&staging.path)?.sync_all())
+        .map_err(StoreError::io("sync", &staging.path))
+}
+
+fn rename(staging: &Staging, target: &Path, flags: RenameFlags) -> Result<(), Errno> {
+    let here = rustix::fs::CWD;
+    rustix::fs::renameat_with(here, &staging.path, here, target, flags)
+}
+
+/// Move a folder to its place. → `false`: there is something.
+fn move_new(staging: &Staging, target: &Path) -> Result<bool, StoreError> {
+    match rename(staging, target, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(true),
+        Err(Errno::EXIST) => Ok(false),
+        Err(e) => Err(StoreError::io("move into place", target)(e.into())),
     }
 }
 

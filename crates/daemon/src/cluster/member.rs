@@ -22,6 +22,7 @@ use vmfork_transfer::{
 
 use super::arrivals::Arrivals;
 use super::client::Peer;
+use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
 use super::life::room;
 use super::orders::Orders;
@@ -57,6 +58,7 @@ pub(crate) struct Member {
     orders: Mutex<Orders>,
     epoch: u64,
     orders_given: AtomicU64,
+    pub(super) guest_images: GuestImages,
     inner: Mutex<Inner>,
 }
 
@@ -98,6 +100,7 @@ impl Member {
             orders: Mutex::default(),
             epoch: epoch.into(),
             orders_given: AtomicU64::new(0),
+            guest_images: GuestImages::default(),
             inner: Mutex::default(),
         }
     }

@@ -13,6 +13,7 @@
 mod arrivals;
 mod client;
 mod descriptor;
+mod guest_images;
 mod images;
 mod life;
 mod loans;

@@ -6,6 +6,7 @@
 //! | `POST /cluster/v1/heartbeat` | [`Beat`] → the receiver's |
 //! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
 //! | `POST /cluster/v1/clones/give-up` | the number of an order: end what it started |
+//! | `…/cluster/v1/guest-images…` | [`super::guest_images`] |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -21,6 +22,7 @@ use vmfork_cluster::{HostState, JoinAnswer, JoinRequest, admit};
 
 use super::Cluster;
 use super::descriptor::{self, Descriptor};
+use super::guest_images::{self, GUEST_IMAGES};
 use super::life::{Life, room};
 use super::member::Beat;
 use super::place::{CLONES, GIVE_UP};
@@ -37,13 +39,13 @@ pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
 
 /// Of one membership.
 #[derive(Clone)]
-struct Of {
+pub(super) struct Of {
     cluster: Weak<Cluster>,
     life: Weak<Life>,
 }
 
 impl Of {
-    fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
+    pub(super) fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
         let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
         self.life.upgrade().zip(core).ok_or_else(|| {
             ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
@@ -60,11 +62,16 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
         .route(HEARTBEAT, post(heartbeat))
         .route(NAMES, get(names))
         .route(GIVE_UP, post(give_up))
+        .route(GUEST_IMAGES, post(guest_images::have))
         .merge(clones);
+    let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
     let api = cluster.api.get().cloned().unwrap_or_default();
     Routes {
         // The API answers in its own way to what is no route.
-        members: members.with_state(of.clone()).fallback_service(api),
+        members: members
+            .with_state(of.clone())
+            .merge(images.unwrap_or_default())
+            .fallback_service(api),
         newcomers: Router::new().route(JOIN, post(join)).with_state(of),
     }
 }
@@ -124,7 +131,7 @@ async fn clones(
 ) -> Result<Json<Vec<CloneResult>>, ApiError> {
     let message = "start another host's clones";
     let (life, core) = of.parts(message)?;
-    let descriptor = Descriptor::decode(&body).map_err(|error| {
+    let mut descriptor = Descriptor::decode(&body).map_err(|error| {
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
@@ -148,7 +155,11 @@ async fn clones(
             arrivals: &member.arrivals,
             source: &|image| member.source(image, from),
         };
-        let results = receive::start(here, descriptor, None, None, given_up).await;
+        let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
+        let results = match had {
+            Ok(()) => receive::start(here, descriptor, None, None, given_up).await,
+            Err(error) => Err(error),
+        };
         let started = results.iter().flatten().filter_map(|result| result.id.clone());
         let unwanted = member.orders().done(Instant::now(), order, started.collect());
         end_all(&core, &unwanted);

@@ -81,10 +81,12 @@ pub(crate) fn shape_and_disk(
     };
     let (disk, id) = match &facts.root_blake3 {
         None => (None, None),
-        Some(_) => {
-            let files = open_image(core, &facts.image)?;
-            let found = files.metadata.files.get("root.img").map(|file| file.blake3.as_str());
-            facts.check_root(message, found)?;
+        Some(root) => {
+            let files = match core.images.open_root(&facts.image, root) {
+                Ok(Some(files)) => files,
+                _ => open_image(core, &facts.image)?,
+            };
+            facts.check_root(message, files.metadata.root_blake3())?;
             let root = files.root.map(OwnedFd::from);
             let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
             (root, id)

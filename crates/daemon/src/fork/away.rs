@@ -11,6 +11,7 @@ use vmfork_cluster::allocate::{HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
 use super::brood::{self, Wanted};
+use super::freeze;
 use super::snapshot::Snapshot;
 use crate::cluster::{CloneOrder, Member, Sending, Share, send};
 use crate::facts::{Facts, Frozen, host};
@@ -63,8 +64,9 @@ pub(super) async fn plan(
     parent: &Vm,
     machine: &Machine,
     ask: (&Placement, u32, bool),
-    message: &str,
+    wanted: freeze::Wanted<'_>,
 ) -> Result<Option<Away>, ErrorBody> {
+    let freeze::Wanted { message, deadline, given_up, .. } = wanted;
     let (placement, count, all_or_nothing) = ask;
     let Some(member) = core.cluster.member() else {
         let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
@@ -82,14 +84,19 @@ pub(super) async fn plan(
     };
     let mut views = member.views(core);
     if let Some(hosts) = &placement.hosts {
-        let wanted = member.find_all(hosts, message)?;
-        views.retain(|view| wanted.contains(&view.id));
+        let named = member.find_all(hosts, message)?;
+        views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {
         memory_bytes: core.admission.clone_bytes(parent.identity.memory_bytes),
         vcpus: parent.identity.cpus,
     };
-    let shares = shares(&views, count, shape, policy, member.id());
+    let plan = |views: &[HostView]| shares(views, count, shape, policy, member.id());
+    let mut shares = plan(&views);
+    let until = (deadline, given_up);
+    while member.give_image(&parent.identity, &shares, &mut views, until).await? {
+        shares = plan(&views);
+    }
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
     let may_stay = views.iter().any(|view| view.id == member.id());
     let unplaced = (placed < count).then(|| no_place(&views, placed, count, message));

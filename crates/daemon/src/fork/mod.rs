@@ -219,7 +219,7 @@ async fn carry_out(
         Some(_) => None,
         None => {
             let ask = (&order.placement, requested, order.all_or_nothing);
-            away::plan(&core, &parent, &machine, ask, &message).await?
+            away::plan(&core, &parent, &machine, ask, wanted).await?
         }
     };
     let names = Names {

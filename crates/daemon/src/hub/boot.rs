@@ -84,7 +84,7 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
         id,
         name: name.clone(),
         image: request.image,
-        root_blake3: files.metadata.files.get("root.img").map(|file| file.blake3.clone()),
+        root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
         snapshot: None,
         parent: None,
         ancestors: Arc::default(),

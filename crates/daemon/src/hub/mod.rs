@@ -155,8 +155,10 @@ impl Hub {
             })
         };
         let (engine_events, events) = mpsc::unbounded_channel();
+        let images = Store::new(state.images());
+        sweep(images.clone());
         let core = Arc::new(Core {
-            images: Store::new(state.images()),
+            images,
             snapshots,
             cluster: Arc::new(Cluster::new(config.state.join("cluster"))),
             admission,
@@ -464,6 +466,16 @@ pub(crate) async fn outcome<T>(
 }
 
 /// The API's code for an error of the image store.
+/// What came half-way when the last daemon ended.
+fn sweep(images: Store) {
+    // May wait for a build of the CLI.
+    tokio::task::spawn_blocking(move || {
+        if let Err(error) = images.sweep() {
+            tracing::warn!("tidy the image store: {}", chain(&error));
+        }
+    });
+}
+
 fn store_code(error: &StoreError) -> ErrorCode {
     match error {
         StoreError::NotFound { .. } => ErrorCode::NotFound,

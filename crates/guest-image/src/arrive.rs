@@ -1,0 +1,193 @@
+//! An image that comes from another host: file by file, out of sight, and there once all of it is what it was said to be.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, Seek as _, SeekFrom, Write as _};
+use std::path::PathBuf;
+
+use crate::error::ArrivalError;
+use crate::metadata::{FileInfo, Metadata, SCHEMA};
+use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Staging, Store};
+
+/// Zeros of this length are left out of the file.
+const HOLE_BYTES: usize = 64 << 10;
+/// Of the hash that goes into the name of an image whose own is taken.
+const HASH_WORD: usize = 12;
+
+/// An image on its way into a store. Dropping it leaves nothing of it.
+#[derive(Debug)]
+pub struct Arrival {
+    store: Store,
+    staging: Staging,
+    metadata: Metadata,
+    missing: BTreeSet<String>,
+}
+
+/// One of its files.
+#[derive(Debug)]
+pub struct ArrivingFile {
+    name: String,
+    expected: FileInfo,
+    path: PathBuf,
+    file: File,
+    hash: blake3::Hasher,
+    bytes: u64,
+}
+
+impl Store {
+    /// Begin to take in an image that is described so.
+    ///
+    /// # Errors
+    /// The description is that of no image, or the folder cannot be written.
+    pub fn arrive(&self, metadata: Metadata) -> Result<Arrival, ArrivalError> {
+        check(&metadata).map_err(|why| ArrivalError::NoImage { why })?;
+        let staging = self.stage(&metadata.name)?;
+        let missing = metadata.files.keys().cloned().collect();
+        Ok(Arrival { store: self.clone(), staging, metadata, missing })
+    }
+}
+
+impl Arrival {
+    /// The names of its files, each of which has to come.
+    #[must_use]
+    pub fn files(&self) -> Vec<String> {
+        self.metadata.files.keys().cloned().collect()
+    }
+
+    /// Begin with a file.
+    ///
+    /// # Errors
+    /// The image has none of that name, or it cannot be written.
+    pub fn begin(&self, name: &str) -> Result<ArrivingFile, ArrivalError> {
+        let Some((name, expected)) = self.metadata.files.get_key_value(name) else {
+            return Err(ArrivalError::NoImage { why: format!("it has no `{name}`") });
+        };
+        let path = self.staging.path().join(name);
+        let file = File::create(&path).map_err(ArrivalError::io("make", &path))?;
+        Ok(ArrivingFile {
+            name: name.clone(),
+            expected: expected.clone(),
+            path,
+            file,
+            hash: blake3::Hasher::new(),
+            bytes: 0,
+        })
+    }
+
+    /// A file has come.
+    ///
+    /// # Errors
+    /// It is another one than was described.
+    pub fn end(&mut self, file: ArrivingFile) -> Result<(), ArrivalError> {
+        let name = file.end()?;
+        self.missing.remove(&name);
+        Ok(())
+    }
+
+    /// Let the image appear: under its own name or, if another image has that, with the beginning of its root disk's hash
+    /// behind it. → what it is called here. An image that is there is never replaced.
+    ///
+    /// # Errors
+    /// A file has not come; both names are taken; the folder cannot be written.
+    pub fn commit(mut self) -> Result<String, ArrivalError> {
+        if let Some(file) = self.missing.pop_first() {
+            return Err(ArrivalError::Missing { file });
+        }
+        let names = names(&self.metadata);
+        for name in &names {
+            self.metadata.name.clone_from(name);
+            if self.store.commit_new(&self.staging, &self.metadata)? || self.is_there(name) {
+                return Ok(name.clone());
+            }
+        }
+        Err(ArrivalError::Names { names })
+    }
+
+    /// Whether the image that has its name now is the same: someone else was faster.
+    fn is_there(&self, name: &str) -> bool {
+        let there = self.store.open(name);
+        there.is_ok_and(|there| there.metadata.files == self.metadata.files)
+    }
+}
+
+impl ArrivingFile {
+    /// Take the next bytes.
+    ///
+    /// # Errors
+    /// They are more than there should be, or cannot be written.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), ArrivalError> {
+        self.bytes += bytes.len() as u64;
+        if self.bytes > self.expected.size_bytes {
+            return Err(self.of_another_size());
+        }
+        self.hash.update(bytes);
+        self.store(bytes).map_err(ArrivalError::io("write", &self.path))
+    }
+
+    fn store(&mut self, bytes: &[u8]) -> io::Result<()> {
+        for piece in bytes.chunks(HOLE_BYTES) {
+            if piece.iter().all(|byte| *byte == 0) {
+                self.file.seek(SeekFrom::Current(piece.len().try_into().unwrap_or(0)))?;
+            } else {
+                self.file.write_all(piece)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end(self) -> Result<String, ArrivalError> {
+        if self.bytes != self.expected.size_bytes {
+            return Err(self.of_another_size());
+        }
+        let found = self.hash.finalize().to_hex().to_string();
+        if found != self.expected.blake3 {
+            let wanted = self.expected.blake3;
+            return Err(ArrivalError::Hash { file: self.name, wanted, found });
+        }
+        self.file.set_len(self.bytes).map_err(ArrivalError::io("write", &self.path))?;
+        Ok(self.name)
+    }
+
+    fn of_another_size(&self) -> ArrivalError {
+        let (file, wanted) = (self.name.clone(), self.expected.size_bytes);
+        ArrivalError::Size { file, wanted, found: self.bytes }
+    }
+}
+
+/// Whether it describes an image of this version. What is wrong else.
+fn check(metadata: &Metadata) -> Result<(), String> {
+    if metadata.schema != SCHEMA {
+        return Err(format!("its layout is {}, not {SCHEMA}", metadata.schema));
+    }
+    if !vmfork_api::name_is_valid(&metadata.name) {
+        return Err(format!("`{}` is no image name", metadata.name));
+    }
+    for (name, info) in &metadata.files {
+        if ![KERNEL_FILE, INITRD_FILE, ROOT_FILE].contains(&name.as_str()) {
+            return Err(format!("images have no `{name}`"));
+        }
+        if blake3::Hash::from_hex(&info.blake3).is_err() {
+            return Err(format!("`{}` is no hash", info.blake3));
+        }
+    }
+    if !metadata.boots() {
+        return Err("it has no kernel".to_owned());
+    }
+    Ok(())
+}
+
+/// What it may be called, the first choice first.
+fn names(metadata: &Metadata) -> Vec<String> {
+    let own = metadata.name.clone();
+    let with_hash = metadata.root_blake3().map(|hash| {
+        let word = hash.get(..HASH_WORD).unwrap_or(hash);
+        let room = vmfork_api::NAME_BYTES_MAX - 1 - word.len();
+        let stem: String = own.chars().take(room).collect();
+        format!("{stem}-{word}")
+    });
+    std::iter::once(own).chain(with_hash).collect()
+}
+
+#[cfg(test)]
+#[path = "arrive_tests.rs"]
+mod tests;
