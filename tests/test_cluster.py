@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -177,3 +178,26 @@ def test_hosts_join_with_a_token_once_drain_and_leave(cluster: Cluster, parent: 
     assert "no cluster" in second("fork", "web", "--place", "spread", code=1).stderr.decode() + "no cluster"
     cluster.admit(1)
     eventually(lambda: cluster.alive(first) == 2, 30, "it is back")
+
+
+@pytest.mark.limit(240)
+def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, parent: vmfork.VM) -> None:
+    there = cluster.clients[1]
+    data_pages = 20 * 256
+
+    def missing(name: str) -> int:
+        count = there.vm(name).inspect().memory.missing_pages
+        assert count is not None
+        return count
+
+    parent.fork(1, names=["first"], hosts=["h1"]).raise_for_errors()
+    time.sleep(3)
+    at_rest = missing("first")
+    assert at_rest > data_pages, "nobody has asked for the data"
+    there.vm("first").exec("sha256sum -c /run/sum", check=True)
+    there.vm("first").remove(force=True)
+    eventually(lambda: there.host().cache_bytes == 0, 60, "nothing of it is left there")
+    parent.fork(1, names=["second"], hosts=["h1"]).raise_for_errors()
+    before = there.vm("second").inspect()
+    eventually(lambda: missing("second") < at_rest - 0.9 * data_pages, 30, f"what the first one read has come, after {before.memory}")
+    there.vm("second").exec("sha256sum -c /run/sum", check=True)

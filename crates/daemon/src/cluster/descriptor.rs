@@ -42,6 +42,8 @@ pub(crate) struct Order {
     pub(crate) timeout_ms: u64,
     /// Bytes per second at which all pages come, whoever asks for them; 0: on demand alone.
     pub(crate) hydrate_bytes_per_s: u64,
+    /// What clones of the parent on other hosts waited for until now, as first pages and numbers of pages.
+    pub(crate) working_set: Vec<(u64, u64)>,
 }
 
 /// The VM that was frozen.
@@ -194,6 +196,7 @@ mod tests {
                 all_or_nothing: true,
                 timeout_ms: 5,
                 hydrate_bytes_per_s: 0,
+                working_set: vec![(7, 3)],
             },
             images: vec![entry(1), entry(2)],
             state: b"state".to_vec(),

@@ -18,6 +18,7 @@ use vmfork_memory::{Engine, HostImage, Layout, OpenError, PageLost};
 
 use super::arrivals::Arrival;
 use super::loans::Loans;
+use super::working_set::WorkingSet;
 
 /// An image as another host learns of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,8 +85,23 @@ struct Arrived {
 #[derive(Debug)]
 struct Lent {
     engine: Arc<Engine>,
+    of: Lender,
+}
+
+/// The VM whose snapshot is lent.
+#[derive(Debug, Clone)]
+pub(crate) struct Lender {
     /// That its own pages from other hosts are still needed.
     _arrival: Option<Arc<Arrival>>,
+    /// What is asked for of it.
+    working_set: Arc<WorkingSet>,
+}
+
+impl Lender {
+    /// It came of `arrival`, if it did not boot here.
+    pub(crate) fn new(arrival: Option<Arc<Arrival>>, working_set: Arc<WorkingSet>) -> Self {
+        Self { _arrival: arrival, working_set }
+    }
 }
 
 /// Why pages are not read for another host.
@@ -152,8 +168,7 @@ impl Images {
         family.into_iter().find(|image| self.name_in(inner, image.id()) == name)
     }
 
-    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it; `arrival` is what its VM came
-    /// of. → what another host must know to open it, the image last; and what is held while that is sent.
+    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it. → what another host must know to open it, the image last; and what is held while that is sent.
     ///
     /// # Errors
     /// Its table is not complete.
@@ -161,7 +176,7 @@ impl Images {
         self: &Arc<Self>,
         now: Instant,
         engine: &Arc<Engine>,
-        arrival: Option<Arc<Arrival>>,
+        of: Lender,
     ) -> Result<(Vec<Entry>, Sending), LendError> {
         let mut family = engine.image().with_ancestors();
         // Who descends from an image was opened after it.
@@ -179,7 +194,7 @@ impl Images {
         let entries = family.iter().map(|image| entry(image, &names, &partial));
         let entries = entries.collect::<Result<Vec<_>, LendError>>()?;
         let name = names.get(&engine.image().id()).copied().ok_or(LendError::NotSealed)?;
-        let lent = Lent { engine: Arc::clone(engine), _arrival: arrival };
+        let lent = Lent { engine: Arc::clone(engine), of };
         let replaced = self.inner().loans.lend(now, name, names.into_values().collect(), lent);
         drop(replaced); // not under the lock: may be an engine's last holder
         Ok((entries, Sending { images: Arc::clone(self), name }))
@@ -245,6 +260,12 @@ impl Images {
     pub(crate) fn expire(&self, now: Instant, is_member: impl Fn(u64) -> bool) {
         let over = self.inner().loans.expire(now, is_member);
         drop(over); // not under the lock
+    }
+
+    /// Another host waits for pages of an image.
+    pub(crate) fn demanded(&self, name: ImageName, range: PageRange) {
+        let inner = self.inner();
+        inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
     }
 
     /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
@@ -405,6 +426,10 @@ mod tests {
         }
     }
 
+    fn lender() -> Lender {
+        Lender::new(None, Arc::default())
+    }
+
     fn serve(image: Arc<HostImage>) -> Arc<Engine> {
         let engine = Engine::serve(image, &EngineOptions::default(), Arc::new(|_| ()));
         Arc::new(engine.expect("engine"))
@@ -437,7 +462,7 @@ mod tests {
     fn an_image_is_the_same_on_every_host_and_at_home_it_is_itself() {
         let (a, _first, second) = two_generations();
         let expected = content(second.image());
-        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
+        let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
         assert_eq!(entries.len(), 2);
         let b = Arc::new(Images::new(2, 1));
         let there = arrives(&a, &b, &entries);
@@ -445,7 +470,7 @@ mod tests {
         assert_eq!(b.held().len(), 2);
         // From there to a third, which asks the first, and back home.
         let engine = serve(there);
-        let (onward, _) = b.lend(Instant::now(), &engine, None).expect("sealed");
+        let (onward, _) = b.lend(Instant::now(), &engine, lender()).expect("sealed");
         assert_eq!(onward, entries);
         assert_eq!(content(&arrives(&a, &Images::new(3, 1), &onward)), expected);
         assert!(Arc::ptr_eq(&arrives(&b, &a, &onward), second.image()));
@@ -464,8 +489,8 @@ mod tests {
     fn generations_share_where_they_arrive() {
         let (a, first, second) = two_generations();
         let b = Images::new(2, 1);
-        let one = arrives(&a, &b, &a.lend(Instant::now(), &first, None).expect("sealed").0);
-        let two = arrives(&a, &b, &a.lend(Instant::now(), &second, None).expect("sealed").0);
+        let one = arrives(&a, &b, &a.lend(Instant::now(), &first, lender()).expect("sealed").0);
+        let two = arrives(&a, &b, &a.lend(Instant::now(), &second, lender()).expect("sealed").0);
         let family = two.with_ancestors();
         assert!(family.iter().any(|image| Arc::ptr_eq(image, &one)));
         assert_eq!(two.table().expect("sealed").owners().get(one.id()), 678);
@@ -474,7 +499,7 @@ mod tests {
     #[test]
     fn what_is_cut_or_names_strangers_is_refused() {
         let (a, _first, second) = two_generations();
-        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
+        let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
         let refusal = |entries: &[Entry], pages| {
             let source = |_| Arc::new(Filled(0)) as Arc<dyn PageSource>;
             let error = Images::new(2, 1).open(entries, pages, next, source).expect_err("refused");
@@ -494,7 +519,7 @@ mod tests {
         let mut bytes = vec![0; 4096];
         let page = PageIdx(100).range();
         assert!(matches!(a.read(name, page, &mut bytes), Err(NotRead::Unknown)));
-        let _lent = a.lend(Instant::now(), &second, None).expect("sealed");
+        let _lent = a.lend(Instant::now(), &second, lender()).expect("sealed");
         a.read(name, page, &mut bytes).expect("lent");
         assert_eq!(bytes[0], 5);
         let of_before = ImageName { image: name.image ^ (1 << 32), ..name };
@@ -504,9 +529,25 @@ mod tests {
     }
 
     #[test]
+    fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
+        let (a, first, second) = two_generations();
+        let [ours, others] = [lender(), lender()];
+        let _lent = [
+            a.lend(Instant::now(), &second, ours.clone()).expect("sealed"),
+            a.lend(Instant::now(), &second, ours.clone()).expect("sealed"),
+        ];
+        let of_another = serve(Arc::clone(first.image()));
+        a.demanded(a.name(first.image().id()), range(50, 4));
+        let _lent = a.lend(Instant::now(), &of_another, others.clone()).expect("sealed");
+        a.demanded(a.name(second.image().id()), range(100, 4));
+        assert_eq!(ours.working_set.runs(), [range(50, 4), range(100, 4)]);
+        assert_eq!(others.working_set.runs(), []);
+    }
+
+    #[test]
     fn a_third_hosts_pages_are_given_on_only_if_they_are_here() {
         let (a, _first, second) = two_generations();
-        let (entries, _) = a.lend(Instant::now(), &second, None).expect("sealed");
+        let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
         let b = Images::new(2, 1);
         let there = arrives(&a, &b, &entries);
         let name = a.name(second.image().id());
@@ -530,12 +571,12 @@ mod tests {
         let a = stored(&[StoredRun::Own(range(0, 10))], None, 3);
         let b = stored(&[StoredRun::Own(range(20, 10))], Some(a.image()), 5);
         let d = stored(&[StoredRun::Own(range(0, 10))], Some(b.image()), 7);
-        let (first, _) = images.lend(Instant::now(), &d, None).expect("sealed");
+        let (first, _) = images.lend(Instant::now(), &d, lender()).expect("sealed");
         assert_eq!(first.iter().map(|entry| entry.is_partial).collect::<Vec<_>>(), [true, false]);
         let there = Arc::new(Images::new(2, 1));
         let of_d = arrives(&images, &there, &first);
         assert_eq!(content(&of_d), content(d.image()));
-        let (second, _) = images.lend(Instant::now(), &b, None).expect("sealed");
+        let (second, _) = images.lend(Instant::now(), &b, lender()).expect("sealed");
         let of_b = arrives(&images, &there, &second);
         assert_eq!(content(&of_b), content(b.image()), "with the pages of `a`");
         // And it is that one from now on.

@@ -98,7 +98,13 @@ impl<K> Loans<K> {
 
     /// What keeps an image that is lent.
     pub(crate) fn find(&self, image: ImageName) -> Option<&K> {
-        self.loans.values().find(|loan| loan.images.contains(&image)).map(|loan| &loan.keeps)
+        self.all_of(image).next()
+    }
+
+    /// All that keep it.
+    pub(crate) fn all_of(&self, image: ImageName) -> impl Iterator<Item = &K> {
+        let loans = self.loans.values().filter(move |loan| loan.images.contains(&image));
+        loans.map(|loan| &loan.keeps)
     }
 }
 

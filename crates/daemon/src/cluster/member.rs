@@ -392,9 +392,12 @@ impl Pages for Served {
         _member: u64,
         image: ImageName,
         range: PageRange,
-        _: Urgency,
+        urgency: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
+        if urgency == Urgency::Demand {
+            self.0.images.demanded(image, range);
+        }
         self.0.images.read(image, range, bytes).map_err(|not_read| match not_read {
             NotRead::Unknown => {
                 Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")

@@ -24,6 +24,7 @@ mod place;
 mod receive;
 mod routes;
 mod server;
+mod working_set;
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
@@ -41,6 +42,7 @@ use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
 pub(crate) use self::place::{Sending, Share, send};
+pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};
 use crate::hub::Core;

@@ -11,9 +11,10 @@ use vmfork_cluster::HostId;
 
 use super::client::CallError;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
-use super::images::Sending as Lent;
+use super::images::{Lender, Sending as Lent};
 use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
+use super::working_set::WorkingSet;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
 use crate::hub::chain;
@@ -37,6 +38,7 @@ pub(crate) struct Sending<'a> {
     pub(crate) facts: Facts,
     pub(crate) parent: &'a Identity,
     pub(crate) snapshot: &'a Snapshot,
+    pub(crate) working_set: &'a Arc<WorkingSet>,
     pub(crate) all_or_nothing: bool,
     pub(crate) deadline: Instant,
     pub(crate) hydrate_bytes_per_s: u64,
@@ -85,8 +87,9 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
     if !tokio::task::block_in_place(|| engine.wait_sealed(left.min(SEAL_TIMEOUT))) {
         return Err(fail("what it had written is not known in time".to_owned()));
     }
-    let arrival = what.snapshot.arrival.clone();
-    let lent = member.images.lend(Instant::now(), engine, arrival);
+    let (arrival, working_set) = (what.snapshot.arrival.clone(), Arc::clone(what.working_set));
+    let ahead = working_set.runs();
+    let lent = member.images.lend(Instant::now(), engine, Lender::new(arrival, working_set));
     let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;
     let state = fork::state::read(&what.snapshot.state).map_err(|error| fail(chain(&error)))?;
     let parent = what.parent;
@@ -104,6 +107,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
         all_or_nothing: what.all_or_nothing,
         timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
         hydrate_bytes_per_s: what.hydrate_bytes_per_s,
+        working_set: ahead.iter().map(|run| (run.start().0, run.len())).collect(),
     };
     Ok((Descriptor { order, images, state }, lent))
 }

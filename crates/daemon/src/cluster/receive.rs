@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
-use vmfork_image::{ImageName, PAGE_BYTES, PageSource};
+use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
 use vmfork_memory::{Engine, EngineOptions};
 use vmfork_qemu::probe::KvmFacts;
 
@@ -99,6 +99,9 @@ pub(super) async fn start(
     })?;
     let arrival =
         tokio::task::block_in_place(|| here.arrivals.of(name, &engine, &core.admission, &message))?;
+    let ahead = order.working_set.iter();
+    let ahead = ahead.filter_map(|(start, len)| PageRange::new(PageIdx(*start), *len).ok());
+    engine.fetch_first(ahead.collect());
     if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
         engine.hydrate(bytes_per_s);
     }

@@ -194,6 +194,7 @@ impl Away {
             facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
             parent: &parent.identity,
             snapshot,
+            working_set: &parent.working_set,
             all_or_nothing: what.all_or_nothing,
             deadline: what.deadline,
             hydrate_bytes_per_s: self.hydrate_bytes_per_s,

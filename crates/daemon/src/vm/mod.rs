@@ -29,7 +29,7 @@ use self::machine::Machine;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
-use crate::cluster::Arrival;
+use crate::cluster::{Arrival, WorkingSet};
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::snapshots::{Base, Opened};
@@ -141,6 +141,8 @@ pub struct Vm {
     last_fork: Mutex<Option<ForkReply>>,
     /// Last counts before the end.
     faults: AtomicU64,
+    /// What its clones on other hosts waited for.
+    pub(crate) working_set: Arc<WorkingSet>,
 }
 
 impl Vm {
@@ -161,6 +163,7 @@ impl Vm {
             forks: AtomicU64::new(0),
             last_fork: Mutex::new(None),
             faults: AtomicU64::new(0),
+            working_set: Arc::default(),
         })
     }
 

@@ -90,6 +90,10 @@ enum Command {
     },
     /// Fetch what faults predict.
     Predict,
+    /// Fetch these, in this order.
+    FetchFirst {
+        runs: Vec<PageRange>,
+    },
     /// Fetch all that views may still need, at this rate.
     Hydrate {
         bytes_per_s: NonZeroU64,
@@ -275,6 +279,12 @@ impl Engine {
     /// be had now stays missing ([`HostImage::missing_pages`]).
     pub fn hydrate(&self, bytes_per_s: NonZeroU64) {
         let _ended = self.send(Command::Hydrate { bytes_per_s });
+    }
+
+    /// Fetch pages in this order before anything else that nobody waits for: a working set. What is zero, there, or no page of
+    /// the image is left out.
+    pub fn fetch_first(&self, runs: Vec<PageRange>) {
+        let _ended = self.send(Command::FetchFirst { runs });
     }
 
     /// Whether anything is fetched before anyone asks: not while the host has no memory for it.

@@ -215,6 +215,7 @@ impl Worker {
                     }
                 }
                 Ok(Command::Predict) => self.predict(),
+                Ok(Command::FetchFirst { runs }) => self.fetch_first(&runs),
                 Ok(Command::Hydrate { bytes_per_s }) => self.hydrate(bytes_per_s),
                 Ok(Command::AllowPrefetch { allow }) => self.ahead.is_allowed = allow,
                 Ok(Command::PagesCame { image, range }) => self.pages_came(&image, range),

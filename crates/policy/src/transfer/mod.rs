@@ -22,10 +22,13 @@ pub mod multicast;
 pub mod swarm;
 
 mod answer_times;
+mod demanded;
 mod meter;
 mod run_map;
 
 use std::fmt;
+
+pub use self::demanded::Demanded;
 
 /// A host of a cluster: random, chosen when it is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

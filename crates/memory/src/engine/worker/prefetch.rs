@@ -1,6 +1,6 @@
 //! What is brought in before anyone asks, and pages that take a while to come.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +20,9 @@ const AHEAD_PAGES: u64 = 64;
 
 /// The name of what fetches all the rest.
 const HYDRATE: &str = "hydrate";
+
+/// The name of what is fetched before all other that nobody waits for.
+const WORKING_SET: &str = "working set";
 
 /// The name of what was put in as a whole, a working set.
 const INSERTED: &str = "inserted";
@@ -100,11 +103,29 @@ impl Worker {
         }
     }
 
-    /// Fetch all that is missing, at a rate.
-    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
-        let missing = self.image.places(PageRange::first(self.image.pages()));
-        let mut left = VecDeque::new();
-        for (image, run) in missing {
+    /// Fetch these in their order, each where views look for it.
+    pub(super) fn fetch_first(&mut self, runs: &[PageRange]) {
+        let mut lists: BTreeMap<ImageId, Vec<PageRange>> = BTreeMap::new();
+        for run in runs.iter().map(|run| run.intersect(&PageRange::first(self.image.pages()))) {
+            for Piece { home, pages, .. } in self.missing(run) {
+                lists.entry(home).or_default().push(pages);
+            }
+        }
+        for (image, list) in lists {
+            let Some(scheduler) = self.scheduler_of(image) else { continue };
+            let unit_pages = unit_of(&scheduler.presence().0);
+            add(
+                scheduler,
+                Box::new(Listed::new(WORKING_SET, Priority::WorkingSet, list, unit_pages)),
+            );
+            self.ahead.may_have_more = true;
+        }
+    }
+
+    /// What of `range` is absent where views look for it, in pieces of a source's unit.
+    fn missing(&self, range: PageRange) -> VecDeque<Piece> {
+        let mut pieces = VecDeque::new();
+        for (image, run) in self.image.places(range) {
             let unit = unit_of(&image);
             let mut rest = run;
             while !rest.is_empty() {
@@ -112,9 +133,15 @@ impl Worker {
                 rest = rest.from_page(piece.end());
                 let owner = image.table().and_then(|table| table.get(piece.start()));
                 let owner = owner.and_then(Source::image).unwrap_or(image.id());
-                left.push_back(Piece { home: image.id(), owner, pages: piece });
+                pieces.push_back(Piece { home: image.id(), owner, pages: piece });
             }
         }
+        pieces
+    }
+
+    /// Fetch all that is missing, at a rate.
+    pub(super) fn hydrate(&mut self, bytes_per_s: NonZeroU64) {
+        let mut left = self.missing(PageRange::first(self.image.pages()));
         left.make_contiguous().sort_by_cached_key(|piece| {
             let owner = self.known(piece.owner);
             let order = owner.as_ref().and_then(|image| image.source()?.order());

@@ -1,0 +1,35 @@
+//! What clones of a VM on other hosts waited for: it goes along with the VM's next fork.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use vmfork_image::PageRange;
+use vmfork_policy::transfer::Demanded;
+
+/// 512 MiB: so much may be sent to a host that nobody there asked for.
+const PAGES_MAX: u64 = 131_072;
+
+/// Of one VM.
+#[derive(Debug)]
+pub(crate) struct WorkingSet(Mutex<Demanded>);
+
+impl Default for WorkingSet {
+    fn default() -> Self {
+        Self(Mutex::new(Demanded::new(PAGES_MAX)))
+    }
+}
+
+impl WorkingSet {
+    fn demanded(&self) -> MutexGuard<'_, Demanded> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Somebody waits for these.
+    pub(crate) fn record(&self, range: PageRange) {
+        self.demanded().record(range);
+    }
+
+    /// All that somebody waited for, in the order in which that was asked for first.
+    pub(crate) fn runs(&self) -> Vec<PageRange> {
+        self.demanded().runs().to_vec()
+    }
+}
