@@ -286,7 +286,8 @@ impl Images {
         image.lend(range, bytes).map_err(NotRead::Lost)
     }
 
-    /// Which pages of `range` of an image are in its cache here. `None`: there is no such image.
+    /// Which pages of `range` of an image are in its cache here, or are not its own, so that nobody will ask for them. `None`: there is
+    /// no such image.
     pub(crate) fn present(
         &self,
         name: ImageName,
@@ -302,6 +303,11 @@ impl Images {
                 each(run);
             }
             rest = rest.from_page(run.end());
+        }
+        if let Some(table) = image.table() {
+            let own = Source::Image(image.id());
+            let others = table.runs(range.intersect(&table.range()));
+            others.filter(|(_, source)| *source != own).for_each(|(run, _)| each(run));
         }
         Some(())
     }
@@ -557,6 +563,24 @@ mod tests {
         b.read(name, PageIdx(100).range(), &mut bytes).expect("here");
         assert_eq!(bytes[0], 5);
         assert!(matches!(b.read(name, range(100, 9), &mut [0; 9 * 4096]), Err(NotRead::Absent)));
+    }
+
+    #[test]
+    fn what_is_held_is_what_has_come_and_what_nobody_will_ask_for() {
+        let (a, _first, second) = two_generations();
+        let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
+        let b = Images::new(2, 1);
+        let there = arrives(&a, &b, &entries);
+        let name = a.name(second.image().id());
+        let held = |range: PageRange| {
+            let mut held = BTreeSet::new();
+            b.present(name, range, &mut |run| held.extend(run.pages().map(|page| page.0)));
+            held
+        };
+        // Its own are 100 to 110.
+        assert_eq!(held(range(96, 16)), [96, 97, 98, 99, 110, 111].into());
+        there.lend(range(104, 2), &mut [0; 2 * 4096]).expect("fetched");
+        assert_eq!(held(range(102, 10)), [104, 105, 110, 111].into());
     }
 
     #[test]

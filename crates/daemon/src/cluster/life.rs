@@ -195,6 +195,7 @@ async fn beat(
             HostId::new(host).is_some_and(|id| roster.read(|book| book.member(id).is_some()))
         };
         life.member.images.expire(Instant::now(), is_member);
+        life.member.tend_sources();
         if tick.is_multiple_of(MEMORY_TICKS) {
             let arrivals = &life.member.arrivals;
             tokio::task::block_in_place(|| {

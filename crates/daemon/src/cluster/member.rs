@@ -16,9 +16,7 @@ use vmfork_cluster::{
     Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Merged, Now, Room, Roster,
 };
 use vmfork_image::{ImageName, PageRange, PageSource};
-use vmfork_transfer::{
-    Holders, Pages, PeerConfig, PeerLimits, PeerSource, Refusal, RefusalKind, Urgency,
-};
+use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency};
 
 use super::arrivals::Arrivals;
 use super::client::Peer;
@@ -28,6 +26,7 @@ use super::life::room;
 use super::orders::Orders;
 use super::receive::Engines;
 use super::routes::NAMES;
+use super::sources::{PagePeer, Sources};
 use crate::hub::{Core, chain};
 
 /// How long another host may take to say something that it need not work for.
@@ -54,6 +53,7 @@ pub(crate) struct Member {
     pages: Arc<ClientConfig>,
     pub(super) images: Arc<Images>,
     pub(super) engines: Engines,
+    sources: Sources,
     pub(super) arrivals: Arrivals,
     orders: Mutex<Orders>,
     epoch: u64,
@@ -65,8 +65,6 @@ pub(crate) struct Member {
 #[derive(Default)]
 struct Inner {
     page_peers: HashMap<HostId, Arc<vmfork_transfer::Peer>>,
-    /// Who has each image of another host that is open here.
-    holders: HashMap<ImageName, Arc<Holders>>,
     /// Where VMs of other hosts were seen last, by name and id.
     seen: HashMap<String, HostId>,
 }
@@ -96,6 +94,7 @@ impl Member {
             pages,
             images: Arc::new(Images::new(id.get(), epoch)),
             engines: Engines::default(),
+            sources: Sources::new(id),
             arrivals: Arrivals::default(),
             orders: Mutex::default(),
             epoch: epoch.into(),
@@ -176,32 +175,25 @@ impl Member {
         Some(peer)
     }
 
-    /// Where the pages of an image come from: from `first`, who told of it, or from the host that froze it.
-    pub(super) fn source(&self, image: ImageName, first: HostId) -> Arc<dyn PageSource> {
-        let origin =
-            HostId::new(image.host).filter(|origin| *origin != first && *origin != self.id);
-        let peers = [Some(first), origin].into_iter().flatten();
-        let peers: Vec<_> = peers.filter_map(|host| self.page_peer(host)).collect();
-        let mut inner = self.inner();
-        inner.holders.retain(|_, holders| Arc::strong_count(holders) > 1);
-        let holders = match inner.holders.get(&image) {
-            Some(known) => {
-                let mut all = known.peers();
-                let is_new = |peer: &Arc<vmfork_transfer::Peer>| {
-                    !all.iter().any(|known| Arc::ptr_eq(known, peer))
-                };
-                let new: Vec<_> = peers.iter().filter(|peer| is_new(peer)).cloned().collect();
-                all.extend(new);
-                known.set(all);
-                Arc::clone(known)
-            }
-            None => {
-                let holders = Arc::new(Holders::new(peers));
-                inner.holders.insert(image, Arc::clone(&holders));
-                holders
-            }
-        };
-        Arc::new(PeerSource::new(image, holders))
+    /// The page services of the other members that are there, as far as is known.
+    fn page_peers(&self) -> Vec<PagePeer> {
+        let others = self.others().into_iter();
+        others.filter_map(|entry| Some((entry.id, self.page_peer(entry.id)?))).collect()
+    }
+
+    /// Where the pages of an image come from, of which `first` told: from whichever member has them.
+    pub(super) fn source(
+        &self,
+        image: ImageName,
+        pages: u64,
+        first: HostId,
+    ) -> Arc<dyn PageSource> {
+        self.sources.source(image, pages, first, &self.page_peers())
+    }
+
+    /// Pages come from members alone, and from new ones, too.
+    pub(super) fn tend_sources(&self) {
+        self.sources.tend(|| self.page_peers());
     }
 
     /// Remember where a VM is.
@@ -356,9 +348,11 @@ impl Member {
     }
 
     fn heard(&self, from: HostId, beat: &Beat) {
-        let came_of = beat.came_of.iter();
-        let came_of = came_of.map(|(host, image)| ImageName { host: *host, image: *image });
-        self.images.heard(Instant::now(), from.get(), came_of.collect());
+        let names = |pairs: &[(u64, u64)]| -> BTreeSet<ImageName> {
+            pairs.iter().map(|(host, image)| ImageName { host: *host, image: *image }).collect()
+        };
+        self.images.heard(Instant::now(), from.get(), names(&beat.came_of));
+        self.sources.heard(from, &names(&beat.holds));
     }
 }
 

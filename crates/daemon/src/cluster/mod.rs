@@ -24,6 +24,7 @@ mod place;
 mod receive;
 mod routes;
 mod server;
+mod sources;
 mod working_set;
 
 use std::path::PathBuf;

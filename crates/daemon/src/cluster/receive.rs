@@ -49,8 +49,8 @@ pub(super) struct Here<'a> {
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
     pub(super) arrivals: &'a Arrivals,
-    /// Where the pages of an image come from.
-    pub(super) source: &'a (dyn Fn(ImageName) -> Arc<dyn PageSource> + Sync),
+    /// Where the pages of an image come from, of which there are so many.
+    pub(super) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
 }
 
 /// Start the clones of a descriptor. `memory`: what was reserved for them; `origin`: who is told what becomes of those of
@@ -87,7 +87,8 @@ pub(super) async fn start(
         let pages = facts.memory_bytes / PAGE_BYTES;
         here.engines.get(name, || {
             let next = || core.next_image();
-            let image = here.images.open(&images, pages, next, here.source);
+            let source = |image| (here.source)(image, pages);
+            let image = here.images.open(&images, pages, next, source);
             let image = image.map_err(|error| bad(&message, &error))?;
             let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
             let engine = Engine::serve(image, &options, core.event_sink());

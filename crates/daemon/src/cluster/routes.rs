@@ -153,7 +153,7 @@ async fn clones(
             images: &member.images,
             engines: &member.engines,
             arrivals: &member.arrivals,
-            source: &|image| member.source(image, from),
+            source: &|image, pages| member.source(image, pages, from),
         };
         let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
         let results = match had {

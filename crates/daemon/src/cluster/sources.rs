@@ -1,0 +1,106 @@
+//! Where the pages of other hosts' images come from: which members hold each image that is open here.
+//!
+//! ```text
+//!   a descriptor ──► source ──► a PeerSource ──► its Swarm: whoever has the page    } of all members,
+//!   heartbeats ────► heard ──► who has it open ──►┘                                 } as tend has them
+//!                                            └──► Holders: who told of it, who froze it
+//! ```
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmfork_cluster::HostId;
+use vmfork_image::{ImageName, PageSource};
+use vmfork_transfer::{Holders, Peer, PeerSource, Swarm, SwarmConfig, SwarmMember};
+
+/// A member's page service.
+pub(super) type PagePeer = (HostId, Arc<Peer>);
+
+/// Of each image of another host that is open here.
+#[derive(Debug)]
+pub(super) struct Sources {
+    own: HostId,
+    known: Mutex<HashMap<ImageName, Known>>,
+}
+
+#[derive(Debug)]
+struct Known {
+    /// Who told of it, and who froze it.
+    holders: Arc<Holders>,
+    swarm: Arc<Swarm>,
+}
+
+impl Sources {
+    pub(super) fn new(own: HostId) -> Self {
+        Self { own, known: Mutex::default() }
+    }
+
+    /// Those whose image is still open.
+    fn known(&self) -> MutexGuard<'_, HashMap<ImageName, Known>> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|_, known| Arc::strong_count(&known.swarm) > 1);
+        known
+    }
+
+    /// Where the pages of an image of `pages` pages come from: from whoever of `members` holds them; `first`, who told of it, and
+    /// the host that froze it may be asked for any.
+    pub(super) fn source(
+        &self,
+        image: ImageName,
+        pages: u64,
+        first: HostId,
+        members: &[PagePeer],
+    ) -> Arc<dyn PageSource> {
+        let is_named = |host: HostId| host == first || host.get() == image.host;
+        let mut named: Vec<_> = members.iter().filter(|(host, _)| is_named(*host)).collect();
+        named.sort_by_key(|(host, _)| *host != first);
+        let named = named.into_iter().map(|(_, peer)| Arc::clone(peer));
+        let mut known = self.known();
+        let own = vmfork_transfer::HostId(self.own.get());
+        let known = known.entry(image).or_insert_with(|| Known {
+            holders: Arc::new(Holders::new([])),
+            swarm: Arc::new(Swarm::new(image, pages, own, SwarmConfig::default())),
+        });
+        let mut all = known.holders.peers();
+        for peer in named {
+            if !all.iter().any(|known| Arc::ptr_eq(known, &peer)) {
+                all.push(peer);
+            }
+        }
+        known.holders.set(all);
+        known.swarm.set_members(swarm_members(image, members));
+        known.swarm.heard(vmfork_transfer::HostId(first.get()), true);
+        let source = PeerSource::new(image, Arc::clone(&known.holders));
+        Arc::new(source.with_swarm(Arc::clone(&known.swarm)))
+    }
+
+    /// A member has said which images it has open.
+    pub(super) fn heard(&self, from: HostId, open: &BTreeSet<ImageName>) {
+        for (image, known) in self.known().iter() {
+            known.swarm.heard(vmfork_transfer::HostId(from.get()), open.contains(image));
+        }
+    }
+
+    /// These are the members now.
+    pub(super) fn tend(&self, members: impl FnOnce() -> Vec<PagePeer>) {
+        let known = self.known();
+        if known.is_empty() {
+            return;
+        }
+        let swarms: Vec<_> =
+            known.iter().map(|(image, known)| (*image, Arc::clone(&known.swarm))).collect();
+        drop(known);
+        let members = members();
+        for (image, swarm) in swarms {
+            swarm.set_members(swarm_members(image, &members));
+        }
+    }
+}
+
+fn swarm_members(image: ImageName, members: &[PagePeer]) -> impl Iterator<Item = SwarmMember> {
+    members.iter().map(move |(host, peer)| SwarmMember {
+        id: vmfork_transfer::HostId(host.get()),
+        peer: Arc::clone(peer),
+        origin: host.get() == image.host,
+    })
+}
