@@ -140,6 +140,28 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
     assert "page" in reason and "h0" in reason, reason
 
 
+@pytest.mark.limit(400)
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_hosts_that_bring_the_same_image_take_it_from_each_other(cluster: Cluster, parent: vmfork.VM) -> None:
+    parent.exec("head -c 60M /dev/urandom > /dev/shm/more", check=True)
+    expected = parent.exec("sha256sum /dev/shm/more", check=True).stdout
+    before = cluster.net.sent(0)
+    hosts_there = ["h1", "h2", "h3"]
+    fork = parent.fork(3, hosts=hosts_there, hydrate_mib_per_s=1000).raise_for_errors()
+    assert {result.host for result in fork.results} == set(hosts_there)
+
+    def missing(clone: vmfork.VM) -> int:
+        return clone.inspect().memory.missing_pages or 0
+
+    eventually(lambda: not any(missing(clone) for clone in fork), 120, "all have all pages")
+    sent = cluster.net.sent(0) - before
+    came = max(clone.inspect().memory.source.peer for clone in fork)
+    assert came > 80 << 20, "the data alone is as much"
+    assert sent < 1.6 * came, f"the parent's host sent {sent >> 20} MiB of the {came >> 20} MiB that each of three needed"
+    for clone in fork:
+        assert clone.exec("sha256sum /dev/shm/more", check=True).stdout == expected
+
+
 #: Asks both ports of a host without a certificate; prints what came of each.
 _STRANGER = """
 import socket, ssl, sys

@@ -60,6 +60,13 @@ class Hosts:
         """What a program of host ``number`` (from 0) is started with."""
         return ["nsenter", f"--net=/run/netns/{self.names[number]}"]
 
+    def sent(self, number: int) -> int:
+        """How many bytes a host has sent to the others."""
+        counter = ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+        # It mounts a /sys that shows the namespace's devices.
+        command = ["ip", "netns", "exec", self.names[number], *counter]
+        return int(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
+
     def cut(self, number: int) -> None:
         """Take its cable out."""
         _ip("-n", self.switch, "link", "set", f"p{number}", "down")
