@@ -35,6 +35,8 @@ mod watch;
 pub use error::{CloseReason, LinkError, ProtocolError};
 pub use link::{AgentInfo, AgentLink, Held, HelloRequest, LinkOptions};
 pub use mux::{Inheritance, MailLimits};
+pub(crate) use request::{Asker, Counted, Lease};
 pub use request::{GuestRequest, Message, RequestId, Responder};
+pub(crate) use room::HostShare;
 pub use room::{HostMail, MailRoom, ROOM_BYTES};
 pub(crate) use watch::{SETTLE, lost};

@@ -1,5 +1,7 @@
 //! What programs in a guest ask of the host (the fork API), and how they are answered.
 
+use std::fmt;
+
 use bytes::Bytes;
 use rustix::io::Errno;
 use tokio::sync::mpsc;
@@ -58,7 +60,8 @@ pub enum GuestRequest {
 
 impl GuestRequest {
     pub(super) fn new(channel: u32, request: Request, commands: &CommandSender) -> Self {
-        let reply = Responder { channel, commands: commands.clone(), answered: false };
+        let way = Way::Link { channel, commands: commands.clone() };
+        let reply = Responder { way, answered: false };
         match request {
             Request::Ticket { count, hierarchical } => {
                 Self::RequestTicket { count, hierarchical, reply }
@@ -68,9 +71,9 @@ impl GuestRequest {
             Request::Kill { ticket } => Self::KillTicket { ticket, reply },
             Request::Exit { vmid, error } => Self::ExitClone { vmid, error, reply },
             Request::Send { vmid, pieces, cost, share } => {
-                let lease = Lease { vmid, cost, commands: commands.clone(), _share: share };
+                let lease = WorkerLease { vmid, cost, commands: commands.clone(), _share: share };
                 let pieces: Vec<Bytes> = pieces.into_iter().map(Bytes::from).collect();
-                Self::Send { vmid, message: Message { pieces, lease: Some(lease) }, reply }
+                Self::Send { vmid, message: Message::held(pieces, Box::new(lease)), reply }
             }
             Request::Receive { ticket, vmid } => Self::Recv { ticket, vmid, reply },
         }
@@ -98,14 +101,35 @@ pub(super) type CommandSender = mpsc::WeakUnboundedSender<Command>;
 /// have gone, and to guests that have, go nowhere.
 #[derive(Debug)]
 pub struct Responder {
-    channel: u32,
-    commands: CommandSender,
+    way: Way,
     answered: bool,
 }
 
+#[derive(Debug)]
+enum Way {
+    /// To the guest of a link.
+    Link { channel: u32, commands: CommandSender },
+    /// To a clone on another host.
+    Away(Box<dyn Asker>),
+}
+
+/// Who asked for a clone on another host: its `sf_exit` and `sf_send` are answered with a value or an error.
+pub(crate) trait Asker: fmt::Debug + Send + Sync {
+    fn answered(&self, answer: Result<u64, RequestError>);
+}
+
 impl Responder {
+    /// Answers a clone on another host.
+    pub(crate) fn to(asker: Box<dyn Asker>) -> Self {
+        Self { way: Way::Away(asker), answered: false }
+    }
+
+    /// On its link; what comes from other hosts never waits, and has no number.
     pub fn id(&self) -> RequestId {
-        RequestId(self.channel)
+        match &self.way {
+            Way::Link { channel, .. } => RequestId(*channel),
+            Way::Away(_) => RequestId(0),
+        }
     }
 
     /// To `Clone` (the number of workers started), `ExitClone` and `Send` (0).
@@ -142,9 +166,20 @@ impl Responder {
     }
 
     fn send(&self, reply: Reply, lease: Option<Lease>) {
-        if let Some(commands) = self.commands.upgrade() {
-            // The link may have closed; then nobody waits.
-            let _ = commands.send(Command::Reply { channel: self.channel, reply, lease });
+        match &self.way {
+            Way::Link { channel, commands } => {
+                if let Some(commands) = commands.upgrade() {
+                    // The link may have closed; then nobody waits.
+                    let _ = commands.send(Command::Reply { channel: *channel, reply, lease });
+                }
+            }
+            Way::Away(asker) => asker.answered(match reply {
+                Reply::Ok { value } => Ok(value),
+                Reply::Error(error) => Err(error),
+                Reply::Ticket { .. } | Reply::Ended { .. } | Reply::Incoming { .. } => {
+                    Err(no_answer())
+                }
+            }),
         }
     }
 }
@@ -152,13 +187,13 @@ impl Responder {
 impl Drop for Responder {
     fn drop(&mut self) {
         if !self.answered {
-            let error = RequestError {
-                errno: Errno::IO.raw_os_error(),
-                message: "the host gave no answer".to_owned(),
-            };
-            self.send(Reply::Error(error), None);
+            self.send(Reply::Error(no_answer()), None);
         }
     }
+}
+
+fn no_answer() -> RequestError {
+    RequestError { errno: Errno::IO.raw_os_error(), message: "the host gave no answer".to_owned() }
 }
 
 /// A message from a worker to its parent, whole. While it lives it counts against what its worker may
@@ -175,6 +210,16 @@ impl Message {
         Self { pieces: vec![bytes.into()], lease: None }
     }
 
+    /// One that counts against somebody as long as `lease` lives.
+    pub(crate) fn held(pieces: Vec<Bytes>, lease: Lease) -> Self {
+        Self { pieces, lease: Some(lease) }
+    }
+
+    /// Its bytes, and what it counts against.
+    pub(crate) fn into_parts(self) -> (Vec<Bytes>, Option<Lease>) {
+        (self.pieces, self.lease)
+    }
+
     pub fn length_bytes(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.len() as u64).sum()
     }
@@ -185,16 +230,23 @@ impl Message {
     }
 }
 
+/// What a message counts against; given back on drop.
+pub(crate) type Lease = Box<dyn Counted>;
+
+pub(crate) trait Counted: fmt::Debug + Send + Sync {}
+
 /// A message's share of its worker's allowance, on the link it came from, and of its parent's room.
 #[derive(Debug)]
-pub(super) struct Lease {
+struct WorkerLease {
     vmid: u32,
     cost: u64,
     commands: CommandSender,
     _share: Share,
 }
 
-impl Drop for Lease {
+impl Counted for WorkerLease {}
+
+impl Drop for WorkerLease {
     fn drop(&mut self) {
         if let Some(commands) = self.commands.upgrade() {
             let _ = commands.send(Command::MailReleased { vmid: self.vmid, cost: self.cost });

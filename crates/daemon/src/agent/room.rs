@@ -49,9 +49,27 @@ impl HostMail {
         self.held_bytes.load(Ordering::Relaxed)
     }
 
+    /// Room for a message of a clone on another host, where it waits for its turn; `None`: there is none.
+    pub(crate) fn hold(&self, bytes: u64) -> Option<HostShare> {
+        self.take(bytes).then(|| HostShare { host: self.clone(), bytes })
+    }
+
     fn take(&self, bytes: u64) -> bool {
         let taken = |held: u64| held.checked_add(bytes).filter(|sum| *sum <= self.bytes_max);
         self.held_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).is_ok()
+    }
+}
+
+/// A part of the host's account; given back on drop.
+#[derive(Debug)]
+pub(crate) struct HostShare {
+    host: HostMail,
+    bytes: u64,
+}
+
+impl Drop for HostShare {
+    fn drop(&mut self) {
+        self.host.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -141,8 +159,19 @@ impl MailRoom {
         self.0.changes.send_replace(());
     }
 
+    /// For which of a ticket's workers the parent waits; `None`: for any.
+    pub(crate) fn wanted(&self, ticket: u64) -> Vec<Option<u32>> {
+        let held = self.0.held();
+        held.wanted.iter().filter(|(of, _)| *of == ticket).map(|(_, worker)| *worker).collect()
+    }
+
+    /// The account of the host that it is on.
+    pub(crate) fn host(&self) -> &HostMail {
+        &self.0.host
+    }
+
     /// Changes whenever something may fit that did not.
-    pub(super) fn changes(&self) -> watch::Receiver<()> {
+    pub(crate) fn changes(&self) -> watch::Receiver<()> {
         self.0.changes.subscribe()
     }
 }

@@ -34,6 +34,12 @@ pub(crate) struct Descriptor {
 pub(crate) struct Order {
     /// By which the sender speaks of it.
     pub(crate) number: u64,
+    /// The parent's ticket that they are of.
+    pub(crate) ticket: Option<u64>,
+    /// Places that were set aside for them.
+    pub(crate) lease: Option<u64>,
+    /// How many books of tickets the sender has begun: those of the clones begin above.
+    pub(crate) books: u64,
     pub(crate) facts: Facts,
     pub(crate) parent: Parent,
     pub(crate) clones: Vec<CloneOrder>,
@@ -184,6 +190,9 @@ mod tests {
         Descriptor {
             order: Order {
                 number: 9,
+                ticket: Some(3),
+                lease: None,
+                books: 7,
                 facts: Facts::of_a_test(64 << 20),
                 parent: Parent {
                     id: "id".to_owned(),

@@ -196,6 +196,7 @@ async fn beat(
         };
         life.member.images.expire(Instant::now(), is_member);
         life.member.tend_sources();
+        life.member.leases.expire(Instant::now());
         if tick.is_multiple_of(MEMORY_TICKS) {
             let arrivals = &life.member.arrivals;
             tokio::task::block_in_place(|| {

@@ -27,6 +27,7 @@ use super::orders::Orders;
 use super::receive::Engines;
 use super::routes::NAMES;
 use super::sources::{PagePeer, Sources};
+use super::tickets::{Leases, Lines};
 use crate::hub::{Core, chain};
 
 /// How long another host may take to say something that it need not work for.
@@ -55,6 +56,10 @@ pub(crate) struct Member {
     pub(super) engines: Engines,
     sources: Sources,
     pub(super) arrivals: Arrivals,
+    /// To the hosts of tickets' parents and clones.
+    pub(super) lines: Lines,
+    /// What is set aside for other hosts' tickets.
+    pub(super) leases: Leases,
     orders: Mutex<Orders>,
     epoch: u64,
     orders_given: AtomicU64,
@@ -96,6 +101,8 @@ impl Member {
             engines: Engines::default(),
             sources: Sources::new(id),
             arrivals: Arrivals::default(),
+            lines: Lines::default(),
+            leases: Leases::default(),
             orders: Mutex::default(),
             epoch: epoch.into(),
             orders_given: AtomicU64::new(0),

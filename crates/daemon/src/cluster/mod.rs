@@ -25,6 +25,7 @@ mod receive;
 mod routes;
 mod server;
 mod sources;
+mod tickets;
 mod working_set;
 
 use std::path::PathBuf;
@@ -43,6 +44,7 @@ use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
 pub(crate) use self::place::{Sending, Share, send};
+pub(crate) use self::tickets::{Abroad, Allotted, Reserved, reserve};
 pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};

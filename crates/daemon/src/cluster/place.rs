@@ -29,6 +29,8 @@ pub(crate) struct Share {
     pub(crate) host: HostId,
     /// By which the order is given up.
     pub(crate) number: u64,
+    /// Places that are set aside there for it.
+    pub(crate) lease: Option<u64>,
     pub(crate) clones: Vec<CloneOrder>,
 }
 
@@ -43,6 +45,9 @@ pub(crate) struct Sending<'a> {
     pub(crate) deadline: Instant,
     pub(crate) hydrate_bytes_per_s: u64,
     pub(crate) given_up: &'a CancellationToken,
+    /// The parent's ticket behind it.
+    pub(crate) ticket: Option<u64>,
+    pub(crate) books: u64,
 }
 
 /// Have other hosts start clones, all at once. → what became of each. A host whose answer is lost, or comes too late, is told to
@@ -63,6 +68,7 @@ pub(crate) async fn send(
         let descriptor = Descriptor {
             order: Order {
                 number: share.number,
+                lease: share.lease,
                 clones: share.clones.clone(),
                 ..descriptor.order.clone()
             },
@@ -95,6 +101,9 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
     let parent = what.parent;
     let order = Order {
         number: 0,
+        ticket: what.ticket,
+        lease: None,
+        books: what.books,
         facts: what.facts.clone(),
         parent: Parent {
             id: parent.id.clone(),
@@ -118,7 +127,7 @@ async fn one(
     descriptor: Descriptor,
     (deadline, given_up): (Instant, &CancellationToken),
 ) -> Vec<CloneResult> {
-    let Share { host, number, clones } = share;
+    let Share { host, number, clones, .. } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
     let peer = match member.peer_of(host, &message) {
         Ok(peer) => peer,

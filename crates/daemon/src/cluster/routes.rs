@@ -7,6 +7,9 @@
 //! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
 //! | `POST /cluster/v1/clones/give-up` | the number of an order: end what it started |
 //! | `…/cluster/v1/guest-images…` | [`super::guest_images`] |
+//! | `POST /cluster/v1/leases` | [`PlacesAsk`] → for how many clones of a ticket room is set aside |
+//! | `POST /cluster/v1/leases/release` | the number of an ask: its room is not needed |
+//! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -28,6 +31,8 @@ use super::member::Beat;
 use super::place::{CLONES, GIVE_UP};
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
+use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
+use crate::admission::ForkAsk;
 use crate::fork;
 use crate::http::ApiError;
 use crate::hub::{BUG, Core, chain, outcome};
@@ -58,11 +63,16 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
     let clones = Router::new()
         .route(CLONES, post(clones))
         .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
+    let letters =
+        Router::new().route(LETTERS, post(letter)).layer(DefaultBodyLimit::max(tickets::BYTES_MAX));
     let members = Router::new()
         .route(HEARTBEAT, post(heartbeat))
         .route(NAMES, get(names))
         .route(GIVE_UP, post(give_up))
         .route(GUEST_IMAGES, post(guest_images::have))
+        .route(LEASES, post(lease))
+        .route(RELEASE, post(release))
+        .merge(letters)
         .merge(clones);
     let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
     let api = cluster.api.get().cloned().unwrap_or_default();
@@ -135,12 +145,7 @@ async fn clones(
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    if life.member.roster.read(|book| book.own_entry().state) != HostState::Active {
-        return Err(ErrorBody::new(ErrorCode::NoCapacity, message)
-            .cause("this host takes no more clones: it drains")
-            .remedy("`vmfork cluster activate` takes it back into use")
-            .into());
-    }
+    check_active(&life, message)?;
     let order = (from, descriptor.order.number);
     let begun = life.member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
@@ -156,8 +161,14 @@ async fn clones(
             source: &|image, pages| member.source(image, pages, from),
         };
         let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
+        let wanted = &descriptor.order;
+        core.begin_books_after(wanted.books);
+        let memory = wanted.lease.and_then(|it| member.leases.take(Instant::now(), from, it));
         let results = match had {
-            Ok(()) => receive::start(here, descriptor, None, None, given_up).await,
+            Ok(()) => {
+                let origin = tickets::begin(member, &core, from, wanted);
+                receive::start(here, descriptor, memory, origin, given_up).await
+            }
             Err(error) => Err(error),
         };
         let started = results.iter().flatten().filter_map(|result| result.id.clone());
@@ -177,6 +188,46 @@ async fn give_up(
     let unwanted = life.member.orders().give_up(Instant::now(), (from, number));
     end_all(&core, &unwanted);
     Ok(Json(()))
+}
+
+async fn lease(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(ask): Json<PlacesAsk>,
+) -> Result<Json<u32>, ApiError> {
+    let message = "make room for another host's clones";
+    let (life, core) = of.parts(message)?;
+    check_active(&life, message)?;
+    let fork = |ask: ForkAsk<'_>| core.admission.fork(ask, false);
+    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, fork)?))
+}
+
+async fn release(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(lease): Json<u64>,
+) -> Result<Json<()>, ApiError> {
+    let (life, _) = of.parts("give another host's room back")?;
+    drop(life.member.leases.take(Instant::now(), from, lease));
+    Ok(Json(()))
+}
+
+async fn letter(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    body: Bytes,
+) -> Result<Json<u64>, ApiError> {
+    let (life, _) = of.parts("hear of a ticket's clones")?;
+    Ok(Json(life.member.lines.on_letter(from, body)?))
+}
+
+fn check_active(life: &Life, message: &str) -> Result<(), ErrorBody> {
+    if life.member.roster.read(|book| book.own_entry().state) == HostState::Active {
+        return Ok(());
+    }
+    Err(ErrorBody::new(ErrorCode::NoCapacity, message)
+        .cause("this host takes no more clones: it drains")
+        .remedy("`vmfork cluster activate` takes it back into use"))
 }
 
 fn end_all(core: &Arc<Core>, ids: &[String]) {

@@ -11,9 +11,11 @@ use vmfork_cluster::allocate::{HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
 use super::brood::{self, Wanted};
+use super::clone::report_failure;
 use super::freeze;
 use super::snapshot::Snapshot;
-use crate::cluster::{CloneOrder, Member, Sending, Share, send};
+use super::tickets::{Event, Origin};
+use crate::cluster::{Abroad, CloneOrder, Member, Reserved, Sending, Share, send};
 use crate::facts::{Facts, Frozen, host};
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
@@ -30,6 +32,8 @@ pub(crate) struct Placement {
     pub(crate) hosts: Option<Vec<String>>,
     /// How fast other hosts get all of the memory; 0: as it is asked for.
     pub(crate) hydrate_bytes_per_s: u64,
+    /// Of a ticket: the places that it has on other hosts.
+    pub(crate) reserved: Arc<[Reserved]>,
 }
 
 /// Who starts how many, decided before the pause.
@@ -43,6 +47,8 @@ pub(super) struct Away {
     unplaced: Option<ErrorBody>,
     machine_type: String,
     hydrate_bytes_per_s: u64,
+    /// Where the numbers of tickets begin that the clones may get.
+    books: u64,
     /// Names that VMs of other hosts have.
     pub(super) taken: HashSet<String>,
 }
@@ -53,6 +59,8 @@ struct Destination {
     host: HostId,
     count: u32,
     number: u64,
+    /// Places that are set aside there for it.
+    lease: Option<u64>,
 }
 
 /// Decide what goes elsewhere; `None`: nothing does.
@@ -109,18 +117,39 @@ pub(super) async fn plan(
     };
     let shares = shares.into_iter().filter(|(id, _)| *id != member.id());
     let shares: Vec<_> = shares
-        .map(|(host, count)| Destination { host, count, number: member.next_order() })
+        .map(|(host, count)| Destination { host, count, number: member.next_order(), lease: None })
         .collect();
     if shares.is_empty() {
         return Ok(None);
     }
-    let failed = |error: &dyn std::error::Error| {
-        ErrorBody::new(ErrorCode::Qemu, message).cause(chain(error))
-    };
-    let machine_type = host::machine_type(machine).await.map_err(|error| failed(&error))?;
-    let taken = member.names_elsewhere().await;
+    let away = Away::to(core, member, machine, (here, shares), message).await?;
     let hydrate_bytes_per_s = placement.hydrate_bytes_per_s;
-    Ok(Some(Away { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, taken }))
+    Ok(Some(Away { unplaced, hydrate_bytes_per_s, ..away }))
+}
+
+/// What of a ticket's clones goes elsewhere: to where it has places. `None`: nothing does.
+///
+/// # Errors
+/// What QEMU plays can't be told.
+pub(super) async fn of_ticket(
+    core: &Core,
+    machine: &Machine,
+    reserved: &[Reserved],
+    count: u32,
+    message: &str,
+) -> Result<Option<Away>, ErrorBody> {
+    let Some(member) = core.cluster.member().filter(|_| !reserved.is_empty()) else {
+        return Ok(None);
+    };
+    let away = reserved.iter().map(|it| it.count).fold(0, u32::saturating_add);
+    let shares = reserved.iter().map(|it| Destination {
+        host: it.host,
+        count: it.count,
+        number: member.next_order(),
+        lease: Some(it.use_it()),
+    });
+    let shares = (count.saturating_sub(away), shares.collect());
+    Away::to(core, member, machine, shares, message).await.map(Some)
 }
 
 /// The hosts that were asked for do not take all clones: why each takes no more.
@@ -154,9 +183,27 @@ pub(super) struct Departure<'a> {
     pub(super) all_or_nothing: bool,
     pub(super) deadline: Instant,
     pub(super) given_up: &'a CancellationToken,
+    /// The ticket behind it.
+    pub(super) origin: Option<&'a Origin>,
 }
 
 impl Away {
+    async fn to(
+        core: &Core,
+        member: Arc<Member>,
+        machine: &Machine,
+        (here, shares): (u32, Vec<Destination>),
+        message: &str,
+    ) -> Result<Self, ErrorBody> {
+        let machine_type = host::machine_type(machine)
+            .await
+            .map_err(|error| ErrorBody::new(ErrorCode::Qemu, message).cause(chain(&error)))?;
+        let taken = member.names_elsewhere().await;
+        let books = core.books();
+        let (unplaced, hydrate_bytes_per_s) = (None, 0);
+        Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books, taken })
+    }
+
     /// Have the clones started that go elsewhere. → what became of each.
     pub(super) async fn start(&self, what: Departure<'_>, wanted: Vec<Wanted>) -> Vec<CloneResult> {
         let Departure { parent, machine, snapshot, .. } = what;
@@ -178,9 +225,10 @@ impl Away {
             }
         }
         let mut kept = kept.into_iter();
-        let shares = self.shares.iter().map(|Destination { host, count, number }| Share {
+        let shares = self.shares.iter().map(|Destination { host, count, number, lease }| Share {
             host: *host,
             number: *number,
+            lease: *lease,
             clones: kept.by_ref().take(*count as usize).collect(),
         });
         let mut shares: Vec<Share> = shares.collect();
@@ -199,8 +247,21 @@ impl Away {
             deadline: what.deadline,
             hydrate_bytes_per_s: self.hydrate_bytes_per_s,
             given_up: what.given_up,
+            ticket: what.origin.map(|origin| origin.ticket),
+            books: self.books,
         };
+        let open = |origin| {
+            let line = |share: &Share| {
+                let vms = share.clones.iter().map(|clone| clone.vmid);
+                Abroad::open(&self.member, share.host, share.number, origin, vms)
+            };
+            shares.iter().map(line).collect::<Vec<_>>()
+        };
+        let abroad = what.origin.map(open).unwrap_or_default();
         results.extend(send(&self.member, sending, shares).await);
+        if let Some(origin) = what.origin {
+            tell(origin, &abroad, &results);
+        }
         results
     }
 
@@ -208,6 +269,21 @@ impl Away {
     pub(super) async fn end(&self) {
         let told = self.shares.iter().map(|it| self.member.give_up(it.host, it.number));
         let _those_that_are_silent = tokio::time::timeout(END_WAIT, join_all(told)).await;
+    }
+}
+
+/// Tell a ticket's desk what became of its clones elsewhere.
+fn tell(origin: &Origin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
+    for CloneResult { vmid, error, .. } in results {
+        let Some(error) = error else {
+            let running = Event::Running { ticket: origin.ticket, vmid: *vmid };
+            let _desk_closed = origin.parent.send(running);
+            continue;
+        };
+        report_failure(Some(origin), *vmid, error);
+        for there in abroad {
+            there.ended(*vmid, error.to_string());
+        }
     }
 }
 

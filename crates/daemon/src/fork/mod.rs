@@ -80,6 +80,7 @@ pub(crate) async fn by_request(
             place: request.place,
             hosts: request.hosts,
             hydrate_bytes_per_s: request.hydrate_mib_per_s.unwrap_or(0).saturating_mul(1 << 20),
+            reserved: Arc::default(),
         },
     };
     run(core, parent, order).await
@@ -214,9 +215,11 @@ async fn carry_out(
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
-    // What a ticket's programs say goes by way of the parent's host: they stay here.
     let away = match order.origin {
-        Some(_) => None,
+        Some(_) => {
+            let reserved = &order.placement.reserved;
+            away::of_ticket(&core, &machine, reserved, requested, &message).await?
+        }
         None => {
             let ask = (&order.placement, requested, order.all_or_nothing);
             away::plan(&core, &parent, &machine, ask, wanted).await?
@@ -271,7 +274,7 @@ async fn carry_out(
         snapshot: Arc::clone(&snapshot),
         began,
         deadline,
-        origin: order.origin,
+        origin: order.origin.clone(),
         given_up: given_up.clone(),
     };
     let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
@@ -286,6 +289,7 @@ async fn carry_out(
             all_or_nothing,
             deadline,
             given_up: &given_up,
+            origin: order.origin.as_ref(),
         };
         away.start(departure, elsewhere).await
     };

@@ -15,6 +15,7 @@ use vmfork_api::ErrorBody;
 use super::Order;
 use crate::admission::{ForkGrant, Loan};
 use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
+use crate::cluster::{Abroad, Allotted, Reserved, reserve};
 use crate::hub::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
 use crate::vm::{End, Vm};
@@ -31,14 +32,18 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 pub(crate) enum Event {
     /// A worker of this VM's tickets asks, in clone `vm`: `sf_exit` and `sf_send` are the parent's affair.
     Worker { ticket: u64, vm: u32, request: GuestRequest },
+    /// How many places there are for a ticket's clones, on all hosts.
+    Allocated { ticket: u64, allotted: Allotted },
     /// A clone is being started.
     Born { ticket: u64, vm: Arc<Vm> },
+    /// The same on another host.
+    Sent { ticket: u64, vm: u32, to: Arc<Abroad> },
     /// A clone runs.
     Running { ticket: u64, vmid: u32 },
     /// A clone has ended.
     Ended { ticket: u64, vmid: u32, reason: String },
-    /// The fork behind an `sf_clone` is over. `unused`: its memory, if nothing was forked.
-    Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Option<ForkGrant> },
+    /// The fork behind an `sf_clone` is over. `unused`: its places, if nothing was forked.
+    Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
 }
 
 /// Which ticket made a clone, and who is told what becomes of it.
@@ -48,6 +53,20 @@ pub(crate) struct Origin {
     pub(crate) parent: mpsc::UnboundedSender<Event>,
     /// Where what its workers send lies until the parent receives it.
     pub(crate) room: MailRoom,
+}
+
+/// Places of a ticket that is granted and not used.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    here: Option<ForkGrant>,
+    away: Arc<[Reserved]>,
+}
+
+/// Where a clone runs.
+#[derive(Debug)]
+enum Whereabouts {
+    Here(Arc<Vm>),
+    Away(Arc<Abroad>),
 }
 
 type Book = TicketBook<Responder, Message>;
@@ -60,12 +79,12 @@ struct Desk {
     /// Set in a clone that a ticket made.
     origin: Option<Origin>,
     epoch: Instant,
-    /// Memory of tickets that are granted and not used.
-    grants: std::collections::HashMap<u64, ForkGrant>,
+    /// Of tickets that are granted and not used.
+    places: std::collections::HashMap<u64, Places>,
     /// When the log said last that a ticket got less than it asked for.
     said_at: Option<Duration>,
     /// Clones by ticket and number.
-    clones: std::collections::HashMap<(u64, u32), Arc<Vm>>,
+    clones: std::collections::HashMap<(u64, u32), Whereabouts>,
     /// Where the messages in `book` lie.
     room: MailRoom,
 }
@@ -88,7 +107,7 @@ pub(crate) fn start(
         events,
         origin,
         epoch: Instant::now(),
-        grants: std::collections::HashMap::new(),
+        places: std::collections::HashMap::new(),
         said_at: None,
         clones: std::collections::HashMap::new(),
         room,
@@ -196,9 +215,14 @@ impl Desk {
                 _ => return,
             },
             Event::Born { ticket, vm } => {
-                self.clones.insert((ticket, vm.identity.vmid), vm);
+                self.clones.insert((ticket, vm.identity.vmid), Whereabouts::Here(vm));
                 return;
             }
+            Event::Sent { ticket, vm, to } => {
+                self.clones.insert((ticket, vm), Whereabouts::Away(to));
+                return;
+            }
+            Event::Allocated { ticket, allotted } => self.allotted(ticket, allotted),
             Event::Running { ticket, vmid } => self.book.vm_running(ticket, vmid),
             Event::Ended { ticket, vmid, reason } => {
                 self.clones.remove(&(ticket, vmid));
@@ -208,7 +232,7 @@ impl Desk {
             Event::Forked { ticket, outcome: Err(refusal), unused } => {
                 // Without an sf_clone that waits, the ticket was killed meanwhile.
                 if self.book.cloner(ticket).is_some() {
-                    self.grants.extend(unused.map(|grant| (ticket, grant)));
+                    self.places.insert(ticket, unused);
                 }
                 self.book.clone_failed(ticket, refusal, self.epoch.elapsed())
             }
@@ -220,40 +244,56 @@ impl Desk {
         for action in actions {
             match action {
                 Action::Answer(reply, answer) => give(reply, answer),
-                Action::Allocate { ticket, vms } => {
-                    let places = self.allocate(ticket, vms);
-                    let actions = self.book.allocated(ticket, places, self.epoch.elapsed());
-                    self.carry_out(actions);
-                }
-                Action::Release { ticket } => drop(self.grants.remove(&ticket)),
+                Action::Allocate { ticket, vms } => self.allocate(ticket, vms),
+                Action::Release { ticket } => drop(self.places.remove(&ticket)),
                 Action::StartClones { ticket, vms } => self.fork(ticket, vms),
-                Action::KillVm { ticket, vmid } => {
-                    if let Some(vm) = self.clones.get(&(ticket, vmid)) {
+                Action::KillVm { ticket, vmid } => match self.clones.get(&(ticket, vmid)) {
+                    Some(Whereabouts::Here(vm)) => {
                         self.core.end(vm, End::exited("its workers have ended"));
                     }
-                }
+                    Some(Whereabouts::Away(abroad)) => abroad.kill(vmid),
+                    None => {}
+                },
             }
         }
     }
 
-    /// How many of `vms` places there are.
-    fn allocate(&mut self, ticket: u64, vms: u32) -> Result<u32, Refusal> {
+    /// Set places aside: what there is here, or on all hosts of the cluster.
+    fn allocate(&mut self, ticket: u64, vms: u32) {
         let message = super::message(&self.vm);
-        match self.core.admission.fork(self.vm.identity.ask(&message, vms, true), false) {
-            Ok(grant) => {
-                if let Some(error) = &grant.refused {
-                    self.say(error);
-                }
-                let places = u32::try_from(grant.clones.len()).unwrap_or(vms);
-                self.grants.insert(ticket, grant);
-                Ok(places)
-            }
-            Err(error) => {
-                self.say(&error);
-                // How full the host is, is no guest's business.
-                Err(Refusal::new(Errno::NOMEM, "there is no room for a clone"))
-            }
+        if let Some(member) = self.core.cluster.member() {
+            let (core, vm, events) =
+                (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
+            tokio::spawn(async move {
+                let allotted = reserve(&core, &member, &vm, vms, &message).await;
+                let _desk_closed = events.send(Event::Allocated { ticket, allotted });
+            });
+            return;
         }
+        let allotted =
+            match self.core.admission.fork(self.vm.identity.ask(&message, vms, true), false) {
+                Ok(mut grant) => {
+                    let refused = grant.refused.take();
+                    Allotted { here: Some(grant), refused, ..Allotted::default() }
+                }
+                Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
+            };
+        let actions = self.allotted(ticket, allotted);
+        self.carry_out(actions);
+    }
+
+    fn allotted(&mut self, ticket: u64, allotted: Allotted) -> Vec<Action<Responder, Message>> {
+        let places = allotted.places();
+        let Allotted { here, away, refused } = allotted;
+        if let Some(error) = &refused {
+            self.say(error);
+        }
+        let actions = self.book.allocated(ticket, Ok(places), self.epoch.elapsed());
+        // Without an answer to give, nobody waits for the ticket any more.
+        if places > 0 && !actions.is_empty() {
+            self.places.insert(ticket, Places { here, away: away.into() });
+        }
+        actions
     }
 
     /// Why a ticket gets less than it asks for, in the log, however often a guest asks.
@@ -267,7 +307,8 @@ impl Desk {
     }
 
     fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {
-        let memory = self.grants.remove(&ticket).map(Loan::new);
+        let Places { here, away } = self.places.remove(&ticket).unwrap_or_default();
+        let memory = here.map(Loan::new);
         let channel = self.book.cloner(ticket).map(|reply| reply.id().0);
         let clones = vms
             .into_iter()
@@ -282,7 +323,10 @@ impl Desk {
             timeout: FORK_TIMEOUT,
             memory: memory.clone(),
             origin: Some(origin),
-            placement: super::Placement::default(),
+            placement: super::Placement {
+                reserved: Arc::clone(&away),
+                ..super::Placement::default()
+            },
         };
         let (core, vm, events) =
             (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
@@ -291,7 +335,7 @@ impl Desk {
                 Ok(_each_was_reported) => Ok(()),
                 Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
             };
-            let unused = memory.and_then(|memory| memory.take());
+            let unused = Places { here: memory.and_then(|memory| memory.take()), away };
             let _desk_closed = events.send(Event::Forked { ticket, outcome, unused });
         });
     }

@@ -224,6 +224,16 @@ impl Core {
         (self.next_book.fetch_add(1, Ordering::Relaxed) << 32) + 1
     }
 
+    /// How many books of tickets have begun.
+    pub(crate) fn books(&self) -> u64 {
+        self.next_book.load(Ordering::Relaxed)
+    }
+
+    /// VMs come that descend from one of a host with so many books: theirs are numbered above.
+    pub(crate) fn begin_books_after(&self, books: u64) {
+        let _before = self.next_book.fetch_max(books, Ordering::Relaxed);
+    }
+
     /// An engine that is in use from now on, until its last holder drops it.
     pub(crate) fn add_engine(&self, engine: &Arc<Engine>) {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,297 @@
+//! Places for clones on other hosts: each host grants what it has, out of its own accounts.
+//!
+//! What is granted is set aside there at once, so two hosts that ask at the same time never get the same memory; it is given
+//! back when it is not used in time.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
+use vmfork_api::ErrorBody;
+use vmfork_cluster::allocate::{Plan, Policy};
+use vmfork_cluster::{HostId, Room};
+
+use crate::admission::{ForkAsk, ForkGrant};
+use crate::cluster::client::CallError;
+use crate::cluster::member::{Member, WORD_WAIT};
+use crate::hub::{Core, chain};
+use crate::tickets::LEASE;
+use crate::vm::Vm;
+
+/// Where places are asked for.
+pub(in crate::cluster) const LEASES: &str = "/cluster/v1/leases";
+/// Where they are given back.
+pub(in crate::cluster) const RELEASE: &str = "/cluster/v1/leases/release";
+/// Beyond what a ticket waits to be used: the way of an order to start clones.
+const GRACE: Duration = Duration::from_secs(30);
+/// How long the guest image may take to come to hosts that lack it, before they are asked for places.
+const IMAGE_WAIT: Duration = Duration::from_secs(120);
+/// Most of one host's at a time.
+const LEASES_MAX: usize = 4096;
+
+/// What a host is asked for.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(in crate::cluster) struct PlacesAsk {
+    /// By which the asker speaks of it. It gives each number once.
+    pub(in crate::cluster) lease: u64,
+    pub(in crate::cluster) parent: String,
+    pub(in crate::cluster) family: String,
+    pub(in crate::cluster) memory_bytes: u64,
+    pub(in crate::cluster) count: u32,
+}
+
+#[derive(Debug)]
+struct Granted {
+    grant: ForkGrant,
+    expires: Instant,
+}
+
+/// What this host has set aside for others, by who asked.
+#[derive(Debug, Default)]
+pub(in crate::cluster) struct Leases(Mutex<HashMap<(HostId, u64), Granted>>);
+
+impl Leases {
+    fn all(&self, now: Instant) -> MutexGuard<'_, HashMap<(HostId, u64), Granted>> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, granted| granted.expires > now);
+        all
+    }
+
+    /// Set aside what fits of an ask, out of what `fork` admits. An ask that comes again gets the same answer. → for how many clones.
+    ///
+    /// # Errors
+    /// Not even one fits.
+    pub(in crate::cluster) fn grant(
+        &self,
+        now: Instant,
+        from: HostId,
+        ask: &PlacesAsk,
+        fork: impl FnOnce(ForkAsk<'_>) -> Result<ForkGrant, ErrorBody>,
+    ) -> Result<u32, ErrorBody> {
+        let mut all = self.all(now);
+        let count = |grant: &ForkGrant| u32::try_from(grant.clones.len()).unwrap_or(u32::MAX);
+        if let Some(granted) = all.get(&(from, ask.lease)) {
+            return Ok(count(&granted.grant));
+        }
+        let message = format!("make room for clones of `{}`", ask.parent);
+        if all.keys().filter(|(asker, _)| *asker == from).count() >= LEASES_MAX {
+            return Err(ErrorBody::new(vmfork_api::ErrorCode::NoCapacity, message)
+                .cause(format!("{LEASES_MAX} tickets of that host wait to be used")));
+        }
+        let grant = fork(ForkAsk {
+            message: &message,
+            family: &ask.family,
+            ram_bytes: ask.memory_bytes,
+            count: ask.count,
+            by_guest: true,
+        })?;
+        let granted = count(&grant);
+        all.insert((from, ask.lease), Granted { grant, expires: now + LEASE + GRACE });
+        Ok(granted)
+    }
+
+    /// What was set aside, for the clones that come now; `None`: it was used, given back, or has expired.
+    pub(in crate::cluster) fn take(
+        &self,
+        now: Instant,
+        from: HostId,
+        lease: u64,
+    ) -> Option<ForkGrant> {
+        self.all(now).remove(&(from, lease)).map(|granted| granted.grant)
+    }
+
+    /// Give back what was not used in time.
+    pub(in crate::cluster) fn expire(&self, now: Instant) {
+        drop(self.all(now));
+    }
+}
+
+/// Places on another host, given back on drop.
+#[derive(Debug)]
+pub(crate) struct Reserved {
+    member: Weak<Member>,
+    pub(crate) host: HostId,
+    pub(crate) count: u32,
+    lease: u64,
+    is_used: AtomicBool,
+}
+
+impl Reserved {
+    /// Its number, for an order that uses it.
+    pub(crate) fn use_it(&self) -> u64 {
+        self.is_used.store(true, Ordering::Relaxed);
+        self.lease
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let Some(member) = self.member.upgrade() else { return };
+        if *self.is_used.get_mut() {
+            return;
+        }
+        let (host, lease) = (self.host, self.lease);
+        tokio::spawn(async move {
+            let Ok(peer) = member.peer_of(host, "give places back") else { return };
+            if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
+                tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
+            }
+        });
+    }
+}
+
+/// Places for the clones of a ticket.
+#[derive(Debug, Default)]
+pub(crate) struct Allotted {
+    pub(crate) here: Option<ForkGrant>,
+    pub(crate) away: Vec<Reserved>,
+    /// Why there are not as many as were asked for.
+    pub(crate) refused: Option<ErrorBody>,
+}
+
+impl Allotted {
+    pub(crate) fn places(&self) -> u32 {
+        let here = self.here.as_ref().map_or(0, |grant| grant.clones.len());
+        let away = self.away.iter().map(|it| it.count).fold(0, u32::saturating_add);
+        away.saturating_add(u32::try_from(here).unwrap_or(u32::MAX))
+    }
+
+    fn add_here(&mut self, mut grant: ForkGrant) {
+        self.refused = grant.refused.take().or(self.refused.take());
+        match &mut self.here {
+            Some(here) => here.clones.append(&mut grant.clones),
+            here => *here = Some(grant),
+        }
+    }
+}
+
+/// Places for `vms` clones of a VM on this and other hosts: as many as there are.
+pub(crate) async fn reserve(
+    core: &Core,
+    member: &Arc<Member>,
+    parent: &Vm,
+    vms: u32,
+    message: &str,
+) -> Allotted {
+    let identity = &parent.identity;
+    let shape = Room {
+        memory_bytes: core.admission.clone_bytes(identity.memory_bytes),
+        vcpus: identity.cpus,
+    };
+    let mut views = member.views(core);
+    let new = |views: &[_]| Plan::new(views, vms, shape, Policy::Spread, Some(member.id()));
+    // Places on hosts that can't have the guest image would be of no use.
+    let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
+    let mut shares = new(&views).next_asks();
+    while matches!(
+        member.give_image(identity, &shares, &mut views, (until, &given_up)).await,
+        Ok(true)
+    ) {
+        shares = new(&views).next_asks();
+    }
+    let mut plan = new(&views);
+    let mut allotted = Allotted::default();
+    loop {
+        let asks = plan.next_asks();
+        if asks.is_empty() {
+            return allotted;
+        }
+        let elsewhere = asks.iter().filter(|(host, _)| *host != member.id());
+        let elsewhere = elsewhere.map(|(host, count)| {
+            let ask = PlacesAsk {
+                lease: member.next_order(),
+                parent: identity.name.clone(),
+                family: identity.family.clone(),
+                memory_bytes: identity.memory_bytes,
+                count: *count,
+            };
+            async move { (*host, lease(member, *host, ask).await) }
+        });
+        for (_, count) in asks.iter().filter(|(host, _)| *host == member.id()) {
+            match core.admission.fork(identity.ask(message, *count, true), false) {
+                Ok(grant) => {
+                    plan.on_granted(member.id(), u32::try_from(grant.clones.len()).unwrap_or(0));
+                    allotted.add_here(grant);
+                }
+                Err(error) => {
+                    plan.on_refused(member.id());
+                    allotted.refused = Some(error);
+                }
+            }
+        }
+        for (host, answer) in join_all(elsewhere).await {
+            match answer {
+                Ok(reserved) => {
+                    plan.on_granted(host, reserved.count);
+                    allotted.away.push(reserved);
+                }
+                Err(error) => {
+                    plan.on_refused(host);
+                    allotted.refused = Some(error.to_body(message));
+                }
+            }
+        }
+    }
+}
+
+async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Reserved, CallError> {
+    let (lease, asked) = (ask.lease, ask.count);
+    // From here on, so that it is given back if its answer is lost.
+    let mut reserved = Reserved {
+        member: Arc::downgrade(member),
+        host,
+        count: 0,
+        lease,
+        is_used: AtomicBool::new(false),
+    };
+    let peer = member
+        .peer_of(host, "ask for places")
+        .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
+    let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
+    reserved.count = granted.min(asked);
+    Ok(reserved)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hub::testing::Host;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn two_that_ask_at_once_never_get_the_same_memory_and_unused_places_come_back() {
+        let host = Host::start().await;
+        let admission = &host.core.admission;
+        let all = admission.admissible_bytes();
+        let each = admission.clone_bytes(8 << 30);
+        let fits = u32::try_from(all / each).expect("few");
+        let leases = Leases::default();
+        let now = Instant::now();
+        let ask = |lease, count| PlacesAsk {
+            lease,
+            parent: "web".to_owned(),
+            family: "f".to_owned(),
+            memory_bytes: 8 << 30,
+            count,
+        };
+        let [one, other] = [1, 2].map(|id| HostId::new(id).expect("not 0"));
+        let grant = |from, lease, count, now| {
+            leases.grant(now, from, &ask(lease, count), |ask| admission.fork(ask, false))
+        };
+        let first = grant(one, 1, 4, now).expect("room");
+        assert_eq!(first, 4);
+        let second = grant(other, 1, 100, now).expect("room");
+        assert!(first + second <= fits, "{first} + {second} > {fits}");
+        grant(one, 2, 1, now).expect_err("full");
+        assert_eq!(grant(one, 1, 4, now).expect("the same again"), 4);
+        assert_eq!(leases.take(now, one, 1).expect("granted").clones.len(), 4);
+        assert!(leases.take(now, one, 1).is_none(), "once");
+        let later = now + LEASE + GRACE;
+        leases.expire(later);
+        assert_eq!(admission.admissible_bytes(), all);
+        assert!(leases.take(later, other, 1).is_none(), "too late");
+    }
+}

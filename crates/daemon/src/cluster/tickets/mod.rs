@@ -1,0 +1,34 @@
+//! Tickets whose clones run on other hosts: places there, and what clones and parent have to say to each other.
+//!
+//! ```text
+//!   parent's host                                          another
+//!   Desk ◄─ events ─ Abroad ── Wire ═══ letters ═══ Wire ── Branch ◄─ events ─ desks and ends of clones
+//!     └── kill, answers ──►                                   └──► answers, ends of VMs
+//! ```
+//!
+//! A line is of one order to start clones: one ticket, one host. What a clone's programs ask (`sf_send`, `sf_exit`) and that it has
+//! ended goes to the parent's host and is the parent's affair there, as if the clone were there; answers, and that it is to
+//! end, come back.
+//!
+//! Promises: what is said comes once and in order, whatever is lost on the way ([`line`]); a host that is silent for 20 s, is no
+//! member any more or has forgotten is lost, and nobody waits for it longer: its clones have failed for who joins; theirs
+//! lose their parent as they would by its end ([`crate::tickets`]).
+//!
+//! A message counts against its worker's allowance, and against a room of its line on its host, until the parent has it; on the
+//! parent's host it counts against what may lie there over all VMs, and is refused where that is full.
+
+mod abroad;
+mod branch;
+mod leases;
+mod letter;
+mod line;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub(crate) use self::abroad::Abroad;
+pub(super) use self::branch::begin;
+pub(crate) use self::leases::{Allotted, Reserved, reserve};
+pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE};
+pub(super) use self::letter::BYTES_MAX;
+pub(super) use self::wire::{LETTERS, Lines};
