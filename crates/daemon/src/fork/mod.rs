@@ -295,8 +295,13 @@ async fn carry_out(
     };
     let (started, departed) = tokio::join!(brood.start(here, granted, all_or_nothing), departed);
     let first = departed.iter().find_map(|result| result.error.clone()).filter(|_| all_or_nothing);
+    // Given up while only some hosts had started theirs: those go, too, here as there.
+    let first = match away.is_some() && given_up.is_cancelled() {
+        true => Some(was_given_up(&message)),
+        false => first,
+    };
     if let Some(away) = &away
-        && (started.is_err() || first.is_some() || given_up.is_cancelled())
+        && (started.is_err() || first.is_some())
     {
         away.end().await;
     }
