@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import vmfork
 
+from harness.cluster import Cluster
 from harness.daemon import Daemon
 from harness.hosts import hosts
 from harness.waits import eventually
-from test_cluster import Cluster
 
 #: Reads a good part of the root disk.
 _READ = "cat /usr/bin/* /usr/lib/x86_64-linux-gnu/*.so* 2>/dev/null | sha256sum"

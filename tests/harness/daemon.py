@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -162,6 +163,17 @@ class Daemon:
         """All that descend from it and live: QEMUs and keepers."""
         assert self.process is not None
         return [process for process in processes.below(self.process.pid) if process.state != "Z"]
+
+    def memfd_bytes(self) -> int:
+        """Memory in the nameless files that its own process has open: the caches of images."""
+        assert self.process is not None
+        found: dict[int, int] = {}
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(link).startswith("/memfd:"):
+                    file = link.stat()
+                    found[file.st_ino] = file.st_blocks * 512
+        return sum(found.values())
 
     def qemu(self, vm: vmfork.VM) -> processes.Process:
         """The QEMU of one VM."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,10 +15,11 @@ import pytest
 NEEDS = ("ip", "nsenter")
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> bytes:
     done = subprocess.run(["ip", *arguments], capture_output=True, timeout=30, check=False)
     if done.returncode != 0:
         raise AssertionError(f"ip {' '.join(arguments)}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
 
 
 class Hosts:
@@ -66,6 +68,12 @@ class Hosts:
         # It mounts a /sys that shows the namespace's devices.
         command = ["ip", "netns", "exec", self.names[number], *counter]
         return int(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
+
+    def received(self, number: int) -> int:
+        """How many bytes a host has got from the others."""
+        (port,) = json.loads(_ip("-n", self.switch, "-s", "-j", "link", "show", "dev", f"p{number}"))
+        count: int = port["stats64"]["tx"]["bytes"]
+        return count
 
     def cut(self, number: int) -> None:
         """Take its cable out."""

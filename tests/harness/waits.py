@@ -40,6 +40,17 @@ def stays(predicate: Callable[[], object], for_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def settles(predicate: Callable[[], object], for_s: float, within_s: float, what: str) -> None:
+    """Fails unless ``predicate`` comes to be true, without a break, during ``for_s``."""
+    end = time.monotonic() + within_s
+    since = None
+    while since is None or time.monotonic() - since < for_s:
+        value = predicate()
+        since = (since or time.monotonic()) if value else None
+        assert since is not None or time.monotonic() < end, f"not within {within_s:g} s: {what} (last: {value!r:.500})"
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def limit(seconds: float, what: str) -> Iterator[None]:
     """Raise :class:`LimitExceeded` inside the block after so long. For the main thread."""

@@ -1,0 +1,122 @@
+"""Hosts of a cluster that die, come back, drain and leave. All tests have the same two of them, which are members again at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import vmfork
+
+from harness.cluster import Cluster, cluster_of
+from harness.waits import eventually
+
+READ = "sha256sum /dev/shm/data"
+
+
+@pytest.fixture(scope="module")
+def made(image: str) -> Iterator[Cluster]:
+    with cluster_of(2, image) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(made: Cluster) -> Iterator[Cluster]:
+    yield made
+    for daemon in made.daemons:
+        if daemon.process is None or daemon.process.poll() is not None:
+            daemon.start()
+    made.settle()
+    made.clear()
+
+
+@pytest.fixture
+def parent(cluster: Cluster, image: str) -> vmfork.VM:
+    """A VM on the first host, with something to remember."""
+    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    vm.exec("head -c 20M /dev/urandom > /dev/shm/data; echo kept > /run/secret; sha256sum /dev/shm/data > /run/sum", check=True)
+    return vm
+
+
+@pytest.mark.limit(180)
+def test_hosts_join_with_a_token_once_drain_and_leave(cluster: Cluster, parent: vmfork.VM) -> None:
+    first, second = cluster.clis
+    token = first.json("cluster", "token")["token"]
+    assert "already" in second("cluster", "join", token, "--address", cluster.address(1), code=1).stderr.decode()
+    second("cluster", "drain")
+    eventually(lambda: cluster.states(first)["h1"] == "draining", 20, "it is known")
+    with parent.fork(2).raise_for_errors() as stay:
+        assert {result.host or "h0" for result in stay.results} == {"h0"}
+    first("cluster", "activate", "h1")
+    second("cluster", "leave")
+    assert second.json("cluster", "ls")["hosts"] == []
+    eventually(lambda: len(first.json("cluster", "ls")["hosts"]) == 1, 20, "it has left")
+    cluster.clients[1].run(parent.inspect().image, name="alone", memory_mib=128)
+    assert "in no cluster" in second("fork", "alone", "--place", "spread", code=1).stderr.decode()
+    assert "h1" in first("fork", "web", "--host", "h1", code=1).stderr.decode()
+    second("cluster", "join", token, "--address", cluster.address(1), "--name", "h1")
+    cluster.settle()
+    second("cluster", "leave")
+    refused = second("cluster", "join", token, "--address", cluster.address(1), "--name", "h1", code=1)
+    assert "token" in refused.stderr.decode()
+    cluster.admit(1)
+    cluster.settle()
+
+
+@pytest.mark.limit(180)
+def test_a_host_whose_daemon_is_started_again_is_a_member_again(cluster: Cluster, parent: vmfork.VM) -> None:
+    parent.fork(2, names=["lost", "stays"], place="spread").raise_for_errors()
+    (lost,) = cluster.vms()["h1"]
+    (stays,) = set(cluster.vms()["h0"]) - {"web"}
+    cluster.daemons[1].kill()
+    # The others go on meanwhile.
+    assert cluster.clients[0].vm(stays).exec("sha256sum -c /run/sum", check=True).exit_code == 0
+    cluster.daemons[1].start()
+    cluster.settle()
+    assert [vm.name for vm in cluster.clients[0].vms() if vm.name == lost] == [], "it ended with its host's daemon"
+    with parent.fork(2, hosts=["h1"]).raise_for_errors() as there:
+        for clone in there:
+            assert clone.exec("sha256sum -c /run/sum", check=True).exit_code == 0
+            assert cluster.clients[1].vm(clone.name).exec("cat /run/secret", check=True).stdout == b"kept\n"
+
+
+@pytest.mark.limit(240)
+def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, parent: vmfork.VM) -> None:
+    expected = parent.exec(READ, check=True).stdout
+    parent.fork(1, names=["independent"], hosts=["h1"], hydrate_mib_per_s=1000).raise_for_errors()
+    # What did not change between the forks is there for both.
+    parent.exec("head -c 20M /dev/urandom > /dev/shm/later", check=True)
+    (lazy,) = parent.fork(1, names=["lazy"], hosts=["h1"]).raise_for_errors()
+    there = cluster.clients[1]
+    eventually(lambda: there.vm("independent").inspect().memory.missing_pages == 0, 60, "all its pages have come")
+    cluster.daemons[0].kill()
+    assert there.vm("independent").exec(READ, check=True).stdout == expected
+    # The other one asks for a page, and is told where that was looked for.
+    with pytest.raises(vmfork.VmforkError):
+        there.vm(lazy.name).exec("sha256sum /dev/shm/later", check=True)
+    eventually(lambda: there.vm(lazy.name).inspect().state is vmfork.VmState.FAILED, 60, "it is stopped")
+    reason = there.vm(lazy.name).inspect().reason or ""
+    assert "page" in reason and "h0" in reason, reason
+
+
+@pytest.mark.limit(240)
+def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, parent: vmfork.VM) -> None:
+    there = cluster.clients[1]
+    data_pages = 20 * 256
+
+    def missing(name: str) -> int:
+        count = there.vm(name).inspect().memory.missing_pages
+        assert count is not None
+        return count
+
+    parent.fork(1, names=["first"], hosts=["h1"]).raise_for_errors()
+    time.sleep(3)
+    at_rest = missing("first")
+    assert at_rest > data_pages, "nobody has asked for the data"
+    there.vm("first").exec("sha256sum -c /run/sum", check=True)
+    there.vm("first").remove(force=True)
+    eventually(lambda: there.host().cache_bytes == 0, 60, "nothing of it is left there")
+    parent.fork(1, names=["second"], hosts=["h1"]).raise_for_errors()
+    before = there.vm("second").inspect()
+    eventually(lambda: missing("second") < at_rest - 0.9 * data_pages, 30, f"what the first one read has come, after {before.memory}")
+    there.vm("second").exec("sha256sum -c /run/sum", check=True)
