@@ -74,7 +74,7 @@ def parent(cluster: Cluster, image: str) -> vmfork.VM:
 def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
     fork = parent.fork(6).raise_for_errors()
-    assert sorted(result.host or "h0" for result in fork.results) == ["h0", "h0", "h1", "h1", "h2", "h2"]
+    assert sorted(str(result.host) for result in fork.results) == ["h0", "h0", "h1", "h1", "h2", "h2"]
     assert sorted(clone.name for clone in fork) == [f"web.{number}" for number in range(1, 7)]
     parent.exec("head -c 20M /dev/zero > /dev/shm/data", check=True)
     for clone in fork:

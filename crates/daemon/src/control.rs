@@ -31,7 +31,7 @@ pub trait Control: SnapshotControl {
     fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail>;
     /// Forget an ended VM; `force` ends it first.
     fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()>;
-    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Vm>;
+    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed>;
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply>;
     /// Start a program. `stdin_base64` and `timeout_ms` of the request are the caller's affair.
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession>;
@@ -99,6 +99,14 @@ pub trait SnapshotControl: Send + Sync + 'static {
     -> Answer<'a, Snapshot>;
     fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo>;
     fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+}
+
+/// A VM that was ended.
+#[derive(Debug)]
+pub struct Killed {
+    pub vm: Vm,
+    /// The hosts that do not answer: what is there of its family goes on.
+    pub missing: Vec<String>,
 }
 
 /// A program that runs in a guest. Dropping `input` hangs it up (SIGHUP).

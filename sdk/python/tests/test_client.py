@@ -260,3 +260,14 @@ def test_models_are_frozen_and_slotted() -> None:
     with pytest.raises(AttributeError):
         result.exit_code = 1  # type: ignore[misc]
     assert not hasattr(result, "__dict__")
+
+
+def test_hosts_that_do_not_answer_are_warned_of(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    daemon.canned = [(200, {"x-vmfork-missing-hosts": "h2,h3"}, b"[]")]
+    with pytest.warns(vmfork.HostsMissing, match="no answer from h2, h3") as caught:
+        assert client.vms() == []
+    assert isinstance(caught[0].message, vmfork.HostsMissing)
+    assert caught[0].message.hosts == ("h2", "h3")
+    assert caught[0].filename == __file__

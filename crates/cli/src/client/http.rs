@@ -28,6 +28,9 @@ use crate::failure::{ApiError, HintExt as _};
 /// Largest document that the daemon may answer with. 10,000 VMs take some 5 MiB.
 const DOCUMENT_BYTES_MAX: usize = 64 << 20;
 
+/// Names the hosts of the cluster whose part an answer lacks.
+const MISSING_HOSTS: &str = "x-vmfork-missing-hosts";
+
 const JSON: &str = "application/json";
 const BYTES: &str = "application/octet-stream";
 
@@ -118,9 +121,33 @@ impl Client<'_> {
         self.call(Method::GET, path, None::<&()>, QUICK).await
     }
 
-    /// The document as it came.
-    pub(crate) async fn get_bytes(&self, path: Query) -> anyhow::Result<Bytes> {
-        self.send(Method::GET, &path, empty(), QUICK).await?.collect().await
+    /// A document that all hosts have a part in, as it came; who did not give theirs is told, with what follows from that.
+    pub(crate) async fn get_of_all(&self, path: Query, so: &str) -> anyhow::Result<Bytes> {
+        let answer = self.send(Method::GET, &path, empty(), QUICK).await?;
+        self.warn_of_missing(&answer, so);
+        answer.collect().await
+    }
+
+    /// [`Client::post`] of what all hosts have a part in, as [`Client::get_of_all`].
+    pub(crate) async fn post_to_all<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        document: &impl Serialize,
+        bound: Duration,
+        so: &str,
+    ) -> anyhow::Result<T> {
+        let body = full(serde_json::to_vec(document)?);
+        let bound = bound.saturating_add(SLACK);
+        let answer = self.send_as(Method::POST, &path, body, Some(JSON), bound).await?;
+        self.warn_of_missing(&answer, so);
+        understood(&path, &answer.collect().await?)
+    }
+
+    fn warn_of_missing(&self, answer: &Answer, so: &str) {
+        if let Some(hosts) = answer.header(MISSING_HOSTS) {
+            let hosts = crate::format::printable(&hosts.replace(',', ", "));
+            self.global.printer.warn(&format!("no answer from {hosts}: {so}"));
+        }
     }
 
     /// `bound`: how long the daemon may take for it by its own rules.
@@ -251,7 +278,7 @@ impl Client<'_> {
     }
 }
 
-fn understood<T: DeserializeOwned>(path: &Query, answer: &[u8]) -> anyhow::Result<T> {
+pub(crate) fn understood<T: DeserializeOwned>(path: &Query, answer: &[u8]) -> anyhow::Result<T> {
     serde_json::from_slice(answer)
         .with_context(|| format!("the daemon's answer to {} is not understood", path.0))
         .hint("`vmfork version` shows whether vmfork and vmforkd are of one version")

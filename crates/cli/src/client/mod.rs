@@ -11,7 +11,7 @@ mod socket;
 
 pub(crate) use connect::{ConnectError, Stream, connect};
 pub(crate) use exec::{ExecEvent, ExecInput, ExecSession, exit_status};
-pub(crate) use http::{Answer, Body, Query, empty, is_not_found, unreachable};
+pub(crate) use http::{Answer, Body, Query, empty, is_not_found, understood, unreachable};
 pub(crate) use socket::{Incoming, Sender, Socket};
 
 use std::time::Duration;

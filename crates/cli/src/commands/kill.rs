@@ -32,7 +32,8 @@ pub(super) async fn run(global: &Global, config: KillConfig) -> anyhow::Result<E
     let bound = QUICK.saturating_add(Duration::from_millis(request.grace_ms));
     let spinner = global.printer.spinner(format!("Ending {}", config.vms.join(" ")));
     let answers = for_each(config.vms, |vm| async move {
-        client.post::<Vm>(Query::new(format!("/v1/vms/{vm}/kill")), request, bound).await
+        let path = Query::new(format!("/v1/vms/{vm}/kill"));
+        client.post_to_all::<Vm>(path, request, bound, "what is there of the family goes on").await
     })
     .await;
     spinner.finish_and_clear();

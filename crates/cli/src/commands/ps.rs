@@ -3,11 +3,14 @@
 use serde::Serialize;
 use vmfork_api::{HostInfo, Vm};
 
-use crate::client::{Client, Query};
+use crate::client::{Client, Query, understood};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, Level};
+
+/// What follows for a list if hosts do not answer.
+pub(super) const MISSING: &str = "VMs there are not shown";
 
 #[derive(Serialize)]
 pub(super) struct VmList {
@@ -16,7 +19,8 @@ pub(super) struct VmList {
 
 pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
     let client = Client::new(global).await?;
-    let vms = list(&client, all).await?;
+    let path = query(all);
+    let vms: Vec<Vm> = understood(&path, &client.get_of_all(path.clone(), MISSING).await?)?;
     let printer = &global.printer;
     if printer.json {
         printer.with_schema(&VmList { vms })?;
@@ -45,8 +49,12 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
 }
 
 pub(super) async fn list(client: &Client<'_>, all: bool) -> anyhow::Result<Vec<Vm>> {
+    client.get(query(all)).await
+}
+
+fn query(all: bool) -> Query {
     let query = Query::new("/v1/vms");
-    client.get(if all { query.with("all", "true") } else { query }).await
+    if all { query.with("all", "true") } else { query }
 }
 
 fn row(vm: &Vm) -> Vec<Field> {

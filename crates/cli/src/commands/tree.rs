@@ -9,7 +9,7 @@ use bytes::Bytes;
 use serde::Deserialize as _;
 use vmfork_api::{SCHEMA, TreeNode, Vm};
 
-use super::ps::{add_snapshots, memory_fields};
+use super::ps::{MISSING, add_snapshots, memory_fields};
 use crate::client::{Client, Query};
 use crate::config::Global;
 use crate::failure::Exit;
@@ -21,7 +21,7 @@ const STACK_BYTES: usize = 256 << 20;
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     let client = Client::new(global).await?;
-    let document = client.get_bytes(Query::new("/v1/tree")).await?;
+    let document = client.get_of_all(Query::new("/v1/tree"), MISSING).await?;
     let text = String::from_utf8(document.to_vec()).context("the daemon's tree is not UTF-8")?;
     let lines = deep(document).await.context("the daemon's tree is not understood")?;
     if global.printer.json {

@@ -224,3 +224,29 @@ fn a_console_without_a_terminal_passes_bytes_through() {
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert_eq!(ran.text(), "login: hi\x1d bye\n");
 }
+
+#[test]
+fn hosts_that_do_not_answer_are_named_apart_from_the_document() {
+    let daemon = FakeDaemon::start();
+    let commands: [&[&str]; 4] =
+        [&["ps"], &["tree"], &["--json", "ps"], &["kill", "--family", "web"]];
+    for args in commands {
+        *daemon.seen.missing.lock().unwrap() = None;
+        let whole = daemon.run(args);
+        assert!(!whole.stderr.contains("warning"), "{args:?}: {whole:?}");
+        *daemon.seen.missing.lock().unwrap() = Some("h2,h3");
+        let part = daemon.run(args);
+        assert_eq!(part.code, Some(0), "{args:?}: {part:?}");
+        let warnings: Vec<_> = part.stderr.lines().filter(|it| it.contains("warning")).collect();
+        assert_eq!(warnings.len(), 1, "{args:?}: {part:?}");
+        assert!(warnings[0].starts_with("warning: no answer from h2, h3: "), "{args:?}: {part:?}");
+        if !args.contains(&"--json") {
+            assert_eq!(part.text(), whole.text(), "{args:?}");
+        } else {
+            let vms = |text: &str| {
+                serde_json::from_str::<serde_json::Value>(text).unwrap()["vms"].clone()
+            };
+            assert_eq!(vms(&part.text())[0]["name"], vms(&whole.text())[0]["name"]);
+        }
+    }
+}

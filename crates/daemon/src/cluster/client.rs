@@ -6,15 +6,17 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::header::{CONTENT_TYPE, HOST, UPGRADE};
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST, UPGRADE};
 use axum::http::uri::PathAndQuery;
 use axum::http::{HeaderValue, Method, StatusCode, Uri};
 use axum::response::Response;
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
+use rustix::net::sockopt;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use serde::Serialize;
@@ -24,6 +26,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use vmfork_api::{ErrorBody, ErrorCode};
 
+use super::relay::{LastWord, relay};
 use crate::http::PASSED_ON;
 use crate::hub::chain;
 
@@ -31,6 +34,11 @@ use crate::hub::chain;
 const CONNECT_WAIT: Duration = Duration::from_secs(2);
 /// Most bytes of an answer that is read as a whole.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// How long a host may be silent on a connection until it is asked whether it is there, how often it is asked, and how many
+/// times. Together they are what a request waits for a host that has vanished.
+const SILENCE: Duration = Duration::from_secs(10);
+const ASK_EVERY: Duration = Duration::from_secs(5);
+const ASKS: u32 = 3;
 
 /// Another host, as one that can be called.
 #[derive(Debug, Clone)]
@@ -53,6 +61,8 @@ pub(crate) enum CallError {
         #[source]
         source: io::Error,
     },
+    #[error("host `{host}` is gone: nothing has been heard of it for a while")]
+    Gone { host: String },
     #[error("host `{host}`: the connection broke off")]
     Broken {
         host: String,
@@ -82,11 +92,31 @@ impl CallError {
             _ => ErrorCode::Host,
         };
         let remedy = match self {
-            Self::Refused { source, .. } => source.remedy.clone(),
+            Self::Refused { host, source } => of_host(host, source.clone()).remedy,
             _ => Some(remedy.to_owned()),
         };
         ErrorBody { code, message: message.into(), cause: Some(chain(self)), remedy }
     }
+}
+
+/// What a host says, for a reader on another one: what it says of itself names it.
+pub(super) fn of_host(host: &str, error: ErrorBody) -> ErrorBody {
+    use ErrorCode::{Host, Internal, NoCapacity, Qemu};
+    if !matches!(error.code, Host | Internal | NoCapacity | Qemu) {
+        return error;
+    }
+    let named = |text: String| format!("on host `{host}`: {text}");
+    let (cause, remedy) = (error.cause.map(named), error.remedy.map(named));
+    ErrorBody { cause, remedy, ..error }
+}
+
+/// Find out that a host has vanished, which would never answer.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, SILENCE)?;
+    sockopt::set_tcp_keepintvl(stream, ASK_EVERY)?;
+    sockopt::set_tcp_keepcnt(stream, ASKS)?;
+    Ok(())
 }
 
 impl Peer {
@@ -103,6 +133,7 @@ impl Peer {
         let connected = timeout(CONNECT_WAIT, async {
             let stream = TcpStream::connect(&self.address).await?;
             stream.set_nodelay(true)?;
+            keep_alive(&stream)?;
             TlsConnector::from(Arc::clone(&self.tls))
                 .connect(self.server_name.clone(), stream)
                 .await
@@ -214,29 +245,89 @@ impl Peer {
         self.call(request, wait).await
     }
 
-    /// Pass a client's request on, and the answer back, also if both go over to another protocol. If the returned response
-    /// is dropped, the host gives up what it does.
+    /// Pass a client's request on, and the answer back, also if both go over to another protocol: until `gone` comes. If the
+    /// returned response is dropped, the host gives up what it does.
     ///
     /// # Errors
-    /// The host can't be reached.
-    pub(crate) async fn pass_on(&self, mut request: Request) -> Result<Response, CallError> {
+    /// The host can't be reached, or is gone before it has answered.
+    pub(crate) async fn pass_on(
+        &self,
+        mut request: Request,
+        mut gone: BoxFuture<'static, ()>,
+    ) -> Result<Response, CallError> {
+        let is_exec = request.uri().path().ends_with("/exec/stream");
+        let message = format!("{} {}", request.method(), request.uri().path());
         request.headers_mut().insert(PASSED_ON, HeaderValue::from_static("1"));
         let upgrades = request.headers().contains_key(UPGRADE);
         let ours = hyper::upgrade::on(&mut request);
+        let lost = CallError::Gone { host: self.name.clone() };
         // How long it takes is between the client and the host.
-        let mut response = self.send(request, Duration::MAX).await?;
+        let mut response = tokio::select! {
+            sent = self.send(request, Duration::MAX) => sent?,
+            () = &mut gone => return Err(lost),
+        };
         if upgrades && response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let theirs = hyper::upgrade::on(&mut response);
+            let last_word = LastWord { error: lost.to_body(message), is_exec };
             tokio::spawn(async move {
                 let Ok((ours, theirs)) = tokio::try_join!(ours, theirs) else { return };
-                let (mut ours, mut theirs) = (TokioIo::new(ours), TokioIo::new(theirs));
-                let _either_ends = tokio::io::copy_bidirectional(&mut ours, &mut theirs).await;
+                relay(TokioIo::new(ours), TokioIo::new(theirs), gone, last_word).await;
             });
+        } else if !response.status().is_success() {
+            return self.refusal(response).await;
         }
         Ok(response.map(Body::new))
+    }
+
+    /// A refusal, as this host's clients can make use of it.
+    async fn refusal(&self, response: Response<Incoming>) -> Result<Response, CallError> {
+        let (mut parts, body) = response.into_parts();
+        let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
+        let what = |error: &dyn std::fmt::Display| error.to_string();
+        let wrong = |what| CallError::Answer { host: self.name.clone(), what };
+        let mut body = body.map_err(|error| wrong(what(&error)))?.to_bytes();
+        if let Ok(error) = serde_json::from_slice(&body) {
+            let error = serde_json::to_vec(&of_host(&self.name, error));
+            body = error.map_err(|error| wrong(what(&error)))?.into();
+        }
+        parts.headers.remove(CONTENT_LENGTH);
+        Ok(Response::from_parts(parts, Body::from(body)))
     }
 }
 
 fn uri(path: &str) -> Uri {
     path.parse().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_host_that_vanishes_is_found_out_within_half_a_minute() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("its address");
+        let stream = TcpStream::connect(address).await.expect("connected");
+        keep_alive(&stream).expect("set");
+        assert!(sockopt::socket_keepalive(&stream).expect("told"));
+        let idle = sockopt::tcp_keepidle(&stream).expect("told");
+        let every = sockopt::tcp_keepintvl(&stream).expect("told");
+        let asks = sockopt::tcp_keepcnt(&stream).expect("told");
+        assert!(idle + every * asks <= Duration::from_secs(30));
+    }
+
+    #[test]
+    fn what_a_host_says_of_itself_names_it_to_readers_elsewhere() {
+        let error = |code| ErrorBody::new(code, "m").cause("no KVM").remedy("`vmfork doctor`");
+        let host = of_host("h1", error(ErrorCode::Host));
+        assert_eq!(host.to_string(), "m: on host `h1`: no KVM");
+        assert_eq!(host.remedy.as_deref(), Some("on host `h1`: `vmfork doctor`"));
+        assert_eq!(of_host("h1", error(ErrorCode::Guest)), error(ErrorCode::Guest));
+        let call = CallError::Refused { host: "h1".to_owned(), source: error(ErrorCode::Host) };
+        let body = call.to_body("start clones");
+        assert_eq!(body.to_string(), "start clones: host `h1`: m: no KVM");
+        assert_eq!(body.remedy.as_deref(), Some("on host `h1`: `vmfork doctor`"));
+    }
 }

@@ -7,6 +7,8 @@
 //!   then     for each image its table and its homes; the device state
 //! ```
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
@@ -60,6 +62,13 @@ pub(crate) struct Parent {
     pub(crate) family: String,
     pub(crate) ancestors: Vec<String>,
     pub(crate) snapshot: Option<String>,
+}
+
+impl Parent {
+    /// The ancestors of its clones: its own, and itself.
+    pub(super) fn line(&self) -> Arc<[String]> {
+        self.ancestors.iter().chain([&self.id]).cloned().collect()
+    }
 }
 
 /// A clone that is wanted.

@@ -1,12 +1,11 @@
 //! This host as a member of a cluster: who the others are, how to call them, what is lent to them and what they hold.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use futures_util::future::join_all;
 use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
@@ -20,12 +19,12 @@ use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgen
 
 use super::arrivals::Arrivals;
 use super::client::Peer;
+use super::finding::There;
 use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
 use super::life::room;
 use super::orders::Orders;
 use super::receive::Engines;
-use super::routes::NAMES;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Leases, Lines};
 use crate::hub::{Core, chain};
@@ -70,7 +69,7 @@ pub(crate) struct Member {
 #[derive(Default)]
 struct Inner {
     page_peers: HashMap<HostId, Arc<vmfork_transfer::Peer>>,
-    /// Where VMs of other hosts were seen last, by name and id.
+    /// Where VMs of other hosts were seen last, by id: of a name another host may have one, too.
     seen: HashMap<String, HostId>,
 }
 
@@ -129,17 +128,6 @@ impl Member {
         self.roster.read(|book| book.own_entry().name.clone())
     }
 
-    /// The other members that are there, as far as is known.
-    pub(super) fn others(&self) -> Vec<Entry> {
-        let now = self.now();
-        self.roster.read(|book| {
-            let is_there = |entry: &&Entry| {
-                entry.id != self.id && book.liveness(entry.id, now) != Liveness::Gone
-            };
-            book.members().filter(is_there).cloned().collect()
-        })
-    }
-
     /// A host, to be called.
     pub(super) fn peer(&self, entry: &Entry) -> Peer {
         Peer {
@@ -184,7 +172,8 @@ impl Member {
 
     /// The page services of the other members that are there, as far as is known.
     fn page_peers(&self) -> Vec<PagePeer> {
-        let others = self.others().into_iter();
+        let There { alive, suspect, gone: _ } = self.there();
+        let others = alive.into_iter().chain(suspect);
         others.filter_map(|entry| Some((entry.id, self.page_peer(entry.id)?))).collect()
     }
 
@@ -204,43 +193,18 @@ impl Member {
     }
 
     /// Remember where a VM is.
-    pub(super) fn saw(&self, vm: &str, host: HostId) {
+    pub(super) fn saw(&self, id: &str, host: HostId) {
         let mut inner = self.inner();
         if inner.seen.len() >= SEEN_MAX {
             inner.seen.clear();
         }
-        inner.seen.insert(vm.to_owned(), host);
+        inner.seen.insert(id.to_owned(), host);
     }
 
-    /// Ask a host whether it has a VM, and others only if it has not.
-    ///
-    /// # Errors
-    /// Several have one of that name.
-    pub(super) async fn host_of(&self, vm: &str) -> Result<Option<Entry>, ErrorBody> {
-        let path = format!("/v1/vms/{vm}");
-        let seen = self.inner().seen.get(vm).copied();
-        let seen = seen.and_then(|host| self.roster.read(|book| book.member(host).cloned()));
-        if let Some(entry) = seen
-            && self.peer(&entry).get(&path, WORD_WAIT).await.is_ok()
-        {
-            return Ok(Some(entry));
-        }
-        let asked = self.others().into_iter().map(|entry| {
-            let (peer, path) = (self.peer(&entry), &path);
-            async move { peer.get(path, WORD_WAIT).await.is_ok().then_some(entry) }
-        });
-        let mut found: Vec<Entry> = join_all(asked).await.into_iter().flatten().collect();
-        if found.len() > 1 {
-            let hosts: Vec<_> = found.iter().map(|entry| entry.name.as_str()).collect();
-            return Err(ErrorBody::new(ErrorCode::Conflict, format!("find VM `{vm}`"))
-                .cause(format!("several hosts have one of that name: {}", hosts.join(", ")))
-                .remedy("name it by its id: `vmfork ps --json` tells"));
-        }
-        let found = found.pop();
-        if let Some(entry) = &found {
-            self.saw(vm, entry.id);
-        }
-        Ok(found)
+    /// Where a VM was seen last, by id.
+    pub(super) fn seen(&self, id: &str) -> Option<Entry> {
+        let host = self.inner().seen.get(id).copied();
+        host.and_then(|host| self.roster.read(|book| book.member(host).cloned()))
     }
 
     /// A number for the next order to another host: one that no life of this daemon has given before.
@@ -291,17 +255,6 @@ impl Member {
             })
         };
         hosts.iter().map(find).collect()
-    }
-
-    /// The names of the VMs of all other hosts that answer soon.
-    pub(crate) async fn names_elsewhere(&self) -> HashSet<String> {
-        let asked = self.others().into_iter().map(|entry| {
-            let peer = self.peer(&entry);
-            async move { peer.get(NAMES, WORD_WAIT).await }
-        });
-        let answers = join_all(asked).await.into_iter().flatten();
-        let lists = answers.filter_map(|body| serde_json::from_slice::<Vec<String>>(&body).ok());
-        lists.flatten().collect()
     }
 
     /// What to tell a member now.

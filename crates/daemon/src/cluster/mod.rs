@@ -13,6 +13,8 @@
 mod arrivals;
 mod client;
 mod descriptor;
+mod family;
+mod finding;
 mod guest_images;
 mod images;
 mod life;
@@ -22,6 +24,7 @@ mod operations;
 mod orders;
 mod place;
 mod receive;
+mod relay;
 mod routes;
 mod server;
 mod sources;
@@ -36,10 +39,11 @@ use axum::extract::Request;
 use axum::response::Response;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
-use vmfork_api::ErrorBody;
+use vmfork_api::{ErrorBody, ErrorCode};
 
 pub(crate) use self::arrivals::Arrival;
 pub(crate) use self::descriptor::CloneOrder;
+pub(crate) use self::family::end_everywhere;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
@@ -127,13 +131,14 @@ impl Elsewhere for Cluster {
         async move {
             let message = format!("{} {}", request.method(), request.uri().path());
             let gone = || {
-                ErrorBody::new(vmfork_api::ErrorCode::NotFound, message.clone())
+                ErrorBody::new(ErrorCode::NotFound, message.clone())
                     .cause("this host is in no cluster any more")
             };
             let member = self.member().ok_or_else(gone)?;
             let id = host.parse().map_err(|_| gone())?;
             let peer = member.peer_of(id, &message)?;
-            peer.pass_on(request).await.map_err(|error| error.to_body(message))
+            let gone = member.until_gone(id);
+            peer.pass_on(request, gone).await.map_err(|error| error.to_body(message))
         }
         .boxed()
     }
@@ -141,14 +146,20 @@ impl Elsewhere for Cluster {
     fn ask_all<'a>(&'a self, path: &'a str) -> BoxFuture<'a, Vec<(String, Answered)>> {
         async move {
             let Some(member) = self.member() else { return Vec::new() };
-            let asked = member.others().into_iter().map(|entry| {
+            let there = member.there();
+            let asked = there.alive.into_iter().chain(there.suspect).map(|entry| {
                 let peer = member.peer(&entry);
                 async move {
                     let answered = peer.get(path, WORD_WAIT).await;
                     (entry.name, answered.map_err(|error| error.to_body(format!("GET {path}"))))
                 }
             });
-            join_all(asked).await
+            let mut all = join_all(asked).await;
+            all.extend(there.gone.into_iter().map(|entry| {
+                let error = ErrorBody::new(ErrorCode::Host, format!("GET {path}"));
+                (entry.name, Err(error.cause("it is gone")))
+            }));
+            all
         }
         .boxed()
     }

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
-use super::client::CallError;
+use super::client::{CallError, of_host};
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::images::{Lender, Sending as Lent};
 use super::member::{Member, WORD_WAIT};
@@ -164,9 +164,9 @@ async fn one(
             .map(|result| {
                 if let Some(id) = &result.id {
                     member.saw(id, host);
-                    member.saw(&result.name, host);
                 }
-                CloneResult { host: Some(peer.name.clone()), ..result }
+                let error = result.error.map(|error| of_host(&peer.name, error));
+                CloneResult { host: Some(peer.name.clone()), error, ..result }
             })
             .collect(),
         Err(error) => {

@@ -78,9 +78,9 @@ pub(super) async fn start(
             .cause(format!("`{name}` is no name of a VM"))
             .remedy(BUG));
     }
-    facts.check_accel(&message, &KvmFacts::gather())?;
-    host::check_qemu(core, &message, &facts).await?;
-    let (shape, _disk) = host::shape_and_disk(core, &message, &facts)?;
+    facts.check_accel(&message, &KvmFacts::gather()).map_err(unlike)?;
+    host::check_qemu(core, &message, &facts).await.map_err(unlike)?;
+    let (shape, _disk) = host::shape_and_disk(core, &message, &facts).map_err(unlike)?;
 
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
     let engine = tokio::task::block_in_place(|| {
@@ -126,7 +126,7 @@ pub(super) async fn start(
     core.pool.want(&shape, core.config.pool as usize);
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     let deadline = began + timeout;
-    host::check_machine(&message, &facts, &mut pending, deadline).await?;
+    host::check_machine(&message, &facts, &mut pending, deadline).await.map_err(unlike)?;
     let state = fork::state::write(&state).map_err(|error| failed(&message, &error))?;
     let lead = fork::state::read(&state).ok().and_then(|state| fork::state::lead_of(&state));
     let snapshot = Snapshot {
@@ -173,7 +173,7 @@ fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
         snapshot: parent.snapshot.clone(),
         family: parent.family.clone(),
         parent: Some((parent.id.clone(), parent.name.clone())),
-        ancestors: parent.ancestors.iter().chain([&parent.id]).cloned().collect(),
+        ancestors: parent.line(),
         vmid: 0,
         accel: facts.accel,
         accel_reason: facts.accel_reason.clone(),
@@ -181,6 +181,16 @@ fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
         memory_bytes: facts.memory_bytes,
         has_agent: facts.inheritance.is_some(),
         created_unix_ms: 0,
+    }
+}
+
+/// This host is not what the VM needs. What the starter of a snapshot may do about that, who forks can't.
+fn unlike(error: ErrorBody) -> ErrorBody {
+    match error.code {
+        ErrorCode::Conflict => error.remedy(
+            "clones go on with the QEMU, the processor and the guest image of the VM's host: `--host` names hosts that have them",
+        ),
+        _ => error,
     }
 }
 
@@ -200,3 +210,24 @@ fn failed(message: &str, error: &dyn std::error::Error) -> ErrorBody {
 
 /// How long a host may take beyond what its clones may: the way there and back.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::facts::{self, Facts};
+
+    #[test]
+    fn who_forks_is_told_nothing_that_only_snapshots_have() {
+        let refused = facts::check_machine("start clones of `web`", "pc-9", "pc-7");
+        let error = unlike(refused.expect_err("another one"));
+        let remedy = error.remedy.as_deref().expect("a remedy");
+        assert!(remedy.contains("`--host`") && !remedy.contains("--force"), "{remedy}");
+        assert!(error.to_string().contains("`pc-9`, this host has `pc-7`"), "{error}");
+        let disk = Facts::of_a_test(1 << 20).check_root("start clones", Some("ff"));
+        let remedy = unlike(disk.expect_err("another one")).remedy.expect("a remedy");
+        assert!(!remedy.contains("snapshot"), "{remedy}");
+        // What the host itself lacks stays as it is said.
+        let host = ErrorBody::new(ErrorCode::Host, "m").remedy("`vmfork doctor`");
+        assert_eq!(unlike(host.clone()), host);
+    }
+}

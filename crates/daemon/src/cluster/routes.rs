@@ -10,6 +10,7 @@
 //! | `POST /cluster/v1/leases` | [`PlacesAsk`] → for how many clones of a ticket room is set aside |
 //! | `POST /cluster/v1/leases/release` | the number of an ask: its room is not needed |
 //! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
+//! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -25,6 +26,7 @@ use vmfork_cluster::{HostState, JoinAnswer, JoinRequest, admit};
 
 use super::Cluster;
 use super::descriptor::{self, Descriptor};
+use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::{Life, room};
 use super::member::Beat;
@@ -68,6 +70,7 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
     let members = Router::new()
         .route(HEARTBEAT, post(heartbeat))
         .route(NAMES, get(names))
+        .route(family::END, post(family::end))
         .route(GIVE_UP, post(give_up))
         .route(GUEST_IMAGES, post(guest_images::have))
         .route(LEASES, post(lease))
@@ -153,6 +156,9 @@ async fn clones(
     // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
     let task = tokio::spawn(async move {
         let member = &life.member;
+        // Dropped last: when it is over, whoever ends the family finds all that came of it.
+        let line = descriptor.order.parent.line();
+        let _under_way = core.registry.fork_begins(line, given_up.clone());
         let here = Here {
             core: &core,
             images: &member.images,

@@ -205,7 +205,7 @@ async fn carry_out(
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let deadline = began + order.timeout;
     // Dropped last: when it is over, whoever ends the family finds all that came of it.
-    let _under_way = core.registry.fork_begins(&parent, given_up.clone());
+    let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
     let message = message(&parent);
     let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
     let one_at_a_time = turn(&parent, wanted).await?;
@@ -313,6 +313,9 @@ async fn carry_out(
         }
         return Err(error);
     }
+    // In a cluster all have a host.
+    let here = core.cluster.member().map(|member| member.name());
+    results.iter_mut().for_each(|result| result.host.clone_from(&here));
     results.extend(departed);
     results.sort_by_key(|result| result.vmid);
     drop(reservation);
@@ -367,7 +370,7 @@ pub(crate) async fn freeze_only(
     let task = tokio::spawn(async move {
         let (began, given_up) = (Instant::now(), CancellationToken::new());
         let deadline = began + timeout;
-        let _under_way = core.registry.fork_begins(&parent, given_up.clone());
+        let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
         let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
         let _one_at_a_time = turn(&parent, wanted).await?;
         let machine = parent.running_machine()?;

@@ -20,18 +20,18 @@ use crate::control::Answer;
 /// Says that another host has passed the request on.
 pub(crate) const PASSED_ON: HeaderName = HeaderName::from_static("x-vmfork-passed-on");
 
-/// Names the hosts whose VMs a list lacks, since they do not answer.
+/// Names the hosts whose part an answer lacks, since they do not answer.
 const MISSING: HeaderName = HeaderName::from_static("x-vmfork-missing-hosts");
 
 /// The other hosts of the cluster, if this one is in any.
 pub trait Elsewhere: Send + Sync + 'static {
-    /// The host that has a VM, by name or id, if another one has it.
+    /// The host that has a VM, by name or id, if another one has it. An error if that can't be told while hosts are silent.
     fn host_of<'a>(&'a self, vm: &'a str) -> Answer<'a, Option<String>>;
     /// Have a host answer a request.
     fn pass_on(&self, host: String, request: Request) -> Answer<'_, Response>;
     /// What this host is called there.
     fn here(&self) -> Option<String>;
-    /// What every other host answers to a GET of this path, with its name.
+    /// What every other host answers to a GET of this path, with its name; those that are gone are not asked.
     fn ask_all<'a>(&'a self, path: &'a str) -> BoxFuture<'a, Vec<(String, Answered)>>;
 }
 
@@ -86,16 +86,16 @@ fn vm_of(path: &str) -> Option<String> {
     vmfork_api::name_is_valid(vm).then(|| vm.to_owned())
 }
 
-/// A list that other hosts may add to, and the names of those that don't answer.
+/// A document that other hosts have a part in, and the names of those that don't answer.
 #[derive(Debug)]
-pub(super) struct Listed<T> {
-    pub(super) list: T,
-    missing: Vec<String>,
+pub(super) struct OfHosts<T> {
+    pub(super) document: T,
+    pub(super) missing: Vec<String>,
 }
 
-impl<T: serde::Serialize> IntoResponse for Listed<T> {
+impl<T: serde::Serialize> IntoResponse for OfHosts<T> {
     fn into_response(self) -> Response {
-        let mut response = axum::Json(self.list).into_response();
+        let mut response = axum::Json(self.document).into_response();
         if let Ok(names) = HeaderValue::from_str(&self.missing.join(","))
             && !self.missing.is_empty()
         {
@@ -111,10 +111,10 @@ async fn with_all<T: serde::de::DeserializeOwned>(
     passed_on: bool,
     path: &str,
     mut list: Vec<T>,
-) -> Listed<Vec<T>> {
+) -> OfHosts<Vec<T>> {
     let mut missing = Vec::new();
     let Some(elsewhere) = app.elsewhere.as_ref().filter(|_| !passed_on) else {
-        return Listed { list, missing };
+        return OfHosts { document: list, missing };
     };
     for (host, answered) in elsewhere.ask_all(path).await {
         let parsed = answered.map_err(|error| error.to_string()).and_then(|body| {
@@ -128,7 +128,7 @@ async fn with_all<T: serde::de::DeserializeOwned>(
             }
         }
     }
-    Listed { list, missing }
+    OfHosts { document: list, missing }
 }
 
 /// The VMs of all hosts.
@@ -137,7 +137,7 @@ pub(super) async fn all_vms(
     passed_on: bool,
     path: &str,
     mut here: Vec<Vm>,
-) -> Listed<Vec<Vm>> {
+) -> OfHosts<Vec<Vm>> {
     name_host(app, &mut here);
     with_all(app, passed_on, path, here).await
 }
@@ -147,12 +147,12 @@ pub(super) async fn all_trees(
     app: &App,
     passed_on: bool,
     mut here: Vec<TreeNode>,
-) -> Listed<Vec<TreeNode>> {
+) -> OfHosts<Vec<TreeNode>> {
     let mut vms = Vec::new();
     here.iter_mut().for_each(|node| each_vm(node, &mut vms));
     name_host(app, vms);
-    let Listed { list, missing } = with_all(app, passed_on, "/v1/tree", here).await;
-    Listed { list: joined(list), missing }
+    let OfHosts { document, missing } = with_all(app, passed_on, "/v1/tree", here).await;
+    OfHosts { document: joined(document), missing }
 }
 
 /// Trees of several hosts as one forest: what was forked on one host from a VM of another hangs below that.

@@ -9,9 +9,10 @@ use vmfork_api::{
 
 use super::App;
 use super::check;
-use super::elsewhere::{self, Listed, PassedOn};
+use super::elsewhere::{self, OfHosts, PassedOn};
 use super::error::ApiError;
 use super::extract::{Body, OptionalBody, Params, VmRef, switch};
+use crate::control::Killed;
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -41,7 +42,7 @@ pub(super) async fn list(
     State(app): State<App>,
     PassedOn(passed_on): PassedOn,
     Params(params): Params<ListParams>,
-) -> Result<Listed<Vec<Vm>>, ApiError> {
+) -> Result<OfHosts<Vec<Vm>>, ApiError> {
     let here = app.control.vms(params.all).await?;
     let path = if params.all { "/v1/vms?all=true" } else { "/v1/vms" };
     Ok(elsewhere::all_vms(&app, passed_on, path, here).await)
@@ -93,7 +94,8 @@ pub(super) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// End a VM. Without a body: at once.
+/// End a VM. Without a body: at once. Where hosts of the cluster do not answer that may have VMs of its family,
+/// `x-vmfork-missing-hosts` names them.
 #[utoipa::path(post, path = "/v1/vms/{vm}/kill", tag = "vms",
     params(("vm" = String, Path, description = "A VM's name or id")),
     request_body = Option<KillRequest>,
@@ -103,9 +105,11 @@ pub(super) async fn kill(
     State(app): State<App>,
     VmRef(vm): VmRef,
     OptionalBody(request): OptionalBody<KillRequest>,
-) -> Result<Json<Vm>, ApiError> {
+) -> Result<OfHosts<Vm>, ApiError> {
     check::kill(&request)?;
-    Ok(Json(app.control.kill(&vm, request).await?))
+    let Killed { mut vm, missing } = app.control.kill(&vm, request).await?;
+    elsewhere::name_host(&app, [&mut vm]);
+    Ok(OfHosts { document: vm, missing })
 }
 
 /// Fork a running VM. What fits is started; the rest is an error of that clone each.
@@ -134,7 +138,7 @@ pub(super) async fn fork(
 pub(super) async fn tree(
     State(app): State<App>,
     PassedOn(passed_on): PassedOn,
-) -> Result<Listed<Vec<TreeNode>>, ApiError> {
+) -> Result<OfHosts<Vec<TreeNode>>, ApiError> {
     let here = app.control.tree().await?;
     Ok(elsewhere::all_trees(&app, passed_on, here).await)
 }

@@ -1,5 +1,6 @@
 //! A VM that boots from an image.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
-use super::{Core, accel_word, chain};
+use super::{Core, Reservation, accel_word, chain};
 use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use crate::metrics::EndReason;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
@@ -63,18 +64,13 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
-    let reservation = match &request.name {
-        Some(name) => core.registry.reserve(&[name]),
-        None => core.registry.reserve_for_image(&request.image),
+    let elsewhere = match core.cluster.member() {
+        Some(member) => member.hosts_of_names().await,
+        None => HashMap::new(),
     };
+    let reservation = name_for(core, &request, &elsewhere)?;
     let Some(name) = reservation.names().first().cloned() else {
-        let taken = request.name.unwrap_or(request.image);
-        return Err(ErrorBody {
-            code: ErrorCode::Conflict,
-            message: format!("run `{taken}`"),
-            cause: Some(format!("there is a VM named `{taken}` already")),
-            remedy: Some(format!("choose another --name, or `vmfork rm -f {taken}`")),
-        });
+        return Err(name_taken(request.name.as_ref().unwrap_or(&request.image), None));
     };
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
@@ -119,6 +115,35 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
             core.end(&vm, End::failed(EndReason::Guest, reason));
             Err(error)
         }
+    }
+}
+
+/// Keep its name, or one made from the image's. `elsewhere`: names that VMs of other hosts have, each with its host's.
+///
+/// # Errors
+/// Another host has a VM of that name.
+fn name_for(
+    core: &Core,
+    request: &RunRequest,
+    elsewhere: &HashMap<String, String>,
+) -> Result<Reservation, ErrorBody> {
+    let Some(name) = &request.name else {
+        let is_taken = |name: &str| elsewhere.contains_key(name);
+        return Ok(core.registry.reserve_for_image(&request.image, is_taken));
+    };
+    match elsewhere.get(name) {
+        Some(host) => Err(name_taken(name, Some(host))),
+        None => Ok(core.registry.reserve(&[name])),
+    }
+}
+
+fn name_taken(name: &str, host: Option<&str>) -> ErrorBody {
+    let place = host.map_or(String::new(), |host| format!(" on host `{host}`"));
+    ErrorBody {
+        code: ErrorCode::Conflict,
+        message: format!("run `{name}`"),
+        cause: Some(format!("there is a VM named `{name}`{place} already")),
+        remedy: Some(format!("choose another --name, or `vmfork rm -f {name}`")),
     }
 }
 

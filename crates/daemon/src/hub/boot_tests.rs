@@ -92,3 +92,19 @@ fn time_for_the_first_boot_command_is_on_top_unless_all_of_it_was_given() {
     let given = Patience::new(Some(Duration::from_secs(7)));
     assert_eq!((given.answer, given.ready), (Duration::from_secs(7), Duration::from_secs(7)));
 }
+
+#[tokio::test]
+async fn a_name_that_another_host_has_is_not_taken() {
+    let host = crate::hub::testing::Host::start().await;
+    let elsewhere = ["web", "debian-1"].map(|name| (name.to_owned(), "h1".to_owned()));
+    let request = |name: Option<&str>| {
+        let request = serde_json::json!({"image": "debian", "name": name});
+        serde_json::from_value(request).expect("a request")
+    };
+    let name = |name| name_for(&host.core, &request(name), &HashMap::from(elsewhere.clone()));
+    let error = name(Some("web")).expect_err("it is taken");
+    assert_eq!(error.code, ErrorCode::Conflict);
+    assert_eq!(error.to_string(), "run `web`: there is a VM named `web` on host `h1` already");
+    assert_eq!(name(Some("other")).expect("free").names(), ["other"]);
+    assert_eq!(name(None).expect("free").names(), ["debian-2"]);
+}

@@ -34,6 +34,7 @@ use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 
 use self::disks::Disks;
+pub(crate) use self::operations::KILL_TIMEOUT;
 pub(crate) use self::registry::{Registry, Reservation};
 use self::tally::Tally;
 use crate::admission::{Admission, Lease};

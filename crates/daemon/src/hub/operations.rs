@@ -13,7 +13,8 @@ use vmfork_api::{
 use vmfork_qemu::probe;
 
 use super::{Core, Hub, boot, chain};
-use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream};
+use crate::cluster::end_everywhere;
+use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
 use crate::fork;
 use crate::vm::{End, Vm};
 
@@ -24,7 +25,7 @@ const STALL: Duration = Duration::from_secs(60);
 /// How often what is left of a family is looked for. Twice is the rule: once to end all, once to find none.
 const KILL_ROUNDS_MAX: u32 = 10;
 /// How long a killed QEMU may take to be gone, or a fork that is given up.
-const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Control for Hub {
     fn has_vm(&self, vm: &str) -> bool {
@@ -174,16 +175,18 @@ impl Control for Hub {
         .boxed()
     }
 
-    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, vmfork_api::Vm> {
+    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed> {
         async move {
             let vm = self.core.registry.find("kill", vm)?;
             let grace = Duration::from_millis(request.grace_ms);
+            let mut missing = Vec::new();
             if request.family {
-                self.core.kill_family(&vm, grace).await?;
+                let family = (vm.identity.id.as_str(), vm.name());
+                missing = end_everywhere(&self.core, family, grace).await?;
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
-            Ok(self.core.summary(&vm, false))
+            Ok(Killed { vm: self.core.summary(&vm, false), missing })
         }
         .boxed()
     }
@@ -309,17 +312,25 @@ impl Core {
         let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
     }
 
-    /// End a VM and all that descends from it, also what is being forked from any of them meanwhile.
+    /// End a VM and all that descends from it on this host, also what is being forked from any of them meanwhile. → how many
+    /// VMs and forks that were.
     ///
     /// # Errors
     /// A fork did not let go: what it had begun to start may be there still.
-    async fn kill_family(self: &Arc<Self>, vm: &Arc<Vm>, grace: Duration) -> Result<(), ErrorBody> {
+    pub(crate) async fn kill_family(
+        self: &Arc<Self>,
+        id: &str,
+        name: &str,
+        grace: Duration,
+    ) -> Result<usize, ErrorBody> {
         let mut grace = Some(grace);
+        let mut ended = 0;
         for _ in 0..KILL_ROUNDS_MAX {
-            let family = self.registry.end_of_family(&vm.identity.id);
+            let family = self.registry.end_of_family(id);
             if family.vms.is_empty() && family.forks.is_empty() {
-                return Ok(());
+                return Ok(ended);
             }
+            ended += family.vms.len() + family.forks.len();
             self.kill_all(&family.vms, grace.take().unwrap_or_default()).await;
             let over = family.forks.iter().map(|fork| fork.cancelled());
             let over = futures_util::future::join_all(over);
@@ -329,7 +340,7 @@ impl Core {
         }
         Err(ErrorBody {
             code: ErrorCode::Timeout,
-            message: format!("kill the family of `{}`", vm.name()),
+            message: format!("kill the family of `{name}`"),
             cause: Some("a fork under way does not come to its end".to_owned()),
             remedy: Some("`vmfork tree` shows what is left of it: kill it again".to_owned()),
         })
@@ -354,7 +365,7 @@ mod tests {
         let host = Host::start().await;
         let web = host.vm("web", None);
         let give_up = CancellationToken::new();
-        let under_way = host.core.registry.fork_begins(&web, give_up.clone());
+        let under_way = host.core.registry.fork_begins(web.identity.line(), give_up.clone());
         let (core, parent) = (Arc::clone(&host.core), Arc::clone(&web));
         let fork = tokio::spawn(async move {
             give_up.cancelled().await;
@@ -365,7 +376,8 @@ mod tests {
             clone.expect("a folder for it")
         });
         let other = host.vm("other", None);
-        host.core.kill_family(&web, Duration::ZERO).await.expect("all ended");
+        let ended = host.core.kill_family("id-web", "web", Duration::ZERO).await;
+        assert_eq!(ended.expect("all ended"), 3, "two VMs and a fork");
         assert!(fork.await.expect("no panic").end_now().is_some());
         assert!(web.end_now().is_some());
         assert!(other.end_now().is_none());

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, NAME_BYTES_MAX, TreeNode};
 
-use crate::vm::{Identity, Vm};
+use crate::vm::Vm;
 
 /// Ended VMs that are remembered; the oldest are forgotten first.
 const ENDED_MAX: usize = 256;
@@ -34,7 +34,8 @@ struct Inner {
 /// A fork under way.
 #[derive(Debug)]
 struct Fork {
-    parent: Identity,
+    /// The VM that is forked, and those that it descends from.
+    line: Arc<[String]>,
     give_up: CancellationToken,
     over: CancellationToken,
 }
@@ -125,11 +126,15 @@ impl Registry {
         self.keep(inner, kept)
     }
 
-    /// Keep a free name made from an image's: `debian-1`.
-    pub(crate) fn reserve_for_image(self: &Arc<Self>, image: &str) -> Reservation {
+    /// Keep a free name made from an image's: `debian-1`, but for those that are taken elsewhere.
+    pub(crate) fn reserve_for_image(
+        self: &Arc<Self>,
+        image: &str,
+        is_taken: impl Fn(&str) -> bool,
+    ) -> Reservation {
         let stem: String = image.chars().take(NAME_BYTES_MAX - 8).collect();
         let inner = self.inner();
-        let names = inner.free_names(1, |number| format!("{stem}-{number}"), |_| false);
+        let names = inner.free_names(1, |number| format!("{stem}-{number}"), is_taken);
         self.keep(inner, names)
     }
 
@@ -239,17 +244,17 @@ impl Registry {
         clones
     }
 
-    /// A fork of `parent` begins. `give_up` is cancelled when it is to be given up for its family's sake.
+    /// A fork begins of the VM that ends this line, here or on another host. `give_up` is cancelled when it is to be given up for its family's sake.
     pub(crate) fn fork_begins(
         self: &Arc<Self>,
-        parent: &Vm,
+        line: Arc<[String]>,
         give_up: CancellationToken,
     ) -> UnderWay {
         let mut inner = self.inner();
         let number = inner.next_fork;
         inner.next_fork += 1;
-        let (parent, over) = (parent.identity.clone(), CancellationToken::new());
-        inner.forks.insert(number, Fork { parent, give_up, over });
+        let over = CancellationToken::new();
+        inner.forks.insert(number, Fork { line, give_up, over });
         drop(inner);
         UnderWay { registry: Arc::clone(self), number }
     }
@@ -262,7 +267,7 @@ impl Registry {
         let inner = self.inner();
         let lives = |vm: &&Arc<Vm>| vm.identity.descends_from(id) && vm.end_now().is_none();
         let vms = inner.vms.values().filter(lives).cloned().collect();
-        let forks = inner.forks.values().filter(|fork| fork.parent.descends_from(id));
+        let forks = inner.forks.values().filter(|fork| fork.line.iter().any(|vm| vm == id));
         let forks = forks.map(|fork| (fork.give_up.clone(), fork.over.clone())).collect::<Vec<_>>();
         drop(inner);
         for (give_up, _) in &forks {
@@ -355,8 +360,8 @@ mod tests {
         let web = vm(folder.path(), "web", None);
         let child = vm(folder.path(), "web.1", Some(&web));
         let tokens = [CancellationToken::new(), CancellationToken::new()];
-        let of_web = registry.fork_begins(&web, tokens[0].clone());
-        let of_child = registry.fork_begins(&child, tokens[1].clone());
+        let of_web = registry.fork_begins(web.identity.line(), tokens[0].clone());
+        let of_child = registry.fork_begins(child.identity.line(), tokens[1].clone());
         // Neither is listed (any more), and what they fork would be.
         let family = registry.end_of_family("id-web.1");
         assert_eq!(tokens.each_ref().map(CancellationToken::is_cancelled), [false, true]);

@@ -62,7 +62,11 @@ async fn carry_out(
     opened.keep_disk(disk);
     tokio::task::block_in_place(|| opened.promise_memory(&core.admission, &message))?;
 
-    let names = Names { wanted, stem: name, count: request.count, taken: None };
+    let taken = match core.cluster.member() {
+        Some(member) => Some(member.names_elsewhere().await),
+        None => None,
+    };
+    let names = Names { wanted, stem: name, count: request.count, taken: taken.as_ref() };
     let (reservation, names) = fork::reserve(core, names, request.all_or_nothing, &message)?;
     let ask = ForkAsk {
         message: &message,

@@ -14,7 +14,7 @@ use vmfork_api::{
     KillRequest, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
 };
 use vmfork_daemon::control::{
-    Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream,
+    Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
 };
 
 /// Bytes of `/big`: more than any buffer on the way.
@@ -219,11 +219,12 @@ impl Control for Fake {
         async move { exists(vm) }.boxed()
     }
 
-    fn kill<'a>(&'a self, name: &'a str, request: KillRequest) -> Answer<'a, Vm> {
+    fn kill<'a>(&'a self, name: &'a str, request: KillRequest) -> Answer<'a, Killed> {
         self.note(format!("kill {name} {} {}", request.grace_ms, request.family));
         async move {
             exists(name)?;
-            Ok(vm(name))
+            let missing = if name == "split" { vec!["h2".into(), "h3".into()] } else { Vec::new() };
+            Ok(Killed { vm: vm(name), missing })
         }
         .boxed()
     }

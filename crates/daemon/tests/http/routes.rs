@@ -113,3 +113,14 @@ async fn metrics_count_requests_by_route_and_status() {
         assert!(text.contains(line), "no `{line}` in\n{text}");
     }
 }
+
+#[tokio::test]
+async fn hosts_that_keep_their_part_of_a_family_are_named() {
+    let daemon = Daemon::start().await;
+    let answer = daemon.post("/v1/vms/split/kill", &json!({"family": true})).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.headers["x-vmfork-missing-hosts"], "h2,h3");
+    assert_eq!(answer.json()["name"], "split");
+    let answer = daemon.post("/v1/vms/web/kill", &json!({"family": true})).await;
+    assert!(!answer.headers.contains_key("x-vmfork-missing-hosts"));
+}

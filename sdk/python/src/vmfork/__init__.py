@@ -76,6 +76,7 @@ from ._snapshot_models import (
     VerifyReply,
 )
 from ._snapshots import Snapshots
+from ._warnings import HostsMissing
 
 __version__ = "0.1.0"
 
@@ -109,6 +110,7 @@ __all__ = [
     "GuestError",
     "HostError",
     "HostInfo",
+    "HostsMissing",
     "Image",
     "InternalError",
     "LostVm",

@@ -170,7 +170,7 @@ class AsyncClient:
             options["content"] = _split(whole)
         with translated(call, self._endpoint, self._timeout):
             response = await self._http.request(call.method, call.path, **options)
-        return call.finish(response.status_code, response.content)
+        return call.finish(response.status_code, response.content, response.headers)
 
     @asynccontextmanager
     async def _stream(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:

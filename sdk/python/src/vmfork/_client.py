@@ -158,7 +158,7 @@ class Client:
         options = request_options(call, self._timeout, content)
         with translated(call, self._endpoint, self._timeout):
             response = self._http.request(call.method, call.path, **options)
-        return call.finish(response.status_code, response.content)
+        return call.finish(response.status_code, response.content, response.headers)
 
     @contextmanager
     def _stream(self, call: Call[Any]) -> Iterator[httpx.Response]:

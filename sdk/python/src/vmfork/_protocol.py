@@ -33,6 +33,7 @@ from ._models import (
     VmDetail,
     VmInfo,
 )
+from ._warnings import warn_of_missing
 
 T = TypeVar("T")
 
@@ -60,9 +61,10 @@ class Call(Generic[T]):
         """The request's body, if it has a JSON one."""
         return None if self.json_body is None else json.dumps(self.json_body).encode()
 
-    def finish(self, status: int, content: bytes) -> T:
+    def finish(self, status: int, content: bytes, headers: Mapping[str, str]) -> T:
         """Read an answer: the model, or the exception that the daemon's error is."""
         if 200 <= status < 300:
+            warn_of_missing(self.what, headers)
             return self.read(content)
         raise self.error(status, content)
 

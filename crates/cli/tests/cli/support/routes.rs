@@ -11,6 +11,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
+use axum::middleware::map_response_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use axum::{Json, Router};
@@ -31,12 +32,19 @@ pub(crate) struct Seen {
     pub(crate) requests: Mutex<Vec<String>>,
     /// Requests whose client left before the answer.
     pub(crate) abandoned: AtomicU64,
+    /// The hosts of the cluster that do not answer.
+    pub(crate) missing: Mutex<Option<&'static str>>,
 }
 
 impl Seen {
     pub(crate) fn new(guest: PathBuf) -> Self {
         std::fs::create_dir(&guest).expect("the guest's folder");
-        Self { guest, requests: Mutex::default(), abandoned: AtomicU64::new(0) }
+        Self {
+            guest,
+            requests: Mutex::default(),
+            abandoned: AtomicU64::new(0),
+            missing: Mutex::default(),
+        }
     }
 
     pub(super) fn note(&self, request: String) {
@@ -196,7 +204,17 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route("/v1/vms/{vm}/logs", get(logs))
         .route("/v1/vms/{vm}/console", get(console))
         .merge(super::snapshots::router())
+        .layer(map_response_with_state(Arc::clone(&seen), name_missing))
         .with_state(seen)
+}
+
+async fn name_missing(State(seen): Shared, mut response: Response) -> Response {
+    let missing = *seen.missing.lock().expect("no panic");
+    if let Some(hosts) = missing {
+        let hosts = hosts.parse().expect("a header");
+        response.headers_mut().insert("x-vmfork-missing-hosts", hosts);
+    }
+    response
 }
 
 async fn list(State(seen): Shared, Query(query): Query<Value>) -> Json<Vec<Vm>> {
