@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import vmfork
-from test_cluster import Cluster
 
-from harness.hosts import hosts
+from harness.cluster import Cluster, cluster_of
 from harness.waits import eventually
 
 PROGRAM = Path(__file__).parent / "guest" / "away.py"
@@ -22,9 +20,7 @@ LOST_S = 45
 
 @pytest.fixture
 def cluster(image: str) -> Iterator[Cluster]:
-    with hosts(2) as net, contextlib.ExitStack() as stack:
-        made = Cluster(net, image, stack)
-        made.join()
+    with cluster_of(2, image) as made:
         yield made
 
 
