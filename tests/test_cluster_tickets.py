@@ -46,7 +46,7 @@ def test_clones_on_all_hosts_answer_and_end_as_if_they_were_here(cluster: Cluste
     assert ends[str(COUNT)], "it ended without sf_exit"
     fork = parent.inspect().last_fork
     assert fork is not None
-    assert sorted(str(clone.host) for clone in fork.clones) == ["None", "None", "h1", "h1"]
+    assert sorted(str(clone.host) for clone in fork.clones) == ["h0", "h0", "h1", "h1"]
     eventually(lambda: clones(cluster) == {}, 20, "the ticket's clones are gone")
     # And once more, by another ticket.
     assert parent.exec(["python3", "/run/away.py", "kill"], timeout_s=120).stdout_text == "killed\n"
