@@ -1,6 +1,5 @@
 //! The part of a fork that goes to other hosts of the cluster.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,8 +48,6 @@ pub(super) struct Away {
     hydrate_bytes_per_s: u64,
     /// Where the numbers of tickets begin that the clones may get.
     books: u64,
-    /// Names that VMs of other hosts have.
-    pub(super) taken: HashSet<String>,
 }
 
 /// A host, how many clones go there, and the number of the order.
@@ -198,10 +195,9 @@ impl Away {
         let machine_type = host::machine_type(machine)
             .await
             .map_err(|error| ErrorBody::new(ErrorCode::Qemu, message).cause(chain(&error)))?;
-        let taken = member.names_elsewhere().await;
         let books = core.books();
         let (unplaced, hydrate_bytes_per_s) = (None, 0);
-        Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books, taken })
+        Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books })
     }
 
     /// Have the clones started that go elsewhere. → what became of each.

@@ -225,11 +225,15 @@ async fn carry_out(
             away::plan(&core, &parent, &machine, ask, wanted).await?
         }
     };
+    let taken = match core.cluster.member() {
+        Some(member) => Some(member.names_elsewhere().await),
+        None => None,
+    };
     let names = Names {
         wanted: order.names.as_deref(),
         stem: parent.name(),
         count: requested,
-        taken: away.as_ref().map(|away| &away.taken),
+        taken: taken.as_ref(),
     };
     let (reservation, names) = reserve(&core, names, order.all_or_nothing, &message)?;
     let all = names.into_iter().zip(order.clones).map(|((name, is_kept), (vmid, ticket))| Wanted {
