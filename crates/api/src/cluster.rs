@@ -55,6 +55,9 @@ pub struct ClusterInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub here: Option<String>,
     pub hosts: Vec<ClusterHost>,
+    /// What is left for the user to do after a call, as a sentence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]

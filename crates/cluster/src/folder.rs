@@ -204,6 +204,14 @@ impl Folder {
         self.write(TOKENS, &tokens.to_json())
     }
 
+    /// Removes the membership in `path`, also one that can't be opened, as [`Folder::remove`] does.
+    ///
+    /// # Errors
+    /// Something can't be removed.
+    pub fn forget(path: impl Into<PathBuf>) -> Result<(), FolderError> {
+        Self { path: path.into() }.remove()
+    }
+
     /// Removes all that was written here, and the folder if nothing else is in it: this host is no member any more.
     ///
     /// # Errors

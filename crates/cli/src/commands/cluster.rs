@@ -39,6 +39,8 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
     };
     if printer.json {
         printer.document(&info)?;
+    } else if let Some(note) = info.note {
+        printer.note(&note);
     } else if info.here.is_none() {
         printer.note("This host is in no cluster: `vmfork cluster init` makes one");
     } else {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Entry, Membership, MergeError, Merged, Now};
+use super::{Entry, MemberError, Membership, MergeError, Merged, Now};
 use crate::id::{HostId, hex, shortened, unhex};
 use crate::room::Room;
 
@@ -203,6 +203,18 @@ impl Membership {
             Vec::new()
         };
         Heartbeat { digest: self.digest, room, entries }
+    }
+
+    /// By which a member learns that it is removed: that of a book in which it has left. It is sent before that is so here,
+    /// as nobody talks to who has left.
+    ///
+    /// # Errors
+    /// It is no member.
+    pub fn heartbeat_of_removal(&self, peer: HostId, now: Now) -> Result<Heartbeat, MemberError> {
+        let mut without = self.clone();
+        without.leave(peer, now)?;
+        let entries = without.entries.values().cloned().collect();
+        Ok(Heartbeat { digest: without.digest, room: None, entries })
     }
 
     fn knows_to_differ(&self, peer: HostId) -> bool {

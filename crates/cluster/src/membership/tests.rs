@@ -478,3 +478,16 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_host_is_told_that_it_is_removed_before_it_is() {
+    let first = book(3);
+    let mut second = book_of(&first, 2);
+    let told = first.heartbeat_of_removal(host(2), at(1)).expect("a member");
+    assert!(first.member(host(2)).is_some(), "it is one until it was told");
+    let (answer, merged) = second.on_heartbeat(host(1), &told, None, at(1)).expect("a member's");
+    assert!(merged.removed && second.has_left());
+    assert_eq!(answer.digest, told.digest, "they agree on who is left");
+    let error = first.heartbeat_of_removal(host(9), at(1)).expect_err("nobody");
+    assert_eq!(error.to_string(), "no host `0000000000000009` in the cluster");
+}

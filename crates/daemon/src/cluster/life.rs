@@ -5,6 +5,8 @@ use std::net::TcpListener as StdListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
@@ -13,8 +15,10 @@ use vmfork_transfer::{PageService, ServiceLimits};
 
 use super::Cluster;
 use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
+use super::places::Callers;
+use super::records::Records;
 use super::routes::{self, HEARTBEAT};
-use super::server::{self, API_PROTOCOL};
+use super::server::{self, API_PROTOCOL, Bounds, Port};
 use crate::hub::{Core, chain};
 
 /// What members speak at the page service's port.
@@ -32,9 +36,10 @@ const FAREWELL: Duration = Duration::from_secs(5);
 pub(super) struct Life {
     pub(super) member: Arc<Member>,
     pub(super) authority: Authority,
-    pub(super) folder: Folder,
+    pub(super) records: Records,
     pub(super) tokens: Mutex<Tokens>,
     service: PageService,
+    pub(super) callers: Arc<Callers>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -97,28 +102,39 @@ impl Life {
         let life = Arc::new(Self {
             member,
             authority: of.authority,
-            folder,
+            records: Records::new(folder),
             tokens: Mutex::new(tokens),
             service,
+            callers: Arc::default(),
             stop,
             tasks: Mutex::default(),
         });
         let routes = routes::of(cluster, &life);
-        let serving = tokio::spawn(server::serve(listener, tls, routes, stopped.clone()));
+        let callers = Arc::clone(&life.callers);
+        let port = Port { tls, routes, callers, bounds: Bounds::default() };
+        let serving = tokio::spawn(server::serve(listener, port, stopped.clone()));
         let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
         *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
         tracing::info!(%id, name = life.member.name(), %address, "member of a cluster");
         Ok(life)
     }
 
-    /// Stop serving and telling.
-    pub(super) async fn end(&self) {
+    /// Stop serving and telling, end all connections, and write nothing more down. → the folder, for the first who asks.
+    pub(super) async fn end(&self) -> Option<Folder> {
         self.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
         for task in tasks {
             let _panicked = task.await;
         }
         tokio::task::block_in_place(|| self.service.stop());
+        self.records.close()
+    }
+
+    /// Say nothing of its own accord any more.
+    #[cfg(test)]
+    pub(super) fn beat_no_more(&self) {
+        let tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.last().expect("both run").abort();
     }
 
     /// Write down who is a member, if that has changed.
@@ -133,25 +149,43 @@ impl Life {
 
     /// Write down who is a member.
     pub(super) fn save(&self) {
-        let book = self.member.roster.read(Clone::clone);
-        if let Err(error) = self.folder.save_members(&book) {
+        if let Err(error) = self.records.save_members(&self.member.roster) {
             tracing::error!("write down the members of the cluster: {}", chain(&error));
         }
     }
 
     /// Tell all others at once that this host has left, as far as they answer soon.
-    pub(super) async fn say_farewell(self: &Arc<Self>) {
+    pub(super) async fn say_farewell(&self) {
         let told = async {
-            while let Some(host) = self.next_due() {
-                self.tell(host, Room::default()).await;
+            let mut told = FuturesUnordered::new();
+            loop {
+                let now = self.member.now();
+                let due = self.member.roster.change(|book| book.due(now, usize::MAX));
+                told.extend(due.into_iter().map(|host| self.tell(host, Room::default())));
+                if told.next().await.is_none() {
+                    break;
+                }
             }
         };
         let _those_that_are_silent_hear_it_from_others = tokio::time::timeout(FAREWELL, told).await;
     }
 
-    fn next_due(&self) -> Option<HostId> {
+    /// Tell a host that it is removed, while it still listens to this one: before that is so in the book.
+    pub(super) async fn say_removed(&self, host: HostId) {
         let now = self.member.now();
-        self.member.roster.change(|book| book.due(now, 1)).pop()
+        let member = &self.member;
+        let heartbeat = member.roster.read(|book| book.heartbeat_of_removal(host, now));
+        let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.peer_of(host, "remove a host")) else {
+            return;
+        };
+        let beat = member.beat(heartbeat);
+        if let Err(error) = peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
+            tracing::warn!(
+                host = peer.name,
+                "it is removed without having been told: {}",
+                chain(&error)
+            );
+        }
     }
 
     /// A heartbeat, and its answer.
@@ -191,9 +225,10 @@ async fn beat(
         let (Some(life), Some(cluster)) = (life.upgrade(), cluster.upgrade()) else { return };
         let Some(core) = cluster.core() else { return };
         let roster = &life.member.roster;
-        let is_member = |host| {
-            HostId::new(host).is_some_and(|id| roster.read(|book| book.member(id).is_some()))
-        };
+        let is_host = |id| roster.read(|book| book.member(id).is_some());
+        let is_member = |host| HostId::new(host).is_some_and(is_host);
+        life.callers.keep(is_host);
+        life.service.keep(is_member);
         life.member.images.expire(Instant::now(), is_member);
         life.member.tend_sources();
         life.member.leases.expire(Instant::now());
@@ -205,7 +240,11 @@ async fn beat(
             });
         }
         let (now, room) = (life.member.now(), room(&core));
-        let due = life.member.roster.change(|book| book.due(now, BEATS_MAX));
+        let due = life.member.roster.change(|book| match book.has_left() {
+            // The farewell's.
+            true => Vec::new(),
+            false => book.due(now, BEATS_MAX),
+        });
         for host in due {
             // One that takes long must not hold up the others.
             let Ok(place) = Arc::clone(&under_way).try_acquire_owned() else { break };

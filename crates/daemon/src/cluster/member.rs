@@ -263,7 +263,8 @@ impl Member {
         self.beat(heartbeat)
     }
 
-    fn beat(&self, heartbeat: Heartbeat) -> Beat {
+    /// A heartbeat, and what goes with it.
+    pub(super) fn beat(&self, heartbeat: Heartbeat) -> Beat {
         let pairs = |names: BTreeSet<ImageName>| {
             names.into_iter().map(|name| (name.host, name.image)).collect()
         };

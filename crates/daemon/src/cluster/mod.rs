@@ -23,22 +23,27 @@ mod member;
 mod operations;
 mod orders;
 mod place;
+mod places;
 mod receive;
+mod records;
 mod relay;
 mod routes;
 mod server;
 mod sources;
+#[cfg(test)]
+mod tests;
 mod tickets;
 mod working_set;
 
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 use axum::Router;
 use axum::extract::Request;
 use axum::response::Response;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
 
 pub(crate) use self::arrivals::Arrival;
@@ -63,6 +68,10 @@ pub struct Cluster {
     life: RwLock<Option<Arc<Life>>>,
     /// One change of what this host is a member of at a time.
     turn: tokio::sync::Mutex<()>,
+    /// Why this host is not the member that it should be, by its folder.
+    hindrance: Mutex<Option<ErrorBody>>,
+    /// The daemon ends: no membership begins any more.
+    stopped: CancellationToken,
     epoch: u32,
 }
 
@@ -88,6 +97,8 @@ impl Cluster {
             core: OnceLock::new(),
             life: RwLock::new(None),
             turn: tokio::sync::Mutex::default(),
+            hindrance: Mutex::default(),
+            stopped: CancellationToken::new(),
             epoch: u32::from_ne_bytes(epoch),
         }
     }
@@ -102,6 +113,10 @@ impl Cluster {
 
     fn life(&self) -> Option<Arc<Life>> {
         self.life.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn hindrance(&self) -> MutexGuard<'_, Option<ErrorBody>> {
+        self.hindrance.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn set_life(&self, life: Option<Arc<Life>>) {

@@ -10,8 +10,8 @@ use vmfork_api::{
 };
 use vmfork_cluster::membership::HostState as Stands;
 use vmfork_cluster::{
-    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinToken, Liveness, Membership, Newcomer,
-    Opened, Tokens,
+    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinToken, Liveness, MemberError,
+    Membership, Newcomer, Opened, Tokens,
 };
 
 use super::Cluster;
@@ -19,51 +19,104 @@ use super::client::Peer;
 use super::life::{Life, room};
 use super::routes::JOIN;
 use crate::control::{Answer, ClusterControl};
-use crate::hub::chain;
+use crate::hub::{chain, outcome};
 
 const TTL_S_DEFAULT: u64 = 3600;
 const TTL_S_MAX: u64 = 7 * 24 * 3600;
 /// How long a member may take to let this host in.
 const JOIN_WAIT: Duration = Duration::from_secs(20);
+/// While a membership can't begin: how long until the next try.
+const BEGIN_AGAIN: Duration = Duration::from_secs(3);
+
+const INIT: &str = "make a cluster";
+const JOINING: &str = "join a cluster";
+const LEAVE: &str = "leave the cluster";
 
 impl Cluster {
-    /// Be what this host was before, if it was a member of a cluster. It goes on without if that can't be, and says so.
+    /// Be what this host was before, if it was a member of a cluster. While that can't be, it goes on without, says why, and
+    /// tries again.
     pub async fn begin(self: &Arc<Self>, api: axum::Router) {
         let _first = self.api.set(api);
-        let _turn = self.turn.lock().await;
-        match Folder::open(&self.folder) {
-            Ok(None) => {}
-            Ok(Some(opened)) if opened.cluster.members.has_left() => self.let_go(opened.folder),
-            Ok(Some(opened)) => match Life::begin(self, opened).await {
-                Ok(life) => self.set_life(Some(life)),
-                Err(error) => {
-                    tracing::error!("this host goes on without its cluster: {}", chain(&error));
-                }
-            },
-            Err(error) => {
-                let remedy = error.remedy().unwrap_or_default();
-                tracing::error!(remedy, "this host goes on without its cluster: {}", chain(&error));
-            }
+        self.begin_every(BEGIN_AGAIN).await;
+    }
+
+    pub(super) async fn begin_every(self: &Arc<Self>, pause: Duration) {
+        if self.has_begun().await {
+            return;
         }
+        let (cluster, stopped) = (Arc::downgrade(self), self.stopped.clone());
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    () = tokio::time::sleep(pause) => {}
+                    () = stopped.cancelled() => return,
+                }
+                let Some(cluster) = cluster.upgrade() else { return };
+                if cluster.has_begun().await {
+                    return;
+                }
+            }
+        });
+    }
+
+    /// Try. → whether there is nothing to try any more.
+    async fn has_begun(self: &Arc<Self>) -> bool {
+        let _turn = self.turn.lock().await;
+        if self.life().is_some() || self.stopped.is_cancelled() {
+            return true;
+        }
+        let hindered = |cause: String, remedy: Option<String>| ErrorBody {
+            code: ErrorCode::Host,
+            message: "be a member of the cluster".to_owned(),
+            cause: Some(cause),
+            remedy: Some(remedy.unwrap_or_else(|| {
+                "put that right: it is tried again every few seconds; or `vmfork cluster leave`"
+                    .to_owned()
+            })),
+        };
+        let hindrance = match Folder::open(&self.folder) {
+            Ok(None) => None,
+            Ok(Some(opened)) if opened.cluster.members.has_left() => {
+                self.let_go(opened.folder);
+                None
+            }
+            Ok(Some(opened)) => match Life::begin(self, opened).await {
+                Ok(life) => {
+                    self.set_life(Some(life));
+                    None
+                }
+                Err(error) => Some(hindered(chain(&error), None)),
+            },
+            Err(error) => Some(hindered(chain(&error), error.remedy())),
+        };
+        let before = std::mem::replace(&mut *self.hindrance(), hindrance.clone());
+        let Some(hindrance) = hindrance else { return true };
+        if before.is_none_or(|before| before.cause != hindrance.cause) {
+            let (cause, remedy) = (hindrance.cause, hindrance.remedy);
+            let (cause, remedy) = (cause.unwrap_or_default(), remedy.unwrap_or_default());
+            tracing::error!(remedy, "this host goes on without its cluster: {cause}");
+        }
+        false
     }
 
     /// Serve other hosts no more: the daemon ends. It stays a member.
     pub async fn stop(&self) {
+        self.stopped.cancel();
         let _turn = self.turn.lock().await;
         if let Some(life) = self.life() {
             self.set_life(None);
-            life.end().await;
+            let _it_stays = life.end().await;
         }
     }
 
     /// Another member has removed this host.
     pub(super) fn was_removed(self: Arc<Self>) {
         tokio::spawn(async move {
-            tracing::warn!("this host was removed from the cluster");
             let _turn = self.turn.lock().await;
             if let Some(life) =
                 self.life().filter(|life| life.member.roster.read(Membership::has_left))
             {
+                tracing::warn!("this host was removed from the cluster by another member");
                 self.end(life).await;
             }
         });
@@ -71,11 +124,8 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
-        life.end().await;
-        match Folder::open(&self.folder) {
-            Ok(Some(opened)) => self.let_go(opened.folder),
-            Ok(None) => {}
-            Err(error) => tracing::warn!("forget the cluster: {}", chain(&error)),
+        if let Some(folder) = life.end().await {
+            self.let_go(folder);
         }
     }
 
@@ -115,7 +165,8 @@ impl Cluster {
 
     fn info(&self) -> ClusterInfo {
         let Some(life) = self.life() else {
-            return ClusterInfo { schema: SCHEMA.to_owned(), here: None, hosts: Vec::new() };
+            let schema = SCHEMA.to_owned();
+            return ClusterInfo { schema, here: None, hosts: Vec::new(), note: None };
         };
         let member = &life.member;
         let now = member.now();
@@ -143,10 +194,21 @@ impl Cluster {
             };
             book.members().map(host).collect()
         });
-        ClusterInfo { schema: SCHEMA.to_owned(), here: Some(member.id.to_string()), hosts }
+        let (schema, here) = (SCHEMA.to_owned(), Some(member.id.to_string()));
+        ClusterInfo { schema, here, hosts, note: None }
+    }
+
+    /// # Errors
+    /// This host is not the member that it should be.
+    fn unhindered(&self, message: &str) -> Result<(), ErrorBody> {
+        match self.hindrance().clone() {
+            None => Ok(()),
+            Some(hindrance) => Err(ErrorBody { message: message.to_owned(), ..hindrance }),
+        }
     }
 
     fn in_one(&self, message: &str) -> Result<Arc<Life>, ErrorBody> {
+        self.unhindered(message)?;
         self.life().ok_or_else(|| {
             ErrorBody::new(ErrorCode::Conflict, message)
                 .cause("this host is in no cluster")
@@ -163,81 +225,126 @@ impl Cluster {
         }
     }
 
-    /// Change what is said of a host, this one if none is named.
-    fn change(
-        &self,
-        message: &str,
-        request: &ClusterHostRequest,
-        change: impl FnOnce(
-            &mut Membership,
-            HostId,
-            vmfork_cluster::Now,
-        ) -> Result<(), vmfork_cluster::MemberError>,
-    ) -> Result<(Arc<Life>, HostId), ErrorBody> {
-        let life = self.in_one(message)?;
+    async fn init(self: Arc<Self>, request: ClusterInitRequest) -> Result<ClusterInfo, ErrorBody> {
+        let _turn = self.turn.lock().await;
+        self.in_none(INIT)?;
+        let name = request.name.unwrap_or_else(host_name);
+        let keys = Keys::init(&name, &request.address)
+            .map_err(|error| ErrorBody::new(ErrorCode::BadRequest, INIT).cause(chain(&error)))?;
+        self.become_member(keys, INIT).await
+    }
+
+    async fn join(self: Arc<Self>, request: ClusterJoinRequest) -> Result<ClusterInfo, ErrorBody> {
+        let _turn = self.turn.lock().await;
+        self.in_none(JOINING)?;
+        let bad = |error: &dyn std::error::Error| {
+            ErrorBody::new(ErrorCode::BadRequest, JOINING).cause(chain(error))
+        };
+        let token: JoinToken = request.token.parse().map_err(|error| bad(&error))?;
+        let name = request.name.unwrap_or_else(host_name);
+        let newcomer =
+            Newcomer::new(token, &name, &request.address).map_err(|error| bad(&error))?;
+        let peer = Peer {
+            name: newcomer.address().to_owned(),
+            address: newcomer.address().to_owned(),
+            server_name: Newcomer::server_name(),
+            tls: newcomer.client().map_err(|error| bad(&error))?,
+        };
+        let answer = peer.ask::<_, JoinAnswer>(JOIN, newcomer.request(), JOIN_WAIT).await;
+        let answer = answer.map_err(|error| error.to_body(JOINING))?;
+        let now = vmfork_cluster::Now { monotonic: Duration::ZERO, unix_s: 0 };
+        let keys = newcomer.finish(&answer, now).map_err(|error| bad(&error))?;
+        self.become_member(keys, JOINING).await
+    }
+
+    async fn leave(self: Arc<Self>, request: ClusterHostRequest) -> Result<ClusterInfo, ErrorBody> {
+        let _turn = self.turn.lock().await;
+        if let Err(hindrance) = self.unhindered(LEAVE) {
+            return self.leave_untold(&request, hindrance);
+        }
+        let life = self.in_one(LEAVE)?;
+        let id = found(&life, &request).map_err(|error| no_host(LEAVE, &error))?;
+        if id != life.member.id {
+            life.say_removed(id).await;
+        }
         let now = life.member.now();
-        let changed = life.member.roster.change(|book| {
-            let id = match &request.host {
-                Some(host) => book.find(host)?.id,
-                None => book.own(),
-            };
-            change(book, id, now).map(|()| id)
+        let left = life.member.roster.change(|book| match book.member(id) {
+            Some(_) => book.leave(id, now),
+            // Somebody else was faster.
+            None => Ok(()),
         });
-        let id = changed.map_err(|error: vmfork_cluster::MemberError| ErrorBody {
-            code: ErrorCode::NotFound,
-            message: message.to_owned(),
-            cause: Some(chain(&error)),
-            remedy: error.remedy().map(ToOwned::to_owned),
-        })?;
+        left.map_err(|error| no_host(LEAVE, &error))?;
         life.save();
-        Ok((life, id))
+        if id == life.member.id {
+            life.say_farewell().await;
+            self.end(life).await;
+        }
+        Ok(self.info())
+    }
+
+    /// Give up a membership that can't begin.
+    fn leave_untold(
+        &self,
+        request: &ClusterHostRequest,
+        hindrance: ErrorBody,
+    ) -> Result<ClusterInfo, ErrorBody> {
+        if request.host.is_some() {
+            return Err(hindrance);
+        }
+        let opened = Folder::open(&self.folder).ok().flatten();
+        let name = opened.map(|opened| opened.cluster.members.own_entry().name.clone());
+        Folder::forget(&self.folder).map_err(|error| {
+            let body = ErrorBody::new(ErrorCode::Host, LEAVE).cause(chain(&error));
+            body.remedy(format!("remove {} by hand", self.folder.display()))
+        })?;
+        *self.hindrance() = None;
+        let note = format!(
+            "The other hosts were not told: `vmfork cluster leave {}` on one of them",
+            name.as_deref().unwrap_or("HOST")
+        );
+        tracing::warn!(note, "this host has left its cluster, as which it could not begin");
+        Ok(ClusterInfo { note: Some(note), ..self.info() })
+    }
+}
+
+/// The host that is named, this one if none is.
+fn found(life: &Life, request: &ClusterHostRequest) -> Result<HostId, MemberError> {
+    life.member.roster.read(|book| match &request.host {
+        Some(host) => book.find(host).map(|entry| entry.id),
+        None => Ok(book.own()),
+    })
+}
+
+fn no_host(message: &str, error: &MemberError) -> ErrorBody {
+    ErrorBody {
+        code: ErrorCode::NotFound,
+        message: message.to_owned(),
+        cause: Some(chain(error)),
+        remedy: error.remedy().map(ToOwned::to_owned),
     }
 }
 
 impl ClusterControl for Arc<Cluster> {
     fn cluster(&self) -> Answer<'_, ClusterInfo> {
-        async { Ok(self.info()) }.boxed()
-    }
-
-    fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo> {
-        async move {
-            let message = "make a cluster";
-            let _turn = self.turn.lock().await;
-            self.in_none(message)?;
-            let name = request.name.unwrap_or_else(host_name);
-            let keys = Keys::init(&name, &request.address).map_err(|error| {
-                ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error))
-            })?;
-            self.become_member(keys, message).await
+        async {
+            self.unhindered("list the hosts of the cluster")?;
+            Ok(self.info())
         }
         .boxed()
+    }
+
+    // Tasks of their own: half a change would leave this host a member of nothing, or others with one that is none.
+
+    fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo> {
+        outcome(tokio::spawn(Arc::clone(self).init(request)), INIT).boxed()
     }
 
     fn join_cluster(&self, request: ClusterJoinRequest) -> Answer<'_, ClusterInfo> {
-        async move {
-            let message = "join a cluster";
-            let _turn = self.turn.lock().await;
-            self.in_none(message)?;
-            let bad = |error: &dyn std::error::Error| {
-                ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(error))
-            };
-            let token: JoinToken = request.token.parse().map_err(|error| bad(&error))?;
-            let name = request.name.unwrap_or_else(host_name);
-            let newcomer =
-                Newcomer::new(token, &name, &request.address).map_err(|error| bad(&error))?;
-            let peer = Peer {
-                name: newcomer.address().to_owned(),
-                address: newcomer.address().to_owned(),
-                server_name: Newcomer::server_name(),
-                tls: newcomer.client().map_err(|error| bad(&error))?,
-            };
-            let answer = peer.ask::<_, JoinAnswer>(JOIN, newcomer.request(), JOIN_WAIT).await;
-            let answer = answer.map_err(|error| error.to_body(message))?;
-            let now = vmfork_cluster::Now { monotonic: Duration::ZERO, unix_s: 0 };
-            let keys = newcomer.finish(&answer, now).map_err(|error| bad(&error))?;
-            self.become_member(keys, message).await
-        }
-        .boxed()
+        outcome(tokio::spawn(Arc::clone(self).join(request)), JOINING).boxed()
+    }
+
+    fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo> {
+        outcome(tokio::spawn(Arc::clone(self).leave(request)), LEAVE).boxed()
     }
 
     fn cluster_token(&self, request: ClusterTokenRequest) -> Answer<'_, ClusterToken> {
@@ -260,26 +367,12 @@ impl ClusterControl for Arc<Cluster> {
             let unix_s = life.member.now().unix_s;
             let token = tokens.issue(&address, issuer, ttl_s, unix_s);
             let token = token.map_err(|error| failed(&error))?;
-            life.folder.save_tokens(&tokens).map_err(|error| failed(&error))?;
+            life.records.save_tokens(&tokens).map_err(|error| failed(&error))?;
             Ok(ClusterToken {
                 schema: SCHEMA.to_owned(),
                 token: token.to_text(),
                 expires_unix_ms: token.expires_unix_s.saturating_mul(1000),
             })
-        }
-        .boxed()
-    }
-
-    fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo> {
-        async move {
-            let _turn = self.turn.lock().await;
-            let leave = |book: &mut Membership, id, now| book.leave(id, now);
-            let (life, id) = self.change("leave the cluster", &request, leave)?;
-            if id == life.member.id {
-                life.say_farewell().await;
-                self.end(life).await;
-            }
-            Ok(self.info())
         }
         .boxed()
     }
@@ -291,10 +384,16 @@ impl ClusterControl for Arc<Cluster> {
     ) -> Answer<'_, ClusterInfo> {
         async move {
             let message = if drain { "drain a host" } else { "take a host back into use" };
-            self.change(message, &request, |book, id, now| match drain {
-                true => book.drain(id, now).map(drop),
-                false => book.activate(id, now).map(drop),
-            })?;
+            let life = self.in_one(message)?;
+            let now = life.member.now();
+            let changed = found(&life, &request).and_then(|id| {
+                life.member.roster.change(|book| match drain {
+                    true => book.drain(id, now),
+                    false => book.activate(id, now),
+                })
+            });
+            changed.map_err(|error| no_host(message, &error))?;
+            life.save();
             Ok(self.info())
         }
         .boxed()

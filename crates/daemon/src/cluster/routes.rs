@@ -102,7 +102,7 @@ async fn join(
             .member
             .roster
             .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
-        (answer, life.folder.save_tokens(&tokens))
+        (answer, life.records.save_tokens(&tokens))
     };
     let answer = answer.map_err(|error| ErrorBody {
         code: ErrorCode::Conflict,

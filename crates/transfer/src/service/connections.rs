@@ -77,6 +77,16 @@ impl Connections {
         }
     }
 
+    /// No reads and writes of those succeed that are no members any more.
+    pub(super) fn keep(&self, is_member: impl Fn(u64) -> bool) {
+        let state = lock(&self.state);
+        let left = |open: &&Open| open.member.is_some_and(|member| !is_member(member));
+        for open in state.open.values().filter(left) {
+            // Fails if the other side was faster.
+            let _ended = open.tcp.shutdown(Shutdown::Both);
+        }
+    }
+
     /// Wait until there are none. → how many there are.
     pub(super) fn wait_ended(&self, timeout: Duration) -> usize {
         let some_left = |state: &mut State| !state.open.is_empty();

@@ -181,6 +181,11 @@ impl PageService {
         self.shared.connections.count()
     }
 
+    /// End the connections of those that are no members any more.
+    pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
+        self.shared.connections.keep(is_member);
+    }
+
     /// Accept no more, and end all connections, also those with an answer under way. → how many are left after
     /// [`ServiceLimits::stop`]: those whose [`Pages`] has not come back yet. They end when it does.
     pub fn stop(&self) -> usize {

@@ -63,6 +63,22 @@ fn a_member_that_is_removed_is_cut_off_in_the_middle() {
 }
 
 #[test]
+fn idle_connections_of_who_left_are_closed_and_others_stay() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    let (peer, other) = (peer_with(&server, &world.client.client), member(&world, &server));
+    read(&peer).expect("a page");
+    let idle = || server.service.connections();
+    assert_eq!(idle(), 2);
+    server.service.keep(|member| member == 1);
+    read(&peer).expect("a member's connection stays");
+    drop(other);
+    wait_until("the other end of it was closed", || idle() == 1);
+    server.service.keep(|member| member != 1);
+    wait_until("it is closed without a request", || idle() == 0);
+}
+
+#[test]
 fn a_host_that_answers_in_anothers_name_is_not_believed() {
     let world = World::new();
     let server = world.serve(3, ServiceLimits::default());

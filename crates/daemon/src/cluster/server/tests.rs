@@ -1,0 +1,140 @@
+use std::net::SocketAddr;
+
+use axum::routing::get;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use vmfork_cluster::{Cluster, JoinToken, Newcomer, Now, Roster, Tokens, admit};
+
+use super::super::client::Peer;
+use super::*;
+
+const LONG: Duration = Duration::from_secs(10);
+
+fn now() -> Now {
+    Now { monotonic: Duration::from_secs(1), unix_s: 1000 }
+}
+
+fn token(of: &Cluster, tokens: &mut Tokens) -> JoinToken {
+    tokens.issue("10.0.0.1:7070", of.identity.fingerprint(), 60, 1000).expect("room")
+}
+
+/// A port of one host, as another member of its cluster calls it.
+struct World {
+    address: SocketAddr,
+    member: Peer,
+    callers: Arc<Callers>,
+    /// For somebody who wants to join.
+    newcomer: Newcomer,
+    stop: watch::Sender<bool>,
+}
+
+async fn world(bounds: Bounds) -> World {
+    let mut first = Cluster::init("a", "10.0.0.1:7070").expect("good");
+    let mut tokens = Tokens::default();
+    let newcomer = Newcomer::new(token(&first, &mut tokens), "b", "10.0.0.2:7070").expect("good");
+    let request = newcomer.request();
+    let admitted = admit(request, &mut tokens, &mut first.members, &first.authority, now());
+    let second = newcomer.finish(&admitted.expect("admitted"), now()).expect("joined");
+    let newcomer = token(&first, &mut tokens);
+    let newcomer = Newcomer::new(newcomer, "c", "10.0.0.3:7070").expect("good");
+    let id = first.identity.host();
+    let tls = |of: Cluster| {
+        Tls::new(of.identity, &of.authority, Roster::new(of.members)).expect("certified")
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let of_members =
+        |axum::Extension(Caller(host)): axum::Extension<Caller>| async move { host.to_string() };
+    let routes = Routes {
+        members: Router::new().route("/", get(of_members)),
+        newcomers: Router::new().route("/", get(|| async { "join" })),
+    };
+    let callers = Arc::new(Callers::default());
+    let (stop, stopped) = watch::channel(false);
+    let port = Port { tls: Arc::new(tls(first)), routes, callers: Arc::clone(&callers), bounds };
+    tokio::spawn(serve(listener, port, stopped));
+    let member = Peer {
+        name: "a".to_owned(),
+        address: address.to_string(),
+        server_name: id.server_name(),
+        tls: tls(second).client(API_PROTOCOL).expect("set up"),
+    };
+    World { address, member, callers, newcomer, stop }
+}
+
+/// One who says nothing.
+async fn silent(address: SocketAddr) -> TcpStream {
+    TcpStream::connect(address).await.expect("a connection")
+}
+
+/// How long a connection is kept open.
+async fn kept(mut stream: impl tokio::io::AsyncRead + Unpin) -> Duration {
+    let began = Instant::now();
+    let _end_or_reset = timeout(LONG, stream.read_to_end(&mut Vec::new())).await.expect("dropped");
+    began.elapsed()
+}
+
+#[tokio::test]
+async fn strangers_are_dropped_in_time() {
+    let bounds = Bounds {
+        handshake: Duration::from_millis(300),
+        join: Duration::from_millis(600),
+        ..Bounds::default()
+    };
+    let world = world(bounds).await;
+    assert!(kept(silent(world.address).await).await >= Duration::from_millis(200));
+    // A newcomer has shaken hands, and says something now and then.
+    let tls = tokio_rustls::TlsConnector::from(world.newcomer.client().expect("set up"));
+    let stream = silent(world.address).await;
+    let mut joins = tls.connect(Newcomer::server_name(), stream).await.expect("it may");
+    joins.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.expect("open");
+    let (read, mut write) = tokio::io::split(joins);
+    let talks = tokio::spawn(async move {
+        while write.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.is_ok() {
+            sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let kept = kept(read).await;
+    assert!((400..3000).contains(&kept.as_millis()), "{kept:?}");
+    talks.abort();
+}
+
+#[tokio::test]
+async fn members_get_in_while_strangers_have_all_their_places() {
+    let bounds = Bounds {
+        members: 1,
+        strangers: 2,
+        patience: Duration::from_millis(100),
+        handshake: LONG * 10,
+        ..Bounds::default()
+    };
+    let world = world(bounds).await;
+    let mut strangers = Vec::new();
+    for _ in 0..6 {
+        strangers.push(silent(world.address).await);
+    }
+    for _ in 0..3 {
+        world.member.get("/", LONG).await.expect("a member gets in");
+    }
+    assert!(kept(strangers.remove(0)).await < LONG, "the first had to make room");
+    world.stop.send_replace(true);
+}
+
+#[tokio::test]
+async fn a_members_connection_ends_when_it_is_none_any_more() {
+    let world = world(Bounds::default()).await;
+    let tls = tokio_rustls::TlsConnector::from(Arc::clone(&world.member.tls));
+    let stream = silent(world.address).await;
+    let server_name = world.member.server_name.clone();
+    let mut idle = tls.connect(server_name, stream).await.expect("a member");
+    idle.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.expect("open");
+    let mut head = [0; 12];
+    idle.read_exact(&mut head).await.expect("an answer");
+    assert_eq!(&head, b"HTTP/1.1 200");
+    world.callers.keep(|_| true);
+    world.callers.keep(|_| false);
+    let mut rest = Vec::new();
+    let early = timeout(Duration::from_millis(100), idle.read_to_end(&mut rest)).await;
+    assert!(early.is_err(), "not at the first look");
+    world.callers.keep(|_| false);
+    assert!(kept(idle).await < Duration::from_secs(5));
+}

@@ -1,0 +1,165 @@
+//! Hosts of one cluster, all in this process, on addresses of the loopback.
+
+use std::net::TcpListener as StdListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use tokio::time::sleep;
+use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, ClusterTokenRequest};
+use vmfork_cluster::{Folder, HostId};
+
+use super::Cluster;
+use crate::control::ClusterControl;
+use crate::hub::testing::{Host, SOON};
+
+static ADDRESSES: AtomicU16 = AtomicU16::new(1);
+
+/// A host that is in no cluster yet.
+struct One {
+    host: Host,
+    address: String,
+}
+
+impl One {
+    async fn start() -> Self {
+        let own = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+        // Tests of other processes have others.
+        let process = std::process::id().to_be_bytes()[3];
+        let address = format!("127.{}.{}.{}:7072", process | 1, own[0], own[1]);
+        Self { host: Host::start().await, address }
+    }
+
+    fn cluster(&self) -> &Arc<Cluster> {
+        &self.host.core.cluster
+    }
+
+    fn id(&self) -> Option<HostId> {
+        self.cluster().member().map(|member| member.id)
+    }
+
+    fn is_in_none(&self) -> bool {
+        self.id().is_none() && !Folder::is_used(&self.cluster().folder)
+    }
+
+    fn knows(&self, id: HostId) -> bool {
+        let member = self.cluster().member().expect("a member");
+        member.roster.read(|book| book.member(id).is_some())
+    }
+
+    async fn stop(&self) {
+        self.cluster().stop().await;
+    }
+}
+
+/// So many members.
+async fn cluster(count: usize) -> Vec<One> {
+    let mut hosts: Vec<One> = Vec::new();
+    for number in 0..count {
+        let host = One::start().await;
+        let (address, name) = (host.address.clone(), Some(format!("h{number}")));
+        match hosts.first() {
+            None => host.cluster().init_cluster(ClusterInitRequest { address, name }).await,
+            Some(first) => {
+                let token = first.cluster().cluster_token(ClusterTokenRequest::default()).await;
+                let token = token.expect("a token").token;
+                host.cluster().join_cluster(ClusterJoinRequest { token, address, name }).await
+            }
+        }
+        .expect("a member");
+        hosts.push(host);
+    }
+    let ids: Vec<HostId> = hosts.iter().filter_map(One::id).collect();
+    for host in &hosts {
+        until("all know all", || ids.iter().all(|id| host.knows(*id))).await;
+    }
+    hosts
+}
+
+async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let give_up = Instant::now() + SOON;
+    while !is_so() {
+        assert!(Instant::now() < give_up, "not in time: {what}");
+        sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Stop a host's daemon; its address takes connections, and answers nothing.
+async fn silence(host: &One) -> StdListener {
+    host.stop().await;
+    StdListener::bind(&host.address).expect("its port is free")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_is_removed_is_told_and_is_in_no_cluster_then() {
+    let hosts = cluster(3).await;
+    let id = hosts[1].id().expect("a member");
+    let connections = hosts[0].cluster().life().expect("a member").callers.end_of(id);
+    let h1 = ClusterHostRequest { host: Some("h1".to_owned()) };
+    let left = hosts[0].cluster().leave_cluster(h1).await.expect("removed");
+    assert_eq!(left.hosts.len(), 2);
+    until("it is in none", || hosts[1].is_in_none()).await;
+    until("its connections have ended", || connections.is_cancelled()).await;
+    until("the third one knows", || !hosts[2].knows(id)).await;
+    // One that can't be told is removed all the same.
+    let _silent = silence(&hosts[2]).await;
+    let h2 = ClusterHostRequest { host: Some("h2".to_owned()) };
+    let left = hosts[0].cluster().leave_cluster(h2).await.expect("removed");
+    assert_eq!(left.hosts.len(), 1);
+    hosts[0].stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_hosts_do_not_keep_others_from_hearing_who_leaves_and_a_leave_ends_whoever_waits() {
+    let mut hosts = cluster(4).await;
+    let leaves = hosts.remove(0);
+    let own = leaves.id().expect("a member");
+    // Of those that are due, lower ids come first.
+    hosts.sort_by_key(One::id);
+    let hears = hosts.pop().expect("three");
+    // It would hear in answer to its own heartbeat.
+    hears.cluster().life().expect("a member").beat_no_more();
+    let mut silent = Vec::new();
+    for host in &hosts {
+        silent.push(silence(host).await);
+    }
+    let began = Instant::now();
+    let leave = leaves.cluster().leave_cluster(ClusterHostRequest::default());
+    assert!(leave.now_or_never().is_none(), "it takes a while; its caller has gone");
+    until("it is told", || !hears.knows(own)).await;
+    assert!(began.elapsed() < Duration::from_millis(1900), "{:?}", began.elapsed());
+    until("it is in none", || leaves.is_in_none()).await;
+    hears.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
+    let host = cluster(1).await.remove(0);
+    let id = host.id();
+    let again = || {
+        let again = Cluster::new(host.cluster().folder.clone());
+        again.set_core(&host.host.core);
+        Arc::new(again)
+    };
+    let in_the_way = silence(&host).await;
+    let daemon = again();
+    daemon.begin_every(Duration::from_millis(20)).await;
+    let error = daemon.cluster().await.expect_err("the port is taken");
+    let cause = error.cause.expect("a cause");
+    assert!(cause.starts_with(&format!("listen for other hosts on {}", host.address)), "{cause}");
+    assert!(error.remedy.expect("a remedy").contains("cluster leave"));
+    drop(in_the_way);
+    until("it is a member again", || daemon.member().map(|member| member.id) == id).await;
+    daemon.cluster().await.expect("a member");
+    daemon.stop().await;
+
+    let _in_the_way = silence(&host).await;
+    let daemon = again();
+    daemon.begin_every(Duration::from_millis(20)).await;
+    let left = daemon.leave_cluster(ClusterHostRequest::default()).await.expect("left");
+    let note = left.note.expect("a note");
+    assert!(note.contains("not told") && note.contains("leave h0"), "{note}");
+    assert!(host.is_in_none());
+    assert!(daemon.cluster().await.expect("in none").hosts.is_empty());
+}
