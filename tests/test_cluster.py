@@ -217,6 +217,15 @@ def test_hosts_that_drain_and_are_asked_for_are_refused_by_name(cluster: Cluster
 
 
 @pytest.mark.limit(120)
+def test_a_family_ends_on_all_hosts(cluster: Cluster, parent: vmfork.VM) -> None:
+    parent.fork(4).raise_for_errors()
+    assert len({vm.inspect().host for vm in cluster.clients[1].vms() if vm.name.startswith("web")}) > 1, "it is on several"
+    cluster.clis[1]("kill", "--family", "web")
+    for client in cluster.clients:
+        eventually(lambda client=client: [vm.name for vm in client.vms() if vm.name.startswith("web")] == [], 30, "no VM of it is left")
+
+
+@pytest.mark.limit(120)
 def test_all_or_nothing_leaves_nothing_on_any_host(cluster: Cluster, parent: vmfork.VM) -> None:
     parent.fork(1, names=["taken"], hosts=["h1"]).raise_for_errors()
     before = cluster.vms()
