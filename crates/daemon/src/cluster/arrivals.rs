@@ -1,7 +1,8 @@
 //! Snapshots of other hosts that VMs here came of: that their pages are still needed, and the memory that those will take.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeSet;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
@@ -14,23 +15,60 @@ use crate::admission::{Admission, Lease};
 /// told to keep the pages ([`super::loans`]).
 #[derive(Debug)]
 pub(crate) struct Arrival {
-    engine: Weak<Engine>,
+    /// The snapshot's own.
     image: Weak<HostImage>,
+    /// The snapshot's, and those of what its VMs were frozen into since.
+    engines: Mutex<Vec<Weak<Engine>>>,
     /// For what is still to come.
     memory: Lease,
     /// All of it has come: its VMs depend on no other host any more.
     is_complete: AtomicBool,
+    /// Bytes per second at which all of it comes; 0: on demand.
+    hydration: AtomicU64,
+    /// Bytes that lacked when it was looked at last.
+    lacked: AtomicU64,
 }
 
 impl Arrival {
-    /// What has come since is used, and needs no promise any more.
-    fn update_promise(&self) {
+    /// A VM that came of it goes on as a view of this engine's image.
+    pub(crate) fn goes_on(&self, engine: &Arc<Engine>) {
+        let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|engine| engine.strong_count() > 0);
+        engines.push(Arc::downgrade(engine));
+    }
+
+    /// All of it is to come at this rate.
+    pub(super) fn hydrate(&self, bytes_per_s: NonZeroU64) {
+        self.hydration.store(bytes_per_s.get(), Ordering::Relaxed);
+        self.engines().iter().for_each(|engine| engine.hydrate(bytes_per_s));
+    }
+
+    fn engines(&self) -> Vec<Arc<Engine>> {
+        let engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// What has come since is used, and needs no promise any more. What was to come, and could not be had, is tried again.
+    fn look(&self) {
         if self.is_complete.load(Ordering::Relaxed) {
             return;
         }
-        let missing = self.image.upgrade().map_or(0, |image| missing_bytes(&image));
-        self.memory.is_enough(missing);
-        self.is_complete.store(missing == 0, Ordering::Relaxed);
+        // Without the image it can't be told: what descends from it may need pages of others that it named.
+        let lacks = self.image.upgrade().map(|image| missing_bytes(&image));
+        if let Some(lacks) = lacks {
+            self.memory.is_enough(lacks);
+        }
+        let engines = self.engines();
+        let lack = engines.iter().map(|engine| missing_bytes(engine.image())).sum();
+        if lacks == Some(0) || (lack == 0 && !engines.is_empty()) {
+            self.is_complete.store(true, Ordering::Relaxed);
+            return;
+        }
+        let stands_still = self.lacked.swap(lack, Ordering::Relaxed) == lack;
+        let rate = NonZeroU64::new(self.hydration.load(Ordering::Relaxed));
+        if let Some(rate) = rate.filter(|_| stands_still) {
+            engines.iter().for_each(|engine| engine.hydrate(rate));
+        }
     }
 }
 
@@ -40,12 +78,12 @@ fn missing_bytes(image: &Arc<HostImage>) -> u64 {
 
 /// Of one host.
 #[derive(Debug, Default)]
-pub(super) struct Arrivals(Mutex<BTreeMap<ImageName, Weak<Arrival>>>);
+pub(super) struct Arrivals(Mutex<Vec<(ImageName, Weak<Arrival>)>>);
 
 impl Arrivals {
-    fn all(&self) -> MutexGuard<'_, BTreeMap<ImageName, Weak<Arrival>>> {
+    fn all(&self) -> MutexGuard<'_, Vec<(ImageName, Weak<Arrival>)>> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|_, arrival| arrival.strong_count() > 0);
+        all.retain(|(_, arrival)| arrival.strong_count() > 0);
         all
     }
 
@@ -61,17 +99,23 @@ impl Arrivals {
         message: &str,
     ) -> Result<Arc<Arrival>, ErrorBody> {
         let mut all = self.all();
-        if let Some(known) = all.get(&name).and_then(Weak::upgrade) {
+        let known = all.iter().filter(|(known, _)| *known == name);
+        let mut known = known.filter_map(|(_, arrival)| arrival.upgrade());
+        // One whose image has gone is another's: what its VMs need is not known by it.
+        let is_its = |it: &Arc<Arrival>| Weak::ptr_eq(&it.image, &Arc::downgrade(engine.image()));
+        if let Some(known) = known.find(is_its) {
             return Ok(known);
         }
         let memory = admission.cache(message, missing_bytes(engine.image()))?;
         let arrival = Arc::new(Arrival {
-            engine: Arc::downgrade(engine),
             image: Arc::downgrade(engine.image()),
+            engines: Mutex::new(vec![Arc::downgrade(engine)]),
             memory,
             is_complete: AtomicBool::new(false),
+            hydration: AtomicU64::new(0),
+            lacked: AtomicU64::new(0),
         });
-        all.insert(name, Arc::downgrade(&arrival));
+        all.push((name, Arc::downgrade(&arrival)));
         Ok(arrival)
     }
 
@@ -84,17 +128,17 @@ impl Arrivals {
     }
 
     fn living(&self) -> Vec<Arc<Arrival>> {
-        self.all().values().filter_map(Weak::upgrade).collect()
+        self.all().iter().filter_map(|(_, arrival)| arrival.upgrade()).collect()
     }
 
-    /// What has come since needs no promise any more.
-    pub(super) fn update_promises(&self) {
-        self.living().iter().for_each(|arrival| arrival.update_promise());
+    /// What has come since needs no promise any more, and what could not be had is tried again.
+    pub(super) fn look(&self) {
+        self.living().iter().for_each(|arrival| arrival.look());
     }
 
     /// What nobody asked for comes or waits, as there is memory for it.
     pub(super) fn allow_prefetch(&self, allow: bool) {
-        for engine in self.living().iter().filter_map(|arrival| arrival.engine.upgrade()) {
+        for engine in self.living().iter().flat_map(|arrival| arrival.engines()) {
             engine.allow_prefetch(allow);
         }
     }

@@ -246,9 +246,13 @@ async fn try_fetch(
         let mut content = answer(giver, format!("{path}/{file}")).await?.into_data_stream();
         let mut arriving = arrival.begin(&file)?;
         let mut block = BytesMut::new();
-        while let Some(piece) = content.next().await {
-            let piece =
-                piece.map_err(|source| FetchError::Broken { file: file.clone(), source })?;
+        loop {
+            let next = tokio::time::timeout(HEAD_WAIT, content.next()).await;
+            let broken = |source| FetchError::Broken { file: file.clone(), source };
+            let silent =
+                || broken(axum::Error::new(std::io::Error::from(std::io::ErrorKind::TimedOut)));
+            let Some(piece) = next.map_err(|_elapsed| silent())? else { break };
+            let piece = piece.map_err(broken)?;
             block.extend_from_slice(&piece);
             if block.len() >= BLOCK_BYTES {
                 block_in_place(|| arriving.write(&block))?;

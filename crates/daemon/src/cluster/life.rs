@@ -229,13 +229,16 @@ async fn beat(
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
         life.service.keep(is_member);
-        life.member.images.expire(Instant::now(), is_member);
-        life.member.tend_sources();
+        // Ends engines, and looks up addresses.
+        tokio::task::block_in_place(|| {
+            life.member.images.expire(Instant::now(), is_member);
+            life.member.tend_sources();
+        });
         life.member.leases.expire(Instant::now());
         if tick.is_multiple_of(MEMORY_TICKS) {
             let arrivals = &life.member.arrivals;
             tokio::task::block_in_place(|| {
-                arrivals.update_promises();
+                arrivals.look();
                 arrivals.allow_prefetch(!core.is_short_of_memory());
             });
         }

@@ -350,10 +350,11 @@ impl Pages for Served {
         urgency: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
-        if urgency == Urgency::Demand {
+        let read = self.0.images.read(image, range, bytes);
+        if read.is_ok() && urgency == Urgency::Demand {
             self.0.images.demanded(image, range);
         }
-        self.0.images.read(image, range, bytes).map_err(|not_read| match not_read {
+        read.map_err(|not_read| match not_read {
             NotRead::Unknown => {
                 Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")
             }

@@ -28,11 +28,15 @@ enum State {
 pub(super) struct Orders(HashMap<OrderId, (Instant, State)>);
 
 impl Orders {
-    /// An order has come. → what is cancelled when it is given up; `None`: it was, or it came before.
-    pub(super) fn begin(&mut self, now: Instant, id: OrderId) -> Option<CancellationToken> {
+    fn tidy(&mut self, now: Instant) {
         self.0.retain(|_, (since, state)| {
             matches!(state, State::Running(_)) || now.saturating_duration_since(*since) < REMEMBERED
         });
+    }
+
+    /// An order has come. → what is cancelled when it is given up; `None`: it was, or it came before.
+    pub(super) fn begin(&mut self, now: Instant, id: OrderId) -> Option<CancellationToken> {
+        self.tidy(now);
         if self.0.contains_key(&id) {
             return None;
         }
@@ -54,6 +58,7 @@ impl Orders {
 
     /// Its sender does not want it any more. → the VMs that it started.
     pub(super) fn give_up(&mut self, now: Instant, id: OrderId) -> Vec<String> {
+        self.tidy(now);
         match self.0.insert(id, (now, State::GivenUp)) {
             Some((_, State::Running(given_up))) => {
                 given_up.cancel();

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
-use super::client::{CallError, of_host};
+use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::images::{Lender, Sending as Lent};
 use super::member::{Member, WORD_WAIT};
@@ -148,9 +148,8 @@ async fn one(
             }
         };
         let answer = answer.map_err(|error| {
-            if !matches!(error, CallError::Refused { .. }) {
-                member.give_up(host, number);
-            }
+            // Whatever it said: a part may have been started.
+            member.give_up(host, number);
             error.to_body(message.clone())
         })?;
         serde_json::from_slice::<Vec<CloneResult>>(&answer).map_err(|error| {

@@ -13,6 +13,7 @@ use vmfork_qemu::probe::KvmFacts;
 use super::arrivals::Arrivals;
 use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
+use super::working_set::WorkingSet;
 use crate::admission::{ForkAsk, ForkGrant};
 use crate::facts::host;
 use crate::fork::tickets::Origin;
@@ -100,11 +101,15 @@ pub(super) async fn start(
     })?;
     let arrival =
         tokio::task::block_in_place(|| here.arrivals.of(name, &engine, &core.admission, &message))?;
-    let ahead = order.working_set.iter();
-    let ahead = ahead.filter_map(|(start, len)| PageRange::new(PageIdx(*start), *len).ok());
-    engine.fetch_first(ahead.collect());
+    let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
+    for (start, len) in order.working_set {
+        if let Ok(run) = PageRange::new(PageIdx(start), len) {
+            ahead.record(run.intersect(&all));
+        }
+    }
+    engine.fetch_first(ahead.runs());
     if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
-        engine.hydrate(bytes_per_s);
+        arrival.hydrate(bytes_per_s);
     }
 
     let wanted = Names { wanted: Some(&names), stem: &parent.name, count, taken: None };

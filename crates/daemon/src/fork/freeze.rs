@@ -127,6 +127,9 @@ pub(super) async fn freeze(
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
     let (opened, arrival, base) = (parent.opened(), parent.arrival(), parent.base());
+    if let Some(arrival) = &arrival {
+        arrival.goes_on(&engine);
+    }
     let snapshot = Snapshot {
         state,
         lead,

@@ -19,6 +19,8 @@ pub(super) const UNIT_PAGES: u64 = 16;
 pub(super) const READS_AHEAD: usize = 8;
 /// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long who waits for pages waits for what others hold.
+const REFRESH_WAIT: Duration = Duration::from_secs(1);
 /// Between two rounds through them at first; doubled each time …
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// … up to this.
@@ -162,7 +164,8 @@ impl PeerSource {
             }
             if let Some(swarm) = self.swarm.as_ref().filter(|_| !all_were_asked) {
                 // Somebody may have it of whom that is not known yet.
-                swarm.refresh();
+                let left = give_up.saturating_duration_since(Instant::now());
+                swarm.refresh_within(left.min(REFRESH_WAIT));
                 all_were_asked = true;
                 continue;
             }

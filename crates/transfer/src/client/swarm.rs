@@ -8,7 +8,7 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, NextAhead, PageRange};
@@ -63,6 +63,7 @@ pub struct Swarm {
     config: SwarmConfig,
     began: Instant,
     state: Mutex<State>,
+    round_ended: Condvar,
 }
 
 #[derive(Debug)]
@@ -122,7 +123,15 @@ impl Swarm {
             round: Round::default(),
             wanted_at: None,
         };
-        Self { image, pages, own, config, began: Instant::now(), state: Mutex::new(state) }
+        Self {
+            image,
+            pages,
+            own,
+            config,
+            began: Instant::now(),
+            state: Mutex::new(state),
+            round_ended: Condvar::new(),
+        }
     }
 
     /// From now on these are all that can be asked. Of those that are not origins nothing is known until they say what they hold.
@@ -268,8 +277,21 @@ impl Swarm {
             }
             round.is_running = true;
         }
+        self.start_round(|member, now| member.ask_at <= now);
+    }
+
+    /// Ask others what they hold, unless that goes on, and wait until they have answered, but no longer than `wait`.
+    pub(super) fn refresh_within(self: &Arc<Self>, wait: Duration) {
+        if !std::mem::replace(&mut lock(&self.state).round.is_running, true) {
+            self.start_round(|_, _| true);
+        }
+        let is_running = |state: &mut State| state.round.is_running;
+        let _late = self.round_ended.wait_timeout_while(lock(&self.state), wait, is_running);
+    }
+
+    fn start_round(self: &Arc<Self>, is_due: impl Fn(&Member, Duration) -> bool + Send + 'static) {
         let swarm = Arc::clone(self);
-        let run = move || swarm.ask_round(|member, now| member.ask_at <= now);
+        let run = move || swarm.ask_round(is_due);
         if let Err(error) = std::thread::Builder::new().name("pages-held".to_owned()).spawn(run) {
             tracing::debug!(%error, "no thread to ask others what they hold");
             self.end_round(None, false);
@@ -313,6 +335,7 @@ impl Swarm {
         round.next_at = now + self.config.every;
         round.last = last.filter(|_| !all);
         round.is_informed |= all;
+        self.round_ended.notify_all();
     }
 
     /// What does it hold?
