@@ -190,6 +190,24 @@ impl KvmFacts {
     }
 }
 
+/// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which is Intel's, where the host is none:
+/// KVM offers it there all the same, but not all of its backends take it, and QEMU ends if they don't. (QEMU leaves it out itself
+/// from 10.1 on.)
+pub(crate) fn kvm_cpu() -> &'static str {
+    static MODEL: LazyLock<&str> =
+        LazyLock::new(|| kvm_cpu_of(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()));
+    *MODEL
+}
+
+fn kvm_cpu_of(cpuinfo: &str) -> &'static str {
+    let vendor =
+        cpuinfo.lines().find_map(|line| line.strip_prefix("vendor_id")?.split(": ").nth(1));
+    match vendor {
+        None | Some("GenuineIntel") => "host",
+        Some(_) => "host,arch-capabilities=off",
+    }
+}
+
 /// Choose. `wanted`: the user insists on one. KVM that is insisted on needs the device only: small guests
 /// of their own kind run on any backend.
 ///
@@ -218,6 +236,16 @@ mod tests {
     fn facts(device: Result<(), &str>, modules: &[&str]) -> KvmFacts {
         let modules = modules.iter().map(|&m| m.to_owned()).collect();
         KvmFacts { device: device.map_err(str::to_owned), modules }
+    }
+
+    #[test]
+    fn what_is_intels_is_not_asked_of_others() {
+        let of = |vendor| {
+            kvm_cpu_of(&format!("processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n"))
+        };
+        assert_eq!(of("GenuineIntel"), "host");
+        assert_eq!(of("AuthenticAMD"), "host,arch-capabilities=off");
+        assert_eq!(kvm_cpu_of(""), "host");
     }
 
     #[test]

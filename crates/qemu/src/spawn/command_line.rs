@@ -68,14 +68,19 @@ const TB_MIB_MAX: u32 = 512;
 const VIRTIO: &str = "disable-modern=on";
 
 /// The arguments after the program's name.
-pub fn command_line(shape: &Shape, begin: Begin<'_>, firmware: &[PathBuf]) -> Vec<OsString> {
+pub fn command_line(
+    shape: &Shape,
+    begin: Begin<'_>,
+    firmware: &[PathBuf],
+    kvm_cpu: &str,
+) -> Vec<OsString> {
     let mut line = Line::default();
     for folder in firmware {
         line.option("-L", folder);
     }
     line.flag("-nodefaults").flag("-no-user-config").option("-display", "none");
     line.option("-vga", "none");
-    machine(&mut line, shape);
+    machine(&mut line, shape, kvm_cpu);
     channels(&mut line, shape);
     devices(&mut line, shape);
     // A guest that reboots must not run on in a clone without a kernel: its QEMU ends.
@@ -100,7 +105,7 @@ pub fn command_line(shape: &Shape, begin: Begin<'_>, firmware: &[PathBuf]) -> Ve
     line.arguments
 }
 
-fn machine(line: &mut Line, shape: &Shape) {
+fn machine(line: &mut Line, shape: &Shape, kvm_cpu: &str) {
     let machine = shape.machine.name();
     // mem-merge: a mergeable RAM makes a freeze walk every page. suppress-vmdesc: 100 kB of JSON less.
     line.option(
@@ -123,7 +128,7 @@ fn machine(line: &mut Line, shape: &Shape) {
             line.option("-accel", format!("tcg,thread={thread},tb-size={tb_mib}"));
         }
         Accel::Kvm => {
-            line.option("-accel", "kvm").option("-cpu", "host");
+            line.option("-accel", "kvm").option("-cpu", kvm_cpu);
         }
     }
 }
@@ -214,7 +219,7 @@ mod tests {
     }
 
     fn text(shape: &Shape, begin: Begin<'_>) -> String {
-        let words = command_line(shape, begin, &[]);
+        let words = command_line(shape, begin, &[], "host");
         let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
         words.join(" ")
     }

@@ -26,7 +26,7 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom};
 use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
 
-use crate::probe::Binary;
+use crate::probe::{Binary, kvm_cpu};
 use crate::qmp::{Qmp, QmpError};
 use crate::shape::{DiskId, GuestKind, Shape};
 use child::Plan;
@@ -213,15 +213,16 @@ impl Launch {
         }
 
         let role = if self.boot.is_some() { Role::Boot } else { Role::Wait };
+        let (firmware, cpu) = (&self.binary.firmware, kvm_cpu());
         let arguments = match self.boot {
             Some(Boot::Kernel { kernel, initrd, append }) => {
                 fds.push((Slot::Kernel, kernel));
                 let begin = Begin::Kernel { append: &append, initrd: initrd.is_some() };
                 fds.extend(initrd.map(|initrd| (Slot::Initrd, initrd)));
-                command_line(&self.shape, begin, &self.binary.firmware)
+                command_line(&self.shape, begin, firmware, cpu)
             }
-            Some(Boot::Disk) => command_line(&self.shape, Begin::Disk, &self.binary.firmware),
-            None => command_line(&self.shape, Begin::Wait, &self.binary.firmware),
+            Some(Boot::Disk) => command_line(&self.shape, Begin::Disk, firmware, cpu),
+            None => command_line(&self.shape, Begin::Wait, firmware, cpu),
         };
         let mut environment = self.environment;
         if let Some(shim) = self.shim {
