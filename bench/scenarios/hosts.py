@@ -71,7 +71,7 @@ def _bytes(world: w.World) -> None:
                 for hosts in (1, count):
                     # What was lent before is known on no host any more.
                     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True, timeout_s=120)
-                    _rest(world, made, vm)
+                    world.drained(vm)
                     before, begin = made.sent_bytes(), w.now_ms()
                     rate = 1000 if how == "in the background" else None
                     fork = vm.fork(hosts, hosts=made.names(hosts), hydrate_mib_per_s=rate).raise_for_errors()
