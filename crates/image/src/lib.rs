@@ -5,6 +5,7 @@
 //!   ImageId, Source, Origin           whose bytes, and where that image keeps them
 //!   PageTable                         for every page its Source; persistent, shared, derived
 //!   wire                              the same as bytes, for other hosts; ImageName
+//!   bytes                             reading bytes that may say anything
 //! ```
 //!
 //! An image is an immutable array of pages, of memory or of a disk: nothing here knows which. A
@@ -17,6 +18,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod bytes;
 mod page;
 mod page_source;
 mod source;

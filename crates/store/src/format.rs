@@ -3,14 +3,13 @@
 //! Readers take any bytes: they check order, bounds and hashes before they believe a number, take no memory that the
 //! file's own length does not warrant, and answer with a [`Flaw`]: what is wrong, and at which byte.
 
-mod bytes;
 pub mod chunk;
 pub mod descriptor;
 pub mod sealed;
 pub mod table;
 pub mod working_set;
 
-pub use bytes::Flaw;
+pub use vmfork_image::bytes::Flaw;
 
 /// Most pages of a window: 2 MiB, one block of an image.
 pub const CHUNK_PAGES_MAX: u64 = vmfork_image::BLOCK_PAGES;

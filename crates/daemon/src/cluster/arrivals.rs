@@ -54,16 +54,19 @@ impl Arrival {
             return;
         }
         // Without the image it can't be told: what descends from it may need pages of others that it named.
-        let lacks = self.image.upgrade().map(|image| missing_bytes(&image));
+        let lacks = self.image.upgrade().and_then(|image| missing_bytes(&image));
         if let Some(lacks) = lacks {
             self.memory.is_enough(lacks);
         }
         let engines = self.engines();
-        let lack = engines.iter().map(|engine| missing_bytes(engine.image())).sum();
-        if lacks == Some(0) || (lack == 0 && !engines.is_empty()) {
+        // Nor by one whose table is not complete yet.
+        let each = engines.iter().map(|engine| missing_bytes(engine.image()));
+        let lack = each.sum::<Option<u64>>().filter(|_| !engines.is_empty());
+        if lacks == Some(0) || lack == Some(0) {
             self.is_complete.store(true, Ordering::Relaxed);
             return;
         }
+        let Some(lack) = lack else { return };
         let stands_still = self.lacked.swap(lack, Ordering::Relaxed) == lack;
         let rate = NonZeroU64::new(self.hydration.load(Ordering::Relaxed));
         if let Some(rate) = rate.filter(|_| stands_still) {
@@ -72,8 +75,9 @@ impl Arrival {
     }
 }
 
-fn missing_bytes(image: &Arc<HostImage>) -> u64 {
-    image.missing_pages().saturating_mul(PAGE_BYTES)
+/// What views of it would have to fetch; `None`: its table is not complete.
+fn missing_bytes(image: &Arc<HostImage>) -> Option<u64> {
+    image.table().map(|_| image.missing_pages().saturating_mul(PAGE_BYTES))
 }
 
 /// Of one host.
@@ -106,7 +110,9 @@ impl Arrivals {
         if let Some(known) = known.find(is_its) {
             return Ok(known);
         }
-        let memory = admission.cache(message, missing_bytes(engine.image()))?;
+        // What comes from another host has a table that is complete.
+        let missing = missing_bytes(engine.image()).unwrap_or_default();
+        let memory = admission.cache(message, missing)?;
         let arrival = Arc::new(Arrival {
             image: Arc::downgrade(engine.image()),
             engines: Mutex::new(vec![Arc::downgrade(engine)]),
@@ -143,3 +149,6 @@ impl Arrivals {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

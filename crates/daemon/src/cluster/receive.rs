@@ -173,19 +173,11 @@ fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
     Identity {
         id: parent.id.clone(),
         name: parent.name.clone(),
-        image: facts.image.clone(),
-        root_blake3: facts.root_blake3.clone(),
         snapshot: parent.snapshot.clone(),
         family: parent.family.clone(),
         parent: Some((parent.id.clone(), parent.name.clone())),
         ancestors: parent.line(),
-        vmid: 0,
-        accel: facts.accel,
-        accel_reason: facts.accel_reason.clone(),
-        cpus: facts.cpus,
-        memory_bytes: facts.memory_bytes,
-        has_agent: facts.inheritance.is_some(),
-        created_unix_ms: 0,
+        ..facts.identity()
     }
 }
 

@@ -4,6 +4,7 @@
 pub(crate) mod host;
 
 use std::fs;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
@@ -53,6 +54,27 @@ pub(crate) struct Frozen {
 }
 
 impl Facts {
+    /// Of VMs that go on from it, without what tells them apart and where they come from: each the root of a family.
+    pub(crate) fn identity(&self) -> Identity {
+        Identity {
+            id: String::new(),
+            name: String::new(),
+            image: self.image.clone(),
+            root_blake3: self.root_blake3.clone(),
+            snapshot: None,
+            family: String::new(),
+            parent: None,
+            ancestors: Arc::default(),
+            vmid: 0,
+            accel: self.accel,
+            accel_reason: self.accel_reason.clone(),
+            cpus: self.cpus,
+            memory_bytes: self.memory_bytes,
+            has_agent: self.inheritance.is_some(),
+            created_unix_ms: 0,
+        }
+    }
+
     pub(crate) fn of(
         identity: &Identity,
         machine: &Machine,

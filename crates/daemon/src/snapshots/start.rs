@@ -145,23 +145,8 @@ impl Opened {
 
 fn stem(name: &str, opened: &Opened) -> Stem {
     let facts = &opened.facts;
-    let identity = Identity {
-        id: String::new(),
-        name: name.to_owned(),
-        image: facts.image.clone(),
-        root_blake3: facts.root_blake3.clone(),
-        snapshot: Some(name.to_owned()),
-        family: String::new(),
-        parent: None,
-        ancestors: Arc::default(),
-        vmid: 0,
-        accel: facts.accel,
-        accel_reason: facts.accel_reason.clone(),
-        cpus: facts.cpus,
-        memory_bytes: facts.memory_bytes,
-        has_agent: facts.inheritance.is_some(),
-        created_unix_ms: 0,
-    };
+    let identity =
+        Identity { name: name.to_owned(), snapshot: Some(name.to_owned()), ..facts.identity() };
     let message = format!("start snapshot `{name}`");
     Stem { message, identity, agent: facts.agent.clone() }
 }

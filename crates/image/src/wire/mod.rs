@@ -20,12 +20,12 @@
 //! An [`ImageId`] means something on its own host only; on the wire images have [`ImageName`]s. [`decode`]
 //! gives those, and the reader says which images they are to him ([`WireTable::to_table`]).
 
-mod bytes;
 mod runs;
 
 use std::fmt;
 
 use self::runs::Coded;
+use crate::bytes::Flaw;
 use crate::{BLOCK_PAGES, BlockIdx, ImageId, PAGES_MAX, PageIdx, PageRange, PageTable, Source};
 
 const PAGES_MAGIC: [u8; 4] = *b"VFPT";
@@ -44,15 +44,6 @@ impl fmt::Display for ImageName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}/{:x}", self.host, self.image)
     }
-}
-
-/// Bytes that are no table, or one that is larger than allowed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what} (at byte {offset})")]
-pub struct WireError {
-    pub what: String,
-    /// From the first byte of the table.
-    pub offset: u64,
 }
 
 /// How large a table may be that somebody else sent.
@@ -81,7 +72,7 @@ pub fn encode(table: &PageTable, name: impl Fn(ImageId) -> ImageName) -> Vec<u8>
 ///
 /// # Errors
 /// If the bytes are anything else, or go beyond `limits`: what, and where.
-pub fn decode(bytes: &[u8], limits: Limits) -> Result<WireTable, WireError> {
+pub fn decode(bytes: &[u8], limits: Limits) -> Result<WireTable, Flaw> {
     let pages_max = limits.pages_max.min(PAGES_MAX);
     let limits = Limits { pages_max, ..limits };
     runs::decode(bytes, PAGES_MAGIC, "page table", "pages", limits).map(WireTable)
@@ -96,7 +87,7 @@ pub fn encode_homes(homes: impl IntoIterator<Item = Option<ImageName>>) -> Vec<u
 ///
 /// # Errors
 /// As [`decode`].
-pub fn decode_homes(bytes: &[u8], limits: Limits) -> Result<WireHomes, WireError> {
+pub fn decode_homes(bytes: &[u8], limits: Limits) -> Result<WireHomes, Flaw> {
     let blocks_max = limits.pages_max.min(PAGES_MAX).div_ceil(BLOCK_PAGES);
     let limits = Limits { pages_max: blocks_max, ..limits };
     runs::decode(bytes, BLOCKS_MAGIC, "list of homes", "blocks", limits).map(WireHomes)

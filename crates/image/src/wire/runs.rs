@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::bytes::{Cursor, flaw, put_varint};
-use super::{ImageName, Limits, WireError};
+use super::{ImageName, Limits};
+use crate::bytes::{Cursor, Flaw, put_varint};
 
 const VERSION: u8 = 1;
 const NAME_BYTES: usize = 16;
@@ -84,32 +84,18 @@ pub(super) fn decode(
     what: &str,
     unit: &str,
     limits: Limits,
-) -> Result<Coded, WireError> {
+) -> Result<Coded, Flaw> {
     let mut cursor = Cursor::new(bytes);
-    if cursor.array(what)? != magic {
-        let letters = magic.escape_ascii();
-        return Err(flaw(0, format!("no {what}: it does not begin with `{letters}`")));
-    }
-    match cursor.array("the version")? {
-        [VERSION] => {}
-        [found] => {
-            let why = format!("a {what} of version {found}, of which nothing is known here");
-            return Err(flaw(magic.len(), why));
-        }
-    }
+    cursor.magic(magic, VERSION, what)?;
     let at = cursor.offset();
     let units = cursor.varint("the size")?;
     if units > limits.pages_max {
-        return Err(flaw(at, format!("{units} {unit}, at most {} may be", limits.pages_max)));
+        return Err(Flaw::at(at, format!("{units} {unit}, at most {} may be", limits.pages_max)));
     }
     let names = decode_names(&mut cursor, limits.names_max)?;
     let runs = decode_runs(&mut cursor, units, unit, names.len(), limits.runs_max)?;
-    match cursor.rest_bytes() {
-        0 => Ok(Coded { units, names, runs }),
-        more => {
-            Err(flaw(cursor.offset(), format!("{more} bytes more after the end of the {what}")))
-        }
-    }
+    cursor.end(what)?;
+    Ok(Coded { units, names, runs })
 }
 
 /// How many of something follow, if there may be so many, and there is room for them in what is left.
@@ -118,20 +104,20 @@ fn count(
     things: &str,
     most: u64,
     bytes_each: usize,
-) -> Result<usize, WireError> {
+) -> Result<usize, Flaw> {
     let at = cursor.offset();
     let count = cursor.varint(&format!("the number of {things}"))?;
     if count > most {
-        return Err(flaw(at, format!("{count} {things}, at most {most} may be")));
+        return Err(Flaw::at(at, format!("{count} {things}, at most {most} may be")));
     }
     let room = cursor.rest_bytes() / bytes_each;
     match usize::try_from(count) {
         Ok(count) if count <= room => Ok(count),
-        _ => Err(flaw(at, format!("{count} {things}, and room for {room} at most follows"))),
+        _ => Err(Flaw::at(at, format!("{count} {things}, and room for {room} at most follows"))),
     }
 }
 
-fn decode_names(cursor: &mut Cursor<'_>, most: u64) -> Result<Vec<ImageName>, WireError> {
+fn decode_names(cursor: &mut Cursor<'_>, most: u64) -> Result<Vec<ImageName>, Flaw> {
     let count = count(cursor, "names", most, NAME_BYTES)?;
     let mut places = HashMap::with_capacity(count);
     let mut names = Vec::with_capacity(count);
@@ -139,7 +125,10 @@ fn decode_names(cursor: &mut Cursor<'_>, most: u64) -> Result<Vec<ImageName>, Wi
         let at = cursor.offset();
         let name = ImageName { host: cursor.u64("a host")?, image: cursor.u64("an image")? };
         if let Some(first) = places.insert(name, place) {
-            return Err(flaw(at, format!("names {} and {} are both {name}", first + 1, place + 1)));
+            return Err(Flaw::at(
+                at,
+                format!("names {} and {} are both {name}", first + 1, place + 1),
+            ));
         }
         names.push(name);
     }
@@ -152,7 +141,7 @@ fn decode_runs(
     unit: &str,
     names: usize,
     most: u64,
-) -> Result<Vec<Run>, WireError> {
+) -> Result<Vec<Run>, Flaw> {
     let count = count(cursor, "runs", most, RUN_BYTES_MIN)?;
     let mut runs: Vec<Run> = Vec::with_capacity(count);
     // Names that have been said, units that have been.
@@ -162,7 +151,7 @@ fn decode_runs(
         let len = cursor.varint("a run's length")?;
         if len == 0 || len > units - end {
             let what = format!("a run of {len} {unit} after {end}, of {units} in all");
-            return Err(flaw(at, what));
+            return Err(Flaw::at(at, what));
         }
         end += len;
         let at = cursor.offset();
@@ -172,20 +161,20 @@ fn decode_runs(
             Ok(name) if name <= names.min(said + 1) => name,
             _ => {
                 let what = format!("a run has name {name}, where {said} of {names} were said");
-                return Err(flaw(at, what));
+                return Err(Flaw::at(at, what));
             }
         };
         said = said.max(name);
         if runs.last().is_some_and(|last| last.name == name) {
-            return Err(flaw(at, format!("two runs that touch have name {name}")));
+            return Err(Flaw::at(at, format!("two runs that touch have name {name}")));
         }
         runs.push(Run { units: len, name });
     }
     if end < units {
-        return Err(flaw(cursor.offset(), format!("the runs are {end} {unit} of {units}")));
+        return Err(Flaw::at(cursor.offset(), format!("the runs are {end} {unit} of {units}")));
     }
     if said < names {
-        return Err(flaw(cursor.offset(), format!("no run has name {}", said + 1)));
+        return Err(Flaw::at(cursor.offset(), format!("no run has name {}", said + 1)));
     }
     Ok(runs)
 }

@@ -84,7 +84,7 @@ fn what_is_wrong_is_said_with_its_place() {
         "cut short: page table needs 4 bytes, 3 are left (at byte 0)"
     );
     assert_eq!(with(0, b'X'), "no page table: it does not begin with `VFPT` (at byte 0)");
-    assert_eq!(with(4, 9), "a page table of version 9, of which nothing is known here (at byte 4)");
+    assert_eq!(with(4, 9), "page table of version 9, of which nothing is known here (at byte 4)");
     assert_eq!(with(5, 11), "the runs are 10 pages of 11 (at byte 28)");
     assert_eq!(with(6, 2), "2 names, and room for 1 at most follows (at byte 6)");
     assert_eq!(with(23, 3), "3 runs, and room for 2 at most follows (at byte 23)");
@@ -94,7 +94,7 @@ fn what_is_wrong_is_said_with_its_place() {
     assert_eq!(with(27, 1), "two runs that touch have name 1 (at byte 27)");
     let mut long = small();
     long.push(0);
-    assert_eq!(refused(&long, limits), "1 bytes more after the end of the page table (at byte 28)");
+    assert_eq!(refused(&long, limits), "1 bytes after the end of the page table (at byte 28)");
     assert_eq!(
         decode_homes(&small(), limits).expect_err("pages").to_string(),
         "no list of homes: it does not begin with `VFBH` (at byte 0)"
@@ -124,9 +124,9 @@ fn what_goes_beyond_a_limit_is_refused() {
     let error = decode_homes(&bytes, of(2 * BLOCK_PAGES, 0, 1)).expect_err("three blocks");
     assert_eq!(error.to_string(), "3 blocks, at most 2 may be (at byte 5)");
     let mut huge = b"VFPT\x01".to_vec();
-    bytes::put_varint(&mut huge, u64::MAX);
+    crate::bytes::put_varint(&mut huge, u64::MAX);
     huge.extend([0, 1]);
-    bytes::put_varint(&mut huge, u64::MAX);
+    crate::bytes::put_varint(&mut huge, u64::MAX);
     huge.push(0);
     assert!(refused(&huge, of(u64::MAX, 1, 1)).contains("at most 4503599627370495 may be"));
 }

@@ -20,8 +20,8 @@ use blake3::Hash;
 use vmfork_image::PAGE_BYTES;
 use zstd::bulk::{Compressor, Decompressor};
 
-use super::bytes::{Cursor, Flaw};
 use super::{CHUNK_PAGES_MAX, Compression};
+use vmfork_image::bytes::{Cursor, Flaw};
 
 const MAGIC: [u8; 4] = *b"VFCK";
 const VERSION: u8 = 1;

@@ -10,9 +10,9 @@ use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use vmfork_image::PAGE_BYTES;
 
-use super::bytes::Flaw;
 use super::{Compression, IMAGE_PAGES_MAX, table};
 use crate::names::{STATE, TABLE, name_is_valid, snapshot_key};
+use vmfork_image::bytes::Flaw;
 
 /// The layout that is written, and the only one that is read.
 pub const SCHEMA: &str = "vmfork-snapshot/1";

@@ -13,7 +13,7 @@
 
 use std::io::Read as _;
 
-use super::bytes::{Cursor, Flaw};
+use vmfork_image::bytes::{Cursor, Flaw};
 
 const VERSION: u8 = 1;
 const HASHED_BYTES: usize = 24;

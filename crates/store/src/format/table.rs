@@ -22,8 +22,8 @@
 use blake3::Hash;
 use vmfork_image::{PageIdx, PageRange};
 
-use super::bytes::{Cursor, Flaw, put_varint};
 use super::{CHUNK_PAGES_MAX, IMAGE_PAGES_MAX};
+use vmfork_image::bytes::{Cursor, Flaw, put_varint};
 
 const MAGIC: [u8; 4] = *b"VFTB";
 const VERSION: u8 = 1;

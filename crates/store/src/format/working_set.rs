@@ -28,11 +28,11 @@ use std::sync::Mutex;
 use blake3::Hash;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
-use super::bytes::{Cursor, Flaw, put_varint};
 use super::chunk::unzstd;
 use super::descriptor::SnapshotId;
 use crate::error::StoreError;
 use crate::work::{Work, lock};
+use vmfork_image::bytes::{Cursor, Flaw, put_varint};
 
 const MAGIC: [u8; 4] = *b"VFWS";
 const VERSION: u8 = 1;

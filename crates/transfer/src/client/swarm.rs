@@ -281,7 +281,7 @@ impl Swarm {
     }
 
     /// Ask others what they hold, unless that goes on, and wait until they have answered, but no longer than `wait`.
-    pub(super) fn refresh_within(self: &Arc<Self>, wait: Duration) {
+    pub fn refresh_within(self: &Arc<Self>, wait: Duration) {
         if !std::mem::replace(&mut lock(&self.state).round.is_running, true) {
             self.start_round(|_, _| true);
         }
@@ -296,12 +296,6 @@ impl Swarm {
             tracing::debug!(%error, "no thread to ask others what they hold");
             self.end_round(None, false);
         }
-    }
-
-    /// Ask others what they hold, all that may be asked in a round, and come back when they have answered.
-    pub fn refresh(&self) {
-        lock(&self.state).round.is_running = true;
-        self.ask_round(|_, _| true);
     }
 
     fn ask_round(&self, is_due: impl Fn(&Member, Duration) -> bool) {

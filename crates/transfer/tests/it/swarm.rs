@@ -246,7 +246,7 @@ fn pages_of_a_holder_that_dies_come_from_another() {
     ];
     let nodes = nodes(all);
     let (source, swarm) = nodes[1].source(&nodes, quick());
-    swarm.refresh();
+    swarm.refresh_within(Duration::from_secs(20));
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| nodes[1].hydrate(&source));
         let served = &nodes[2].service;
@@ -277,7 +277,7 @@ fn who_has_less_than_it_says_is_passed_over() {
     let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..16))]);
     nodes[2].cache.boasts.store(true, Ordering::Relaxed);
     let (source, swarm) = nodes[1].source(&nodes, quick());
-    swarm.refresh();
+    swarm.refresh_within(Duration::from_secs(20));
     nodes[1].hydrate(&source);
     let counters = source.counters();
     assert_eq!((counters.failures.get(), counters.holder_pages.get()), (0, 16));
@@ -307,7 +307,7 @@ fn demand_goes_to_a_holder_that_is_no_origin_and_if_that_stalls_to_the_origin() 
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
     let nodes = nodes(all);
     let (source, swarm) = nodes[1].source(&nodes, quick());
-    swarm.refresh();
+    swarm.refresh_within(Duration::from_secs(20));
     nodes[0].cache.gate.shut();
     for at in 0..20 {
         let mut bytes = buffer(range(at * UNIT, UNIT));

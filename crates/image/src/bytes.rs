@@ -1,6 +1,6 @@
-//! Reading bytes that may say anything, and writing the same.
+//! Reading bytes that may say anything, files' and other hosts', and writing the same.
 
-/// What is wrong with stored bytes, and where in them.
+/// What is wrong with bytes, and where in them.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} (at byte {offset})")]
 pub struct Flaw {
@@ -10,7 +10,7 @@ pub struct Flaw {
 }
 
 impl Flaw {
-    pub(crate) fn at(offset: usize, what: impl Into<String>) -> Self {
+    pub fn at(offset: usize, what: impl Into<String>) -> Self {
         Self { what: what.into(), offset: offset as u64 }
     }
 }
@@ -18,28 +18,28 @@ impl Flaw {
 /// Most bytes of a LEB128 number of 64 bits.
 const VARINT_BYTES_MAX: u32 = 10;
 
-/// Takes bytes off the front of a file; every error has the offset.
+/// Takes bytes off the front; every error has the offset.
 #[derive(Debug, Clone)]
-pub(crate) struct Cursor<'a> {
+pub struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Cursor<'a> {
-    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+    pub fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, at: 0 }
     }
 
-    pub(crate) fn offset(&self) -> usize {
+    pub fn offset(&self) -> usize {
         self.at
     }
 
-    pub(crate) fn rest_bytes(&self) -> usize {
+    pub fn rest_bytes(&self) -> usize {
         self.bytes.len() - self.at
     }
 
     /// `what` is the thing that was expected, for the error.
-    pub(crate) fn take(&mut self, bytes: usize, what: &str) -> Result<&'a [u8], Flaw> {
+    pub fn take(&mut self, bytes: usize, what: &str) -> Result<&'a [u8], Flaw> {
         let rest = &self.bytes[self.at..];
         let Some((taken, _)) = rest.split_at_checked(bytes) else {
             let what = format!("cut short: {what} needs {bytes} bytes, {} are left", rest.len());
@@ -49,30 +49,30 @@ impl<'a> Cursor<'a> {
         Ok(taken)
     }
 
-    pub(crate) fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Flaw> {
+    pub fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Flaw> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N, what)?);
         Ok(array)
     }
 
-    pub(crate) fn u8(&mut self, what: &str) -> Result<u8, Flaw> {
+    pub fn u8(&mut self, what: &str) -> Result<u8, Flaw> {
         Ok(self.array::<1>(what)?[0])
     }
 
-    pub(crate) fn u16(&mut self, what: &str) -> Result<u16, Flaw> {
+    pub fn u16(&mut self, what: &str) -> Result<u16, Flaw> {
         Ok(u16::from_le_bytes(self.array(what)?))
     }
 
-    pub(crate) fn u32(&mut self, what: &str) -> Result<u32, Flaw> {
+    pub fn u32(&mut self, what: &str) -> Result<u32, Flaw> {
         Ok(u32::from_le_bytes(self.array(what)?))
     }
 
-    pub(crate) fn u64(&mut self, what: &str) -> Result<u64, Flaw> {
+    pub fn u64(&mut self, what: &str) -> Result<u64, Flaw> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
     /// LEB128, in its shortest form only, so that a number has one encoding.
-    pub(crate) fn varint(&mut self, what: &str) -> Result<u64, Flaw> {
+    pub fn varint(&mut self, what: &str) -> Result<u64, Flaw> {
         let begin = self.at;
         let mut value = 0u64;
         for i in 0..VARINT_BYTES_MAX {
@@ -94,7 +94,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Four letters that say what file it is, and the version of its layout.
-    pub(crate) fn magic(&mut self, magic: [u8; 4], version: u8, what: &str) -> Result<(), Flaw> {
+    pub fn magic(&mut self, magic: [u8; 4], version: u8, what: &str) -> Result<(), Flaw> {
         if self.array(what)? != magic {
             return Err(Flaw::at(
                 0,
@@ -110,7 +110,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    pub(crate) fn end(&self, what: &str) -> Result<(), Flaw> {
+    pub fn end(&self, what: &str) -> Result<(), Flaw> {
         match self.rest_bytes() {
             0 => Ok(()),
             more => Err(Flaw::at(self.at, format!("{more} bytes after the end of the {what}"))),
@@ -122,7 +122,7 @@ fn letters(magic: [u8; 4]) -> String {
     format!("`{}`", magic.escape_ascii())
 }
 
-pub(crate) fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+pub fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     loop {
         let bits = (value & 0x7f) as u8;
         value >>= 7;
