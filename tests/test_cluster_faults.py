@@ -48,7 +48,8 @@ def test_hosts_join_with_a_token_once_drain_and_leave(cluster: Cluster, parent: 
     with parent.fork(2).raise_for_errors() as stay:
         assert {result.host for result in stay.results} == {"h0"}
     first("cluster", "activate", "h1")
-    second("cluster", "leave")
+    left = second("cluster", "leave")
+    assert b"This host has left the cluster" in left.stdout + left.stderr
     assert second.json("cluster", "ls")["hosts"] == []
     eventually(lambda: len(first.json("cluster", "ls")["hosts"]) == 1, 20, "it has left")
     cluster.clients[1].run(parent.inspect().image, name="alone", memory_mib=128)

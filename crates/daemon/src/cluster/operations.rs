@@ -240,7 +240,9 @@ impl Cluster {
         let bad = |error: &dyn std::error::Error| {
             ErrorBody::new(ErrorCode::BadRequest, JOINING).cause(chain(error))
         };
-        let token: JoinToken = request.token.parse().map_err(|error| bad(&error))?;
+        let token: JoinToken = request.token.parse().map_err(|error| {
+            bad(&error).remedy("`vmfork cluster token` on a member prints one, for one host")
+        })?;
         let name = request.name.unwrap_or_else(host_name);
         let newcomer =
             Newcomer::new(token, &name, &request.address).map_err(|error| bad(&error))?;
@@ -275,11 +277,12 @@ impl Cluster {
         });
         left.map_err(|error| no_host(LEAVE, &error))?;
         life.save();
-        if id == life.member.id {
-            life.say_farewell().await;
-            self.end(life).await;
+        if id != life.member.id {
+            return Ok(self.info());
         }
-        Ok(self.info())
+        life.say_farewell().await;
+        self.end(life).await;
+        Ok(ClusterInfo { note: Some("This host has left the cluster".to_owned()), ..self.info() })
     }
 
     /// Give up a membership that can't begin.
