@@ -78,7 +78,16 @@ pub enum StateError {
 pub struct State {
     root: PathBuf,
     journal: Mutex<Journal>,
-    _lock: File,
+    lock: File,
+}
+
+/// A process that is just being started has all open files until it executes its program, the lock among them: closing is not enough.
+impl Drop for State {
+    fn drop(&mut self) {
+        if let Err(error) = self.lock.unlock() {
+            tracing::warn!(path = %self.root.display(), "unlock the state folder: {error}");
+        }
+    }
 }
 
 /// What was found of an earlier daemon.
@@ -178,7 +187,7 @@ impl State {
         let journal = Journal::create(&path, live).map_err(failed("write", &path))?;
         let recovery =
             Recovery { lost, processes_killed: killed.len(), folders_removed, lines_skipped };
-        Ok((Self { root, journal: Mutex::new(journal), _lock: lock }, recovery))
+        Ok((Self { root, journal: Mutex::new(journal), lock }, recovery))
     }
 
     /// The folder itself.
@@ -422,6 +431,16 @@ mod tests {
         );
         drop(first);
         open(folder.path());
+    }
+
+    #[test]
+    fn the_folder_is_free_though_a_process_that_is_being_started_has_the_lock_open() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let (state, _) = open(folder.path());
+        let inherited = state.lock.try_clone().expect("dup");
+        drop(state);
+        open(folder.path());
+        drop(inherited);
     }
 
     fn mode(path: &Path) -> u32 {
