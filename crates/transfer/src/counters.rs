@@ -104,6 +104,8 @@ pub struct PeerCounters {
     pub wire_bytes: Counter,
     /// Requests made again, since a connection had ended while it was not used.
     pub retries: Counter,
+    /// Requests that were answered with the name of another host that has the pages.
+    pub redirected: Counter,
     /// Requests without an answer, or with another one than pages.
     pub failures: Counter,
     /// Requests for pages, from first to last byte; waiting for a connection is not in it.

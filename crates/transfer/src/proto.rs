@@ -9,7 +9,7 @@
 //!                | u64    | u64    | u64        | u32    | u8 | u8    | u16      |
 //!                +--------+--------+------------+--------+----+-------+----------+
 //!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144
-//!                flags 1: nobody waits for them (ahead). 2: may be compressed
+//!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
 //!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+
@@ -33,7 +33,7 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 
 /// What a client sends first: which protocol, and its version.
 pub const PREAMBLE: [u8; 8] = [b'V', b'F', b'P', b'G', VERSION, 0, 0, 0];
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Most pages of one read: a block's.
 pub const READ_PAGES_MAX: u64 = 512;
@@ -51,6 +51,8 @@ const _: () = assert!(PAGE as u64 == PAGE_BYTES);
 const ZERO_RUN: u16 = 0x8000;
 const FLAG_AHEAD: u8 = 1;
 const FLAG_MAY_COMPRESS: u8 = 2;
+const FLAG_INSIST: u8 = 4;
+const FLAG_REDIRECTED: u8 = 8;
 
 /// Bytes that are not what the protocol has in their place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -68,6 +70,18 @@ pub enum Urgency {
     Demand,
     /// Nobody yet. Gives way to what somebody waits for.
     Ahead,
+}
+
+/// How a request got to the host that is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Route {
+    /// It may name another host that has the pages ([`RefusalKind::Elsewhere`]).
+    #[default]
+    Direct,
+    /// It was asked before, and who it named had nothing: it has to give them itself.
+    Insist,
+    /// It was named by the host that froze the image: what is not there yet is on its way there.
+    Redirected,
 }
 
 /// What is asked for.
@@ -96,6 +110,7 @@ pub struct Request {
     pub range: PageRange,
     pub op: Op,
     pub urgency: Urgency,
+    pub route: Route,
     pub may_compress: bool,
     pub sequence: u16,
 }
@@ -113,7 +128,12 @@ impl Request {
             Op::Held => 2,
         };
         let ahead = if self.urgency == Urgency::Ahead { FLAG_AHEAD } else { 0 };
-        bytes[29] = ahead | if self.may_compress { FLAG_MAY_COMPRESS } else { 0 };
+        let route = match self.route {
+            Route::Direct => 0,
+            Route::Insist => FLAG_INSIST,
+            Route::Redirected => FLAG_REDIRECTED,
+        };
+        bytes[29] = ahead | route | if self.may_compress { FLAG_MAY_COMPRESS } else { 0 };
         bytes[30..].copy_from_slice(&self.sequence.to_le_bytes());
         bytes
     }
@@ -129,9 +149,16 @@ impl Request {
             other => return wrong(format!("request {other}, which is not known here")),
         };
         let flags = bytes[29];
-        if flags & !(FLAG_AHEAD | FLAG_MAY_COMPRESS) != 0 {
+        let route = match flags & (FLAG_INSIST | FLAG_REDIRECTED) {
+            0 => Some(Route::Direct),
+            FLAG_INSIST => Some(Route::Insist),
+            FLAG_REDIRECTED => Some(Route::Redirected),
+            _ => None,
+        };
+        let known = FLAG_AHEAD | FLAG_MAY_COMPRESS | FLAG_INSIST | FLAG_REDIRECTED;
+        let Some(route) = route.filter(|_| flags & !known == 0) else {
             return wrong(format!("flags {flags:#x}, which are not known here"));
-        }
+        };
         if pages == 0 || pages > op.pages_max() {
             let most = op.pages_max();
             return wrong(format!("{pages} pages at a time; it must be 1 to {most}"));
@@ -145,6 +172,7 @@ impl Request {
             range,
             op,
             urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
+            route,
             may_compress: flags & FLAG_MAY_COMPRESS != 0,
             sequence: u16_at(bytes, 30),
         })
@@ -189,10 +217,12 @@ pub enum RefusalKind {
     BadRequest,
     /// Something of its own went wrong.
     Failed,
+    /// It has sent the pages to another host, and that has them, or is about to: the text is its id.
+    Elsewhere,
 }
 
 impl RefusalKind {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::UnknownImage,
         Self::NotHere,
         Self::PageLost,
@@ -201,6 +231,7 @@ impl RefusalKind {
         Self::NotMember,
         Self::BadRequest,
         Self::Failed,
+        Self::Elsewhere,
     ];
 
     pub(crate) const fn place(self) -> usize {
@@ -217,6 +248,7 @@ impl RefusalKind {
             Self::BadRequest => 6,
             Self::Failed => 7,
             Self::NotHere => 8,
+            Self::Elsewhere => 9,
         }
     }
 
@@ -225,6 +257,7 @@ impl RefusalKind {
         match self {
             Self::UnknownImage => "unknown-image",
             Self::NotHere => "not-here",
+            Self::Elsewhere => "elsewhere",
             Self::PageLost => "page-lost",
             Self::Busy => "busy",
             Self::Draining => "draining",
@@ -260,6 +293,16 @@ impl Refusal {
             kept.push(c);
         }
         Self { kind, text: kept }
+    }
+
+    /// The pages are at host `id`.
+    pub fn elsewhere(id: u64) -> Self {
+        Self::new(RefusalKind::Elsewhere, id.to_string())
+    }
+
+    /// Where they are, if this is one that says so.
+    pub fn host(&self) -> Option<u64> {
+        (self.kind == RefusalKind::Elsewhere).then(|| self.text.parse().ok())?
     }
 
     pub fn text(&self) -> &str {

@@ -263,10 +263,14 @@ impl Images {
         drop(over); // not under the lock
     }
 
-    /// Another host waits for pages of an image.
-    pub(crate) fn demanded(&self, name: ImageName, range: PageRange) {
+    /// Another host asks for pages of an image, because a VM waits for them or not. → of how many pages that is, if it was frozen here.
+    pub(crate) fn asked(&self, name: ImageName, range: PageRange, demand: bool) -> Option<u64> {
         let inner = self.inner();
-        inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
+        if demand {
+            inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
+        }
+        let is_own = name.host == self.host;
+        is_own.then(|| self.find(&inner, name).map(|image| image.pages()))?
     }
 
     /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that

@@ -1,5 +1,6 @@
 //! A membership while it lasts: the port for other hosts, the page service, heartbeats.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::TcpListener as StdListener;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -188,6 +189,11 @@ impl Life {
         }
     }
 
+    /// A member has said which images of others it has open.
+    pub(super) fn heard(&self, host: HostId, beat: &Beat) {
+        self.service.heard(host.get(), &beat.held());
+    }
+
     /// A heartbeat, and its answer.
     async fn tell(&self, host: HostId, room: Room) {
         let member = &self.member;
@@ -195,7 +201,10 @@ impl Life {
         let beat = member.beat_to(host, room);
         match peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
             Ok(answer) => match member.on_answer(host, &answer) {
-                Ok(merged) => self.settle(&merged),
+                Ok(merged) => {
+                    self.settle(&merged);
+                    self.heard(host, &answer);
+                }
                 Err(error) => tracing::warn!(host = peer.name, "{error}"),
             },
             Err(error) => tracing::debug!(host = peer.name, "{}", chain(&error)),
@@ -236,6 +245,9 @@ async fn beat(
         });
         life.member.leases.expire(Instant::now());
         if tick.is_multiple_of(MEMORY_TICKS) {
+            for host in life.member.gone() {
+                life.service.heard(host.get(), &BTreeSet::new());
+            }
             let arrivals = &life.member.arrivals;
             tokio::task::block_in_place(|| {
                 arrivals.look();

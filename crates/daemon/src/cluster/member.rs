@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::HostView;
 use vmfork_cluster::{
-    Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Merged, Now, Room, Roster,
+    Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Membership, Merged, Now, Room,
+    Roster,
 };
 use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency};
@@ -40,6 +41,12 @@ pub(super) struct Beat {
     pub(super) holds: Vec<(u64, u64)>,
     /// The snapshots of other hosts that VMs of the sender came of.
     pub(super) came_of: Vec<(u64, u64)>,
+}
+
+impl Beat {
+    pub(super) fn held(&self) -> BTreeSet<ImageName> {
+        names(&self.holds)
+    }
 }
 
 /// One life of the daemon of a member.
@@ -309,12 +316,21 @@ impl Member {
     }
 
     fn heard(&self, from: HostId, beat: &Beat) {
-        let names = |pairs: &[(u64, u64)]| -> BTreeSet<ImageName> {
-            pairs.iter().map(|(host, image)| ImageName { host: *host, image: *image }).collect()
-        };
         self.images.heard(Instant::now(), from.get(), names(&beat.came_of));
-        self.sources.heard(from, &names(&beat.holds));
+        self.sources.heard(from, &beat.held());
     }
+
+    /// Members that have been silent for so long that they count as gone.
+    pub(super) fn gone(&self) -> Vec<HostId> {
+        let now = self.now();
+        let is_gone = |book: &Membership, id| book.liveness(id, now) == Liveness::Gone;
+        self.roster
+            .read(|book| book.members().map(|m| m.id).filter(|id| is_gone(book, *id)).collect())
+    }
+}
+
+fn names(pairs: &[(u64, u64)]) -> BTreeSet<ImageName> {
+    pairs.iter().map(|(host, image)| ImageName { host: *host, image: *image }).collect()
 }
 
 /// Pages are served at the port after that of the API.
@@ -342,18 +358,25 @@ impl Pages for Served {
         id.is_some_and(|id| self.0.roster.read(|book| book.member(id).is_some()))
     }
 
-    fn read(
+    fn asked(
         &self,
         _member: u64,
         image: ImageName,
         range: PageRange,
         urgency: Urgency,
+    ) -> Option<u64> {
+        self.0.images.asked(image, range, urgency == Urgency::Demand)
+    }
+
+    fn read(
+        &self,
+        _member: u64,
+        image: ImageName,
+        range: PageRange,
+        _urgency: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
         let read = self.0.images.read(image, range, bytes);
-        if read.is_ok() && urgency == Urgency::Demand {
-            self.0.images.demanded(image, range);
-        }
         read.map_err(|not_read| match not_read {
             NotRead::Unknown => {
                 Refusal::new(RefusalKind::UnknownImage, "it is not known here (any more)")

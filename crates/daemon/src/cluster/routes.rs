@@ -124,6 +124,7 @@ async fn heartbeat(
     let (life, core) = of.parts("take a heartbeat")?;
     let (answer, merged) = life.member.on_beat(from, &beat, room(&core))?;
     life.settle(&merged);
+    life.heard(from, &beat);
     if merged.removed
         && let Some(cluster) = of.cluster.upgrade()
     {

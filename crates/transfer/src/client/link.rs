@@ -12,7 +12,7 @@ use super::peer::{PeerConfig, PeerLimits};
 use crate::channel::Channel;
 use crate::pack::{self, Scratch};
 use crate::proto::{
-    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Run, Urgency,
+    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
 };
 
 /// Memory that a connection keeps for its next answer.
@@ -33,6 +33,7 @@ pub(super) struct Question {
     pub(super) image: ImageName,
     pub(super) range: PageRange,
     pub(super) urgency: Urgency,
+    pub(super) route: Route,
     pub(super) may_compress: bool,
 }
 
@@ -117,8 +118,9 @@ impl Link {
 
     /// Put a question. → the head of its answer.
     fn ask(&mut self, op: Op, question: Question, timeout: Duration) -> Result<Head, LinkError> {
-        let Question { image, range, urgency, may_compress } = question;
-        let request = Request { image, range, op, urgency, may_compress, sequence: self.sequence };
+        let Question { image, range, urgency, route, may_compress } = question;
+        let sequence = self.sequence;
+        let request = Request { image, range, op, urgency, route, may_compress, sequence };
         self.sequence = self.sequence.wrapping_add(1);
         self.channel.set_timeout(timeout);
         let preamble: &[u8] = if self.began { &[] } else { &PREAMBLE };

@@ -15,7 +15,9 @@ use super::pool::{Lease, Pool};
 use crate::counters::PeerCounters;
 use crate::lock;
 use crate::pack::Choice;
-use crate::proto::{HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Urgency};
+use crate::proto::{
+    HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
+};
 
 /// Which host, and how it is reached.
 #[derive(Clone)]
@@ -117,6 +119,14 @@ impl PeerError {
         !matches!(self, Self::Refused(_) | Self::Misuse { .. })
     }
 
+    /// The host that has the pages, if it is this that was answered.
+    pub(super) fn elsewhere(&self) -> Option<u64> {
+        match self {
+            Self::Refused(refusal) => refusal.host(),
+            _ => None,
+        }
+    }
+
     /// With its causes, in one line.
     pub(super) fn to_line(&self) -> String {
         let mut line = self.to_string();
@@ -188,15 +198,16 @@ impl Peer {
         urgency: Urgency,
         out: &mut [u8],
     ) -> Result<(), PeerError> {
-        self.read_within(self.limits.answer, image, range, urgency, out)
+        self.read_by(Route::Insist, self.limits.answer, image, range, urgency, out)
     }
 
-    /// The same with less patience: an answer may take no longer than `timeout`.
+    /// The same by another route and with less patience: an answer may take no longer than `timeout`.
     ///
     /// # Errors
-    /// As [`Peer::read`].
-    pub(super) fn read_within(
+    /// As [`Peer::read`], and that another host has the pages.
+    pub(super) fn read_by(
         &self,
+        route: Route,
         timeout: Duration,
         image: ImageName,
         range: PageRange,
@@ -209,7 +220,7 @@ impl Peer {
             return Err(PeerError::Misuse { pages, bytes: out.len(), most });
         }
         let may_compress = self.config.compress && lock(&self.choice).may_compress(pages);
-        let question = Question { image, range, urgency, may_compress };
+        let question = Question { image, range, urgency, route, may_compress };
         let came = self.ask(timeout, |lease| match &mut lease.link {
             Some(link) => link.read(question, timeout, out),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
@@ -238,7 +249,8 @@ impl Peer {
         if pages == 0 || pages > most {
             return Err(PeerError::Misuse { pages, bytes: 0, most });
         }
-        let question = Question { image, range, urgency: Urgency::Ahead, may_compress: false };
+        let (urgency, route) = (Urgency::Ahead, Route::Direct);
+        let question = Question { image, range, urgency, route, may_compress: false };
         self.ask(self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.held(question, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
@@ -264,6 +276,7 @@ impl Peer {
         });
         match &answer {
             Ok(_) => *lock(&self.avoid_until) = None,
+            Err(error) if error.elsewhere().is_some() => self.counters.redirected.add(1),
             Err(error) => {
                 self.counters.failures.add(1);
                 if error.is_of_host() {

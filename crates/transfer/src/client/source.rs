@@ -11,7 +11,7 @@ use super::holders::Holders;
 use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Swarm};
 use crate::counters::Counter;
-use crate::proto::{READ_PAGES_MAX, Urgency};
+use crate::proto::{READ_PAGES_MAX, Route, Urgency};
 
 /// What one fault brings in: 64 KiB, half a millisecond at 1 Gbit/s.
 pub(super) const UNIT_PAGES: u64 = 16;
@@ -37,7 +37,9 @@ pub struct SourceCounters {
     pub origin_pages: Counter,
     /// How many from others that hold it.
     pub holder_pages: Counter,
-    /// Reads that another host answered than the one asked first.
+    /// Answers that another host has the pages.
+    pub redirected: Counter,
+    /// Reads that another host answered than the one asked first or named by it.
     pub resourced: Counter,
     pub failures: Counter,
 }
@@ -194,16 +196,22 @@ impl PeerSource {
         failed: &mut Vec<Vain>,
     ) -> bool {
         let Some(swarm) = &self.swarm else { return false };
-        while let Some(Asked { host, peer, origin }) = swarm.choose(urgency, piece) {
+        let mut named = None;
+        while let Some(asked) = named.take().or_else(|| swarm.choose(urgency, piece)) {
+            let Asked { host, peer, origin, route } = asked;
             let may_wait = match urgency {
                 Urgency::Demand if !origin => DEMAND_WAIT,
                 _ => Duration::MAX,
             };
-            match peer.read_within(may_wait, self.image, piece, urgency, bytes) {
+            match peer.read_by(route, may_wait, self.image, piece, urgency, bytes) {
                 Ok(()) => {
                     swarm.answered(host, piece);
                     self.came_from(origin, piece);
                     return true;
+                }
+                Err(error) if route != Route::Insist && error.elsewhere().is_some() => {
+                    self.counters.redirected.add(1);
+                    named = error.elsewhere().and_then(|to| swarm.redirected(host, piece, to));
                 }
                 Err(error) => {
                     swarm.failed(host, piece, &error);

@@ -20,7 +20,7 @@ use vmfork_policy::transfer::swarm::{
 use super::peer::{Peer, PeerError};
 use super::source::{READS_AHEAD, UNIT_PAGES};
 use crate::lock;
-use crate::proto::{HELD_PAGES_MAX, RefusalKind, Urgency};
+use crate::proto::{HELD_PAGES_MAX, RefusalKind, Route, Urgency};
 
 /// Times and bounds of a [`Swarm`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,8 +72,6 @@ struct State {
     pick: Pick,
     members: BTreeMap<HostId, Member>,
     round: Round,
-    /// When something was to be fetched ahead first.
-    wanted_at: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -93,8 +91,6 @@ struct Round {
     next_at: Duration,
     /// Who was asked last in the last.
     last: Option<HostId>,
-    /// Everybody who was known at first has been asked.
-    is_informed: bool,
 }
 
 /// Who is asked, and what for.
@@ -103,6 +99,7 @@ pub(super) struct Asked {
     pub(super) host: HostId,
     pub(super) peer: Arc<Peer>,
     pub(super) origin: bool,
+    pub(super) route: Route,
 }
 
 impl Swarm {
@@ -121,7 +118,6 @@ impl Swarm {
             pick: Pick::new(config.pick),
             members: BTreeMap::new(),
             round: Round::default(),
-            wanted_at: None,
         };
         Self {
             image,
@@ -194,15 +190,30 @@ impl Swarm {
             Urgency::Ahead => known.choose_unwaited(pages, now),
         };
         let Choice::Ask(host) = choice else { return None };
-        match members.get(&host) {
-            Some(Member { peer, origin, .. }) => {
-                Some(Asked { host, peer: Arc::clone(peer), origin: *origin })
-            }
-            None => {
-                known.left(host);
-                None
-            }
+        let insists = known.insists(pages);
+        let Some(Member { peer, origin, .. }) = members.get(&host) else {
+            known.left(host);
+            return None;
+        };
+        let route = if insists && *origin { Route::Insist } else { Route::Direct };
+        Some(Asked { host, peer: Arc::clone(peer), origin: *origin, route })
+    }
+
+    /// It answered that they are at host `to`, or about to be. → whom to ask now.
+    pub(super) fn redirected(&self, host: HostId, pages: PageRange, to: u64) -> Option<Asked> {
+        let (now, to) = (self.now(), HostId(to));
+        let mut state = lock(&self.state);
+        let State { known, members, .. } = &mut *state;
+        let can_be_asked = to != self.own && members.contains_key(&to);
+        if can_be_asked {
+            known.joined(to, false, 1);
         }
+        let to = if can_be_asked { to } else { host };
+        let (asked, in_vain) = known.redirected(host, pages, to, now)?;
+        let Member { peer, origin, .. } = members.get(&asked)?;
+        let insists = in_vain || !can_be_asked;
+        let route = if insists { Route::Insist } else { Route::Redirected };
+        Some(Asked { host: asked, peer: Arc::clone(peer), origin: *origin, route })
     }
 
     /// It gave them.
@@ -245,13 +256,7 @@ impl Swarm {
     pub(super) fn next_ahead(&self, pieces: &[PageRange]) -> NextAhead {
         let now = self.now();
         let mut state = lock(&self.state);
-        let State { known, pick, members, round, wanted_at } = &mut *state;
-        let PickConfig { patience, pause, .. } = self.config.pick;
-        let waited = now.saturating_sub(*wanted_at.get_or_insert(now));
-        // Who does not know who else there is would take all from the origin.
-        if !round.is_informed && waited < patience && members.values().any(|m| !m.origin) {
-            return NextAhead::Later(pause);
-        }
+        let State { known, pick, members, .. } = &mut *state;
         let holders = members.iter().filter(|(_, member)| member.holds && !member.origin);
         let (mut below, mut all) = (0, 1);
         for (host, _) in holders {
@@ -328,7 +333,6 @@ impl Swarm {
         round.is_running = false;
         round.next_at = now + self.config.every;
         round.last = last.filter(|_| !all);
-        round.is_informed |= all;
         self.round_ended.notify_all();
     }
 

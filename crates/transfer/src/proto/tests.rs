@@ -8,6 +8,7 @@ fn request() -> Request {
         range: PageRange::new(PageIdx(0x0a0b), 16).expect("small"),
         op: Op::Read,
         urgency: Urgency::Ahead,
+        route: Route::Direct,
         may_compress: true,
         sequence: 0x0201,
     }
@@ -33,7 +34,7 @@ fn the_bytes_are_as_documented() {
     assert_eq!(head().encode(), [1, 2, 0, 1, 2, 0, 0, 0, 77, 0, 0, 0, 5, 0, 0, 0]);
     assert_eq!(Run::Zero(3).encode(), [3, 0x80]);
     assert_eq!(Run::Bytes(512).encode(), [0, 2]);
-    assert_eq!(&PREAMBLE, b"VFPG\x01\0\0\0");
+    assert_eq!(&PREAMBLE, b"VFPG\x02\0\0\0");
 }
 
 #[test]
@@ -47,7 +48,8 @@ fn a_request_that_makes_no_sense_is_refused() {
     assert_eq!(with(25, 3), "784 pages at a time; it must be 1 to 512");
     assert_eq!(with(23, 0xff), "16 pages from 18374686479671626251, which no image has");
     assert_eq!(with(28, 3), "request 3, which is not known here");
-    assert_eq!(with(29, 7), "flags 0x7, which are not known here");
+    assert_eq!(with(29, 16), "flags 0x10, which are not known here");
+    assert_eq!(with(29, 12), "flags 0xc, which are not known here", "two routes");
 }
 
 #[test]
@@ -55,8 +57,8 @@ fn another_protocol_and_another_version_are_refused() {
     assert_eq!(check_preamble(&PREAMBLE), Ok(()));
     let error = |bytes: &[u8; 8]| check_preamble(bytes).expect_err("another").to_string();
     assert_eq!(error(b"GET / HT"), "no client for pages: it begins with `GET `");
-    assert_eq!(error(b"VFPG\x02\0\0\0"), "version 2 of the protocol; here is 1");
-    assert_eq!(error(b"VFPG\x01\0\0\x07"), "something behind the version that should be 0");
+    assert_eq!(error(b"VFPG\x03\0\0\0"), "version 3 of the protocol; here is 2");
+    assert_eq!(error(b"VFPG\x02\0\0\x07"), "something behind the version that should be 0");
 }
 
 #[test]
@@ -132,13 +134,14 @@ proptest! {
         (host, image) in any::<(u64, u64)>(),
         (first, pages) in (0u64..1 << 40, 1u64..=512),
         (ahead, may_compress, held) in any::<(bool, bool, bool)>(),
-        sequence: u16,
+        (route, sequence) in (0usize..3, any::<u16>()),
     ) {
         let request = Request {
             image: ImageName { host, image },
             range: PageRange::new(PageIdx(first), pages).expect("small"),
             op: if held { Op::Held } else { Op::Read },
             urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
+            route: [Route::Direct, Route::Insist, Route::Redirected][route],
             may_compress,
             sequence,
         };

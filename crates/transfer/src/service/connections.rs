@@ -77,6 +77,10 @@ impl Connections {
         }
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        lock(&self.state).closed
+    }
+
     /// No reads and writes of those succeed that are no members any more.
     pub(super) fn keep(&self, is_member: impl Fn(u64) -> bool) {
         let state = lock(&self.state);

@@ -8,15 +8,17 @@
 //!
 //! Promises: a connection serves a member of this cluster, who is one still at each request, or ends; one
 //! that stands still (in the handshake, within a request, while its answer is taken) ends after [`ServiceLimits::io`], an idle
-//! one after [`ServiceLimits::idle`]. What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
+//! one after [`ServiceLimits::idle`]. Of an image that this host froze, who asks for what another was sent is told so. What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
 //! for does not wait for it. A [`Pages`] that panics costs one answer.
 //!
 //! Left to others: the images ([`Pages`]), and who is a member.
 
 mod connections;
 mod serve;
+mod spreads;
 mod turns;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -30,6 +32,7 @@ use rustls::ServerConfig;
 use vmfork_image::{ImageName, PageRange};
 
 use self::connections::Connections;
+use self::spreads::Spreads;
 use self::turns::Turns;
 use crate::counters::ServiceCounters;
 use crate::lock;
@@ -48,6 +51,18 @@ pub trait Pages: Send + Sync {
 
     /// Whether it is one still. Before each answer.
     fn is_member(&self, member: u64) -> bool;
+
+    /// A member asks for these pages. → of how many pages the image is, if this host froze it: those that ask for the same are sent to
+    /// each other then, and each page leaves this host about once.
+    fn asked(
+        &self,
+        _member: u64,
+        _image: ImageName,
+        _range: PageRange,
+        _urgency: Urgency,
+    ) -> Option<u64> {
+        None
+    }
 
     /// Read `range`, which is 1 to 512 pages, into `bytes`, which is as long. May take a while, but has a bound.
     ///
@@ -91,6 +106,10 @@ pub struct ServiceLimits {
     pub idle: Duration,
     /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
     pub io: Duration,
+    /// How long pages that a VM waits for are waited for here, if the host that froze the image has said that they are on their way …
+    pub arrival: Duration,
+    /// … and those that nobody waits for.
+    pub arrival_ahead: Duration,
     /// What [`PageService::stop`] waits for its threads.
     pub stop: Duration,
 }
@@ -104,6 +123,8 @@ impl Default for ServiceLimits {
             ahead_max: 8,
             idle: Duration::from_secs(90),
             io: Duration::from_secs(5),
+            arrival: Duration::from_millis(500),
+            arrival_ahead: Duration::from_secs(1),
             stop: Duration::from_secs(6),
         }
     }
@@ -124,6 +145,7 @@ struct Shared {
     limits: ServiceLimits,
     connections: Arc<Connections>,
     turns: Turns,
+    spreads: Spreads,
     counters: ServiceCounters,
 }
 
@@ -155,6 +177,7 @@ impl PageService {
             limits,
             connections: Arc::new(Connections::new(limits)),
             turns: Turns::new(limits.ahead_max),
+            spreads: Spreads::default(),
             counters: ServiceCounters::default(),
         });
         let accepting = {
@@ -184,6 +207,11 @@ impl PageService {
     /// End the connections of those that are no members any more.
     pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
         self.shared.connections.keep(is_member);
+    }
+
+    /// A member has said which images of others it has open: for others' pages it is not named any more.
+    pub fn heard(&self, member: u64, open: &BTreeSet<ImageName>) {
+        self.shared.spreads.heard(member, open);
     }
 
     /// Accept no more, and end all connections, also those with an answer under way. → how many are left after

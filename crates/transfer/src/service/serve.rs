@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, TcpStream};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
 use vmfork_image::PAGE_BYTES;
@@ -13,12 +13,16 @@ use super::connections::Place;
 use crate::channel::Channel;
 use crate::pack::{self, Packer};
 use crate::proto::{
-    self, Form, Head, Op, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Urgency,
+    self, Form, Head, Op, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Route, Urgency,
 };
 
 /// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
 /// rest is given back.
 const KEPT_BYTES: usize = 256 << 10;
+/// Between two looks whether pages have come: at first …
+const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
+/// … and at most.
+const ARRIVAL_PAUSE_MAX: Duration = Duration::from_millis(5);
 
 /// Why a connection ends early: not an error of this host.
 type Ended = Box<dyn std::error::Error + Send + Sync>;
@@ -145,7 +149,7 @@ impl Session<'_> {
 
     fn answer(&mut self, member: u64, request: &Request, began: Instant) -> Result<(), Ended> {
         let read = std::panic::catch_unwind(AssertUnwindSafe(|| match request.op {
-            Op::Read => self.read(member, request),
+            Op::Read => self.read_or_name(member, request),
             Op::Held => self.find_held(member, request),
         }));
         let read = read.unwrap_or_else(|_| {
@@ -195,6 +199,38 @@ impl Session<'_> {
         }
         pack::shrink(pages, KEPT_BYTES);
         Ok(())
+    }
+
+    fn read_or_name(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+        let Request { image, range, urgency, route, .. } = *request;
+        let pages = &self.shared.pages;
+        if let Some(len) = pages.asked(member, image, range, urgency) {
+            let (insists, may_name) = (route == Route::Insist, |host| pages.is_member(host));
+            let spreads = &self.shared.spreads;
+            if let Some(host) = spreads.elsewhere((image, len), member, range, insists, may_name) {
+                return Err(Refusal::elsewhere(host));
+            }
+        }
+        let limits = &self.shared.limits;
+        let patience = match (route, urgency) {
+            (Route::Direct | Route::Insist, _) => Duration::ZERO,
+            (Route::Redirected, Urgency::Demand) => limits.arrival,
+            (Route::Redirected, Urgency::Ahead) => limits.arrival_ahead,
+        };
+        let (began, mut pause) = (Instant::now(), ARRIVAL_PAUSE_MIN);
+        loop {
+            match self.read(member, request) {
+                Err(refusal)
+                    if refusal.kind == RefusalKind::NotHere
+                        && began.elapsed() + pause < patience
+                        && !self.shared.connections.is_closed() =>
+                {
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(ARRIVAL_PAUSE_MAX);
+                }
+                read => return read,
+            }
+        }
     }
 
     fn read(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
-use vmfork_transfer::proto::{Op, PREAMBLE, Request};
+use vmfork_transfer::proto::{Op, PREAMBLE, Request, Route};
 use vmfork_transfer::{
     Peer, PeerConfig, PeerError, PeerLimits, RefusalKind, ServiceLimits, Urgency,
 };
@@ -120,6 +120,7 @@ fn a_member_that_speaks_otherwise_is_told_what_is_wrong() {
         range: range(5, 1),
         op: Op::Read,
         urgency: Urgency::Demand,
+        route: Route::Direct,
         may_compress: false,
         sequence: 0x1234,
     };
@@ -129,7 +130,7 @@ fn a_member_that_speaks_otherwise_is_told_what_is_wrong() {
     let older = *b"VFPG\x09\0\0\0";
     let cases = [
         (&PREAMBLE, huge, "4294967295 pages at a time; it must be 1 to 512"),
-        (&older, good, "version 9 of the protocol; here is 1"),
+        (&older, good, "version 9 of the protocol; here is 2"),
         (b"POST /v1", good, "no client for pages: it begins with `POST`"),
     ];
     for (preamble, request, expected) in cases {
@@ -168,6 +169,7 @@ fn who_stands_still_is_cut_off() {
             range: range(0, 512),
             op: Op::Read,
             urgency: Urgency::Demand,
+            route: Route::Direct,
             may_compress: false,
             sequence,
         };

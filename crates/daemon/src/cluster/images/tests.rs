@@ -166,9 +166,12 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
         a.lend(Instant::now(), &second, ours.clone()).expect("sealed"),
     ];
     let of_another = serve(Arc::clone(first.image()));
-    a.demanded(a.name(first.image().id()), range(50, 4));
+    let of_first = a.asked(a.name(first.image().id()), range(50, 4), true);
+    assert_eq!(of_first, Some(first.image().pages()), "it was frozen here");
+    assert_eq!(a.asked(ImageName { host: 9, image: 1 }, range(50, 4), true), None);
+    a.asked(a.name(first.image().id()), range(60, 4), false);
     let _lent = a.lend(Instant::now(), &of_another, others.clone()).expect("sealed");
-    a.demanded(a.name(second.image().id()), range(100, 4));
+    a.asked(a.name(second.image().id()), range(100, 4), true);
     assert_eq!(ours.working_set.runs(), [range(50, 4), range(100, 4)]);
     assert_eq!(others.working_set.runs(), []);
 }

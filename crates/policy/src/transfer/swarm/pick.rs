@@ -10,22 +10,13 @@ use super::holders::mixed;
 /// Times of [`Pick`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PickConfig {
-    /// How long in all to wait for others that hold the image to get their shares, before those are taken from the origin, too.
-    pub patience: Duration,
-    /// What a piece that a peer had adds to that again: who waits for hosts that fetch nothing soon waits no more.
-    pub earned: Duration,
     /// When to look again, having found nothing.
     pub pause: Duration,
 }
 
 impl Default for PickConfig {
-    /// Hosts are asked what they hold four times a second.
     fn default() -> Self {
-        Self {
-            patience: Duration::from_millis(600),
-            earned: Duration::from_millis(2),
-            pause: Duration::from_millis(50),
-        }
+        Self { pause: Duration::from_millis(50) }
     }
 }
 
@@ -43,9 +34,10 @@ pub enum Picked {
 /// ```text
 ///   one of this host's share that no peer has ──► it: the origin has room
 ///       none ──► one that a peer has; of these one that the fewest have
-///           none, and there is patience left ──► later
-///               none ──► the first
+///           none ──► the first: if the origin has sent it to somebody, it says to whom (Spread)
 /// ```
+///
+/// Nobody waits for others to get their shares: how long they take is not known.
 ///
 /// Pieces are to come in an order that is another on each host ([`Pick::place`]), unless some are more urgent.
 #[derive(Debug)]
@@ -53,13 +45,11 @@ pub struct Pick {
     config: PickConfig,
     /// This host's number, and of how many.
     share: (u64, u64),
-    patience: Duration,
-    alone_since: Option<Duration>,
 }
 
 impl Pick {
     pub fn new(config: PickConfig) -> Self {
-        Self { config, share: (0, 1), patience: config.patience, alone_since: None }
+        Self { config, share: (0, 1) }
     }
 
     /// As [`Ahead::set_share`](super::Ahead::set_share).
@@ -73,38 +63,20 @@ impl Pick {
     }
 
     /// Which of `pieces` to fetch now.
-    pub fn next(&mut self, pieces: &[PageRange], holders: &Holders, now: Duration) -> Picked {
+    pub fn next(&self, pieces: &[PageRange], holders: &Holders, now: Duration) -> Picked {
         let (index, of) = self.share;
         let copies: Vec<u16> = pieces.iter().map(|piece| holders.copies(*piece)).collect();
         let is_own = |piece: &PageRange| mixed(holders.piece_at(*piece)) % of == index;
         let own = pieces.iter().zip(&copies).position(|(piece, n)| *n == 0 && is_own(piece));
         let origin_is_full = holders.origins_are_full(now);
         if let Some(own) = own.filter(|_| !origin_is_full) {
-            self.spend(now);
             return Picked::Piece(own);
         }
         let there = copies.iter().enumerate().filter(|(_, copies)| **copies > 0);
-        if let Some((rarest, _)) = there.min_by_key(|(_, copies)| **copies) {
-            self.spend(now);
-            let most = self.config.patience;
-            self.patience = self.patience.saturating_add(self.config.earned).min(most);
-            return Picked::Piece(rarest);
-        }
-        if origin_is_full {
-            self.spend(now);
-            return Picked::Later(self.config.pause);
-        }
-        let since = *self.alone_since.get_or_insert(now);
-        match self.patience.saturating_sub(now.saturating_sub(since)) {
-            Duration::ZERO => Picked::Piece(0),
-            left => Picked::Later(left.min(self.config.pause)),
-        }
-    }
-
-    /// There is something to do again: what was waited is gone.
-    fn spend(&mut self, now: Duration) {
-        if let Some(since) = self.alone_since.take() {
-            self.patience = self.patience.saturating_sub(now.saturating_sub(since));
+        match there.min_by_key(|(_, copies)| **copies) {
+            Some((rarest, _)) => Picked::Piece(rarest),
+            None if origin_is_full => Picked::Later(self.config.pause),
+            None => Picked::Piece(0),
         }
     }
 }
@@ -114,7 +86,7 @@ mod tests {
     use proptest::prelude::*;
     use vmfork_image::PageIdx;
 
-    use super::super::{Choice, HoldersConfig};
+    use super::super::{Choice, HoldersConfig, Serve, Spread, SpreadConfig};
     use super::*;
     use crate::transfer::HostId;
 
@@ -138,31 +110,29 @@ mod tests {
 
     #[test]
     fn without_others_it_is_the_order_that_was_given() {
-        let (mut pick, holders) = (Pick::new(PickConfig::default()), holders(0));
+        let (pick, holders) = (Pick::new(PickConfig::default()), holders(0));
         let pieces = [piece(9), piece(3)];
         assert_eq!(pick.next(&pieces, &holders, ms(0)), Picked::Piece(0));
     }
 
     #[test]
-    fn others_shares_are_waited_for_but_not_for_ever() {
+    fn the_own_share_comes_first_then_the_rarest_that_peers_have_then_the_rest() {
         let (mut pick, mut holders) = (Pick::new(PickConfig::default()), holders(2));
         pick.set_share(1, 3);
-        let others: Vec<_> = (0..PIECES).filter(|at| mixed(*at) % 3 != 1).map(piece).collect();
-        assert_eq!(pick.next(&others, &holders, ms(0)), Picked::Later(ms(50)));
+        let is_own = |piece: &PageRange| mixed(piece.start().0 / 16) % 3 == 1;
+        let (own, others): (Vec<_>, Vec<_>) = (0..PIECES).map(piece).partition(is_own);
         holders.announced(HostId(1), others[5]);
         holders.announced(HostId(1), others[7]);
         holders.announced(HostId(2), others[5]);
-        assert_eq!(pick.next(&others, &holders, ms(100)), Picked::Piece(7), "the rarer");
-        let rest = &others[8..];
-        assert_eq!(pick.next(rest, &holders, ms(100)), Picked::Later(ms(50)));
-        assert_eq!(pick.next(rest, &holders, ms(590)), Picked::Later(ms(12)), "100 ms are spent");
-        assert_eq!(pick.next(rest, &holders, ms(602)), Picked::Piece(0));
-        assert_eq!(pick.next(rest, &holders, ms(603)), Picked::Piece(0), "and no more waiting");
+        let all = [others[5], others[7], others[6], own[0]];
+        assert_eq!(pick.next(&all, &holders, ms(0)), Picked::Piece(3));
+        assert_eq!(pick.next(&all[..3], &holders, ms(0)), Picked::Piece(1), "the rarer");
+        assert_eq!(pick.next(&[others[6], others[8]], &holders, ms(0)), Picked::Piece(0));
     }
 
     #[test]
     fn an_origin_that_has_enough_to_do_is_given_time() {
-        let (mut pick, mut holders) = (Pick::new(PickConfig::default()), holders(1));
+        let (pick, mut holders) = (Pick::new(PickConfig::default()), holders(1));
         let max = HoldersConfig::default().origin_ahead_in_flight_max as u64;
         for at in 0..max {
             assert_eq!(holders.choose_unwaited(piece(at), ms(0)), Choice::Ask(ORIGIN));
@@ -195,19 +165,24 @@ mod tests {
                 (holders, pick, left, Vec::new())
             }).collect();
             let (mut from_origin, mut round) = (0, 0);
+            let mut spread = Spread::new(PIECES * 16, SpreadConfig::default());
             while all.iter().any(|(.., left, _)| !left.is_empty()) {
                 round += 1;
                 prop_assert!(round < 10_000, "somebody waits for ever");
                 let now = ms(round * 10);
-                for (holders, pick, left, has) in &mut all {
+                for (own, (holders, pick, left, has)) in (0..).zip(&mut all) {
                     if left.is_empty() {
                         continue;
                     }
                     let Picked::Piece(at) = pick.next(left, holders, now) else { continue };
                     let piece = left.remove(at);
-                    let Choice::Ask(host) = holders.choose_unwaited(piece, now) else {
+                    let Choice::Ask(mut host) = holders.choose_unwaited(piece, now) else {
                         return Err(TestCaseError::fail("nobody to ask"));
                     };
+                    if host == ORIGIN && let Serve::At(to) = spread.ask(HostId(own), piece, false) {
+                        prop_assert_eq!(holders.redirected(ORIGIN, piece, to, now), Some((to, false)));
+                        host = to;
+                    }
                     from_origin += u64::from(host == ORIGIN);
                     holders.answered(host, piece, now + ms(1));
                     has.push(piece);

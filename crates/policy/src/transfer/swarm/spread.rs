@@ -90,8 +90,14 @@ impl Spread {
 
     /// A host is gone: nobody is sent there any more.
     pub fn left(&mut self, host: HostId) {
-        for hosts in self.hosts.values_mut() {
+        self.hosts.retain(|_, hosts| {
             hosts.retain(|(known, _)| *known != host);
-        }
+            !hosts.is_empty()
+        });
+    }
+
+    /// Whether nobody can be named for any piece.
+    pub fn is_empty(&self) -> bool {
+        self.hosts.is_empty()
     }
 }

@@ -1,0 +1,54 @@
+//! Who has been sent what of the images that this host froze: hosts that ask for the same are sent to each other.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Mutex;
+
+use vmfork_image::{ImageName, PageRange};
+use vmfork_policy::transfer::HostId;
+use vmfork_policy::transfer::swarm::{Serve, Spread, SpreadConfig};
+
+use crate::lock;
+
+/// Of most images at a time. Of one more it is not kept who has what: all of it is served here.
+const IMAGES_MAX: usize = 64;
+
+/// Of all images.
+#[derive(Debug, Default)]
+pub(super) struct Spreads(Mutex<HashMap<ImageName, Spread>>);
+
+impl Spreads {
+    /// A host asks for `range` of an image of so many pages. → who else has it, or is about to. `may_name`: those that may be named.
+    pub(super) fn elsewhere(
+        &self,
+        (image, pages): (ImageName, u64),
+        from: u64,
+        range: PageRange,
+        insist: bool,
+        may_name: impl Fn(u64) -> bool,
+    ) -> Option<u64> {
+        let mut images = lock(&self.0);
+        if images.len() >= IMAGES_MAX && !images.contains_key(&image) {
+            return None;
+        }
+        let begin = || Spread::new(pages, SpreadConfig::default());
+        let spread = images.entry(image).or_insert_with(begin);
+        loop {
+            match spread.ask(HostId(from), range, insist) {
+                Serve::Here => return None,
+                Serve::At(host) if may_name(host.0) => return Some(host.0),
+                // One less each time.
+                Serve::At(host) => spread.left(host),
+            }
+        }
+    }
+
+    /// A host has these images of others open, and no more.
+    pub(super) fn heard(&self, host: u64, open: &BTreeSet<ImageName>) {
+        lock(&self.0).retain(|image, spread| {
+            if !open.contains(image) {
+                spread.left(HostId(host));
+            }
+            !spread.is_empty()
+        });
+    }
+}
