@@ -12,7 +12,8 @@
 //! in [`proto`] and in `docs/protocol.md`.
 //!
 //! Promises: a read is answered or fails within a bound, and what it returns is what the other host's [`Pages`] gave,
-//! whole; TLS authenticates it. Whoever is no member gets nothing, and a member that was removed nothing more. What the other
+//! whole; TLS authenticates it, and what a host passes on that did not freeze the image is compared with the sums of the one that did, as
+//! long as that answers. Whoever is no member gets nothing, and a member that was removed nothing more. What the other
 //! side sends is checked before memory is taken for it. [`PageService::stop`] and dropping leave no thread behind that does not
 //! wait for [`Pages`].
 //!
@@ -27,6 +28,7 @@ mod counters;
 mod pack;
 pub mod proto;
 mod service;
+mod sums;
 
 pub use client::{
     Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
@@ -37,7 +39,7 @@ pub use pack::{Scratch, receive};
 pub use vmfork_policy::transfer::HostId;
 
 pub use proto::{Refusal, RefusalKind, Urgency};
-pub use service::{PageService, Pages, ServiceLimits};
+pub use service::{PageService, Pages, ServiceLimits, Wanted};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

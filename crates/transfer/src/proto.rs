@@ -8,7 +8,7 @@
 //!                | host   | image  | first page | pages  | op | flags | sequence |
 //!                | u64    | u64    | u64        | u32    | u8 | u8    | u16      |
 //!                +--------+--------+------------+--------+----+-------+----------+
-//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144
+//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 4: sums, of 1 to 512
 //!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
@@ -30,6 +30,8 @@
 use std::fmt;
 
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+
+use crate::sums::SUM_BYTES;
 
 /// What a client sends first: which protocol, and its version.
 pub const PREAMBLE: [u8; 8] = [b'V', b'F', b'P', b'G', VERSION, 0, 0, 0];
@@ -91,6 +93,8 @@ pub enum Op {
     Read,
     /// Which of them the host has.
     Held,
+    /// What they should be: the sum of each.
+    Sums,
 }
 
 impl Op {
@@ -98,6 +102,7 @@ impl Op {
         match self {
             Self::Read => READ_PAGES_MAX,
             Self::Held => HELD_PAGES_MAX,
+            Self::Sums => READ_PAGES_MAX,
         }
     }
 }
@@ -126,6 +131,7 @@ impl Request {
         bytes[28] = match self.op {
             Op::Read => 1,
             Op::Held => 2,
+            Op::Sums => 4,
         };
         let ahead = if self.urgency == Urgency::Ahead { FLAG_AHEAD } else { 0 };
         let route = match self.route {
@@ -146,6 +152,7 @@ impl Request {
         let op = match bytes[28] {
             1 => Op::Read,
             2 => Op::Held,
+            4 => Op::Sums,
             other => return wrong(format!("request {other}, which is not known here")),
         };
         let flags = bytes[29];
@@ -377,6 +384,7 @@ impl Head {
             (Some(_), _) => (0, REFUSAL_BYTES_MAX as u64),
             (None, Op::Read) => (pages, pages * PAGE_BYTES),
             (None, Op::Held) => (0, pages.div_ceil(8)),
+            (None, Op::Sums) => (0, pages * SUM_BYTES as u64),
         };
         if u64::from(runs) > runs_max || u64::from(len) > bytes_max {
             return wrong(format!("{runs} runs and {len} bytes in answer to {pages} pages"));

@@ -16,6 +16,7 @@ use vmfork_image::{
     BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageTable, Source, TableError,
 };
 use vmfork_memory::{Engine, HostImage, Layout, OpenError, PageLost};
+use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
 use super::loans::Loans;
@@ -263,14 +264,14 @@ impl Images {
         drop(over); // not under the lock
     }
 
-    /// Another host asks for pages of an image, because a VM waits for them or not. → of how many pages that is, if it was frozen here.
-    pub(crate) fn asked(&self, name: ImageName, range: PageRange, demand: bool) -> Option<u64> {
+    /// Another host asks for pages of an image, because a VM waits for them or not. → what that image is, if it is known here.
+    pub(crate) fn asked(&self, name: ImageName, range: PageRange, demand: bool) -> Option<Wanted> {
         let inner = self.inner();
         if demand {
             inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
         }
-        let is_own = name.host == self.host;
-        is_own.then(|| self.find(&inner, name).map(|image| image.pages()))?
+        let pages = self.find(&inner, name)?.pages();
+        Some(Wanted { pages, is_own: name.host == self.host })
     }
 
     /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
@@ -291,6 +292,26 @@ impl Images {
         image.lend(range, bytes).map_err(NotRead::Lost)
     }
 
+    /// Which pages of `range` of an image that was frozen here are its own, and need not be fetched to be read. `None`: there is no
+    /// such image.
+    pub(crate) fn own(
+        &self,
+        name: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Option<()> {
+        let image = self.find(&self.inner(), name).filter(|_| name.host == self.host)?;
+        let (table, own) = (image.table()?, Source::Image(image.id()));
+        let runs = table.runs(range.intersect(&table.range()));
+        for (run, _) in runs.filter(|(_, source)| *source == own) {
+            match image.is_stored() {
+                true => here(&image, run, each),
+                false => each(run),
+            }
+        }
+        Some(())
+    }
+
     /// Which pages of `range` of an image are in its cache here, or are not its own, so that nobody will ask for them. `None`: there is
     /// no such image.
     pub(crate) fn present(
@@ -300,21 +321,26 @@ impl Images {
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
         let image = self.find(&self.inner(), name)?;
-        let presence = image.cache().presence();
-        let mut rest = range.intersect(&PageRange::first(image.pages()));
-        while !rest.is_empty() {
-            let (run, is_present) = presence.run(rest);
-            if is_present {
-                each(run);
-            }
-            rest = rest.from_page(run.end());
-        }
+        here(&image, range, each);
         if let Some(table) = image.table() {
             let own = Source::Image(image.id());
             let others = table.runs(range.intersect(&table.range()));
             others.filter(|(_, source)| *source != own).for_each(|(run, _)| each(run));
         }
         Some(())
+    }
+}
+
+/// Which pages of `range` are in the cache of an image.
+fn here(image: &HostImage, range: PageRange, each: &mut dyn FnMut(PageRange)) {
+    let presence = image.cache().presence();
+    let mut rest = range.intersect(&PageRange::first(image.pages()));
+    while !rest.is_empty() {
+        let (run, is_present) = presence.run(rest);
+        if is_present {
+            each(run);
+        }
+        rest = rest.from_page(run.end());
     }
 }
 

@@ -16,7 +16,7 @@ use vmfork_cluster::{
     Roster,
 };
 use vmfork_image::{ImageName, PageRange, PageSource};
-use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency};
+use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency, Wanted};
 
 use super::arrivals::Arrivals;
 use super::client::Peer;
@@ -364,7 +364,7 @@ impl Pages for Served {
         image: ImageName,
         range: PageRange,
         urgency: Urgency,
-    ) -> Option<u64> {
+    ) -> Option<Wanted> {
         self.0.images.asked(image, range, urgency == Urgency::Demand)
     }
 
@@ -383,6 +383,18 @@ impl Pages for Served {
             }
             NotRead::Absent => Refusal::new(RefusalKind::NotHere, "they have not come here (yet)"),
             NotRead::Lost(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
+        })
+    }
+
+    fn own(
+        &self,
+        _member: u64,
+        image: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        self.0.images.own(image, range, each).ok_or_else(|| {
+            Refusal::new(RefusalKind::UnknownImage, "it was not frozen here, or is gone")
         })
     }
 

@@ -30,7 +30,12 @@ impl AnswerTimes {
         self.known.map_or(first, |(mean, deviation)| mean + deviation * 4)
     }
 
-    /// What an answer takes on average.
+    /// What an answer takes on average, if there was one.
+    pub(super) fn measured(&self) -> Option<Duration> {
+        self.known.map(|(mean, _)| mean)
+    }
+
+    /// What an answer takes on average; `first` as long as nothing is known.
     pub(super) fn mean(&self, first: Duration) -> Duration {
         self.known.map_or(first, |(mean, _)| mean)
     }

@@ -14,6 +14,7 @@ use crate::pack::{self, Scratch};
 use crate::proto::{
     self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
 };
+use crate::sums::{SUM_BYTES, Sum};
 
 /// Memory that a connection keeps for its next answer.
 const KEPT_BYTES: usize = 256 << 10;
@@ -114,6 +115,24 @@ impl Link {
         let mut bitmap = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
         self.channel.read_exact(&mut bitmap)?;
         Ok(proto::decode_held(&bitmap, question.range)?)
+    }
+
+    pub(super) fn sums(
+        &mut self,
+        question: Question,
+        timeout: Duration,
+    ) -> Result<Vec<Sum>, LinkError> {
+        let head = self.ask(Op::Sums, question, timeout)?;
+        let mut bytes = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
+        self.channel.read_exact(&mut bytes)?;
+        let (sums, rest) = bytes.as_chunks::<SUM_BYTES>();
+        match sums.len() as u64 == question.range.len() && rest.is_empty() {
+            true => Ok(sums.to_vec()),
+            false => {
+                let (bytes, range) = (bytes.len(), question.range);
+                Ok(proto::wrong(format!("{bytes} bytes of sums of pages {range}"))?)
+            }
+        }
     }
 
     /// Put a question. → the head of its answer.

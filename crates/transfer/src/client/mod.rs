@@ -17,6 +17,7 @@ mod peer;
 mod pool;
 mod source;
 mod swarm;
+mod verify;
 
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use vmfork_image::{ImageName, PAGE_BYTES, PageRange};
+use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 
 use super::link::{LinkError, Question};
 use super::pool::{Lease, Pool};
@@ -18,6 +18,7 @@ use crate::pack::Choice;
 use crate::proto::{
     HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
 };
+use crate::sums::Sum;
 
 /// Which host, and how it is reached.
 #[derive(Clone)]
@@ -94,6 +95,8 @@ pub enum PeerError {
     Wrong(#[source] ProtoError),
     #[error("refused: {0}")]
     Refused(Refusal),
+    #[error("page {page} is another than its origin has")]
+    Forged { page: PageIdx },
     #[error("{pages} pages into {bytes} bytes: at most {most} are read at a time")]
     Misuse { pages: u64, bytes: usize, most: u64 },
 }
@@ -110,7 +113,7 @@ impl PeerError {
             Self::Refused(refusal) => {
                 matches!(refusal.kind, RefusalKind::Busy | RefusalKind::Draining)
             }
-            Self::Wrong(_) | Self::Misuse { .. } => false,
+            Self::Wrong(_) | Self::Forged { .. } | Self::Misuse { .. } => false,
         }
     }
 
@@ -253,6 +256,25 @@ impl Peer {
         let question = Question { image, range, urgency, route, may_compress: false };
         self.ask(self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.held(question, self.limits.answer),
+            None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
+        })
+    }
+
+    /// The sums of pages, at most [`READ_PAGES_MAX`], of an image that the host froze.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub(super) fn sums(
+        &self,
+        image: ImageName,
+        range: PageRange,
+        timeout: Duration,
+    ) -> Result<Vec<Sum>, PeerError> {
+        let (urgency, route) = (Urgency::Ahead, Route::Direct);
+        let question = Question { image, range, urgency, route, may_compress: false };
+        let timeout = timeout.min(self.limits.answer);
+        self.ask(timeout, |lease| match &mut lease.link {
+            Some(link) => link.sums(question, timeout),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })
     }

@@ -10,6 +10,7 @@ use vmfork_image::{AheadOrder, ImageName, NextAhead, Origin, PageRange, PageSour
 use super::holders::Holders;
 use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Swarm};
+use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
 
@@ -37,6 +38,10 @@ pub struct SourceCounters {
     pub origin_pages: Counter,
     /// How many from others that hold it.
     pub holder_pages: Counter,
+    /// How many of those could not be compared with their origin's.
+    pub unverified_pages: Counter,
+    /// Answers with another page than the origin has: none of it was used.
+    pub forged: Counter,
     /// Answers that another host has the pages.
     pub redirected: Counter,
     /// Reads that another host answered than the one asked first or named by it.
@@ -51,6 +56,7 @@ pub struct PeerSource {
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
     patience: Duration,
+    verifier: Verifier,
     counters: SourceCounters,
 }
 
@@ -88,6 +94,7 @@ impl PeerSource {
             holders,
             swarm: None,
             patience: PATIENCE,
+            verifier: Verifier::new(image),
             counters: SourceCounters::default(),
         }
     }
@@ -204,11 +211,17 @@ impl PeerSource {
                 _ => Duration::MAX,
             };
             match peer.read_by(route, may_wait, self.image, piece, urgency, bytes) {
-                Ok(()) => {
-                    swarm.answered(host, piece);
-                    self.came_from(origin, piece);
-                    return true;
-                }
+                Ok(()) => match self.verified(urgency, piece, bytes, &peer, origin) {
+                    Ok(()) => {
+                        swarm.answered(host, piece);
+                        self.came_from(origin, piece);
+                        return true;
+                    }
+                    Err(error) => {
+                        swarm.failed(host, piece, &error);
+                        self.on_failed(peer, piece, error, failed);
+                    }
+                },
                 Err(error) if route != Route::Insist && error.elsewhere().is_some() => {
                     self.counters.redirected.add(1);
                     named = error.elsewhere().and_then(|to| swarm.redirected(host, piece, to));
@@ -237,15 +250,44 @@ impl PeerSource {
             }
             match peer.read(self.image, piece, urgency, bytes) {
                 Ok(()) => {
-                    if let Some(swarm) = &self.swarm {
-                        self.came_from(swarm.gave(peer), piece);
+                    let Some(swarm) = &self.swarm else { return true };
+                    let origin = swarm.gave(peer);
+                    match self.verified(urgency, piece, bytes, peer, origin) {
+                        Ok(()) => {
+                            self.came_from(origin, piece);
+                            return true;
+                        }
+                        Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
                     }
-                    return true;
                 }
                 Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
             }
         }
         false
+    }
+
+    /// What another host than the origin gave is compared with what that has.
+    fn verified(
+        &self,
+        urgency: Urgency,
+        piece: PageRange,
+        bytes: &[u8],
+        peer: &Peer,
+        origin: bool,
+    ) -> Result<(), PeerError> {
+        let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) else { return Ok(()) };
+        let of = swarm.origin();
+        match self.verifier.verify(urgency, piece, bytes, peer, of.as_deref()) {
+            Verdict::Right => Ok(()),
+            Verdict::Unknown => {
+                self.counters.unverified_pages.add(piece.len());
+                Ok(())
+            }
+            Verdict::Wrong(page) => {
+                self.counters.forged.add(1);
+                Err(PeerError::Forged { page })
+            }
+        }
     }
 
     fn came_from(&self, origin: bool, piece: PageRange) {

@@ -237,6 +237,13 @@ impl Swarm {
         lock(&self.state).known.failed(host, pages, why, now);
     }
 
+    /// Who froze the image.
+    pub(super) fn origin(&self) -> Option<Arc<Peer>> {
+        let state = lock(&self.state);
+        let origin = state.members.values().find(|member| member.origin);
+        origin.map(|member| Arc::clone(&member.peer))
+    }
+
     /// Whether a host has all of the image, and that it gave pages after all.
     pub(super) fn gave(&self, peer: &Arc<Peer>) -> bool {
         let mut state = lock(&self.state);

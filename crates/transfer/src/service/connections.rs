@@ -75,10 +75,15 @@ impl Connections {
             // Fails if the other side was faster.
             let _ended = open.tcp.shutdown(Shutdown::Both);
         }
+        drop(state);
+        self.ended.notify_all();
     }
 
-    pub(super) fn is_closed(&self) -> bool {
-        lock(&self.state).closed
+    /// Wait for [`Connections::close`]. → whether it has been called.
+    pub(super) fn wait_closed(&self, timeout: Duration) -> bool {
+        let is_open = |state: &mut State| !state.closed;
+        let waited = self.ended.wait_timeout_while(lock(&self.state), timeout, is_open);
+        waited.unwrap_or_else(PoisonError::into_inner).0.closed
     }
 
     /// No reads and writes of those succeed that are no members any more.

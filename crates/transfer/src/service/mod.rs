@@ -8,7 +8,7 @@
 //!
 //! Promises: a connection serves a member of this cluster, who is one still at each request, or ends; one
 //! that stands still (in the handshake, within a request, while its answer is taken) ends after [`ServiceLimits::io`], an idle
-//! one after [`ServiceLimits::idle`]. Of an image that this host froze, who asks for what another was sent is told so. What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
+//! one after [`ServiceLimits::idle`]. Who asks for what another was sent is told so ([`Spread`](vmfork_policy::transfer::swarm::Spread)). What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
 //! for does not wait for it. A [`Pages`] that panics costs one answer.
 //!
 //! Left to others: the images ([`Pages`]), and who is a member.
@@ -23,6 +23,7 @@ use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -52,15 +53,15 @@ pub trait Pages: Send + Sync {
     /// Whether it is one still. Before each answer.
     fn is_member(&self, member: u64) -> bool;
 
-    /// A member asks for these pages. → of how many pages the image is, if this host froze it: those that ask for the same are sent to
-    /// each other then, and each page leaves this host about once.
+    /// A member asks for these pages. → what that image is, if it is known here: those that ask for the same are sent to each other
+    /// then, and each page leaves its origin about once.
     fn asked(
         &self,
         _member: u64,
         _image: ImageName,
         _range: PageRange,
         _urgency: Urgency,
-    ) -> Option<u64> {
+    ) -> Option<Wanted> {
         None
     }
 
@@ -77,6 +78,19 @@ pub trait Pages: Send + Sync {
         bytes: &mut [u8],
     ) -> Result<(), Refusal>;
 
+    /// Which pages of `range` of an image that this host froze are its own and need not be fetched to be read: each run of them
+    /// is given to `each`. Only these have sums here.
+    ///
+    /// # Errors
+    /// There is no such image here.
+    fn own(
+        &self,
+        member: u64,
+        image: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal>;
+
     /// Which pages of `range` can be read here at once: each run of them is given to `each`. Pages beyond the image
     /// are not.
     ///
@@ -89,6 +103,14 @@ pub trait Pages: Send + Sync {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal>;
+}
+
+/// An image that several hosts may want.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    pub pages: u64,
+    /// This host froze it.
+    pub is_own: bool,
 }
 
 /// Bounds of a service.
@@ -106,6 +128,8 @@ pub struct ServiceLimits {
     pub idle: Duration,
     /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
     pub io: Duration,
+    /// A host that did not freeze an image sends those whose VMs wait for its pages elsewhere only while it answers more than so many.
+    pub demand_max: usize,
     /// How long pages that a VM waits for are waited for here, if the host that froze the image has said that they are on their way …
     pub arrival: Duration,
     /// … and those that nobody waits for.
@@ -123,6 +147,7 @@ impl Default for ServiceLimits {
             ahead_max: 8,
             idle: Duration::from_secs(90),
             io: Duration::from_secs(5),
+            demand_max: 4,
             arrival: Duration::from_millis(500),
             arrival_ahead: Duration::from_secs(1),
             stop: Duration::from_secs(6),
@@ -146,6 +171,8 @@ struct Shared {
     connections: Arc<Connections>,
     turns: Turns,
     spreads: Spreads,
+    /// Requests that are being answered.
+    answering: AtomicUsize,
     counters: ServiceCounters,
 }
 
@@ -178,6 +205,7 @@ impl PageService {
             connections: Arc::new(Connections::new(limits)),
             turns: Turns::new(limits.ahead_max),
             spreads: Spreads::default(),
+            answering: AtomicUsize::new(0),
             counters: ServiceCounters::default(),
         });
         let accepting = {

@@ -3,18 +3,21 @@
 use std::net::{SocketAddr, TcpStream};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
 use vmfork_image::PAGE_BYTES;
 
-use super::Shared;
 use super::connections::Place;
+use super::{Shared, Wanted};
 use crate::channel::Channel;
 use crate::pack::{self, Packer};
 use crate::proto::{
-    self, Form, Head, Op, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Route, Urgency,
+    self, Form, Head, Op, PAGE, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Route,
+    Urgency,
 };
+use crate::sums::{self, UNKNOWN};
 
 /// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
 /// rest is given back.
@@ -119,7 +122,13 @@ impl Session<'_> {
             });
             let request = admitted.clone().and_then(|member| Ok((member, request?)));
             match request {
-                Ok((member, request)) => self.answer(member, &request, began)?,
+                Ok((member, request)) => {
+                    let shared = self.shared;
+                    shared.answering.fetch_add(1, Ordering::Relaxed);
+                    let answered = self.answer(member, &request, began);
+                    shared.answering.fetch_sub(1, Ordering::Relaxed);
+                    answered?;
+                }
                 Err(refusal) => {
                     self.refuse(sequence, began, &refusal)?;
                     return Err(refusal.into());
@@ -151,6 +160,7 @@ impl Session<'_> {
         let read = std::panic::catch_unwind(AssertUnwindSafe(|| match request.op {
             Op::Read => self.read_or_name(member, request),
             Op::Held => self.find_held(member, request),
+            Op::Sums => self.sum_up(member, request),
         }));
         let read = read.unwrap_or_else(|_| {
             tracing::error!(image = %request.image, pages = %request.range, "reading panicked");
@@ -172,7 +182,7 @@ impl Session<'_> {
         head.clear();
         self.channel.set_timeout(self.shared.limits.io);
         match request.op {
-            Op::Held => {
+            Op::Held | Op::Sums => {
                 begin.server_us = us_since(began);
                 head.extend(begin.encode());
                 self.channel.send(&[&head[..], &pages[..]])?;
@@ -203,15 +213,16 @@ impl Session<'_> {
 
     fn read_or_name(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
         let Request { image, range, urgency, route, .. } = *request;
-        let pages = &self.shared.pages;
-        if let Some(len) = pages.asked(member, image, range, urgency) {
-            let (insists, may_name) = (route == Route::Insist, |host| pages.is_member(host));
-            let spreads = &self.shared.spreads;
-            if let Some(host) = spreads.elsewhere((image, len), member, range, insists, may_name) {
+        let Shared { pages, spreads, answering, limits, .. } = self.shared;
+        if let Some(Wanted { pages: len, is_own }) = pages.asked(member, image, range, urgency) {
+            let is_busy = || answering.load(Ordering::Relaxed) > limits.demand_max;
+            let may_refuse = is_own || urgency == Urgency::Ahead || is_busy();
+            let is_here = route != Route::Direct || !may_refuse;
+            let may_name = |host| pages.is_member(host);
+            if let Some(host) = spreads.elsewhere((image, len), member, range, is_here, may_name) {
                 return Err(Refusal::elsewhere(host));
             }
         }
-        let limits = &self.shared.limits;
         let patience = match (route, urgency) {
             (Route::Direct | Route::Insist, _) => Duration::ZERO,
             (Route::Redirected, Urgency::Demand) => limits.arrival,
@@ -223,9 +234,8 @@ impl Session<'_> {
                 Err(refusal)
                     if refusal.kind == RefusalKind::NotHere
                         && began.elapsed() + pause < patience
-                        && !self.shared.connections.is_closed() =>
+                        && !self.shared.connections.wait_closed(pause) =>
                 {
-                    std::thread::sleep(pause);
                     pause = (pause * 2).min(ARRIVAL_PAUSE_MAX);
                 }
                 read => return read,
@@ -255,6 +265,31 @@ impl Session<'_> {
         bitmap.resize(usize::try_from(range.len().div_ceil(8)).unwrap_or(0), 0);
         let mut each = |run| proto::set_held(bitmap, range, run);
         self.shared.pages.held(member, request.image, range, &mut each)
+    }
+
+    fn sum_up(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+        let Request { image, range, .. } = *request;
+        let Shared { pages, spreads, .. } = self.shared;
+        let mut own = Vec::new();
+        pages.own(member, image, range, &mut |run| own.push(run))?;
+        let mut all = spreads.sums(image, range);
+        for run in own {
+            let from = usize::try_from(run.start().0.saturating_sub(range.start().0));
+            let Some(part) = from.ok().and_then(|from| all.get_mut(from..)) else { continue };
+            let part = part.iter_mut().take(usize::try_from(run.len()).unwrap_or(0));
+            let part: Vec<_> = part.collect();
+            if part.iter().all(|sum| **sum != UNKNOWN) {
+                continue;
+            }
+            let bytes = &mut self.answer.pages;
+            bytes.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
+            pages.read(member, image, run, Urgency::Ahead, bytes)?;
+            let sums: Vec<_> = bytes.as_chunks::<PAGE>().0.iter().map(|p| sums::of(p)).collect();
+            spreads.summed(image, run, &sums);
+            part.into_iter().zip(sums).for_each(|(place, sum)| *place = sum);
+        }
+        self.answer.pages = all.concat();
+        Ok(())
     }
 
     fn refuse(&mut self, sequence: u16, began: Instant, refusal: &Refusal) -> Result<(), Ended> {

@@ -150,6 +150,17 @@ impl Pages for Images {
         Ok(())
     }
 
+    fn own(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        each(range);
+        Ok(())
+    }
+
     fn held(
         &self,
         _: u64,

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, NextAhead, PageRange, PageSource as _};
 use vmfork_transfer::{
     Holders, HostId, PageService, Pages, Peer, PeerConfig, PeerSource, Refusal, RefusalKind,
-    ServiceLimits, Swarm, SwarmConfig, SwarmMember, Urgency,
+    ServiceLimits, Swarm, SwarmConfig, SwarmMember, Urgency, Wanted,
 };
 
 use crate::common::*;
@@ -31,6 +31,8 @@ struct Cache {
     members: Mutex<BTreeMap<Vec<u8>, u64>>,
     /// It froze the image.
     is_origin: AtomicBool,
+    /// This page it gives with a wrong byte.
+    lies_about: AtomicU64,
     gate: Gate,
     ahead_gate: Gate,
 }
@@ -42,6 +44,7 @@ impl Cache {
             boasts: AtomicBool::new(false),
             members: Mutex::default(),
             is_origin: AtomicBool::new(false),
+            lies_about: AtomicU64::new(u64::MAX),
             gate: Gate::default(),
             ahead_gate: Gate::default(),
         })
@@ -62,8 +65,8 @@ impl Pages for Cache {
         Ok(self.members.lock().expect("no panic")[certificate])
     }
 
-    fn asked(&self, _: u64, _: ImageName, _: PageRange, _: Urgency) -> Option<u64> {
-        self.is_origin.load(Ordering::Relaxed).then_some(WHOLE)
+    fn asked(&self, _: u64, _: ImageName, _: PageRange, _: Urgency) -> Option<Wanted> {
+        Some(Wanted { pages: WHOLE, is_own: self.is_origin.load(Ordering::Relaxed) })
     }
 
     fn is_member(&self, _: u64) -> bool {
@@ -87,6 +90,21 @@ impl Pages for Cache {
         }
         for (page, bytes) in range.pages().zip(bytes.as_chunks_mut::<PAGE>().0) {
             fill(page, bytes);
+            bytes[9] ^= u8::from(page.0 == self.lies_about.load(Ordering::Relaxed));
+        }
+        Ok(())
+    }
+
+    fn own(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        match self.is_origin.load(Ordering::Relaxed) {
+            true => each(range),
+            false => return Err(Refusal::new(RefusalKind::UnknownImage, "another's")),
         }
         Ok(())
     }
@@ -344,6 +362,33 @@ fn who_has_less_than_it_says_is_passed_over() {
     let counters = source.counters();
     assert_eq!((counters.failures.get(), counters.holder_pages.get()), (0, 16));
     assert!(counters.resourced.get() > 0);
+}
+
+/// A host that gives other bytes than it got: its memory is broken, or it lies.
+#[test]
+fn what_is_not_what_the_origin_has_is_not_taken() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+    let nodes = nodes(all);
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    for urgency in [Urgency::Demand, Urgency::Ahead] {
+        for at in 0..10 {
+            let unit = range(at * UNIT, UNIT);
+            let mut bytes = buffer(unit);
+            source.read_for(urgency, unit, &mut bytes).expect("from whoever has it");
+            check(unit, &bytes);
+        }
+    }
+    let counters = source.counters();
+    assert!(counters.forged.get() > 0 && counters.holder_pages.get() > 0, "{counters:?}");
+    assert_eq!((counters.failures.get(), counters.unverified_pages.get()), (0, 0));
+    // Without its origin nobody can say.
+    nodes[0].service.stop();
+    nodes[2].cache.lies_about.store(u64::MAX, Ordering::Relaxed);
+    let unit = range(1024, UNIT);
+    source.read(unit, &mut buffer(unit)).expect("host 2 has it");
+    assert_eq!(counters.unverified_pages.get(), UNIT);
 }
 
 #[test]

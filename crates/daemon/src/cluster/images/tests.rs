@@ -167,7 +167,8 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
     ];
     let of_another = serve(Arc::clone(first.image()));
     let of_first = a.asked(a.name(first.image().id()), range(50, 4), true);
-    assert_eq!(of_first, Some(first.image().pages()), "it was frozen here");
+    let pages = first.image().pages();
+    assert_eq!(of_first, Some(Wanted { pages, is_own: true }), "it was frozen here");
     assert_eq!(a.asked(ImageName { host: 9, image: 1 }, range(50, 4), true), None);
     a.asked(a.name(first.image().id()), range(60, 4), false);
     let _lent = a.lend(Instant::now(), &of_another, others.clone()).expect("sealed");

@@ -409,6 +409,9 @@ impl Holders {
         }
         let config = self.config;
         let wanted = self.pieces.touching(pages);
+        // One that was never asked is thought to be as quick as the quickest: else it never would be.
+        let measured = self.hosts.values().filter_map(|holder| holder.times.measured());
+        let quickest = measured.min().unwrap_or(config.answer_start);
         let mut best: Option<((u32, u32, u64), HostId)> = None;
         let mut later: Option<Duration> = None;
         for (host, holder) in &self.hosts {
@@ -438,9 +441,10 @@ impl Holders {
             }
             // What we have under way there is answered one after the other.
             let ahead_of_it = u32::try_from(holder.in_flight + 1).unwrap_or(u32::MAX);
-            let expected = holder.times.mean(config.answer_start).saturating_mul(ahead_of_it);
-            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not.
-            let magnitude = expected.as_micros().max(1).ilog2();
+            let expected = holder.times.mean(quickest).saturating_mul(ahead_of_it);
+            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not. What nobody waits
+            // for is better spread over many than quick.
+            let magnitude = expected.as_micros().max(1).ilog2() / if demand { 1 } else { 3 };
             let lot = mixed(mixed(host.0 ^ config.salt) ^ wanted.start);
             let key = (magnitude, holder.distance, lot);
             if best.is_none_or(|(best, _)| key < best) {

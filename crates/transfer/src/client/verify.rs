@@ -1,0 +1,92 @@
+//! Pages that another host than their origin gave are compared with the origin's sums.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use vmfork_image::{BLOCK_PAGES, ImageName, PAGE_BYTES, PageIdx, PageRange};
+
+use super::peer::Peer;
+use crate::lock;
+use crate::proto::Urgency;
+use crate::sums::{self, Sum, Sums, UNKNOWN};
+
+/// How long the origin may take to say what a VM waits for.
+const DEMAND_WAIT: Duration = Duration::from_secs(1);
+
+/// What came of comparing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Right,
+    /// This page is another than the origin has.
+    Wrong(PageIdx),
+    /// The origin can't be asked any more, or does not know.
+    Unknown,
+}
+
+/// Of one image.
+#[derive(Debug)]
+pub(super) struct Verifier {
+    image: ImageName,
+    known: Mutex<Sums>,
+    /// It has been said that some can't be compared.
+    has_warned: AtomicBool,
+}
+
+impl Verifier {
+    pub(super) fn new(image: ImageName) -> Self {
+        Self { image, known: Mutex::default(), has_warned: AtomicBool::new(false) }
+    }
+
+    /// Compare what `giver` gave with what the origin says that it should be. One that has not answered lately is not asked.
+    pub(super) fn verify(
+        &self,
+        urgency: Urgency,
+        range: PageRange,
+        bytes: &[u8],
+        giver: &Peer,
+        origin: Option<&Peer>,
+    ) -> Verdict {
+        let known = lock(&self.known).get(range);
+        let sums = match (known.contains(&UNKNOWN), origin) {
+            (false, _) => known,
+            (true, Some(origin)) if !origin.is_avoided() => self.ask(urgency, range, origin),
+            _ => known,
+        };
+        let pages = bytes.chunks(usize::try_from(PAGE_BYTES).unwrap_or(usize::MAX));
+        let mut verdict = Verdict::Right;
+        for ((page, bytes), sum) in range.pages().zip(pages).zip(sums) {
+            if sum == UNKNOWN {
+                verdict = Verdict::Unknown;
+            } else if sum != sums::of(bytes) {
+                let (image, host) = (self.image, giver.name());
+                tracing::error!(%image, %page, host, "gave another page than its origin has");
+                return Verdict::Wrong(page);
+            }
+        }
+        if verdict == Verdict::Unknown && !self.has_warned.swap(true, Ordering::Relaxed) {
+            let (image, host) = (self.image, giver.name());
+            tracing::warn!(%image, host, "pages can't be compared with their origin's: they are believed");
+        }
+        verdict
+    }
+
+    /// What nobody waits for is asked of the whole block, so that the next pieces need no question.
+    fn ask(&self, urgency: Urgency, range: PageRange, origin: &Peer) -> Vec<Sum> {
+        let wanted = match urgency {
+            Urgency::Demand => range,
+            Urgency::Ahead => {
+                let block = PageIdx(range.start().0 / BLOCK_PAGES * BLOCK_PAGES);
+                let whole = PageRange::new(block, BLOCK_PAGES).ok();
+                whole.filter(|block| block.covers(&range)).unwrap_or(range)
+            }
+        };
+        match origin.sums(self.image, wanted, DEMAND_WAIT) {
+            Ok(sums) => lock(&self.known).put(wanted, &sums),
+            Err(error) => {
+                tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");
+            }
+        }
+        lock(&self.known).get(range)
+    }
+}
