@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import vmfork
 
@@ -18,14 +18,14 @@ PORT = 7072
 class Cluster:
     """Daemons that are members of one cluster, one on each host: `h0`, `h1` and so on."""
 
-    def __init__(self, net: Hosts, image: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, net: Hosts, image: str, stack: contextlib.ExitStack, more_flags: Sequence[str] = ()) -> None:
         self.net = net
         self.daemons: list[Daemon] = []
         self.clis: list[Cli] = []
         self.clients: list[vmfork.Client] = []
         for number in range(len(net.names)):
             base = 1_879_100_000 + 100_000 * number
-            flags = ["--pool", "1", "--qemu-uid-base", str(base)]
+            flags = ["--pool", "1", "--qemu-uid-base", str(base), *more_flags]
             daemon = Daemon(flags, prefix=net.prefix(number))
             stack.callback(daemon.close)
             daemon.start()
@@ -79,8 +79,8 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster_of(count: int, image: str) -> Iterator[Cluster]:
+def cluster_of(count: int, image: str, flags: Sequence[str] = ()) -> Iterator[Cluster]:
     with hosts(count) as net, contextlib.ExitStack() as stack:
-        made = Cluster(net, image, stack)
+        made = Cluster(net, image, stack, flags)
         made.join()
         yield made

@@ -62,7 +62,9 @@ pub use cluster::{
 pub use error::{ErrorBody, ErrorCode};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages, Place};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
-pub use memory::{BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults};
+pub use memory::{
+    BytesBetweenHosts, BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults,
+};
 pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};
 pub use snapshot::{
     Compression, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots, Snapshot,

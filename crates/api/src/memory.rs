@@ -33,6 +33,9 @@ pub struct MemoryInfo {
     #[serde(default)]
     pub prefetched_bytes: u64,
     pub source: BytesBySource,
+    /// Of the VM's image and those that it descends from.
+    #[serde(default)]
+    pub hosts: BytesBetweenHosts,
     /// The caches that the bytes of the VM's image are in: its own, and those of the images that it descends from.
     #[serde(default)]
     pub caches: Vec<CacheInfo>,
@@ -71,6 +74,17 @@ pub struct StoreFaults {
     pub predicted: u64,
     /// It had to be fetched.
     pub remote: u64,
+}
+
+/// Bytes of pages that went between this host and others, as they are in memory.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct BytesBetweenHosts {
+    /// Came since a VM waited for them, with neighbours.
+    pub demand: u64,
+    /// Came before anyone asked.
+    pub ahead: u64,
+    /// Were given to other hosts.
+    pub given: u64,
 }
 
 /// Bytes brought into the image's cache, by where they were.

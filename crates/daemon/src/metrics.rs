@@ -5,18 +5,22 @@
 //! text is made. No method blocks or fails.
 
 use std::fmt::{self, Debug};
-use std::sync::OnceLock;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::encoding::{
+    EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder, MetricEncoder, NoLabelSet,
+};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Registry, Unit};
 use vmfork_api::{ErrorCode, VmState};
+use vmfork_memory::Times;
 
 /// A part of a fork. The first six make up the parent's side, as in `ForkStages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,6 +41,12 @@ pub enum Stage {
     CloneIdentity,
     /// Of a stored snapshot: descriptor, page table and device state read.
     Open,
+    /// Of a fork onto other hosts: from the end of the pause until all was ready that they are told.
+    Describe,
+    /// From there until a host had answered, of each.
+    Away,
+    /// On a host that others' clones are started on: until their memory was open.
+    Arrive,
     /// From the request until the last clone was ready.
     Total,
     /// How long the parent's vCPUs stood still.
@@ -59,6 +69,60 @@ pub enum Source {
     Image,
     Peer,
     Chunk,
+}
+
+/// Where a page was that a VM waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// On this host.
+    Here,
+    Peer,
+    Chunk,
+}
+
+/// Who of two hosts counts pages that go from one to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Who asked for them, and has got them.
+    Asked,
+    /// Who gave them.
+    Served,
+}
+
+/// What pages go to another host for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// A VM waits for them.
+    Demand,
+    /// Nobody does.
+    Ahead,
+}
+
+/// What went between hosts for one [`Role`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    pub requests: u64,
+    pub pages: u64,
+    /// On the wire, compressed as they were; without TLS's own.
+    pub bytes: u64,
+}
+
+impl Traffic {
+    pub fn add(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.pages += other.pages;
+        self.bytes += other.bytes;
+    }
+
+    /// What is left of it without a part of it.
+    #[must_use]
+    pub fn less(self, part: Self) -> Self {
+        Self {
+            requests: self.requests.saturating_sub(part.requests),
+            pages: self.pages.saturating_sub(part.pages),
+            bytes: self.bytes.saturating_sub(part.bytes),
+        }
+    }
 }
 
 /// How a VM came to its end.
@@ -90,7 +154,7 @@ macro_rules! label_value {
         }
     )*};
 }
-label_value!(Stage, FaultKind, Source, EndReason);
+label_value!(Stage, FaultKind, Source, Place, Side, Role, EndReason);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -129,6 +193,17 @@ struct SourceLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PlaceLabel {
+    place: Place,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TrafficLabel {
+    side: Side,
+    role: Role,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabel {
     state: String,
 }
@@ -148,6 +223,39 @@ fn histogram() -> Histogram {
     Histogram::new(exponential_buckets(BUCKET_FIRST_S, 2.0, BUCKET_COUNT))
 }
 
+/// A histogram that engines have filled in already.
+#[derive(Debug, Clone)]
+struct Waited {
+    steps: Arc<[AtomicU64]>,
+    sum_us: Arc<AtomicU64>,
+}
+
+impl Default for Waited {
+    fn default() -> Self {
+        let steps = Times::bounds_us().map(|_| AtomicU64::new(0)).chain([AtomicU64::new(0)]);
+        Self { steps: steps.collect(), sum_us: Arc::default() }
+    }
+}
+
+impl TypedMetric for Waited {
+    const TYPE: MetricType = MetricType::Histogram;
+}
+
+impl EncodeMetric for Waited {
+    fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
+        let bounds = Times::bounds_us().map(|us| us as f64 / 1e6).chain([f64::INFINITY]);
+        let steps = self.steps.iter().map(|n| n.load(Ordering::Relaxed));
+        let buckets: Vec<(f64, u64)> = bounds.zip(steps).collect();
+        let count = buckets.iter().map(|(_, n)| n).sum();
+        let sum_s = self.sum_us.load(Ordering::Relaxed) as f64 / 1e6;
+        encoder.encode_histogram::<NoLabelSet>(sum_s, count, &buckets, None)
+    }
+
+    fn metric_type(&self) -> MetricType {
+        Self::TYPE
+    }
+}
+
 type Refresh = Box<dyn Fn(&Metrics) + Send + Sync>;
 
 /// All metrics of a daemon. One per process, shared by `Arc`.
@@ -164,6 +272,10 @@ pub struct Metrics {
     pool_hits: Counter,
     pool_misses: Counter,
     faults: Family<FaultLabel, Counter>,
+    waited: Family<PlaceLabel, Waited>,
+    transfer_requests: Family<TrafficLabel, Counter>,
+    transfer_pages: Family<TrafficLabel, Counter>,
+    transfer_bytes: Family<TrafficLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
     drained: Counter,
     prefetched: Counter,
@@ -223,6 +335,20 @@ impl Metrics {
             pool_hits: metric!("pool_hits", "Clones started in a QEMU that had waited"),
             pool_misses: metric!("pool_misses", "Clones that had to wait for a new QEMU"),
             faults: metric!("faults", "Page faults that reached user space, by answer"),
+            waited: metric!(
+                "fault_wait",
+                "How long VMs waited for pages that had to be brought into a cache",
+                Default::default(),
+                Seconds
+            ),
+            transfer_requests: metric!("transfer_requests", "Answered requests between hosts"),
+            transfer_pages: metric!("transfer_pages", "Pages that went between hosts"),
+            transfer_bytes: metric!(
+                "transfer",
+                "What these took on the wire, without TLS's own",
+                Default::default(),
+                Bytes
+            ),
             fetched: metric!(
                 "cache_filled",
                 "Brought into caches, by where it was",
@@ -316,6 +442,23 @@ impl Metrics {
         self.faults.get_or_create(&FaultLabel { kind }).inc_by(count);
     }
 
+    /// So many more in each step of [`Times`] than when this was last called for `place`, and µs in all.
+    pub fn add_waited(&self, place: Place, steps: impl Iterator<Item = u64>, sum_us: u64) {
+        let waited = self.waited.get_or_create(&PlaceLabel { place });
+        for (step, n) in waited.steps.iter().zip(steps) {
+            step.fetch_add(n, Ordering::Relaxed);
+        }
+        waited.sum_us.fetch_add(sum_us, Ordering::Relaxed);
+    }
+
+    /// So much more than when this was last called for these.
+    pub fn add_transferred(&self, side: Side, role: Role, traffic: Traffic) {
+        let label = TrafficLabel { side, role };
+        self.transfer_requests.get_or_create(&label).inc_by(traffic.requests);
+        self.transfer_pages.get_or_create(&label).inc_by(traffic.pages);
+        self.transfer_bytes.get_or_create(&label).inc_by(traffic.bytes);
+    }
+
     /// So many more bytes than when this was last called for `source`.
     pub fn add_cache_filled(&self, source: Source, bytes: u64) {
         self.fetched.get_or_create(&SourceLabel { source }).inc_by(bytes);
@@ -370,6 +513,12 @@ mod tests {
         metrics.vm_ended(EndReason::PageLost);
         metrics.add_faults(FaultKind::Mapped, 3);
         metrics.add_cache_filled(Source::Frozen, 65_536);
+        metrics.add_waited(Place::Peer, [2, 0, 1].into_iter(), 55);
+        metrics.add_transferred(
+            Side::Served,
+            Role::Ahead,
+            Traffic { requests: 1, pages: 16, bytes: 70 },
+        );
         metrics.request("GET", "/v1/vms/{vm}", 404);
         metrics.on_scrape(|metrics| {
             metrics.set_vms(VmState::Running, 2);
@@ -384,6 +533,12 @@ mod tests {
             r#"vmfork_vms_ended_total{reason="page_lost"} 1"#,
             r#"vmfork_faults_total{kind="mapped"} 3"#,
             r#"vmfork_cache_filled_bytes_total{source="frozen"} 65536"#,
+            r#"vmfork_fault_wait_seconds_bucket{le="0.00002",place="peer"} 2"#,
+            r#"vmfork_fault_wait_seconds_bucket{le="0.000028",place="peer"} 3"#,
+            r#"vmfork_fault_wait_seconds_bucket{le="+Inf",place="peer"} 3"#,
+            r#"vmfork_fault_wait_seconds_sum{place="peer"} 0.000055"#,
+            r#"vmfork_transfer_pages_total{side="served",role="ahead"} 16"#,
+            r#"vmfork_transfer_bytes_total{side="served",role="ahead"} 70"#,
             r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
             r#"vmfork_vms{state="running"} 2"#,
             "vmfork_memory_admissible_bytes 1073741824",

@@ -96,6 +96,7 @@ impl HostImage {
             false => Vec::new(),
         };
         let origin = self.read_owned(range, bytes)?;
+        self.counters().lent_bytes.add(range.byte_len());
         let came = match origin {
             Origin::Peer => &self.counters().from_peer_bytes,
             _ => &self.counters().from_stored_bytes,

@@ -41,7 +41,7 @@ mod uffd;
 mod view;
 
 pub use cache::Cache;
-pub use counters::{Counter, ImageCounters, ViewCounters};
+pub use counters::{Counter, ImageCounters, Times, ViewCounters};
 pub use engine::{Engine, EngineError, EngineEvent, EngineOptions, EventSink};
 pub use garbage::collect_garbage;
 pub use guest_memory::{

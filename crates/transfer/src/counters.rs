@@ -53,6 +53,22 @@ impl Histogram {
     }
 }
 
+/// The part of answers that nobody waited for.
+#[derive(Debug, Default)]
+pub struct AheadCounters {
+    pub requests: Counter,
+    pub pages: Counter,
+    pub wire_bytes: Counter,
+}
+
+impl AheadCounters {
+    pub(crate) fn add(&self, pages: u64, wire_bytes: u64) {
+        self.requests.add(1);
+        self.pages.add(pages);
+        self.wire_bytes.add(wire_bytes);
+    }
+}
+
 /// What a [`crate::PageService`] did since it started.
 #[derive(Debug, Default)]
 pub struct ServiceCounters {
@@ -72,6 +88,8 @@ pub struct ServiceCounters {
     pub raw_bytes: Counter,
     /// … and as they were sent, compressed if it paid; without TLS's own.
     pub wire_bytes: Counter,
+    /// Of all these.
+    pub ahead: AheadCounters,
     refusals: [Counter; RefusalKind::ALL.len()],
 }
 
@@ -102,6 +120,8 @@ pub struct PeerCounters {
     pub raw_bytes: Counter,
     /// … and as they came.
     pub wire_bytes: Counter,
+    /// Of all these.
+    pub ahead: AheadCounters,
     /// Requests made again, since a connection had ended while it was not used.
     pub retries: Counter,
     /// Requests that were answered with the name of another host that has the pages.

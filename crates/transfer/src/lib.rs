@@ -34,7 +34,7 @@ pub use client::{
     Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
     SwarmConfig, SwarmMember,
 };
-pub use counters::{Counter, Histogram, PeerCounters, ServiceCounters};
+pub use counters::{AheadCounters, Counter, Histogram, PeerCounters, ServiceCounters};
 pub use pack::{Scratch, receive};
 pub use vmfork_policy::transfer::HostId;
 

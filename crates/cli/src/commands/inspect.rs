@@ -1,6 +1,6 @@
 //! `vmfork inspect`: one VM, with where its memory is.
 
-use vmfork_api::{CacheInfo, MemoryInfo, VmDetail};
+use vmfork_api::{BytesBetweenHosts, CacheInfo, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
 use crate::client::{Client, Query};
@@ -93,6 +93,7 @@ fn render(detail: &VmDetail) -> String {
     if vm.snapshot.is_some() {
         fields.extend(store(&detail.memory));
     }
+    fields.extend(between_hosts(&detail.memory.hosts));
     text.push_str(&section("  ", &fields));
     if !detail.memory.caches.is_empty() {
         text.push_str("\ncaches\n");
@@ -170,6 +171,20 @@ fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
             ),
         ),
     ]
+}
+
+/// What there is to say where pages have gone between hosts.
+fn between_hosts(bytes: &BytesBetweenHosts) -> Option<(&'static str, String)> {
+    let BytesBetweenHosts { demand, ahead, given } = *bytes;
+    (demand + ahead + given > 0).then(|| {
+        let text = format!(
+            "{} came on demand, {} ahead, {} given",
+            format::size(demand),
+            format::size(ahead),
+            format::size(given)
+        );
+        ("other hosts", text)
+    })
 }
 
 /// What there is to say where pages come from a store.

@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
-use vmfork_transfer::{PageService, ServiceLimits};
+use vmfork_transfer::{AheadCounters, Counter, PageService, ServiceLimits};
 
 use super::Cluster;
 use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
@@ -21,6 +21,7 @@ use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
 use crate::hub::{Core, chain};
+use crate::metrics::{Role, Side, Traffic};
 
 /// What members speak at the page service's port.
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
@@ -129,6 +130,32 @@ impl Life {
         }
         tokio::task::block_in_place(|| self.service.stop());
         self.records.close()
+    }
+
+    /// What has gone between this host and others.
+    pub(super) fn traffic(&self) -> Vec<(Side, Role, Traffic)> {
+        let of = |requests: &Counter, pages: &Counter, bytes: &Counter| Traffic {
+            requests: requests.get(),
+            pages: pages.get(),
+            bytes: bytes.get(),
+        };
+        let of_ahead = |ahead: &AheadCounters| of(&ahead.requests, &ahead.pages, &ahead.wire_bytes);
+        let served = self.service.counters();
+        let all_served = of(&served.requests, &served.pages, &served.wire_bytes);
+        let (mut all_asked, mut ahead_asked) = (Traffic::default(), Traffic::default());
+        for peer in self.member.asked_peers() {
+            let asked = peer.counters();
+            all_asked.add(of(&asked.requests, &asked.pages, &asked.wire_bytes));
+            ahead_asked.add(of_ahead(&asked.ahead));
+        }
+        let sides = [
+            (Side::Served, all_served, of_ahead(&served.ahead)),
+            (Side::Asked, all_asked, ahead_asked),
+        ];
+        let roles = sides.map(|(side, all, ahead)| {
+            [(side, Role::Demand, all.less(ahead)), (side, Role::Ahead, ahead)]
+        });
+        roles.into_iter().flatten().collect()
     }
 
     /// Say nothing of its own accord any more.

@@ -177,6 +177,11 @@ impl Member {
         Some(peer)
     }
 
+    /// The page services that have been asked for pages.
+    pub(super) fn asked_peers(&self) -> Vec<Arc<vmfork_transfer::Peer>> {
+        self.inner().page_peers.values().map(Arc::clone).collect()
+    }
+
     /// The page services of the other members that are there, as far as is known.
     fn page_peers(&self) -> Vec<PagePeer> {
         let There { alive, suspect, gone: _ } = self.there();

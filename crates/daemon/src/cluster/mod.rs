@@ -58,6 +58,7 @@ pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};
 use crate::hub::Core;
+use crate::metrics::{Role, Side, Traffic};
 
 /// One per daemon.
 pub struct Cluster {
@@ -125,6 +126,11 @@ impl Cluster {
             life,
         );
         drop(before); // not under the lock
+    }
+
+    /// What has gone between this host and others since it is a member.
+    pub(crate) fn traffic(&self) -> Vec<(Side, Role, Traffic)> {
+        self.life().map(|life| life.traffic()).unwrap_or_default()
     }
 
     /// This host as a member; `None`: it is in no cluster.

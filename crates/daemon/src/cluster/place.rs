@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -18,6 +19,7 @@ use super::working_set::WorkingSet;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
 use crate::hub::chain;
+use crate::metrics::{Metrics, Stage};
 use crate::vm::Identity;
 
 /// How long finding what the VM had written may take: 1 ms per GiB where nothing is in the way.
@@ -37,6 +39,7 @@ pub(crate) struct Share {
 /// What all hosts are told.
 #[derive(Debug)]
 pub(crate) struct Sending<'a> {
+    pub(crate) metrics: &'a Metrics,
     pub(crate) facts: Facts,
     pub(crate) parent: &'a Identity,
     pub(crate) snapshot: &'a Snapshot,
@@ -57,6 +60,7 @@ pub(crate) async fn send(
     what: Sending<'_>,
     shares: Vec<Share>,
 ) -> Vec<CloneResult> {
+    let began = Instant::now();
     let (descriptor, _lent) = match prepare(member, &what) {
         Ok(prepared) => prepared,
         Err(error) => {
@@ -64,6 +68,7 @@ pub(crate) async fn send(
             return clones.map(|clone| failed(clone, error.clone(), None)).collect();
         }
     };
+    what.metrics.observe_stage(Stage::Describe, began.elapsed());
     let sent = shares.into_iter().map(|share| {
         let descriptor = Descriptor {
             order: Order {
@@ -75,7 +80,9 @@ pub(crate) async fn send(
             images: descriptor.images.clone(),
             state: descriptor.state.clone(),
         };
-        one(member, share, descriptor, (what.deadline, what.given_up))
+        let (began, metrics) = (Instant::now(), what.metrics);
+        let one = one(member, share, descriptor, (what.deadline, what.given_up));
+        one.inspect(move |_| metrics.observe_stage(Stage::Away, began.elapsed()))
     });
     join_all(sent).await.into_iter().flatten().collect()
 }

@@ -19,6 +19,7 @@ use crate::facts::host;
 use crate::fork::tickets::Origin;
 use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
 use crate::hub::{BUG, Core, chain};
+use crate::metrics::Stage;
 use crate::vm::Identity;
 
 /// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
@@ -111,6 +112,7 @@ pub(super) async fn start(
     if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
         arrival.hydrate(bytes_per_s);
     }
+    core.metrics.observe_stage(Stage::Arrive, began.elapsed());
 
     let wanted = Names { wanted: Some(&names), stem: &parent.name, count, taken: None };
     let (reservation, names) = fork::reserve(core, wanted, order.all_or_nothing, &message)?;

@@ -173,6 +173,7 @@ fn shares(
 
 /// What goes away of a fork.
 pub(super) struct Departure<'a> {
+    pub(super) core: &'a Core,
     pub(super) parent: &'a Vm,
     pub(super) machine: &'a Machine,
     pub(super) snapshot: &'a Snapshot,
@@ -235,6 +236,7 @@ impl Away {
             results.extend(kept.map(|it| brood::failed(it.vmid, it.name.clone(), error(&it.name))));
         }
         let sending = Sending {
+            metrics: &what.core.metrics,
             facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
             parent: &parent.identity,
             snapshot,

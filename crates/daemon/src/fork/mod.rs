@@ -286,6 +286,7 @@ async fn carry_out(
     let departed = async {
         let Some(away) = &away else { return Vec::new() };
         let departure = away::Departure {
+            core: &core,
             parent: &parent,
             machine: &machine,
             snapshot: &snapshot,

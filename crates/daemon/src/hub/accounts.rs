@@ -107,6 +107,10 @@ impl Core {
                 info.store_faults.predicted += counters.predicted_faults.get();
                 info.store_faults.remote += counters.remote_faults.get();
                 info.prefetched_bytes += counters.prefetched_bytes.get();
+                let ahead = counters.from_peer_ahead_bytes.get();
+                info.hosts.ahead += ahead;
+                info.hosts.demand += counters.from_peer_bytes.get().saturating_sub(ahead);
+                info.hosts.given += counters.lent_bytes.get();
             }
         }
         info

@@ -428,6 +428,9 @@ impl Core {
         {
             metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
         }
+        for (side, role, traffic) in self.cluster.traffic() {
+            self.tally.look_at_traffic(side, role, traffic, metrics);
+        }
         metrics.set_snapshots(self.snapshots());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());

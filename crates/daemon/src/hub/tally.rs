@@ -8,9 +8,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use vmfork_image::ImageId;
-use vmfork_memory::HostImage;
+use vmfork_memory::{HostImage, Times};
 
-use crate::metrics::{FaultKind, Metrics, Source};
+use crate::metrics::{FaultKind, Metrics, Place, Role, Side, Source, Traffic};
 use crate::vm::Vm;
 
 #[derive(Debug, Default)]
@@ -22,19 +22,43 @@ pub(super) struct Tally {
 struct Seen {
     /// By id, as long as the VM lives: faults as in [`FAULTS`].
     vms: HashMap<String, [u64; FAULTS.len()]>,
-    images: HashMap<ImageId, (Weak<HostImage>, ImageBytes)>,
+    images: HashMap<ImageId, (Weak<HostImage>, OfImage)>,
+    traffic: HashMap<(Side, Role), Traffic>,
 }
 
 const FAULTS: [FaultKind; 4] =
     [FaultKind::Zero, FaultKind::Fetch, FaultKind::Present, FaultKind::Mapped];
 
+#[derive(Debug, Default)]
+struct OfImage {
+    bytes: ImageBytes,
+    waited: [Waited; 3],
+}
+
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct ImageBytes {
     frozen: u64,
     image: u64,
+    peer: u64,
     chunk: u64,
     drained: u64,
     prefetched: u64,
+}
+
+#[derive(Debug, Default)]
+struct Waited {
+    steps: Vec<u64>,
+    sum_us: u64,
+}
+
+impl Waited {
+    fn add(&mut self, place: Place, times: &Times, metrics: &Metrics) {
+        let steps: Vec<u64> = times.steps().collect();
+        let sum_us = grown(times.sum_us(), &mut self.sum_us);
+        self.steps.resize(steps.len(), 0);
+        let grown = steps.iter().zip(&mut self.steps).map(|(now, before)| grown(*now, before));
+        metrics.add_waited(place, grown, sum_us);
+    }
 }
 
 impl Tally {
@@ -57,20 +81,38 @@ impl Tally {
             let now = ImageBytes {
                 frozen: counters.from_frozen_bytes.get(),
                 image: counters.from_image_bytes.get(),
+                peer: counters.from_peer_bytes.get(),
                 chunk: counters.from_stored_bytes.get(),
                 drained: counters.drained_bytes.get(),
                 prefetched: counters.prefetched_bytes.get(),
             };
-            let (_, before) = seen
+            let (_, OfImage { bytes: before, waited }) = seen
                 .images
                 .entry(image.id())
-                .or_insert_with(|| (Arc::downgrade(&image), ImageBytes::default()));
+                .or_insert_with(|| (Arc::downgrade(&image), OfImage::default()));
+            let [here, peer, chunk] = waited;
+            here.add(Place::Here, &counters.waited_here, metrics);
+            peer.add(Place::Peer, &counters.waited_for_peer, metrics);
+            chunk.add(Place::Chunk, &counters.waited_for_stored, metrics);
             metrics.add_cache_filled(Source::Frozen, grown(now.frozen, &mut before.frozen));
             metrics.add_cache_filled(Source::Image, grown(now.image, &mut before.image));
+            metrics.add_cache_filled(Source::Peer, grown(now.peer, &mut before.peer));
             metrics.add_cache_filled(Source::Chunk, grown(now.chunk, &mut before.chunk));
             metrics.add_prefetched(grown(now.prefetched, &mut before.prefetched));
             metrics.add_drained(grown(now.drained, &mut before.drained));
         }
+    }
+
+    /// So much has gone between this host and others by now.
+    pub(super) fn look_at_traffic(&self, side: Side, role: Role, now: Traffic, metrics: &Metrics) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = seen.traffic.entry((side, role)).or_default();
+        let grown = Traffic {
+            requests: grown(now.requests, &mut before.requests),
+            pages: grown(now.pages, &mut before.pages),
+            bytes: grown(now.bytes, &mut before.bytes),
+        };
+        metrics.add_transferred(side, role, grown);
     }
 
     /// A VM has ended; and images may have.

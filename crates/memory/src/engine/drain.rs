@@ -129,6 +129,9 @@ pub(super) fn fill(
         _ => &image.counters.from_image_bytes,
     };
     counter.add(range.byte_len());
+    if origin == Origin::Peer && fetch.reason != Reason::Demand {
+        image.counters.from_peer_ahead_bytes.add(range.byte_len());
+    }
     Ok(())
 }
 

@@ -17,6 +17,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use vmfork_image::Origin;
 use vmfork_policy::{Fetch, Reason};
 
 use super::drain;
@@ -72,6 +73,8 @@ pub(super) struct Job {
 pub(super) struct Fetched {
     pub(super) image: Arc<HostImage>,
     pub(super) fetch: Fetch,
+    /// What kind of place the pages were in, if not on this host.
+    pub(super) from: Option<Origin>,
     pub(super) outcome: Result<(), PageLost>,
 }
 
@@ -178,8 +181,9 @@ impl Shared {
                 let (page, image) = (job.fetch.range.start(), job.owner.id());
                 Err(PageLost { page, image, reason })
             });
-            let Job { image, owner: _, fetch } = job;
-            let _engine_ended = self.done.send(Fetched { image, fetch, outcome });
+            let Job { image, owner, fetch } = job;
+            let from = owner.source().map(|source| source.origin());
+            let _engine_ended = self.done.send(Fetched { image, fetch, from, outcome });
             self.bell.ring();
             drop(demanded);
         }

@@ -92,6 +92,8 @@ pub(super) struct Worker {
     stopping: bool,
     buffer: Vec<u8>,
     faults: Vec<Fault>,
+    /// Since when views wait for pages that have to be fetched.
+    waiting: BTreeMap<(ViewId, PageIdx), Instant>,
     /// Views that were reported lost.
     lost: BTreeSet<ViewId>,
 }
@@ -151,6 +153,7 @@ impl Worker {
             stopping: false,
             buffer: Vec::new(),
             faults: Vec::new(),
+            waiting: BTreeMap::new(),
             lost: BTreeSet::new(),
         })
     }
@@ -250,6 +253,7 @@ impl Worker {
         let view = self.views.remove(&id)?;
         self.poller.remove(&view.uffd);
         self.scheduler.remove_view(id);
+        self.waiting.retain(|(waits, _), _| *waits != id);
         self.others.retain(|home, scheduler| {
             scheduler.remove_view(id);
             self.views.values().any(|view| view.home(*home).is_some())
@@ -292,6 +296,7 @@ impl Worker {
         let Some(lost) = self.views.get(&view).filter(|_| self.lost.insert(view)) else { return };
         self.poller.remove(&lost.uffd);
         self.scheduler.remove_view(view);
+        self.waiting.retain(|(waits, _), _| *waits != view);
         for other in self.others.values_mut() {
             other.remove_view(view);
         }

@@ -238,6 +238,9 @@ impl Peer {
         counters.zero_pages.add(came.zero_pages);
         counters.raw_bytes.add(sent_pages * PAGE_BYTES);
         counters.wire_bytes.add(came.wire_bytes);
+        if urgency == Urgency::Ahead {
+            counters.ahead.add(pages, came.wire_bytes);
+        }
         counters.latency.add(came.took);
         counters.set_last_rtt(came.took.saturating_sub(came.server));
         Ok(())

@@ -203,6 +203,9 @@ impl Session<'_> {
                 let sent = request.range.len().saturating_sub(packed.zero_pages);
                 counters.raw_bytes.add(sent * PAGE_BYTES);
                 counters.wire_bytes.add(len as u64);
+                if request.urgency == Urgency::Ahead {
+                    counters.ahead.add(request.range.len(), len as u64);
+                }
                 counters.requests.add(1);
                 packer.shrink(KEPT_BYTES);
             }

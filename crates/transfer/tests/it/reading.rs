@@ -95,6 +95,25 @@ fn pages_that_compress_come_compressed_when_that_is_tried() {
 }
 
 #[test]
+fn what_nobody_waits_for_is_counted_apart() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    let peer = world.peer(&server, PeerLimits::default());
+    for (urgency, pages) in [(Urgency::Ahead, 16), (Urgency::Demand, 3), (Urgency::Ahead, 4)] {
+        let range = range(16, pages);
+        peer.read(IMAGE, range, urgency, &mut buffer(range)).expect("pages");
+    }
+    let (asked, served) = (peer.counters(), server.service.counters());
+    wait_until("all is counted", || served.requests.get() == 3);
+    assert_eq!((asked.requests.get(), asked.pages.get()), (3, 23));
+    for ahead in [&asked.ahead, &served.ahead] {
+        assert_eq!((ahead.requests.get(), ahead.pages.get()), (2, 20));
+    }
+    assert_eq!(asked.ahead.wire_bytes.get(), served.ahead.wire_bytes.get());
+    assert!(asked.ahead.wire_bytes.get() < asked.wire_bytes.get());
+}
+
+#[test]
 fn what_a_host_holds_is_told() {
     let world = World::new();
     let server = world.serve(2, ServiceLimits::default());

@@ -38,6 +38,7 @@ from ._errors import (
 )
 from ._models import (
     Accel,
+    BytesBetweenHosts,
     BytesBySource,
     CacheInfo,
     Check,
@@ -90,6 +91,7 @@ __all__ = [
     "AsyncStartResult",
     "AsyncVM",
     "BadRequest",
+    "BytesBetweenHosts",
     "BytesBySource",
     "CacheInfo",
     "Check",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "Accel",
+    "BytesBetweenHosts",
     "BytesBySource",
     "CacheInfo",
     "Check",
@@ -155,6 +156,18 @@ class BytesBySource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BytesBetweenHosts:
+    """Bytes of pages that went between the host and others, as they are in memory."""
+
+    demand: int = 0
+    """Came since a VM waited for them, with neighbours."""
+    ahead: int = 0
+    """Came before anyone asked."""
+    given: int = 0
+    """Were given to other hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
     """What one image's cache holds on the host, and who needs it."""
 
@@ -189,6 +202,8 @@ class MemoryInfo:
     prefetched_bytes: int = 0
     """Bytes of those that came before anyone asked."""
     source: BytesBySource = BytesBySource()
+    hosts: BytesBetweenHosts = BytesBetweenHosts()
+    """Of the VM's image and those that it descends from."""
     caches: tuple[CacheInfo, ...] = ()
     """Those that the bytes of the VM's image are in: its own, and those of its ancestors."""
 

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{ImageId, NextAhead, PageRange, Source};
+use vmfork_image::{ImageId, NextAhead, Origin, PageRange, Source};
 use vmfork_policy::{
     Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
 };
@@ -163,7 +163,7 @@ impl Worker {
         if let Some(scheduler) = self.scheduler_of(image.id()) {
             scheduler.on_inserted(range, INSERTED);
         }
-        self.wake_waiting(image, range);
+        self.wake_waiting(image, range, image.source().map(|source| source.origin()));
     }
 
     /// One fetch of what nobody waits for.
@@ -301,16 +301,17 @@ impl Worker {
 
     /// Fetches that other threads have done.
     pub(super) fn take_fetched(&mut self) {
-        while let Ok(Fetched { image, fetch, outcome }) = self.fetched.try_recv() {
-            self.settle(&image, fetch, outcome);
+        while let Ok(Fetched { image, fetch, from, outcome }) = self.fetched.try_recv() {
+            self.settle(&image, fetch, from, outcome);
         }
     }
 
-    /// A fetch has come to its end: tell who waits.
+    /// A fetch has come to its end: tell who waits. `from`: where the pages were, if not on this host.
     pub(super) fn settle(
         &mut self,
         image: &Arc<HostImage>,
         fetch: Fetch,
+        from: Option<Origin>,
         outcome: Result<(), PageLost>,
     ) {
         let range = fetch.range;
@@ -320,7 +321,7 @@ impl Worker {
         self.drain.is_held_up = false;
         match outcome {
             Ok(()) => {
-                self.wake_waiting(image, range);
+                self.wake_waiting(image, range, from);
                 match fetch.reason {
                     Reason::Demand => image.counters.demand_bytes.add(range.byte_len()),
                     Reason::Background(drain::NAME) => {
@@ -348,13 +349,20 @@ impl Worker {
         }
     }
 
-    fn wake_waiting(&mut self, image: &Arc<HostImage>, range: PageRange) {
+    fn wake_waiting(&mut self, image: &Arc<HostImage>, range: PageRange, from: Option<Origin>) {
         let Some(scheduler) = self.scheduler_of(image.id()) else { return };
         let mut waited = scheduler.on_filled(range);
         waited.sort_unstable();
-        waited.dedup_by_key(|(view, _)| *view);
-        for (id, _) in waited {
-            self.wake(id, range);
+        let mut woken = None;
+        for (id, _) in &waited {
+            if woken.replace(*id) != Some(*id) {
+                self.wake(*id, range);
+            }
+        }
+        let times = image.counters.waited(from);
+        let now = Instant::now();
+        for began in waited.iter().filter_map(|wait| self.waiting.remove(wait)) {
+            times.add(now - began);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use vmfork_image::{ImageId, PageIdx, PageRange};
 use vmfork_policy::{Fetch, Outcome, Scheduler, ViewId};
@@ -134,6 +135,7 @@ impl Worker {
         };
         match outcome {
             Outcome::Waits => {
+                self.waiting.entry((id, page)).or_insert_with(Instant::now);
                 if let Some(view) = self.views.get(&id) {
                     view.counters.fetch.add(1);
                 }
@@ -296,7 +298,7 @@ impl Worker {
             return;
         }
         let outcome = self.bring(image, fetch);
-        self.settle(image, fetch, outcome);
+        self.settle(image, fetch, None, outcome);
     }
 
     /// Whose the pages of a fetch into the cache of `image` are; `None`: nobody's on this host.
