@@ -231,6 +231,7 @@ impl Peers for Hosts {
             name: format!("h{n}"),
             closed: None,
             free: Room { memory_bytes: 100 << 30, vcpus: 100 },
+            once_bytes: 0,
             has_family: false,
         };
         (1..=self.members).map(view).collect()

@@ -284,6 +284,24 @@ impl HostImage {
         self.places(PageRange::first(self.pages)).iter().map(|(_, run)| run.len()).sum()
     }
 
+    /// How many pages a host that has none of it would come to have in the caches of this and of other images: those of an image
+    /// that are at home in another's are in both. Nothing while the table is not complete.
+    pub fn costs(&self) -> BTreeMap<ImageId, u64> {
+        let mut costs = BTreeMap::new();
+        let Some((table, homes)) = self.sealed.get() else { return costs };
+        for (block, piece) in PageRange::first(self.pages).by_block() {
+            let home = homes.get(block);
+            for (run, source) in table.runs(piece) {
+                let Some(owner) = source.image() else { continue };
+                let elsewhere = home.filter(|home| *home != owner);
+                for cache in std::iter::once(owner).chain(elsewhere) {
+                    *costs.entry(cache).or_default() += run.len();
+                }
+            }
+        }
+        costs
+    }
+
     /// Whether somebody holds this image's own engine.
     pub(crate) fn has_engine(&self) -> bool {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)

@@ -64,7 +64,7 @@ impl BuiltIn {
         let (places, failures) = taken?;
         if got < allowed {
             let closed = views.iter().filter_map(|view| {
-                let none = (view.free.places(ask.shape) == 0).then_some("it has no room left");
+                let none = (view.places(ask.shape) == 0).then_some("it has no room left");
                 view.closed.or(none).map(|why| format!("{}: {why}", view.name))
             });
             short.extend(failures);
@@ -246,6 +246,7 @@ mod tests {
                 name: format!("h{}", id.get()),
                 closed: host.draining.then_some("it is draining"),
                 free: SHAPE.times(host.says),
+                once_bytes: 0,
                 has_family: false,
             };
             hosts.iter().map(view).collect()

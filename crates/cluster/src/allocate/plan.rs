@@ -28,8 +28,17 @@ pub struct HostView {
     /// Why it gets nothing new: it drains, or is silent.
     pub closed: Option<&'static str>,
     pub free: Room,
+    /// What clones take there once, however many they are: for pages that have to come.
+    pub once_bytes: u64,
     /// Whether it has VMs of the family, and so some of its pages.
     pub has_family: bool,
+}
+
+impl HostView {
+    /// How many of `shape` fit there.
+    pub fn places(&self, shape: Room) -> u32 {
+        self.free.less(Room { memory_bytes: self.once_bytes, vcpus: 0 }).places(shape)
+    }
 }
 
 /// A plan for one ticket: ask those whom [`Plan::next_asks`] names, tell what they granted, until it names nobody any more.
@@ -64,7 +73,7 @@ impl Plan {
         near: Option<HostId>,
     ) -> Self {
         let open = views.iter().filter(|view| view.closed.is_none());
-        let with_room = open.map(|view| (view, view.free.places(shape)));
+        let with_room = open.map(|view| (view, view.places(shape)));
         Self::with_places(with_room, count, policy, near)
     }
 
@@ -196,7 +205,8 @@ mod tests {
 
     fn view(id: u64, places: u32) -> HostView {
         let free = Room { memory_bytes: u64::from(places) * 10 + 9, vcpus: 1000 };
-        HostView { id: host(id), name: format!("h{id}"), closed: None, free, has_family: false }
+        let name = format!("h{id}");
+        HostView { id: host(id), name, closed: None, free, once_bytes: 0, has_family: false }
     }
 
     fn plan(views: &[HostView], count: u32, policy: Policy, near: Option<u64>) -> Plan {
@@ -246,6 +256,15 @@ mod tests {
         views[1].closed = Some("draining");
         assert_eq!(shares(&mut plan(&views, 9, Policy::Spread, None)), [(1, 4)]);
         assert_eq!(shares(&mut plan(&views, 9, Policy::Pack, Some(2))), [(1, 4)]);
+    }
+
+    #[test]
+    fn what_clones_take_once_leaves_room_for_fewer() {
+        let mut views = [view(1, 4), view(2, 9)];
+        views[0].once_bytes = 15;
+        views[1].once_bytes = 100;
+        assert_eq!(shares(&mut plan(&views, 9, Policy::Spread, None)), [(1, 3)]);
+        assert_eq!(shares(&mut plan(&views, 9, Policy::Pack, Some(2))), [(1, 3)]);
     }
 
     #[test]

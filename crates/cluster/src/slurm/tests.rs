@@ -152,6 +152,7 @@ impl Peers for Hosts {
             name: name.to_owned(),
             closed: None,
             free: Room::default(),
+            once_bytes: 0,
             has_family: false,
         };
         [(1, "h1"), (3, "third")].map(view).into()

@@ -249,6 +249,11 @@ impl Admission {
         self.0.policy.clone(ram_bytes)
     }
 
+    /// What a fork takes besides its clones, for plans.
+    pub fn fork_bytes(&self, ram_bytes: u64) -> u64 {
+        self.0.policy.growth(ram_bytes)
+    }
+
     /// Memory for a fork, for as many of its clones as fit.
     ///
     /// # Errors
@@ -340,9 +345,33 @@ impl Admission {
     /// # Errors
     /// `no_capacity` with the figures.
     pub fn cache(&self, message: &str, missing_bytes: u64) -> Result<Lease, ErrorBody> {
+        self.cache_in_place_of(message, missing_bytes, &[])
+    }
+
+    /// The same in place of what was set aside before: once it is granted, that is for nobody any more.
+    ///
+    /// # Errors
+    /// As [`Admission::cache`]; what was set aside stays.
+    pub fn cache_in_place_of(
+        &self,
+        message: &str,
+        missing_bytes: u64,
+        before: &[Arc<Lease>],
+    ) -> Result<Lease, ErrorBody> {
         let mut accounts = self.0.accounts();
+        let mut set_aside = Vec::new();
+        for lease in before {
+            if let Some(account) = accounts.leases.get_mut(&lease.id) {
+                set_aside.push((lease.id, std::mem::take(&mut account.committed_bytes)));
+            }
+        }
         let admissible = self.admissible(&mut accounts);
         if missing_bytes > admissible {
+            for (id, bytes) in set_aside {
+                if let Some(account) = accounts.leases.get_mut(&id) {
+                    account.committed_bytes = bytes;
+                }
+            }
             return Err(self.refusal(&accounts, message.to_owned(), missing_bytes, admissible));
         }
         Ok(self.lease(&mut accounts, missing_bytes, Purpose::Cache, None))

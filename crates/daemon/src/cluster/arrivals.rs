@@ -91,7 +91,8 @@ impl Arrivals {
         all
     }
 
-    /// That of a snapshot, which `engine` serves here. `message` says what it is for.
+    /// That of a snapshot, which `engine` serves here. `message` says what it is for; it takes the place of what was `set_aside`
+    /// for what is to come.
     ///
     /// # Errors
     /// `no_capacity`: what is still to come of its memory does not fit.
@@ -101,6 +102,7 @@ impl Arrivals {
         engine: &Arc<Engine>,
         admission: &Admission,
         message: &str,
+        set_aside: &[Arc<Lease>],
     ) -> Result<Arc<Arrival>, ErrorBody> {
         let mut all = self.all();
         let known = all.iter().filter(|(known, _)| *known == name);
@@ -108,11 +110,12 @@ impl Arrivals {
         // One whose image has gone is another's: what its VMs need is not known by it.
         let is_its = |it: &Arc<Arrival>| Weak::ptr_eq(&it.image, &Arc::downgrade(engine.image()));
         if let Some(known) = known.find(is_its) {
+            set_aside.iter().for_each(|lease| lease.is_enough(0));
             return Ok(known);
         }
         // What comes from another host has a table that is complete.
         let missing = missing_bytes(engine.image()).unwrap_or_default();
-        let memory = admission.cache(message, missing)?;
+        let memory = admission.cache_in_place_of(message, missing, set_aside)?;
         let arrival = Arc::new(Arrival {
             image: Arc::downgrade(engine.image()),
             engines: Mutex::new(vec![Arc::downgrade(engine)]),

@@ -151,7 +151,6 @@ impl Images {
     }
 
     /// What an image that is open here is called across hosts.
-    #[cfg(test)]
     pub(crate) fn name(&self, id: ImageId) -> ImageName {
         self.name_in(&self.inner(), id)
     }

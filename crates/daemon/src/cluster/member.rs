@@ -78,6 +78,8 @@ struct Inner {
     page_peers: HashMap<HostId, Arc<vmfork_transfer::Peer>>,
     /// Where VMs of other hosts were seen last, by id: of a name another host may have one, too.
     seen: HashMap<String, HostId>,
+    /// The images of others that each has open, by its last word, which told of its room, too.
+    open: HashMap<HostId, BTreeSet<ImageName>>,
 }
 
 impl std::fmt::Debug for Member {
@@ -242,7 +244,8 @@ impl Member {
                 };
                 let free = if is_here { Some(own) } else { book.room(entry.id) };
                 let (id, name) = (entry.id, entry.name.clone());
-                HostView { id, name, closed, free: free.unwrap_or_default(), has_family: false }
+                let free = free.unwrap_or_default();
+                HostView { id, name, closed, free, once_bytes: 0, has_family: false }
             };
             book.members().map(view).collect()
         })
@@ -322,7 +325,18 @@ impl Member {
 
     fn heard(&self, from: HostId, beat: &Beat) {
         self.images.heard(Instant::now(), from.get(), names(&beat.came_of));
-        self.sources.heard(from, &beat.held());
+        let open = beat.held();
+        self.sources.heard(from, &open);
+        self.inner().open.insert(from, open);
+    }
+
+    /// Look at the images of others that a host has open; `None`: it has not said.
+    pub(super) fn with_open<R>(
+        &self,
+        host: HostId,
+        look: impl FnOnce(Option<&BTreeSet<ImageName>>) -> R,
+    ) -> R {
+        look(self.inner().open.get(&host))
     }
 
     /// Members that have been silent for so long that they count as gone.

@@ -12,6 +12,7 @@
 
 mod arrivals;
 mod client;
+mod coming;
 mod descriptor;
 mod family;
 mod finding;

@@ -13,8 +13,9 @@ use vmfork_qemu::probe::KvmFacts;
 use super::arrivals::Arrivals;
 use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
+use super::tickets::SetAside;
 use super::working_set::WorkingSet;
-use crate::admission::{ForkAsk, ForkGrant};
+use crate::admission::ForkAsk;
 use crate::facts::host;
 use crate::fork::tickets::Origin;
 use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
@@ -63,7 +64,7 @@ pub(super) struct Here<'a> {
 pub(super) async fn start(
     here: Here<'_>,
     descriptor: Descriptor,
-    memory: Option<ForkGrant>,
+    memory: Option<SetAside>,
     origin: Option<Origin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
@@ -100,8 +101,14 @@ pub(super) async fn start(
             Ok::<_, ErrorBody>(engine)
         })
     })?;
-    let arrival =
-        tokio::task::block_in_place(|| here.arrivals.of(name, &engine, &core.admission, &message))?;
+    let (memory, coming) = match memory {
+        Some(SetAside { grant, coming }) => (Some(grant), coming),
+        None => (None, Vec::new()),
+    };
+    let arrival = tokio::task::block_in_place(|| {
+        here.arrivals.of(name, &engine, &core.admission, &message, &coming)
+    })?;
+    drop(coming);
     let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
     for (start, len) in order.working_set {
         if let Ok(run) = PageRange::new(PageIdx(start), len) {

@@ -34,7 +34,6 @@ use super::place::{CLONES, GIVE_UP};
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
-use crate::admission::ForkAsk;
 use crate::fork;
 use crate::http::ApiError;
 use crate::hub::{BUG, Core, chain, outcome};
@@ -205,8 +204,7 @@ async fn lease(
     let message = "make room for another host's clones";
     let (life, core) = of.parts(message)?;
     check_active(&life, message)?;
-    let fork = |ask: ForkAsk<'_>| core.admission.fork(ask, false);
-    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, fork)?))
+    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, &core.admission)?))
 }
 
 async fn release(

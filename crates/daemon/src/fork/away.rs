@@ -96,6 +96,7 @@ pub(super) async fn plan(
         memory_bytes: core.admission.clone_bytes(parent.identity.memory_bytes),
         vcpus: parent.identity.cpus,
     };
+    member.coming(&core.admission, &parent.identity, machine, &mut views);
     let plan = |views: &[HostView]| shares(views, count, shape, policy, member.id());
     let mut shares = plan(&views);
     let until = (deadline, given_up);
@@ -153,7 +154,10 @@ pub(super) async fn of_ticket(
 fn no_place(views: &[HostView], placed: u32, count: u32, message: &str) -> ErrorBody {
     let why = |view: &HostView| match view.closed {
         Some(why) => format!("`{}`: {why}", view.name),
-        None => format!("`{}` has {} MiB left", view.name, view.free.memory_bytes >> 20),
+        None => {
+            let [left, once] = [view.free.memory_bytes, view.once_bytes].map(|bytes| bytes >> 20);
+            format!("`{}` has {left} MiB left, of which {once} go to what all share", view.name)
+        }
     };
     let hosts: Vec<_> = views.iter().map(why).collect();
     ErrorBody::new(ErrorCode::NoCapacity, message)
@@ -298,6 +302,7 @@ mod tests {
             name: format!("h{number}"),
             closed,
             free: Room { memory_bytes: 10_000, vcpus: 64 },
+            once_bytes: 0,
             has_family: false,
         };
         let views = [view(1, None), view(2, None), view(3, Some("it drains"))];
@@ -308,7 +313,7 @@ mod tests {
         assert_eq!(shares(&views[2..], 8, shape, Policy::Spread, id(1)), []);
         let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
         assert!(
-            error.contains("0 of 8 clones fit: `h2` has 0 MiB left; `h3`: it drains"),
+            error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share; `h3`: it drains"),
             "{error}"
         );
     }

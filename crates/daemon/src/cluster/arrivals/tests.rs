@@ -92,7 +92,7 @@ fn all_come(engine: &Engine) {
 }
 
 fn of(arrivals: &Arrivals, engine: &Arc<Engine>) -> Arc<Arrival> {
-    arrivals.of(NAME, engine, &admission(), "start clones").expect("room")
+    arrivals.of(NAME, engine, &admission(), "start clones", &[]).expect("room")
 }
 
 fn is_told(arrivals: &Arrivals) -> bool {

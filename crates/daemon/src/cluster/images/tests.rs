@@ -126,6 +126,15 @@ fn generations_share_where_they_arrive() {
 }
 
 #[test]
+fn a_host_that_has_nothing_gets_each_page_where_it_is_owned_and_where_it_is_at_home() {
+    let (_, first, second) = two_generations();
+    assert!(first.image().costs().into_iter().eq([(first.image().id(), 690)]));
+    // Pages 10 to 512 are at home in the second, but for two zero ones.
+    let costs = [(first.image().id(), 678), (second.image().id(), 500)];
+    assert!(second.image().costs().into_iter().eq(costs), "{:?}", second.image().costs());
+}
+
+#[test]
 fn what_is_cut_or_names_strangers_is_refused() {
     let (a, _first, second) = two_generations();
     let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");

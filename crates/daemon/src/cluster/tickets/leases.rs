@@ -15,8 +15,9 @@ use vmfork_api::ErrorBody;
 use vmfork_cluster::allocate::{Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
-use crate::admission::{ForkAsk, ForkGrant};
+use crate::admission::{Admission, ForkAsk, ForkGrant, Lease};
 use crate::cluster::client::CallError;
+use crate::cluster::coming::Coming;
 use crate::cluster::member::{Member, WORD_WAIT};
 use crate::hub::{Core, chain};
 use crate::tickets::LEASE;
@@ -42,11 +43,22 @@ pub(in crate::cluster) struct PlacesAsk {
     pub(in crate::cluster) family: String,
     pub(in crate::cluster) memory_bytes: u64,
     pub(in crate::cluster) count: u32,
+    /// What of the parent's memory has to come besides, as far as the asker knows.
+    pub(in crate::cluster) coming_bytes: u64,
+}
+
+/// What is set aside for an ask.
+#[derive(Debug)]
+pub(in crate::cluster) struct SetAside {
+    pub(in crate::cluster) grant: ForkGrant,
+    /// For what has to come of the parent's memory: once for all asks for clones of it.
+    pub(in crate::cluster) coming: Vec<Arc<Lease>>,
 }
 
 #[derive(Debug)]
 struct Granted {
-    grant: ForkGrant,
+    parent: String,
+    is: SetAside,
     expires: Instant,
 }
 
@@ -61,36 +73,49 @@ impl Leases {
         all
     }
 
-    /// Set aside what fits of an ask, out of what `fork` admits. An ask that comes again gets the same answer. → for how many clones.
+    /// Set aside what fits of an ask, out of what `admission` has. An ask that comes again gets the same answer. → for how many clones.
     ///
     /// # Errors
-    /// Not even one fits.
+    /// Not even one fits, or what has to come does not.
     pub(in crate::cluster) fn grant(
         &self,
         now: Instant,
         from: HostId,
         ask: &PlacesAsk,
-        fork: impl FnOnce(ForkAsk<'_>) -> Result<ForkGrant, ErrorBody>,
+        admission: &Admission,
     ) -> Result<u32, ErrorBody> {
         let mut all = self.all(now);
         let count = |grant: &ForkGrant| u32::try_from(grant.clones.len()).unwrap_or(u32::MAX);
         if let Some(granted) = all.get(&(from, ask.lease)) {
-            return Ok(count(&granted.grant));
+            return Ok(count(&granted.is.grant));
         }
         let message = format!("make room for clones of `{}`", ask.parent);
         if all.keys().filter(|(asker, _)| *asker == from).count() >= LEASES_MAX {
             return Err(ErrorBody::new(vmfork_api::ErrorCode::NoCapacity, message)
                 .cause(format!("{LEASES_MAX} tickets of that host wait to be used")));
         }
-        let grant = fork(ForkAsk {
+        let of_parent = all
+            .iter()
+            .filter(|((asker, _), granted)| *asker == from && granted.parent == ask.parent);
+        let sum = |leases: &[Arc<Lease>]| leases.iter().map(|lease| lease.bytes()).sum::<u64>();
+        let promised = of_parent.map(|(_, granted)| &granted.is.coming);
+        let mut coming = promised.max_by_key(|it| sum(it)).cloned().unwrap_or_default();
+        let lacks = ask.coming_bytes.saturating_sub(sum(&coming));
+        if lacks > 0 {
+            coming.push(Arc::new(admission.cache(&message, lacks)?));
+        }
+        let fork = ForkAsk {
             message: &message,
             family: &ask.family,
             ram_bytes: ask.memory_bytes,
             count: ask.count,
             by_guest: true,
-        })?;
+        };
+        let grant = admission.fork(fork, false)?;
         let granted = count(&grant);
-        all.insert((from, ask.lease), Granted { grant, expires: now + LEASE + GRACE });
+        let (parent, expires) = (ask.parent.clone(), now + LEASE + GRACE);
+        let is = SetAside { grant, coming };
+        all.insert((from, ask.lease), Granted { parent, is, expires });
         Ok(granted)
     }
 
@@ -100,8 +125,8 @@ impl Leases {
         now: Instant,
         from: HostId,
         lease: u64,
-    ) -> Option<ForkGrant> {
-        self.all(now).remove(&(from, lease)).map(|granted| granted.grant)
+    ) -> Option<SetAside> {
+        self.all(now).remove(&(from, lease)).map(|granted| granted.is)
     }
 
     /// Give back what was not used in time.
@@ -183,6 +208,10 @@ pub(crate) async fn reserve(
         vcpus: identity.cpus,
     };
     let mut views = member.views(core);
+    let coming = match parent.running_machine() {
+        Ok(machine) => member.coming(&core.admission, identity, &machine, &mut views),
+        Err(_) => Coming::default(),
+    };
     let new = |views: &[_]| Plan::new(views, vms, shape, Policy::Spread, Some(member.id()));
     // Places on hosts that can't have the guest image would be of no use.
     let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
@@ -208,6 +237,7 @@ pub(crate) async fn reserve(
                 family: identity.family.clone(),
                 memory_bytes: identity.memory_bytes,
                 count: *count,
+                coming_bytes: coming.to(*host),
             };
             async move { (*host, lease(member, *host, ask).await) }
         });
@@ -261,6 +291,17 @@ mod tests {
     use super::*;
     use crate::hub::testing::Host;
 
+    fn ask(lease: u64, parent: &str, count: u32, coming_bytes: u64) -> PlacesAsk {
+        PlacesAsk {
+            lease,
+            parent: parent.to_owned(),
+            family: "f".to_owned(),
+            memory_bytes: 8 << 30,
+            count,
+            coming_bytes,
+        }
+    }
+
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn two_that_ask_at_once_never_get_the_same_memory_and_unused_places_come_back() {
         let host = Host::start().await;
@@ -270,16 +311,9 @@ mod tests {
         let fits = u32::try_from(all / each).expect("few");
         let leases = Leases::default();
         let now = Instant::now();
-        let ask = |lease, count| PlacesAsk {
-            lease,
-            parent: "web".to_owned(),
-            family: "f".to_owned(),
-            memory_bytes: 8 << 30,
-            count,
-        };
         let [one, other] = [1, 2].map(|id| HostId::new(id).expect("not 0"));
         let grant = |from, lease, count, now| {
-            leases.grant(now, from, &ask(lease, count), |ask| admission.fork(ask, false))
+            leases.grant(now, from, &ask(lease, "web", count, 0), admission)
         };
         let first = grant(one, 1, 4, now).expect("room");
         assert_eq!(first, 4);
@@ -287,11 +321,44 @@ mod tests {
         assert!(first + second <= fits, "{first} + {second} > {fits}");
         grant(one, 2, 1, now).expect_err("full");
         assert_eq!(grant(one, 1, 4, now).expect("the same again"), 4);
-        assert_eq!(leases.take(now, one, 1).expect("granted").clones.len(), 4);
+        assert_eq!(leases.take(now, one, 1).expect("granted").grant.clones.len(), 4);
         assert!(leases.take(now, one, 1).is_none(), "once");
         let later = now + LEASE + GRACE;
         leases.expire(later);
         assert_eq!(admission.admissible_bytes(), all);
         assert!(leases.take(later, other, 1).is_none(), "too late");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_has_to_come_is_set_aside_once_for_all_clones_of_a_vm() {
+        let host = Host::start().await;
+        let admission = &host.core.admission;
+        let all = admission.admissible_bytes();
+        let clones = admission.clone_bytes(8 << 30) + admission.fork_bytes(8 << 30);
+        let (leases, now) = (Leases::default(), Instant::now());
+        let from = HostId::new(1).expect("not 0");
+        let grant = |ask| leases.grant(now, from, &ask, admission);
+        let left = |lacks: u64| assert_eq!(admission.admissible_bytes(), all - lacks);
+        grant(ask(1, "web", 1, all)).expect_err("no room for its pages");
+        left(0);
+        let coming = 64 << 20;
+        grant(ask(1, "web", 1, coming)).expect("room");
+        left(clones + coming);
+        grant(ask(2, "web", 1, coming + (1 << 20))).expect("room");
+        left(2 * clones + coming + (1 << 20));
+        grant(ask(3, "db", 1, coming)).expect("room");
+        left(3 * clones + 2 * coming + (1 << 20));
+        // What the host itself finds to be missing takes its place.
+        let first = leases.take(now, from, 1).expect("granted");
+        drop(first.grant);
+        left(2 * clones + 2 * coming + (1 << 20));
+        let more = all + 1;
+        admission.cache_in_place_of("start", more, &first.coming).expect_err("too much");
+        left(2 * clones + 2 * coming + (1 << 20));
+        let cache = admission.cache_in_place_of("start", 3 << 20, &first.coming);
+        drop(first.coming);
+        left(2 * clones + coming + (4 << 20));
+        drop((cache, leases.take(now, from, 2), leases.take(now, from, 3)));
+        left(0);
     }
 }

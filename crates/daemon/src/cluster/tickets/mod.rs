@@ -29,6 +29,6 @@ mod wire;
 pub(crate) use self::abroad::Abroad;
 pub(super) use self::branch::begin;
 pub(crate) use self::leases::{Allotted, Reserved, reserve};
-pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE};
+pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE, SetAside};
 pub(super) use self::letter::BYTES_MAX;
 pub(super) use self::wire::{LETTERS, Lines};
