@@ -252,7 +252,7 @@ impl HostImage {
 
     /// In whose caches the pages of `range` belong that are absent there, and not zero: each in that of its block's
     /// home. Nothing while the table is not complete.
-    pub(crate) fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
+    pub fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
         let Some((table, homes)) = self.sealed.get() else { return Vec::new() };
         let ancestors = lock(&self.ancestors);
         let mut places = Vec::new();

@@ -482,6 +482,28 @@ impl Lease {
         self.change(|account| account.committed_bytes = account.committed_bytes.min(bytes));
     }
 
+    /// A part of it, or all, as a lease of its own, for no process.
+    pub fn split_off(&self, bytes: u64) -> Lease {
+        let mut accounts = self.admission.0.accounts();
+        let (mut taken, mut purpose, mut family) = (0, Purpose::Cache, None);
+        if let Some(account) = accounts.leases.get_mut(&self.id) {
+            taken = bytes.min(account.committed_bytes);
+            account.committed_bytes -= taken;
+            (purpose, family) = (account.purpose, account.family.clone());
+        }
+        self.admission.lease(&mut accounts, taken, purpose, family)
+    }
+
+    /// What was promised by another one goes to this one.
+    pub fn add(&self, other: Lease) {
+        let mut accounts = self.admission.0.accounts();
+        let other = accounts.leases.get_mut(&other.id);
+        let bytes = other.map_or(0, |account| std::mem::take(&mut account.committed_bytes));
+        if let Some(account) = accounts.leases.get_mut(&self.id) {
+            account.committed_bytes = account.committed_bytes.saturating_add(bytes);
+        }
+    }
+
     /// What is promised.
     pub fn bytes(&self) -> u64 {
         let accounts = self.admission.0.accounts();

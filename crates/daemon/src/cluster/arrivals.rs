@@ -1,12 +1,12 @@
 //! Snapshots of other hosts that VMs here came of: that their pages are still needed, and the memory that those will take.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
-use vmfork_image::{ImageName, PAGE_BYTES};
+use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
 use vmfork_memory::{Engine, HostImage};
 
 use crate::admission::{Admission, Lease};
@@ -19,14 +19,28 @@ pub(crate) struct Arrival {
     image: Weak<HostImage>,
     /// The snapshot's, and those of what its VMs were frozen into since.
     engines: Mutex<Vec<Weak<Engine>>>,
-    /// For what is still to come.
-    memory: Lease,
+    /// What was to come when it arrived.
+    needs: Vec<Need>,
     /// All of it has come: its VMs depend on no other host any more.
     is_complete: AtomicBool,
     /// Bytes per second at which all of it comes; 0: on demand.
     hydration: AtomicU64,
     /// Bytes that lacked when it was looked at last.
     lacked: AtomicU64,
+}
+
+/// Memory for what is still to come into the cache of one image: once for all arrivals that need pages there.
+#[derive(Debug)]
+struct Promise {
+    image: Weak<HostImage>,
+    memory: Lease,
+}
+
+/// What an arrival needs in the cache of one image.
+#[derive(Debug)]
+struct Need {
+    promise: Arc<Promise>,
+    runs: Vec<PageRange>,
 }
 
 impl Arrival {
@@ -48,16 +62,13 @@ impl Arrival {
         engines.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// What has come since is used, and needs no promise any more. What was to come, and could not be had, is tried again.
+    /// Once all of it has come it needs nobody. What was to come, and could not be had, is tried again.
     fn look(&self) {
         if self.is_complete.load(Ordering::Relaxed) {
             return;
         }
         // Without the image it can't be told: what descends from it may need pages of others that it named.
         let lacks = self.image.upgrade().and_then(|image| missing_bytes(&image));
-        if let Some(lacks) = lacks {
-            self.memory.is_enough(lacks);
-        }
         let engines = self.engines();
         // Nor by one whose table is not complete yet.
         let each = engines.iter().map(|engine| missing_bytes(engine.image()));
@@ -78,6 +89,18 @@ impl Arrival {
 /// What views of it would have to fetch; `None`: its table is not complete.
 fn missing_bytes(image: &Arc<HostImage>) -> Option<u64> {
     image.table().map(|_| image.missing_pages().saturating_mul(PAGE_BYTES))
+}
+
+/// How much of these runs, which may overlap, is absent in the cache of an image.
+fn absent_bytes(image: &HostImage, mut runs: Vec<PageRange>) -> u64 {
+    runs.sort_unstable_by_key(PageRange::start);
+    let (presence, mut end, mut absent) = (image.cache().presence(), PageIdx(0), 0);
+    for run in runs {
+        let rest = run.from_page(end);
+        absent += rest.len() - presence.count(rest);
+        end = end.max(run.end());
+    }
+    absent * PAGE_BYTES
 }
 
 /// Of one host.
@@ -113,13 +136,43 @@ impl Arrivals {
             set_aside.iter().for_each(|lease| lease.is_enough(0));
             return Ok(known);
         }
+        let mut lacking: BTreeMap<ImageId, (Arc<HostImage>, Vec<PageRange>)> = BTreeMap::new();
         // What comes from another host has a table that is complete.
-        let missing = missing_bytes(engine.image()).unwrap_or_default();
-        let memory = admission.cache_in_place_of(message, missing, set_aside)?;
+        for (image, run) in engine.image().places(PageRange::first(engine.image().pages())) {
+            lacking.entry(image.id()).or_insert_with(|| (image, Vec::new())).1.push(run);
+        }
+        let others: Vec<_> = all.iter().filter_map(|(_, arrival)| arrival.upgrade()).collect();
+        let promised = |image: &Weak<HostImage>| {
+            let needs = others.iter().flat_map(|arrival| &arrival.needs);
+            let theirs: Vec<_> =
+                needs.filter(|need| Weak::ptr_eq(&need.promise.image, image)).collect();
+            (theirs.first().map(|need| Arc::clone(&need.promise)), theirs)
+        };
+        let lacking = lacking.into_values().map(|(image, runs)| {
+            let (promise, theirs) = promised(&Arc::downgrade(&image));
+            let theirs = theirs.iter().flat_map(|need| &need.runs);
+            let bytes = absent_bytes(&image, runs.iter().chain(theirs).copied().collect());
+            let has = promise.as_ref().map_or(0, |promise| promise.memory.bytes());
+            (image, runs, promise, bytes.saturating_sub(has))
+        });
+        let lacking: Vec<_> = lacking.collect();
+        let more = lacking.iter().map(|(.., more)| *more).fold(0, u64::saturating_add);
+        let memory = admission.cache_in_place_of(message, more, set_aside)?;
+        let needs = lacking.into_iter().map(|(image, runs, promise, more)| {
+            let memory = memory.split_off(more);
+            let promise = match promise {
+                Some(promise) => {
+                    promise.memory.add(memory);
+                    promise
+                }
+                None => Arc::new(Promise { image: Arc::downgrade(&image), memory }),
+            };
+            Need { promise, runs }
+        });
         let arrival = Arc::new(Arrival {
             image: Arc::downgrade(engine.image()),
             engines: Mutex::new(vec![Arc::downgrade(engine)]),
-            memory,
+            needs: needs.collect(),
             is_complete: AtomicBool::new(false),
             hydration: AtomicU64::new(0),
             lacked: AtomicU64::new(0),
@@ -142,7 +195,24 @@ impl Arrivals {
 
     /// What has come since needs no promise any more, and what could not be had is tried again.
     pub(super) fn look(&self) {
+        self.keep_promises();
         self.living().iter().for_each(|arrival| arrival.look());
+    }
+
+    /// What has come since is used, and what nobody needs any more is no matter.
+    fn keep_promises(&self) {
+        // Who arrives meanwhile adds to them.
+        let all = self.all();
+        let living: Vec<_> = all.iter().filter_map(|(_, arrival)| arrival.upgrade()).collect();
+        let mut needs: HashMap<*const Promise, (&Promise, Vec<PageRange>)> = HashMap::new();
+        for Need { promise, runs } in living.iter().flat_map(|arrival| &arrival.needs) {
+            let needed = needs.entry(Arc::as_ptr(promise)).or_insert((promise, Vec::new()));
+            needed.1.extend(runs);
+        }
+        for (promise, runs) in needs.into_values() {
+            let image = promise.image.upgrade();
+            promise.memory.is_enough(image.map_or(0, |image| absent_bytes(&image, runs)));
+        }
     }
 
     /// What nobody asked for comes or waits, as there is memory for it.
