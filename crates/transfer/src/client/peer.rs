@@ -271,9 +271,10 @@ impl Peer {
         &self,
         image: ImageName,
         range: PageRange,
+        urgency: Urgency,
         timeout: Duration,
     ) -> Result<Vec<Sum>, PeerError> {
-        let (urgency, route) = (Urgency::Ahead, Route::Direct);
+        let route = Route::Direct;
         let question = Question { image, range, urgency, route, may_compress: false };
         let timeout = timeout.min(self.limits.answer);
         self.ask(timeout, |lease| match &mut lease.link {

@@ -81,7 +81,7 @@ impl Verifier {
                 whole.filter(|block| block.covers(&range)).unwrap_or(range)
             }
         };
-        match origin.sums(self.image, wanted, DEMAND_WAIT) {
+        match origin.sums(self.image, wanted, urgency, DEMAND_WAIT) {
             Ok(sums) => lock(&self.known).put(wanted, &sums),
             Err(error) => {
                 tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");

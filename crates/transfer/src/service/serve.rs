@@ -271,8 +271,10 @@ impl Session<'_> {
     }
 
     fn sum_up(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
-        let Request { image, range, .. } = *request;
+        let Request { image, range, urgency, .. } = *request;
         let Shared { pages, spreads, .. } = self.shared;
+        // What another host gave is asked for, too.
+        let _wanted = pages.asked(member, image, range, urgency);
         let mut own = Vec::new();
         pages.own(member, image, range, &mut |run| own.push(run))?;
         let mut all = spreads.sums(image, range);

@@ -19,9 +19,10 @@ pub struct SpreadConfig {
 }
 
 impl Default for SpreadConfig {
-    /// A binary tree: a thousand hosts are ten steps away.
+    /// Each step is a wait, so few of them: a thousand hosts are four away. That one host gives a piece to eight costs it no more than
+    /// the others, as long as all get some pieces first.
     fn default() -> Self {
-        Self { piece_pages: 16, fanout: 2, hosts_max: 32 }
+        Self { piece_pages: 16, fanout: 8, hosts_max: 32 }
     }
 }
 
@@ -37,8 +38,8 @@ pub enum Serve {
 /// Decides for an origin which requests it serves itself.
 ///
 /// Clones in lockstep ask for the same piece at nearly the same time, before any of them can have announced it; served one by one, that is unicast.
-/// So the first gets it from here, the next two are sent to the first, the next to those: a tree for each piece, by the order in
-/// which it was asked for.
+/// So the first gets it from here, the next few are sent to the first, the next to those: a tree for each piece, by the order in
+/// which it was asked for; with a fan-out of two:
 ///
 /// ```text
 ///   origin ──► 1st ──► 2nd ──► 4th

@@ -410,7 +410,7 @@ impl Swarm {
 
 #[test]
 fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
-    let mut spread = Spread::new(100, SpreadConfig::default());
+    let mut spread = Spread::new(100, SpreadConfig { fanout: 2, ..SpreadConfig::default() });
     let host = HostId;
     let asked: Vec<_> = (1..=7).map(|from| spread.ask(host(from), piece(1), false)).collect();
     let at = |parent| Serve::At(host(parent));
