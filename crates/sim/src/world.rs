@@ -408,7 +408,7 @@ impl<'a> World<'a> {
         {
             // Who waits is not sent elsewhere if there is nothing else to do here.
             let here = insist || demand && !self.network.adapters[ORIGIN].is_sending;
-            if let Serve::At(HostId(to)) = spread.ask(HostId(asker as u64), pages, here) {
+            if let Serve::At(HostId(to)) = spread.ask(HostId(asker as u64), pages, here, demand) {
                 let to = usize::try_from(to).unwrap_or(ORIGIN);
                 return self.send(host, asker, Message::Redirect { pages, demand, to });
             }

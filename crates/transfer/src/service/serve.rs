@@ -219,10 +219,11 @@ impl Session<'_> {
         let Shared { pages, spreads, answering, limits, .. } = self.shared;
         if let Some(Wanted { pages: len, is_own }) = pages.asked(member, image, range, urgency) {
             let is_busy = || answering.load(Ordering::Relaxed) > limits.demand_max;
-            let may_refuse = is_own || urgency == Urgency::Ahead || is_busy();
-            let is_here = route != Route::Direct || !may_refuse;
+            let demand = urgency == Urgency::Demand;
+            let may_refuse = is_own || !demand || is_busy();
+            let how = (route != Route::Direct || !may_refuse, demand);
             let may_name = |host| pages.is_member(host);
-            if let Some(host) = spreads.elsewhere((image, len), member, range, is_here, may_name) {
+            if let Some(host) = spreads.elsewhere((image, len), member, range, how, may_name) {
                 return Err(Refusal::elsewhere(host));
             }
         }

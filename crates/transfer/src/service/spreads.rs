@@ -24,13 +24,14 @@ struct Image {
 }
 
 impl Spreads {
-    /// A host asks for `range` of an image of so many pages. → who else has it, or is about to. `may_name`: those that may be named.
+    /// A host asks for `range` of an image of so many pages. → who else has it, or is about to. `insist`: it has been sent elsewhere in vain; `demand`: its
+    /// VM waits; `may_name`: those that may be named.
     pub(super) fn elsewhere(
         &self,
         (image, pages): (ImageName, u64),
         from: u64,
         range: PageRange,
-        insist: bool,
+        (insist, demand): (bool, bool),
         may_name: impl Fn(u64) -> bool,
     ) -> Option<u64> {
         let mut images = lock(&self.0);
@@ -41,7 +42,7 @@ impl Spreads {
             || Image { spread: Spread::new(pages, SpreadConfig::default()), sums: Sums::default() };
         let Image { spread, .. } = images.entry(image).or_insert_with(begin);
         loop {
-            match spread.ask(HostId(from), range, insist) {
+            match spread.ask(HostId(from), range, insist, demand) {
                 Serve::Here => return None,
                 Serve::At(host) if may_name(host.0) => return Some(host.0),
                 // One less each time.

@@ -179,7 +179,7 @@ mod tests {
                     let Choice::Ask(mut host) = holders.choose_unwaited(piece, now) else {
                         return Err(TestCaseError::fail("nobody to ask"));
                     };
-                    if host == ORIGIN && let Serve::At(to) = spread.ask(HostId(own), piece, false) {
+                    if host == ORIGIN && let Serve::At(to) = spread.ask(HostId(own), piece, false, false) {
                         prop_assert_eq!(holders.redirected(ORIGIN, piece, to, now), Some((to, false)));
                         host = to;
                     }

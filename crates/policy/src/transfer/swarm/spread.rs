@@ -12,17 +12,17 @@ use crate::transfer::HostId;
 pub struct SpreadConfig {
     /// As everywhere in the swarm. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// To how many a host passes on what it got, at least 1.
+    /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the fewer steps, each of which is a wait …
     pub fanout: u32,
+    /// … and what nobody waits for: the fewer, the less hangs on a host that got all of it before the others asked.
+    pub fanout_ahead: u32,
     /// Most hosts that are kept for a piece.
     pub hosts_max: usize,
 }
 
 impl Default for SpreadConfig {
-    /// Each step is a wait, so few of them: a thousand hosts are four away. That one host gives a piece to eight costs it no more than
-    /// the others, as long as all get some pieces first.
     fn default() -> Self {
-        Self { piece_pages: 16, fanout: 8, hosts_max: 32 }
+        Self { piece_pages: 16, fanout: 8, fanout_ahead: 2, hosts_max: 32 }
     }
 }
 
@@ -60,12 +60,11 @@ pub struct Spread {
 impl Spread {
     /// For an image of `pages` pages.
     pub fn new(pages: u64, config: SpreadConfig) -> Self {
-        let config = SpreadConfig { fanout: config.fanout.max(1), ..config };
         Self { config, pieces: Pieces::new(pages, config.piece_pages), hosts: BTreeMap::new() }
     }
 
-    /// A host asks for pages. Requests for more than one piece are served here.
-    pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool) -> Serve {
+    /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece are served here.
+    pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool, demand: bool) -> Serve {
         let pieces = self.pieces.touching(pages);
         if pieces.end - pieces.start != 1 {
             return Serve::Here;
@@ -79,7 +78,8 @@ impl Spread {
         {
             at = Serve::At(*host);
             *told += 1;
-            if *told >= self.config.fanout {
+            let SpreadConfig { fanout, fanout_ahead, .. } = self.config;
+            if *told >= if demand { fanout } else { fanout_ahead } {
                 hosts.pop_front();
             }
         }

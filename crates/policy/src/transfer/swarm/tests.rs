@@ -412,15 +412,23 @@ impl Swarm {
 fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
     let mut spread = Spread::new(100, SpreadConfig { fanout: 2, ..SpreadConfig::default() });
     let host = HostId;
-    let asked: Vec<_> = (1..=7).map(|from| spread.ask(host(from), piece(1), false)).collect();
+    let asked: Vec<_> = (1..=7).map(|from| spread.ask(host(from), piece(1), false, true)).collect();
     let at = |parent| Serve::At(host(parent));
     assert_eq!(asked, [Serve::Here, at(1), at(1), at(2), at(2), at(3), at(3)]);
-    assert_eq!(spread.ask(host(9), range(8, 16), false), Serve::Here, "two pieces");
-    assert_eq!(spread.ask(host(5), piece(1), true), Serve::Here);
-    assert_eq!(spread.ask(host(6), piece(1), false), Serve::Here, "has forgotten that it asked");
+    assert_eq!(spread.ask(host(9), range(8, 16), false, true), Serve::Here, "two pieces");
+    assert_eq!(spread.ask(host(5), piece(1), true, true), Serve::Here);
+    assert_eq!(
+        spread.ask(host(6), piece(1), false, true),
+        Serve::Here,
+        "has forgotten that it asked"
+    );
     spread.left(host(4));
-    assert_eq!(spread.ask(host(8), piece(1), false), at(5));
-    assert_eq!(spread.ask(host(8), piece(2), false), Serve::Here, "another piece, another tree");
+    assert_eq!(spread.ask(host(8), piece(1), false, true), at(5));
+    assert_eq!(
+        spread.ask(host(8), piece(2), false, true),
+        Serve::Here,
+        "another piece, another tree"
+    );
 }
 
 #[test]
