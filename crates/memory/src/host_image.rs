@@ -15,6 +15,7 @@ use crate::counters::ImageCounters;
 use crate::frozen::FrozenRange;
 use crate::handover;
 use crate::homes::Homes;
+use crate::layout::absent_in;
 
 /// Images by id.
 pub(crate) type Ancestors = BTreeMap<ImageId, Arc<HostImage>>;
@@ -252,7 +253,7 @@ impl HostImage {
 
     /// In whose caches the pages of `range` belong that are absent there, and not zero: each in that of its block's
     /// home. Nothing while the table is not complete.
-    pub fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
+    pub(crate) fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
         let Some((table, homes)) = self.sealed.get() else { return Vec::new() };
         let ancestors = lock(&self.ancestors);
         let mut places = Vec::new();
@@ -282,6 +283,30 @@ impl HostImage {
     /// is not complete. Takes well under a millisecond per GiB.
     pub fn missing_pages(self: &Arc<Self>) -> u64 {
         self.places(PageRange::first(self.pages)).iter().map(|(_, run)| run.len()).sum()
+    }
+
+    /// What comes into which caches if its views need all of it: where they look for it, and pages of another host's image that they
+    /// look for elsewhere also in that image's own, from where they are given on. Nothing while the table is not complete.
+    pub fn lacks(self: &Arc<Self>) -> Vec<(Arc<Self>, PageRange)> {
+        let mut lacks = self.places(PageRange::first(self.pages));
+        let Some(table) = self.table() else { return lacks };
+        let ancestors = self.ancestors();
+        let mut kept = Vec::new();
+        // Each of these runs has one source.
+        for (home, run) in &lacks {
+            let Some(owner) = table.get(run.start()).and_then(Source::image) else { continue };
+            let owner = if owner == self.id { Some(self) } else { ancestors.get(&owner) };
+            let is_kept = |owner: &&Arc<Self>| {
+                owner.id != home.id
+                    && owner.source().is_some_and(|source| source.origin() == Origin::Peer)
+            };
+            if let Some(owner) = owner.filter(is_kept) {
+                let absent = absent_in(owner, *run).into_iter();
+                kept.extend(absent.map(|run| (Arc::clone(owner), run)));
+            }
+        }
+        lacks.extend(kept);
+        lacks
     }
 
     /// How many pages a host that has none of it would come to have in the caches of this and of other images: those of an image

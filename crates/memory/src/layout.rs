@@ -113,7 +113,8 @@ impl HostImage {
     }
 }
 
-fn absent_in(image: &HostImage, range: PageRange) -> Vec<PageRange> {
+/// Which pages of `range` are not in its cache.
+pub(crate) fn absent_in(image: &HostImage, range: PageRange) -> Vec<PageRange> {
     let presence = image.cache().presence();
     let mut absent = Vec::new();
     let mut rest = range;

@@ -138,7 +138,7 @@ impl Arrivals {
         }
         let mut lacking: BTreeMap<ImageId, (Arc<HostImage>, Vec<PageRange>)> = BTreeMap::new();
         // What comes from another host has a table that is complete.
-        for (image, run) in engine.image().places(PageRange::first(engine.image().pages())) {
+        for (image, run) in engine.image().lacks() {
             lacking.entry(image.id()).or_insert_with(|| (image, Vec::new())).1.push(run);
         }
         let others: Vec<_> = all.iter().filter_map(|(_, arrival)| arrival.upgrade()).collect();

@@ -195,7 +195,6 @@ fn what_several_arrivals_wait_for_is_promised_once() {
     let (arrivals, admission) = (Arrivals::default(), admission());
     let all = admission.admissible_bytes();
     let left = |pages: u64, why| {
-        arrivals.look();
         assert_eq!(admission.admissible_bytes(), all - pages * 4096, "{why}");
     };
     let of = |image, engine: &Arc<Engine>| {
@@ -214,9 +213,39 @@ fn what_several_arrivals_wait_for_is_promised_once() {
     drop(one);
     left(140, "others need it");
     second.insert(range(10, 30), &vec![3; 30 * 4096]).expect("room");
+    arrivals.look();
     left(110, "some have come");
     drop(two);
+    arrivals.look();
     left(90, "the third's, and what it has in common");
     drop((three, first, second, third));
+    left(0, "nobody");
+}
+
+#[test]
+fn a_page_that_comes_into_two_caches_is_promised_for_both() {
+    let (arrivals, admission) = (Arrivals::default(), admission());
+    let all = admission.admissible_bytes();
+    let left = |pages: u64, why| {
+        arrivals.look();
+        assert_eq!(admission.admissible_bytes(), all - pages * 4096, "{why}");
+    };
+    let of = |image, engine: &Arc<Engine>| {
+        let name = ImageName { host: 2, image };
+        arrivals.of(name, engine, &admission, "start clones", &[]).expect("room")
+    };
+    // Pages 10 to 110, in the same block as what was written later.
+    let first = came(&Arc::default());
+    let second = went_on(&first, range(200, 20));
+    let one = of(1, &second);
+    left(220, "100 in both caches, 20 in one");
+    let two = of(2, &first);
+    left(220, "those of the first are promised already");
+    first.insert(range(10, 50), &vec![3; 50 * 4096]).expect("room");
+    left(170, "copied from there");
+    all_come(&second);
+    drop(one);
+    left(50, "what the first still lacks");
+    drop(two);
     left(0, "nobody");
 }
