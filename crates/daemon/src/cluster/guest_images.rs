@@ -12,8 +12,8 @@
 //! | `GET /cluster/v1/guest-images/ROOT/FILE` | the bytes of one of its files |
 //!
 //! `ROOT` is the hash of its root disk: what an image is called is each host's own affair. Promises: an image is there as it is
-//! where it comes from, or not at all; it replaces none; it comes once, however many wait for it, and goes on coming as long as
-//! somebody does.
+//! where it comes from, or not at all; it replaces none; it comes once, however many wait for it, and goes on coming when nobody
+//! does any more. So a fork goes on without a host that is slow to take it, which has it for a later one.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, PoisonError};
@@ -26,12 +26,13 @@ use axum::response::Response;
 use axum::routing::get;
 use axum::{Extension, Json, Router};
 use bytes::BytesMut;
-use futures_util::future::{BoxFuture, Shared, WeakShared, join_all};
+use futures_util::future::{BoxFuture, Shared, WeakShared};
+use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use http_body_util::{BodyExt, Limited};
 use serde::{Deserialize, Serialize};
 use tokio::task::block_in_place;
-use tokio::time::timeout_at;
+use tokio::time::{sleep_until, timeout, timeout_at};
 use tokio_util::io::ReaderStream;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
@@ -60,8 +61,14 @@ const BLOCK_BYTES: usize = 1 << 20;
 const READ_BYTES: usize = 256 << 10;
 /// Most time that one gets, whatever who asks says.
 const WAIT_MAX: Duration = Duration::from_secs(3600);
+/// How much longer than the others a host may take at least, before a fork goes on without it.
+const SLOWER_BY: Duration = Duration::from_secs(5);
 /// Images that hosts are remembered to have.
 const KNOWN_MAX: usize = 4096;
+
+/// Why a host gets no clones of a fork.
+pub(crate) const TAKES_LONG: &str =
+    "it takes far longer than others to take the guest image, which a later fork finds there";
 
 /// An image that another host is to have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -150,7 +157,7 @@ type Fetch = BoxFuture<'static, Result<String, ErrorBody>>;
 /// The images that are on their way to this host, and those that others are known to have.
 #[derive(Default)]
 pub(super) struct GuestImages {
-    /// By root disk; each is carried on by those who wait for it, and is gone with the last of them.
+    /// By root disk; each is gone when it has ended.
     under_way: Mutex<HashMap<String, WeakShared<Fetch>>>,
     known: Mutex<HashSet<(HostId, String)>>,
 }
@@ -191,6 +198,8 @@ impl GuestImages {
             return (fetch, false);
         }
         let fetch = make().shared();
+        // It goes on without those who wait.
+        tokio::spawn(timeout(WAIT_MAX, fetch.clone()));
         under_way.extend(fetch.downgrade().map(|weak| (root_blake3.to_owned(), weak)));
         (fetch, true)
     }
@@ -333,6 +342,41 @@ fn word(hash: &str) -> String {
     hash.chars().take(16).collect()
 }
 
+/// The answers of hosts, as far as they come in time: once one has been had, or some `have` it already, others may take as long
+/// again, and no less than `slower_by`.
+async fn until_slow<H, E>(
+    asked: impl IntoIterator<Item = impl Future<Output = (H, Result<(), E>)>>,
+    have: bool,
+    slower_by: Duration,
+) -> Vec<(H, Result<(), E>)> {
+    let began = Instant::now();
+    let mut asked: FuturesUnordered<_> = asked.into_iter().collect();
+    let mut answers = Vec::new();
+    let mut until = have.then(|| began + slower_by);
+    loop {
+        let slow = async {
+            match until {
+                Some(until) => sleep_until(until.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            answer = asked.next() => match answer {
+                Some(answer) => {
+                    if answer.1.is_ok() {
+                        let took = began.elapsed();
+                        until = Some(began + took + took.max(slower_by));
+                    }
+                    answers.push(answer);
+                }
+                None => return answers,
+            },
+            () = slow => return answers,
+        }
+    }
+}
+
 pub(super) async fn have(
     State(of): State<Of>,
     Extension(Caller(from)): Extension<Caller>,
@@ -390,8 +434,8 @@ impl Member {
         Ok(())
     }
 
-    /// Have hosts take the image that a VM booted from, before it is paused. → whether there are some that can't, which are
-    /// closed from now on: others are to be planned with.
+    /// Have hosts take the image that a VM booted from, before it is paused. → whether there are some that can't, or take far longer
+    /// than others, which are closed from now on: others are to be planned with.
     ///
     /// # Errors
     /// There is no time left, or no host to plan with.
@@ -409,16 +453,24 @@ impl Member {
         let wanted = Wanted { root_blake3, name: parent.image.clone(), timeout_ms };
         let root = &wanted.root_blake3;
         let others = shares.iter().map(|(host, _)| *host).filter(|host| *host != self.id);
-        let asked = others.filter(|host| !self.guest_images.is_known(*host, root)).map(|host| {
-            let wanted = &wanted;
+        let (have, lack): (Vec<HostId>, Vec<HostId>) =
+            others.partition(|host| self.guest_images.is_known(*host, root));
+        let asked = lack.iter().map(|host| {
+            let (host, wanted) = (*host, &wanted);
             async move { (host, self.give_to(host, wanted, left).await) }
         });
         let answers = tokio::select! {
-            answers = join_all(asked) => answers,
+            answers = until_slow(asked, !have.is_empty(), SLOWER_BY) => answers,
             // Who is to freeze it finds out.
             () = given_up.cancelled() => return Ok(false),
         };
         let mut some_cant = false;
+        let is_late = |host: &HostId| answers.iter().all(|(answered, _)| answered != host);
+        for view in views.iter_mut().filter(|view| lack.contains(&view.id) && is_late(&view.id)) {
+            tracing::warn!(host = view.name, "it gets no clones: {TAKES_LONG}");
+            view.closed = Some(TAKES_LONG);
+            some_cant = true;
+        }
         for (host, answer) in answers {
             let Err(error) = answer else {
                 self.guest_images.has(host, root);

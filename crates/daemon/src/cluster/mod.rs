@@ -50,6 +50,7 @@ use vmfork_api::{ErrorBody, ErrorCode};
 pub(crate) use self::arrivals::Arrival;
 pub(crate) use self::descriptor::CloneOrder;
 pub(crate) use self::family::end_everywhere;
+pub(crate) use self::guest_images::TAKES_LONG;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;

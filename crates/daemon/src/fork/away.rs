@@ -14,7 +14,7 @@ use super::clone::report_failure;
 use super::freeze;
 use super::snapshot::Snapshot;
 use super::tickets::{Event, Origin};
-use crate::cluster::{Abroad, CloneOrder, Member, Reserved, Sending, Share, send};
+use crate::cluster::{Abroad, CloneOrder, Member, Reserved, Sending, Share, TAKES_LONG, send};
 use crate::facts::{Facts, Frozen, host};
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
@@ -110,7 +110,10 @@ pub(super) async fn plan(
     let here_takes = shares.iter().find(|(id, _)| *id == member.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
         Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
-        Some(_) if may_stay => (here_takes + (count - placed), None),
+        // Of a host that is late it says so.
+        Some(_) if may_stay && !views.iter().any(|view| view.closed == Some(TAKES_LONG)) => {
+            (here_takes + (count - placed), None)
+        }
         unplaced => (here_takes, unplaced),
     };
     let shares = shares.into_iter().filter(|(id, _)| *id != member.id());

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::sync::Arc;
 
+use futures_util::future::join_all;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tempfile::TempDir;
@@ -263,30 +264,52 @@ async fn who_waited_for_anothers_fetch_that_failed_tries_its_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_fetch_ends_with_the_last_who_waits() {
+async fn what_nobody_waits_for_any_more_goes_on_and_is_there_for_the_next() {
     let (h0, h1) = (Host::new(), Host::new());
     let root = h0.put("web", &disk(0));
     let closed = Plain { gate: Arc::new(Semaphore::new(0)), ..h0.giver() };
-    let wanted = wanted(&root);
-    let soon = Instant::now() + Duration::from_millis(300);
+    let (wanted, soon) = (wanted(&root), Instant::now() + Duration::from_millis(100));
     let early = h1.images.ensure(&h1.store, &wanted, closed.clone(), soon);
+    assert_eq!(early.await.expect_err("too late").code, ErrorCode::Timeout);
+    assert_eq!(h1.entries().len(), 1, "what has come of it by then");
     let late = h1.ensure(&root, &closed);
-    let meanwhile = async {
-        let error = early.await.expect_err("too late");
-        assert_eq!(error.code, ErrorCode::Timeout);
-        assert_eq!(h1.entries().len(), 1, "the other waits on");
+    let opens = async {
+        tokio::task::yield_now().await;
         closed.gate.add_permits(1);
     };
-    assert_eq!(tokio::join!(late, meanwhile).0.expect("had"), "web");
-    h1.store.remove("web").expect("removed");
-    let soon = Instant::now() + Duration::from_millis(100);
-    let alone = h1.images.ensure(&h1.store, &wanted, closed.clone(), soon);
-    alone.await.expect_err("too late");
-    assert!(h1.entries().is_empty(), "{:?}", h1.entries());
-    assert_eq!(
-        h1.images.under_way.lock().expect("whole").values().filter_map(WeakShared::upgrade).count(),
-        0
-    );
+    assert_eq!(tokio::join!(late, opens).0.expect("had"), "web");
+    assert_eq!(closed.asked_for("/root.img"), 1, "it was not begun anew");
+    let none_is_left = async {
+        let left =
+            || h1.images.under_way.lock().expect("whole").values().any(|it| it.upgrade().is_some());
+        while left() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(SOON, none_is_left).await.expect("it has ended");
+}
+
+#[tokio::test]
+async fn a_fork_waits_no_longer_for_one_host_than_others_took_and_again() {
+    let ms = Duration::from_millis;
+    let host = |took: Duration, had: Result<(), &'static str>| async move {
+        tokio::time::sleep(took).await;
+        (took, had)
+    };
+    let never = Duration::from_secs(3600);
+    let names =
+        |answers: Vec<(Duration, _)>| answers.into_iter().map(|it| it.0).collect::<Vec<_>>();
+    let began = Instant::now();
+    let answers = until_slow([host(ms(100), Ok(())), host(never, Ok(()))], false, ms(10)).await;
+    assert_eq!(names(answers), [ms(100)]);
+    assert!(began.elapsed() >= ms(200), "as long again");
+    // Of three each of which is in time for the one before.
+    let three = [ms(30), ms(70), ms(130)].map(|took| host(took, Ok(())));
+    assert_eq!(names(until_slow(three, false, ms(50)).await), [ms(30), ms(70), ms(130)]);
+    // Who fails is no measure, and who has it already is.
+    let two = || [host(ms(1), Err("full")), host(ms(200), Ok(()))];
+    assert_eq!(names(until_slow(two(), false, ms(10)).await), [ms(1), ms(200)]);
+    assert_eq!(names(until_slow(two(), true, ms(50)).await), [ms(1)]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
