@@ -1,4 +1,5 @@
-//! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]).
+//! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]); or
+//! once to all that need them ([`multicast`]).
 //!
 //! ```text
 //!   this host                                    another host
@@ -25,6 +26,7 @@
 mod channel;
 mod client;
 mod counters;
+pub mod multicast;
 mod pack;
 pub mod proto;
 mod service;
@@ -35,6 +37,7 @@ pub use client::{
     SwarmConfig, SwarmMember,
 };
 pub use counters::{AheadCounters, Counter, Histogram, PeerCounters, ServiceCounters};
+pub use multicast::{Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig};
 pub use pack::{Scratch, receive};
 pub use vmfork_policy::transfer::HostId;
 

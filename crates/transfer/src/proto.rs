@@ -8,7 +8,7 @@
 //!                | host   | image  | first page | pages  | op | flags | sequence |
 //!                | u64    | u64    | u64        | u32    | u8 | u8    | u16      |
 //!                +--------+--------+------------+--------+----+-------+----------+
-//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 4: sums, of 1 to 512
+//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 3: an invitation to the image's group; 1 page. 4: sums, of 1 to 512
 //!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
@@ -31,6 +31,7 @@ use std::fmt;
 
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 
+use crate::multicast::INVITATION_BYTES;
 use crate::sums::SUM_BYTES;
 
 /// What a client sends first: which protocol, and its version.
@@ -95,6 +96,8 @@ pub enum Op {
     Held,
     /// What they should be: the sum of each.
     Sums,
+    /// To hear the group that they are sent to.
+    Invite,
 }
 
 impl Op {
@@ -103,6 +106,7 @@ impl Op {
             Self::Read => READ_PAGES_MAX,
             Self::Held => HELD_PAGES_MAX,
             Self::Sums => READ_PAGES_MAX,
+            Self::Invite => 1,
         }
     }
 }
@@ -132,6 +136,7 @@ impl Request {
             Op::Read => 1,
             Op::Held => 2,
             Op::Sums => 4,
+            Op::Invite => 3,
         };
         let ahead = if self.urgency == Urgency::Ahead { FLAG_AHEAD } else { 0 };
         let route = match self.route {
@@ -153,6 +158,7 @@ impl Request {
             1 => Op::Read,
             2 => Op::Held,
             4 => Op::Sums,
+            3 => Op::Invite,
             other => return wrong(format!("request {other}, which is not known here")),
         };
         let flags = bytes[29];
@@ -385,6 +391,7 @@ impl Head {
             (None, Op::Read) => (pages, pages * PAGE_BYTES),
             (None, Op::Held) => (0, pages.div_ceil(8)),
             (None, Op::Sums) => (0, pages * SUM_BYTES as u64),
+            (None, Op::Invite) => (0, INVITATION_BYTES as u64),
         };
         if u64::from(runs) > runs_max || u64::from(len) > bytes_max {
             return wrong(format!("{runs} runs and {len} bytes in answer to {pages} pages"));

@@ -10,6 +10,7 @@ use vmfork_image::{ImageName, PageRange};
 
 use super::peer::{PeerConfig, PeerLimits};
 use crate::channel::Channel;
+use crate::multicast::Invitation;
 use crate::pack::{self, Scratch};
 use crate::proto::{
     self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
@@ -133,6 +134,19 @@ impl Link {
                 Ok(proto::wrong(format!("{bytes} bytes of sums of pages {range}"))?)
             }
         }
+    }
+
+    pub(super) fn invitation(
+        &mut self,
+        image: ImageName,
+        timeout: Duration,
+    ) -> Result<Invitation, LinkError> {
+        let (range, urgency, route) = (PageRange::first(1), Urgency::Ahead, Route::Direct);
+        let question = Question { image, range, urgency, route, may_compress: false };
+        let head = self.ask(Op::Invite, question, timeout)?;
+        let mut bytes = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
+        self.channel.read_exact(&mut bytes)?;
+        Ok(Invitation::decode(&bytes)?)
     }
 
     /// Put a question. → the head of its answer.

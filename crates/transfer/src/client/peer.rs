@@ -14,6 +14,7 @@ use super::link::{LinkError, Question};
 use super::pool::{Lease, Pool};
 use crate::counters::PeerCounters;
 use crate::lock;
+use crate::multicast::Invitation;
 use crate::pack::Choice;
 use crate::proto::{
     HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
@@ -279,6 +280,17 @@ impl Peer {
         let timeout = timeout.min(self.limits.answer);
         self.ask(timeout, |lease| match &mut lease.link {
             Some(link) => link.sums(question, timeout),
+            None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
+        })
+    }
+
+    /// To the group that an image is sent to.
+    ///
+    /// # Errors
+    /// [`PeerError`]; with [`RefusalKind::BadRequest`] the host sends none to groups.
+    pub(crate) fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
+        self.ask(self.limits.answer, |lease| match &mut lease.link {
+            Some(link) => link.invitation(image, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })
     }

@@ -12,6 +12,7 @@ use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Swarm};
 use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
+use crate::multicast::Listener;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
 
 /// What one fault brings in: 64 KiB, half a millisecond at 1 Gbit/s.
@@ -38,6 +39,8 @@ pub struct SourceCounters {
     pub origin_pages: Counter,
     /// How many from others that hold it.
     pub holder_pages: Counter,
+    /// How many were sent to all who need them.
+    pub group_pages: Counter,
     /// How many of those could not be compared with their origin's.
     pub unverified_pages: Counter,
     /// Answers with another page than the origin has: none of it was used.
@@ -55,6 +58,7 @@ pub struct PeerSource {
     image: ImageName,
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
+    group: Option<Arc<Listener>>,
     patience: Duration,
     verifier: Verifier,
     counters: SourceCounters,
@@ -93,6 +97,7 @@ impl PeerSource {
             image,
             holders,
             swarm: None,
+            group: None,
             patience: PATIENCE,
             verifier: Verifier::new(image),
             counters: SourceCounters::default(),
@@ -109,6 +114,12 @@ impl PeerSource {
     #[must_use]
     pub fn with_swarm(self, swarm: Arc<Swarm>) -> Self {
         Self { swarm: Some(swarm), ..self }
+    }
+
+    /// The same, but while the image's group is heard, pages are asked for there first.
+    #[must_use]
+    pub fn with_group(self, group: Arc<Listener>) -> Self {
+        Self { group: Some(group), ..self }
     }
 
     pub fn image(&self) -> ImageName {
@@ -133,7 +144,7 @@ impl PeerSource {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let give_up = Instant::now() + self.patience;
-        if let Some(swarm) = &self.swarm {
+        if let Some(swarm) = self.swarm.as_ref().filter(|_| !self.is_group_heard()) {
             swarm.refresh_soon();
         }
         let (mut rest, mut bytes) = (range, bytes);
@@ -141,15 +152,33 @@ impl PeerSource {
             let piece = rest.truncate(READ_PAGES_MAX);
             let len = usize::try_from(piece.byte_len()).unwrap_or(usize::MAX).min(bytes.len());
             let (front, back) = bytes.split_at_mut(len);
+            if self.read_in_group(urgency, piece, front) {
+                (rest, bytes) = (rest.from_page(piece.end()), back);
+                continue;
+            }
             if let Err(error) = self.read_piece(urgency, piece, front, give_up) {
                 self.counters.failures.add(1);
                 return Err(io::Error::other(error));
+            }
+            if let Some(group) = &self.group {
+                group.filled(piece);
             }
             (rest, bytes) = (rest.from_page(piece.end()), back);
         }
         self.counters.reads.add(1);
         self.counters.pages.add(range.len());
         Ok(())
+    }
+
+    fn is_group_heard(&self) -> bool {
+        self.group.as_ref().is_some_and(|group| group.is_heard())
+    }
+
+    /// Of what is sent to all. → whether they came.
+    fn read_in_group(&self, urgency: Urgency, piece: PageRange, bytes: &mut [u8]) -> bool {
+        let came = self.group.as_ref().is_some_and(|group| group.read(urgency, piece, bytes));
+        self.counters.group_pages.add(if came { piece.len() } else { 0 });
+        came
     }
 
     /// Go round the hosts until one gives the pages, all say that they never will, or it has taken too long.
@@ -344,6 +373,10 @@ impl AheadOrder for PeerSource {
 
     fn next(&self, pieces: &[PageRange]) -> NextAhead {
         let Some(swarm) = &self.swarm else { return NextAhead::Piece(0) };
+        if self.is_group_heard() {
+            // Whoever asks for it, all get it.
+            return NextAhead::Piece(0);
+        }
         // While all that is missing is waited for, nothing else asks.
         swarm.refresh_soon();
         swarm.next_ahead(pieces)

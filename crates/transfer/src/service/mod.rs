@@ -37,7 +37,8 @@ use self::spreads::Spreads;
 use self::turns::Turns;
 use crate::counters::ServiceCounters;
 use crate::lock;
-use crate::proto::{Refusal, Urgency};
+use crate::multicast::Invitation;
+use crate::proto::{Refusal, RefusalKind, Urgency};
 
 /// After a connection could not be accepted (no fds left, say) until the next is tried.
 const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -103,6 +104,14 @@ pub trait Pages: Send + Sync {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal>;
+
+    /// To hear the group to which an image is sent ([`crate::Groups::invite`]).
+    ///
+    /// # Errors
+    /// It is sent to none.
+    fn invite(&self, _member: u64, _image: ImageName) -> Result<Invitation, Refusal> {
+        Err(Refusal::new(RefusalKind::BadRequest, "pages are not sent to groups here"))
+    }
 }
 
 /// An image that several hosts may want.

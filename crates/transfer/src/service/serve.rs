@@ -161,6 +161,7 @@ impl Session<'_> {
             Op::Read => self.read_or_name(member, request),
             Op::Held => self.find_held(member, request),
             Op::Sums => self.sum_up(member, request),
+            Op::Invite => self.invite(member, request),
         }));
         let read = read.unwrap_or_else(|_| {
             tracing::error!(image = %request.image, pages = %request.range, "reading panicked");
@@ -182,7 +183,7 @@ impl Session<'_> {
         head.clear();
         self.channel.set_timeout(self.shared.limits.io);
         match request.op {
-            Op::Held | Op::Sums => {
+            Op::Held | Op::Sums | Op::Invite => {
                 begin.server_us = us_since(began);
                 head.extend(begin.encode());
                 self.channel.send(&[&head[..], &pages[..]])?;
@@ -295,6 +296,12 @@ impl Session<'_> {
             part.into_iter().zip(sums).for_each(|(place, sum)| *place = sum);
         }
         self.answer.pages = all.concat();
+        Ok(())
+    }
+
+    fn invite(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+        let invitation = self.shared.pages.invite(member, request.image)?;
+        self.answer.pages = invitation.encode();
         Ok(())
     }
 

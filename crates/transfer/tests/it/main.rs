@@ -3,6 +3,7 @@
 mod common;
 mod failing;
 mod keys;
+mod multicast;
 mod reading;
 mod strangers;
 mod swarm;
