@@ -3,20 +3,15 @@
 //! Skipped, with the missing thing named, where they are not installed (Debian: `apt install slurm-wlm munge`) or the test
 //! does not run as root; `VMFORK_TEST_STRICT=1` makes that a failure.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use vmfork_cluster::allocate::{
-    AllocateError, Allocator, Ask, Boxed, HostView, LeaseAsk, LeaseId, Leases, PeerFailure, Peers,
-    QuotaAsk,
-};
+use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, Held, HostView};
 use vmfork_cluster::slurm::{Commands as _, Settings, Slurm, System};
 use vmfork_cluster::{HostId, Room};
 
@@ -210,61 +205,22 @@ impl Cluster {
     }
 }
 
-/// Members by the nodes' names, each with room for 100 clones.
-#[derive(Debug, Default)]
-struct Hosts {
-    leases: Mutex<BTreeMap<HostId, Leases>>,
-    members: u64,
-}
-
-impl Hosts {
-    fn held(&self) -> u32 {
-        let leases = self.leases.lock().expect("whole");
-        leases.values().map(|it| it.held().vcpus).sum()
-    }
-}
-
-impl Peers for Hosts {
-    fn views(&self) -> Vec<HostView> {
-        let view = |n: u64| HostView {
-            id: HostId::new(n).expect("not 0"),
-            name: format!("h{n}"),
-            closed: None,
-            free: Room { memory_bytes: 100 << 30, vcpus: 100 },
-            once_bytes: 0,
-            has_family: false,
-        };
-        (1..=self.members).map(view).collect()
-    }
-
-    fn lease(&self, host: HostId, ask: LeaseAsk) -> Boxed<'_, Result<u32, PeerFailure>> {
-        Box::pin(async move {
-            let mut leases = self.leases.lock().expect("whole");
-            let free = Room { memory_bytes: 100 << 30, vcpus: 100 };
-            let granted = leases.entry(host).or_default().grant(&ask, free, false, Duration::ZERO);
-            granted.map_err(|refusal| PeerFailure { why: refusal.to_string() })
-        })
-    }
-
-    fn release(&self, host: HostId, lease: LeaseId) -> Boxed<'_, ()> {
-        Box::pin(async move {
-            let mut leases = self.leases.lock().expect("whole");
-            leases.entry(host).or_default().release(lease);
-        })
-    }
-
-    fn take_quota(&self, ask: QuotaAsk) -> Boxed<'_, Result<u32, PeerFailure>> {
-        Box::pin(async move { Ok(ask.count) })
-    }
-
-    fn keep_quota(&self, _ask: QuotaAsk) -> Boxed<'_, ()> {
-        Box::pin(async {})
-    }
+/// Members by the nodes' names.
+fn views(members: u64) -> Vec<HostView> {
+    let view = |n: u64| HostView {
+        id: HostId::new(n).expect("not 0"),
+        name: format!("h{n}"),
+        closed: None,
+        free: Room { memory_bytes: 100 << 30, vcpus: 100 },
+        once_bytes: 0,
+        has_family: false,
+    };
+    (1..=members).map(view).collect()
 }
 
 fn ask(count: u32, memory_mib: u64) -> Ask {
     let shape = Room { memory_bytes: memory_mib * MIB, vcpus: 1 };
-    Ask { count, shape, user: "u".into(), family: "vm-1".into(), near: None }
+    Ask { count, shape, family: "vm-1".into() }
 }
 
 #[tokio::test]
@@ -275,68 +231,65 @@ async fn a_ticket_is_a_job_that_holds_nodes_and_ends_with_it() {
         return;
     }
     let cluster = Cluster::up().await;
-    let hosts = Arc::new(Hosts { members: NODES, ..Hosts::default() });
     let own = HostId::new(1).expect("not 0");
     let settings = Settings { patience_s: 3, conf: Some(cluster.conf()), ..Settings::default() };
-    let slurm = |settings: &Settings, hosts: &Arc<Hosts>| {
-        Slurm::new(own, Arc::clone(hosts) as Arc<dyn Peers>, settings.clone())
-    };
-    let allocator = slurm(&settings, &hosts);
+    let slurm = |settings: &Settings| Slurm::new(own, settings.clone());
+    let allocator = slurm(&settings);
+    let hosts = views(NODES);
+    let count = |held: &Held| held.places.values().sum::<u32>();
 
     // Eight of twelve CPUs, then what is left, then nothing.
-    let first = allocator.allocate(&ask(8, 100)).await.expect("room");
-    assert_eq!((first.count(), hosts.held(), first.short.len()), (8, 8, 0), "{first:?}");
-    let second = allocator.allocate(&ask(8, 100)).await.expect("some room");
-    assert_eq!((second.count(), hosts.held()), (4, 12), "{second:?}");
+    let first = allocator.hold(&ask(8, 100), &hosts).await.expect("room").expect("a job");
+    assert_eq!((count(&first), first.short.len()), (8, 0), "{first:?}");
+    let second = allocator.hold(&ask(8, 100), &hosts).await.expect("some room").expect("a job");
+    assert_eq!(count(&second), 4, "{second:?}");
     assert_eq!(second.short, ["Slurm gave room for 4"]);
-    let error = allocator.allocate(&ask(1, 100)).await.expect_err("all is taken");
+    let error = allocator.hold(&ask(1, 100), &hosts).await.expect_err("all is taken");
     assert!(matches!(error, AllocateError::NoRoom { .. }), "{error}");
     assert_eq!(cluster.jobs().await, "RUNNING\nRUNNING");
+    let both = [&first, &second].map(|held| held.job.clone());
+    assert_eq!(allocator.jobs().await.expect("asked"), both.into());
 
     // Given back, twice.
-    allocator.release(&second).await.expect("given back");
-    allocator.release(&second).await.expect("given back before");
-    assert_eq!(hosts.held(), 8);
-    let reason = tokio::time::timeout(PATIENCE, allocator.ended(&second)).await.expect("it ended");
-    assert!(reason.starts_with(&format!("Slurm ended job {}: CANCELLED", second.id)), "{reason}");
+    allocator.release(&second.job).await.expect("given back");
+    allocator.release(&second.job).await.expect("given back before");
+    let ended = allocator.ended(&second.job).await.expect("asked").expect("it ended");
+    assert!(ended.starts_with(&format!("Slurm ended job {}: CANCELLED", second.job)), "{ended}");
 
     // Ended by the site.
-    let ended = allocator.ended(&first);
-    tokio::pin!(ended);
-    let soon = tokio::time::timeout(Duration::from_secs(3), &mut ended).await;
-    assert!(soon.is_err(), "it runs: {soon:?}");
-    cluster.run("scancel", &[&first.id]).await;
-    let reason = tokio::time::timeout(PATIENCE, ended).await.expect("it ended");
-    assert!(reason.starts_with(&format!("Slurm ended job {}: CANCELLED", first.id)), "{reason}");
-    allocator.release(&first).await.expect("over anyhow");
+    assert_eq!(allocator.ended(&first.job).await.expect("asked"), None, "it runs");
+    cluster.run("scancel", &[&first.job]).await;
+    cluster
+        .wait("it has ended", async || {
+            let ended = allocator.ended(&first.job).await.expect("asked");
+            ended.is_some_and(|why| why.contains(": CANCELLED"))
+        })
+        .await;
+    allocator.release(&first.job).await.expect("over anyhow");
     cluster.wait("no job is left", async || cluster.jobs().await.is_empty()).await;
 
     // By memory: 3 of 300 MiB on each node.
-    let by_memory = allocator.allocate(&ask(12, 300)).await.expect("room");
-    assert_eq!(by_memory.count(), 9, "{by_memory:?}");
-    allocator.release(&by_memory).await.expect("given back");
+    let by_memory = allocator.hold(&ask(12, 300), &hosts).await.expect("room").expect("a job");
+    assert_eq!(count(&by_memory), 9, "{by_memory:?}");
+    allocator.release(&by_memory.job).await.expect("given back");
 
     // Two clones for each of Slurm's CPUs, on nodes of which one is no member.
-    let fewer = Arc::new(Hosts { members: NODES - 1, ..Hosts::default() });
-    let dense = slurm(&Settings { clones_per_task: 2, ..settings.clone() }, &fewer);
+    let dense = slurm(&Settings { clones_per_task: 2, ..settings.clone() });
     cluster.wait("all nodes are free", async || cluster.jobs().await.is_empty()).await;
-    let two = dense.allocate(&ask(24, 10)).await.expect("room");
-    assert_eq!(two.count(), 16, "{two:?}");
+    let two = dense.hold(&ask(24, 10), &views(NODES - 1)).await.expect("room").expect("a job");
+    assert_eq!(count(&two), 16, "{two:?}");
     assert!(two.short.iter().any(|it| it.starts_with("h3: Slurm gave this node")), "{two:?}");
-
-    // A daemon that died left that job.
-    assert_eq!(dense.sweep(&[&two.id]).await.expect("asked"), 0);
-    assert_eq!(dense.sweep(&[]).await.expect("asked"), 1);
+    dense.release(&two.job).await.expect("given back");
     cluster.wait("no job is left", async || cluster.jobs().await.is_empty()).await;
 
     // What the site does not have is told as the engine says it.
     let nowhere = Settings { extra: vec!["--partition=nowhere".into()], ..settings.clone() };
-    let error = slurm(&nowhere, &hosts).allocate(&ask(1, 10)).await.expect_err("no partition");
+    let error = slurm(&nowhere).hold(&ask(1, 10), &hosts).await.expect_err("no partition");
     assert!(error.to_string().contains("Invalid partition name"), "{error}");
 
     // Who has gone away leaves no job.
-    let (gone, request) = (slurm(&settings, &hosts), ask(2, 10));
-    drop(tokio::time::timeout(Duration::from_millis(5), gone.allocate(&request)).await);
+    let (gone, request) = (slurm(&settings), ask(2, 10));
+    drop(tokio::time::timeout(Duration::from_millis(5), gone.hold(&request, &hosts)).await);
     cluster
         .wait("the job was granted or not", async || {
             // Whichever came first: in the end there is none.

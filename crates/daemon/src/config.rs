@@ -8,8 +8,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
+use vmfork_cluster::allocate::Bounds;
 
 use crate::http::SOCKET_PATH_BYTES_MAX;
+use crate::quotas::{self, QuotaError};
 
 const STATE_DEFAULT: &str = "/var/lib/vmfork";
 const SOCKET_DEFAULT: &str = "/run/vmfork/vmforkd.sock";
@@ -84,6 +86,11 @@ pub struct Flags {
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_memory_percent: u8,
 
+    /// What a user may have on all hosts together: `USER=vms:N,memory:SIZE,cores:N`, each part may be left out. USER is a
+    /// name, a number, `token` (who comes over TCP) or `default` (all others). More than one: several times, or with `;`
+    #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
+    pub quota: Vec<String>,
+
     /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
@@ -120,6 +127,8 @@ pub struct Config {
     pub family_vms_max: u32,
     /// 1 to 100.
     pub family_memory_percent: u8,
+    /// What users may have on all hosts.
+    pub quotas: Bounds,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
@@ -162,6 +171,8 @@ pub enum ConfigError {
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
     #[error("find the folder we are in")]
     WorkingFolder(#[source] io::Error),
     #[error("find our own executable, for --libdir")]
@@ -220,6 +231,7 @@ impl Flags {
             clone_growth_percent: self.clone_growth_percent,
             family_vms_max: self.family_vms_max,
             family_memory_percent: self.family_memory_percent,
+            quotas: quotas::bounds(&self.quota)?,
             log_filter: self.log_level,
             libdir,
             debug_faults: self.debug_faults,

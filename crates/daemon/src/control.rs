@@ -11,6 +11,8 @@ use vmfork_api::{
     VerifyReply, Version, Vm, VmDetail,
 };
 
+use crate::quotas::User;
+
 /// An answer to come.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
@@ -27,7 +29,8 @@ pub trait Control: SnapshotControl {
     /// `all`: the ended ones too.
     fn vms(&self, all: bool) -> Answer<'_, Vec<Vm>>;
     fn tree(&self) -> Answer<'_, Vec<TreeNode>>;
-    fn run(&self, request: RunRequest) -> Answer<'_, Vm>;
+    /// `user`: who asks, and whose family begins.
+    fn run(&self, user: User, request: RunRequest) -> Answer<'_, Vm>;
     fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail>;
     /// Forget an ended VM; `force` ends it first.
     fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()>;
@@ -79,8 +82,13 @@ pub trait SnapshotControl: Send + Sync + 'static {
     fn inspect_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, SnapshotDetail>;
     /// `cascade`: its deltas, and theirs, too.
     fn remove_snapshot<'a>(&'a self, name: &'a str, cascade: bool) -> Answer<'a, RemovedSnapshots>;
-    fn start_snapshot<'a>(&'a self, name: &'a str, request: StartRequest)
-    -> Answer<'a, StartReply>;
+    /// `user` as in [`Control::run`].
+    fn start_snapshot<'a>(
+        &'a self,
+        user: User,
+        name: &'a str,
+        request: StartRequest,
+    ) -> Answer<'a, StartReply>;
     fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply>;
     fn flatten_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, Snapshot>;
     fn export_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, ByteStream>;

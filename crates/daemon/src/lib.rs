@@ -26,6 +26,7 @@ pub mod http;
 pub mod hub;
 pub mod lifecycle;
 pub mod metrics;
+pub mod quotas;
 pub mod snapshots;
 pub mod state;
 pub mod tickets;

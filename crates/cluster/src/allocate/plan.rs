@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use serde::{Deserialize, Serialize};
 
-use super::PLACES_MAX;
+use super::{Held, PLACES_MAX};
 use crate::id::HostId;
 use crate::room::Room;
 
@@ -72,18 +72,23 @@ impl Plan {
         policy: Policy,
         near: Option<HostId>,
     ) -> Self {
-        let open = views.iter().filter(|view| view.closed.is_none());
-        let with_room = open.map(|view| (view, view.places(shape)));
-        Self::with_places(with_room, count, policy, near)
+        Self::within(views, None, count, shape, policy, near)
     }
 
-    /// With so many places on each host, however they were found.
-    pub(crate) fn with_places<'a>(
-        places: impl IntoIterator<Item = (&'a HostView, u32)>,
+    /// The same, with no more on each host than an engine holds there for it.
+    pub fn within(
+        views: &[HostView],
+        held: Option<&Held>,
         count: u32,
+        shape: Room,
         policy: Policy,
         near: Option<HostId>,
     ) -> Self {
+        let open = views.iter().filter(|view| view.closed.is_none());
+        let places = open.map(|view| {
+            let may = held.map_or(u32::MAX, |it| it.places.get(&view.id).copied().unwrap_or(0));
+            (view, view.places(shape).min(may))
+        });
         let candidate = |(view, left): (&HostView, u32)| {
             let distance = match near {
                 Some(near) if near == view.id => 0,
@@ -92,7 +97,7 @@ impl Plan {
             };
             (view.id, Candidate { distance, left: left.min(PLACES_MAX), asked: 0, granted: 0 })
         };
-        let candidates = places.into_iter().map(candidate).collect();
+        let candidates = places.map(candidate).collect();
         Self { policy, wanted: count.min(PLACES_MAX), granted: 0, candidates }
     }
 
@@ -283,6 +288,24 @@ mod tests {
         assert_eq!((plan.granted(), shares(&mut plan)), (9, vec![]));
         plan.on_granted(host(2), 5);
         assert_eq!(plan.granted(), 9, "nobody asked");
+    }
+
+    #[test]
+    fn no_host_gets_more_than_an_engine_holds_there() {
+        let views = [1, 2, 3].map(|n| HostView {
+            id: HostId::new(n).expect("not 0"),
+            name: format!("h{n}"),
+            closed: None,
+            free: Room { memory_bytes: 40, vcpus: 100 },
+            once_bytes: 0,
+            has_family: false,
+        });
+        let ids = [views[0].id, views[1].id];
+        let places = BTreeMap::from([(ids[0], 1), (ids[1], 9)]);
+        let held = Held { job: "7".into(), places, short: Vec::new() };
+        let shape = Room { memory_bytes: 10, vcpus: 1 };
+        let mut plan = Plan::within(&views, Some(&held), 8, shape, Policy::Spread, None);
+        assert_eq!(plan.next_asks(), [(ids[0], 1), (ids[1], 4)]);
     }
 
     proptest! {

@@ -1,24 +1,29 @@
 //! What a user may have in the whole cluster.
+//!
+//! ```text
+//!   a host: VMs are to be admitted ── QuotaAsk ──► the user's keeper: Counts::take ──► so many may be
+//!           what it has of each user ── Tally, with every heartbeat ──► all hosts: Counts::heard
+//! ```
+//!
+//! One host counts for each user, the one that [`keeper_of`] names: it gives out what others have not, and takes down at
+//! once what it gave. All hosts hear what each has of whom, so that any can be the next keeper. So users never get beyond
+//! their quota, whoever asks when, as long as there is one keeper: one that has just become it first hears all others.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::LeaseId;
-use super::leases::expiry;
 use crate::id::{HostId, sha256};
 use crate::room::Room;
 
-/// Most holdings that one keeper counts; each costs some 150 bytes.
-const HOLDINGS_MAX: usize = 65_536;
+/// Most users of whom a host may tell. Each costs some 100 bytes.
+const USERS_MAX: usize = 4096;
 
 /// The host that counts what a user has: every member finds the same one, and if members come or go, few users get
 /// another. Highest random weight, or rendezvous, hashing (Thaler and Ravishankar, "Using name-based mappings to increase
 /// hit rates", IEEE/ACM Transactions on Networking 6 (1), 1998).
 ///
-/// Of `members` the active ones that are not gone should be given. While hosts disagree on who that is, a user may for a
-/// while have his quota twice; what each host gives away is bounded by its leases all the same.
+/// Of `members` those that are not gone should be given.
 pub fn keeper_of(user: &str, members: impl IntoIterator<Item = HostId>) -> Option<HostId> {
     let weight = |host: HostId| {
         let mut text = host.get().to_be_bytes().to_vec();
@@ -28,112 +33,165 @@ pub fn keeper_of(user: &str, members: impl IntoIterator<Item = HostId>) -> Optio
     members.into_iter().max_by_key(|host| (weight(*host), *host))
 }
 
-/// A bound for one user. The default is none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Quota {
-    pub clones: u32,
+/// VMs, and what they need together: what a user has, or may have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Amount {
+    pub vms: u32,
     pub room: Room,
 }
 
-impl Default for Quota {
+impl Amount {
+    /// As what a user may have: no bound.
+    pub const ALL: Self =
+        Self { vms: u32::MAX, room: Room { memory_bytes: u64::MAX, vcpus: u32::MAX } };
+
+    /// So many VMs of one shape.
+    #[must_use]
+    pub fn of(count: u32, shape: Room) -> Self {
+        Self { vms: count, room: shape.times(count) }
+    }
+
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self { vms: self.vms.saturating_add(other.vms), room: self.room.plus(other.room) }
+    }
+
+    /// What is left after `other`; nothing where that is more.
+    #[must_use]
+    pub fn less(self, other: Self) -> Self {
+        Self { vms: self.vms.saturating_sub(other.vms), room: self.room.less(other.room) }
+    }
+
+    /// How many VMs of a shape fit.
+    pub fn places(self, shape: Room) -> u32 {
+        self.vms.min(self.room.places(shape))
+    }
+}
+
+/// What each user may have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bounds {
+    /// Of all that are not in `users`.
+    pub default: Amount,
+    pub users: BTreeMap<String, Amount>,
+}
+
+impl Default for Bounds {
     fn default() -> Self {
-        Self { clones: u32::MAX, room: Room { memory_bytes: u64::MAX, vcpus: u32::MAX } }
+        Self { default: Amount::ALL, users: BTreeMap::new() }
     }
 }
 
-/// What is asked of a user's keeper, or told it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct QuotaAsk {
-    /// Names what is taken.
-    pub id: LeaseId,
-    pub user: String,
-    pub count: u32,
-    /// Of one clone.
-    pub shape: Room,
-    /// When it is given back by itself, if it is not renewed. Clones that run are renewed by their ticket's host.
-    pub ttl_ms: u64,
-}
-
-#[derive(Debug, Clone)]
-struct Holding {
-    count: u32,
-    shape: Room,
-    expires: Duration,
-}
-
-/// The book of a keeper: what users have now. Soft: it is not written down, but told anew by renewals.
-#[derive(Debug, Clone, Default)]
-pub struct Quotas {
-    default: Quota,
-    users: BTreeMap<String, Quota>,
-    holdings: BTreeMap<String, BTreeMap<LeaseId, Holding>>,
-}
-
-impl Quotas {
-    /// `default` for all who are not in `users`.
-    pub fn new(default: Quota, users: BTreeMap<String, Quota>) -> Self {
-        Self { default, users, holdings: BTreeMap::new() }
-    }
-
-    /// A user's bound.
-    pub fn quota(&self, user: &str) -> Quota {
+impl Bounds {
+    pub fn of(&self, user: &str) -> Amount {
         self.users.get(user).copied().unwrap_or(self.default)
     }
+}
 
-    /// What a user has: clones, and what they need together.
-    pub fn used(&self, user: &str) -> (u32, Room) {
-        let holdings = self.holdings.get(user).into_iter().flat_map(BTreeMap::values);
-        holdings.fold((0, Room::default()), |(count, room), it| {
-            (it.count.saturating_add(count), room.plus(it.shape.times(it.count)))
-        })
+/// A host asks a user's keeper for more.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuotaAsk {
+    pub user: String,
+    /// Which life of the asker's daemon it is.
+    pub life: u32,
+    /// Later asks and tallies of that life have higher ones. What is asked again has the same.
+    pub number: u64,
+    /// What the host has of the user already.
+    pub has: Amount,
+    /// How many VMs more it wants.
+    pub count: u32,
+    /// Of each.
+    pub shape: Room,
+}
+
+/// What the keeper says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuotaAnswer {
+    /// How many of those it asked for the host may have.
+    pub count: u32,
+    /// What the user has on all hosts, without those.
+    pub has: Amount,
+    pub may: Amount,
+}
+
+/// What a host has of whom.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tally {
+    pub life: u32,
+    pub number: u64,
+    /// Of whom nothing is said it has nothing; `None`: it is just asking for more.
+    pub users: BTreeMap<String, Option<Amount>>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Told {
+    life: u32,
+    /// Of its last tally.
+    number: Option<u64>,
+    users: BTreeMap<String, (u64, Amount)>,
+}
+
+/// What users have on each host, as far as this one has heard.
+#[derive(Debug, Clone, Default)]
+pub struct Counts {
+    hosts: BTreeMap<HostId, Told>,
+}
+
+impl Counts {
+    /// What a user has on all hosts but one.
+    fn elsewhere(&self, user: &str, but: HostId) -> Amount {
+        let others = self.hosts.iter().filter(|(host, _)| **host != but);
+        let has = others.filter_map(|(_, told)| Some(told.users.get(user)?.1));
+        has.fold(Amount::default(), Amount::plus)
     }
 
-    /// Takes as much as asked for, or as the quota still allows; 0: nothing. The same id gets the same again.
-    pub fn take(&mut self, ask: &QuotaAsk, now: Duration) -> u32 {
-        self.expire(now);
-        if let Some(holding) = self.holdings.get(&ask.user).and_then(|it| it.get(&ask.id)) {
-            return holding.count;
-        }
-        let quota = self.quota(&ask.user);
-        let (clones, room) = self.used(&ask.user);
-        let by_room = quota.room.less(room).places(ask.shape);
-        let count = ask.count.min(quota.clones.saturating_sub(clones)).min(by_room);
-        if count == 0 || self.len() >= HOLDINGS_MAX {
-            return 0;
-        }
-        self.put(ask, count, now);
-        count
+    /// Whether a host has told what it has.
+    pub fn has_heard(&self, host: HostId) -> bool {
+        self.hosts.get(&host).is_some_and(|told| told.number.is_some())
     }
 
-    /// What there is of `ask.id` from now on, for `ask.ttl_ms`; 0 clones: nothing. Taken as it is, over the quota or
-    /// unknown: who tells it has them, and was granted them, if by another keeper.
-    pub fn keep(&mut self, ask: &QuotaAsk, now: Duration) {
-        self.expire(now);
-        if ask.count == 0 {
-            if let Some(holdings) = self.holdings.get_mut(&ask.user) {
-                holdings.remove(&ask.id);
+    /// Forget hosts that are no members any more.
+    pub fn keep(&mut self, is_member: impl Fn(HostId) -> bool) {
+        self.hosts.retain(|host, _| is_member(*host));
+    }
+
+    /// What it had in an earlier life has ended with that.
+    fn host(&mut self, from: HostId, life: u32) -> &mut Told {
+        let told = self.hosts.entry(from).or_default();
+        if told.life != life {
+            *told = Told { life, ..Told::default() };
+        }
+        told
+    }
+
+    /// As the user's keeper, give a host as much of what it asks for as the quota still allows.
+    pub fn take(&mut self, from: HostId, ask: &QuotaAsk, may: Amount) -> QuotaAnswer {
+        let has = self.elsewhere(&ask.user, from).plus(ask.has);
+        let mut count = may.less(has).places(ask.shape).min(ask.count);
+        let told = self.host(from, ask.life);
+        if told.users.len() >= USERS_MAX && !told.users.contains_key(&ask.user) {
+            count = 0;
+        } else {
+            let then = ask.has.plus(Amount::of(count, ask.shape));
+            told.users.insert(ask.user.clone(), (ask.number, then));
+        }
+        QuotaAnswer { count, has, may }
+    }
+
+    /// A host has told what it has. What it has asked for since stands.
+    pub fn heard(&mut self, from: HostId, tally: &Tally) {
+        let told = self.host(from, tally.life);
+        if told.number.is_some_and(|number| number > tally.number) {
+            return;
+        }
+        told.number = Some(tally.number);
+        let asks = |user: &String| tally.users.get(user) == Some(&None);
+        told.users.retain(|user, (number, _)| *number > tally.number || asks(user));
+        for (user, has) in tally.users.iter().take(USERS_MAX) {
+            if let Some(has) = has {
+                told.users.entry(user.clone()).or_insert((tally.number, *has));
             }
-            self.holdings.retain(|_, holdings| !holdings.is_empty());
-        } else if self.len() < HOLDINGS_MAX {
-            self.put(ask, ask.count, now);
         }
-    }
-
-    fn put(&mut self, ask: &QuotaAsk, count: u32, now: Duration) {
-        let holding = Holding { count, shape: ask.shape, expires: expiry(now, ask.ttl_ms) };
-        self.holdings.entry(ask.user.clone()).or_default().insert(ask.id, holding);
-    }
-
-    fn len(&self) -> usize {
-        self.holdings.values().map(BTreeMap::len).sum()
-    }
-
-    /// Ends what was not renewed; all calls that change something do so first.
-    pub fn expire(&mut self, now: Duration) {
-        self.holdings.retain(|_, holdings| {
-            holdings.retain(|_, holding| holding.expires > now);
-            !holdings.is_empty()
-        });
     }
 }
 
@@ -145,51 +203,66 @@ mod tests {
 
     const SHAPE: Room = Room { memory_bytes: 10, vcpus: 1 };
 
-    fn ask(n: u8, user: &str, count: u32) -> QuotaAsk {
-        let id = LeaseId::from_bytes([n; 16]);
-        QuotaAsk { id, user: user.into(), count, shape: SHAPE, ttl_ms: 1000 }
+    fn host(id: u64) -> HostId {
+        HostId::new(id).expect("not 0")
     }
 
-    fn ms(ms: u64) -> Duration {
-        Duration::from_millis(ms)
+    fn ask(number: u64, has: u32, count: u32) -> QuotaAsk {
+        let has = Amount::of(has, SHAPE);
+        QuotaAsk { user: "u".into(), life: 1, number, has, count, shape: SHAPE }
     }
 
-    fn quotas() -> Quotas {
-        let few = Quota { clones: 10, ..Quota::default() };
-        let small = Quota { room: Room { memory_bytes: 35, vcpus: 100 }, ..Quota::default() };
-        Quotas::new(few, BTreeMap::from([("small".to_owned(), small)]))
+    fn tally(number: u64, has: Option<u32>) -> Tally {
+        let has = has.map(|has| Amount::of(has, SHAPE));
+        Tally { life: 1, number, users: BTreeMap::from([("u".to_owned(), has)]) }
+    }
+
+    const TEN: Amount = Amount { vms: 10, ..Amount::ALL };
+
+    #[test]
+    fn a_user_gets_up_to_the_quota_and_again_what_has_ended() {
+        let mut counts = Counts::default();
+        let take =
+            |counts: &mut Counts, from, ask: QuotaAsk| counts.take(host(from), &ask, TEN).count;
+        assert_eq!(take(&mut counts, 1, ask(1, 0, 7)), 7);
+        assert_eq!(take(&mut counts, 1, ask(1, 0, 7)), 7, "sent again");
+        assert_eq!(take(&mut counts, 2, ask(1, 0, 7)), 3);
+        let answer = counts.take(host(3), &ask(1, 0, 1), TEN);
+        assert_eq!((answer.count, answer.has, answer.may), (0, Amount::of(10, SHAPE), TEN));
+        counts.heard(host(1), &tally(2, Some(2)));
+        assert_eq!(take(&mut counts, 3, ask(2, 0, 20)), 5);
+        counts.keep(|id| id != host(2));
+        assert_eq!(take(&mut counts, 3, ask(3, 5, 20)), 3);
+        let by_memory = Amount { room: Room { memory_bytes: 105, vcpus: 99 }, ..Amount::ALL };
+        assert_eq!(counts.take(host(4), &ask(1, 0, 9), by_memory).count, 0);
+        let other = QuotaAsk { user: "v".into(), ..ask(2, 0, 20) };
+        assert_eq!(counts.take(host(4), &other, by_memory).count, 10, "another user");
     }
 
     #[test]
-    fn a_user_gets_up_to_the_quota_and_again_what_was_given_back() {
-        let mut quotas = quotas();
-        assert_eq!(quotas.take(&ask(1, "u", 7), ms(0)), 7);
-        assert_eq!(quotas.take(&ask(1, "u", 7), ms(0)), 7, "sent again");
-        assert_eq!(quotas.take(&ask(2, "u", 7), ms(0)), 3);
-        assert_eq!(quotas.take(&ask(3, "u", 1), ms(0)), 0);
-        assert_eq!(quotas.take(&ask(3, "v", 1), ms(0)), 1, "another user");
-        assert_eq!(quotas.take(&ask(4, "small", 9), ms(0)), 3, "by memory");
-        quotas.keep(&ask(1, "u", 2), ms(0));
-        assert_eq!(quotas.used("u"), (5, SHAPE.times(5)));
-        quotas.keep(&ask(2, "u", 0), ms(0));
-        assert_eq!(quotas.take(&ask(5, "u", 20), ms(0)), 8);
-        quotas.keep(&ask(1, "u", 2), ms(900));
-        assert_eq!(quotas.take(&ask(6, "u", 20), ms(1000)), 8, "what was not renewed is over");
-    }
-
-    #[test]
-    fn a_new_keeper_learns_by_renewals_what_there_is() {
-        let mut quotas = quotas();
-        quotas.keep(&ask(1, "u", 14), ms(0));
-        assert_eq!(quotas.used("u").0, 14, "it is so, over the quota or not");
-        assert_eq!(quotas.take(&ask(2, "u", 1), ms(0)), 0);
+    fn what_is_told_late_takes_nothing_back_that_was_given_since() {
+        let mut counts = Counts::default();
+        assert!(!counts.has_heard(host(1)));
+        counts.heard(host(1), &tally(3, Some(0)));
+        assert!(counts.has_heard(host(1)));
+        assert_eq!(counts.take(host(1), &ask(5, 0, 6), TEN).count, 6);
+        counts.heard(host(1), &tally(4, Some(0)));
+        counts.heard(host(1), &tally(6, None));
+        assert_eq!(counts.take(host(2), &ask(1, 0, 9), TEN).count, 4);
+        counts.heard(host(1), &tally(8, Some(1)));
+        counts.heard(host(1), &tally(7, Some(6)));
+        assert_eq!(counts.take(host(2), &ask(2, 4, 9), TEN).count, 5);
+        // A daemon that begins anew has nothing.
+        counts.heard(host(1), &Tally { life: 2, ..Tally::default() });
+        assert_eq!(counts.take(host(2), &ask(3, 9, 9), TEN).count, 1);
     }
 
     #[test]
     fn without_a_quota_there_is_no_bound() {
-        let mut quotas = Quotas::default();
-        assert_eq!(quotas.take(&ask(1, "u", 60_000), ms(0)), 60_000);
-        assert_eq!(quotas.take(&ask(2, "u", 60_000), ms(0)), 60_000);
+        let mut counts = Counts::default();
+        let may = Bounds::default().of("u");
+        assert_eq!(counts.take(host(1), &ask(1, 0, 60_000), may).count, 60_000);
+        assert_eq!(counts.take(host(2), &ask(1, 0, 60_000), may).count, 60_000);
     }
 
     #[test]
@@ -211,23 +284,55 @@ mod tests {
         assert_eq!(keeper_of("u", []), None);
     }
 
+    /// A host of the model: what it has, what it may add by an answer that is under way.
+    #[derive(Debug, Clone, Default)]
+    struct Model {
+        number: u64,
+        has: u32,
+        asking: Option<u32>,
+        /// On the way to the keeper.
+        tallies: Vec<Tally>,
+    }
+
     proptest! {
+        /// Whatever comes when, and however many tallies are lost or late: no user gets beyond the quota; and what has ended
+        /// can be had again once that is told.
         #[test]
         fn no_take_goes_beyond_the_quota(
-            steps in prop::collection::vec((0..8u8, 0..8u32, 0..4u8, 0..400u64), 1..60),
+            steps in prop::collection::vec((0..3usize, 0..5u8, 1..8u32, any::<prop::sample::Index>()), 1..80),
         ) {
-            let mut quotas = quotas();
-            let mut now = ms(0);
-            for (id, count, what, passed) in steps {
-                now += ms(passed);
-                let ask = ask(id, "u", count);
-                if what == 0 {
-                    quotas.keep(&QuotaAsk { count: 0, ..ask }, now);
-                } else {
-                    quotas.take(&ask, now);
+            let mut counts = Counts::default();
+            let mut hosts = vec![Model::default(); 3];
+            for (of, what, count, index) in steps {
+                let (id, it) = (host(of as u64 + 1), &mut hosts[of]);
+                match what {
+                    0 if it.asking.is_none() => {
+                        it.number += 1;
+                        it.asking = Some(counts.take(id, &ask(it.number, it.has, count), TEN).count);
+                    }
+                    // The answer has come.
+                    1 => it.has += it.asking.take().unwrap_or(0),
+                    2 => {
+                        it.number += 1;
+                        let has = it.asking.is_none().then_some(it.has);
+                        it.tallies.push(tally(it.number, has));
+                    }
+                    3 if !it.tallies.is_empty() => {
+                        let tally = it.tallies.swap_remove(index.index(it.tallies.len()));
+                        counts.heard(id, &tally);
+                    }
+                    // Not what is told as asked for: a turn has all it asked with until it is over.
+                    4 if it.asking.is_none() => it.has = it.has.saturating_sub(count),
+                    _ => {}
                 }
-                prop_assert!(quotas.used("u").0 <= 10);
+                let all: u32 = hosts.iter().map(|it| it.has + it.asking.unwrap_or(0)).sum();
+                prop_assert!(all <= 10, "{all}");
             }
+            for (n, it) in hosts.iter_mut().enumerate() {
+                (it.has, it.asking) = (0, None);
+                counts.heard(host(n as u64 + 1), &tally(it.number + 1, Some(0)));
+            }
+            prop_assert_eq!(counts.take(host(9), &ask(1, 0, 10), TEN).count, 10);
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Slurm as the allocator: a ticket is a job that holds nodes.
 //!
 //! ```text
-//!   allocate: scontrol show nodes ──► how many could be had
-//!             salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
-//!             scontrol show job   ──► so many places on these nodes ──► a lease of each, by the host's own books
-//!   ended:    scontrol show job, every few seconds: TIMEOUT, CANCELLED, NODE_FAIL, …
-//!   release:  scancel
+//!   hold:    scontrol show nodes ──► how many could be had
+//!            salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
+//!            scontrol show job   ──► so many places on these nodes; then each host grants, by its own books
+//!   ended:   scontrol show job: TIMEOUT, CANCELLED, NODE_FAIL, …
+//!   release: scancel
 //! ```
 //!
 //! Slurm keeps the site's quotas, priorities and time limits, and others' jobs off the nodes; hosts still grant by their
@@ -13,39 +13,35 @@
 //! cluster that has its `NodeName` as its name. A clone is a task, or several are ([`Settings::clones_per_task`]), since
 //! Slurm counts cores and vmfork counts CPUs that mostly wait.
 //!
-//! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs of a daemon that died are
-//! cancelled by [`Slurm::sweep`]; they are known by their names.
+//! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs of a daemon that died are known
+//! by their names.
 //!
-//! Left to others: what happens to clones whose ticket ended.
+//! Left to others: when a job is not needed any more, and what happens to clones whose job ended.
 
 mod commands;
 mod parse;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use crate::allocate::{
-    AllocateError, Allocator, Ask, Boxed, HostView, LeaseId, PLACES_MAX, Peers, Plan, Policy,
-    Ticket, take_places,
-};
-use crate::id::HostId;
+use crate::allocate::{AllocateError, Allocator, Ask, Boxed, Held, HostView, PLACES_MAX};
+use crate::id::{HostId, hex, random};
 use crate::room::Room;
 
 use parse::Job;
 
 pub use commands::{CommandError, Commands, Output, System};
 
-/// How often a job is looked at. Slurm itself ends a job up to 30 s after its time.
-const POLL: Duration = Duration::from_secs(2);
-
 /// What errors call it.
 const ENGINE: &str = "Slurm";
+/// Most reasons that are told: who reads them wants to know what is wrong, not a list of all hosts.
+const REASONS_MAX: usize = 8;
 
 /// What the site says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,10 +60,6 @@ pub struct Settings {
     pub nodes: BTreeMap<String, String>,
     /// More arguments for `salloc`.
     pub extra: Vec<String>,
-    /// How clones are laid out over the job's nodes, if they grant less than the job has.
-    pub policy: Policy,
-    /// How long places wait to be used.
-    pub ttl_ms: u64,
     /// `SLURM_CONF` for the commands.
     pub conf: Option<PathBuf>,
 }
@@ -83,8 +75,6 @@ impl Default for Settings {
             clones_per_task: 1,
             nodes: BTreeMap::new(),
             extra: Vec::new(),
-            policy: Policy::Spread,
-            ttl_ms: 600_000,
             conf: None,
         }
     }
@@ -94,7 +84,6 @@ impl Default for Settings {
 #[derive(Debug, Clone)]
 pub struct Slurm {
     own: HostId,
-    peers: Arc<dyn Peers>,
     commands: Arc<dyn Commands>,
     settings: Settings,
 }
@@ -108,19 +97,14 @@ struct Task {
 
 impl Slurm {
     /// For the daemon of host `own`, whose jobs are named by it.
-    pub fn new(own: HostId, peers: Arc<dyn Peers>, settings: Settings) -> Self {
+    pub fn new(own: HostId, settings: Settings) -> Self {
         let commands = Arc::new(System::new(settings.conf.clone()));
-        Self::with_commands(own, peers, settings, commands)
+        Self::with_commands(own, settings, commands)
     }
 
     /// With other commands than the system's.
-    pub fn with_commands(
-        own: HostId,
-        peers: Arc<dyn Peers>,
-        settings: Settings,
-        commands: Arc<dyn Commands>,
-    ) -> Self {
-        Self { own, peers, commands, settings }
+    pub fn with_commands(own: HostId, settings: Settings, commands: Arc<dyn Commands>) -> Self {
+        Self { own, commands, settings }
     }
 
     fn name_prefix(&self) -> String {
@@ -186,7 +170,7 @@ impl Slurm {
         // Names of families are ids; anything else is left out.
         let family: String =
             ask.family.chars().filter(char::is_ascii_alphanumeric).take(32).collect();
-        Ok(format!("{}{family}-{}", self.name_prefix(), LeaseId::random()?))
+        Ok(format!("{}{family}-{}", self.name_prefix(), hex(&random::<16>()?)))
     }
 
     fn salloc_arguments(&self, name: &str, task: Task, tasks: u32) -> Vec<String> {
@@ -264,137 +248,121 @@ impl Slurm {
         }
     }
 
-    async fn grant(&self, ask: &Ask) -> Result<Ticket, AllocateError> {
-        if ask.count == 0 {
-            return Err(AllocateError::Zero);
-        }
-        let wanted = ask.count.min(PLACES_MAX);
+    async fn grant(&self, ask: &Ask, views: &[HostView]) -> Result<Held, AllocateError> {
+        let wanted = ask.count.clamp(1, PLACES_MAX);
         let task = self.task(ask.shape);
         let job = self.salloc(ask, task, wanted.div_ceil(self.clones_per_task())).await?;
-        let ticket = self.ticket(ask, task, job).await;
-        if ticket.is_err() {
+        let held = self.held(ask, views, task, job).await;
+        if held.is_err() {
             // The first error is the one to tell.
             let _ = self.cancel(job).await;
         }
-        ticket
+        held
     }
 
-    async fn ticket(&self, ask: &Ask, task: Task, job: u32) -> Result<Ticket, AllocateError> {
+    async fn held(
+        &self,
+        ask: &Ask,
+        views: &[HostView],
+        task: Task,
+        job: u32,
+    ) -> Result<Held, AllocateError> {
         let Some(held) = self.job(job).await? else {
             return Err(engine_error(format!("job {job} ended at once")));
         };
-        let views = self.peers.views();
         let mut short = Vec::new();
-        let mut places: Vec<(&HostView, u32)> = Vec::new();
+        let mut places: BTreeMap<HostId, u32> = BTreeMap::new();
         for on in &held.nodes {
             let name = self.settings.nodes.get(&on.node).unwrap_or(&on.node);
-            match views.iter().find(|view| view.name == *name) {
+            let Some(view) = views.iter().find(|view| view.name == *name) else {
+                short.push(format!("{}: Slurm gave this node, which is no member", on.node));
+                continue;
+            };
+            match view.closed {
+                Some(why) => short.push(format!("{}: {why}", view.name)),
                 None => {
-                    short.push(format!("{}: Slurm gave this node, which is no member", on.node))
+                    let clones = (on.cpus / task.cpus).saturating_mul(self.clones_per_task());
+                    let has = places.entry(view.id).or_default();
+                    *has = has.saturating_add(clones);
                 }
-                Some(view) => match view.closed {
-                    Some(why) => short.push(format!("{}: {why}", view.name)),
-                    None => {
-                        let tasks = on.cpus / task.cpus;
-                        places.push((view, tasks.saturating_mul(self.clones_per_task())));
-                    }
-                },
             }
         }
-        let has: u32 = places.iter().map(|(_, count)| *count).fold(0, u32::saturating_add);
+        places.retain(|_, count| *count > 0);
+        let has = places.values().copied().fold(0, u32::saturating_add);
         if has < ask.count {
             short.push(format!("Slurm gave room for {has}"));
+        } else {
+            short.clear();
         }
-        let mut plan = Plan::with_places(places, ask.count, self.settings.policy, ask.near);
-        let (places, failures) =
-            take_places(self.peers.as_ref(), &mut plan, ask, self.settings.ttl_ms).await?;
-        short.extend(failures);
+        shorten(&mut short);
         if places.is_empty() {
             return Err(AllocateError::NoRoom { asked: ask.count, shape: ask.shape, why: short });
         }
-        if plan.granted() == ask.count {
-            short.clear();
-        }
-        crate::allocate::shorten(&mut short);
-        Ok(Ticket { id: job.to_string(), asked: ask.count, places, quota: None, short })
+        Ok(Held { job: job.to_string(), places, short })
     }
+}
 
-    /// Cancels jobs of this host's daemon that no ticket names any more: those that an earlier one left. How many.
-    ///
-    /// # Errors
-    /// Slurm can't be asked.
-    pub async fn sweep(&self, keep: &[&str]) -> Result<usize, AllocateError> {
-        let text = self.run_well("squeue", strings(&["--noheader", "--format=%i %j"])).await?;
-        let prefix = self.name_prefix();
-        let left = text.lines().filter_map(|line| {
-            let (id, name) = line.trim().split_once(' ')?;
-            let is_left = name.starts_with(&prefix) && !keep.contains(&id);
-            if is_left { id.parse().ok() } else { None }
-        });
-        let left: Vec<u32> = left.collect();
-        for job in &left {
-            self.cancel(*job).await?;
-        }
-        Ok(left.len())
-    }
+/// The number of a job of ours.
+fn number(job: &str) -> Result<u32, AllocateError> {
+    job.parse().map_err(|_| engine_error(format!("`{}` is no job", crate::id::shortened(job))))
+}
 
-    /// The job of a ticket of ours.
-    fn job_of(ticket: &Ticket) -> Result<u32, AllocateError> {
-        ticket.id.parse().map_err(|_| {
-            let id = crate::id::shortened(&ticket.id);
-            engine_error(format!("ticket `{id}` is no job"))
-        })
+fn shorten(reasons: &mut Vec<String>) {
+    let more = reasons.len().saturating_sub(REASONS_MAX);
+    if more > 0 {
+        reasons.truncate(REASONS_MAX);
+        reasons.push(format!("and {more} more"));
     }
 }
 
 impl Allocator for Slurm {
-    fn allocate<'a>(&'a self, ask: &'a Ask) -> Boxed<'a, Result<Ticket, AllocateError>> {
+    fn hold<'a>(
+        &'a self,
+        ask: &'a Ask,
+        views: &'a [HostView],
+    ) -> Boxed<'a, Result<Option<Held>, AllocateError>> {
         Box::pin(async move {
             // By itself, so that a job that is granted to somebody who has gone away is given back.
             let (done, granted) = oneshot::channel();
-            let (it, ask) = (self.clone(), ask.clone());
+            let (it, ask, views) = (self.clone(), ask.clone(), views.to_vec());
             tokio::spawn(async move {
-                let granted = it.grant(&ask).await;
-                if let Err(Ok(ticket)) = done.send(granted) {
-                    // If Slurm can't be reached, `sweep` does it later.
-                    let _ = it.release(&ticket).await;
+                let granted = it.grant(&ask, &views).await;
+                if let Err(Ok(held)) = done.send(granted) {
+                    // If Slurm can't be reached, the next life of the daemon finds it.
+                    let _ = it.release(&held.job).await;
                 }
             });
             let ended = |_| Err(engine_error("the task that asks was stopped".to_owned()));
-            granted.await.unwrap_or_else(ended)
+            granted.await.unwrap_or_else(ended).map(Some)
         })
     }
 
-    fn release<'a>(&'a self, ticket: &'a Ticket) -> Boxed<'a, Result<(), AllocateError>> {
-        Box::pin(async move {
-            for places in &ticket.places {
-                self.peers.release(places.host, places.lease).await;
-            }
-            self.cancel(Self::job_of(ticket)?).await
-        })
+    fn release<'a>(&'a self, job: &'a str) -> Boxed<'a, Result<(), AllocateError>> {
+        Box::pin(async move { self.cancel(number(job)?).await })
     }
 
-    fn ended<'a>(&'a self, ticket: &'a Ticket) -> Boxed<'a, String> {
+    fn ended<'a>(&'a self, job: &'a str) -> Boxed<'a, Result<Option<String>, AllocateError>> {
         Box::pin(async move {
-            let job = match Self::job_of(ticket) {
-                Ok(job) => job,
-                Err(error) => return error.to_string(),
-            };
-            loop {
-                match self.job(job).await {
-                    Ok(Some(it)) if parse::holds_nodes(&it.state) => {}
-                    Ok(Some(it)) if it.reason == "None" => {
-                        return format!("Slurm ended job {job}: {}", it.state);
-                    }
-                    Ok(Some(it)) => {
-                        return format!("Slurm ended job {job}: {} ({})", it.state, it.reason);
-                    }
-                    Ok(None) => return format!("Slurm has no job {job} any more"),
-                    // A controller that is away ends no job; it will be asked again.
-                    Err(_) => {}
+            Ok(match self.job(number(job)?).await? {
+                Some(it) if parse::holds_nodes(&it.state) => None,
+                Some(it) if it.reason == "None" => {
+                    Some(format!("Slurm ended job {job}: {}", it.state))
                 }
-                tokio::time::sleep(POLL).await;
-            }
+                Some(it) => Some(format!("Slurm ended job {job}: {} ({})", it.state, it.reason)),
+                None => Some(format!("Slurm has no job {job} any more")),
+            })
+        })
+    }
+
+    fn jobs(&self) -> Boxed<'_, Result<BTreeSet<String>, AllocateError>> {
+        Box::pin(async move {
+            let text = self.run_well("squeue", strings(&["--noheader", "--format=%i %j"])).await?;
+            let prefix = self.name_prefix();
+            let ours = text.lines().filter_map(|line| {
+                let (id, name) = line.trim().split_once(' ')?;
+                name.starts_with(&prefix).then(|| id.to_owned())
+            });
+            Ok(ours.collect())
         })
     }
 }

@@ -1,13 +1,12 @@
 //! The allocator on commands that print what Slurm 22.05 printed; tests/slurm.rs has the real ones.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 
 use proptest::prelude::*;
 
 use super::parse::{Held, ParseError};
 use super::*;
-use crate::allocate::{LeaseAsk, LeaseId, PeerFailure, QuotaAsk};
 
 fn text(name: &str) -> &'static str {
     match name {
@@ -138,52 +137,19 @@ impl Commands for Script {
     }
 }
 
-/// Hosts h1 and h3, which grant all.
-#[derive(Debug, Default)]
-struct Hosts {
-    full: bool,
-    out: Mutex<Vec<(HostId, LeaseId)>>,
+/// Hosts h1 and h3.
+fn views() -> [HostView; 2] {
+    [(1, "h1"), (3, "third")].map(|(id, name)| HostView {
+        id: HostId::new(id).expect("not 0"),
+        name: name.to_owned(),
+        closed: None,
+        free: Room::default(),
+        once_bytes: 0,
+        has_family: false,
+    })
 }
 
-impl Peers for Hosts {
-    fn views(&self) -> Vec<HostView> {
-        let view = |(id, name): (u64, &str)| HostView {
-            id: HostId::new(id).expect("not 0"),
-            name: name.to_owned(),
-            closed: None,
-            free: Room::default(),
-            once_bytes: 0,
-            has_family: false,
-        };
-        [(1, "h1"), (3, "third")].map(view).into()
-    }
-
-    fn lease(&self, host: HostId, ask: LeaseAsk) -> Boxed<'_, Result<u32, PeerFailure>> {
-        Box::pin(async move {
-            if self.full {
-                return Err(PeerFailure { why: "it has no room left".into() });
-            }
-            self.out.lock().expect("whole").push((host, ask.id));
-            Ok(ask.count)
-        })
-    }
-
-    fn release(&self, host: HostId, lease: LeaseId) -> Boxed<'_, ()> {
-        Box::pin(async move {
-            self.out.lock().expect("whole").retain(|it| *it != (host, lease));
-        })
-    }
-
-    fn take_quota(&self, _ask: QuotaAsk) -> Boxed<'_, Result<u32, PeerFailure>> {
-        Box::pin(async { panic!("Slurm has quotas of its own") })
-    }
-
-    fn keep_quota(&self, _ask: QuotaAsk) -> Boxed<'_, ()> {
-        Box::pin(async {})
-    }
-}
-
-fn slurm(script: Vec<(&'static str, Answer)>, hosts: &Arc<Hosts>) -> (Slurm, Arc<Script>) {
+fn slurm(script: Vec<(&'static str, Answer)>) -> (Slurm, Arc<Script>) {
     let script = Arc::new(Script { answers: Mutex::new(script.into()), ..Script::default() });
     let own = HostId::new(10).expect("not 0");
     let nodes = BTreeMap::from([("h3".to_owned(), "third".to_owned())]);
@@ -194,12 +160,12 @@ fn slurm(script: Vec<(&'static str, Answer)>, hosts: &Arc<Hosts>) -> (Slurm, Arc
         ..Settings::default()
     };
     let commands = Arc::clone(&script) as Arc<dyn Commands>;
-    (Slurm::with_commands(own, Arc::clone(hosts) as Arc<dyn Peers>, settings, commands), script)
+    (Slurm::with_commands(own, settings, commands), script)
 }
 
 fn ask(count: u32) -> Ask {
     let shape = Room { memory_bytes: 100 << 20, vcpus: 1 };
-    Ask { count, shape, user: "u".into(), family: "a/b c".into(), near: None }
+    Ask { count, shape, family: "a/b c".into() }
 }
 
 fn said(script: &Script) -> Vec<String> {
@@ -210,7 +176,6 @@ fn said(script: &Script) -> Vec<String> {
 #[tokio::test]
 async fn less_is_asked_for_until_it_is_granted() {
     use Answer::{Fails, Prints};
-    let hosts = Arc::new(Hosts::default());
     let script = vec![
         // Three CPUs are free, as far as that tells.
         ("scontrol", Prints(text("nodes"))),
@@ -220,16 +185,15 @@ async fn less_is_asked_for_until_it_is_granted() {
         ("scancel", Prints("")),
         ("scancel", Fails(text("unknown"))),
     ];
-    let (slurm, script) = slurm(script, &hosts);
-    let ticket = slurm.allocate(&ask(30)).await.expect("granted");
-    assert_eq!((ticket.id.as_str(), ticket.count()), ("1", 5));
+    let (slurm, script) = slurm(script);
+    let held = slurm.hold(&ask(30), &views()).await.expect("granted").expect("a job");
+    assert_eq!((held.job.as_str(), held.places.values().sum::<u32>()), ("1", 5));
     assert_eq!(
-        ticket.short,
+        held.short,
         ["h2: Slurm gave this node, which is no member", "Slurm gave room for 5"]
     );
-    slurm.release(&ticket).await.expect("given back");
-    slurm.release(&ticket).await.expect("given back before");
-    assert!(hosts.out.lock().expect("whole").is_empty());
+    slurm.release("1").await.expect("given back");
+    slurm.release("1").await.expect("given back before");
     let said = said(&script);
     let asked: Vec<_> = said.iter().filter(|line| line.starts_with("salloc ")).collect();
     assert!(asked[0].contains(" --ntasks=3 ") && asked[1].contains(" --ntasks=1 "), "{asked:?}");
@@ -250,32 +214,33 @@ async fn a_job_that_nobody_can_use_is_cancelled() {
     use Answer::{Fails, Hangs, Prints};
     let nodes = ("scontrol", Prints(text("nodes")));
     let granted = || ("salloc", Prints(text("granted")));
-    // No host grants anything.
-    let full = Arc::new(Hosts { full: true, ..Hosts::default() });
+    // No host is a member that takes clones.
+    let [mut first, mut third] = views();
+    (first.name, third.closed) = ("other".to_owned(), Some("it is silent"));
     let script = vec![nodes, granted(), ("scontrol", Prints(text("job"))), ("scancel", Prints(""))];
-    let (it, script) = slurm(script, &full);
-    let error = it.allocate(&ask(3)).await.expect_err("no room").to_string();
-    assert!(error.contains("third: it has no room left"), "{error}");
+    let (it, script) = slurm(script);
+    let held = it.hold(&ask(3), &[first, third]).await;
+    let error = held.expect_err("no room").to_string();
+    assert!(error.contains("third: it is silent"), "{error}");
     assert_eq!(said(&script).pop().as_deref(), Some("scancel 1"));
 
     // It can't be looked at.
-    let hosts = Arc::new(Hosts::default());
     let script = vec![
         ("scontrol", Prints(text("nodes"))),
         granted(),
         ("scontrol", Fails("slurm_load_jobs error: Unable to contact slurm controller")),
         ("scancel", Prints("")),
     ];
-    let (it, script) = slurm(script, &hosts);
-    let error = it.allocate(&ask(3)).await.expect_err("no answer").to_string();
+    let (it, script) = slurm(script);
+    let error = it.hold(&ask(3), &views()).await.expect_err("no answer").to_string();
     assert!(error.contains("Unable to contact"), "{error}");
     assert_eq!(said(&script).pop().as_deref(), Some("scancel 1"));
 
     // Nobody knows whether it was granted.
     let script =
         vec![("scontrol", Prints(text("nodes"))), ("salloc", Hangs), ("scancel", Prints(""))];
-    let (it, script) = slurm(script, &hosts);
-    let error = it.allocate(&ask(3)).await.expect_err("no answer");
+    let (it, script) = slurm(script);
+    let error = it.hold(&ask(3), &views()).await.expect_err("no answer");
     assert!(matches!(error, AllocateError::Command { .. }), "{error}");
     let last = said(&script).pop().expect("three");
     assert!(last.starts_with("scancel --name=vmfork-000000000000000a-abc-"), "{last}");
@@ -284,11 +249,10 @@ async fn a_job_that_nobody_can_use_is_cancelled() {
 #[tokio::test]
 async fn what_is_refused_for_good_is_not_asked_for_again() {
     use Answer::{Fails, Prints};
-    let hosts = Arc::new(Hosts::default());
     let invalid = "salloc: error: invalid partition specified: nowhere\nsalloc: error: Job submit/allocate failed: Invalid partition name specified\n";
     let script = vec![("scontrol", Prints(text("nodes"))), ("salloc", Fails(invalid))];
-    let (it, script) = slurm(script, &hosts);
-    let error = it.allocate(&ask(3)).await.expect_err("no such partition").to_string();
+    let (it, script) = slurm(script);
+    let error = it.hold(&ask(3), &views()).await.expect_err("no such partition").to_string();
     assert_eq!(
         error,
         "Slurm: `salloc` failed: salloc: error: Job submit/allocate failed: Invalid partition name specified"
@@ -296,24 +260,30 @@ async fn what_is_refused_for_good_is_not_asked_for_again() {
     assert_eq!(said(&script).len(), 2);
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_ticket_ends_with_its_job_and_not_with_the_controller() {
-    use Answer::{Fails, Hangs, Prints};
-    let hosts = Arc::new(Hosts::default());
-    let ticket = Ticket { id: "1".into(), asked: 1, places: vec![], quota: None, short: vec![] };
+#[tokio::test]
+async fn that_a_job_has_ended_is_for_the_controller_to_say() {
+    use Answer::{Fails, Prints};
     let script = vec![
         ("scontrol", Prints(text("job"))),
         ("scontrol", Fails("slurm_load_jobs error: Unable to contact slurm controller")),
-        ("scontrol", Hangs),
-        ("scontrol", Prints(text("job"))),
         ("scontrol", Prints(text("job-ended"))),
+        ("scontrol", Fails(text("unknown"))),
     ];
-    let (it, script) = slurm(script, &hosts);
-    assert_eq!(it.ended(&ticket).await, "Slurm ended job 1: CANCELLED");
-    assert_eq!(said(&script).len(), 5);
-    let (it, _) = slurm(vec![("scontrol", Fails(text("unknown")))], &hosts);
-    assert_eq!(it.ended(&ticket).await, "Slurm has no job 1 any more");
-    let foreign = Ticket { id: "1; rm".into(), ..ticket };
-    let (it, _) = slurm(vec![], &hosts);
-    assert_eq!(it.ended(&foreign).await, "Slurm: ticket `1; rm` is no job");
+    let (it, script) = slurm(script);
+    assert_eq!(it.ended("1").await.expect("asked"), None);
+    it.ended("1").await.expect_err("it does not answer");
+    let ended = it.ended("1").await.expect("asked");
+    assert_eq!(ended.as_deref(), Some("Slurm ended job 1: CANCELLED"));
+    let forgotten = it.ended("1").await.expect("asked");
+    assert_eq!(forgotten.as_deref(), Some("Slurm has no job 1 any more"));
+    assert_eq!(said(&script).len(), 4);
+    let error = it.ended("1; rm").await.expect_err("no number");
+    assert_eq!(error.to_string(), "Slurm: `1; rm` is no job");
+}
+
+#[tokio::test]
+async fn jobs_of_this_host_are_known_by_their_names() {
+    let listed = "7 vmfork-000000000000000a-abc-1\n8 vmfork-000000000000000b-abc-1\n9 other\n";
+    let (it, _) = slurm(vec![("squeue", Answer::Prints(listed))]);
+    assert_eq!(it.jobs().await.expect("asked"), ["7".to_owned()].into());
 }

@@ -25,7 +25,8 @@
 //! has given back meanwhile is still promised to it.
 //!
 //! What a guest asks for by tickets is bounded besides by what its family has already, in VMs and in memory: a
-//! program that forks for ever leaves some of the host to others.
+//! program that forks for ever leaves some of the host to others. What the user may have whose VMs they are is found out
+//! before, with all hosts ([`crate::quotas`]), and bounds it as well.
 //!
 //! Promises: requests that are decided at the same time never get the same memory; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
@@ -34,14 +35,17 @@ mod probe;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_cluster::Room;
+use vmfork_cluster::allocate::Amount;
 
 pub use self::probe::{HostMemory, Probe, ProcProbe};
+use crate::quotas::{Allowed, User};
 
 const MIB: u64 = 1 << 20;
 /// QEMU 7.2 beside the memory of its guest: 29 MB PSS with a kernel loaded, and room for I/O.
@@ -66,6 +70,18 @@ pub struct Policy {
     pub family_memory_percent: u8,
 }
 
+/// A VM that boots asks for memory.
+#[derive(Debug, Clone, Copy)]
+pub struct BootAsk<'a> {
+    /// For the error's text.
+    pub name: &'a str,
+    /// The id of the family whose root it is.
+    pub family: &'a str,
+    pub user: User,
+    pub ram_bytes: u64,
+    pub cpus: u32,
+}
+
 /// A fork, or a start from a stored snapshot, that asks for memory.
 #[derive(Debug, Clone, Copy)]
 pub struct ForkAsk<'a> {
@@ -73,11 +89,15 @@ pub struct ForkAsk<'a> {
     pub message: &'a str,
     /// The id of its family's root.
     pub family: &'a str,
+    pub user: User,
     pub ram_bytes: u64,
+    pub cpus: u32,
     /// How many clones.
     pub count: u32,
     /// Whether a guest asks, by a ticket: then what its family may have bounds what it gets.
     pub by_guest: bool,
+    /// What the user's quota leaves of it.
+    pub allowed: Option<Allowed>,
 }
 
 /// What keeps a fork from getting more clones.
@@ -86,6 +106,7 @@ enum Bound {
     Host,
     FamilyVms { has: u32 },
     FamilyMemory { has_bytes: u64, may_bytes: u64 },
+    Quota(Allowed),
 }
 
 impl Policy {
@@ -116,6 +137,8 @@ struct Account {
     purpose: Purpose,
     /// The id of its VM's family; `None` for what is no VM's.
     family: Option<Arc<str>>,
+    /// Of a VM: whose it is, and its virtual CPUs.
+    owner: Option<(User, u32)>,
     committed_bytes: u64,
     private_bytes: u64,
     pid: Option<u32>,
@@ -149,10 +172,24 @@ impl Accounts {
         })
     }
 
+    /// What each user's VMs have or were promised.
+    fn of_users(&self) -> BTreeMap<User, Amount> {
+        let mut users: BTreeMap<User, Amount> = BTreeMap::new();
+        for account in self.leases.values() {
+            if let Some((user, vcpus)) = account.owner {
+                let room = Room { memory_bytes: account.committed_bytes, vcpus };
+                let has = users.entry(user).or_default();
+                *has = has.plus(Amount::of(1, room));
+            }
+        }
+        users
+    }
+
     fn add(&mut self, committed_bytes: u64, purpose: Purpose, family: Option<Arc<str>>) -> u64 {
         let id = self.next;
         self.next += 1;
-        let account = Account { purpose, family, committed_bytes, private_bytes: 0, pid: None };
+        let account =
+            Account { purpose, family, owner: None, committed_bytes, private_bytes: 0, pid: None };
         self.leases.insert(id, account);
         id
     }
@@ -229,11 +266,12 @@ impl Admission {
         Self(Arc::new(Inner { policy, probe, accounts: Mutex::default() }))
     }
 
-    /// Memory for a VM named `name` (for the error's text), the root of `family`, that boots with `ram_bytes`.
+    /// Memory for a VM that boots, the root of a family.
     ///
     /// # Errors
     /// `no_capacity` with the figures.
-    pub fn boot(&self, name: &str, family: &str, ram_bytes: u64) -> Result<Lease, ErrorBody> {
+    pub fn boot(&self, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
+        let BootAsk { name, family, user, ram_bytes, cpus } = ask;
         let want = self.0.policy.booted(ram_bytes);
         let mut accounts = self.0.accounts();
         let admissible = self.admissible(&mut accounts);
@@ -241,7 +279,17 @@ impl Admission {
             let message = format!("run `{name}` with {} of memory", mib(ram_bytes));
             return Err(self.refusal(&accounts, message, want, admissible));
         }
-        Ok(self.lease(&mut accounts, want, Purpose::Vm, Some(family.into())))
+        Ok(self.vm(&mut accounts, want, family.into(), (user, cpus)))
+    }
+
+    /// What a VM that boots is expected to come to use.
+    pub fn boot_bytes(&self, ram_bytes: u64) -> u64 {
+        self.0.policy.booted(ram_bytes)
+    }
+
+    /// What each user's VMs have or were promised.
+    pub fn of_users(&self) -> BTreeMap<User, Amount> {
+        self.0.accounts().of_users()
     }
 
     /// What a clone of so much memory is expected to come to use, for plans.
@@ -277,6 +325,7 @@ impl Admission {
                 (clones(left_bytes), Bound::FamilyMemory { has_bytes, may_bytes }),
             ]);
         }
+        bounds.extend(ask.allowed.map(|allowed| (allowed.count, Bound::Quota(allowed))));
         let tightest = bounds.into_iter().min_by_key(|(count, _)| *count);
         let (fitting, bound) = tightest.unwrap_or((0, Bound::Host));
         if ask.count == 0 && snapshot > admissible {
@@ -299,6 +348,7 @@ impl Admission {
                         format!("its family was promised {has}, and guests may make that {may}");
                     family_is_large(message, cause, "--family-memory-percent")
                 }
+                Bound::Quota(allowed) => allowed.refusal(message),
             }
         });
         match refused {
@@ -314,8 +364,8 @@ impl Admission {
                     ),
                     clones: (0..granted)
                         .map(|_| {
-                            let family = Some(Arc::clone(&family));
-                            self.lease(&mut accounts, each, Purpose::Vm, family)
+                            let owner = (ask.user, ask.cpus);
+                            self.vm(&mut accounts, each, Arc::clone(&family), owner)
                         })
                         .collect(),
                     refused,
@@ -433,6 +483,20 @@ impl Admission {
         family: Option<Arc<str>>,
     ) -> Lease {
         Lease { admission: self.clone(), id: accounts.add(bytes, purpose, family) }
+    }
+
+    fn vm(
+        &self,
+        accounts: &mut Accounts,
+        bytes: u64,
+        family: Arc<str>,
+        owner: (User, u32),
+    ) -> Lease {
+        let lease = self.lease(accounts, bytes, Purpose::Vm, Some(family));
+        if let Some(account) = accounts.leases.get_mut(&lease.id) {
+            account.owner = Some(owner);
+        }
+        lease
     }
 
     fn refusal(

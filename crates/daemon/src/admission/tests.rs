@@ -39,19 +39,32 @@ const POLICY: Policy = Policy {
 
 /// From outside, of a VM with 4 GiB.
 fn web(count: u32) -> ForkAsk<'static> {
-    ForkAsk { message: "fork `web`", family: "f", ram_bytes: 4 * GIB, count, by_guest: false }
+    ForkAsk {
+        message: "fork `web`",
+        family: "f",
+        user: User::Uid(0),
+        ram_bytes: 4 * GIB,
+        cpus: 2,
+        count,
+        by_guest: false,
+        allowed: None,
+    }
+}
+
+fn boot<'a>(name: &'a str, family: &'a str, ram_bytes: u64) -> BootAsk<'a> {
+    BootAsk { name, family, user: User::Uid(0), ram_bytes, cpus: 2 }
 }
 
 #[test]
 fn what_is_promised_is_not_promised_twice_and_comes_back() {
     let (admission, _) = admission();
     assert_eq!(admission.admissible_bytes(), 7 * GIB);
-    let first = admission.boot("a", "f", 4 * GIB).expect("fits");
+    let first = admission.boot(boot("a", "f", 4 * GIB)).expect("fits");
     assert_eq!(first.bytes(), 4 * GIB + 40 * MIB);
-    admission.boot("b", "f", 4 * GIB).expect_err("does not fit");
+    admission.boot(boot("b", "f", 4 * GIB)).expect_err("does not fit");
     assert_eq!(admission.admissible_bytes(), 3 * GIB - 40 * MIB);
     drop(first);
-    admission.boot("b", "f", 4 * GIB).expect("fits now");
+    admission.boot(boot("b", "f", 4 * GIB)).expect("fits now");
 }
 
 /// What has come is used memory, which the kernel tells of.
@@ -74,8 +87,8 @@ fn pages_of_a_stored_snapshot_are_promised_until_they_have_come() {
 #[test]
 fn a_refusal_says_the_figures_and_what_to_do() {
     let (admission, _) = admission();
-    let _held = admission.boot("a", "f", 4 * GIB).expect("fits");
-    let error = admission.boot("web", "f", 4 * GIB).expect_err("does not fit");
+    let _held = admission.boot(boot("a", "f", 4 * GIB)).expect("fits");
+    let error = admission.boot(boot("web", "f", 4 * GIB)).expect_err("does not fit");
     assert_eq!(error.code, ErrorCode::NoCapacity);
     assert_eq!(
         error.to_string(),
@@ -89,7 +102,7 @@ fn a_refusal_says_the_figures_and_what_to_do() {
 #[test]
 fn memory_that_a_vm_uses_is_not_counted_twice() {
     let (admission, made) = admission();
-    let lease = admission.boot("a", "f", 4 * GIB).expect("fits");
+    let lease = admission.boot(boot("a", "f", 4 * GIB)).expect("fits");
     made.used.lock().expect("lock").insert(7, 4 * GIB);
     // Nobody said yet whose memory that is.
     assert_eq!(admission.admissible_bytes(), 0);
@@ -104,13 +117,13 @@ fn processes_are_not_looked_at_each_time() {
     let began = Instant::now();
     let _leases: Vec<_> = (0..10)
         .map(|pid| {
-            let lease = admission.boot("a", "f", 64 * MIB).expect("fits");
+            let lease = admission.boot(boot("a", "f", 64 * MIB)).expect("fits");
             lease.used_by(pid);
             lease
         })
         .collect();
     for _ in 0..50 {
-        admission.boot("b", "f", 64 * GIB).expect_err("does not fit");
+        admission.boot(boot("b", "f", 64 * GIB)).expect_err("does not fit");
     }
     let windows = began.elapsed().as_millis() / PROBE_EVERY.as_millis() + 1;
     assert!(u128::from(made.probes.load(Ordering::SeqCst)) <= 10 * windows);
@@ -122,15 +135,15 @@ fn what_a_vm_gives_back_stays_promised_to_it() {
     let policy = Policy { reserve_bytes: GIB, clone_growth_percent: 100, ..POLICY };
     let made = Arc::new(Made::default());
     let admission = Admission::new(policy, Box::new(made.clone()));
-    let lease = admission.boot("a", "f", 4 * GIB).expect("fits");
+    let lease = admission.boot(boot("a", "f", 4 * GIB)).expect("fits");
     lease.used_by(7);
     made.used.lock().expect("lock").insert(7, 4 * GIB);
     admission.0.accounts().probed = None;
     assert_eq!(admission.admissible_bytes(), 3 * GIB - 40 * MIB, "all of it is in use");
     made.used.lock().expect("lock").insert(7, 0);
-    admission.boot("b", "g", 5 * GIB).expect_err("at once, by figures of before");
+    admission.boot(boot("b", "g", 5 * GIB)).expect_err("at once, by figures of before");
     admission.0.accounts().probed = None;
-    admission.boot("b", "g", 5 * GIB).expect_err("by new figures");
+    admission.boot(boot("b", "g", 5 * GIB)).expect_err("by new figures");
     assert_eq!(admission.admissible_bytes(), 3 * GIB - 40 * MIB);
 }
 
@@ -158,7 +171,7 @@ fn guests_make_their_family_no_larger_than_they_may() {
     let (admission, _) = admission();
     let by_guest =
         |family, count| ForkAsk { ram_bytes: 64 * MIB, family, by_guest: true, ..web(count) };
-    let _root = admission.boot("web", "f", 64 * MIB).expect("fits");
+    let _root = admission.boot(boot("web", "f", 64 * MIB)).expect("fits");
     // At most 6; the root and what was forked from outside count.
     let outside =
         admission.fork(ForkAsk { by_guest: false, ..by_guest("f", 2) }, true).expect("fit");
@@ -182,14 +195,9 @@ fn guests_make_their_family_no_larger_than_they_may() {
 fn guests_leave_memory_to_other_families() {
     let policy = Policy { reserve_bytes: GIB / 2, ..POLICY };
     let admission = Admission::new(policy, Box::new(Arc::new(Made::default())));
-    let ask = |family, count| ForkAsk {
-        message: "fork `web`",
-        family,
-        ram_bytes: GIB / 2,
-        count,
-        by_guest: true,
-    };
-    let _roots = ["f", "g"].map(|family| admission.boot("web", family, GIB / 2).expect("fits"));
+    let ask = |family, count| ForkAsk { family, ram_bytes: GIB / 2, by_guest: true, ..web(count) };
+    let _roots =
+        ["f", "g"].map(|family| admission.boot(boot("web", family, GIB / 2)).expect("fits"));
     let mut held = Vec::new();
     for _ in 0..100 {
         held.extend(admission.fork(ask("f", 4096), false));
@@ -200,7 +208,7 @@ fn guests_leave_memory_to_other_families() {
     let promised: usize = held.iter().map(|grant| grant.clones.len()).sum();
     assert!((60..80).contains(&promised), "{promised}");
     assert_eq!(admission.fork(ask("g", 8), false).expect("another family").clones.len(), 8);
-    admission.boot("new", "h", GIB / 2).expect("a third one");
+    admission.boot(boot("new", "h", GIB / 2)).expect("a third one");
     admission.fork(ForkAsk { by_guest: false, ..ask("f", 1) }, true).expect("from outside");
 }
 
@@ -226,7 +234,7 @@ fn a_waiting_qemu_counts_and_one_that_does_not_fit_is_not_started() {
     admission.0.accounts().probed = None;
     assert_eq!(admission.admissible_bytes(), 7 * GIB - QEMU_CLONE_BYTES);
     let rest = admission.admissible_bytes();
-    let _vm = admission.boot("a", "f", rest - QEMU_BOOTED_BYTES - MIB).expect("fits");
+    let _vm = admission.boot(boot("a", "f", rest - QEMU_BOOTED_BYTES - MIB)).expect("fits");
     let error = admission.waiting().expect_err("1 MiB is left");
     assert_eq!(error.code, ErrorCode::NoCapacity);
     assert!(error.to_string().starts_with("start a QEMU for the pool: 20 MiB needed"), "{error}");
@@ -238,7 +246,7 @@ fn a_waiting_qemu_counts_and_one_that_does_not_fit_is_not_started() {
 #[test]
 fn a_forked_parent_counts_like_a_clone() {
     let (admission, _) = admission();
-    let parent = admission.boot("a", "f", 2 * GIB).expect("fits");
+    let parent = admission.boot(boot("a", "f", 2 * GIB)).expect("fits");
     parent.is_now_a_clone(2 * GIB);
     let expected = admission.0.policy.clone(2 * GIB);
     assert_eq!(parent.bytes(), expected);
@@ -269,4 +277,32 @@ fn parallel_requests_never_overbook() {
     });
     assert!(granted <= 7 * GIB, "{granted}");
     assert_eq!(admission.admissible_bytes(), 7 * GIB - granted);
+}
+
+#[test]
+fn a_user_has_what_was_promised_to_all_of_his_vms_and_gets_no_more_than_is_allowed() {
+    let (admission, _) = admission();
+    let user = User::Uid(1000);
+    let of = |user| admission.of_users().get(&user).copied().unwrap_or_default();
+    let booted = admission.boot(BootAsk { user, ..boot("a", "f", GIB) }).expect("fits");
+    let _another = admission.boot(boot("b", "g", GIB)).expect("fits");
+    let room = |memory_bytes, vcpus| Room { memory_bytes, vcpus };
+    assert_eq!(of(user), Amount::of(1, room(GIB + 40 * MIB, 2)));
+    booted.is_now_a_clone(GIB);
+    let clone = room(admission.clone_bytes(GIB), 2);
+    assert_eq!(of(user), Amount::of(1, clone));
+    let may = Amount { vms: 3, room: Room { memory_bytes: 500 * MIB, vcpus: u32::MAX } };
+    let allowed = Some(Allowed { count: 2, user, has: of(user), may });
+    let ask = ForkAsk { user, allowed, ram_bytes: GIB, ..web(4) };
+    let grant = admission.fork(ask, false).expect("some");
+    assert_eq!((grant.clones.len(), of(user)), (2, Amount::of(3, clone)));
+    let refused = grant.refused.as_ref().expect("two of them").to_string();
+    assert_eq!(
+        refused,
+        "fork `web`: 2 of 4 fit: user 1000 has 1 of 3 VMs and 122 of 500 MiB on all hosts: the \
+         quota leaves no room for more"
+    );
+    admission.fork(ask, true).expect_err("not all");
+    drop((grant, booted));
+    assert_eq!(of(user), Amount::default());
 }

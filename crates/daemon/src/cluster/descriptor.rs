@@ -15,6 +15,7 @@ use vmfork_image::ImageName;
 
 use super::images::Entry;
 use crate::facts::Facts;
+use crate::quotas::User;
 
 const MAGIC: [u8; 8] = *b"VFDESC01";
 /// Far above what 1024 clones take.
@@ -60,6 +61,8 @@ pub(crate) struct Parent {
     pub(crate) id: String,
     pub(crate) name: String,
     pub(crate) family: String,
+    /// Whose VMs they are.
+    pub(crate) user: User,
     pub(crate) ancestors: Vec<String>,
     pub(crate) snapshot: Option<String>,
 }
@@ -207,6 +210,7 @@ mod tests {
                     id: "id".to_owned(),
                     name: "web".to_owned(),
                     family: "id".to_owned(),
+                    user: User::Uid(1000),
                     ancestors: vec!["root".to_owned()],
                     snapshot: None,
                 },

@@ -11,6 +11,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
+use vmfork_cluster::allocate::Tally;
 use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
 use vmfork_transfer::{AheadCounters, Counter, PageService, ServiceLimits};
 
@@ -189,7 +190,7 @@ impl Life {
             loop {
                 let now = self.member.now();
                 let due = self.member.roster.change(|book| book.due(now, usize::MAX));
-                told.extend(due.into_iter().map(|host| self.tell(host, Room::default())));
+                told.extend(due.into_iter().map(|host| self.tell(host, Room::default(), None)));
                 if told.next().await.is_none() {
                     break;
                 }
@@ -206,7 +207,7 @@ impl Life {
         let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.peer_of(host, "remove a host")) else {
             return;
         };
-        let beat = member.beat(heartbeat);
+        let beat = member.beat(heartbeat, None);
         if let Err(error) = peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
             tracing::warn!(
                 host = peer.name,
@@ -222,10 +223,10 @@ impl Life {
     }
 
     /// A heartbeat, and its answer.
-    async fn tell(&self, host: HostId, room: Room) {
+    async fn tell(&self, host: HostId, room: Room, quotas: Option<Tally>) {
         let member = &self.member;
         let Ok(peer) = member.peer_of(host, "send a heartbeat") else { return };
-        let beat = member.beat_to(host, room);
+        let beat = member.beat_to(host, room, quotas);
         match peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
             Ok(answer) => match member.on_answer(host, &answer) {
                 Ok(merged) => {
@@ -271,6 +272,7 @@ async fn beat(
             life.member.tend_sources();
         });
         life.member.leases.expire(Instant::now());
+        life.member.tend_quotas(Instant::now());
         if tick.is_multiple_of(MEMORY_TICKS) {
             for host in life.member.gone() {
                 life.service.heard(host.get(), &BTreeSet::new());
@@ -282,17 +284,23 @@ async fn beat(
             });
         }
         let (now, room) = (life.member.now(), room(&core));
-        let due = life.member.roster.change(|book| match book.has_left() {
+        let mut due = life.member.roster.change(|book| match book.has_left() {
             // The farewell's.
             true => Vec::new(),
             false => book.due(now, BEATS_MAX),
         });
+        // Whoever counts what users have hears at once of what has ended.
+        let shrunk = core.quotas.shrunk(&core.admission);
+        let keepers = shrunk.iter().filter_map(|user| life.member.keeper_of(&user.to_string()));
+        due.extend(keepers.filter(|host| *host != life.member.id()));
+        due.sort_unstable();
+        due.dedup();
         for host in due {
             // One that takes long must not hold up the others.
             let Ok(place) = Arc::clone(&under_way).try_acquire_owned() else { break };
-            let life = Arc::clone(&life);
+            let (life, quotas) = (Arc::clone(&life), core.quotas.tally(&core.admission));
             tokio::spawn(async move {
-                life.tell(host, room).await;
+                life.tell(host, room, Some(quotas)).await;
                 drop(place);
             });
         }

@@ -10,7 +10,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_cluster::allocate::HostView;
+use vmfork_cluster::allocate::{HostView, Tally};
 use vmfork_cluster::{
     Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Membership, Merged, Now, Room,
     Roster,
@@ -25,6 +25,7 @@ use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
 use super::life::room;
 use super::orders::Orders;
+use super::quotas::Keeper;
 use super::receive::Engines;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Leases, Lines};
@@ -41,6 +42,8 @@ pub(super) struct Beat {
     pub(super) holds: Vec<(u64, u64)>,
     /// The snapshots of other hosts that VMs of the sender came of.
     pub(super) came_of: Vec<(u64, u64)>,
+    /// What users have at the sender.
+    pub(super) quotas: Option<Tally>,
 }
 
 impl Beat {
@@ -70,6 +73,8 @@ pub(crate) struct Member {
     epoch: u64,
     orders_given: AtomicU64,
     pub(super) guest_images: GuestImages,
+    /// Of what users have on all hosts.
+    pub(super) keeper: Keeper,
     inner: Mutex<Inner>,
 }
 
@@ -115,6 +120,7 @@ impl Member {
             epoch: epoch.into(),
             orders_given: AtomicU64::new(0),
             guest_images: GuestImages::default(),
+            keeper: Keeper::default(),
             inner: Mutex::default(),
         }
     }
@@ -273,18 +279,18 @@ impl Member {
     }
 
     /// What to tell a member now.
-    pub(super) fn beat_to(&self, peer: HostId, room: Room) -> Beat {
+    pub(super) fn beat_to(&self, peer: HostId, room: Room, quotas: Option<Tally>) -> Beat {
         let heartbeat = self.roster.read(|book| book.heartbeat_to(peer, Some(room)));
-        self.beat(heartbeat)
+        self.beat(heartbeat, quotas)
     }
 
     /// A heartbeat, and what goes with it.
-    pub(super) fn beat(&self, heartbeat: Heartbeat) -> Beat {
+    pub(super) fn beat(&self, heartbeat: Heartbeat, quotas: Option<Tally>) -> Beat {
         let pairs = |names: BTreeSet<ImageName>| {
             names.into_iter().map(|name| (name.host, name.image)).collect()
         };
         let (holds, came_of) = (pairs(self.images.held()), pairs(self.arrivals.names()));
-        Beat { heartbeat, holds, came_of }
+        Beat { heartbeat, holds, came_of, quotas }
     }
 
     /// A member has said something of its own accord. → what to answer, and what that changed.
@@ -296,6 +302,7 @@ impl Member {
         from: HostId,
         beat: &Beat,
         room: Room,
+        quotas: Option<Tally>,
     ) -> Result<(Beat, Merged), ErrorBody> {
         let now = self.now();
         let (answer, merged) = self
@@ -305,7 +312,7 @@ impl Member {
                 ErrorBody::new(ErrorCode::BadRequest, "take a heartbeat").cause(chain(&error))
             })?;
         self.heard(from, beat);
-        Ok((self.beat(answer), merged))
+        Ok((self.beat(answer, quotas), merged))
     }
 
     /// A member has answered.
@@ -328,6 +335,9 @@ impl Member {
         let open = beat.held();
         self.sources.heard(from, &open);
         self.inner().open.insert(from, open);
+        if let Some(tally) = &beat.quotas {
+            self.heard_tally(from, tally);
+        }
     }
 
     /// Look at the images of others that a host has open; `None`: it has not said.

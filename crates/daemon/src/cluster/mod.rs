@@ -25,6 +25,7 @@ mod operations;
 mod orders;
 mod place;
 mod places;
+mod quotas;
 mod receive;
 mod records;
 mod relay;
@@ -133,6 +134,11 @@ impl Cluster {
     /// What has gone between this host and others since it is a member.
     pub(crate) fn traffic(&self) -> Vec<(Side, Role, Traffic)> {
         self.life().map(|life| life.traffic()).unwrap_or_default()
+    }
+
+    /// By which this life of the daemon is told from others.
+    pub(crate) fn epoch(&self) -> u32 {
+        self.epoch
     }
 
     /// This host as a member; `None`: it is in no cluster.

@@ -116,6 +116,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
             id: parent.id.clone(),
             name: parent.name.clone(),
             family: parent.family.clone(),
+            user: parent.user,
             ancestors: parent.ancestors.to_vec(),
             snapshot: parent.snapshot.clone(),
         },

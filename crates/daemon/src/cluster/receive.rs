@@ -129,11 +129,14 @@ pub(super) async fn start(
             let ask = ForkAsk {
                 message: &message,
                 family: &parent.family,
+                user: parent.user,
                 ram_bytes: facts.memory_bytes,
+                cpus: facts.cpus,
                 count: u32::try_from(reservation.names().len()).unwrap_or(count),
                 by_guest: origin.is_some(),
+                allowed: None,
             };
-            core.admission.fork(ask, order.all_or_nothing)?
+            core.admit(ask, order.all_or_nothing).await?
         }
     };
     let _no_refill = core.hold_pool();
@@ -186,7 +189,7 @@ fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
         family: parent.family.clone(),
         parent: Some((parent.id.clone(), parent.name.clone())),
         ancestors: parent.line(),
-        ..facts.identity()
+        ..facts.identity(parent.user)
     }
 }
 

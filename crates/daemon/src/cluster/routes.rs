@@ -9,6 +9,7 @@
 //! | `…/cluster/v1/guest-images…` | [`super::guest_images`] |
 //! | `POST /cluster/v1/leases` | [`PlacesAsk`] → for how many clones of a ticket room is set aside |
 //! | `POST /cluster/v1/leases/release` | the number of an ask: its room is not needed |
+//! | `POST /cluster/v1/quotas` | of a user's keeper: [`QuotaAsk`] → `QuotaAnswer` |
 //! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
 //! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
@@ -22,6 +23,7 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_cluster::{HostState, JoinAnswer, JoinRequest, admit};
 
 use super::Cluster;
@@ -31,6 +33,7 @@ use super::guest_images::{self, GUEST_IMAGES};
 use super::life::{Life, room};
 use super::member::Beat;
 use super::place::{CLONES, GIVE_UP};
+use super::quotas::QUOTAS;
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
@@ -74,6 +77,7 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
         .route(GUEST_IMAGES, post(guest_images::have))
         .route(LEASES, post(lease))
         .route(RELEASE, post(release))
+        .route(QUOTAS, post(quota))
         .merge(letters)
         .merge(clones);
     let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
@@ -121,7 +125,8 @@ async fn heartbeat(
     Json(beat): Json<Beat>,
 ) -> Result<Json<Beat>, ApiError> {
     let (life, core) = of.parts("take a heartbeat")?;
-    let (answer, merged) = life.member.on_beat(from, &beat, room(&core))?;
+    let (answer, merged) =
+        life.member.on_beat(from, &beat, room(&core), Some(core.quotas.tally(&core.admission)))?;
     life.settle(&merged);
     life.heard(from, &beat);
     if merged.removed
@@ -204,7 +209,18 @@ async fn lease(
     let message = "make room for another host's clones";
     let (life, core) = of.parts(message)?;
     check_active(&life, message)?;
-    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, &core.admission)?))
+    let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
+    let accounts = (&core.admission, turn.allowed());
+    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
+}
+
+async fn quota(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(ask): Json<QuotaAsk>,
+) -> Result<Json<QuotaAnswer>, ApiError> {
+    let (life, core) = of.parts("count what a user has")?;
+    Ok(Json(life.member.keep_quota(&core, from, &ask, Instant::now())?))
 }
 
 async fn release(

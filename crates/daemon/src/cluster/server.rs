@@ -138,7 +138,7 @@ async fn one(
         Err(_elapsed) => return tracing::debug!(?address, "a host did not shake hands"),
     };
     let Some(members_place) = members_place else {
-        let joining = connection(stream, routes.newcomers.clone(), stop);
+        let joining = connection(stream, None, routes.newcomers.clone(), stop);
         tokio::select! {
             done = timeout_at(began + bounds.join, joining) => if done.is_err() {
                 tracing::info!(?address, "a newcomer took too long");
@@ -155,7 +155,7 @@ async fn one(
     let stream = OfMember::new(stream, &end, members_place);
     let router = routes.members.clone().layer(axum::Extension(Caller(host)));
     tokio::select! {
-        () = connection(stream, router, stop) => {}
+        () = connection(stream, None, router, stop) => {}
         () = end.cancelled() => tracing::info!(?address, %host, "no member any more: disconnected"),
     }
 }

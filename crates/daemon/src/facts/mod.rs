@@ -13,6 +13,7 @@ use vmfork_qemu::shape::ShapeError;
 use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
 
 use crate::agent::{AgentInfo, Inheritance};
+use crate::quotas::User;
 use crate::vm::Identity;
 use crate::vm::machine::Machine;
 
@@ -55,7 +56,7 @@ pub(crate) struct Frozen {
 
 impl Facts {
     /// Of VMs that go on from it, without what tells them apart and where they come from: each the root of a family.
-    pub(crate) fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self, user: User) -> Identity {
         Identity {
             id: String::new(),
             name: String::new(),
@@ -63,6 +64,7 @@ impl Facts {
             root_blake3: self.root_blake3.clone(),
             snapshot: None,
             family: String::new(),
+            user,
             parent: None,
             ancestors: Arc::default(),
             vmid: 0,

@@ -97,6 +97,17 @@ pub(super) async fn plan(
         vcpus: parent.identity.cpus,
     };
     member.coming(&core.admission, &parent.identity, machine, &mut views);
+    // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.
+    let turn = core.turn(parent.identity.user, (0, shape), message).await?;
+    let quota = turn.allowed().filter(|allowed| allowed.places(shape) < count);
+    drop(turn);
+    let wish = count;
+    let count = quota.map_or(wish, |allowed| allowed.places(shape));
+    let over = quota.map(|allowed| allowed.refusal(format!("{message}: {count} of {wish} fit")));
+    match over {
+        Some(error) if all_or_nothing || count == 0 => return Err(error),
+        _ => {}
+    }
     let plan = |views: &[HostView]| shares(views, count, shape, policy, member.id());
     let mut shares = plan(&views);
     let until = (deadline, given_up);
@@ -124,7 +135,7 @@ pub(super) async fn plan(
         return Ok(None);
     }
     let away = Away::to(core, member, machine, (here, shares), message).await?;
-    let hydrate_bytes_per_s = placement.hydrate_bytes_per_s;
+    let (unplaced, hydrate_bytes_per_s) = (unplaced.or(over), placement.hydrate_bytes_per_s);
     Ok(Some(Away { unplaced, hydrate_bytes_per_s, ..away }))
 }
 

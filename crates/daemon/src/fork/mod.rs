@@ -253,7 +253,7 @@ async fn carry_out(
             let count = here.iter().filter(|wanted| wanted.is_kept).count();
             let count = u32::try_from(count).unwrap_or(requested);
             let ask = parent.identity.ask(&message, count, order.origin.is_some());
-            core.admission.fork(ask, order.all_or_nothing)?
+            core.admit(ask, order.all_or_nothing).await?
         }
     };
     // Until the last clone is ready.

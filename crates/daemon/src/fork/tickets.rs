@@ -261,25 +261,21 @@ impl Desk {
     /// Set places aside: what there is here, or on all hosts of the cluster.
     fn allocate(&mut self, ticket: u64, vms: u32) {
         let message = super::message(&self.vm);
-        if let Some(member) = self.core.cluster.member() {
-            let (core, vm, events) =
-                (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
-            tokio::spawn(async move {
-                let allotted = reserve(&core, &member, &vm, vms, &message).await;
-                let _desk_closed = events.send(Event::Allocated { ticket, allotted });
-            });
-            return;
-        }
-        let allotted =
-            match self.core.admission.fork(self.vm.identity.ask(&message, vms, true), false) {
-                Ok(mut grant) => {
-                    let refused = grant.refused.take();
-                    Allotted { here: Some(grant), refused, ..Allotted::default() }
-                }
-                Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
+        let (core, vm, events) =
+            (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
+        tokio::spawn(async move {
+            let allotted = match core.cluster.member() {
+                Some(member) => reserve(&core, &member, &vm, vms, &message).await,
+                None => match core.admit(vm.identity.ask(&message, vms, true), false).await {
+                    Ok(mut grant) => {
+                        let refused = grant.refused.take();
+                        Allotted { here: Some(grant), refused, ..Allotted::default() }
+                    }
+                    Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
+                },
             };
-        let actions = self.allotted(ticket, allotted);
-        self.carry_out(actions);
+            let _desk_closed = events.send(Event::Allocated { ticket, allotted });
+        });
     }
 
     fn allotted(&mut self, ticket: u64, allotted: Allotted) -> Vec<Action<Responder, Message>> {

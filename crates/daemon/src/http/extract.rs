@@ -1,5 +1,7 @@
 //! Extractors that answer with an `ErrorBody` where axum's own answer with text.
 
+use std::convert::Infallible;
+
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
@@ -10,6 +12,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::check;
 use super::error::{ApiError, bad_request};
+use crate::quotas::User;
 
 /// A JSON body. An empty one is an error.
 #[derive(Debug)]
@@ -18,6 +21,19 @@ pub(super) struct Body<T>(pub(super) T);
 /// A JSON body that may be left out: then it is the default.
 #[derive(Debug)]
 pub(super) struct OptionalBody<T>(pub(super) T);
+
+/// Who asks, as far as the connection tells.
+#[derive(Debug)]
+pub(super) struct By(pub(super) User);
+
+impl<S: Send + Sync> FromRequestParts<S> for By {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        // Other hosts' daemons run as root.
+        Ok(Self(parts.extensions.get().copied().unwrap_or(User::Uid(0))))
+    }
+}
 
 /// The query string. Unknown parameters are errors where `T` denies them.
 #[derive(Debug)]

@@ -9,8 +9,8 @@
 //! What a handler awaits is dropped when its client goes away, and with it the operation. No queue
 //! grows with what a client sends or fails to read: a slow reader slows the guest's program.
 //!
-//! Left to others: what the operations mean ([`Control`]); users (there is one kind: who may open
-//! the socket, or has the token).
+//! Left to others: what the operations mean ([`Control`]); what users may do (there is one kind: who may open the socket, or has
+//! the token; whose VMs are whose is for quotas alone).
 
 mod auth;
 mod check;

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -16,6 +19,7 @@ use tokio::time::{sleep, timeout};
 
 use super::listen::{Listeners, keep_alive};
 use super::{App, router, router_with_token, stopped};
+use crate::quotas::User;
 
 /// More wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 1024;
@@ -46,22 +50,25 @@ pub async fn serve(listeners: Listeners, app: App, stop: watch::Receiver<bool>) 
 /// What differs between the two kinds of sockets.
 trait Accept {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-    async fn next(&self) -> std::io::Result<Self::Stream>;
+    /// A connection, and whose it is.
+    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)>;
 }
 
 impl Accept for UnixListener {
     type Stream = tokio::net::UnixStream;
-    async fn next(&self) -> std::io::Result<Self::Stream> {
-        Ok(self.accept().await?.0)
+    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)> {
+        let (stream, _) = self.accept().await?;
+        let user = stream.peer_cred().ok().map(|peer| User::Uid(peer.uid()));
+        Ok((stream, user))
     }
 }
 
 impl Accept for TcpListener {
     type Stream = tokio::net::TcpStream;
-    async fn next(&self) -> std::io::Result<Self::Stream> {
+    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)> {
         let (stream, _) = self.accept().await?;
         keep_alive(&stream);
-        Ok(stream)
+        Ok((stream, Some(User::Token)))
     }
 }
 
@@ -82,7 +89,7 @@ async fn accept<L: Accept>(
             Some(_) = connections.join_next() => continue,
             () = stopped(&mut stop) => break,
         };
-        let stream = match stream {
+        let (stream, user) = match stream {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::warn!("can't accept a connection: {error}");
@@ -92,7 +99,7 @@ async fn accept<L: Accept>(
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(async move {
-            connection(stream, router, stop).await;
+            connection(stream, user, router, stop).await;
             drop(place);
         });
     }
@@ -100,12 +107,22 @@ async fn accept<L: Accept>(
     while connections.join_next().await.is_some() {}
 }
 
-/// Serve one connection, in good order until the daemon ends.
-pub(crate) async fn connection<S>(stream: S, router: Router, mut stop: watch::Receiver<bool>)
-where
+/// Serve one connection, in good order until the daemon ends. `user`: whose it is, if that is a user's.
+pub(crate) async fn connection<S>(
+    stream: S,
+    user: Option<User>,
+    router: Router,
+    mut stop: watch::Receiver<bool>,
+) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let service = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        if let Some(user) = user {
+            request.extensions_mut().insert(user);
+        }
+        service.call(request)
+    });
     let mut connection = pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())

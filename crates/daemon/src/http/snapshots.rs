@@ -13,7 +13,7 @@ use vmfork_api::{
 use super::App;
 use super::check;
 use super::error::ApiError;
-use super::extract::{Body, Params, SnapshotName, switch};
+use super::extract::{Body, By, Params, SnapshotName, switch};
 use super::files::{body_of, content_of};
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -100,11 +100,12 @@ pub(super) async fn remove(
 )]
 pub(super) async fn start(
     State(app): State<App>,
+    By(user): By,
     SnapshotName(name): SnapshotName,
     Body(request): Body<StartRequest>,
 ) -> Result<Json<StartReply>, ApiError> {
     check::start(&request)?;
-    Ok(Json(app.control.start_snapshot(&name, request).await?))
+    Ok(Json(app.control.start_snapshot(user, &name, request).await?))
 }
 
 /// Read every byte that is here of it, and of what it depends on, and compare with its hash.

@@ -11,7 +11,7 @@ use super::App;
 use super::check;
 use super::elsewhere::{self, OfHosts, PassedOn};
 use super::error::ApiError;
-use super::extract::{Body, OptionalBody, Params, VmRef, switch};
+use super::extract::{Body, By, OptionalBody, Params, VmRef, switch};
 use crate::control::Killed;
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -56,10 +56,11 @@ pub(super) async fn list(
 ))]
 pub(super) async fn run(
     State(app): State<App>,
+    By(user): By,
     Body(request): Body<RunRequest>,
 ) -> Result<(StatusCode, Json<Vm>), ApiError> {
     check::run(&request)?;
-    Ok((StatusCode::CREATED, Json(app.control.run(request).await?)))
+    Ok((StatusCode::CREATED, Json(app.control.run(user, request).await?)))
 }
 
 /// All that is known of one VM.

@@ -8,13 +8,16 @@ use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::Firstboot;
 use vmfork_api::{ErrorBody, ErrorCode, RunRequest};
+use vmfork_cluster::Room;
 use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
 use super::{Core, Reservation, accel_word, chain};
+use crate::admission::{BootAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use crate::metrics::EndReason;
+use crate::quotas::User;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
 
 const MEMORY_MIB_MIN: u64 = 64;
@@ -57,7 +60,11 @@ impl Patience {
 ///
 /// # Errors
 /// Nothing is left running.
-pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>, ErrorBody> {
+pub(super) async fn run(
+    core: &Arc<Core>,
+    user: User,
+    request: RunRequest,
+) -> Result<Arc<Vm>, ErrorBody> {
     let began = Instant::now();
     let files = open_image(core, &request.image)?;
     let choice = choose_accel(&request)?;
@@ -74,9 +81,12 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
     };
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
-    let lease = core.admission.boot(&name, &id, memory_bytes)?;
+    let lease =
+        admit(core, BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus })
+            .await?;
     let identity = Identity {
         family: id.clone(),
+        user,
         id,
         name: name.clone(),
         image: request.image,
@@ -115,6 +125,17 @@ pub(super) async fn run(core: &Arc<Core>, request: RunRequest) -> Result<Arc<Vm>
             core.end(&vm, End::failed(EndReason::Guest, reason));
             Err(error)
         }
+    }
+}
+
+/// Memory for it, if its user may have one more.
+async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
+    let message = format!("run `{}`", ask.name);
+    let shape = Room { memory_bytes: core.admission.boot_bytes(ask.ram_bytes), vcpus: ask.cpus };
+    let turn = core.turn(ask.user, (1, shape), &message).await?;
+    match turn.allowed() {
+        Some(allowed) if allowed.count == 0 => Err(allowed.refusal(message)),
+        _ => core.admission.boot(ask),
     }
 }
 

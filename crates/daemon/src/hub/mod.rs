@@ -45,6 +45,7 @@ use crate::config::Config;
 use crate::fork::tickets::{self, Event, Origin};
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
+use crate::quotas::Quotas;
 use crate::snapshots::Snapshots;
 use crate::state::State;
 use crate::vm::console::Console;
@@ -69,6 +70,7 @@ pub(crate) struct Core {
     pub(crate) state: Arc<State>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) admission: Admission,
+    pub(crate) quotas: Quotas,
     /// Messages that no parent has received yet.
     pub(crate) mail: HostMail,
     /// Where the host has cgroup v2 with the memory controller.
@@ -158,10 +160,12 @@ impl Hub {
         let (engine_events, events) = mpsc::unbounded_channel();
         let images = Store::new(state.images());
         sweep(images.clone());
+        let cluster = Arc::new(Cluster::new(config.state.join("cluster")));
         let core = Arc::new(Core {
             images,
             snapshots,
-            cluster: Arc::new(Cluster::new(config.state.join("cluster"))),
+            quotas: Quotas::new(config.quotas.clone(), cluster.epoch()),
+            cluster,
             admission,
             mail: HostMail::default(),
             cgroups: cgroups.ok(),

@@ -16,6 +16,7 @@ use super::{Core, Hub, boot, chain};
 use crate::cluster::end_everywhere;
 use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
 use crate::fork;
+use crate::quotas::User;
 use crate::vm::{End, Vm};
 
 /// How long the agent may take to start a program, or to open a file.
@@ -118,9 +119,9 @@ impl Control for Hub {
         async { Ok(tokio::task::block_in_place(|| self.core.registry.tree())) }.boxed()
     }
 
-    fn run(&self, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {
-        async {
-            let vm = boot::run(&self.core, request).await?;
+    fn run(&self, user: User, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {
+        async move {
+            let vm = boot::run(&self.core, user, request).await?;
             Ok(self.core.summary(&vm, false))
         }
         .boxed()

@@ -10,6 +10,7 @@ use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
+use vmfork_cluster::allocate::Bounds;
 
 use super::{Core, Hub};
 use crate::admission::{Admission, HostMemory, Policy, Probe};
@@ -44,6 +45,10 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) async fn start() -> Self {
+        Self::with_quotas(Bounds::default()).await
+    }
+
+    pub(crate) async fn with_quotas(quotas: Bounds) -> Self {
         let folder = tempfile::tempdir().expect("folder");
         let (state, _) = State::open(folder.path()).expect("the folder is free");
         let policy = Policy {
@@ -53,7 +58,7 @@ impl Host {
             family_memory_percent: 100,
         };
         let parts = Parts {
-            config: Arc::new(config(folder.path())),
+            config: Arc::new(config(folder.path(), quotas)),
             state: Arc::new(state),
             metrics: Arc::new(Metrics::new()),
             admission: Admission::new(policy, Box::new(Roomy)),
@@ -71,7 +76,7 @@ impl Host {
     }
 }
 
-fn config(folder: &Path) -> Config {
+fn config(folder: &Path, quotas: Bounds) -> Config {
     Config {
         state: folder.to_owned(),
         socket: folder.join("socket"),
@@ -85,6 +90,7 @@ fn config(folder: &Path) -> Config {
         clone_growth_percent: 10,
         family_vms_max: 100,
         family_memory_percent: 100,
+        quotas,
         log_filter: "info".to_owned(),
         libdir: folder.to_owned(),
         debug_faults: false,

@@ -9,6 +9,7 @@ use vmfork_api::{
 use super::{create, keep, start, transfer};
 use crate::control::{Answer, ByteStream, SnapshotControl};
 use crate::hub::Hub;
+use crate::quotas::User;
 
 impl SnapshotControl for Hub {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>> {
@@ -30,10 +31,11 @@ impl SnapshotControl for Hub {
 
     fn start_snapshot<'a>(
         &'a self,
+        user: User,
         name: &'a str,
         request: StartRequest,
     ) -> Answer<'a, StartReply> {
-        start::start(&self.core, name, request).boxed()
+        start::start(&self.core, user, name, request).boxed()
     }
 
     fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply> {

@@ -14,6 +14,7 @@ use crate::facts::host;
 use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
 use crate::hub::{Core, outcome};
 use crate::metrics::Stage;
+use crate::quotas::User;
 use crate::vm::{Identity, Vm, now_unix_ms};
 
 /// How long what a VM touches is recorded at most.
@@ -25,6 +26,7 @@ const RECORD_MAX: Duration = Duration::from_secs(300);
 /// None was started.
 pub(crate) async fn start(
     core: &Arc<Core>,
+    user: User,
     name: &str,
     request: StartRequest,
 ) -> Result<StartReply, ErrorBody> {
@@ -33,13 +35,14 @@ pub(crate) async fn start(
     let message = format!("start snapshot `{name}`");
     let (core, name) = (Arc::clone(core), name.to_owned());
     // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
-    let task = tokio::spawn(async move { carry_out(&core, &name, request, given_up).await });
+    let task =
+        tokio::spawn(async move { carry_out(&core, (user, &name), request, given_up).await });
     outcome(task, message).await
 }
 
 async fn carry_out(
     core: &Arc<Core>,
-    name: &str,
+    (user, name): (User, &str),
     request: StartRequest,
     given_up: CancellationToken,
 ) -> Result<StartReply, ErrorBody> {
@@ -71,11 +74,14 @@ async fn carry_out(
     let ask = ForkAsk {
         message: &message,
         family: &opened.id.to_string(),
+        user,
         ram_bytes: shape.memory_bytes,
+        cpus: opened.facts.cpus,
         count: u32::try_from(reservation.names().len()).unwrap_or(request.count),
         by_guest: false,
+        allowed: None,
     };
-    let grant = core.admission.fork(ask, request.all_or_nothing)?;
+    let grant = core.admit(ask, request.all_or_nothing).await?;
 
     // Until the last of them is ready.
     let _no_refill = core.hold_pool();
@@ -103,7 +109,7 @@ async fn carry_out(
     });
     let brood = Brood {
         core: Arc::clone(core),
-        stem: Arc::new(stem(name, &opened)),
+        stem: Arc::new(stem(user, name, &opened)),
         snapshot,
         began,
         deadline,
@@ -143,10 +149,10 @@ impl Opened {
     }
 }
 
-fn stem(name: &str, opened: &Opened) -> Stem {
+fn stem(user: User, name: &str, opened: &Opened) -> Stem {
     let facts = &opened.facts;
     let identity =
-        Identity { name: name.to_owned(), snapshot: Some(name.to_owned()), ..facts.identity() };
+        Identity { name: name.to_owned(), snapshot: Some(name.to_owned()), ..facts.identity(user) };
     let message = format!("start snapshot `{name}`");
     Stem { message, identity, agent: facts.agent.clone() }
 }

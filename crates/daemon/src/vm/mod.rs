@@ -32,6 +32,7 @@ use crate::cgroup::VmCgroup;
 use crate::cluster::{Arrival, WorkingSet};
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
+use crate::quotas::User;
 use crate::snapshots::{Base, Opened};
 
 /// What never changes.
@@ -47,6 +48,8 @@ pub struct Identity {
     pub snapshot: Option<String>,
     /// The id of the root of its family.
     pub family: String,
+    /// Who began its family.
+    pub user: User,
     /// Id and name of the VM that it was forked from.
     pub parent: Option<(String, String)>,
     /// Ids of all that it descends from, the root first: a VM in between may be forgotten.
@@ -70,7 +73,16 @@ impl Identity {
 
     /// For memory for `count` clones of it; `message` is for the error's text.
     pub(crate) fn ask<'a>(&'a self, message: &'a str, count: u32, by_guest: bool) -> ForkAsk<'a> {
-        ForkAsk { message, family: &self.family, ram_bytes: self.memory_bytes, count, by_guest }
+        ForkAsk {
+            message,
+            family: &self.family,
+            user: self.user,
+            ram_bytes: self.memory_bytes,
+            cpus: self.cpus,
+            count,
+            by_guest,
+            allowed: None,
+        }
     }
 
     /// Whether this is the VM `id`, or a clone of it, or of a clone of it …
@@ -476,6 +488,7 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         root_blake3: None,
         snapshot: None,
         family: "id-web".to_owned(),
+        user: User::Uid(0),
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
         vmid: 0,

@@ -16,6 +16,7 @@ use vmfork_api::{
 use vmfork_daemon::control::{
     Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
 };
+use vmfork_daemon::quotas::User;
 
 /// Bytes of `/big`: more than any buffer on the way.
 pub(crate) const BIG_BYTES: usize = 24 * 1024 * 1024;
@@ -184,7 +185,7 @@ impl Control for Fake {
         .boxed()
     }
 
-    fn run(&self, request: RunRequest) -> Answer<'_, Vm> {
+    fn run(&self, _user: User, request: RunRequest) -> Answer<'_, Vm> {
         async move {
             if request.memory_mib == Some(262_144) {
                 return Err(ErrorBody::new(ErrorCode::NoCapacity, "too much"));

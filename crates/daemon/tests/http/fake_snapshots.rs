@@ -9,6 +9,7 @@ use vmfork_api::{
     TransferRequest, VerifyReply,
 };
 use vmfork_daemon::control::{Answer, ByteStream, SnapshotControl};
+use vmfork_daemon::quotas::User;
 
 use crate::fake::Fake;
 
@@ -89,6 +90,7 @@ impl SnapshotControl for Fake {
 
     fn start_snapshot<'a>(
         &'a self,
+        _user: User,
         name: &'a str,
         request: StartRequest,
     ) -> Answer<'a, StartReply> {

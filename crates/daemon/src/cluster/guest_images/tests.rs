@@ -132,7 +132,7 @@ impl Giver for Plain {
             let router = self.router.clone();
             tokio::spawn(async move {
                 let (_runs_on, stop) = watch::channel(false);
-                connection(server, router, stop).await;
+                connection(server, None, router, stop).await;
             });
             tokio::spawn(async move {
                 let ((mut asks, mut hears), (answers, mut takes)) = (split(near), split(far));

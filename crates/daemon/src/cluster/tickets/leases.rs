@@ -20,6 +20,7 @@ use crate::cluster::client::CallError;
 use crate::cluster::coming::Coming;
 use crate::cluster::member::{Member, WORD_WAIT};
 use crate::hub::{Core, chain};
+use crate::quotas::{Allowed, User};
 use crate::tickets::LEASE;
 use crate::vm::Vm;
 
@@ -41,7 +42,9 @@ pub(in crate::cluster) struct PlacesAsk {
     pub(in crate::cluster) lease: u64,
     pub(in crate::cluster) parent: String,
     pub(in crate::cluster) family: String,
+    pub(in crate::cluster) user: User,
     pub(in crate::cluster) memory_bytes: u64,
+    pub(in crate::cluster) cpus: u32,
     pub(in crate::cluster) count: u32,
     /// What of the parent's memory has to come besides, as far as the asker knows.
     pub(in crate::cluster) coming_bytes: u64,
@@ -53,6 +56,22 @@ pub(in crate::cluster) struct SetAside {
     pub(in crate::cluster) grant: ForkGrant,
     /// For what has to come of the parent's memory: once for all asks for clones of it.
     pub(in crate::cluster) coming: Vec<Arc<Lease>>,
+}
+
+impl PlacesAsk {
+    /// Of this host's accounts.
+    pub(in crate::cluster) fn of_clones<'a>(&'a self, message: &'a str) -> ForkAsk<'a> {
+        ForkAsk {
+            message,
+            family: &self.family,
+            user: self.user,
+            ram_bytes: self.memory_bytes,
+            cpus: self.cpus,
+            count: self.count,
+            by_guest: true,
+            allowed: None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -73,7 +92,8 @@ impl Leases {
         all
     }
 
-    /// Set aside what fits of an ask, out of what `admission` has. An ask that comes again gets the same answer. → for how many clones.
+    /// Set aside what fits of an ask, out of what `admission` has and the user's quota allows. An ask that comes again gets the same
+    /// answer. → for how many clones.
     ///
     /// # Errors
     /// Not even one fits, or what has to come does not.
@@ -82,7 +102,7 @@ impl Leases {
         now: Instant,
         from: HostId,
         ask: &PlacesAsk,
-        admission: &Admission,
+        (admission, allowed): (&Admission, Option<Allowed>),
     ) -> Result<u32, ErrorBody> {
         let mut all = self.all(now);
         let count = |grant: &ForkGrant| u32::try_from(grant.clones.len()).unwrap_or(u32::MAX);
@@ -104,13 +124,7 @@ impl Leases {
         if lacks > 0 {
             coming.push(Arc::new(admission.cache(&message, lacks)?));
         }
-        let fork = ForkAsk {
-            message: &message,
-            family: &ask.family,
-            ram_bytes: ask.memory_bytes,
-            count: ask.count,
-            by_guest: true,
-        };
+        let fork = ForkAsk { allowed, ..ask.of_clones(&message) };
         let grant = admission.fork(fork, false)?;
         let granted = count(&grant);
         let (parent, expires) = (ask.parent.clone(), now + LEASE + GRACE);
@@ -235,14 +249,16 @@ pub(crate) async fn reserve(
                 lease: member.next_order(),
                 parent: identity.name.clone(),
                 family: identity.family.clone(),
+                user: identity.user,
                 memory_bytes: identity.memory_bytes,
+                cpus: identity.cpus,
                 count: *count,
                 coming_bytes: coming.to(*host),
             };
             async move { (*host, lease(member, *host, ask).await) }
         });
         for (_, count) in asks.iter().filter(|(host, _)| *host == member.id()) {
-            match core.admission.fork(identity.ask(message, *count, true), false) {
+            match core.admit(identity.ask(message, *count, true), false).await {
                 Ok(grant) => {
                     plan.on_granted(member.id(), u32::try_from(grant.clones.len()).unwrap_or(0));
                     allotted.add_here(grant);
@@ -296,7 +312,9 @@ mod tests {
             lease,
             parent: parent.to_owned(),
             family: "f".to_owned(),
+            user: User::Uid(0),
             memory_bytes: 8 << 30,
+            cpus: 1,
             count,
             coming_bytes,
         }
@@ -313,7 +331,7 @@ mod tests {
         let now = Instant::now();
         let [one, other] = [1, 2].map(|id| HostId::new(id).expect("not 0"));
         let grant = |from, lease, count, now| {
-            leases.grant(now, from, &ask(lease, "web", count, 0), admission)
+            leases.grant(now, from, &ask(lease, "web", count, 0), (admission, None))
         };
         let first = grant(one, 1, 4, now).expect("room");
         assert_eq!(first, 4);
@@ -337,7 +355,7 @@ mod tests {
         let clones = admission.clone_bytes(8 << 30) + admission.fork_bytes(8 << 30);
         let (leases, now) = (Leases::default(), Instant::now());
         let from = HostId::new(1).expect("not 0");
-        let grant = |ask| leases.grant(now, from, &ask, admission);
+        let grant = |ask| leases.grant(now, from, &ask, (admission, None));
         let left = |lacks: u64| assert_eq!(admission.admissible_bytes(), all - lacks);
         grant(ask(1, "web", 1, all)).expect_err("no room for its pages");
         left(0);
