@@ -11,6 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
+use vmfork_qemu::pool::StartFailure;
 use vmfork_qemu::probe::{self, ProbeError};
 use vmfork_qemu::{Accel, Boot, Launch, Qemu, Shape, ShimFds, StartError, Version};
 
@@ -53,6 +54,12 @@ pub(crate) enum LaunchError {
 
 /// How long a QEMU that was killed may take to be gone.
 const END_WAIT: Duration = Duration::from_secs(5);
+
+impl StartFailure for LaunchError {
+    fn is_final(&self) -> bool {
+        matches!(self, Self::DiskGone)
+    }
+}
 
 impl LaunchError {
     /// Whether the host lacks something, rather than QEMU having failed.

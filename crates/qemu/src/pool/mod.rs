@@ -39,6 +39,16 @@ impl Pooled for crate::Qemu {
     }
 }
 
+/// Why one did not start.
+pub trait StartFailure: fmt::Display + Send + 'static {
+    /// It will never start: what its shape needs is gone. It is not tried again until somebody wants that shape anew.
+    fn is_final(&self) -> bool {
+        false
+    }
+}
+
+impl StartFailure for crate::StartError {}
+
 /// What a start comes to. Dropping it must end what was begun.
 pub type Starting<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
@@ -112,7 +122,7 @@ impl<K, T, E> Pool<K, T, E>
 where
     K: Clone + Eq + fmt::Debug + Send + Sync + 'static,
     T: Pooled,
-    E: fmt::Display + Send + 'static,
+    E: StartFailure,
 {
     /// On a tokio runtime. Nothing is started before [`Pool::want`].
     pub fn new<S>(limits: Limits, starter: S) -> Self
@@ -194,7 +204,7 @@ async fn refill<K, T, E>(shared: Arc<Shared<K, T, E>>)
 where
     K: Clone + Eq + fmt::Debug + Send + Sync + 'static,
     T: Pooled,
-    E: fmt::Display + Send + 'static,
+    E: StartFailure,
 {
     let mut starting: JoinSet<(ItemId, Outcome<T, E>)> = JoinSet::new();
     // A starter that panics must not leave its item "starting" for ever.
@@ -269,10 +279,10 @@ where
 fn finish<K, T, E>(shared: &Shared<K, T, E>, item: ItemId, outcome: Outcome<T, E>)
 where
     K: Clone + Eq,
-    E: fmt::Display,
+    E: StartFailure,
 {
     let mut inner = shared.inner();
-    let why = match outcome {
+    let (why, is_final) = match outcome {
         Outcome::Up(up) => {
             let unwanted =
                 if inner.state.started(item) { inner.items.insert(item, up) } else { Some(up) };
@@ -280,9 +290,14 @@ where
             drop(unwanted);
             return;
         }
-        Outcome::Failed(error) => error.to_string(),
-        Outcome::TimedOut => format!("not up within {START_TIMEOUT:?}"),
+        Outcome::Failed(error) => (error.to_string(), error.is_final()),
+        Outcome::TimedOut => (format!("not up within {START_TIMEOUT:?}"), false),
     };
+    if is_final {
+        inner.state.given_up(item);
+        drop(inner);
+        return tracing::debug!(why, "no more QEMUs of that shape are started for the pool");
+    }
     let pause = inner.state.failed(item, shared.now());
     drop(inner);
     tracing::warn!(why, pause_ms = pause.as_millis(), "a QEMU for the pool did not start");

@@ -50,7 +50,7 @@ pub struct ItemId(u64);
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order<K> {
-    /// Start one, then say [`PoolState::started`] or [`PoolState::failed`].
+    /// Start one, then say [`PoolState::started`], [`PoolState::failed`] or [`PoolState::given_up`].
     Start(ItemId, K),
     /// End one that waits. It is forgotten here already.
     Discard(ItemId),
@@ -196,6 +196,14 @@ impl<K: Clone + Eq> PoolState<K> {
         entry.failures = entry.failures.saturating_add(1);
         entry.not_before = now + pause;
         pause
+    }
+
+    /// A start failed, and all others of that shape would: it is left alone until somebody wants it anew.
+    pub fn given_up(&mut self, item: ItemId) {
+        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.starting.contains(&item)) {
+            entry.starting.retain(|other| *other != item);
+            entry.target = 0;
+        }
     }
 
     /// One that waited has died by itself. Replaced like one that was claimed, but after a pause: a shape whose
