@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, Held, HostView};
+use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, Held, HostView, Policy};
 use vmfork_cluster::slurm::{Commands as _, Settings, Slurm, System};
 use vmfork_cluster::{HostId, Room};
 
@@ -220,7 +220,7 @@ fn views(members: u64) -> Vec<HostView> {
 
 fn ask(count: u32, memory_mib: u64) -> Ask {
     let shape = Room { memory_bytes: memory_mib * MIB, vcpus: 1 };
-    Ask { count, shape, family: "vm-1".into() }
+    Ask { count, shape, family: "vm-1".into(), policy: Policy::Spread }
 }
 
 #[tokio::test]
@@ -241,6 +241,7 @@ async fn a_ticket_is_a_job_that_holds_nodes_and_ends_with_it() {
     // Eight of twelve CPUs, then what is left, then nothing.
     let first = allocator.hold(&ask(8, 100), &hosts).await.expect("room").expect("a job");
     assert_eq!((count(&first), first.short.len()), (8, 0), "{first:?}");
+    assert_eq!(first.places.len(), 3, "spread over all: {first:?}");
     let second = allocator.hold(&ask(8, 100), &hosts).await.expect("some room").expect("a job");
     assert_eq!(count(&second), 4, "{second:?}");
     assert_eq!(second.short, ["Slurm gave room for 4"]);
@@ -278,7 +279,7 @@ async fn a_ticket_is_a_job_that_holds_nodes_and_ends_with_it() {
     cluster.wait("all nodes are free", async || cluster.jobs().await.is_empty()).await;
     let two = dense.hold(&ask(24, 10), &views(NODES - 1)).await.expect("room").expect("a job");
     assert_eq!(count(&two), 16, "{two:?}");
-    assert!(two.short.iter().any(|it| it.starts_with("h3: Slurm gave this node")), "{two:?}");
+    assert_eq!(two.short, ["Slurm gave room for 16"], "h3 is no member");
     dense.release(&two.job).await.expect("given back");
     cluster.wait("no job is left", async || cluster.jobs().await.is_empty()).await;
 

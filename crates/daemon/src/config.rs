@@ -1,5 +1,7 @@
 //! What the daemon is told: flags and environment ([`Flags`]), checked into a [`Config`].
 
+mod slurm;
+
 use std::ffi::OsStr;
 use std::io;
 use std::net::SocketAddr;
@@ -9,7 +11,9 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 use vmfork_cluster::allocate::Bounds;
+use vmfork_cluster::slurm::Settings;
 
+pub use self::slurm::{AllocatorFlags, AllocatorKind};
 use crate::http::SOCKET_PATH_BYTES_MAX;
 use crate::quotas::{self, QuotaError};
 
@@ -91,6 +95,9 @@ pub struct Flags {
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
     pub quota: Vec<String>,
 
+    #[command(flatten)]
+    pub allocator: AllocatorFlags,
+
     /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
@@ -129,6 +136,8 @@ pub struct Config {
     pub family_memory_percent: u8,
     /// What users may have on all hosts.
     pub quotas: Bounds,
+    /// How Slurm is asked for hosts; `None`: the hosts decide themselves.
+    pub slurm: Option<Settings>,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
@@ -171,6 +180,8 @@ pub enum ConfigError {
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
+    #[error("--slurm-node {text}: it has the form NODE=HOST, once for each node")]
+    SlurmNode { text: String },
     #[error(transparent)]
     Quota(#[from] QuotaError),
     #[error("find the folder we are in")]
@@ -232,6 +243,7 @@ impl Flags {
             family_vms_max: self.family_vms_max,
             family_memory_percent: self.family_memory_percent,
             quotas: quotas::bounds(&self.quota)?,
+            slurm: self.allocator.check()?,
             log_filter: self.log_level,
             libdir,
             debug_faults: self.debug_faults,
@@ -303,6 +315,32 @@ mod tests {
 
     fn refusal(flags: &[&str]) -> String {
         config(flags).expect_err("a refusal").to_string()
+    }
+
+    #[test]
+    fn slurm_is_asked_only_if_it_is_named() {
+        let config = |more: &[&str]| config(&[&["--slurm-node", "n1=h1"], more].concat());
+        assert!(config(&[]).expect("no use, no harm").slurm.is_none());
+        let flags = ["--allocator", "slurm", "--slurm-partition=p", "--slurm-clones-per-task=2"];
+        let slurm = config(&flags).expect("flags").slurm.expect("named");
+        assert_eq!((slurm.partition.as_deref(), slurm.clones_per_task), (Some("p"), 2));
+        assert_eq!(slurm.nodes.get("n1").map(String::as_str), Some("h1"));
+        for bad in ["n2", "=h2", "n2=", "n1=h2"] {
+            let error = config(&["--slurm-node", bad]).expect_err(bad).to_string();
+            assert!(error.starts_with(&format!("--slurm-node {bad}: ")), "{error}");
+        }
+    }
+
+    #[test]
+    fn quotas_are_read_from_several_flags() {
+        let config = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
+        let quotas = config.expect("well-formed").quotas;
+        assert_eq!((quotas.of("7").vms, quotas.of("9").room.vcpus), (2, 4));
+        assert_eq!(quotas.of("8").room.memory_bytes, 1 << 30);
+        assert_eq!(
+            refusal(&["--quota", "7"]),
+            "--quota 7: it has the form USER=vms:N,memory:SIZE,cores:N"
+        );
     }
 
     #[test]

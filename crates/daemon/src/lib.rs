@@ -5,7 +5,7 @@
 //!    │                                │        │
 //!    └── metrics ◄────────────────────┘        ├── agent, tickets (the guests' side)
 //!   lifecycle ──► state (folder, journal)      └── admission, cgroup (what fits)
-//!      └── config, doctor
+//!      └── config, doctor                      └── quotas (what users may have, on all hosts)
 //! ```
 //!
 //! `cluster` has requests about other hosts' VMs passed on, and clones started there.

@@ -43,6 +43,8 @@ pub struct Ask {
     pub shape: Room,
     /// Whose clones they are: the id of their family's root.
     pub family: String,
+    /// How they are to be laid out.
+    pub policy: Policy,
 }
 
 /// What an engine holds for one ticket: at least one place.

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use crate::allocate::{AllocateError, Allocator, Ask, Boxed, Held, HostView, PLACES_MAX};
+use crate::allocate::{AllocateError, Allocator, Ask, Boxed, Held, HostView, PLACES_MAX, Policy};
 use crate::id::{HostId, hex, random};
 use crate::room::Room;
 
@@ -146,23 +146,42 @@ impl Slurm {
         if output.success { Ok(output.stdout) } else { Err(failed(program, &output)) }
     }
 
-    /// How many tasks could be had on all nodes together if nobody else asked, up to `most`.
-    async fn estimate(&self, task: Task, most: u32) -> Result<u32, AllocateError> {
+    /// How many tasks could be had on all nodes together if nobody else asked, up to `most`; and the nodes that are of no use.
+    async fn estimate(
+        &self,
+        task: Task,
+        most: u32,
+        views: &[HostView],
+    ) -> Result<(u32, Vec<String>), AllocateError> {
         let arguments = strings(&["--oneliner", "show", "nodes"]);
         let text = self.run_well("scontrol", arguments).await?;
         let nodes =
             parse::nodes(&text).map_err(|error| unreadable("scontrol show nodes", &error))?;
-        let mut tasks: u32 = 0;
+        let (mut tasks, mut useless) = (0_u32, Vec::new());
         for node in nodes {
             let wanted = self.settings.partition.as_ref();
-            if !node.is_up || wanted.is_some_and(|it| !node.partitions.contains(it)) {
+            if wanted.is_some_and(|it| !node.partitions.contains(it)) {
+                continue;
+            }
+            let is_open = |view: &HostView| view.closed.is_none();
+            if !self.member(&node.name, views).is_some_and(is_open) {
+                useless.push(node.name);
+                continue;
+            }
+            if !node.is_up {
                 continue;
             }
             let by_memory = node.memory_free_mib / task.memory_mib;
             let here = u32::try_from(by_memory).unwrap_or(u32::MAX).min(node.cpus_free / task.cpus);
             tasks = tasks.saturating_add(here);
         }
-        Ok(tasks.min(most))
+        Ok((tasks.min(most), useless))
+    }
+
+    /// The member that a node is.
+    fn member<'a>(&self, node: &str, views: &'a [HostView]) -> Option<&'a HostView> {
+        let name = self.settings.nodes.get(node).map_or(node, String::as_str);
+        views.iter().find(|view| view.name == name)
     }
 
     /// A name that only the job of this ask has.
@@ -173,13 +192,26 @@ impl Slurm {
         Ok(format!("{}{family}-{}", self.name_prefix(), hex(&random::<16>()?)))
     }
 
-    fn salloc_arguments(&self, name: &str, task: Task, tasks: u32) -> Vec<String> {
+    fn salloc_arguments(
+        &self,
+        name: &str,
+        ask: &Ask,
+        task: Task,
+        tasks: u32,
+        useless: &[String],
+    ) -> Vec<String> {
         let Settings { partition, constraint, account, time_limit_min, patience_s, extra, .. } =
             &self.settings;
         let mut arguments = strings(&["--no-shell"]);
         arguments.push(format!("--job-name={name}"));
         arguments.push(format!("--immediate={patience_s}"));
         arguments.push(format!("--ntasks={tasks}"));
+        if ask.policy == Policy::Spread {
+            arguments.push("--spread-job".to_owned());
+        }
+        if !useless.is_empty() {
+            arguments.push(format!("--exclude={}", useless.join(",")));
+        }
         arguments.push(format!("--cpus-per-task={}", task.cpus));
         let per_cpu = task.memory_mib.div_ceil(task.cpus.into());
         arguments.push(format!("--mem-per-cpu={per_cpu}M"));
@@ -193,13 +225,19 @@ impl Slurm {
     }
 
     /// A job of up to so many tasks.
-    async fn salloc(&self, ask: &Ask, task: Task, most: u32) -> Result<u32, AllocateError> {
+    async fn salloc(
+        &self,
+        ask: &Ask,
+        task: Task,
+        most: u32,
+        views: &[HostView],
+    ) -> Result<u32, AllocateError> {
         let name = self.job_name(ask)?;
-        let mut tasks = self.estimate(task, most).await?;
-        let mut last = "no node has as much free".to_owned();
+        let (mut tasks, useless) = self.estimate(task, most, views).await?;
+        let mut last = "no node of a host that takes clones has as much free".to_owned();
         // Halved each time: 17 times at most.
         while tasks > 0 {
-            let arguments = self.salloc_arguments(&name, task, tasks);
+            let arguments = self.salloc_arguments(&name, ask, task, tasks, &useless);
             let output = match self.run("salloc", arguments).await {
                 Ok(output) => output,
                 Err(error) => {
@@ -251,7 +289,8 @@ impl Slurm {
     async fn grant(&self, ask: &Ask, views: &[HostView]) -> Result<Held, AllocateError> {
         let wanted = ask.count.clamp(1, PLACES_MAX);
         let task = self.task(ask.shape);
-        let job = self.salloc(ask, task, wanted.div_ceil(self.clones_per_task())).await?;
+        let most = wanted.div_ceil(self.clones_per_task());
+        let job = self.salloc(ask, task, most, views).await?;
         let held = self.held(ask, views, task, job).await;
         if held.is_err() {
             // The first error is the one to tell.
@@ -273,8 +312,7 @@ impl Slurm {
         let mut short = Vec::new();
         let mut places: BTreeMap<HostId, u32> = BTreeMap::new();
         for on in &held.nodes {
-            let name = self.settings.nodes.get(&on.node).unwrap_or(&on.node);
-            let Some(view) = views.iter().find(|view| view.name == *name) else {
+            let Some(view) = self.member(&on.node, views) else {
                 short.push(format!("{}: Slurm gave this node, which is no member", on.node));
                 continue;
             };

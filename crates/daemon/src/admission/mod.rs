@@ -31,6 +31,7 @@
 //! Promises: requests that are decided at the same time never get the same memory; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
 
+mod asks;
 mod probe;
 #[cfg(test)]
 mod tests;
@@ -44,6 +45,7 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::Room;
 use vmfork_cluster::allocate::Amount;
 
+pub use self::asks::{BootAsk, ForkAsk, ForkGrant, Loan};
 pub use self::probe::{HostMemory, Probe, ProcProbe};
 use crate::quotas::{Allowed, User};
 
@@ -68,36 +70,6 @@ pub struct Policy {
     pub family_vms_max: u32,
     /// How much of what VMs may have on this host guests may promise to their family, 1 to 100.
     pub family_memory_percent: u8,
-}
-
-/// A VM that boots asks for memory.
-#[derive(Debug, Clone, Copy)]
-pub struct BootAsk<'a> {
-    /// For the error's text.
-    pub name: &'a str,
-    /// The id of the family whose root it is.
-    pub family: &'a str,
-    pub user: User,
-    pub ram_bytes: u64,
-    pub cpus: u32,
-}
-
-/// A fork, or a start from a stored snapshot, that asks for memory.
-#[derive(Debug, Clone, Copy)]
-pub struct ForkAsk<'a> {
-    /// What is asked for, for the error's text.
-    pub message: &'a str,
-    /// The id of its family's root.
-    pub family: &'a str,
-    pub user: User,
-    pub ram_bytes: u64,
-    pub cpus: u32,
-    /// How many clones.
-    pub count: u32,
-    /// Whether a guest asks, by a ticket: then what its family may have bounds what it gets.
-    pub by_guest: bool,
-    /// What the user's quota leaves of it.
-    pub allowed: Option<Allowed>,
 }
 
 /// What keeps a fork from getting more clones.
@@ -227,37 +199,6 @@ pub struct Lease {
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease").field("id", &self.id).field("bytes", &self.bytes()).finish()
-    }
-}
-
-/// What of a fork fits.
-#[derive(Debug)]
-pub struct ForkGrant {
-    /// Until the last clone runs.
-    pub snapshot: Lease,
-    /// One for each clone that may be started: as many as were asked for, or fewer.
-    pub clones: Vec<Lease>,
-    /// Why the others may not.
-    pub refused: Option<ErrorBody>,
-}
-
-/// A grant of earlier, lent to the fork that it was made for. If that comes to nothing it is here again.
-#[derive(Debug, Clone)]
-pub struct Loan(Arc<Mutex<Option<ForkGrant>>>);
-
-impl Loan {
-    pub fn new(grant: ForkGrant) -> Self {
-        Self(Arc::new(Mutex::new(Some(grant))))
-    }
-
-    /// What is lent, once.
-    pub fn take(&self) -> Option<ForkGrant> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    /// It was not used.
-    pub fn give_back(&self, grant: ForkGrant) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(grant);
     }
 }
 

@@ -14,6 +14,7 @@ use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
 
 use super::images::Entry;
+use super::jobs::Job;
 use crate::facts::Facts;
 use crate::quotas::User;
 
@@ -41,6 +42,8 @@ pub(crate) struct Order {
     pub(crate) ticket: Option<u64>,
     /// Places that were set aside for them.
     pub(crate) lease: Option<u64>,
+    /// The engine's job that holds them.
+    pub(crate) job: Option<Job>,
     /// How many books of tickets the sender has begun: those of the clones begin above.
     pub(crate) books: u64,
     pub(crate) facts: Facts,
@@ -204,6 +207,7 @@ mod tests {
                 number: 9,
                 ticket: Some(3),
                 lease: None,
+                job: Some(Job { host: 7, id: "12".to_owned() }),
                 books: 7,
                 facts: Facts::of_a_test(64 << 20),
                 parent: Parent {

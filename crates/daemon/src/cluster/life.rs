@@ -16,6 +16,7 @@ use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tl
 use vmfork_transfer::{AheadCounters, Counter, PageService, ServiceLimits};
 
 use super::Cluster;
+use super::jobs;
 use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
 use super::places::Callers;
 use super::records::Records;
@@ -86,7 +87,14 @@ impl Life {
         let roster = Roster::new(of.members);
         let tls = Arc::new(Tls::new(of.identity, &of.authority, roster.clone())?);
         let (api, pages) = (tls.client(API_PROTOCOL)?, tls.client(PAGES_PROTOCOL)?);
-        let member = Arc::new(Member::new(id, cluster.epoch, roster, api, pages));
+        let member = Arc::new(Member::new(
+            id,
+            cluster.epoch,
+            roster,
+            api,
+            pages,
+            jobs::allocator(cluster, id),
+        ));
         member.roster.change(|book| book.begin(member.now()));
         let listener = TcpListener::bind(api_at)
             .await
@@ -118,6 +126,7 @@ impl Life {
         let serving = tokio::spawn(server::serve(listener, port, stopped.clone()));
         let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
         *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
+        life.member.adopt_jobs();
         tracing::info!(%id, name = life.member.name(), %address, "member of a cluster");
         Ok(life)
     }
@@ -273,6 +282,7 @@ async fn beat(
         });
         life.member.leases.expire(Instant::now());
         life.member.tend_quotas(Instant::now());
+        life.member.tend_jobs(&core);
         if tick.is_multiple_of(MEMORY_TICKS) {
             for host in life.member.gone() {
                 life.service.heard(host.get(), &BTreeSet::new());

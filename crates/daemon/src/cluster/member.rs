@@ -10,7 +10,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_cluster::allocate::{HostView, Tally};
+use vmfork_cluster::allocate::{Allocator, HostView, Tally};
 use vmfork_cluster::{
     Entry, Fingerprint, Heartbeat, HostId, HostState, Liveness, Membership, Merged, Now, Room,
     Roster,
@@ -23,6 +23,7 @@ use super::client::Peer;
 use super::finding::There;
 use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
+use super::jobs::{JobNews, Jobs};
 use super::life::room;
 use super::orders::Orders;
 use super::quotas::Keeper;
@@ -44,6 +45,7 @@ pub(super) struct Beat {
     pub(super) came_of: Vec<(u64, u64)>,
     /// What users have at the sender.
     pub(super) quotas: Option<Tally>,
+    pub(super) jobs: JobNews,
 }
 
 impl Beat {
@@ -75,6 +77,9 @@ pub(crate) struct Member {
     pub(super) guest_images: GuestImages,
     /// Of what users have on all hosts.
     pub(super) keeper: Keeper,
+    /// Says which hosts clones may have.
+    pub(super) allocator: Arc<dyn Allocator>,
+    pub(super) jobs: Jobs,
     inner: Mutex<Inner>,
 }
 
@@ -103,6 +108,7 @@ impl Member {
         roster: Roster,
         api: Arc<ClientConfig>,
         pages: Arc<ClientConfig>,
+        allocator: Arc<dyn Allocator>,
     ) -> Self {
         Self {
             id,
@@ -121,6 +127,8 @@ impl Member {
             orders_given: AtomicU64::new(0),
             guest_images: GuestImages::default(),
             keeper: Keeper::default(),
+            allocator,
+            jobs: Jobs::default(),
             inner: Mutex::default(),
         }
     }
@@ -290,7 +298,7 @@ impl Member {
             names.into_iter().map(|name| (name.host, name.image)).collect()
         };
         let (holds, came_of) = (pairs(self.images.held()), pairs(self.arrivals.names()));
-        Beat { heartbeat, holds, came_of, quotas }
+        Beat { heartbeat, holds, came_of, quotas, jobs: self.jobs.news() }
     }
 
     /// A member has said something of its own accord. → what to answer, and what that changed.
@@ -335,6 +343,7 @@ impl Member {
         let open = beat.held();
         self.sources.heard(from, &open);
         self.inner().open.insert(from, open);
+        self.jobs.heard(self.id, from, &beat.jobs);
         if let Some(tally) = &beat.quotas {
             self.heard_tally(from, tally);
         }

@@ -124,6 +124,7 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
+        life.member.release_jobs().await;
         if let Some(folder) = life.end().await {
             self.let_go(folder);
         }

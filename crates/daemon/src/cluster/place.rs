@@ -13,6 +13,7 @@ use vmfork_cluster::HostId;
 use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::images::{Lender, Sending as Lent};
+use super::jobs::Job;
 use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
 use super::working_set::WorkingSet;
@@ -51,6 +52,8 @@ pub(crate) struct Sending<'a> {
     /// The parent's ticket behind it.
     pub(crate) ticket: Option<u64>,
     pub(crate) books: u64,
+    /// The engine's job that holds the clones.
+    pub(crate) job: Option<Job>,
 }
 
 /// Have other hosts start clones, all at once. → what became of each. A host whose answer is lost, or comes too late, is told to
@@ -110,6 +113,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
         number: 0,
         ticket: what.ticket,
         lease: None,
+        job: what.job.clone(),
         books: what.books,
         facts: what.facts.clone(),
         parent: Parent {

@@ -11,6 +11,7 @@ use vmfork_cluster::{HostId, Liveness};
 use super::client::CallError;
 use super::member::{Member, WORD_WAIT};
 use crate::hub::{Core, chain};
+use crate::quotas::TOLD_WITHIN;
 
 /// Where a user's keeper is asked for more.
 pub(super) const QUOTAS: &str = "/cluster/v1/quotas";
@@ -20,8 +21,6 @@ const SETTLED_AFTER: Duration = Duration::from_secs(4);
 /// How long who asks waits until a keeper can tell, and how often it asks.
 const ASK_FOR: Duration = Duration::from_secs(8);
 const ASK_EVERY: Duration = Duration::from_millis(250);
-/// What has just ended on another host may not have been told yet.
-const TOLD_WITHIN: Duration = Duration::from_millis(400);
 
 /// This host as one that counts.
 #[derive(Debug, Default)]
@@ -132,6 +131,7 @@ impl Member {
         loop {
             let failed = match self.ask_keeper(core, &ask).await {
                 Ok(answer) if answer.count < ask.count && !is_second => {
+                    // What has just ended on another host may not have been told yet.
                     is_second = true;
                     tokio::time::sleep(TOLD_WITHIN).await;
                     continue;

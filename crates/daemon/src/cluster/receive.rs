@@ -158,7 +158,7 @@ pub(super) async fn start(
         learn_as: None,
         base: None,
     };
-    let identity = identity(&facts, &parent);
+    let identity = Identity { job: order.job, ..identity(&facts, &parent) };
     let brood = Brood {
         core: Arc::clone(core),
         stem: Arc::new(Stem { message, identity, agent: facts.agent.clone() }),

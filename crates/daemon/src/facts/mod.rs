@@ -65,6 +65,7 @@ impl Facts {
             snapshot: None,
             family: String::new(),
             user,
+            job: None,
             parent: None,
             ancestors: Arc::default(),
             vmid: 0,

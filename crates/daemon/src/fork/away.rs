@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
-use vmfork_cluster::allocate::{HostView, Plan, Policy};
+use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
 use super::brood::{self, Wanted};
@@ -14,7 +14,9 @@ use super::clone::report_failure;
 use super::freeze;
 use super::snapshot::Snapshot;
 use super::tickets::{Event, Origin};
-use crate::cluster::{Abroad, CloneOrder, Member, Reserved, Sending, Share, TAKES_LONG, send};
+use crate::cluster::{
+    Abroad, CloneOrder, Hold, Job, Member, Reserved, Sending, Share, TAKES_LONG, send,
+};
 use crate::facts::{Facts, Frozen, host};
 use crate::hub::{Core, chain};
 use crate::vm::Vm;
@@ -33,6 +35,8 @@ pub(crate) struct Placement {
     pub(crate) hydrate_bytes_per_s: u64,
     /// Of a ticket: the places that it has on other hosts.
     pub(crate) reserved: Arc<[Reserved]>,
+    /// Of a ticket: what an engine holds for it.
+    pub(crate) hold: Option<Hold>,
 }
 
 /// Who starts how many, decided before the pause.
@@ -48,6 +52,8 @@ pub(super) struct Away {
     hydrate_bytes_per_s: u64,
     /// Where the numbers of tickets begin that the clones may get.
     books: u64,
+    /// What an engine holds for the fork, until all clones have their places.
+    hold: Option<Hold>,
 }
 
 /// A host, how many clones go there, and the number of the order.
@@ -98,17 +104,23 @@ pub(super) async fn plan(
     };
     member.coming(&core.admission, &parent.identity, machine, &mut views);
     // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.
-    let turn = core.turn(parent.identity.user, (0, shape), message).await?;
-    let quota = turn.allowed().filter(|allowed| allowed.places(shape) < count);
-    drop(turn);
-    let wish = count;
-    let count = quota.map_or(wish, |allowed| allowed.places(shape));
+    let quota = core.quota_left(parent.identity.user, (count, shape), message).await?;
+    let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
     let over = quota.map(|allowed| allowed.refusal(format!("{message}: {count} of {wish} fit")));
     match over {
         Some(error) if all_or_nothing || count == 0 => return Err(error),
         _ => {}
     }
-    let plan = |views: &[HostView]| shares(views, count, shape, policy, member.id());
+    let ask = Ask { count, shape, family: parent.identity.family.clone(), policy };
+    let hold = tokio::select! {
+        hold = member.hold(&ask, &views, message) => hold?,
+        () = given_up.cancelled() => return Err(super::was_given_up(message)),
+        () = tokio::time::sleep_until(deadline.into()) => {
+            return Err(ErrorBody::new(ErrorCode::Timeout, message).cause("no nodes were given in time"));
+        }
+    };
+    let held = hold.as_ref().map(|hold| &*hold.held);
+    let plan = |views: &[HostView]| shares(views, held, (count, shape), policy, member.id());
     let mut shares = plan(&views);
     let until = (deadline, given_up);
     while member.give_image(&parent.identity, &shares, &mut views, until).await? {
@@ -116,13 +128,21 @@ pub(super) async fn plan(
     }
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
     let may_stay = views.iter().any(|view| view.id == member.id());
-    let unplaced = (placed < count).then(|| no_place(&views, placed, count, message));
+    let unplaced = (placed < count).then(|| match held {
+        Some(held) if !held.short.is_empty() => not_held(held, placed, count, message),
+        _ => no_place(&views, placed, count, message),
+    });
     // What fits nowhere is refused on this host, with the figures, unless this host is not to have any.
     let here_takes = shares.iter().find(|(id, _)| *id == member.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
         Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
+        Some(error) if placed == 0 && held.is_some() => return Err(error),
         // Of a host that is late it says so.
-        Some(_) if may_stay && !views.iter().any(|view| view.closed == Some(TAKES_LONG)) => {
+        Some(_)
+            if may_stay
+                && held.is_none()
+                && !views.iter().any(|view| view.closed == Some(TAKES_LONG)) =>
+        {
             (here_takes + (count - placed), None)
         }
         unplaced => (here_takes, unplaced),
@@ -131,12 +151,12 @@ pub(super) async fn plan(
     let shares: Vec<_> = shares
         .map(|(host, count)| Destination { host, count, number: member.next_order(), lease: None })
         .collect();
-    if shares.is_empty() {
+    if shares.is_empty() && hold.is_none() {
         return Ok(None);
     }
     let away = Away::to(core, member, machine, (here, shares), message).await?;
     let (unplaced, hydrate_bytes_per_s) = (unplaced.or(over), placement.hydrate_bytes_per_s);
-    Ok(Some(Away { unplaced, hydrate_bytes_per_s, ..away }))
+    Ok(Some(Away { unplaced, hydrate_bytes_per_s, hold, ..away }))
 }
 
 /// What of a ticket's clones goes elsewhere: to where it has places. `None`: nothing does.
@@ -179,14 +199,21 @@ fn no_place(views: &[HostView], placed: u32, count: u32, message: &str) -> Error
         .remedy("`vmfork cluster ls` shows which hosts take clones, and what they have left")
 }
 
+/// An engine holds less than was asked for.
+fn not_held(held: &Held, placed: u32, count: u32, message: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::NoCapacity, message)
+        .cause(format!("{placed} of {count} clones have nodes: {}", held.short.join("; ")))
+        .remedy("`sinfo` and `squeue` show what Slurm's nodes have")
+}
+
 fn shares(
     views: &[HostView],
-    count: u32,
-    shape: Room,
+    held: Option<&Held>,
+    (count, shape): (u32, Room),
     policy: Policy,
     near: HostId,
 ) -> Vec<(HostId, u32)> {
-    Plan::new(views, count, shape, policy, Some(near)).next_asks()
+    Plan::within(views, held, count, shape, policy, Some(near)).next_asks()
 }
 
 /// What goes away of a fork.
@@ -201,6 +228,8 @@ pub(super) struct Departure<'a> {
     pub(super) given_up: &'a CancellationToken,
     /// The ticket behind it.
     pub(super) origin: Option<&'a Origin>,
+    /// The engine's job that holds the clones.
+    pub(super) job: Option<Job>,
 }
 
 impl Away {
@@ -215,8 +244,13 @@ impl Away {
             .await
             .map_err(|error| ErrorBody::new(ErrorCode::Qemu, message).cause(chain(&error)))?;
         let books = core.books();
-        let (unplaced, hydrate_bytes_per_s) = (None, 0);
-        Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books })
+        let (unplaced, hydrate_bytes_per_s, hold) = (None, 0, None);
+        Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books, hold })
+    }
+
+    /// What an engine holds for it.
+    pub(super) fn hold(&self) -> Option<&Hold> {
+        self.hold.as_ref()
     }
 
     /// Have the clones started that go elsewhere. → what became of each.
@@ -253,6 +287,9 @@ impl Away {
                 |name: &str| ErrorBody { message: super::start_message(name), ..error.clone() };
             results.extend(kept.map(|it| brood::failed(it.vmid, it.name.clone(), error(&it.name))));
         }
+        if shares.is_empty() {
+            return results;
+        }
         let sending = Sending {
             metrics: &what.core.metrics,
             facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
@@ -265,6 +302,7 @@ impl Away {
             given_up: what.given_up,
             ticket: what.origin.map(|origin| origin.ticket),
             books: self.books,
+            job: what.job,
         };
         let open = |origin| {
             let line = |share: &Share| {
@@ -320,11 +358,11 @@ mod tests {
             has_family: false,
         };
         let views = [view(1, None), view(2, None), view(3, Some("it drains"))];
-        let spread = shares(&views, 8, shape, Policy::Spread, id(1));
+        let spread = shares(&views, None, (8, shape), Policy::Spread, id(1));
         assert_eq!(spread, [(id(1), 4), (id(2), 4)]);
-        assert_eq!(shares(&views, 8, shape, Policy::Pack, id(2)), [(id(2), 8)]);
+        assert_eq!(shares(&views, None, (8, shape), Policy::Pack, id(2)), [(id(2), 8)]);
         // Nothing on those that are closed, though nobody else is asked.
-        assert_eq!(shares(&views[2..], 8, shape, Policy::Spread, id(1)), []);
+        assert_eq!(shares(&views[2..], None, (8, shape), Policy::Spread, id(1)), []);
         let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
         assert!(
             error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share; `h3`: it drains"),

@@ -16,6 +16,7 @@ use super::snapshot::Snapshot;
 use super::tickets::{Event, Origin};
 use crate::admission::Lease;
 use crate::agent::AgentInfo;
+use crate::cluster::Job;
 use crate::hub::{Core, chain};
 use crate::metrics::{EndReason, Stage};
 use crate::vm::launch::LaunchError;
@@ -43,12 +44,13 @@ pub(crate) struct Stem {
 }
 
 impl Stem {
-    /// Of the clones of a running VM.
-    pub(super) fn of(parent: &Vm) -> Self {
+    /// Of the clones of a running VM, whose places a job holds.
+    pub(super) fn of(parent: &Vm, job: Option<Job>) -> Self {
         let parents = &parent.identity;
         let identity = Identity {
             parent: Some((parents.id.clone(), parents.name.clone())),
             ancestors: parents.line(),
+            job,
             ..parents.clone()
         };
         Self { message: super::message(parent), identity, agent: parent.agent() }

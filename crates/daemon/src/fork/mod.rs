@@ -27,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
 
+use self::away::Away;
 pub(crate) use self::away::Placement;
 pub(crate) use self::brood::{Brood, Granted, PendingMachine, Wanted, start_machines};
 pub(crate) use self::clone::Stem;
@@ -81,6 +82,7 @@ pub(crate) async fn by_request(
             hosts: request.hosts,
             hydrate_bytes_per_s: request.hydrate_mib_per_s.unwrap_or(0).saturating_mul(1 << 20),
             reserved: Arc::default(),
+            hold: None,
         },
     };
     run(core, parent, order).await
@@ -225,6 +227,9 @@ async fn carry_out(
             away::plan(&core, &parent, &machine, ask, wanted).await?
         }
     };
+    // A ticket's, or the fork's own; a clone of a clone that stays is where that has its place.
+    let held = order.placement.hold.as_ref().or(away.as_ref().and_then(Away::hold));
+    let job = held.map(|hold| hold.job.clone()).or_else(|| parent.identity.job.clone());
     let taken = match core.cluster.member() {
         Some(member) => Some(member.names_elsewhere().await),
         None => None,
@@ -274,7 +279,7 @@ async fn carry_out(
     let snapshot = Arc::new(snapshot);
     let brood = Brood {
         core: Arc::clone(&core),
-        stem: Arc::new(Stem::of(&parent)),
+        stem: Arc::new(Stem::of(&parent, job.clone())),
         snapshot: Arc::clone(&snapshot),
         began,
         deadline,
@@ -295,6 +300,7 @@ async fn carry_out(
             deadline,
             given_up: &given_up,
             origin: order.origin.as_ref(),
+            job: job.clone(),
         };
         away.start(departure, elsewhere).await
     };

@@ -15,7 +15,7 @@ use vmfork_api::ErrorBody;
 use super::Order;
 use crate::admission::{ForkGrant, Loan};
 use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
-use crate::cluster::{Abroad, Allotted, Reserved, reserve};
+use crate::cluster::{Abroad, Allotted, Hold, Reserved, reserve};
 use crate::hub::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
 use crate::vm::{End, Vm};
@@ -60,6 +60,7 @@ pub(crate) struct Origin {
 pub(crate) struct Places {
     here: Option<ForkGrant>,
     away: Arc<[Reserved]>,
+    hold: Option<Hold>,
 }
 
 /// Where a clone runs.
@@ -280,14 +281,14 @@ impl Desk {
 
     fn allotted(&mut self, ticket: u64, allotted: Allotted) -> Vec<Action<Responder, Message>> {
         let places = allotted.places();
-        let Allotted { here, away, refused } = allotted;
+        let Allotted { here, away, hold, refused } = allotted;
         if let Some(error) = &refused {
             self.say(error);
         }
         let actions = self.book.allocated(ticket, Ok(places), self.epoch.elapsed());
         // Without an answer to give, nobody waits for the ticket any more.
         if places > 0 && !actions.is_empty() {
-            self.places.insert(ticket, Places { here, away: away.into() });
+            self.places.insert(ticket, Places { here, away: away.into(), hold });
         }
         actions
     }
@@ -303,7 +304,7 @@ impl Desk {
     }
 
     fn fork(&mut self, ticket: u64, vms: Vec<CloneSpec>) {
-        let Places { here, away } = self.places.remove(&ticket).unwrap_or_default();
+        let Places { here, away, hold } = self.places.remove(&ticket).unwrap_or_default();
         let memory = here.map(Loan::new);
         let channel = self.book.cloner(ticket).map(|reply| reply.id().0);
         let clones = vms
@@ -321,6 +322,7 @@ impl Desk {
             origin: Some(origin),
             placement: super::Placement {
                 reserved: Arc::clone(&away),
+                hold: hold.clone(),
                 ..super::Placement::default()
             },
         };
@@ -331,7 +333,7 @@ impl Desk {
                 Ok(_each_was_reported) => Ok(()),
                 Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
             };
-            let unused = Places { here: memory.and_then(|memory| memory.take()), away };
+            let unused = Places { here: memory.and_then(|memory| memory.take()), away, hold };
             let _desk_closed = events.send(Event::Forked { ticket, outcome, unused });
         });
     }

@@ -87,6 +87,7 @@ pub(super) async fn run(
     let identity = Identity {
         family: id.clone(),
         user,
+        job: None,
         id,
         name: name.clone(),
         image: request.image,

@@ -91,6 +91,7 @@ fn config(folder: &Path, quotas: Bounds) -> Config {
         family_vms_max: 100,
         family_memory_percent: 100,
         quotas,
+        slurm: None,
         log_filter: "info".to_owned(),
         libdir: folder.to_owned(),
         debug_faults: false,

@@ -18,6 +18,7 @@ mod user;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::OwnedMutexGuard;
 use vmfork_api::{ErrorBody, ErrorCode};
@@ -28,6 +29,9 @@ pub use self::parse::{QuotaError, bounds};
 pub use self::user::User;
 use crate::admission::Admission;
 use crate::hub::Core;
+
+/// What has ended on a host is told within it.
+pub(crate) const TOLD_WITHIN: Duration = Duration::from_millis(400);
 
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,11 +45,6 @@ pub struct Allowed {
 }
 
 impl Allowed {
-    /// How many of a shape the quota leaves room for, whatever was asked for.
-    pub(crate) fn places(&self, shape: Room) -> u32 {
-        self.may.less(self.has).places(shape)
-    }
-
     /// Why there are no more.
     pub(crate) fn refusal(&self, message: String) -> ErrorBody {
         let Self { user, has, may, .. } = self;
@@ -209,6 +208,31 @@ impl Core {
         };
         let QuotaAnswer { count, has, may } = answer;
         Ok(Turn { allowed: Some(Allowed { count, user, has, may }), _busy: Some(busy) })
+    }
+
+    /// What a user's quota leaves of `count` VMs, wherever they are to be; `None`: all of them. Others may take it meanwhile.
+    ///
+    /// # Errors
+    /// As [`Core::turn`].
+    pub(crate) async fn quota_left(
+        &self,
+        user: User,
+        (count, shape): (u32, Room),
+        message: &str,
+    ) -> Result<Option<Allowed>, ErrorBody> {
+        let mut left = None;
+        for is_second in [false, true] {
+            if is_second {
+                // What has just ended on another host may not have been told yet.
+                tokio::time::sleep(TOLD_WITHIN).await;
+            }
+            let allowed = self.turn(user, (0, shape), message).await?.allowed();
+            left = allowed.map(|it| Allowed { count: it.may.less(it.has).places(shape), ..it });
+            if left.is_none_or(|allowed| allowed.count >= count) {
+                return Ok(None);
+            }
+        }
+        Ok(left)
     }
 
     /// A turn to get clones of a VM with so much memory.

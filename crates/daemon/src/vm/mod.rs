@@ -29,7 +29,7 @@ use self::machine::Machine;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
-use crate::cluster::{Arrival, WorkingSet};
+use crate::cluster::{Arrival, Job, WorkingSet};
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::quotas::User;
@@ -50,6 +50,8 @@ pub struct Identity {
     pub family: String,
     /// Who began its family.
     pub user: User,
+    /// The engine's job that holds its place.
+    pub job: Option<Job>,
     /// Id and name of the VM that it was forked from.
     pub parent: Option<(String, String)>,
     /// Ids of all that it descends from, the root first: a VM in between may be forgotten.
@@ -489,6 +491,7 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         snapshot: None,
         family: "id-web".to_owned(),
         user: User::Uid(0),
+        job: None,
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
         vmid: 0,

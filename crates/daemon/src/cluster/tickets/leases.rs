@@ -12,12 +12,13 @@ use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vmfork_api::ErrorBody;
-use vmfork_cluster::allocate::{Plan, Policy};
+use vmfork_cluster::allocate::{Ask, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
 use crate::admission::{Admission, ForkAsk, ForkGrant, Lease};
 use crate::cluster::client::CallError;
 use crate::cluster::coming::Coming;
+use crate::cluster::jobs::Hold;
 use crate::cluster::member::{Member, WORD_WAIT};
 use crate::hub::{Core, chain};
 use crate::quotas::{Allowed, User};
@@ -188,6 +189,8 @@ impl Drop for Reserved {
 pub(crate) struct Allotted {
     pub(crate) here: Option<ForkGrant>,
     pub(crate) away: Vec<Reserved>,
+    /// What an engine holds for them.
+    pub(crate) hold: Option<Hold>,
     /// Why there are not as many as were asked for.
     pub(crate) refused: Option<ErrorBody>,
 }
@@ -213,7 +216,7 @@ pub(crate) async fn reserve(
     core: &Core,
     member: &Arc<Member>,
     parent: &Vm,
-    vms: u32,
+    mut vms: u32,
     message: &str,
 ) -> Allotted {
     let identity = &parent.identity;
@@ -226,7 +229,26 @@ pub(crate) async fn reserve(
         Ok(machine) => member.coming(&core.admission, identity, &machine, &mut views),
         Err(_) => Coming::default(),
     };
-    let new = |views: &[_]| Plan::new(views, vms, shape, Policy::Spread, Some(member.id()));
+    let policy = Policy::Spread;
+    let over = match core.quota_left(identity.user, (vms, shape), message).await {
+        Ok(None) => None,
+        Ok(Some(allowed)) => {
+            let wish = std::mem::replace(&mut vms, allowed.count);
+            Some(allowed.refusal(format!("{message}: {vms} of {wish} fit")))
+        }
+        Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
+    };
+    if vms == 0 {
+        return Allotted { refused: over, ..Allotted::default() };
+    }
+    let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
+    let hold = match member.hold(&ask, &views, message).await {
+        Ok(hold) => hold,
+        Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
+    };
+    let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
+    let new =
+        |views: &[_]| Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.id()));
     // Places on hosts that can't have the guest image would be of no use.
     let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
     let mut shares = new(&views).next_asks();
@@ -237,10 +259,15 @@ pub(crate) async fn reserve(
         shares = new(&views).next_asks();
     }
     let mut plan = new(&views);
-    let mut allotted = Allotted::default();
+    let mut allotted = Allotted { hold, refused: over, ..Allotted::default() };
     loop {
         let asks = plan.next_asks();
         if asks.is_empty() {
+            let short = held.as_ref().map(|held| held.short.join("; "));
+            if let Some(short) = short.filter(|short| !short.is_empty()) {
+                let error = ErrorBody::new(vmfork_api::ErrorCode::NoCapacity, message).cause(short);
+                allotted.refused.get_or_insert(error);
+            }
             return allotted;
         }
         let elsewhere = asks.iter().filter(|(host, _)| *host != member.id());
