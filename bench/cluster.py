@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from harness import places
 from harness.hosts import Hosts, hosts
@@ -15,6 +18,10 @@ from . import world as w
 
 RATE = "1gbit"
 PORT = 7072
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass
@@ -31,11 +38,40 @@ class Cluster:
         """Those of the hosts after the first."""
         return [f"h{number}" for number in range(1, count + 1)]
 
+    def all_sent_bytes(self) -> int:
+        """What all hosts have sent."""
+        return sum(map(self.sent_bytes, range(len(self.daemons))))
+
     def sent_bytes(self, number: int = 0) -> int:
         """What a host has sent since it is there."""
         argv = ["ip", "-n", self.net.names[number], "-s", "-j", "link", "show", "dev", "eth0"]
         shown = subprocess.run(argv, capture_output=True, timeout=30, check=True).stdout
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+
+def inside(net: Hosts, number: int, act: Callable[[], T]) -> T:
+    """Do something in a host's network: sockets that it makes stay there."""
+
+    def entered() -> T:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{net.names[number]}") as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        return act()
+
+    # A thread of its own, which ends.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(entered).result(60)
+
+
+def rest(world: w.World, made: Cluster, vm: w.vmfork.VM, *, empty: bool = False) -> None:
+    """Wait until nothing of what was before is under way; with ``empty`` until other hosts have none of the VM's pages any more."""
+    world.drained(vm)
+    for client in made.clients:
+        world.pool_is_full(client, made.pool)
+    if empty:
+        for client in made.clients[1:]:
+            w.eventually(lambda client=client: client.host().cache_bytes == 0, 60, "caches of earlier ones are gone", every_s=0.1)
 
 
 def _shape(net: Hosts) -> None:

@@ -255,24 +255,38 @@ def save(vm: RawVm) -> State:
 def restore(state: State, like: RawVm) -> tuple[float, float]:
     """Load it into another QEMU until its agent answers: ms to start that, ms from there."""
     begin = now_ms()
-    folder = like.folder.parent / f"target-{secrets.token_hex(4)}"
-    vm = RawVm(folder, [*like.arguments, "-incoming", "defer"])
-    try:
-        vm.qmp("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
+    with Target(like) as target:
         started = now_ms()
+        target.load(state)
+        return started - begin, now_ms() - started
+
+
+class Target:
+    """A QEMU that waits for the state of a VM like another."""
+
+    def __init__(self, like: RawVm) -> None:
+        self.folder = like.folder.parent / f"target-{secrets.token_hex(4)}"
+        self.vm = RawVm(self.folder, [*like.arguments, "-incoming", "defer"])
+        self.vm.qmp("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
+
+    def load(self, state: State) -> None:
+        """Go on from there, until the agent answers."""
         reader = state.reader()
         try:
-            vm.qmp("getfd", fd=reader, fdname="state")
+            self.vm.qmp("getfd", fd=reader, fdname="state")
         finally:
             os.close(reader)
-        vm.qmp("migrate-incoming", uri="fd:state")
-        vm.qmp.migrated()
-        vm.qmp.cont()
-        vm.agent.ping()
-        return started - begin, now_ms() - started
-    finally:
-        vm.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        self.vm.qmp("migrate-incoming", uri="fd:state")
+        self.vm.qmp.migrated()
+        self.vm.qmp.cont()
+        self.vm.agent.ping()
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.vm.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _connect(path: Path) -> socket.socket:

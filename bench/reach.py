@@ -88,6 +88,18 @@ def _remote_share(figures: Figures) -> float:
     return statistics.median(fdw[key] / none[key] for key in fdw if key in none)
 
 
+def _over_fork(name: str, how: str) -> Callable[[Figures], float]:
+    return _ratio(_p50(name, how=how), _p50(name, how="first fork"))
+
+
+def _storm(figures: Figures) -> float:
+    """Of the largest one that was measured."""
+    found = [series.p50 for series in figures.all if series.name == "storm_overhead_of_40_s" and series.values]
+    if not found:
+        raise Missing("storm_overhead_of_40_s")
+    return max(found)
+
+
 _PAUSE = _p50("pause_ms", memory="512 MiB", load="idle")
 _UNDISTURBED = _p50("pause_undisturbed_ms", memory="512 MiB", load="idle")
 
@@ -113,8 +125,9 @@ TABLE = [
     Reach("vmforkd's and QEMU's CPU time per pooled clone to running, without the guest's own", 8, True, "ms", _p50("clone_cpu_ms", qemu_start="without")),
     Reach("the same with starting its QEMU", 30, True, "ms", _p50("clone_cpu_ms", qemu_start="with")),
     Reach("32 clones have all run a command and answered", 2000, True, "ms", _p50("all_answered_ms", clones=32)),
-    Reach("guest memory fetched by an idle clone of 512 MiB", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB")),
-    Reach("private guest memory of an idle clone after 10 s", 4, True, "MiB", _p50("idle_private_MiB", memory="512 MiB")),
+    Reach("guest memory fetched by an idle clone of 512 MiB, first fork", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB", fork="first")),
+    Reach("the same, later forks", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB", fork="later")),
+    Reach("private guest memory of an idle clone after 10 s", 4, True, "MiB", _p50("idle_private_MiB", memory="512 MiB", fork="first")),
     Reach("guest memory fetched by a clone that fills 1 GiB afresh", 4, True, "%", _p50("fresh_fetched_percent", memory="2048 MiB")),
     Reach("100 live snapshots, chain: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="chain")),
     Reach("100 live snapshots, tree: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="tree")),
@@ -149,6 +162,20 @@ TABLE = [
         "the same, 8 hosts that get it in the background",
         1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background")),
     ),
+    Reach("fault on another host, beyond the link's own round trip", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon")),
+    Reach(
+        "sent for a clone on another host that fills 1 GiB afresh",
+        40, True, "MiB", _p50("afresh_sent_MiB", job="fills 1024 MiB", memory="never used"),
+    ),
+    Reach(
+        "the same, of memory that was used and given back",
+        40, True, "MiB", _p50("afresh_sent_MiB", job="fills 1024 MiB", memory="used and given back"),
+    ),
+    Reach("suspend, copy to each, resume, over a fork, to the last answer", 10, False, "", _over_fork("copying_answered_ms", "to each")),
+    Reach("the same, copied once", 10, False, "", _over_fork("copying_answered_ms", "once")),
+    Reach("bytes sent for that over those of a fork, to each", 20, False, "", _over_fork("copying_sent_MiB", "to each")),
+    Reach("the same, copied once", 20, False, "", _over_fork("copying_sent_MiB", "once")),
+    Reach("VMs that fork at once, over ready-made VMs, in 40 s", 5, True, "s", _storm),
     Reach(
         "page already touched by a sibling, over a local fault",
         0.02, True, "", _ratio(_p50("fault_us", page="touched by a sibling"), _p50("fault_us", page="fetched")),

@@ -37,6 +37,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--program", action="append", choices=[program.name for program in workloads.ALL], metavar="NAME",
         help="where programs are measured one by one, this one; repeatable",
     )
+    parser.add_argument(
+        "--storm", type=_storm, metavar="VMSxCLONESxTIMES",
+        help="how many VMs fork at once, into how many clones, how often (default 4x8x5)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default out/bench)")
     options = parser.parse_args(argv)
     if options.rounds is None:
@@ -44,6 +48,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     return options
+
+
+def _storm(text: str) -> tuple[int, int, int]:
+    parents, clones, times = (int(word) for word in text.split("x"))
+    if min(parents, clones, times) < 1:
+        raise ValueError("at least 1 of each")
+    return parents, clones, times
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     stolen_before = stolen_ms()
-    world = World(rounds=options.rounds, quick=options.quick, programs=options.program)
+    world = World(rounds=options.rounds, quick=options.quick, programs=options.program, storm=options.storm)
     run = Run(describe(places.VMFORKD), world.figures, world.notes)
     run.host["rounds"] = f"{options.rounds}{', quick' if options.quick else ''}"
     names = options.only or list(scenarios.ALL)

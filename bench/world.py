@@ -31,11 +31,20 @@ programs_bench = Path(__file__).resolve().parent / "guest"
 class World:
     """One run of the benchmark."""
 
-    def __init__(self, *, rounds: int, quick: bool, programs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rounds: int,
+        quick: bool,
+        programs: Sequence[str] | None = None,
+        storm: tuple[int, int, int] | None = None,
+    ) -> None:
         self.figures = Figures()
         self.quick = quick
         #: Names of the programs to measure, where they are measured one by one; all if ``None``.
         self.programs = programs
+        #: VMs that fork at once, into how many clones, how often.
+        self.storm = storm or ((2, 2, 2) if quick else (4, 8, 5))
         self._rounds = rounds
         self.notes: list[str] = []
         self.image = images.build()
@@ -142,6 +151,10 @@ def cpu_ms(pid: int) -> float:
     """CPU time of a process, to the nanosecond, with that of its threads that have ended."""
     clock = ~pid << 3 | 2  # CPUCLOCK_SCHED of a process: man 3 clock_getcpuclockid
     return time.clock_gettime(clock) * 1000
+
+
+def cores() -> int:
+    return os.cpu_count() or 1
 
 
 def guest_cpu_ms(pid: int) -> float:

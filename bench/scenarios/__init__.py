@@ -2,7 +2,26 @@
 
 from types import ModuleType
 
-from . import baseline, chain, clones, crowd, faults, hosts, idle, pause, snapshots, sources, stored, work
+from .. import world  # noqa: F401  (the tests' harness can be imported from then on)
+from . import (
+    afresh,
+    baseline,
+    chain,
+    clones,
+    copying,
+    crowd,
+    faults,
+    hosts,
+    idle,
+    pause,
+    remote,
+    snapshots,
+    sources,
+    stages,
+    storm,
+    stored,
+    work,
+)
 
 #: In the order in which they run and are reported.
 ALL: dict[str, ModuleType] = {
@@ -17,5 +36,10 @@ ALL: dict[str, ModuleType] = {
     "sources": sources,
     "crowd": crowd,
     "hosts": hosts,
+    "stages": stages,
+    "remote": remote,
+    "afresh": afresh,
+    "copying": copying,
+    "storm": storm,
     "baseline": baseline,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from .. import world as w
-from ..cluster import Cluster, cluster
+from ..cluster import cluster, rest
 
 TITLE = "Forks onto other hosts"
 
@@ -34,7 +34,7 @@ def _answers(world: w.World) -> None:
         w.end_all(vm.fork(4))  # pools learn the shape
         for _ in world.rounds(f"{CLONES} clones", share=SHARE):
             for hosts in (4, 1):
-                _rest(world, made, vm)
+                rest(world, made, vm)
                 begin = w.now_ms()
                 fork = vm.fork(CLONES, place="spread" if hosts == 4 else "here").raise_for_errors()
                 w.answer_all(fork)
@@ -53,7 +53,7 @@ def _starts(world: w.World) -> None:
             w.end_all(vm.fork(clones, hosts=hosts))
         for _ in world.rounds(f"{count} hosts", share=SHARE):
             for what, clones, hosts in cases:
-                _rest(world, made, vm)
+                rest(world, made, vm)
                 fork = vm.fork(clones, hosts=hosts).raise_for_errors()
                 last = max(result.ready_ms or 0.0 for result in fork.results)
                 world.figures.series("hosts_last_ready_ms", clones=what).add(last)
@@ -88,9 +88,3 @@ def _bytes(world: w.World) -> None:
 
 def _is_whole(vm: w.vmfork.VM) -> bool:
     return vm.inspect().memory.missing_pages == 0
-
-
-def _rest(world: w.World, made: Cluster, vm: w.vmfork.VM) -> None:
-    world.drained(vm)
-    for client in made.clients:
-        world.pool_is_full(client, made.pool)

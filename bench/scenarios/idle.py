@@ -16,19 +16,33 @@ IDLE_S = 10.0
 def run(world: w.World) -> None:
     for mib in world.pick((512, 2048), (512,)):
         with world.daemon(pool=2) as (_daemon, client):
-            vm = world.run(client, memory_mib=mib)
             labels = {"memory": f"{mib} MiB"}
+            for _ in world.rounds(f"idle clone of a first fork, {mib} MiB", share=0.1):
+                vm = world.run(client, memory_mib=mib)
+                _idle(world, vm, mib, {**labels, "fork": "first"})
+                vm.remove(force=True)
+            vm = world.run(client, memory_mib=mib)
+            w.end_all(vm.fork(1))
             for _ in world.rounds(f"idle clone, {mib} MiB", share=1.0 if mib == 512 else 0.2):
-                world.drained(vm)
-                fork = vm.fork(1).raise_for_errors()
-                time.sleep(IDLE_S)
-                memory = fork[0].inspect().memory
-                figures = world.figures
-                figures.series("idle_fetched_MiB", **labels).add(memory.demand_bytes / MIB)
-                figures.series("idle_fetched_percent", **labels).add(100 * memory.demand_bytes / (mib * MIB))
-                figures.series("idle_private_MiB", **labels).add(memory.private_pages / PAGES_PER_MIB)
-                w.end_all(fork)
+                _idle(world, vm, mib, {**labels, "fork": "later"})
     _fresh(world)
+
+
+def _idle(world: w.World, vm: w.vmfork.VM, mib: int, labels: dict[str, str]) -> None:
+    """What a first fork's clone and parent touch is the image's own, and comes with 15 neighbours; that of later ones was in the
+    image before, and comes with 3 or not at all. The figure has both VMs' share."""
+    world.drained(vm)
+    fork = vm.fork(1).raise_for_errors()
+    time.sleep(IDLE_S)
+    memory, parents = fork[0].inspect().memory, vm.inspect().memory
+    series = world.figures.series
+    series("idle_fetched_MiB", **labels).add(memory.demand_bytes / MIB)
+    series("idle_fetched_percent", **labels).add(100 * memory.demand_bytes / (mib * MIB))
+    series("idle_private_MiB", **labels).add(memory.private_pages / PAGES_PER_MIB)
+    series("idle_faults", who="clone", **labels).add(memory.faults.fetch)
+    if labels["fork"] == "first":
+        series("idle_faults", who="parent", **labels).add(parents.faults.fetch)
+    w.end_all(fork)
 
 
 def _fresh(world: w.World) -> None:

@@ -11,13 +11,13 @@ import vmfork
 
 from . import places
 
-SOURCES = [places.ROOT / "tests" / "guest", places.ROOT / "bench" / "guest"]
+SOURCES = [places.ROOT / "tests" / "guest", places.ROOT / "bench" / "guest", places.ROOT / "bench" / "host"]
 
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread"]
 
 
 def build(name: str) -> Path:
-    """The program, compiled from a `guest/NAME.c`; kept until the source changes."""
+    """The program, compiled from a `NAME.c`; kept until the source changes. Static, so that it runs on hosts, too."""
     (source,) = [folder / f"{name}.c" for folder in SOURCES if (folder / f"{name}.c").exists()]
     return _compile([source], FLAGS)
 
