@@ -80,6 +80,10 @@ pub struct Flags {
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub clone_growth_percent: u8,
 
+    /// How pages get to clones on other hosts
+    #[arg(long, value_name = "FORM", env = "VMFORK_PAGE_TRANSFER", value_enum, default_value_t)]
+    pub page_transfer: PageTransfer,
+
     /// How many VMs a family may have for its guests to get more by tickets; forks from outside may go beyond
     #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VMS_MAX", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(1..))]
@@ -112,6 +116,27 @@ pub struct Flags {
     pub libdir: Option<PathBuf>,
 }
 
+/// How pages get to clones on other hosts. What a host sends and what it asks for both go by its own setting.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum PageTransfer {
+    /// Once to all who need them, where several are heard to listen; else from whoever has them
+    #[default]
+    Auto,
+    /// From the parent's host, to each alone
+    Unicast,
+    /// From whoever has them
+    Swarm,
+    /// Once to all who need them, where that is heard; else from whoever has them
+    Multicast,
+}
+
+impl PageTransfer {
+    /// Whether groups are used at all.
+    pub fn is_multicast(self) -> bool {
+        matches!(self, Self::Auto | Self::Multicast)
+    }
+}
+
 /// The settings, checked. All paths are absolute.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -130,6 +155,7 @@ pub struct Config {
     pub memory_reserve_bytes: u64,
     /// 1 to 100.
     pub clone_growth_percent: u8,
+    pub page_transfer: PageTransfer,
     /// VMs that guests may make of a family.
     pub family_vms_max: u32,
     /// 1 to 100.
@@ -240,6 +266,7 @@ impl Flags {
             qemu_uid_base: self.qemu_uid_base,
             memory_reserve_bytes,
             clone_growth_percent: self.clone_growth_percent,
+            page_transfer: self.page_transfer,
             family_vms_max: self.family_vms_max,
             family_memory_percent: self.family_memory_percent,
             quotas: quotas::bounds(&self.quota)?,

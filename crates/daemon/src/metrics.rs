@@ -96,6 +96,8 @@ pub enum Role {
     Demand,
     /// Nobody does.
     Ahead,
+    /// All who need them get them at once.
+    All,
 }
 
 /// What went between hosts for one [`Role`].

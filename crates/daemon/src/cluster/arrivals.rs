@@ -193,6 +193,11 @@ impl Arrivals {
         self.all().iter().filter_map(|(_, arrival)| arrival.upgrade()).collect()
     }
 
+    /// Of all VMs here that came of other hosts' snapshots, whatever they were frozen into since.
+    pub(super) fn engines(&self) -> Vec<Arc<Engine>> {
+        self.living().iter().flat_map(|arrival| arrival.engines()).collect()
+    }
+
     /// What has come since needs no promise any more, and what could not be had is tried again.
     pub(super) fn look(&self) {
         self.keep_promises();

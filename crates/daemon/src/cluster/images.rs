@@ -252,6 +252,11 @@ impl Images {
         inner.arrived.keys().copied().collect()
     }
 
+    /// An image of another host that is open here.
+    pub(super) fn arrived(&self, name: ImageName) -> Option<Arc<HostImage>> {
+        self.inner().arrived(name)
+    }
+
     /// A host has said which snapshots VMs there came of.
     pub(crate) fn heard(&self, now: Instant, host: u64, snapshots: BTreeSet<ImageName>) {
         self.inner().loans.heard(now, host, snapshots);

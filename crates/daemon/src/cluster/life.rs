@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use vmfork_cluster::allocate::Tally;
 use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
-use vmfork_transfer::{AheadCounters, Counter, PageService, ServiceLimits};
+use vmfork_transfer::{AheadCounters, Counter, Groups, PageService, Pages, ServiceLimits};
 
 use super::Cluster;
 use super::jobs;
@@ -43,6 +43,8 @@ pub(super) struct Life {
     pub(super) records: Records,
     pub(super) tokens: Mutex<Tokens>,
     service: PageService,
+    /// Where pages are sent to all who need them.
+    groups: Option<Arc<Groups>>,
     pub(super) callers: Arc<Callers>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -87,14 +89,10 @@ impl Life {
         let roster = Roster::new(of.members);
         let tls = Arc::new(Tls::new(of.identity, &of.authority, roster.clone())?);
         let (api, pages) = (tls.client(API_PROTOCOL)?, tls.client(PAGES_PROTOCOL)?);
-        let member = Arc::new(Member::new(
-            id,
-            cluster.epoch,
-            roster,
-            api,
-            pages,
-            jobs::allocator(cluster, id),
-        ));
+        let form = cluster.core().map(|core| core.config.page_transfer).unwrap_or_default();
+        let (by, allocator) = ((form, pages_at.ip()), jobs::allocator(cluster, id));
+        let member = Member::new(id, cluster.epoch, roster, api, pages, allocator, by);
+        let member = Arc::new(member);
         member.roster.change(|book| book.begin(member.now()));
         let listener = TcpListener::bind(api_at)
             .await
@@ -102,6 +100,8 @@ impl Life {
         let refused = |source| BeginError::Pages { address: pages_at, source };
         let for_pages = StdListener::bind(pages_at).map_err(refused)?;
         let served = Arc::new(Served(Arc::clone(&member)));
+        let pages: Arc<dyn Pages> = Arc::clone(&served) as Arc<dyn Pages>;
+        let groups = member.ears().send_from(pages_at, pages);
         let service = PageService::start(
             for_pages,
             tls.server(&[PAGES_PROTOCOL])?,
@@ -116,6 +116,7 @@ impl Life {
             records: Records::new(folder),
             tokens: Mutex::new(tokens),
             service,
+            groups,
             callers: Arc::default(),
             stop,
             tasks: Mutex::default(),
@@ -138,7 +139,10 @@ impl Life {
         for task in tasks {
             let _panicked = task.await;
         }
-        tokio::task::block_in_place(|| self.service.stop());
+        tokio::task::block_in_place(|| {
+            self.groups.iter().for_each(|groups| groups.stop());
+            self.service.stop()
+        });
         self.records.close()
     }
 
@@ -165,7 +169,11 @@ impl Life {
         let roles = sides.map(|(side, all, ahead)| {
             [(side, Role::Demand, all.less(ahead)), (side, Role::Ahead, ahead)]
         });
-        roles.into_iter().flatten().collect()
+        let to_all = self.groups.iter().map(|groups| {
+            let sent = groups.counters();
+            (Side::Served, Role::All, of(&sent.datagrams, &sent.pages, &sent.bytes))
+        });
+        roles.into_iter().flatten().chain(to_all).collect()
     }
 
     /// Say nothing of its own accord any more.
@@ -275,6 +283,7 @@ async fn beat(
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
         life.service.keep(is_member);
+        life.groups.iter().for_each(|groups| groups.keep(is_member));
         // Ends engines, and looks up addresses.
         tokio::task::block_in_place(|| {
             life.member.images.expire(Instant::now(), is_member);
@@ -290,7 +299,9 @@ async fn beat(
             let arrivals = &life.member.arrivals;
             tokio::task::block_in_place(|| {
                 arrivals.look();
-                arrivals.allow_prefetch(!core.is_short_of_memory());
+                let has_room = !core.is_short_of_memory();
+                arrivals.allow_prefetch(has_room);
+                life.member.ears().allow(has_room);
             });
         }
         let (now, room) = (life.member.now(), room(&core));

@@ -1,7 +1,7 @@
 //! This host as a member of a cluster: who the others are, how to call them, what is lent to them and what they hold.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,7 +16,9 @@ use vmfork_cluster::{
     Roster,
 };
 use vmfork_image::{ImageName, PageRange, PageSource};
-use vmfork_transfer::{Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency, Wanted};
+use vmfork_transfer::{
+    Invitation, Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency, Wanted,
+};
 
 use super::arrivals::Arrivals;
 use super::client::Peer;
@@ -25,11 +27,13 @@ use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
 use super::jobs::{JobNews, Jobs};
 use super::life::room;
+use super::multicast::Ears;
 use super::orders::Orders;
 use super::quotas::Keeper;
 use super::receive::Engines;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Leases, Lines};
+use crate::config::PageTransfer;
 use crate::hub::{Core, chain};
 
 /// How long another host may take to say something that it need not work for.
@@ -66,7 +70,7 @@ pub(crate) struct Member {
     pub(super) images: Arc<Images>,
     pub(super) engines: Engines,
     sources: Sources,
-    pub(super) arrivals: Arrivals,
+    pub(super) arrivals: Arc<Arrivals>,
     /// To the hosts of tickets' parents and clones.
     pub(super) lines: Lines,
     /// What is set aside for other hosts' tickets.
@@ -109,17 +113,21 @@ impl Member {
         api: Arc<ClientConfig>,
         pages: Arc<ClientConfig>,
         allocator: Arc<dyn Allocator>,
+        (form, address): (PageTransfer, IpAddr),
     ) -> Self {
+        let images = Arc::new(Images::new(id.get(), epoch));
+        let arrivals = Arc::new(Arrivals::default());
+        let ears = Ears::new(form, address, &images, &arrivals);
         Self {
             id,
             roster,
             began: Instant::now(),
             api,
             pages,
-            images: Arc::new(Images::new(id.get(), epoch)),
+            images,
             engines: Engines::default(),
-            sources: Sources::new(id),
-            arrivals: Arrivals::default(),
+            sources: Sources::new(id, ears),
+            arrivals,
             lines: Lines::default(),
             leases: Leases::default(),
             orders: Mutex::default(),
@@ -213,6 +221,10 @@ impl Member {
         first: HostId,
     ) -> Arc<dyn PageSource> {
         self.sources.source(image, pages, first, &self.page_peers())
+    }
+
+    pub(super) fn ears(&self) -> &Ears {
+        self.sources.ears()
     }
 
     /// Pages come from members alone, and from new ones, too.
@@ -422,6 +434,10 @@ impl Pages for Served {
             NotRead::Absent => Refusal::new(RefusalKind::NotHere, "they have not come here (yet)"),
             NotRead::Lost(lost) => Refusal::new(RefusalKind::PageLost, lost.to_string()),
         })
+    }
+
+    fn invite(&self, member: u64, image: ImageName) -> Result<Invitation, Refusal> {
+        self.0.ears().invite(member, image)
     }
 
     fn own(

@@ -22,6 +22,7 @@ mod jobs;
 mod life;
 mod loans;
 mod member;
+mod multicast;
 mod operations;
 mod orders;
 mod place;

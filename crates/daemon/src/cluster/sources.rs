@@ -3,7 +3,8 @@
 //! ```text
 //!   a descriptor ──► source ──► a PeerSource ──► its Swarm: whoever has the page    } of all members,
 //!   heartbeats ────► heard ──► who has it open ──►┘                                 } as tend has them
-//!                                            └──► Holders: who told of it, who froze it
+//!                                            ├──► Holders: who told of it, who froze it
+//!                                            └──► its group, if pages are sent to all
 //! ```
 
 use std::collections::{BTreeSet, HashMap};
@@ -11,7 +12,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageSource};
-use vmfork_transfer::{Holders, Peer, PeerSource, Swarm, SwarmConfig, SwarmMember};
+use vmfork_transfer::{Holders, Listener, Peer, PeerSource, Swarm, SwarmConfig, SwarmMember};
+
+use super::multicast::Ears;
+use crate::config::PageTransfer;
 
 /// A member's page service.
 pub(super) type PagePeer = (HostId, Arc<Peer>);
@@ -20,6 +24,7 @@ pub(super) type PagePeer = (HostId, Arc<Peer>);
 #[derive(Debug)]
 pub(super) struct Sources {
     own: HostId,
+    ears: Ears,
     known: Mutex<HashMap<ImageName, Known>>,
 }
 
@@ -28,11 +33,13 @@ struct Known {
     /// Who told of it, and who froze it.
     holders: Arc<Holders>,
     swarm: Arc<Swarm>,
+    /// While pages are sent to all who need them, and some lack here.
+    group: Option<Arc<Listener>>,
 }
 
 impl Sources {
-    pub(super) fn new(own: HostId) -> Self {
-        Self { own, known: Mutex::default() }
+    pub(super) fn new(own: HostId, ears: Ears) -> Self {
+        Self { own, ears, known: Mutex::default() }
     }
 
     /// Those whose image is still open.
@@ -60,6 +67,7 @@ impl Sources {
         let known = known.entry(image).or_insert_with(|| Known {
             holders: Arc::new(Holders::new([])),
             swarm: Arc::new(Swarm::new(image, pages, own, SwarmConfig::default())),
+            group: None,
         });
         let mut all = known.holders.peers();
         for peer in named {
@@ -71,7 +79,22 @@ impl Sources {
         known.swarm.set_members(swarm_members(image, members));
         known.swarm.heard(vmfork_transfer::HostId(first.get()), true);
         let source = PeerSource::new(image, Arc::clone(&known.holders));
-        Arc::new(source.with_swarm(Arc::clone(&known.swarm)))
+        if self.ears.form() == PageTransfer::Unicast {
+            return Arc::new(source);
+        }
+        let source = source.with_swarm(Arc::clone(&known.swarm));
+        if known.group.as_ref().is_none_or(|group| group.is_over()) {
+            let origin = members.iter().find(|(host, _)| host.get() == image.host);
+            known.group = origin.and_then(|(_, origin)| self.ears.listen(image, pages, origin));
+        }
+        match &known.group {
+            Some(group) => Arc::new(source.with_group(Arc::clone(group))),
+            None => Arc::new(source),
+        }
+    }
+
+    pub(super) fn ears(&self) -> &Ears {
+        &self.ears
     }
 
     /// A member has said which images it has open.

@@ -84,6 +84,7 @@ fn config(folder: &Path, quotas: Bounds) -> Config {
         tcp: None,
         pool: 0,
         fill_unit_pages: 16,
+        page_transfer: crate::config::PageTransfer::default(),
         qemu: folder.join("no-qemu"),
         qemu_uid_base: 1_879_100_000,
         memory_reserve_bytes: 0,

@@ -298,15 +298,59 @@ impl Engine {
     /// # Errors
     /// The host is out of memory.
     pub fn insert(&self, range: PageRange, bytes: &[u8]) -> io::Result<u64> {
+        self.put(range, range, bytes, |image, run, _| {
+            image.counters.prefetched_bytes.add(run.byte_len());
+        })
+    }
+
+    /// The same with pages of image `owner`, which another host sent though nobody here had asked for them: those that are another's
+    /// by the engine's table are left out.
+    ///
+    /// # Errors
+    /// As [`Engine::insert`].
+    pub fn insert_from_peer(
+        &self,
+        owner: ImageId,
+        range: PageRange,
+        bytes: &[u8],
+    ) -> io::Result<u64> {
+        let Some(table) = self.image().table() else { return Ok(0) };
+        let owned = self.image().with_ancestors().into_iter().find(|image| image.id() == owner);
+        let Some(owned) = owned else { return Ok(0) };
+        let runs = table.runs(range.intersect(&table.range()));
         let mut came = 0;
-        for (image, run) in self.image().places(range) {
+        for (run, _) in runs.filter(|(_, source)| *source == Source::Image(owner)) {
+            came += self.put(run, range, bytes, |image, run, part| {
+                let len = run.byte_len();
+                image.counters.prefetched_bytes.add(len);
+                image.counters.from_peer_bytes.add(len);
+                image.counters.from_peer_ahead_bytes.add(len);
+                // All that descends from it finds it there, also when the other host is asked no more.
+                if image.id() != owner {
+                    owned.keep(run, part);
+                }
+            })?;
+        }
+        Ok(came)
+    }
+
+    /// Of `range`, which has these bytes, the pages of `part`. `each` is told of what came, and into whose cache.
+    fn put(
+        &self,
+        part: PageRange,
+        range: PageRange,
+        bytes: &[u8],
+        each: impl Fn(&HostImage, PageRange, &[u8]),
+    ) -> io::Result<u64> {
+        let mut came = 0;
+        for (image, run) in self.image().places(part) {
             let from = usize::try_from(run.byte_offset() - range.byte_offset());
             let len = usize::try_from(run.byte_len());
             let part = from.ok().zip(len.ok()).and_then(|(from, len)| bytes.get(from..from + len));
             let part = part.ok_or(io::ErrorKind::InvalidInput)?;
             image.cache().write(run, part)?;
             image.cache().presence().set(run);
-            image.counters.prefetched_bytes.add(run.byte_len());
+            each(&image, run, part);
             came += run.len();
             let _ended = self.send(Command::PagesCame { image, range: run });
         }

@@ -1,0 +1,185 @@
+//! Pages that other hosts send to all who need them: what of them this host's caches take, and when it listens at all.
+//!
+//! ```text
+//!   source ──► Ears::listen ──► a Listener, if the setting allows ──► Shelf: engines of VMs here that lack the pages
+//!   Served ──► Member::invite ──► Groups, while this host is a member
+//! ```
+//!
+//! Promises: no page enters a cache but of an image that VMs here came of, where they will look for it and lack it: for that its memory
+//! was promised when they came ([`super::arrivals`]).
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use vmfork_image::{ImageName, PageRange};
+use vmfork_memory::{Engine, HostImage};
+use vmfork_transfer::{
+    Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig, Pages, Peer, Refusal,
+    RefusalKind,
+};
+
+use super::arrivals::Arrivals;
+use super::images::Images;
+use crate::config::PageTransfer;
+
+/// Where a group is used only if it pays: from so many hosts on that hear it, the one that froze the image among them not counted.
+/// Two give each other half of what they need.
+const AUTO_LISTENERS: u64 = 3;
+/// How long after its source an image may be opened, and an engine have it.
+const OPENED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Of one host.
+#[derive(Debug)]
+pub(super) struct Ears {
+    form: PageTransfer,
+    /// At which interface; `None`: there is no multicast here.
+    own: Option<Ipv4Addr>,
+    images: Arc<Images>,
+    arrivals: Arc<Arrivals>,
+    /// The host has memory for what nobody asked for.
+    has_room: Arc<AtomicBool>,
+    groups: OnceLock<Weak<Groups>>,
+}
+
+impl Ears {
+    pub(super) fn new(
+        form: PageTransfer,
+        own: IpAddr,
+        images: &Arc<Images>,
+        arrivals: &Arc<Arrivals>,
+    ) -> Self {
+        let own = match own {
+            IpAddr::V4(own) if form.is_multicast() => Some(own),
+            _ => None,
+        };
+        Self {
+            form,
+            own,
+            images: Arc::clone(images),
+            arrivals: Arc::clone(arrivals),
+            has_room: Arc::new(AtomicBool::new(true)),
+            groups: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn form(&self) -> PageTransfer {
+        self.form
+    }
+
+    /// Send to groups from `at`, by UDP. `None`: that is not to be, or can't.
+    pub(super) fn send_from(&self, at: SocketAddr, pages: Arc<dyn Pages>) -> Option<Arc<Groups>> {
+        let own = self.own?;
+        let at = SocketAddrV4::new(own, at.port());
+        match Groups::start(at, GroupsConfig::default(), pages) {
+            Ok(groups) => {
+                let groups = Arc::new(groups);
+                let _first = self.groups.set(Arc::downgrade(&groups));
+                Some(groups)
+            }
+            Err(error) => {
+                tracing::warn!(%at, %error, "no pages are sent by multicast");
+                None
+            }
+        }
+    }
+
+    /// A member wants to hear the group of an image that this host froze.
+    ///
+    /// # Errors
+    /// There is none, and there won't be.
+    pub(super) fn invite(&self, member: u64, image: ImageName) -> Result<Invitation, Refusal> {
+        let no_groups =
+            || Refusal::new(RefusalKind::BadRequest, "this host does not send by multicast");
+        let groups = self.groups.get().and_then(Weak::upgrade).ok_or_else(no_groups)?;
+        let unknown =
+            || Refusal::new(RefusalKind::UnknownImage, "it was not frozen here, or is gone");
+        let known = self.images.asked(image, PageRange::first(0), false);
+        let known = known.filter(|image| image.is_own).ok_or_else(unknown)?;
+        groups.invite(member, image, known.pages)
+    }
+
+    /// Hear the group of an image, which `origin` froze.
+    pub(super) fn listen(
+        &self,
+        image: ImageName,
+        pages: u64,
+        origin: &Arc<Peer>,
+    ) -> Option<Arc<Listener>> {
+        let own = self.own?;
+        let shelf = Arc::new(Shelf {
+            name: image,
+            images: Arc::clone(&self.images),
+            arrivals: Arc::clone(&self.arrivals),
+            has_room: Arc::clone(&self.has_room),
+            began: Instant::now(),
+        });
+        let listeners_min = match self.form {
+            PageTransfer::Auto => AUTO_LISTENERS,
+            _ => 1,
+        };
+        let config = ListenerConfig { listeners_min, ..ListenerConfig::default() };
+        let listener = Listener::start(image, pages, own, Arc::clone(origin), shelf, config);
+        let unheard = |error: &std::io::Error| {
+            tracing::warn!(%image, %error, "what is sent by multicast is not heard");
+        };
+        listener.inspect_err(unheard).ok().map(Arc::new)
+    }
+
+    /// What nobody asked for is taken, or not.
+    pub(super) fn allow(&self, allow: bool) {
+        self.has_room.store(allow, Ordering::Relaxed);
+    }
+}
+
+/// The caches that VMs here find pages of one image of another host in.
+#[derive(Debug)]
+struct Shelf {
+    name: ImageName,
+    images: Arc<Images>,
+    arrivals: Arc<Arrivals>,
+    has_room: Arc<AtomicBool>,
+    began: Instant,
+}
+
+impl Shelf {
+    /// The image, and the engines of VMs that may need its pages.
+    fn needed(&self) -> Option<(Arc<HostImage>, Vec<Arc<Engine>>)> {
+        let image = self.images.arrived(self.name)?;
+        let names = |engine: &Arc<Engine>| {
+            engine.image().table().is_some_and(|table| table.owners().get(image.id()) > 0)
+        };
+        let engines = self.arrivals.engines().into_iter().filter(names).collect();
+        Some((image, engines))
+    }
+}
+
+impl HeardPages for Shelf {
+    fn take(&self, range: PageRange, bytes: &[u8]) -> u64 {
+        if !self.has_room.load(Ordering::Relaxed) {
+            return 0;
+        }
+        let Some((image, engines)) = self.needed() else { return 0 };
+        let mut came = 0;
+        for engine in engines {
+            match engine.insert_from_peer(image.id(), range, bytes) {
+                Ok(pages) => came += pages,
+                Err(error) => tracing::warn!(image = %self.name, %error, "keep what was heard"),
+            }
+        }
+        came
+    }
+
+    fn lacks(&self) -> bool {
+        match self.needed() {
+            Some((_, engines)) if !engines.is_empty() => {
+                engines.iter().any(|engine| engine.image().missing_pages() > 0)
+            }
+            _ => self.began.elapsed() < OPENED_WITHIN,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

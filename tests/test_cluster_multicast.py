@@ -1,0 +1,123 @@
+"""Pages that are sent once to all hosts that need them: three hosts, joined by a bridge that floods multicast unless it is told not to."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import vmfork
+
+from harness import metrics
+from harness.cluster import Cluster, cluster_of
+from harness.metrics import Between
+from harness.waits import eventually
+
+MIB = 1 << 20
+DATA_MIB = 60
+#: What the parent's host sends beside pages: heartbeats, descriptors, answers.
+SLACK_BYTES = 6 * MIB
+
+READ = "sha256sum /dev/shm/data"
+
+
+@pytest.fixture(scope="module")
+def made(image: str) -> Iterator[Cluster]:
+    with cluster_of(3, image, ["--page-transfer", "multicast"]) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(made: Cluster) -> Iterator[Cluster]:
+    yield made
+    made.clear()
+
+
+@pytest.fixture
+def parent(cluster: Cluster, image: str) -> vmfork.VM:
+    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
+    return vm
+
+
+class Sent:
+    """What the parent's host sends from now on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.before = (cluster.net.sent(0), metrics.read(cluster.daemons[0]))
+
+    def bytes(self) -> int:
+        return self.cluster.net.sent(0) - self.before[0]
+
+    def _pages(self, *roles: str) -> float:
+        between = Between(self.before[1], metrics.read(self.cluster.daemons[0]))
+        return sum(between.value("vmfork_transfer_pages_total", side="served", role=role) for role in roles)
+
+    def pages_to_all(self) -> float:
+        return self._pages("all")
+
+    def pages_to_one(self) -> float:
+        return self._pages("demand", "ahead")
+
+
+def read_at_once(clones: vmfork.ForkResult, expected: bytes) -> None:
+    with ThreadPoolExecutor(len(clones)) as threads:
+        read = list(threads.map(lambda clone: clone.exec(READ, check=True, timeout_s=120).stdout, clones))
+    assert read == [expected] * len(clones)
+
+
+def needed(clones: vmfork.ForkResult) -> int:
+    """The most bytes that came to one of the hosts."""
+    return max(clone.inspect().memory.source.peer for clone in clones)
+
+
+@pytest.mark.limit(240)
+def test_what_two_hosts_bring_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
+    expected = parent.exec(READ, check=True).stdout
+    sent = Sent(cluster)
+    fork = parent.fork(2, hosts=["h1", "h2"], hydrate_mib_per_s=1000).raise_for_errors()
+    eventually(lambda: not any(clone.inspect().memory.missing_pages for clone in fork), 120, "all have all pages")
+    in_all, came = sent.bytes(), needed(fork)
+    assert came > DATA_MIB * MIB
+    assert sent.pages_to_all() > 0.7 * came / 4096, "most was sent another way"
+    assert in_all < 1.2 * came + SLACK_BYTES, f"the parent's host sent {in_all >> 20} MiB of the {came >> 20} MiB that each of two needed"
+    read_at_once(fork, expected)
+
+
+@pytest.mark.limit(240)
+def test_what_vms_of_two_hosts_read_at_once_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
+    expected = parent.exec(READ, check=True).stdout
+    sent = Sent(cluster)
+    fork = parent.fork(2, hosts=["h1", "h2"]).raise_for_errors()
+    read_at_once(fork, expected)
+    assert sent.pages_to_all() > 0.5 * DATA_MIB * MIB / 4096, "most was sent another way"
+    in_all, came = sent.bytes(), needed(fork)
+    assert in_all < 1.5 * came + SLACK_BYTES, f"the parent's host sent {in_all >> 20} MiB of the {came >> 20} MiB that each of two needed"
+
+
+def flood(cluster: Cluster, number: int, *, on: bool) -> None:
+    """Whether the switch hands multicast on to a host."""
+    switch = cluster.net.switch
+    inside = ["nsenter", f"--net=/run/netns/{switch}", "bridge", "link", "set", "dev", f"p{number}"]
+    words = ["mcast_flood", "on" if on else "off"]
+    # Without looking into what hosts have joined.
+    subprocess.run(["ip", "-n", switch, "link", "set", "br0", "type", "bridge", "mcast_snooping", "0"], timeout=30, check=True)
+    subprocess.run([*inside, *words], timeout=30, check=True)
+
+
+@pytest.mark.limit(240)
+def test_a_host_that_no_multicast_reaches_gets_all_pages_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
+    expected = parent.exec(READ, check=True).stdout
+    flood(cluster, 2, on=False)
+    try:
+        sent = Sent(cluster)
+        fork = parent.fork(2, hosts=["h1", "h2"]).raise_for_errors()
+        read_at_once(fork, expected)
+        assert sent.pages_to_all() > 0.5 * DATA_MIB * MIB / 4096, "h1 hears it"
+        assert sent.pages_to_one() > 0.9 * DATA_MIB * MIB / 4096, "h2 does not, or so it should be"
+        (deaf,) = [clone for clone, result in zip(fork, fork.results, strict=True) if result.host == "h2"]
+        assert deaf.inspect().memory.source.peer > DATA_MIB * MIB
+    finally:
+        flood(cluster, 2, on=True)
