@@ -13,7 +13,7 @@ import vmfork
 
 from harness import places
 from harness.cluster import Cluster, cluster_of
-from harness.waits import eventually
+from harness.waits import eventually, stays
 
 PROGRAM = Path(__file__).parent / "guest" / "away.py"
 QUOTA = 6
@@ -68,6 +68,20 @@ def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image:
     for clone in spare:
         clone.remove(force=True)
     eventually(lambda: live(cluster) == 2, 20, "the ticket's clones are gone")
+    stays(lambda: live(cluster) == 2, 2, "all hosts have told that")
+
+    # Whichever host counted: when one is gone the other does, and what was there still counts.
+    cluster.daemons[1].kill()
+    fork = eventually(lambda: unless_nobody_counts(parent), 60, "the other host counts", every_s=1)
+    assert sum(not result.error for result in fork.results) == QUOTA - 2, fork.results
+
+
+def unless_nobody_counts(vm: vmfork.VM) -> vmfork.ForkResult | None:
+    try:
+        return vm.fork(8, place="here")
+    except vmfork.HostError as error:
+        assert "can't be told now" in str(error)
+        return None
 
 
 def outcome(vm: vmfork.VM) -> object:

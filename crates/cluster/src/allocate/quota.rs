@@ -9,7 +9,7 @@
 //! once what it gave. All hosts hear what each has of whom, so that any can be the next keeper. So users never get beyond
 //! their quota, whoever asks when, as long as there is one keeper: one that has just become it first hears all others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -60,6 +60,16 @@ impl Amount {
     #[must_use]
     pub fn less(self, other: Self) -> Self {
         Self { vms: self.vms.saturating_sub(other.vms), room: self.room.less(other.room) }
+    }
+
+    /// Of each the greater.
+    #[must_use]
+    fn most(self, other: Self) -> Self {
+        let room = Room {
+            memory_bytes: self.room.memory_bytes.max(other.room.memory_bytes),
+            vcpus: self.room.vcpus.max(other.room.vcpus),
+        };
+        Self { vms: self.vms.max(other.vms), room }
     }
 
     /// How many VMs of a shape fit.
@@ -119,8 +129,10 @@ pub struct QuotaAnswer {
 pub struct Tally {
     pub life: u32,
     pub number: u64,
-    /// Of whom nothing is said it has nothing; `None`: it is just asking for more.
-    pub users: BTreeMap<String, Option<Amount>>,
+    /// Of whom nothing is said it has nothing.
+    pub users: BTreeMap<String, Amount>,
+    /// For whom it is just asking for more: what it has may be more than that by now.
+    pub asking: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -185,11 +197,12 @@ impl Counts {
             return;
         }
         told.number = Some(tally.number);
-        let asks = |user: &String| tally.users.get(user) == Some(&None);
+        let asks = |user: &String| tally.asking.contains(user);
         told.users.retain(|user, (number, _)| *number > tally.number || asks(user));
         for (user, has) in tally.users.iter().take(USERS_MAX) {
-            if let Some(has) = has {
-                told.users.entry(user.clone()).or_insert((tally.number, *has));
+            let (number, known) = told.users.entry(user.clone()).or_insert((tally.number, *has));
+            if *number <= tally.number {
+                (*number, *known) = (tally.number, known.most(*has));
             }
         }
     }
@@ -212,9 +225,13 @@ mod tests {
         QuotaAsk { user: "u".into(), life: 1, number, has, count, shape: SHAPE }
     }
 
-    fn tally(number: u64, has: Option<u32>) -> Tally {
-        let has = has.map(|has| Amount::of(has, SHAPE));
-        Tally { life: 1, number, users: BTreeMap::from([("u".to_owned(), has)]) }
+    fn tally(number: u64, has: u32) -> Tally {
+        let users = BTreeMap::from([("u".to_owned(), Amount::of(has, SHAPE))]);
+        Tally { life: 1, number, users, asking: BTreeSet::new() }
+    }
+
+    fn tally_while_asking(number: u64, has: u32) -> Tally {
+        Tally { asking: BTreeSet::from(["u".to_owned()]), ..tally(number, has) }
     }
 
     const TEN: Amount = Amount { vms: 10, ..Amount::ALL };
@@ -229,7 +246,7 @@ mod tests {
         assert_eq!(take(&mut counts, 2, ask(1, 0, 7)), 3);
         let answer = counts.take(host(3), &ask(1, 0, 1), TEN);
         assert_eq!((answer.count, answer.has, answer.may), (0, Amount::of(10, SHAPE), TEN));
-        counts.heard(host(1), &tally(2, Some(2)));
+        counts.heard(host(1), &tally(2, 2));
         assert_eq!(take(&mut counts, 3, ask(2, 0, 20)), 5);
         counts.keep(|id| id != host(2));
         assert_eq!(take(&mut counts, 3, ask(3, 5, 20)), 3);
@@ -243,18 +260,32 @@ mod tests {
     fn what_is_told_late_takes_nothing_back_that_was_given_since() {
         let mut counts = Counts::default();
         assert!(!counts.has_heard(host(1)));
-        counts.heard(host(1), &tally(3, Some(0)));
+        counts.heard(host(1), &tally(3, 0));
         assert!(counts.has_heard(host(1)));
         assert_eq!(counts.take(host(1), &ask(5, 0, 6), TEN).count, 6);
-        counts.heard(host(1), &tally(4, Some(0)));
-        counts.heard(host(1), &tally(6, None));
+        counts.heard(host(1), &tally(4, 0));
+        counts.heard(host(1), &tally_while_asking(6, 0));
         assert_eq!(counts.take(host(2), &ask(1, 0, 9), TEN).count, 4);
-        counts.heard(host(1), &tally(8, Some(1)));
-        counts.heard(host(1), &tally(7, Some(6)));
+        counts.heard(host(1), &tally(8, 1));
+        counts.heard(host(1), &tally(7, 6));
         assert_eq!(counts.take(host(2), &ask(2, 4, 9), TEN).count, 5);
+        counts.heard(host(1), &Tally { life: 1, number: 12, ..Tally::default() });
+        counts.heard(host(1), &tally(11, 6));
+        assert_eq!(counts.take(host(2), &ask(3, 5, 9), TEN).count, 5, "what has ended since");
         // A daemon that begins anew has nothing.
         counts.heard(host(1), &Tally { life: 2, ..Tally::default() });
-        assert_eq!(counts.take(host(2), &ask(3, 9, 9), TEN).count, 1);
+        assert_eq!(counts.take(host(2), &ask(4, 9, 9), TEN).count, 1);
+    }
+
+    #[test]
+    fn a_new_keeper_hears_what_there_is_also_of_those_who_ask() {
+        let mut counts = Counts::default();
+        counts.heard(host(1), &tally_while_asking(4, 7));
+        assert_eq!(counts.take(host(2), &ask(1, 0, 9), TEN).count, 3);
+        // It had got more from the keeper before than it had told this one.
+        counts.heard(host(1), &tally_while_asking(5, 8));
+        assert_eq!(counts.take(host(2), &ask(2, 0, 9), TEN).count, 2);
+        assert_eq!(counts.take(host(1), &ask(3, 8, 9), TEN).count, 0);
     }
 
     #[test]
@@ -314,8 +345,8 @@ mod tests {
                     1 => it.has += it.asking.take().unwrap_or(0),
                     2 => {
                         it.number += 1;
-                        let has = it.asking.is_none().then_some(it.has);
-                        it.tallies.push(tally(it.number, has));
+                        let make = if it.asking.is_none() { tally } else { tally_while_asking };
+                        it.tallies.push(make(it.number, it.has));
                     }
                     3 if !it.tallies.is_empty() => {
                         let tally = it.tallies.swap_remove(index.index(it.tallies.len()));
@@ -330,7 +361,7 @@ mod tests {
             }
             for (n, it) in hosts.iter_mut().enumerate() {
                 (it.has, it.asking) = (0, None);
-                counts.heard(host(n as u64 + 1), &tally(it.number + 1, Some(0)));
+                counts.heard(host(n as u64 + 1), &tally(it.number + 1, 0));
             }
             prop_assert_eq!(counts.take(host(9), &ask(1, 0, 10), TEN).count, 10);
         }

@@ -16,7 +16,7 @@
 mod parse;
 mod user;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -147,10 +147,9 @@ impl Quotas {
         let mut state = self.state();
         state.number += 1;
         let has = admission.of_users().into_iter();
-        let mut users: BTreeMap<String, _> =
-            has.map(|(user, has)| (user.to_string(), Some(has))).collect();
-        users.extend(state.busy.iter().map(|user| (user.to_string(), None)));
-        Tally { life: self.life, number: state.number, users }
+        let users = has.map(|(user, has)| (user.to_string(), has)).collect();
+        let asking = state.busy.iter().map(User::to_string).collect();
+        Tally { life: self.life, number: state.number, users, asking }
     }
 
     /// Those who have less here by now than their keepers were told: these should hear of it soon.
