@@ -88,6 +88,11 @@ def _remote_share(figures: Figures) -> float:
     return statistics.median(fdw[key] / none[key] for key in fdw if key in none)
 
 
+def _afresh(memory: str, fork: str) -> Callable[[Figures], float]:
+    sent = _p50("afresh_sent_MiB", job="fills 1024 MiB", memory=memory, fork=fork)
+    return lambda figures: sent(figures) * (1 << 20) / 1e6
+
+
 def _over_fork(name: str, how: str) -> Callable[[Figures], float]:
     return _ratio(_p50(name, how=how), _p50(name, how="first fork"))
 
@@ -163,14 +168,9 @@ TABLE = [
         1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background")),
     ),
     Reach("fault on another host, beyond the link's own round trip", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon")),
-    Reach(
-        "sent for a clone on another host that fills 1 GiB afresh",
-        40, True, "MiB", _p50("afresh_sent_MiB", job="fills 1024 MiB", memory="never used"),
-    ),
-    Reach(
-        "the same, of memory that was used and given back",
-        40, True, "MiB", _p50("afresh_sent_MiB", job="fills 1024 MiB", memory="used and given back"),
-    ),
+    Reach("sent for a clone on another host that fills 1 GiB afresh, first fork", 40, True, "MB", _afresh("never used", "first")),
+    Reach("the same, later forks", 40, True, "MB", _afresh("never used", "later")),
+    Reach("the same, of memory that was used and given back", 40, True, "MB", _afresh("used and given back", "later")),
     Reach("suspend, copy to each, resume, over a fork, to the last answer", 10, False, "", _over_fork("copying_answered_ms", "to each")),
     Reach("the same, copied once", 10, False, "", _over_fork("copying_answered_ms", "once")),
     Reach("bytes sent for that over those of a fork, to each", 20, False, "", _over_fork("copying_sent_MiB", "to each")),

@@ -1,6 +1,7 @@
 """What a host sends for a clone that allocates 1 GiB afresh on another one: what was there before matters to nobody.
 
-With a parent that has never used that memory, and with one that has used and given it back. Counted at the device of the parent's host,
+With a parent that has never used that memory, and with one that has used and given it back; and of a parent's first fork, since what clones
+waited for goes along with later ones. Counted at the device of the parent's host,
 beside a clone that does nothing; what the parent's host served, and for whom, is the daemon's count.
 """
 
@@ -25,13 +26,20 @@ def run(world: w.World) -> None:
         vm = world.run(made.clients[0], memory_mib=memory_mib)
         touch = w.put(vm, "touch")
         w.end_all(vm.fork(1, hosts=made.names(1)))  # pools learn the shape
+        jobs = (("nothing", ["true"]), (f"fills {filled_mib} MiB", [touch, str(filled_mib)]))
+        for _ in world.rounds(f"{filled_mib} MiB afresh, first fork", share=SHARE):
+            for job, command in jobs:
+                fresh = world.run(made.clients[0], memory_mib=memory_mib, name="fresh")
+                w.put(fresh, "touch")
+                _measure(world, made, fresh, command, {"job": job, "memory": "never used", "fork": "first"})
+                fresh.remove(force=True)
         for before in ("never used", "used and given back"):
             if before != "never used":
                 vm.exec([touch, str(filled_mib)], check=True, timeout_s=300)
                 freepages.wait_until_reported(vm)
             for _ in world.rounds(f"{filled_mib} MiB afresh, {before}", share=SHARE):
-                for job, command in (("nothing", ["true"]), (f"fills {filled_mib} MiB", [touch, str(filled_mib)])):
-                    _measure(world, made, vm, command, {"job": job, "memory": before})
+                for job, command in jobs:
+                    _measure(world, made, vm, command, {"job": job, "memory": before, "fork": "later"})
 
 
 def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, command: list[str], labels: dict[str, str]) -> None:
