@@ -17,7 +17,7 @@
 //! found and what each [`Background`] was good for. [`Rate`] says how much of what nobody waits for may travel.
 //!
 //! Promises: demand goes before everything else, first come first served; a page is under way at
-//! most once, and never while present; whoever waits for a page is named exactly once, to be woken
+//! most once, or twice if the first was for nobody who waited, and takes too long, and never while present; whoever waits for a page is named exactly once, to be woken
 //! or to be stopped; every queue has a bound.
 //!
 //! [`transfer`]: how pages travel between hosts, by multicast and in a swarm.

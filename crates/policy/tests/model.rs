@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
@@ -61,6 +62,9 @@ enum Step {
     RemoveView {
         view: u64,
     },
+    Pass {
+        ms: u64,
+    },
     /// The kernel has mapped pages for a view by itself.
     Touched {
         page: u64,
@@ -80,6 +84,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => (page.clone(), 1..6u64).prop_map(|(page, len)| Step::Heard { page, len }),
         1 => (page, 0..30u64).prop_map(|(page, len)| Step::Touched { page, len }),
         1 => (0..5u64).prop_map(|view| Step::RemoveView { view }),
+        2 => (0..600u64).prop_map(|ms| Step::Pass { ms }),
     ];
     prop::collection::vec(step, 1..120)
 }
@@ -93,10 +98,16 @@ struct Pair {
     /// Who waits, by page, with the page's place in the order of arrival.
     waits: BTreeMap<u64, (u64, BTreeSet<u64>)>,
     arrivals: u64,
-    under_way: BTreeSet<u64>,
+    /// With why, and since when.
+    under_way: BTreeMap<u64, (Reason, u64)>,
+    /// Those of them that were asked for again, and under way so.
+    tried: BTreeSet<u64>,
+    again: BTreeSet<u64>,
+    now_ms: u64,
     /// Pages that must be fetched alone if they are waited for.
     alone: BTreeSet<u64>,
-    fetches: Vec<PageRange>,
+    /// Each with whether it was for the second time.
+    fetches: Vec<(PageRange, bool)>,
     /// How often each page was filled upon a fetch.
     fills: BTreeMap<u64, u32>,
     tally: Counts,
@@ -153,7 +164,10 @@ impl Pair {
             table,
             waits: BTreeMap::new(),
             arrivals: 0,
-            under_way: BTreeSet::new(),
+            under_way: BTreeMap::new(),
+            tried: BTreeSet::new(),
+            again: BTreeSet::new(),
+            now_ms: 0,
             alone: BTreeSet::new(),
             fetches: Vec::new(),
             fills: BTreeMap::new(),
@@ -196,7 +210,7 @@ impl Pair {
     }
 
     fn next(&mut self, background_pages: u64) -> Option<Fetch> {
-        let queued = self.waits.iter().filter(|(page, _)| !self.under_way.contains(page));
+        let queued = self.waits.iter().filter(|(page, _)| !self.under_way.contains_key(page));
         let first = queued.min_by_key(|(_, (arrival, _))| *arrival).map(|(page, _)| *page);
         let room = self.scheduler.fetches() < self.config.fetches_max;
         let fetch = self.scheduler.next(background_pages);
@@ -207,10 +221,15 @@ impl Pair {
         assert!(room, "more fetches than allowed");
         assert!(!fetch.range.is_empty());
         assert_ne!(fetch.source, Source::Zero);
+        if fetch.again {
+            self.set_out_again(fetch);
+            return Some(fetch);
+        }
         for page in fetch.range.pages() {
             assert_eq!(self.table.lookup(page), fetch.source);
             assert!(!self.is_present(page.0), "page {page} is fetched twice");
-            assert!(self.under_way.insert(page.0), "page {page} is under way twice");
+            let before = self.under_way.insert(page.0, (fetch.reason, self.now_ms));
+            assert_eq!(before, None, "page {page} is under way twice");
             self.tally.reasons.insert(page.0, fetch.reason);
         }
         match first {
@@ -231,7 +250,7 @@ impl Pair {
                         assert!(
                             self.table.get(PageIdx(page)) != Some(fetch.source)
                                 || self.is_present(page)
-                                || self.under_way.contains(&page),
+                                || self.under_way.contains_key(&page),
                             "page {page} should be part of {fetch:?}"
                         );
                     }
@@ -243,8 +262,23 @@ impl Pair {
                 assert!(fetch.range.len() <= background_pages.min(24));
             }
         }
-        self.fetches.push(fetch.range);
+        self.fetches.push((fetch.range, false));
         Some(fetch)
+    }
+
+    /// Only what nobody waited for is asked for again, once, when it is not young any more and somebody waits.
+    fn set_out_again(&mut self, fetch: Fetch) {
+        assert_eq!(fetch.reason, Reason::Demand);
+        assert!(fetch.range.pages().any(|page| self.waits.contains_key(&page.0)), "{fetch:?}");
+        for page in fetch.range.pages() {
+            assert_eq!(self.table.lookup(page), fetch.source);
+            assert!(!self.is_present(page.0), "page {page} is fetched twice");
+            let (reason, since) = self.under_way[&page.0];
+            assert_eq!(reason, Reason::Background("drain"));
+            assert!(self.now_ms >= since + 100, "{page} is young");
+            assert!(self.tried.insert(page.0) && self.again.insert(page.0), "a third time");
+        }
+        self.fetches.push((fetch.range, true));
     }
 
     /// What the model says of the waits for `range`, which end.
@@ -262,7 +296,9 @@ impl Pair {
     fn filled(&mut self, range: PageRange) {
         for page in range.pages() {
             self.present.borrow_mut()[usize::try_from(page.0).expect("small")] = true;
-            if self.under_way.remove(&page.0) {
+            self.tried.remove(&page.0);
+            self.again.remove(&page.0);
+            if self.under_way.remove(&page.0).is_some() {
                 *self.fills.entry(page.0).or_insert(0) += 1;
                 self.tally.brought.insert(page.0);
             }
@@ -272,38 +308,63 @@ impl Pair {
         assert_eq!(woken, self.take(range));
     }
 
-    fn failed(&mut self, range: PageRange) {
+    fn failed(&mut self, range: PageRange, again: bool) {
+        let outcome = match again {
+            true => self.scheduler.on_failed_again(range),
+            false => self.scheduler.on_failed(range),
+        };
+        let mut ended = Vec::new();
         for page in range.pages() {
+            let was_second = again && self.again.remove(&page.0);
+            let is_none = again
+                && self.under_way.get(&page.0).is_none_or(|(reason, _)| *reason != Reason::Demand);
+            if was_second || is_none {
+                continue; // the first may come yet, or has come
+            }
             self.under_way.remove(&page.0);
             self.tally.reasons.remove(&page.0);
+            self.tried.remove(&page.0);
+            if self.again.remove(&page.0) {
+                self.under_way.insert(page.0, (Reason::Demand, self.now_ms));
+                self.tally.reasons.insert(page.0, Reason::Demand);
+            } else {
+                ended.push(page);
+            }
         }
-        let mut stopped = self.scheduler.on_failed(range);
+        let mut stopped = outcome;
         stopped.sort_by_key(|(view, page)| (*page, *view));
         if range.len() == 1 {
-            assert_eq!(stopped, self.take(range));
+            let taken: Vec<_> = ended.iter().flat_map(|page| self.take(page.range())).collect();
+            assert_eq!(stopped, taken);
         } else {
             assert_eq!(stopped, []);
-            let waited = range.pages().filter(|page| self.waits.contains_key(&page.0));
+            let waited = ended.iter().filter(|page| self.waits.contains_key(&page.0));
             self.alone.extend(waited.map(|page| page.0));
         }
     }
 
     /// A part of a fetch under way, which is under way no more.
-    fn part(&mut self, which: prop::sample::Index, from: u64, to: u64) -> Option<PageRange> {
+    fn part(
+        &mut self,
+        which: prop::sample::Index,
+        from: u64,
+        to: u64,
+    ) -> Option<(PageRange, bool)> {
         if self.fetches.is_empty() {
             return None;
         }
-        let whole = self.fetches.swap_remove(which.index(self.fetches.len()));
+        let (whole, again) = self.fetches.swap_remove(which.index(self.fetches.len()));
         let start = whole.start().0 + whole.len() * from / 8;
         let end = (whole.start().0 + (whole.len() * to).div_ceil(8)).max(start);
         let part = PageRange::between(PageIdx(start), PageIdx(end));
         for rest in [whole.until_page(part.start()), whole.from_page(part.end())] {
             if !rest.is_empty() {
-                self.fetches.push(rest);
+                self.fetches.push((rest, again));
             }
         }
         // What was heard meanwhile is under way no more, and must not be failed.
-        part.pages().all(|page| self.under_way.contains(&page.0)).then_some(part)
+        let is_under_way = |page: PageIdx| self.under_way.contains_key(&page.0);
+        (again || part.pages().all(is_under_way)).then_some((part, again))
     }
 
     fn remove_view(&mut self, view: u64) {
@@ -324,13 +385,13 @@ impl Pair {
                 self.next(background_pages);
             }
             Step::Filled { which, from, to } => {
-                if let Some(part) = self.part(which, from, to) {
+                if let Some((part, _)) = self.part(which, from, to) {
                     self.filled(part);
                 }
             }
             Step::Failed { which, from, to } => {
-                if let Some(part) = self.part(which, from, to) {
-                    self.failed(part);
+                if let Some((part, again)) = self.part(which, from, to) {
+                    self.failed(part, again);
                 }
             }
             Step::Heard { page, len } => {
@@ -338,6 +399,10 @@ impl Pair {
                 self.filled(range.intersect(&self.table.range()));
             }
             Step::RemoveView { view } => self.remove_view(view),
+            Step::Pass { ms } => {
+                self.now_ms += ms;
+                self.scheduler.set_now(Duration::from_millis(self.now_ms));
+            }
             Step::Touched { page, len } => {
                 let range = PageRange::new(PageIdx(page), len).expect("small");
                 self.scheduler.on_touched(range);
@@ -356,8 +421,7 @@ impl Pair {
     fn run_out(&mut self) {
         for round in 0.. {
             assert!(round < 10 * PAGES, "it does not end");
-            for page in std::mem::take(&mut self.under_way) {
-                self.under_way.insert(page);
+            for page in self.under_way.keys().copied().collect::<Vec<_>>() {
                 self.filled(PageIdx(page).range());
             }
             if self.next(64).is_none() {
@@ -393,8 +457,8 @@ proptest! {
         let mut failed_alone = BTreeSet::new();
         for step in &steps {
             if let Step::Failed { which, from, to } = step {
-                if let Some(part) = pair.part(*which, *from, *to) {
-                    pair.failed(part);
+                if let Some((part, again)) = pair.part(*which, *from, *to) {
+                    pair.failed(part, again);
                     failed_alone.extend((part.len() == 1).then_some(part.start().0));
                 }
             } else {

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
+use std::time::Duration;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
 use vmfork_policy::{
@@ -356,4 +357,97 @@ fn pages_of_another_image_come_with_fewer_neighbours() {
     let table = PageTable::uniform(64, Source::Image(own()));
     let refused = Scheduler::new(table, Rc::new(RefCell::new(vec![false; 64])), config);
     assert_eq!(refused.expect_err("refused"), ConfigError::Unit { unit_pages: 3 });
+}
+
+/// One whose background has asked for pages 0 to 16, for which `VIEW` waits.
+fn ahead_of(page: u64) -> (Scheduler<Presence>, Presence) {
+    let (mut scheduler, present) = scheduler(64, Config::default());
+    let list = Listed::new("hydrate", Priority::Rest, vec![range(0, 16)], 16);
+    scheduler.add_background(Box::new(list)).expect("room");
+    scheduler.set_now(ms(1000));
+    let ahead = scheduler.next(16).expect("proposed");
+    assert_eq!((ahead.range, ahead.again), (range(0, 16), false));
+    scheduler.set_now(ms(1010));
+    assert_eq!(scheduler.on_fault(VIEW, PageIdx(page)), Outcome::Waits);
+    (scheduler, present)
+}
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+#[test]
+fn who_waits_joins_what_is_under_way_while_that_is_young() {
+    let (mut scheduler, present) = ahead_of(5);
+    assert_eq!(scheduler.next(0), None, "it is on its way");
+    let late = scheduler.late_at().expect("it may never come");
+    assert_eq!(late, ms(1250), "before anything was measured");
+    scheduler.set_now(late);
+    let again = scheduler.next(0).expect("it takes too long");
+    assert_eq!((again.range, again.reason, again.again), (range(0, 16), Reason::Demand, true));
+    assert_eq!((scheduler.next(0), scheduler.late_at()), (None, None), "once");
+    assert_eq!(scheduler.on_fault(OTHER, PageIdx(6)), Outcome::Waits);
+    assert_eq!((scheduler.next(0), scheduler.late_at()), (None, None), "that may come soon");
+    // The first answer wakes them, and the other does nothing.
+    let woken = fill(&mut scheduler, &present, again.range);
+    assert_eq!(woken, [(VIEW, PageIdx(5)), (OTHER, PageIdx(6))]);
+    assert!(scheduler.is_idle());
+    assert_eq!(scheduler.on_failed(range(0, 16)), []);
+    assert_eq!(scheduler.next(0), None);
+}
+
+#[test]
+fn how_long_it_is_young_goes_by_what_others_took() {
+    let (mut scheduler, present) = scheduler(4096, Config::default());
+    let list = Listed::new("hydrate", Priority::Rest, vec![range(0, 4096)], 16);
+    scheduler.add_background(Box::new(list)).expect("room");
+    let mut now = 0;
+    let mut joined = |took: u64| {
+        for _ in 0..40 {
+            let ahead = scheduler.next(16).expect("proposed");
+            now += took;
+            scheduler.set_now(ms(now));
+            fill(&mut scheduler, &present, ahead.range);
+        }
+        let ahead = scheduler.next(16).expect("proposed");
+        scheduler.on_fault(VIEW, ahead.range.start());
+        let late = scheduler.late_at().expect("it may never come");
+        fill(&mut scheduler, &present, ahead.range);
+        scheduler.set_now(late);
+        assert_eq!((scheduler.next(0), scheduler.late_at()), (None, None), "it has come");
+        late - ms(std::mem::replace(&mut now, u64::try_from(late.as_millis()).expect("small")))
+    };
+    assert_eq!(joined(2), ms(100), "no less");
+    let slow = joined(100);
+    assert!((ms(200)..ms(400)).contains(&slow), "{slow:?}");
+    assert_eq!(joined(5000), ms(1000), "no more");
+}
+
+#[test]
+fn nobody_is_stopped_while_the_other_may_come() {
+    for first_fails_first in [true, false] {
+        let (mut scheduler, _) = twice_under_way();
+        let failed = |scheduler: &mut Scheduler<Presence>, first: bool| match first {
+            true => scheduler.on_failed(range(5, 1)),
+            false => scheduler.on_failed_again(range(5, 1)),
+        };
+        assert_eq!(failed(&mut scheduler, first_fails_first), [], "the other is under way");
+        assert_eq!(scheduler.next(0), None);
+        assert!(!scheduler.is_idle());
+        assert_eq!(failed(&mut scheduler, !first_fails_first), [(VIEW, PageIdx(5))]);
+        assert!(scheduler.is_idle());
+    }
+}
+
+/// Page 5 is under way twice.
+fn twice_under_way() -> (Scheduler<Presence>, Presence) {
+    let config = Config { unit_pages: 1, ..Config::default() };
+    let (mut scheduler, present) = scheduler(64, config);
+    let list = Listed::new("hydrate", Priority::Rest, vec![range(5, 1)], 1);
+    scheduler.add_background(Box::new(list)).expect("room");
+    scheduler.next(16).expect("proposed");
+    scheduler.on_fault(VIEW, PageIdx(5));
+    scheduler.set_now(ms(2000));
+    assert!(scheduler.next(0).expect("late").again);
+    (scheduler, present)
 }

@@ -104,6 +104,10 @@ pub(super) fn fill(
     buffer: &mut Vec<u8>,
 ) -> Result<(), PageLost> {
     let range = fetch.range;
+    let has_come = || image.cache().presence().count(range) == range.len();
+    if has_come() {
+        return Ok(()); // meanwhile
+    }
     let is_cached = owner.cache().presence().count(range) == range.len();
     let mut origin = Origin::Cache;
     if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
@@ -112,6 +116,9 @@ pub(super) fn fill(
             Reason::Demand => owner.read_owned(range, buffer)?,
             Reason::Background(_) => owner.read_owned_ahead(range, buffer)?,
         };
+        if has_come() {
+            return Ok(()); // another answer was first
+        }
         if origin == Origin::Peer && !std::ptr::eq(image, owner) {
             owner.keep(range, buffer);
         }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Promises: what is submitted is answered once, also if reading it panics; demand leaves the queue before what
-//! nobody waits for. Threads come when there is work and go with the engine: one that is in the middle of a read
+//! nobody waits for, and finds a thread though all of that hangs. Threads come when there is work and go with the engine: one that is in the middle of a read
 //! then ends after it, unseen.
 
 use std::collections::VecDeque;
@@ -26,7 +26,9 @@ use super::poller::Bell;
 use crate::host_image::{HostImage, PageLost};
 
 /// Most threads of one engine: so many reads are under way at a time. They sleep in a read, or decompress.
-const THREADS_MAX: usize = 16;
+const THREADS_MAX: usize = 20;
+/// Most of those with what nobody waits for: if all of that hangs, demand still finds a thread.
+const AHEAD_MAX: usize = 16;
 
 /// How many fetches that views wait for are queued or under way, for who would get in their way.
 #[derive(Debug, Default)]
@@ -97,19 +99,29 @@ struct Shared {
 struct Queue {
     demand: VecDeque<(Job, Demanded)>,
     ahead: VecDeque<Job>,
+    /// How many threads have some of that.
+    ahead_running: usize,
     idle: usize,
     threads: usize,
     closed: bool,
 }
 
 impl Queue {
-    fn len(&self) -> usize {
-        self.demand.len() + self.ahead.len()
+    /// How many jobs a thread could begin now.
+    fn ready(&self) -> usize {
+        self.demand.len() + self.ahead.len().min(AHEAD_MAX.saturating_sub(self.ahead_running))
     }
 
     fn pop(&mut self) -> Option<(Job, Option<Demanded>)> {
-        let demand = self.demand.pop_front().map(|(job, demanded)| (job, Some(demanded)));
-        demand.or_else(|| Some((self.ahead.pop_front()?, None)))
+        if let Some((job, demanded)) = self.demand.pop_front() {
+            return Some((job, Some(demanded)));
+        }
+        if self.ahead_running >= AHEAD_MAX {
+            return None;
+        }
+        let job = self.ahead.pop_front()?;
+        self.ahead_running += 1;
+        Some((job, None))
     }
 }
 
@@ -131,8 +143,9 @@ impl Fetchers {
     /// There is no thread, and none can be started: the job comes back.
     pub(super) fn submit(&self, job: Job) -> Result<(), (Job, io::Error)> {
         let mut queue = self.shared.queue();
-        let waiting = queue.len();
-        if queue.idle <= waiting && queue.threads < THREADS_MAX {
+        let is_ahead = job.fetch.reason != Reason::Demand;
+        let has_room = !is_ahead || queue.ahead_running + queue.ahead.len() < AHEAD_MAX;
+        if has_room && queue.idle <= queue.ready() && queue.threads < THREADS_MAX {
             let shared = Arc::clone(&self.shared);
             let spawned = std::thread::Builder::new()
                 .name(self.name.clone())
@@ -171,7 +184,9 @@ impl Shared {
 
     fn work_until_closed(&self) {
         let mut buffer = Vec::new();
-        while let Some((job, demanded)) = self.next() {
+        let mut had_ahead = false;
+        while let Some((job, demanded)) = self.next(had_ahead) {
+            had_ahead = demanded.is_none();
             let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
                 drain::fill(&job.image, &job.owner, job.fetch, &mut buffer)
             }));
@@ -189,18 +204,106 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Option<(Job, Option<Demanded>)> {
+    /// `had_ahead`: the last one was for nobody who waits.
+    fn next(&self, had_ahead: bool) -> Option<(Job, Option<Demanded>)> {
         let mut queue = self.queue();
+        queue.ahead_running -= usize::from(had_ahead);
         loop {
             if queue.closed {
                 return None;
             }
             if let Some(next) = queue.pop() {
+                if had_ahead && queue.ready() > 0 {
+                    self.work.notify_one();
+                }
                 return Some(next);
             }
             queue.idle += 1;
             queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
             queue.idle -= 1;
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc::channel;
+    use std::time::Instant;
+
+    use vmfork_image::{ImageId, PageIdx, PageRange, PageSource, Source};
+
+    use super::*;
+    use crate::host_image::StoredRun;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// What nobody waits for hangs.
+    #[derive(Debug, Default)]
+    struct Hangs {
+        ahead: AtomicUsize,
+        goes_on: Mutex<bool>,
+        changed: Condvar,
+    }
+
+    impl PageSource for Hangs {
+        fn origin(&self) -> Origin {
+            Origin::Peer
+        }
+
+        fn unit_pages(&self) -> u64 {
+            1
+        }
+
+        fn read(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+            bytes.fill(7);
+            Ok(())
+        }
+
+        fn read_ahead(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+            self.ahead.fetch_add(1, Ordering::Relaxed);
+            let goes_on = self.goes_on.lock().expect("not poisoned");
+            let waited = self.changed.wait_timeout_while(goes_on, LONG, |goes_on| !*goes_on);
+            assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
+            bytes.fill(7);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
+        let source = Arc::new(Hangs::default());
+        let own = [StoredRun::Own(PageRange::first(64))];
+        let id = ImageId::new(1).expect("not 0");
+        let image = HostImage::stored(id, 64, own, None, Arc::<Hangs>::clone(&source));
+        let image = image.expect("opened");
+        let (done, fetched) = channel();
+        let bell = Bell::new().expect("an eventfd");
+        let fetchers = Fetchers::new("fetch".to_owned(), Arc::default(), done, bell);
+        let submit = |page: u64, reason| {
+            let (range, source) = (PageIdx(page).range(), Source::Image(id));
+            let fetch = Fetch { range, source, reason, again: false };
+            let (image, owner) = (Arc::clone(&image), Arc::clone(&image));
+            fetchers.submit(Job { image, owner, fetch }).expect("a thread");
+        };
+        let ahead = THREADS_MAX as u64 + 10;
+        (0..ahead).for_each(|page| submit(page, Reason::Background("hydrate")));
+        let deadline = Instant::now() + LONG;
+        while source.ahead.load(Ordering::Relaxed) < AHEAD_MAX {
+            assert!(Instant::now() < deadline, "not all that may be is under way");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        (ahead..ahead + 8).for_each(|page| submit(page, Reason::Demand));
+        for _ in 0..8 {
+            let came = fetched.recv_timeout(LONG).expect("while the others hang");
+            came.outcome.expect("read");
+            assert_eq!(came.fetch.reason, Reason::Demand);
+        }
+        assert_eq!(source.ahead.load(Ordering::Relaxed), AHEAD_MAX);
+        *source.goes_on.lock().expect("not poisoned") = true;
+        source.changed.notify_all();
+        for _ in 0..ahead {
+            fetched.recv_timeout(LONG).expect("and then the rest").outcome.expect("read");
         }
     }
 }

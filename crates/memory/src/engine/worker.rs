@@ -87,6 +87,8 @@ pub(super) struct Worker {
     bell: Bell,
     poller: Poller,
     pace: Pace,
+    /// The beginning of the schedulers' time.
+    began: Instant,
     events: EventSink,
     progress: Arc<Progress>,
     stopping: bool,
@@ -148,6 +150,7 @@ impl Worker {
             poller: Poller::new(&start.bell)?,
             bell: start.bell,
             pace: Pace::new(Instant::now()),
+            began: Instant::now(),
             events: start.events,
             progress: start.progress,
             stopping: false,
@@ -165,7 +168,8 @@ impl Worker {
     pub(super) fn run(mut self) -> io::Result<()> {
         let mut ready = Ready::default();
         while !self.may_end() {
-            self.poller.wait(self.timeout(), &mut ready)?;
+            self.poller.wait(self.wait(), &mut ready)?;
+            self.tell_time();
             if ready.commands {
                 self.bell.silence();
                 self.take_commands();
@@ -205,6 +209,24 @@ impl Worker {
             Phase::Waiting { .. } | Phase::Failed { .. } => return None,
         };
         Some(wait.max(self.pace.wait(Instant::now())))
+    }
+
+    /// How long until something is to be done although nothing has happened.
+    fn wait(&self) -> Option<Duration> {
+        let late = self.schedulers().filter_map(Scheduler::late_at).min();
+        let late = late.map(|at| at.saturating_sub(self.began.elapsed()));
+        self.timeout().into_iter().chain(late).min()
+    }
+
+    fn schedulers(&self) -> impl Iterator<Item = &Scheduler<CachePresence>> {
+        std::iter::once(&self.scheduler).chain(self.others.values())
+    }
+
+    fn tell_time(&mut self) {
+        let now = self.began.elapsed();
+        for scheduler in std::iter::once(&mut self.scheduler).chain(self.others.values_mut()) {
+            scheduler.set_now(now);
+        }
     }
 
     fn take_commands(&mut self) {

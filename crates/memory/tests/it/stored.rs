@@ -299,6 +299,79 @@ fn all_of_an_image_comes_in_the_order_that_its_source_wants_and_gives_way() {
     assert_eq!(starts, expected);
 }
 
+/// A host that hangs with what nobody waits for, until it is told to go on.
+#[derive(Debug, Default)]
+struct Hangs {
+    ahead: Mutex<usize>,
+    goes_on: Mutex<bool>,
+    changed: Condvar,
+    pages_read: AtomicU64,
+}
+
+impl Hangs {
+    fn go_on(&self) {
+        *self.goes_on.lock().expect("not poisoned") = true;
+        self.changed.notify_all();
+    }
+}
+
+impl PageSource for Hangs {
+    fn origin(&self) -> Origin {
+        Origin::Peer
+    }
+
+    fn unit_pages(&self) -> u64 {
+        16
+    }
+
+    fn reads_ahead(&self) -> usize {
+        8
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.pages_read.fetch_add(range.len(), Ordering::Relaxed);
+        bytes.fill(7);
+        Ok(())
+    }
+
+    fn read_ahead(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        *self.ahead.lock().expect("not poisoned") += 1;
+        let goes_on = self.goes_on.lock().expect("not poisoned");
+        let waited = self.changed.wait_timeout_while(goes_on, SECONDS, |goes_on| !*goes_on);
+        assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
+        bytes.fill(7);
+        Ok(())
+    }
+}
+
+#[test]
+fn who_waits_for_what_hangs_on_its_way_asks_for_it_again() {
+    needs_userfaultfd!();
+    let source = Arc::new(Hangs::default());
+    let own = [StoredRun::Own(PageRange::first(PAGES))];
+    let image = HostImage::stored(next_id(), PAGES, own, None, Arc::<Hangs>::clone(&source));
+    let (engine, _) = serve(&image.expect("opened"));
+    engine.hydrate(NonZeroU64::MAX);
+    let deadline = Instant::now() + SECONDS;
+    while *source.ahead.lock().expect("not poisoned") < 8 {
+        assert!(Instant::now() < deadline, "nothing is brought ahead");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    let mut vm = clone_of(&engine);
+    let began = Instant::now();
+    let first = vm.sums(5, 1);
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert_eq!(source.pages_read.load(Ordering::Relaxed), 16, "its neighbours came, too");
+    source.go_on();
+    while engine.image().missing_pages() > 0 {
+        assert!(Instant::now() < deadline, "{} are missing", engine.image().missing_pages());
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    let whole = vm.sums(0, PAGES);
+    assert!(whole.iter().all(|sum| *sum == first[0]));
+    assert_eq!(source.pages_read.load(Ordering::Relaxed), 16, "nothing else was asked for again");
+}
+
 #[test]
 fn a_delta_is_served_from_both_stores() {
     needs_userfaultfd!();

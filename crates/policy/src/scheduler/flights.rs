@@ -1,6 +1,7 @@
 //! Fetches under way.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange};
 
@@ -18,6 +19,7 @@ pub(super) struct Flights {
 struct Flight {
     end: PageIdx,
     reason: Reason,
+    set_out: Duration,
 }
 
 impl Flight {
@@ -44,6 +46,22 @@ impl Flights {
         (page < flight.end).then(|| (PageRange::between(*start, flight.end), flight.reason))
     }
 
+    /// When the run that holds `page` set out.
+    pub(super) fn set_out(&self, page: PageIdx) -> Option<Duration> {
+        let (_, flight) = self.runs.range(..=page).next_back()?;
+        (page < flight.end).then_some(flight.set_out)
+    }
+
+    /// What of `range` is under way for somebody who waits.
+    pub(super) fn demand_in(&self, range: PageRange) -> Vec<PageRange> {
+        let first = self.at(range.start()).map_or(range.start(), |(flight, _)| flight.start());
+        let runs = self.runs.range(first..range.end().max(first));
+        let demand = runs.filter(|(_, flight)| !flight.is_background());
+        let inside =
+            demand.map(|(start, flight)| PageRange::between(*start, flight.end).intersect(&range));
+        inside.filter(|run| !run.is_empty()).collect()
+    }
+
     /// The part of `range` around `page` that is free of flights; `page` itself must be.
     pub(super) fn clip(&self, page: PageIdx, range: PageRange) -> PageRange {
         let before = self.runs.range(..page).next_back().map_or(PageIdx(0), |(_, f)| f.end);
@@ -52,9 +70,9 @@ impl Flights {
     }
 
     /// `range` must be free of flights.
-    pub(super) fn insert(&mut self, range: PageRange, reason: Reason) {
+    pub(super) fn insert(&mut self, range: PageRange, reason: Reason, now: Duration) {
         debug_assert_eq!(self.clip(range.start(), range), range);
-        self.put(range.start(), Flight { end: range.end(), reason });
+        self.put(range.start(), Flight { end: range.end(), reason, set_out: now });
     }
 
     /// Takes out what is in `range`, whole flights or parts, and returns it.
@@ -116,7 +134,7 @@ mod tests {
                     prop_assert!(removed.eq(flying));
                     model[cells].fill(None);
                 } else if len > 0 && model[cells.clone()].iter().all(Option::is_none) {
-                    flights.insert(range, reason);
+                    flights.insert(range, reason, Duration::ZERO);
                     model[cells].fill(Some(reason));
                 }
                 for (page, cell) in (0..).map(PageIdx).zip(&model) {

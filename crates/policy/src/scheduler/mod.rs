@@ -1,14 +1,17 @@
 mod flights;
+mod late;
 mod tally;
 mod waits;
 
 use std::fmt;
+use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, ImageId, PageIdx, PageRange, PageTable, Source};
 
 pub use self::tally::{Faults, Fetched, Tally};
 
 use self::flights::Flights;
+use self::late::Late;
 use self::waits::{First, Waits};
 use crate::{Background, Presence, Priority, Proposal};
 
@@ -102,7 +105,7 @@ pub enum Refusal {
     TooManyWaits,
 }
 
-/// Pages to bring into the cache: all absent, none under way, all of one source.
+/// Pages to bring into the cache: all absent, none under way but `again`, all of one source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fetch {
     /// Never empty.
@@ -110,6 +113,8 @@ pub struct Fetch {
     /// By the image's table; never zero.
     pub source: Source,
     pub reason: Reason,
+    /// They are under way already, for nobody who waited then, and take too long: whichever comes first counts.
+    pub again: bool,
 }
 
 /// Why pages are fetched.
@@ -135,6 +140,8 @@ pub struct Scheduler<P> {
     config: Config,
     waits: Waits,
     flights: Flights,
+    late: Late,
+    now: Duration,
     /// By priority; earlier ones go first.
     backgrounds: Vec<Running>,
     tally: Tally,
@@ -174,6 +181,8 @@ impl<P: Presence> Scheduler<P> {
             config,
             waits: Waits::default(),
             flights: Flights::default(),
+            late: Late::default(),
+            now: Duration::ZERO,
             backgrounds: Vec::new(),
             tally: Tally::default(),
         })
@@ -233,6 +242,17 @@ impl<P: Presence> Scheduler<P> {
         self.backgrounds.retain(|running| running.policy.name() != name);
     }
 
+    /// The time, of a clock of the caller's that does not go back. Without one, what is under way is waited for however long it
+    /// takes.
+    pub fn set_now(&mut self, now: Duration) {
+        self.now = now;
+    }
+
+    /// When [`Scheduler::next`] may have something although nothing has happened: what is under way will have taken too long.
+    pub fn late_at(&self) -> Option<Duration> {
+        self.late.due_at().filter(|_| self.has_room())
+    }
+
     /// A view touched a page that its mapping lacks.
     pub fn on_fault(&mut self, view: ViewId, page: PageIdx) -> Outcome {
         match self.table.get(page) {
@@ -258,7 +278,14 @@ impl<P: Presence> Scheduler<P> {
         }
         let flight = self.flights.at(page);
         match flight {
-            Some((_, reason)) => self.tally.on_under_way(page, reason),
+            Some((_, reason)) => {
+                self.tally.on_under_way(page, reason);
+                if let Some(set_out) =
+                    self.flights.set_out(page).filter(|_| reason != Reason::Demand)
+                {
+                    self.late.joined(page, set_out);
+                }
+            }
             None => self.tally.on_absent(page, self.waits.any(page)),
         }
         self.waits.add(view, page, flight.is_none());
@@ -272,8 +299,12 @@ impl<P: Presence> Scheduler<P> {
     /// `background_pages`: most pages to fetch that nobody waits for, 0 for none. Demand is not
     /// held back by it.
     pub fn next(&mut self, background_pages: u64) -> Option<Fetch> {
-        if self.flights.len() >= self.config.fetches_max {
+        if !self.has_room() {
             return None;
+        }
+        if let Some(range) = self.next_late() {
+            let (source, reason) = (self.table.lookup(range.start()), Reason::Demand);
+            return Some(Fetch { range, source, reason, again: true });
         }
         let (range, reason) = match self.waits.first() {
             Some(first) => (self.around(first), Reason::Demand),
@@ -283,16 +314,41 @@ impl<P: Presence> Scheduler<P> {
             None => return None,
         };
         self.waits.set_out(range);
-        self.flights.insert(range, reason);
-        Some(Fetch { range, source: self.table.lookup(range.start()), reason })
+        self.flights.insert(range, reason, self.now);
+        Some(Fetch { range, source: self.table.lookup(range.start()), reason, again: false })
+    }
+
+    fn has_room(&self) -> bool {
+        self.fetches() < self.config.fetches_max
+    }
+
+    /// What to ask for once more: around a page that somebody has waited for for too long.
+    fn next_late(&mut self) -> Option<PageRange> {
+        loop {
+            let page = self.late.next(self.now)?;
+            let flight = self.flights.at(page).filter(|(_, reason)| *reason != Reason::Demand);
+            let Some((flight, _)) = flight.filter(|_| self.waits.any(page)) else { continue };
+            let run = self.window(page, self.unit_of(page)).intersect(&flight);
+            let range = around(page, run, |page| {
+                self.presence.is_present(page) || self.late.was_tried(page)
+            });
+            self.late.set_out(range, self.now);
+            return Some(range);
+        }
     }
 
     /// These pages are present now (and [`Presence`] says so). They need not have been asked for,
     /// nor be all of what was. Returns whom to wake, by page.
     pub fn on_filled(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
+        if let Some((flight, Reason::Background(_))) = self.flights.at(range.start())
+            && let Some(set_out) = self.flights.set_out(range.start())
+        {
+            self.late.came(flight, set_out, self.now);
+        }
         for (run, reason) in self.flights.remove(range) {
             self.tally.on_brought(run, reason);
         }
+        self.late.over(range);
         for running in &mut self.backgrounds {
             running.policy.on_filled(range);
         }
@@ -313,14 +369,34 @@ impl<P: Presence> Scheduler<P> {
     /// that are waited for are fetched again one by one, since one bad neighbour must not stop a
     /// view; the result is empty then.
     pub fn on_failed(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
-        self.flights.remove(range);
         for running in &mut self.backgrounds {
             running.policy.on_failed(range);
         }
-        if range.len() == 1 {
-            return self.waits.take(range);
+        self.failed(range, range.len() == 1)
+    }
+
+    /// The same for what was asked for [again](Fetch::again). Nobody is stopped whose page is under way besides.
+    pub fn on_failed_again(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
+        self.late.given_up(range);
+        // Where the first has failed by now, this was the only one.
+        let only = self.flights.demand_in(range);
+        only.into_iter().flat_map(|run| self.failed(run, range.len() == 1)).collect()
+    }
+
+    fn failed(&mut self, range: PageRange, alone: bool) -> Vec<(ViewId, PageIdx)> {
+        self.flights.remove(range);
+        // What is under way for the second time may come yet: it is the only one from now on.
+        let again = self.late.over(range);
+        let mut rest = range;
+        for run in again {
+            self.flights.insert(run, Reason::Demand, self.now);
+            self.waits.retry_alone(rest.until_page(run.start()));
+            rest = rest.from_page(run.end());
         }
-        self.waits.retry_alone(range);
+        if alone {
+            return self.waits.take(rest);
+        }
+        self.waits.retry_alone(rest);
         Vec::new()
     }
 
@@ -342,7 +418,7 @@ impl<P: Presence> Scheduler<P> {
 
     /// Whether nobody waits and nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.waits.count() == 0 && self.flights.len() == 0
+        self.waits.count() == 0 && self.fetches() == 0
     }
 
     /// Whether no background policy has anything left to fetch, nor under way. Of the drain: it has
@@ -358,8 +434,7 @@ impl<P: Presence> Scheduler<P> {
     /// Whether there is room for a fetch that nobody waits for. If there is, and [`Scheduler::next`] has none, no
     /// policy has anything to propose.
     pub fn has_room_ahead(&self) -> bool {
-        self.flights.len() < self.config.fetches_max
-            && self.flights.background() < self.config.background_fetches_max
+        self.has_room() && self.flights.background() < self.config.background_fetches_max
     }
 
     /// How many pairs of a view and a page wait.
@@ -369,29 +444,29 @@ impl<P: Presence> Scheduler<P> {
 
     /// How many fetches are under way. One that is reported in pieces may count more than once.
     pub fn fetches(&self) -> usize {
-        self.flights.len()
+        self.flights.len() + self.late.len()
     }
 
     /// The pages to fetch for one that is waited for.
     fn around(&self, first: First) -> PageRange {
         let page = first.page;
+        let unit = if first.alone { 1 } else { self.unit_of(page) };
+        let run = self.flights.clip(page, self.window(page, unit));
+        around(page, run, |page| self.presence.is_present(page))
+    }
+
+    /// How many pages are fetched with one.
+    fn unit_of(&self, page: PageIdx) -> u64 {
         let image = self.config.image;
         let is_copy = image.is_some() && self.table.lookup(page).image() != image;
-        let unit = match first.alone {
-            true => 1,
-            false if is_copy => self.config.copy_unit_pages,
-            false => self.config.unit_pages,
-        };
-        let window_start = PageIdx(page.0 / unit * unit);
-        let window_end = self.table.range().end().min(PageIdx(window_start.0 + unit));
-        let (run, _) = self.table.run_at(page, PageRange::between(window_start, window_end));
-        let run = self.flights.clip(page, run);
-        let is_present = |page: &PageIdx| self.presence.is_present(*page);
-        let before = run.until_page(page).pages().rev().take_while(|page| !is_present(page));
-        let start = before.last().unwrap_or(page);
-        let after = run.from_page(PageIdx(page.0 + 1)).pages();
-        let last = after.take_while(|page| !is_present(page)).last().unwrap_or(page);
-        PageRange::between(start, PageIdx(last.0 + 1))
+        if is_copy { self.config.copy_unit_pages } else { self.config.unit_pages }
+    }
+
+    /// The pages of the same source in the aligned window of a page.
+    fn window(&self, page: PageIdx, unit: u64) -> PageRange {
+        let start = PageIdx(page.0 / unit * unit);
+        let end = self.table.range().end().min(PageIdx(start.0 + unit));
+        self.table.run_at(page, PageRange::between(start, end)).0
     }
 
     /// The pages to fetch that nobody waits for.
@@ -418,6 +493,15 @@ impl<P: Presence> Scheduler<P> {
         }
         None
     }
+}
+
+/// The longest part of `run` with `page` in it that has no other page that is `out`.
+fn around(page: PageIdx, run: PageRange, out: impl Fn(PageIdx) -> bool) -> PageRange {
+    let before = run.until_page(page).pages().rev().take_while(|page| !out(*page));
+    let start = before.last().unwrap_or(page);
+    let after = run.from_page(PageIdx(page.0 + 1)).pages();
+    let last = after.take_while(|page| !out(*page)).last().unwrap_or(page);
+    PageRange::between(start, PageIdx(last.0 + 1))
 }
 
 /// The first run in `whole`, of at most `pages_max` pages, that is neither zero nor present nor

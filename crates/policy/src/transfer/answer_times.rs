@@ -7,7 +7,7 @@ const TOOK_MAX: Duration = Duration::from_secs(3600);
 
 /// Mean and deviation of the times that answers took, as TCP keeps them (RFC 6298).
 #[derive(Debug, Clone, Default)]
-pub(super) struct AnswerTimes {
+pub(crate) struct AnswerTimes {
     /// Mean and mean deviation; `None` before the first answer.
     known: Option<(Duration, Duration)>,
 }
@@ -15,7 +15,7 @@ pub(super) struct AnswerTimes {
 impl AnswerTimes {
     /// An answer took so long. Not to be called for what was asked for twice: nobody knows which of the two was answered
     /// (Karn's rule).
-    pub(super) fn sample(&mut self, took: Duration) {
+    pub(crate) fn sample(&mut self, took: Duration) {
         let took = took.min(TOOK_MAX);
         self.known = Some(match self.known {
             None => (took, took / 2),
@@ -26,7 +26,7 @@ impl AnswerTimes {
     }
 
     /// What an answer takes at most, nearly always; `first` as long as nothing is known.
-    pub(super) fn bound(&self, first: Duration) -> Duration {
+    pub(crate) fn bound(&self, first: Duration) -> Duration {
         self.known.map_or(first, |(mean, deviation)| mean + deviation * 4)
     }
 

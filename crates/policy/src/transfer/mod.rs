@@ -28,6 +28,7 @@ mod run_map;
 
 use std::fmt;
 
+pub(crate) use self::answer_times::AnswerTimes;
 pub use self::demanded::Demanded;
 
 /// A host of a cluster: random, chosen when it is set up.

@@ -335,7 +335,11 @@ impl Worker {
             }
             Err(lost) => {
                 let Some(scheduler) = self.scheduler_of(image.id()) else { return };
-                for (id, _) in scheduler.on_failed(range) {
+                let stopped = match fetch.again {
+                    true => scheduler.on_failed_again(range),
+                    false => scheduler.on_failed(range),
+                };
+                for (id, _) in stopped {
                     self.report_lost(id, lost.to_string());
                 }
                 match fetch.reason {

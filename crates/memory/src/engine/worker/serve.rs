@@ -183,6 +183,7 @@ impl Worker {
             let other = self.ancestors.get(&image)?;
             let mut made = scheduler(other, other.table()?.clone(), self.unit_pages).ok()?;
             self.predict_in(&mut made);
+            made.set_now(self.began.elapsed());
             self.others.insert(image, made);
         }
         self.others.get_mut(&image)
