@@ -33,6 +33,21 @@ impl Cache {
         self.next_absent(range).is_none()
     }
 
+    /// What is here of an image of so many pages.
+    pub(crate) fn runs(&self, pages: u64) -> Vec<PageRange> {
+        let mut runs = Vec::new();
+        let mut rest = PageRange::first(pages);
+        while !rest.is_empty() {
+            let start = self.first(rest, true);
+            let end = self.first(rest.from_page(start), false);
+            if start < end {
+                runs.push(PageRange::between(start, end));
+            }
+            rest = rest.from_page(end.max(start));
+        }
+        runs
+    }
+
     /// Where the first page of `range` is that is present or absent, as asked for; else its end.
     fn first(&self, range: PageRange, present: bool) -> PageIdx {
         let bits = self.0.borrow();

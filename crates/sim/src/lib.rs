@@ -2,8 +2,8 @@
 //! are not.
 //!
 //! ```text
-//!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Holders, Ahead (vmfork-policy)
-//!      ▲           │        ▲                 │ requests, pages, announcements
+//!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Swarm, Pick; Sender, Spread (vmfork-policy)
+//!      ▲           │        ▲                 │ requests, pages, what is held, who else has them
 //!   Trace          │        └── Network: links, loss, deaths, partitions ◄──┘
 //!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the fluid model
 //! ```
@@ -16,12 +16,15 @@
 //! with the page or with a clone that is stopped since nobody has it who can be reached (promise 5); what is sent is
 //! there; requests in lockstep are served once.
 //!
-//! Left out: what hosts compute for each other's sake (encryption, copying), switches that are themselves a bottleneck, more than
+//! What blocks in a daemon's threads, the loop of a read (`client`) and of an answer (`service`), is followed here with the same bounds.
+//!
+//! Left out: connections and how many there may be, what hosts compute for each other's sake (encryption, copying), switches that are themselves a bottleneck, more than
 //! one clone of an image on a host (its cache makes them one).
 
 #![deny(unsafe_code)]
 
 mod cache;
+mod client;
 mod events;
 mod host;
 mod ledger;
@@ -30,6 +33,7 @@ mod network;
 mod random;
 mod report;
 mod scenario;
+mod service;
 mod table;
 mod trace;
 mod world;

@@ -56,9 +56,15 @@ struct Table {
     /// Of a million packets.
     #[arg(long, value_name = "N", default_value_t = 0)]
     loss: u32,
-    /// Hosts of a swarm that each one talks to.
-    #[arg(long, value_name = "N", default_value_t = 32)]
-    neighbours: usize,
+    /// Fetch everything that nobody waits for, in each host's own order.
+    #[arg(long)]
+    hydrate: bool,
+    /// Clones begin at random within so long.
+    #[arg(long, value_name = "MS", default_value_t = 0)]
+    start_within: u64,
+    /// What is small waits in line behind what is large.
+    #[arg(long)]
+    one_line: bool,
     /// One JSON object for each row, in an array.
     #[arg(long)]
     json: bool,
@@ -136,11 +142,13 @@ impl Traces {
             scenario.ahead = first.first_touches();
         }
         scenario.seed = options.seed;
-        scenario.neighbours = if mode == Mode::Swarm { options.neighbours } else { 0 };
+        scenario.hydrates = options.hydrate;
+        scenario.start_within = Duration::from_millis(options.start_within);
         scenario.link = Link {
             bytes_per_s: options.link * 1_000_000 / 8,
             latency: Duration::from_micros(options.latency),
             loss_per_million: options.loss,
+            one_line: options.one_line,
             ..Link::default()
         };
         scenario

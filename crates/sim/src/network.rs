@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::multicast::Request;
-use vmfork_policy::transfer::swarm::Failure;
+use vmfork_policy::transfer::swarm::Route;
 
 use crate::random::Random;
 use crate::scenario::{Link, Scenario};
@@ -23,27 +23,36 @@ const TCP_REPAIR: Duration = Duration::from_millis(10);
 /// What one host tells another.
 #[derive(Debug, Clone)]
 pub(crate) enum Message {
-    /// Unicast.
+    /// Unicast: a read's question, by the asker's number of it, and its answers.
     Ask {
+        read: u64,
         pages: PageRange,
         demand: bool,
-        insist: bool,
+        route: Route,
     },
     Answer {
+        read: u64,
         pages: PageRange,
     },
-    Fail {
+    Refuse {
+        read: u64,
+        why: Refused,
+    },
+    /// The same of the sums of pages.
+    Sums {
+        read: u64,
         pages: PageRange,
-        why: Failure,
     },
-    Redirect {
+    Summed {
+        read: u64,
         pages: PageRange,
-        demand: bool,
-        to: usize,
     },
-    Announce {
-        runs: Rc<Vec<PageRange>>,
+    /// What is held; nothing: there is no such image.
+    AskHeld,
+    Held {
+        runs: Option<Rc<Vec<PageRange>>>,
     },
+    HeldGone,
     /// To the multicast sender.
     Request(Request),
     Feedback {
@@ -54,6 +63,16 @@ pub(crate) enum Message {
         pages: PageRange,
         copy: bool,
     },
+}
+
+/// Why there are no pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// That host has them, or is about to.
+    Elsewhere(usize),
+    NotHere,
+    /// Nobody listens.
+    Gone,
 }
 
 /// What a host's adapter is about to send.
@@ -74,8 +93,8 @@ pub(crate) enum Receivers {
 #[derive(Debug)]
 pub(crate) struct Adapter {
     bytes_per_s: u64,
-    /// To be sent: what somebody waits for, and the rest.
-    queues: [VecDeque<Parcel>; 2],
+    /// To be sent, in order.
+    queue: VecDeque<Parcel>,
     queued_bytes: u64,
     pub(crate) is_sending: bool,
     /// When what is coming in is in.
@@ -110,7 +129,7 @@ impl Network {
             Adapter {
                 bytes_per_s: (scenario.link.bytes_per_s / slow.map_or(1, |slow| slow.times.max(1)))
                     .max(1),
-                queues: [VecDeque::new(), VecDeque::new()],
+                queue: VecDeque::new(),
                 queued_bytes: 0,
                 is_sending: false,
                 in_until: Duration::ZERO,
@@ -150,23 +169,21 @@ impl Network {
     }
 
     /// Puts a parcel in line. `false`: dropped, since it is a datagram and the line is long.
-    pub(crate) fn enqueue(&mut self, host: usize, parcel: Parcel, demand: bool) -> bool {
+    pub(crate) fn enqueue(&mut self, host: usize, parcel: Parcel) -> bool {
         if parcel.to == Receivers::Group && self.backlog(host) > DATAGRAM_WAIT_MAX {
             return false;
         }
         let adapter = &mut self.adapters[host];
         adapter.queued_bytes += parcel.bytes;
-        adapter.queues[usize::from(!demand)].push_back(parcel);
+        adapter.queue.push_back(parcel);
         true
     }
 
     /// The next parcel, and how long it takes to be sent.
     pub(crate) fn dequeue(&mut self, host: usize) -> Option<(Parcel, Duration)> {
         let adapter = &mut self.adapters[host];
-        let [demand, ahead] = &mut adapter.queues;
-        let parcel = demand.pop_front().or_else(|| ahead.pop_front())?;
+        let parcel = adapter.queue.pop_front()?;
         adapter.queued_bytes -= parcel.bytes;
-        adapter.sent_bytes += parcel.bytes;
         let time = time_for(parcel.bytes, adapter.bytes_per_s);
         Some((parcel, time))
     }
@@ -174,7 +191,7 @@ impl Network {
     /// All that is in line is gone.
     pub(crate) fn die(&mut self, host: usize, now: Duration, silent: bool) {
         let adapter = &mut self.adapters[host];
-        adapter.queues.iter_mut().for_each(VecDeque::clear);
+        adapter.queue.clear();
         adapter.queued_bytes = 0;
         adapter.dead_since.get_or_insert(now);
         adapter.silent = silent;

@@ -32,13 +32,6 @@ impl Random {
         per_million > 0 && self.below(1_000_000) < u64::from(per_million)
     }
 
-    pub(crate) fn shuffle<T>(&mut self, list: &mut [T]) {
-        for at in (1..list.len()).rev() {
-            let other = self.index(at + 1);
-            list.swap(at, other);
-        }
-    }
-
     /// Another generator, independent of what this one goes on to give.
     pub(crate) fn fork(&mut self) -> Self {
         Self(self.next())

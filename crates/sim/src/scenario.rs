@@ -6,7 +6,10 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use vmfork_image::PageRange;
+use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
+use crate::client::ANSWER;
+use crate::network::wire_bytes;
 use crate::trace::Trace;
 
 /// Most hosts with a clone.
@@ -58,6 +61,8 @@ pub struct Link {
     /// Up to so much more, at random: messages overtake each other.
     pub jitter: Duration,
     pub loss_per_million: u32,
+    /// What is small waits in line behind what is large, as in a queue of packets that knows no flows.
+    pub one_line: bool,
     /// Of datagrams; TCP removes them.
     pub duplicates_per_million: u32,
 }
@@ -70,6 +75,7 @@ impl Default for Link {
             latency: Duration::from_micros(100),
             jitter: Duration::ZERO,
             loss_per_million: 0,
+            one_line: false,
             duplicates_per_million: 0,
         }
     }
@@ -107,11 +113,15 @@ pub struct Scenario {
     pub pages: u64,
     /// One for each host with a clone.
     pub traces: Vec<Rc<Trace>>,
-    /// What is fetched ahead, most urgent first; nothing: demand alone.
+    /// What is fetched ahead, most urgent first, such as a working set.
     pub ahead: Vec<PageRange>,
+    /// Everything is fetched that nobody waits for, in each host's own order.
+    pub hydrates: bool,
+    /// Clones begin at random within so long.
+    pub start_within: Duration,
+    /// A host's daemon tells the others that it has the image within so long after its clone has begun.
+    pub heard_within: Duration,
     pub link: Link,
-    /// Hosts that a host of a swarm talks to, besides the parent's. After a multicast, whom it may ask for what got lost.
-    pub neighbours: usize,
     pub slow: Vec<Slow>,
     pub deaths: Vec<Death>,
     pub partition: Option<Partition>,
@@ -139,8 +149,10 @@ impl Scenario {
             pages,
             traces: vec![Rc::clone(trace); hosts],
             ahead: Vec::new(),
+            hydrates: false,
+            start_within: Duration::ZERO,
+            heard_within: Duration::from_secs(1),
             link: Link::default(),
-            neighbours: 32,
             slow: Vec::new(),
             deaths: Vec::new(),
             partition: None,
@@ -172,6 +184,15 @@ impl Scenario {
             }
         }
         Ok(())
+    }
+
+    /// Whether what all may have under way takes the parent's host so long to send that answers come too late: then reads fail, and clones
+    /// are stopped, though everybody lives. A limit of what is simulated, which has one time for an answer, whatever the link.
+    pub fn is_narrow(&self) -> bool {
+        let slow = self.slow.iter().find(|slow| slow.host == 0).map_or(1, |slow| slow.times.max(1));
+        let reads = (self.traces.len() * (READS_AHEAD + 1)) as u64;
+        let bytes = reads * wire_bytes(UNIT_PAGES);
+        bytes / (self.link.bytes_per_s / slow).max(1) >= ANSWER.as_secs() / 2
     }
 
     /// Whether nothing gets lost, and nothing is so late that it looks lost.

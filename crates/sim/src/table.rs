@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use serde::Serialize;
+use vmfork_policy::transfer::swarm::UNIT_PAGES;
 
-use crate::host::UNIT_PAGES;
 use crate::model::Need;
 use crate::network::wire_bytes;
 use crate::report::Report;

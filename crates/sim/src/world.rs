@@ -6,15 +6,16 @@ use std::time::Duration;
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::multicast::{Sender, SenderConfig};
-use vmfork_policy::transfer::swarm::{Failure, Serve, Spread, SpreadConfig};
 
+use crate::client::{ANSWER, Outbox, PATIENCE};
 use crate::events::Events;
-use crate::host::{Deferred, Host, UNIT_PAGES, Wishes};
+use crate::host::{Host, Wishes};
 use crate::ledger::Ledger;
-use crate::network::{Message, Network, Parcel, Receivers, wire_bytes};
+use crate::network::{Message, Network, Parcel, Receivers, Refused, wire_bytes};
 use crate::random::Random;
 use crate::report::{Outcome, Report};
 use crate::scenario::{Mode, Scenario, ScenarioError};
+use crate::service::{Asking, Reply, Service};
 
 /// The parent's host.
 const ORIGIN: usize = 0;
@@ -22,11 +23,8 @@ const ORIGIN: usize = 0;
 /// A request, a refusal, with headers.
 const SMALL_BYTES: u64 = 150;
 
-/// If what waits to be sent takes longer, requests that nobody waits for are refused,
-const AHEAD_BACKLOG_MAX: Duration = Duration::from_millis(250);
-
-/// and here all are.
-const DEMAND_BACKLOG_MAX: Duration = Duration::from_secs(2);
+/// Of the sum of a page, in an answer.
+const SUM_BYTES: u64 = 16;
 
 /// Whoever still waits by then waits for ever.
 const TIME_MAX: Duration = Duration::from_secs(3600);
@@ -60,12 +58,23 @@ enum Event {
         to: usize,
         message: Message,
     },
+    /// A host sees that pages have come for which another waits.
+    Looks {
+        host: usize,
+        asking: Asking,
+    },
+    /// Others have waited for long enough for what has not come to a host.
+    Late {
+        host: usize,
+    },
+    /// A host tells the others that it has the image.
+    Tells {
+        host: usize,
+    },
     Dies {
         host: usize,
         silent: bool,
     },
-    /// A partition ends.
-    Heals,
 }
 
 struct World<'a> {
@@ -77,8 +86,8 @@ struct World<'a> {
     hosts: Vec<Host>,
     sender: Option<Sender>,
     sender_timer_at: Option<Duration>,
-    /// Of the parent's host, in a swarm.
-    spread: Option<Spread>,
+    /// Of all hosts, the parent's first.
+    services: Vec<Service>,
     ledger: Ledger,
     running: usize,
 }
@@ -105,11 +114,11 @@ impl<'a> World<'a> {
     fn new(scenario: &'a Scenario) -> Self {
         let mut random = Random::new(scenario.seed);
         let count = scenario.traces.len();
-        let neighbours = neighbours(count, scenario.neighbours, &mut random);
-        let hosts = neighbours.into_iter().enumerate();
-        let hosts: Vec<_> = hosts
-            .map(|(at, neighbours)| Host::new(scenario, at + 1, neighbours, random.fork()))
-            .collect();
+        let within = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let mut some = |time: Duration| Duration::from_nanos(random.below(within(time)));
+        let hosts = (1..=count).map(|at| Host::new(scenario, at, some(scenario.start_within)));
+        let hosts: Vec<_> = hosts.collect();
+        let tells: Vec<_> = (0..=count).map(|_| some(scenario.heard_within)).collect();
         let sender = (scenario.mode == Mode::Multicast)
             .then(|| Sender::new(scenario.pages, sender_config(scenario)));
         let mut world = Self {
@@ -120,23 +129,24 @@ impl<'a> World<'a> {
             hosts,
             sender,
             sender_timer_at: None,
-            spread: (scenario.mode == Mode::Swarm).then(|| {
-                Spread::new(
-                    scenario.pages,
-                    SpreadConfig { piece_pages: UNIT_PAGES, ..SpreadConfig::default() },
-                )
-            }),
+            services: (0..=count)
+                .map(|host| {
+                    Service::new(scenario.pages, host == ORIGIN, scenario.mode != Mode::Unicast)
+                })
+                .collect(),
             ledger: Ledger::new(scenario.pages, count),
             running: count,
         };
         for death in scenario.deaths.iter().filter(|death| death.host <= count) {
             world.events.push(death.at, Event::Dies { host: death.host, silent: death.silent });
         }
-        if let Some(partition) = scenario.partition {
-            world.events.push(partition.until, Event::Heals);
+        if scenario.mode != Mode::Unicast {
+            for (host, at) in tells.into_iter().enumerate() {
+                world.events.push(at, Event::Tells { host });
+            }
         }
         for host in 1..=count {
-            world.pump(host);
+            world.pump(host, Outbox::default());
         }
         world
     }
@@ -146,7 +156,7 @@ impl<'a> World<'a> {
             Event::Timer { host } => {
                 if self.hosts[host - 1].timer_at == Some(self.now) {
                     self.hosts[host - 1].timer_at = None;
-                    self.pump(host);
+                    self.pump(host, Outbox::default());
                 }
             }
             Event::SenderTimer => {
@@ -166,50 +176,62 @@ impl<'a> World<'a> {
             }
             Event::In { from, to, message } => self.is_in(from, to, message),
             Event::Dies { host, silent } => self.dies(host, silent),
-            Event::Heals => {
-                for host in 1..=self.hosts.len() {
-                    for other in
-                        (0..=self.hosts.len()).filter(|other| self.network.is_alive(*other))
-                    {
-                        self.hosts[host - 1].heard_of(other);
-                    }
-                    self.pump(host);
+            Event::Looks { host, asking } => self.answer(host, asking),
+            Event::Late { host } => {
+                for asking in self.services[host].late(self.now) {
+                    self.refuse(host, asking, Refused::NotHere);
                 }
+            }
+            Event::Tells { host } => self.tells(host),
+        }
+    }
+
+    fn tells(&mut self, from: usize) {
+        if !self.network.is_alive(from) {
+            return;
+        }
+        self.events.push(self.now + self.scenario.heard_within, Event::Tells { host: from });
+        if from != ORIGIN && self.now < self.hosts[from - 1].starts_at {
+            return;
+        }
+        for to in 1..=self.hosts.len() {
+            if self.network.can_reach(from, to, self.now) {
+                self.hosts[to - 1].client.heard(from, self.now);
             }
         }
     }
 
     /// A host does what it can.
-    fn pump(&mut self, number: usize) {
+    fn pump(&mut self, number: usize, out: Outbox) {
         if !self.network.is_alive(number) {
             return;
         }
         let mut wishes = Wishes::default();
         let host = &mut self.hosts[number - 1];
         let before = host.outcome();
-        host.pump(self.now, &mut wishes);
+        host.pump(self.now, out, &mut wishes);
         let (after, wake_at) = (host.outcome(), host.wake_at(self.now));
+        for (asking, at) in self.services[number].came(&host.cache, self.now) {
+            self.events.push(at, Event::Looks { host: number, asking });
+        }
         for pages in wishes.gave_up {
             self.ledger.gave_up(number, pages);
         }
         for (to, message) in wishes.messages {
             self.send(number, to, message);
         }
-        for Deferred { asker, pages, demand } in wishes.serve {
-            self.answer(number, asker, pages, demand);
-        }
-        if let Some(runs) = wishes.announce {
-            let runs = Rc::new(runs);
-            for to in self.hosts[number - 1].neighbours.clone() {
-                self.send(number, to, Message::Announce { runs: Rc::clone(&runs) });
-            }
-        }
         if before.is_none() && after.is_some() {
             self.running -= 1;
             if let Some(Outcome::Stopped { page, .. }) = after {
+                // Who asked while it could not be reached is told after a while.
+                let healed =
+                    self.scenario.partition.map_or(Duration::ZERO, |partition| partition.until);
                 let origin = self.network.is_alive(ORIGIN)
                     && self.network.can_reach(ORIGIN, number, self.now);
-                if origin {
+                if origin
+                    && !self.scenario.is_narrow()
+                    && (healed.is_zero() || self.now > healed + PATIENCE + ANSWER * 2)
+                {
                     let at = self.now;
                     self.ledger.violated(format!(
                         "promise 5: at {at:?} the clone on host {number} was stopped for want of page {page}, which the parent's host has"
@@ -240,7 +262,7 @@ impl<'a> World<'a> {
             self.ledger.sent_to_group(pages);
             let message = Message::Pages { pages, copy: false };
             let parcel = Parcel { to: Receivers::Group, message, bytes: wire_bytes(pages.len()) };
-            sends |= self.network.enqueue(ORIGIN, parcel, true);
+            sends |= self.network.enqueue(ORIGIN, parcel);
         }
         if let Some(at) = sender.wake_at()
             && self.sender_timer_at.is_none_or(|armed| at < armed)
@@ -253,39 +275,73 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A small message sets out, past what waits in line.
+    /// A message sets out: past what waits in line if it is small, or last in it.
     fn send(&mut self, from: usize, to: usize, message: Message) {
         if !self.network.can_reach(from, to, self.now) {
             return;
         }
-        let bytes = match &message {
-            Message::Announce { runs } => SMALL_BYTES + 4 * runs.len() as u64,
-            _ => SMALL_BYTES,
+        let (bytes, is_small) = match &message {
+            Message::Answer { pages, .. } => (wire_bytes(pages.len()), false),
+            Message::Summed { pages, .. } => (SMALL_BYTES + SUM_BYTES * pages.len(), false),
+            Message::Held { runs: Some(_) } => (SMALL_BYTES + self.scenario.pages / 8, false),
+            _ => (SMALL_BYTES, true),
         };
-        self.network.adapters[from].sent_bytes += bytes;
         if matches!(message, Message::Request(_) | Message::Feedback { .. }) {
+            self.network.adapters[from].sent_bytes += bytes;
             for delay in self.network.datagram_delays().into_iter().flatten() {
                 self.events
                     .push(self.now + delay, Event::Arrives { from, to, message: message.clone() });
             }
             return;
         }
-        let delay = self.network.tcp_delay(bytes);
-        self.events.push(self.now + delay, Event::Arrives { from, to, message });
+        if is_small && !self.scenario.link.one_line {
+            self.network.adapters[from].sent_bytes += bytes;
+            self.answered(from, &message);
+            let delay = self.network.tcp_delay(bytes);
+            self.events.push(self.now + delay, Event::Arrives { from, to, message });
+            return;
+        }
+        self.network.enqueue(from, Parcel { to: Receivers::One(to), message, bytes });
+        self.start_sending(from);
     }
 
     fn start_sending(&mut self, host: usize) {
         if self.network.adapters[host].is_sending {
             return;
         }
-        if let Some((parcel, time)) = self.network.dequeue(host) {
-            self.network.adapters[host].is_sending = true;
+        while let Some((parcel, time)) = self.network.dequeue(host) {
+            // Whoever gives up closes his connection.
+            if let (Receivers::One(to), Message::Answer { read, .. }) = (parcel.to, &parcel.message)
+                && !self.hosts[to - 1].client.waits_for(*read)
+            {
+                self.answered(host, &parcel.message);
+                continue;
+            }
+            let adapter = &mut self.network.adapters[host];
+            adapter.sent_bytes += parcel.bytes;
+            adapter.is_sending = true;
             self.events.push(self.now + time, Event::Left { host, parcel });
+            return;
+        }
+    }
+
+    /// A question to a host has its answer.
+    fn answered(&mut self, host: usize, answer: &Message) {
+        if matches!(
+            answer,
+            Message::Answer { .. }
+                | Message::Refuse { .. }
+                | Message::Summed { .. }
+                | Message::Held { .. }
+        ) {
+            let answering = &mut self.services[host].answering;
+            *answering = answering.saturating_sub(1);
         }
     }
 
     fn left(&mut self, host: usize, parcel: Parcel) {
         self.network.adapters[host].is_sending = false;
+        self.answered(host, &parcel.message);
         if !self.network.is_alive(host) {
             return;
         }
@@ -325,16 +381,21 @@ impl<'a> World<'a> {
             return;
         }
         if !self.network.is_alive(to) {
-            if let Message::Ask { pages, .. } = message
-                && !self.network.adapters[to].silent
-            {
-                // Nobody listens there: its kernel says so.
-                self.send(to, from, Message::Fail { pages, why: Failure::Broken });
+            // Nobody listens there: its kernel says so.
+            let answer = match message {
+                Message::Ask { read, .. } | Message::Sums { read, .. } => {
+                    Some(Message::Refuse { read, why: Refused::Gone })
+                }
+                Message::AskHeld => Some(Message::HeldGone),
+                _ => None,
+            };
+            if let Some(answer) = answer.filter(|_| !self.network.adapters[to].silent) {
+                self.send(to, from, answer);
             }
             return;
         }
         let (bytes, datagram) = match &message {
-            Message::Answer { pages } => (wire_bytes(pages.len()), false),
+            Message::Answer { pages, .. } => (wire_bytes(pages.len()), false),
             Message::Pages { pages, .. } => (wire_bytes(pages.len()), true),
             _ => return self.is_in(from, to, message),
         };
@@ -350,9 +411,15 @@ impl<'a> World<'a> {
             return;
         }
         let now = self.now;
+        let mut out = Outbox::default();
         match message {
-            Message::Ask { pages, demand, insist } => {
-                return self.serve(to, from, pages, demand, insist);
+            Message::Ask { read, pages, demand, route } => {
+                return self.serve(to, Asking { from, read, pages, demand, route });
+            }
+            Message::AskHeld => return self.tell_held(to, from),
+            Message::Sums { read, pages } => {
+                self.services[to].answering += 1;
+                return self.send(to, from, Message::Summed { read, pages });
             }
             Message::Request(request) => {
                 if let Some(sender) = &mut self.sender {
@@ -367,22 +434,21 @@ impl<'a> World<'a> {
                 }
                 return;
             }
-            Message::Answer { pages } => {
+            Message::Answer { read, pages } => {
                 self.ledger.arrived(to, pages, false);
-                self.hosts[to - 1].on_answer(from, pages, now);
+                self.hosts[to - 1].client.on_answer(from, read, now, &mut out);
             }
-            Message::Fail { pages, why } => {
-                if why == Failure::Broken {
-                    self.ledger.gave_up(to, pages);
-                }
-                self.hosts[to - 1].on_failure(from, pages, why, now);
+            Message::Refuse { read, why } => {
+                self.hosts[to - 1].client.on_refused(from, read, why, now, &mut out);
             }
-            Message::Redirect { pages, demand, to: named } => {
-                if let Some((host, insist)) = self.hosts[to - 1].on_redirect(pages, named, now) {
-                    self.send(to, host, Message::Ask { pages, demand, insist });
-                }
+            Message::Summed { read, pages } => {
+                self.hosts[to - 1].client.on_sums(read, pages, now, &mut out);
             }
-            Message::Announce { runs } => self.hosts[to - 1].on_announcement(from, &runs),
+            Message::Held { runs } => {
+                let (held, refused) = (runs.as_ref().map(|runs| &runs[..]), runs.is_none());
+                self.hosts[to - 1].client.on_held(from, held, refused, now, &mut out);
+            }
+            Message::HeldGone => self.hosts[to - 1].client.on_held_gone(from, now, &mut out),
             Message::Pages { pages, copy } => {
                 self.ledger.arrived(to, pages, copy);
                 let host = &mut self.hosts[to - 1];
@@ -392,40 +458,43 @@ impl<'a> World<'a> {
                 }
             }
         }
-        self.pump(to);
+        self.pump(to, out);
     }
 
     /// A host is asked for pages by unicast.
-    fn serve(&mut self, host: usize, asker: usize, pages: PageRange, demand: bool, insist: bool) {
-        if host != ORIGIN && !self.hosts[host - 1].cache.has_all(pages) {
-            if !self.hosts[host - 1].defer(Deferred { asker, pages, demand }) {
-                self.send(host, asker, Message::Fail { pages, why: Failure::Lacks });
+    fn serve(&mut self, host: usize, asking: Asking) {
+        self.services[host].answering += 1;
+        let cache = match host {
+            ORIGIN => None,
+            _ if self.now < self.hosts[host - 1].starts_at => {
+                return self.refuse(host, asking, Refused::NotHere);
             }
-            return;
+            _ => Some(&self.hosts[host - 1].cache),
+        };
+        match self.services[host].ask(asking, cache, self.now) {
+            Reply::Pages => self.answer(host, asking),
+            Reply::Refuse(why) => self.refuse(host, asking, why),
+            Reply::Waits(until) => self.events.push(until, Event::Late { host }),
         }
-        if host == ORIGIN
-            && let Some(spread) = &mut self.spread
-        {
-            // Who waits is not sent elsewhere if there is nothing else to do here.
-            let here = insist || demand && !self.network.adapters[ORIGIN].is_sending;
-            if let Serve::At(HostId(to)) = spread.ask(HostId(asker as u64), pages, here, demand) {
-                let to = usize::try_from(to).unwrap_or(ORIGIN);
-                return self.send(host, asker, Message::Redirect { pages, demand, to });
-            }
-        }
-        let backlog_max = if demand { DEMAND_BACKLOG_MAX } else { AHEAD_BACKLOG_MAX };
-        if self.network.backlog(host) > backlog_max {
-            return self.send(host, asker, Message::Fail { pages, why: Failure::Busy });
-        }
-        self.answer(host, asker, pages, demand);
     }
 
-    fn answer(&mut self, host: usize, asker: usize, pages: PageRange, demand: bool) {
-        let to = Receivers::One(asker);
-        let parcel =
-            Parcel { to, message: Message::Answer { pages }, bytes: wire_bytes(pages.len()) };
-        self.network.enqueue(host, parcel, demand);
-        self.start_sending(host);
+    fn tell_held(&mut self, host: usize, asker: usize) {
+        self.services[host].answering += 1;
+        let runs = match host {
+            ORIGIN => Some(vec![PageRange::first(self.scenario.pages)]),
+            _ if self.now < self.hosts[host - 1].starts_at => None,
+            _ => Some(self.hosts[host - 1].cache.runs(self.scenario.pages)),
+        };
+        self.send(host, asker, Message::Held { runs: runs.map(Rc::new) });
+    }
+
+    fn answer(&mut self, host: usize, asking: Asking) {
+        let Asking { from, read, pages, .. } = asking;
+        self.send(host, from, Message::Answer { read, pages });
+    }
+
+    fn refuse(&mut self, host: usize, asking: Asking, why: Refused) {
+        self.send(host, asking.from, Message::Refuse { read: asking.read, why });
     }
 
     fn dies(&mut self, host: usize, silent: bool) {
@@ -494,31 +563,4 @@ fn sender_config(scenario: &Scenario) -> SenderConfig {
         run_pages_max: pages_per_ms.min(defaults.run_pages_max),
         ..defaults
     }
-}
-
-/// Whom each host talks to, both ways: a random graph in which each has about so many, and which hangs together: it holds a ring.
-fn neighbours(hosts: usize, wanted: usize, random: &mut Random) -> Vec<Vec<usize>> {
-    let mut lists = vec![Vec::new(); hosts];
-    if hosts < 2 || wanted == 0 {
-        return lists;
-    }
-    if wanted >= hosts - 1 {
-        return (1..=hosts)
-            .map(|host| (1..=hosts).filter(|other| *other != host).collect())
-            .collect();
-    }
-    let mut order: Vec<usize> = (0..hosts).collect();
-    for _ in 0..wanted.div_ceil(2) {
-        random.shuffle(&mut order);
-        for (at, host) in order.iter().enumerate() {
-            let other = order[(at + 1) % hosts];
-            lists[*host].push(other + 1);
-            lists[other].push(*host + 1);
-        }
-    }
-    for list in &mut lists {
-        list.sort_unstable();
-        list.dedup();
-    }
-    lists
 }

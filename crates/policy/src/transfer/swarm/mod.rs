@@ -21,6 +21,7 @@
 mod ahead;
 mod announcements;
 mod holders;
+mod members;
 mod pick;
 mod spread;
 
@@ -32,6 +33,7 @@ use vmfork_image::{BLOCK_PAGES, PageRange};
 pub use self::ahead::{Ahead, AheadConfig};
 pub use self::announcements::{Announcements, AnnouncementsConfig};
 pub use self::holders::{Choice, Failure, Holders, HoldersConfig};
+pub use self::members::{Asked, READS_AHEAD, Route, Swarm, SwarmConfig, UNIT_PAGES};
 pub use self::pick::{Pick, PickConfig, Picked};
 pub use self::spread::{Serve, Spread, SpreadConfig};
 

@@ -1,0 +1,123 @@
+//! What answers a host's questions, as `vmfork_transfer`'s page service does it.
+
+use std::time::Duration;
+
+use vmfork_image::PageRange;
+use vmfork_policy::transfer::HostId;
+use vmfork_policy::transfer::swarm::{Route, Serve, Spread, SpreadConfig};
+
+use crate::cache::Cache;
+use crate::network::Refused;
+
+/// As `ServiceLimits`.
+const DEMAND_MAX: usize = 4;
+const ARRIVAL: Duration = Duration::from_millis(500);
+const ARRIVAL_AHEAD: Duration = Duration::from_secs(1);
+/// Between two looks whether pages have come: at first, and at most.
+const PAUSE_MIN: Duration = Duration::from_micros(200);
+const PAUSE_MAX: Duration = Duration::from_millis(5);
+
+/// Somebody asked for pages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asking {
+    pub(crate) from: usize,
+    pub(crate) read: u64,
+    pub(crate) pages: PageRange,
+    pub(crate) demand: bool,
+    pub(crate) route: Route,
+}
+
+/// They are on their way here.
+#[derive(Debug)]
+struct Arrival {
+    asking: Asking,
+    began: Duration,
+    until: Duration,
+}
+
+#[derive(Debug)]
+pub(crate) enum Reply {
+    Pages,
+    Refuse(Refused),
+    /// If they come until then.
+    Waits(Duration),
+}
+
+/// Of one host.
+#[derive(Debug)]
+pub(crate) struct Service {
+    is_own: bool,
+    spread: Option<Spread>,
+    waiting: Vec<Arrival>,
+    /// Questions that have come, and whose answers have not left.
+    pub(crate) answering: usize,
+}
+
+impl Service {
+    /// `is_own`: the image was frozen here. `names`: it tells who else has pages.
+    pub(crate) fn new(pages: u64, is_own: bool, names: bool) -> Self {
+        let spread = names.then(|| Spread::new(pages, SpreadConfig::default()));
+        Self { is_own, spread, waiting: Vec::new(), answering: 0 }
+    }
+
+    /// `cache`: what is here; nothing: everything.
+    pub(crate) fn ask(&mut self, asking: Asking, cache: Option<&Cache>, now: Duration) -> Reply {
+        let Asking { from, pages, demand, route, .. } = asking;
+        if let Some(spread) = &mut self.spread {
+            let may_refuse = self.is_own || !demand || self.answering > DEMAND_MAX;
+            let is_here = route != Route::Direct || !may_refuse;
+            if let Serve::At(HostId(to)) = spread.ask(HostId(from as u64), pages, is_here, demand) {
+                return Reply::Refuse(Refused::Elsewhere(usize::try_from(to).unwrap_or(0)));
+            }
+        }
+        if cache.is_none_or(|cache| cache.has_all(pages)) {
+            return Reply::Pages;
+        }
+        if route != Route::Redirected {
+            return Reply::Refuse(Refused::NotHere);
+        }
+        let until = now + if demand { ARRIVAL } else { ARRIVAL_AHEAD };
+        self.waiting.push(Arrival { asking, began: now, until });
+        Reply::Waits(until)
+    }
+
+    /// Pages came here. → who waited for them, and when it is seen that they are here.
+    pub(crate) fn came(&mut self, cache: &Cache, now: Duration) -> Vec<(Asking, Duration)> {
+        let mut seen = Vec::new();
+        self.waiting.retain(|arrival| {
+            let here = cache.has_all(arrival.asking.pages);
+            if here {
+                seen.push((arrival.asking, look_after(arrival.began, now)));
+            }
+            !here
+        });
+        seen
+    }
+
+    /// Who has waited for too long.
+    pub(crate) fn late(&mut self, now: Duration) -> Vec<Asking> {
+        let mut late = Vec::new();
+        self.waiting.retain(|arrival| {
+            let is_late = arrival.until <= now;
+            if is_late {
+                late.push(arrival.asking);
+            }
+            !is_late
+        });
+        late
+    }
+}
+
+/// The first look at `now` or later of one who began to look at `began`.
+fn look_after(began: Duration, now: Duration) -> Duration {
+    let (mut at, mut pause) = (began, PAUSE_MIN);
+    while at < now && pause < PAUSE_MAX {
+        at += pause;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+    if at >= now {
+        return at;
+    }
+    let looks = (now - at).as_nanos().div_ceil(PAUSE_MAX.as_nanos());
+    at + PAUSE_MAX * u32::try_from(looks).unwrap_or(u32::MAX)
+}
