@@ -2,7 +2,7 @@
 
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_transfer::proto::{
-    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Request, Run, Urgency,
+    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Request, Route, Run, Urgency,
 };
 use vmfork_transfer::{Scratch, receive};
 
@@ -19,7 +19,7 @@ pub fn run(data: &[u8]) {
         assert_eq!(request.encode(), *bytes);
         assert!(!request.range.is_empty() && request.range.len() <= proto::HELD_PAGES_MAX);
     }
-    for op in [Op::Read, Op::Held] {
+    for op in [Op::Read, Op::Held, Op::Invite, Op::Sums] {
         answer(op, data);
     }
 }
@@ -30,6 +30,7 @@ fn answer(op: Op, data: &[u8]) {
         range: PageRange::new(PageIdx(9), PAGES).expect("small"),
         op,
         urgency: Urgency::Demand,
+        route: Route::Direct,
         may_compress: true,
         sequence: 0,
     };
@@ -42,6 +43,8 @@ fn answer(op: Op, data: &[u8]) {
             assert!(held.iter().all(|run| request.range.covers(run)));
         }
         (None, Op::Read) => pages(&head, rest),
+        (None, Op::Invite) => assert!(head.bytes <= 96),
+        (None, Op::Sums) => assert!(u64::from(head.bytes) <= 16 * PAGES),
     }
 }
 
@@ -79,8 +82,8 @@ impl From<ProtoError> for Cut {
 pub fn seeds() -> Vec<Vec<u8>> {
     let range = PageRange::new(PageIdx(9), PAGES).expect("small");
     let image = ImageName { host: 1, image: 2 };
-    let (urgency, may_compress) = (Urgency::Ahead, true);
-    let request = Request { image, range, op: Op::Read, urgency, may_compress, sequence: 0 };
+    let (urgency, route, may_compress) = (Urgency::Ahead, Route::Direct, true);
+    let request = Request { image, range, op: Op::Read, urgency, route, may_compress, sequence: 0 };
     // Five pages, of which the last is there: as it is, and as an lz4 block of one byte 4096 times.
     let lz4 = [&[0x1f, 7, 1, 0][..], &[0xff; 15], &[0xf6, 0x50, 7, 7, 7, 7, 7]].concat();
     let len = u8::try_from(lz4.len()).expect("short");
