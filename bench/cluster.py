@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -83,13 +83,13 @@ def _shape(net: Hosts) -> None:
 
 
 @contextlib.contextmanager
-def cluster(world: w.World, count: int, *, pool: int) -> Iterator[Cluster]:
+def cluster(world: w.World, count: int, *, pool: int, more_flags: Sequence[str] = ()) -> Iterator[Cluster]:
     """So many hosts that know each other."""
     with hosts(count) as net, contextlib.ExitStack() as stack:
         _shape(net)
         made = Cluster(net, [], [], pool)
         for number in range(count):
-            flags = ["--qemu-uid-base", str(1_879_100_000 + 100_000 * number)]
+            flags = ["--qemu-uid-base", str(1_879_100_000 + 100_000 * number), *more_flags]
             entered = world.daemon(pool=pool, flags=flags, prefix=net.prefix(number))
             daemon, client = stack.enter_context(entered)
             made.daemons.append(daemon)

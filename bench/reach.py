@@ -161,11 +161,19 @@ TABLE = [
     ),
     Reach(
         "bytes the parent's host sends, 8 hosts that read the same 256 MiB, over one",
-        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="as they read it"), _p50("hosts_parent_sent_MiB", hosts=1, memory="as they read it")),
+        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="as they read it", by="swarm"), _p50("hosts_parent_sent_MiB", hosts=1, memory="as they read it", by="swarm")),
     ),
     Reach(
         "the same, 8 hosts that get it in the background",
-        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background")),
+        1.5, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background", by="swarm"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background", by="swarm")),
+    ),
+    Reach(
+        "the same by multicast, 8 hosts that read the same 256 MiB, over one by swarm",
+        1.2, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="as they read it", by="multicast"), _p50("hosts_parent_sent_MiB", hosts=1, memory="as they read it", by="swarm")),
+    ),
+    Reach(
+        "the same by multicast, 8 hosts that get it in the background",
+        1.2, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background", by="multicast"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background", by="swarm")),
     ),
     Reach("fault on another host, beyond the link's own round trip", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon")),
     Reach("sent for a clone on another host that fills 1 GiB afresh, first fork", 40, True, "MB", _afresh("never used", "first")),

@@ -18,6 +18,7 @@ SHARE = 0.2
 
 CLONES = 32
 DATA_MIB = 256
+FORMS = ("swarm", "multicast")
 
 
 def run(world: w.World) -> None:
@@ -61,13 +62,18 @@ def _starts(world: w.World) -> None:
 
 
 def _bytes(world: w.World) -> None:
-    """Hosts that all need the same memory at once."""
+    """Hosts that all need the same memory at once, which comes from each other or once to all."""
+    for form in FORMS:
+        _bytes_by(world, form)
+
+
+def _bytes_by(world: w.World, form: str) -> None:
     count = world.pick((8,), (4,))[0]
-    with cluster(world, count + 1, pool=1) as made:
+    with cluster(world, count + 1, pool=1, more_flags=["--page-transfer", form]) as made:
         vm = world.run(made.clients[0], memory_mib=2 * DATA_MIB)
         vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
         for how in ("as they read it", "in the background"):
-            for _ in world.rounds(f"{DATA_MIB} MiB {how}", share=SHARE / 2):
+            for _ in world.rounds(f"{DATA_MIB} MiB {how}, {form}", share=SHARE / 2 / len(FORMS)):
                 for hosts in (1, count):
                     # What was lent before is known on no host any more.
                     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True, timeout_s=120)
@@ -80,7 +86,7 @@ def _bytes(world: w.World) -> None:
                             list(threads.map(lambda clone: clone.exec("cat /dev/shm/data > /dev/null", check=True, timeout_s=300), fork))
                     else:
                         w.eventually(lambda fork=fork: all(_is_whole(clone) for clone in fork), 300, "all has come", every_s=0.1)
-                    labels = {"hosts": hosts, "memory": how}
+                    labels = {"hosts": hosts, "memory": how, "by": form}
                     world.figures.series("hosts_all_here_ms", **labels).add(w.now_ms() - begin)
                     world.figures.series("hosts_parent_sent_MiB", **labels).add((made.sent_bytes() - before) / (1 << 20))
                     w.end_all(fork)

@@ -229,7 +229,9 @@ impl Shared {
     }
 
     fn is_stopped(&self) -> bool {
-        lock(&self.state).stopped || !self.cache.lacks()
+        let stopped = lock(&self.state).stopped;
+        // Not under the lock: what it lets go may be this listener's own handle.
+        stopped || !self.cache.lacks()
     }
 
     fn listen(&self) {
