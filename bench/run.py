@@ -51,9 +51,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _storm(text: str) -> tuple[int, int, int]:
-    parents, clones, times = (int(word) for word in text.split("x"))
-    if min(parents, clones, times) < 1:
-        raise ValueError("at least 1 of each")
+    words = text.split("x")
+    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"`{text}` is not like 4x8x5, at least 1 of each")
+    parents, clones, times = map(int, words)
     return parents, clones, times
 
 
