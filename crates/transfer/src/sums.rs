@@ -32,6 +32,19 @@ impl Sums {
         range.pages().map(|page| sum(page).unwrap_or(UNKNOWN)).collect()
     }
 
+    /// Those of `range` are needed no more.
+    pub(crate) fn forget(&mut self, range: PageRange) {
+        for page in range.pages() {
+            let number = page.0 / BLOCK_PAGES;
+            let Some(block) = self.blocks.get_mut(&number) else { continue };
+            let at = usize::try_from(page.0 % BLOCK_PAGES).unwrap_or(usize::MAX);
+            block.get_mut(at).into_iter().for_each(|sum| *sum = UNKNOWN);
+            if block.iter().all(|sum| *sum == UNKNOWN) {
+                self.blocks.remove(&number);
+            }
+        }
+    }
+
     /// Those of `range`; one that is not known is none.
     pub(crate) fn put(&mut self, range: PageRange, sums: &[Sum]) {
         for (page, sum) in range.pages().zip(sums).filter(|(_, sum)| **sum != UNKNOWN) {
@@ -61,5 +74,9 @@ mod tests {
         assert_eq!(sums.get(range(510, 5)), [UNKNOWN, one, UNKNOWN, two, UNKNOWN]);
         sums.put(range(511, 1), &[UNKNOWN]);
         assert_eq!(sums.get(range(511, 1)), [one]);
+        sums.forget(range(500, 12));
+        assert_eq!(sums.get(range(511, 3)), [UNKNOWN, UNKNOWN, two]);
+        sums.forget(range(513, 1));
+        assert!(sums.blocks.is_empty());
     }
 }

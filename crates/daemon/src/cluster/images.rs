@@ -155,6 +155,11 @@ impl Images {
         self.name_in(&self.inner(), id)
     }
 
+    /// Frozen by this life of the daemon. One of an earlier life may have come back from another host.
+    fn is_own(&self, name: ImageName) -> bool {
+        name.host == self.host && name.image >> 32 == u64::from(self.epoch)
+    }
+
     fn name_in(&self, inner: &Inner, id: ImageId) -> ImageName {
         let own = ImageName { host: self.host, image: u64::from(self.epoch) << 32 | id.get() };
         inner.names.get(&id).copied().unwrap_or(own)
@@ -275,7 +280,7 @@ impl Images {
             inner.loans.all_of(name).for_each(|lent| lent.of.working_set.record(range));
         }
         let pages = self.find(&inner, name)?.pages();
-        Some(Wanted { pages, is_own: name.host == self.host })
+        Some(Wanted { pages, is_own: self.is_own(name) })
     }
 
     /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
@@ -290,7 +295,7 @@ impl Images {
         bytes: &mut [u8],
     ) -> Result<(), NotRead> {
         let image = self.find(&self.inner(), name).ok_or(NotRead::Unknown)?;
-        if name.host != self.host && image.cache().presence().run(range) != (range, true) {
+        if !self.is_own(name) && image.cache().presence().run(range) != (range, true) {
             return Err(NotRead::Absent);
         }
         image.lend(range, bytes).map_err(NotRead::Lost)
@@ -304,7 +309,7 @@ impl Images {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
-        let image = self.find(&self.inner(), name).filter(|_| name.host == self.host)?;
+        let image = self.find(&self.inner(), name).filter(|_| self.is_own(name))?;
         let (table, own) = (image.table()?, Source::Image(image.id()));
         let runs = table.runs(range.intersect(&table.range()));
         for (run, _) in runs.filter(|(_, source)| *source == own) {

@@ -408,6 +408,16 @@ impl Pages for Served {
         id.is_some_and(|id| self.0.roster.read(|book| book.member(id).is_some()))
     }
 
+    fn is_alive(&self, member: u64) -> bool {
+        let now = self.0.now();
+        let id = HostId::new(member);
+        id.is_some_and(|id| self.0.roster.read(|book| book.liveness(id, now)) == Liveness::Alive)
+    }
+
+    fn is_coming(&self, image: ImageName, range: PageRange) -> bool {
+        self.0.sources.is_under_way(image, range)
+    }
+
     fn asked(
         &self,
         _member: u64,

@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_cluster::HostId;
-use vmfork_image::{ImageName, PageSource};
+use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_transfer::{Holders, Listener, Peer, PeerSource, Swarm, SwarmConfig, SwarmMember};
 
 use super::multicast::Ears;
@@ -95,6 +95,14 @@ impl Sources {
 
     pub(super) fn ears(&self) -> &Ears {
         &self.ears
+    }
+
+    /// Whether pages are being fetched.
+    pub(super) fn is_under_way(&self, image: ImageName, range: PageRange) -> bool {
+        let known = self.known();
+        let swarm = known.get(&image).map(|known| Arc::clone(&known.swarm));
+        drop(known);
+        swarm.is_some_and(|swarm| swarm.is_under_way(range))
     }
 
     /// A member has said which images it has open.

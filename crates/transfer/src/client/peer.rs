@@ -98,6 +98,8 @@ pub enum PeerError {
     Refused(Refusal),
     #[error("page {page} is another than its origin has")]
     Forged { page: PageIdx },
+    #[error("what it gave can't be compared with what its origin has, which does not answer")]
+    Undecided,
     #[error("{pages} pages into {bytes} bytes: at most {most} are read at a time")]
     Misuse { pages: u64, bytes: usize, most: u64 },
 }
@@ -114,13 +116,26 @@ impl PeerError {
             Self::Refused(refusal) => {
                 matches!(refusal.kind, RefusalKind::Busy | RefusalKind::Draining)
             }
+            Self::Undecided => true,
             Self::Wrong(_) | Self::Forged { .. } | Self::Misuse { .. } => false,
         }
     }
 
     /// Whether it says something of the host, and not of what was asked of it.
     fn is_of_host(&self) -> bool {
-        !matches!(self, Self::Refused(_) | Self::Misuse { .. })
+        !matches!(self, Self::Refused(_) | Self::AllInUse { .. } | Self::Misuse { .. })
+    }
+
+    /// Whether the host is not there any more, or has nothing more to say of what it was asked.
+    pub(super) fn is_gone(&self) -> bool {
+        match self {
+            Self::Connect { .. } | Self::BackingOff { .. } => true,
+            Self::Refused(refusal) => matches!(
+                refusal.kind,
+                RefusalKind::UnknownImage | RefusalKind::NotMember | RefusalKind::Draining
+            ),
+            _ => false,
+        }
     }
 
     /// The host that has the pages, if it is this that was answered.
@@ -143,6 +158,9 @@ impl PeerError {
         line
     }
 }
+
+/// Of a host's connections, so many are not for what nobody waits for.
+const FOR_DEMAND: usize = 8;
 
 /// Another host. Shared by all images of which it has pages.
 #[derive(Debug)]
@@ -225,7 +243,7 @@ impl Peer {
         }
         let may_compress = self.config.compress && lock(&self.choice).may_compress(pages);
         let question = Question { image, range, urgency, route, may_compress };
-        let came = self.ask(timeout, |lease| match &mut lease.link {
+        let came = self.ask(urgency, timeout, |lease| match &mut lease.link {
             Some(link) => link.read(question, timeout, out),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })?;
@@ -258,7 +276,7 @@ impl Peer {
         }
         let (urgency, route) = (Urgency::Ahead, Route::Direct);
         let question = Question { image, range, urgency, route, may_compress: false };
-        self.ask(self.limits.answer, |lease| match &mut lease.link {
+        self.ask(urgency, self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.held(question, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })
@@ -278,10 +296,15 @@ impl Peer {
         let route = Route::Direct;
         let question = Question { image, range, urgency, route, may_compress: false };
         let timeout = timeout.min(self.limits.answer);
-        self.ask(timeout, |lease| match &mut lease.link {
+        let answer = self.ask(urgency, timeout, |lease| match &mut lease.link {
             Some(link) => link.sums(question, timeout),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
-        })
+        });
+        if matches!(answer, Err(PeerError::Timeout { .. })) {
+            // Whether it answers at all, who asks it for the pages finds out.
+            *lock(&self.avoid_until) = None;
+        }
+        answer
     }
 
     /// To the group that an image is sent to.
@@ -289,7 +312,7 @@ impl Peer {
     /// # Errors
     /// [`PeerError`]; with [`RefusalKind::BadRequest`] the host sends none to groups.
     pub(crate) fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
-        self.ask(self.limits.answer, |lease| match &mut lease.link {
+        self.ask(Urgency::Ahead, self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.invitation(image, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })
@@ -298,13 +321,14 @@ impl Peer {
     /// Put a question on some connection, and again on a new one if that had ended while nobody used it.
     fn ask<T>(
         &self,
+        urgency: Urgency,
         timeout: Duration,
         mut put: impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
     ) -> Result<T, PeerError> {
-        let answer = match self.ask_once(false, timeout, &mut put) {
+        let answer = match self.ask_once(false, urgency, timeout, &mut put) {
             Err(Asked::EndedWhileIdle) => {
                 self.counters.retries.add(1);
-                self.ask_once(true, timeout, &mut put)
+                self.ask_once(true, urgency, timeout, &mut put)
             }
             answer => answer,
         };
@@ -328,10 +352,21 @@ impl Peer {
     fn ask_once<T>(
         &self,
         fresh: bool,
+        urgency: Urgency,
         timeout: Duration,
         put: &mut impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
     ) -> Result<T, Asked> {
-        let lease = self.pool.lease(&self.config, &self.limits, fresh);
+        // What there is little time for does not wait long for a connection, either.
+        let limits = PeerLimits {
+            connect: self.limits.connect.min(timeout),
+            answer: self.limits.answer.min(timeout),
+            connections_max: match urgency {
+                Urgency::Demand => self.limits.connections_max,
+                Urgency::Ahead => self.limits.connections_max.saturating_sub(FOR_DEMAND).max(1),
+            },
+            ..self.limits
+        };
+        let lease = self.pool.lease(&self.config, &limits, fresh);
         let mut lease = lease.map_err(Asked::Failed)?;
         if !lease.was_idle {
             self.counters.connections.add(1);

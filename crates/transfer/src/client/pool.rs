@@ -100,7 +100,9 @@ impl Pool {
                 state = lock(&self.state);
                 continue;
             }
-            if let Some((link, _)) = state.idle.pop() {
+            if state.in_use < limits.connections_max
+                && let Some((link, _)) = state.idle.pop()
+            {
                 state.in_use += 1;
                 return Ok(Some(link));
             }
@@ -156,6 +158,7 @@ impl Lease<'_> {
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         lock(&self.pool.state).in_use -= 1;
-        self.pool.changed.notify_one();
+        // Not all that wait may have it.
+        self.pool.changed.notify_all();
     }
 }

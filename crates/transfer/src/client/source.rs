@@ -9,7 +9,7 @@ use vmfork_image::{AheadOrder, ImageName, NextAhead, Origin, PageRange, PageSour
 
 use super::holders::Holders;
 use super::peer::{Peer, PeerError};
-use super::swarm::{Asked, Swarm};
+use super::swarm::{Asked, Chosen, Swarm};
 use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
 use crate::multicast::Listener;
@@ -27,6 +27,10 @@ const REFRESH_WAIT: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// … up to this.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// What nobody waits for waits so long for hosts that are busy: at least …
+const LATER_MIN: Duration = Duration::from_millis(1);
+/// … and at most.
+const LATER_MAX: Duration = Duration::from_millis(50);
 /// What a VM waits for others than the origin may take no longer to send.
 const DEMAND_WAIT: Duration = Duration::from_secs(1);
 
@@ -194,7 +198,7 @@ impl PeerSource {
         loop {
             let (peers, version) = self.holders.in_order();
             let mut failed: Vec<Vain> = Vec::new();
-            if self.read_in_swarm(urgency, piece, bytes, &mut failed)
+            if self.read_in_swarm(urgency, piece, bytes, give_up, &mut failed)
                 || self.read_in_order(&peers, urgency, piece, bytes, &mut failed)
             {
                 self.counters.resourced.add(u64::from(!failed.is_empty()));
@@ -223,45 +227,54 @@ impl PeerSource {
         }
     }
 
-    /// From whoever is best of those that are known to have the pages, and from the next if that fails. → whether they came.
+    /// From whoever is best of those that are known to have the pages, and from the next if that fails, until `give_up`. → whether
+    /// they came.
     fn read_in_swarm(
         &self,
         urgency: Urgency,
         piece: PageRange,
         bytes: &mut [u8],
+        give_up: Instant,
         failed: &mut Vec<Vain>,
     ) -> bool {
         let Some(swarm) = &self.swarm else { return false };
-        let mut named = None;
-        while let Some(asked) = named.take().or_else(|| swarm.choose(urgency, piece)) {
+        let (mut named, mut is_late) = (None, false);
+        loop {
+            let asked = match named.take().map_or_else(|| swarm.choose(urgency, piece), Chosen::Ask)
+            {
+                _ if is_late => return false,
+                Chosen::Ask(asked) => asked,
+                Chosen::Later(wait) if urgency == Urgency::Ahead && Instant::now() < give_up => {
+                    std::thread::park_timeout(wait.clamp(LATER_MIN, LATER_MAX));
+                    continue;
+                }
+                Chosen::Later(_) | Chosen::Nobody => return false,
+            };
+            is_late = Instant::now() >= give_up;
             let Asked { host, peer, origin, route } = asked;
             let may_wait = match urgency {
                 Urgency::Demand if !origin => DEMAND_WAIT,
                 _ => Duration::MAX,
             };
-            match peer.read_by(route, may_wait, self.image, piece, urgency, bytes) {
-                Ok(()) => match self.verified(urgency, piece, bytes, &peer, origin) {
-                    Ok(()) => {
-                        swarm.answered(host, piece);
-                        self.came_from(origin, piece);
-                        return true;
+            let error = match peer.read_by(route, may_wait, self.image, piece, urgency, bytes) {
+                Ok(()) => {
+                    swarm.answered(host, piece);
+                    match self.verified(urgency, piece, bytes, &peer, origin) {
+                        Ok(()) => return true,
+                        Err(error) => error,
                     }
-                    Err(error) => {
-                        swarm.failed(host, piece, &error);
-                        self.on_failed(peer, piece, error, failed);
-                    }
-                },
-                Err(error) if route != Route::Insist && error.elsewhere().is_some() => {
+                }
+                // Only who is asked first names another: nobody is sent round and round.
+                Err(error) if route == Route::Direct && error.elsewhere().is_some() => {
                     self.counters.redirected.add(1);
                     named = error.elsewhere().and_then(|to| swarm.redirected(host, piece, to));
+                    continue;
                 }
-                Err(error) => {
-                    swarm.failed(host, piece, &error);
-                    self.on_failed(peer, piece, error, failed);
-                }
-            }
+                Err(error) => error,
+            };
+            swarm.failed(host, piece, &error);
+            self.on_failed(peer, piece, error, failed);
         }
-        false
     }
 
     /// From those that were named when the image was, one after the other; not from who has just refused.
@@ -282,10 +295,7 @@ impl PeerSource {
                     let Some(swarm) = &self.swarm else { return true };
                     let origin = swarm.gave(peer);
                     match self.verified(urgency, piece, bytes, peer, origin) {
-                        Ok(()) => {
-                            self.came_from(origin, piece);
-                            return true;
-                        }
+                        Ok(()) => return true,
                         Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
                     }
                 }
@@ -295,28 +305,44 @@ impl PeerSource {
         false
     }
 
-    /// What another host than the origin gave is compared with what that has.
+    /// What another host than the origin gave is compared with what that has; if it can't be, the origin is asked for it. It is
+    /// believed only if the origin is not there any more.
     fn verified(
         &self,
         urgency: Urgency,
         piece: PageRange,
-        bytes: &[u8],
+        bytes: &mut [u8],
         peer: &Peer,
         origin: bool,
     ) -> Result<(), PeerError> {
-        let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) else { return Ok(()) };
-        let of = swarm.origin();
-        match self.verifier.verify(urgency, piece, bytes, peer, of.as_deref()) {
-            Verdict::Right => Ok(()),
-            Verdict::Unknown => {
-                self.counters.unverified_pages.add(piece.len());
-                Ok(())
-            }
-            Verdict::Wrong(page) => {
+        let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) else {
+            self.came_from(origin, piece);
+            return Ok(());
+        };
+        let of = swarm.ask_origin();
+        let of = of.as_ref().map(|asked| (asked.host, &*asked.peer));
+        match (self.verifier.verify(urgency, piece, bytes, peer, of.map(|(_, of)| of)), of) {
+            (Verdict::Right, _) => {}
+            (Verdict::Wrong(page), _) => {
                 self.counters.forged.add(1);
-                Err(PeerError::Forged { page })
+                return Err(PeerError::Forged { page });
+            }
+            (Verdict::Undecided, Some((host, of))) => {
+                let wait = Duration::MAX;
+                if of.read_by(Route::Insist, wait, self.image, piece, urgency, bytes).is_ok() {
+                    swarm.answered(host, piece);
+                    self.came_from(true, piece);
+                    return Ok(());
+                }
+                // It may have been overwritten.
+                return Err(PeerError::Undecided);
+            }
+            (Verdict::Undecided | Verdict::Believed, _) => {
+                self.counters.unverified_pages.add(piece.len());
             }
         }
+        self.came_from(false, piece);
+        Ok(())
     }
 
     fn came_from(&self, origin: bool, piece: PageRange) {

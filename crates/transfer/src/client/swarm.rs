@@ -93,6 +93,16 @@ struct Round {
     last: Option<HostId>,
 }
 
+/// What [`Swarm::choose`] says.
+#[derive(Debug)]
+pub(super) enum Chosen {
+    Ask(Asked),
+    /// Those that have them are busy for so long.
+    Later(Duration),
+    /// No host here is known to have them that is worth asking, or they are under way.
+    Nobody,
+}
+
 /// Who is asked, and what for.
 #[derive(Debug)]
 pub(super) struct Asked {
@@ -178,8 +188,8 @@ impl Swarm {
         state.members.values().filter(|member| member.holds && !member.origin).count()
     }
 
-    /// Whom to ask for all of `pages`. `None`: nobody here is known to have them who has time.
-    pub(super) fn choose(&self, urgency: Urgency, pages: PageRange) -> Option<Asked> {
+    /// Whom to ask for all of `pages`.
+    pub(super) fn choose(&self, urgency: Urgency, pages: PageRange) -> Chosen {
         let now = self.now();
         let mut state = lock(&self.state);
         let State { known, members, .. } = &mut *state;
@@ -189,14 +199,31 @@ impl Swarm {
             Urgency::Demand => known.choose(pages, true, now),
             Urgency::Ahead => known.choose_unwaited(pages, now),
         };
-        let Choice::Ask(host) = choice else { return None };
+        let host = match choice {
+            Choice::Ask(host) => host,
+            Choice::Later(at) => return Chosen::Later(at.saturating_sub(now)),
+            Choice::UnderWay | Choice::Nobody => return Chosen::Nobody,
+        };
         let insists = known.insists(pages);
         let Some(Member { peer, origin, .. }) = members.get(&host) else {
             known.left(host);
-            return None;
+            return Chosen::Nobody;
         };
-        let route = if insists && *origin { Route::Insist } else { Route::Direct };
-        Some(Asked { host, peer: Arc::clone(peer), origin: *origin, route })
+        let route = if insists { Route::Insist } else { Route::Direct };
+        Chosen::Ask(Asked { host, peer: Arc::clone(peer), origin: *origin, route })
+    }
+
+    /// Whether any of these is being fetched.
+    pub fn is_under_way(&self, pages: PageRange) -> bool {
+        lock(&self.state).known.is_under_way(pages)
+    }
+
+    /// The origin itself, to be asked for pages that another gave and that can't be compared.
+    pub(super) fn ask_origin(&self) -> Option<Asked> {
+        let state = lock(&self.state);
+        let (host, member) = state.members.iter().find(|(_, member)| member.origin)?;
+        let (peer, route) = (Arc::clone(&member.peer), Route::Insist);
+        Some(Asked { host: *host, peer, origin: true, route })
     }
 
     /// It answered that they are at host `to`, or about to be. → whom to ask now.
@@ -204,8 +231,9 @@ impl Swarm {
         let (now, to) = (self.now(), HostId(to));
         let mut state = lock(&self.state);
         let State { known, members, .. } = &mut *state;
-        let can_be_asked = to != self.own && members.contains_key(&to);
-        if can_be_asked {
+        let named = members.get(&to).filter(|member| to != self.own && !member.peer.is_avoided());
+        let can_be_asked = named.is_some();
+        if can_be_asked && !known.knows(to) {
             known.joined(to, false, 1);
         }
         let to = if can_be_asked { to } else { host };
@@ -230,18 +258,12 @@ impl Swarm {
                 RefusalKind::NotMember | RefusalKind::BadRequest => Failure::Broken,
                 _ => Failure::Lacks,
             },
-            PeerError::AllInUse { .. } => Failure::Busy,
+            PeerError::AllInUse { .. } | PeerError::Undecided => Failure::Busy,
+            PeerError::Forged { .. } => Failure::Forged,
             _ => Failure::Broken,
         };
         let now = self.now();
         lock(&self.state).known.failed(host, pages, why, now);
-    }
-
-    /// Who froze the image.
-    pub(super) fn origin(&self) -> Option<Arc<Peer>> {
-        let state = lock(&self.state);
-        let origin = state.members.values().find(|member| member.origin);
-        origin.map(|member| Arc::clone(&member.peer))
     }
 
     /// Whether a host has all of the image, and that it gave pages after all.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, ImageName, PAGE_BYTES, PageIdx, PageRange};
 
-use super::peer::Peer;
+use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::Urgency;
 use crate::sums::{self, Sum, Sums, UNKNOWN};
@@ -20,8 +20,10 @@ pub(super) enum Verdict {
     Right,
     /// This page is another than the origin has.
     Wrong(PageIdx),
-    /// The origin can't be asked any more, or does not know.
-    Unknown,
+    /// The origin does not know now, or has not answered: it has to be asked for the pages.
+    Undecided,
+    /// There is no origin any more that could be asked.
+    Believed,
 }
 
 /// Of one image.
@@ -48,31 +50,52 @@ impl Verifier {
         origin: Option<&Peer>,
     ) -> Verdict {
         let known = lock(&self.known).get(range);
-        let sums = match (known.contains(&UNKNOWN), origin) {
-            (false, _) => known,
-            (true, Some(origin)) if !origin.is_avoided() => self.ask(urgency, range, origin),
-            _ => known,
+        let mut unknown = Verdict::Undecided;
+        let sums = match origin {
+            _ if !known.contains(&UNKNOWN) => known,
+            Some(origin) if !origin.is_avoided() => match self.ask(urgency, range, origin) {
+                Ok(sums) => sums,
+                Err(error) => {
+                    tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");
+                    if error.is_gone() {
+                        unknown = Verdict::Believed;
+                    }
+                    known
+                }
+            },
+            _ => {
+                unknown = Verdict::Believed;
+                known
+            }
         };
         let pages = bytes.chunks(usize::try_from(PAGE_BYTES).unwrap_or(usize::MAX));
         let mut verdict = Verdict::Right;
         for ((page, bytes), sum) in range.pages().zip(pages).zip(sums) {
             if sum == UNKNOWN {
-                verdict = Verdict::Unknown;
+                verdict = unknown;
             } else if sum != sums::of(bytes) {
                 let (image, host) = (self.image, giver.name());
                 tracing::error!(%image, %page, host, "gave another page than its origin has");
                 return Verdict::Wrong(page);
             }
         }
-        if verdict == Verdict::Unknown && !self.has_warned.swap(true, Ordering::Relaxed) {
+        if verdict == Verdict::Believed && !self.has_warned.swap(true, Ordering::Relaxed) {
             let (image, host) = (self.image, giver.name());
             tracing::warn!(%image, host, "pages can't be compared with their origin's: they are believed");
+        }
+        if verdict == Verdict::Right {
+            lock(&self.known).forget(range);
         }
         verdict
     }
 
     /// What nobody waits for is asked of the whole block, so that the next pieces need no question.
-    fn ask(&self, urgency: Urgency, range: PageRange, origin: &Peer) -> Vec<Sum> {
+    fn ask(
+        &self,
+        urgency: Urgency,
+        range: PageRange,
+        origin: &Peer,
+    ) -> Result<Vec<Sum>, PeerError> {
         let wanted = match urgency {
             Urgency::Demand => range,
             Urgency::Ahead => {
@@ -81,12 +104,9 @@ impl Verifier {
                 whole.filter(|block| block.covers(&range)).unwrap_or(range)
             }
         };
-        match origin.sums(self.image, wanted, urgency, DEMAND_WAIT) {
-            Ok(sums) => lock(&self.known).put(wanted, &sums),
-            Err(error) => {
-                tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");
-            }
-        }
-        lock(&self.known).get(range)
+        let sums = origin.sums(self.image, wanted, urgency, DEMAND_WAIT)?;
+        let mut known = lock(&self.known);
+        known.put(wanted, &sums);
+        Ok(known.get(range))
     }
 }

@@ -87,7 +87,7 @@ impl Connections {
     }
 
     /// No reads and writes of those succeed that are no members any more.
-    pub(super) fn keep(&self, is_member: impl Fn(u64) -> bool) {
+    pub(super) fn keep(&self, is_member: &impl Fn(u64) -> bool) {
         let state = lock(&self.state);
         let left = |open: &&Open| open.member.is_some_and(|member| !is_member(member));
         for open in state.open.values().filter(left) {

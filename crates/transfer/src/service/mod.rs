@@ -66,6 +66,16 @@ pub trait Pages: Send + Sync {
         None
     }
 
+    /// Whether pages of an image of another host are being fetched here, or have just come.
+    fn is_coming(&self, _image: ImageName, _range: PageRange) -> bool {
+        false
+    }
+
+    /// Whether this member is likely to answer, so that others may be sent there.
+    fn is_alive(&self, member: u64) -> bool {
+        self.is_member(member)
+    }
+
     /// Read `range`, which is 1 to 512 pages, into `bytes`, which is as long. May take a while, but has a bound.
     ///
     /// # Errors
@@ -180,7 +190,7 @@ struct Shared {
     connections: Arc<Connections>,
     turns: Turns,
     spreads: Spreads,
-    /// Requests that are being answered.
+    /// Requests that VMs wait for, being read.
     answering: AtomicUsize,
     counters: ServiceCounters,
 }
@@ -241,9 +251,10 @@ impl PageService {
         self.shared.connections.count()
     }
 
-    /// End the connections of those that are no members any more.
+    /// End the connections of those that are no members any more, and name them no more.
     pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
-        self.shared.connections.keep(is_member);
+        self.shared.connections.keep(&is_member);
+        self.shared.spreads.keep(is_member);
     }
 
     /// A member has said which images of others it has open: for others' pages it is not named any more.

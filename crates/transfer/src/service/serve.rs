@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, TcpStream};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
@@ -26,6 +26,8 @@ const KEPT_BYTES: usize = 256 << 10;
 const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
 /// … and at most.
 const ARRIVAL_PAUSE_MAX: Duration = Duration::from_millis(5);
+/// So many more looks for pages that are not under way any more.
+const LOOKS_AFTER: u32 = 4;
 
 /// Why a connection ends early: not an error of this host.
 type Ended = Box<dyn std::error::Error + Send + Sync>;
@@ -122,13 +124,7 @@ impl Session<'_> {
             });
             let request = admitted.clone().and_then(|member| Ok((member, request?)));
             match request {
-                Ok((member, request)) => {
-                    let shared = self.shared;
-                    shared.answering.fetch_add(1, Ordering::Relaxed);
-                    let answered = self.answer(member, &request, began);
-                    shared.answering.fetch_sub(1, Ordering::Relaxed);
-                    answered?;
-                }
+                Ok((member, request)) => self.answer(member, &request, began)?,
                 Err(refusal) => {
                     self.refuse(sequence, began, &refusal)?;
                     return Err(refusal.into());
@@ -208,6 +204,7 @@ impl Session<'_> {
                     counters.ahead.add(request.range.len(), len as u64);
                 }
                 counters.requests.add(1);
+                self.shared.spreads.served(request.image, member, request.range);
                 packer.shrink(KEPT_BYTES);
             }
         }
@@ -223,7 +220,7 @@ impl Session<'_> {
             let demand = urgency == Urgency::Demand;
             let may_refuse = is_own || !demand || is_busy();
             let how = (route != Route::Direct || !may_refuse, demand);
-            let may_name = |host| pages.is_member(host);
+            let may_name = |host| pages.is_alive(host);
             if let Some(host) = spreads.elsewhere((image, len), member, range, how, may_name) {
                 return Err(Refusal::elsewhere(host));
             }
@@ -233,34 +230,40 @@ impl Session<'_> {
             (Route::Redirected, Urgency::Demand) => limits.arrival,
             (Route::Redirected, Urgency::Ahead) => limits.arrival_ahead,
         };
-        let (began, mut pause) = (Instant::now(), ARRIVAL_PAUSE_MIN);
+        let give_up = Instant::now() + patience;
+        let (mut pause, mut looks_left) = (ARRIVAL_PAUSE_MIN, LOOKS_AFTER);
         loop {
-            match self.read(member, request) {
-                Err(refusal)
-                    if refusal.kind == RefusalKind::NotHere
-                        && began.elapsed() + pause < patience
-                        && !self.shared.connections.wait_closed(pause) =>
-                {
-                    pause = (pause * 2).min(ARRIVAL_PAUSE_MAX);
-                }
+            let left = give_up.saturating_duration_since(Instant::now());
+            let wait = if patience.is_zero() { limits.io } else { left };
+            let refusal = match self.read(member, request, wait) {
+                Err(refusal) if refusal.kind == RefusalKind::NotHere => refusal,
                 read => return read,
+            };
+            // What was under way when it was looked for may have come since.
+            looks_left = if pages.is_coming(image, range) { LOOKS_AFTER } else { looks_left };
+            if looks_left == 0 || left <= pause || self.shared.connections.wait_closed(pause) {
+                return Err(refusal);
             }
+            looks_left -= 1;
+            pause = (pause * 2).min(ARRIVAL_PAUSE_MAX);
         }
     }
 
-    fn read(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
-        let bytes = usize::try_from(request.range.byte_len()).unwrap_or(0);
-        self.answer.pages.resize(bytes, 0);
-        let _turn = match request.urgency {
-            Urgency::Demand => None,
-            Urgency::Ahead => {
-                Some(self.shared.turns.wait(self.shared.limits.io).ok_or_else(|| {
-                    Refusal::new(RefusalKind::Busy, "much that nobody waits for is being read")
-                })?)
-            }
-        };
+    /// What nobody waits for takes a turn, for which it waits no longer than `wait`.
+    fn read(&mut self, member: u64, request: &Request, wait: Duration) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        self.shared.pages.read(member, image, range, urgency, &mut self.answer.pages)
+        let Shared { pages, turns, answering, .. } = self.shared;
+        let bytes = usize::try_from(range.byte_len()).unwrap_or(0);
+        self.answer.pages.resize(bytes, 0);
+        let _answering;
+        let _turn = match urgency {
+            Urgency::Demand => {
+                _answering = Answering::begin(answering);
+                None
+            }
+            Urgency::Ahead => Some(turns.wait(wait).ok_or_else(busy)?),
+        };
+        pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
 
     fn find_held(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
@@ -274,9 +277,14 @@ impl Session<'_> {
 
     fn sum_up(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        let Shared { pages, spreads, .. } = self.shared;
+        let Shared { pages, spreads, turns, limits, .. } = self.shared;
         // What another host gave is asked for, too.
-        let _wanted = pages.asked(member, image, range, urgency);
+        let wanted = pages.asked(member, image, range, urgency);
+        let len = wanted.map_or(range.end().0, |wanted| wanted.pages);
+        let _turn = match urgency {
+            Urgency::Demand => None,
+            Urgency::Ahead => Some(turns.wait(limits.io).ok_or_else(busy)?),
+        };
         let mut own = Vec::new();
         pages.own(member, image, range, &mut |run| own.push(run))?;
         let mut all = spreads.sums(image, range);
@@ -292,7 +300,7 @@ impl Session<'_> {
             bytes.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
             pages.read(member, image, run, Urgency::Ahead, bytes)?;
             let sums: Vec<_> = bytes.as_chunks::<PAGE>().0.iter().map(|p| sums::of(p)).collect();
-            spreads.summed(image, run, &sums);
+            spreads.summed((image, len), run, &sums);
             part.into_iter().zip(sums).for_each(|(place, sum)| *place = sum);
         }
         self.answer.pages = all.concat();
@@ -323,6 +331,26 @@ impl Session<'_> {
 
 fn bad_request(error: proto::ProtoError) -> Refusal {
     Refusal::new(RefusalKind::BadRequest, error.to_string())
+}
+
+fn busy() -> Refusal {
+    Refusal::new(RefusalKind::Busy, "much that nobody waits for is being read")
+}
+
+/// One of the requests that VMs wait for and that are being read, while it lives.
+struct Answering<'a>(&'a AtomicUsize);
+
+impl<'a> Answering<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Answering<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 fn us_since(began: Instant) -> u32 {

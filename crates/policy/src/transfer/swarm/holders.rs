@@ -80,8 +80,10 @@ pub enum Failure {
     Busy,
     /// It does not have these pages, whatever it announced.
     Lacks,
-    /// It could not be reached, broke off, or sent what is wrong.
+    /// It could not be reached, broke off, or sent what makes no sense.
     Broken,
+    /// It sent other pages than the origin has. It is not asked any more until it joins anew.
+    Forged,
 }
 
 /// Decides for one image on one host whom to ask, and keeps what is under way.
@@ -113,6 +115,8 @@ struct Holder {
     avoid_until: Duration,
     /// The same for what nobody waits for.
     avoid_ahead_until: Duration,
+    /// It gave what is wrong: not asked any more.
+    barred: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -173,6 +177,7 @@ impl Holders {
             failures: 0,
             avoid_until: Duration::ZERO,
             avoid_ahead_until: Duration::ZERO,
+            barred: false,
         };
         self.hosts.insert(host, holder);
         true
@@ -198,20 +203,30 @@ impl Holders {
         self.heard_of(host);
         let Some(holder) = self.hosts.get_mut(&host) else { return };
         let (origin, mut new) = (holder.origin, Vec::new());
+        let holder_is_lost = holder.failures >= self.config.failures_max;
         for piece in self.pieces.inside(pages) {
             if !holder.has(piece) {
                 holder.pieces.set(piece, !origin);
                 new.push(piece);
             }
         }
-        if !origin {
+        let counts = !origin && !holder_is_lost;
+        if counts {
             new.into_iter().for_each(|piece| self.copies_of(piece, true));
         }
+    }
+
+    /// Whether the host has joined.
+    pub fn knows(&self, host: HostId) -> bool {
+        self.hosts.contains_key(&host)
     }
 
     /// It lives: if it was given up, it is asked again.
     pub fn heard_of(&mut self, host: HostId) {
         let max = self.config.failures_max;
+        if self.hosts.get(&host).is_some_and(|holder| holder.barred) {
+            return;
+        }
         let lost = self.hosts.get(&host).is_some_and(|holder| holder.failures >= max);
         if let Some(holder) = self.hosts.get_mut(&host) {
             holder.failures = 0;
@@ -295,6 +310,15 @@ impl Holders {
         }
         match why {
             Failure::Broken => self.fault(host, now),
+            Failure::Forged => {
+                let max = self.config.failures_max;
+                let Some(holder) = self.hosts.get_mut(&host) else { return };
+                let counted = holder.failures < max;
+                (holder.barred, holder.failures) = (true, max);
+                if counted {
+                    self.count_copies(host, false);
+                }
+            }
             Failure::Busy => {
                 let Some(holder) = self.hosts.get_mut(&host) else { return };
                 let until = now.saturating_add(self.config.avoid_min);
@@ -474,6 +498,8 @@ impl Holders {
             holder.ahead_in_flight += usize::from(!demand);
             bound = holder.times.bound(config.answer_start).saturating_mul(4);
         }
+        // Who is named may have to wait itself.
+        let bound = if redirected { config.deadline_max } else { bound };
         let deadline = now.saturating_add(bound.clamp(config.deadline_min, config.deadline_max));
         self.flights.insert(pages, Flight { host, demand, redirected, asked_at: now, deadline });
         self.deadline = self.deadline.min(deadline);

@@ -53,52 +53,99 @@ pub enum Serve {
 pub struct Spread {
     config: SpreadConfig,
     pieces: Pieces,
-    /// For each piece, who can pass it on, and to how many it has been told to.
-    hosts: BTreeMap<u64, VecDeque<(HostId, u32)>>,
+    /// For each piece, who asked for what of it, the first first.
+    entries: BTreeMap<u64, VecDeque<Entry>>,
+    /// Of how many entries each host is.
+    hosts: BTreeMap<HostId, usize>,
+}
+
+/// A host asked for pages of a piece.
+#[derive(Debug)]
+struct Entry {
+    host: HostId,
+    pages: PageRange,
+    /// To how many it has been told to pass them on.
+    told: u32,
+    /// They come as fast as for a VM that waits: one does there, or they have been sent.
+    is_quick: bool,
 }
 
 impl Spread {
     /// For an image of `pages` pages.
     pub fn new(pages: u64, config: SpreadConfig) -> Self {
-        Self { config, pieces: Pieces::new(pages, config.piece_pages), hosts: BTreeMap::new() }
+        let pieces = Pieces::new(pages, config.piece_pages);
+        Self { config, pieces, entries: BTreeMap::new(), hosts: BTreeMap::new() }
     }
 
     /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece are served here.
+    ///
+    /// Only a host that asked for all of these pages is named; for a VM that waits, only one where a VM waited or that has been sent them.
     pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool, demand: bool) -> Serve {
+        let SpreadConfig { fanout, fanout_ahead, hosts_max, .. } = self.config;
         let pieces = self.pieces.touching(pages);
         if pieces.end - pieces.start != 1 {
             return Serve::Here;
         }
-        let hosts = self.hosts.entry(pieces.start).or_default();
-        let known = hosts.iter().any(|(host, _)| *host == from);
-        let mut at = Serve::Here;
-        if !insist
-            && !known
-            && let Some((host, told)) = hosts.front_mut()
-        {
-            at = Serve::At(*host);
-            *told += 1;
-            let SpreadConfig { fanout, fanout_ahead, .. } = self.config;
-            if *told >= if demand { fanout } else { fanout_ahead } {
-                hosts.pop_front();
+        let entries = self.entries.entry(pieces.start).or_default();
+        let mut all = entries.iter_mut().filter(|entry| entry.pages.covers(&pages));
+        if let Some(again) = all.find(|entry| entry.host == from) {
+            again.is_quick |= demand;
+            return Serve::Here;
+        }
+        let most = if demand { fanout } else { fanout_ahead };
+        let may_pass_on = |entry: &&mut Entry| {
+            entry.pages.covers(&pages) && entry.told < most && (entry.is_quick || !demand)
+        };
+        let named = entries.iter_mut().find(may_pass_on).filter(|_| !insist);
+        let at = named.map_or(Serve::Here, |entry| {
+            entry.told += 1;
+            Serve::At(entry.host)
+        });
+        if entries.len() >= hosts_max {
+            // One that is not named any more makes room; if it asks again, it may be sent to another.
+            let Some(full) = entries.iter().position(|entry| entry.told >= fanout_ahead) else {
+                return at;
+            };
+            if let Some(gone) = entries.remove(full) {
+                Self::forget(&mut self.hosts, gone.host);
             }
         }
-        if !known && hosts.len() < self.config.hosts_max {
-            hosts.push_back((from, 0));
-        }
+        entries.push_back(Entry { host: from, pages, told: 0, is_quick: demand });
+        *self.hosts.entry(from).or_default() += 1;
         at
+    }
+
+    /// A host was sent what it had asked for.
+    pub fn served(&mut self, to: HostId, pages: PageRange) {
+        for piece in self.pieces.touching(pages) {
+            let entries = self.entries.get_mut(&piece).into_iter().flatten();
+            let its = entries.filter(|entry| entry.host == to && pages.covers(&entry.pages));
+            its.for_each(|entry| entry.is_quick = true);
+        }
     }
 
     /// A host is gone: nobody is sent there any more.
     pub fn left(&mut self, host: HostId) {
-        self.hosts.retain(|_, hosts| {
-            hosts.retain(|(known, _)| *known != host);
-            !hosts.is_empty()
+        if self.hosts.remove(&host).is_none() {
+            return;
+        }
+        self.entries.retain(|_, entries| {
+            entries.retain(|entry| entry.host != host);
+            !entries.is_empty()
         });
     }
 
-    /// Whether nobody can be named for any piece.
-    pub fn is_empty(&self) -> bool {
-        self.hosts.is_empty()
+    /// The hosts that may be named.
+    pub fn hosts(&self) -> impl Iterator<Item = HostId> {
+        self.hosts.keys().copied()
+    }
+
+    fn forget(hosts: &mut BTreeMap<HostId, usize>, host: HostId) {
+        if let Some(entries) = hosts.get_mut(&host) {
+            *entries -= 1;
+            if *entries == 0 {
+                hosts.remove(&host);
+            }
+        }
     }
 }

@@ -423,12 +423,58 @@ fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
         "has forgotten that it asked"
     );
     spread.left(host(4));
+    assert!(spread.hosts().all(|known| known != host(4)));
     assert_eq!(spread.ask(host(8), piece(1), false, true), at(5));
     assert_eq!(
         spread.ask(host(8), piece(2), false, true),
         Serve::Here,
         "another piece, another tree"
     );
+}
+
+/// Requests end where pages are another image's, or there already: two hosts may ask for different parts of a piece.
+#[test]
+fn nobody_is_sent_to_a_host_that_asked_for_other_pages_or_for_what_no_vm_waits_for() {
+    let (mut spread, host) = (Spread::new(100, SpreadConfig::default()), HostId);
+    assert_eq!(spread.ask(host(1), range(16, 4), false, true), Serve::Here);
+    assert_eq!(spread.ask(host(2), range(24, 8), false, true), Serve::Here, "not what 1 has");
+    assert_eq!(spread.ask(host(3), range(26, 2), false, true), Serve::At(host(2)));
+    assert_eq!(spread.ask(host(1), range(24, 8), false, true), Serve::At(host(2)));
+    assert_eq!(spread.ask(host(1), range(16, 4), false, true), Serve::Here, "asked before");
+
+    assert_eq!(spread.ask(host(1), piece(3), false, false), Serve::Here);
+    assert_eq!(spread.ask(host(2), piece(3), false, true), Serve::Here, "1 is in no hurry");
+    assert_eq!(spread.ask(host(3), piece(3), false, false), Serve::At(host(1)));
+    assert_eq!(spread.ask(host(4), piece(4), false, false), Serve::Here);
+    spread.served(host(4), piece(4));
+    assert_eq!(spread.ask(host(2), piece(4), false, true), Serve::At(host(4)), "and has it");
+}
+
+#[test]
+fn a_full_list_makes_room_and_who_is_named_is_still_there() {
+    let config = SpreadConfig { hosts_max: 4, fanout: 2, ..SpreadConfig::default() };
+    let (mut spread, mut at_origin) = (Spread::new(16, config), 0);
+    for from in 1..200 {
+        match spread.ask(HostId(from), piece(0), false, true) {
+            Serve::Here => at_origin += 1,
+            Serve::At(host) => assert!(host.0 < from),
+        }
+        assert!(spread.hosts().count() <= 4);
+    }
+    assert_eq!(at_origin, 1);
+}
+
+#[test]
+fn who_gave_another_page_than_the_origin_has_is_asked_no_more() {
+    let mut holders = three(HoldersConfig::default());
+    holders.announced(NEAR, piece(40));
+    assert_eq!(holders.copies(piece(40)), 1);
+    holders.failed(NEAR, piece(40), Failure::Forged, ms(0));
+    holders.announced(NEAR, piece(41));
+    holders.heard_of(NEAR);
+    assert!(holders.joined(NEAR, false, 1));
+    assert_eq!((holders.copies(piece(40)), holders.copies(piece(41))), (0, 0));
+    assert_eq!(holders.choose(piece(40), true, ms(9000)), Choice::Ask(ORIGIN));
 }
 
 #[test]
@@ -446,14 +492,14 @@ fn who_is_sent_elsewhere_asks_there_and_insists_if_that_was_in_vain() {
 
     assert_eq!(holders.choose(piece(50), true, ms(3)), Choice::Ask(ORIGIN));
     assert_eq!(holders.redirected(ORIGIN, piece(50), NEAR, ms(3)), Some((NEAR, false)));
-    assert_eq!(holders.expired(ms(503)), [(NEAR, piece(50))]);
-    assert_eq!(holders.choose(piece(50), true, ms(503)), Choice::Ask(ORIGIN));
+    assert_eq!(holders.expired(ms(5003)), [(NEAR, piece(50))]);
+    assert_eq!(holders.choose(piece(50), true, ms(5003)), Choice::Ask(ORIGIN));
     assert!(holders.insists(piece(50)));
     assert_eq!(
-        holders.redirected(ORIGIN, piece(50), NEAR, ms(504)),
+        holders.redirected(ORIGIN, piece(50), NEAR, ms(5004)),
         Some((ORIGIN, true)),
         "NEAR has just failed"
     );
-    holders.answered(ORIGIN, piece(50), ms(505));
+    holders.answered(ORIGIN, piece(50), ms(5005));
     assert_eq!(holders.under_way(), 0);
 }
