@@ -196,7 +196,11 @@ impl Swarm {
         // Their threads still wait for them, and will tell.
         let _late = known.expired(now);
         let choice = match urgency {
-            Urgency::Demand => known.choose(pages, true, now),
+            Urgency::Demand => match known.choose(pages, true, now) {
+                // Who asks knows that.
+                Choice::UnderWay => known.choose_again(pages, now),
+                choice => choice,
+            },
             Urgency::Ahead => known.choose_unwaited(pages, now),
         };
         let host = match choice {

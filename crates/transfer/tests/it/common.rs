@@ -82,6 +82,10 @@ impl Gate {
         assert!(!timeout.timed_out(), "the gate was never opened");
     }
 
+    pub(crate) fn waiting(&self) -> usize {
+        self.state.lock().expect("no panic").1
+    }
+
     /// Wait until so many wait.
     pub(crate) fn wait_for(&self, waiting: usize) {
         let state = self.state.lock().expect("no panic");

@@ -469,6 +469,28 @@ fn what_a_vm_waits_for_overtakes_hydration() {
 }
 
 #[test]
+fn what_a_vm_waits_for_is_asked_of_another_than_who_hangs_with_it() {
+    let caches = receivers(1).chain([2, 3].map(|number| (number, Cache::of(0..WHOLE))));
+    let nodes = nodes(caches);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    let holders = [&nodes[2].cache, &nodes[3].cache];
+    holders.iter().for_each(|holder| holder.ahead_gate.shut());
+    let unit = range(0, UNIT);
+    std::thread::scope(|scope| {
+        let ahead = scope.spawn(|| source.read_ahead(unit, &mut buffer(unit)));
+        wait_until("one of them is asked", || holders.iter().any(|it| it.ahead_gate.waiting() > 0));
+        let mut bytes = buffer(unit);
+        source.read(unit, &mut bytes).expect("from the other");
+        check(unit, &bytes);
+        assert_eq!(source.counters().holder_pages.get(), UNIT);
+        holders.iter().for_each(|holder| holder.ahead_gate.open());
+        ahead.join().expect("no panic").expect("late");
+    });
+    assert_eq!(source.counters().origin_pages.get(), 0);
+}
+
+#[test]
 fn demand_goes_to_a_holder_that_is_no_origin_and_if_that_stalls_to_the_origin() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
     let nodes = nodes(all);

@@ -241,12 +241,25 @@ impl Holders {
     /// equals the nearest. If it says [`Choice::Ask`], one of [`Holders::answered`] and [`Holders::failed`] must follow, or time
     /// until [`Holders::expired`] names it.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Choice {
-        self.choose_among(pages, demand, now, |_| true)
+        self.choose_among(pages, demand, now, |_, _| true)
+    }
+
+    /// The same where they are under way, and somebody waits for whom that takes too long: another host, if one has them, or the same.
+    /// What was asked for before is not under way any more, whatever comes of it.
+    pub fn choose_again(&mut self, pages: PageRange, now: Duration) -> Choice {
+        let before: Vec<_> = self.flights.within(pages).map(|(_, flight)| flight.host).collect();
+        for host in &before {
+            self.take(*host, pages);
+        }
+        match self.choose_among(pages, true, now, |host, _| !before.contains(&host)) {
+            Choice::Nobody | Choice::Later(_) => self.choose(pages, true, now),
+            choice => choice,
+        }
     }
 
     /// The same among peers or among origins only.
     pub(super) fn choose_ahead(&mut self, pages: PageRange, origin: bool, now: Duration) -> Choice {
-        self.choose_among(pages, false, now, |holder| holder.origin == origin)
+        self.choose_among(pages, false, now, |_, holder| holder.origin == origin)
     }
 
     /// The same for what nobody waits for: a peer, and an origin if no peer has it that has room.
@@ -426,7 +439,7 @@ impl Holders {
         pages: PageRange,
         demand: bool,
         now: Duration,
-        among: impl Fn(&Holder) -> bool,
+        among: impl Fn(HostId, &Holder) -> bool,
     ) -> Choice {
         if self.is_under_way(pages) {
             return Choice::UnderWay;
@@ -441,7 +454,7 @@ impl Holders {
         for (host, holder) in &self.hosts {
             let lost = holder.failures >= config.failures_max;
             if lost
-                || !among(holder)
+                || !among(*host, holder)
                 || wanted.is_empty()
                 || !wanted.clone().all(|piece| holder.has(piece))
             {

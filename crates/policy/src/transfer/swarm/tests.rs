@@ -61,6 +61,23 @@ fn demand_goes_to_who_will_answer_first_and_of_equals_to_the_nearest() {
 }
 
 #[test]
+fn what_takes_too_long_is_asked_of_another_or_of_the_same_again() {
+    let mut holders = three(HoldersConfig::default());
+    assert_eq!(holders.choose_unwaited(piece(0), ms(0)), Choice::Ask(NEAR));
+    assert_eq!(holders.choose(piece(0), true, ms(60)), Choice::UnderWay);
+    assert_eq!(holders.choose_again(piece(0), ms(60)), Choice::Ask(ORIGIN));
+    assert_eq!((holders.under_way(), holders.ahead_under_way()), (1, 0), "the first is dropped");
+    holders.answered(NEAR, piece(0), ms(70));
+    assert!(holders.is_under_way(piece(0)), "what it says does not count");
+    holders.answered(ORIGIN, piece(0), ms(70));
+    assert_eq!(holders.under_way(), 0);
+    // Nobody else has it.
+    assert_eq!(holders.choose(piece(40), true, ms(80)), Choice::Ask(ORIGIN));
+    assert_eq!(holders.choose_again(piece(40), ms(90)), Choice::Ask(ORIGIN));
+    assert_eq!(holders.under_way(), 1);
+}
+
+#[test]
 fn who_fails_is_left_alone_for_a_while_and_then_for_longer() {
     let mut holders = three(HoldersConfig::default());
     holders.left(FAR);
