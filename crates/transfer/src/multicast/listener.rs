@@ -40,8 +40,10 @@ pub struct ListenerConfig {
     pub demand_wait: Duration,
     /// The same for what nobody waits for.
     pub ahead_wait: Duration,
-    /// How long nothing is asked for here after several reads in vain.
+    /// How long nothing that a VM waits for is asked for here after several such reads in vain.
     pub distrust: Duration,
+    /// The same for what nobody waits for.
+    pub distrust_ahead: Duration,
     /// The sender is told so often that somebody listens.
     pub tell_every: Duration,
     /// While it has not been heard: so often.
@@ -53,12 +55,13 @@ pub struct ListenerConfig {
 impl Default for ListenerConfig {
     fn default() -> Self {
         Self {
-            receiver: ReceiverConfig { attempts_max: 6, ..ReceiverConfig::default() },
+            receiver: ReceiverConfig { attempts_max: 12, ..ReceiverConfig::default() },
             listeners_min: 1,
             heard_within: Duration::from_millis(1500),
             demand_wait: Duration::from_millis(50),
-            ahead_wait: Duration::from_secs(2),
+            ahead_wait: Duration::from_secs(10),
             distrust: Duration::from_secs(1),
+            distrust_ahead: Duration::from_secs(10),
             tell_every: Duration::from_millis(500),
             tell_unheard_every: Duration::from_millis(50),
             lost: Duration::from_secs(3),
@@ -201,7 +204,7 @@ impl Listener {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         let now = self.shared.now();
-        state.reads.give_up(read, now);
+        state.reads.give_up(read, demand, now);
         counters.in_vain.add(1);
         false
     }

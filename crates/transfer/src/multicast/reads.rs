@@ -12,8 +12,10 @@ use crate::proto::PAGE;
 
 /// Pages that wait to be taken: those beyond are as good as lost.
 const PENDING_PAGES_MAX: usize = 8192;
-/// So many reads in a row in vain, and the group is left alone for a while.
-const IN_VAIN_MAX: u32 = 3;
+/// So many reads in a row in vain that a VM waited for, and the group is asked for none of those for a while.
+const IN_VAIN_DEMAND_MAX: u32 = 3;
+/// The same for what nobody waits for, several of which are under way at a time.
+const IN_VAIN_AHEAD_MAX: u32 = 16;
 
 /// A page's bytes.
 type Page = Box<[u8; PAGE]>;
@@ -31,13 +33,22 @@ pub(super) struct Reads {
     /// A datagram of the sender came last.
     heard_at: Option<Duration>,
     listeners: u64,
+    demand_trust: Trust,
+    ahead_trust: Trust,
+}
+
+/// Whether reads of one kind are for here.
+#[derive(Debug, Default)]
+struct Trust {
     in_vain: u32,
-    distrusted_until: Duration,
+    /// None before.
+    from: Duration,
 }
 
 /// A read that waits.
 #[derive(Debug)]
 struct Waiting {
+    demand: bool,
     range: PageRange,
     bytes: Vec<u8>,
     missing: u64,
@@ -54,9 +65,10 @@ pub(super) enum Read {
 }
 
 impl Waiting {
-    fn new(range: PageRange) -> Self {
+    fn new(range: PageRange, demand: bool) -> Self {
         let (pages, bytes) = (usize::try_from(range.len()), usize::try_from(range.byte_len()));
         Self {
+            demand,
             range,
             bytes: vec![0; bytes.unwrap_or(0)],
             missing: range.len(),
@@ -89,17 +101,19 @@ impl Reads {
             left_over: Vec::new(),
             heard_at: None,
             listeners: 0,
-            in_vain: 0,
-            distrusted_until: Duration::ZERO,
+            demand_trust: Trust::default(),
+            ahead_trust: Trust::default(),
         }
     }
 
     /// Whether pages are best asked for here: the sender is heard, of late, and tells of enough hosts that listen.
     pub(super) fn is_heard(&self, now: Duration) -> bool {
         let heard = |at| now.saturating_sub(at) < self.config.heard_within;
-        self.heard_at.is_some_and(heard)
-            && self.listeners >= self.config.listeners_min
-            && now >= self.distrusted_until
+        self.heard_at.is_some_and(heard) && self.listeners >= self.config.listeners_min
+    }
+
+    fn trust(&mut self, demand: bool) -> &mut Trust {
+        if demand { &mut self.demand_trust } else { &mut self.ahead_trust }
     }
 
     /// How long the sender has not been heard.
@@ -109,10 +123,10 @@ impl Reads {
 
     /// A read begins. `None`: it is not for here.
     pub(super) fn begin(&mut self, range: PageRange, demand: bool, now: Duration) -> Option<u64> {
-        if !self.is_heard(now) {
+        if !self.is_heard(now) || now < self.trust(demand).from {
             return None;
         }
-        let mut read = Waiting::new(range);
+        let mut read = Waiting::new(range, demand);
         for page in range.pages() {
             match self.pending.get(&page) {
                 Some(bytes) => read.give(page, bytes),
@@ -134,7 +148,7 @@ impl Reads {
             Some(it) if it.missing > 0 && !it.has_failed => Read::Waits,
             _ => match self.waiting.remove(&read) {
                 Some(it) if it.missing == 0 => {
-                    self.in_vain = 0;
+                    self.trust(it.demand).in_vain = 0;
                     self.taken(it.range);
                     Read::Done(it.bytes)
                 }
@@ -146,14 +160,18 @@ impl Reads {
         }
     }
 
-    /// It was waited for long enough.
-    pub(super) fn give_up(&mut self, read: u64, now: Duration) {
+    /// It was waited for long enough, or has failed.
+    pub(super) fn give_up(&mut self, read: u64, demand: bool, now: Duration) {
         let it = self.waiting.remove(&read);
         self.leave(it);
-        self.in_vain += 1;
-        if self.in_vain >= IN_VAIN_MAX {
-            self.in_vain = 0;
-            self.distrusted_until = now + self.config.distrust;
+        let (most, wait) = match demand {
+            true => (IN_VAIN_DEMAND_MAX, self.config.distrust),
+            false => (IN_VAIN_AHEAD_MAX, self.config.distrust_ahead),
+        };
+        let trust = self.trust(demand);
+        trust.in_vain += 1;
+        if trust.in_vain >= most {
+            *trust = Trust { in_vain: 0, from: now + wait };
         }
     }
 

@@ -316,7 +316,7 @@ fn what_came_for_a_read_that_went_elsewhere_is_for_the_cache() {
     let read = reads.begin(range(0, 4), false, ms(0)).expect("heard");
     assert!(!come(&mut reads, range(0, 3), ms(1)));
     assert!(reads.batch(ms(50)).is_empty());
-    reads.give_up(read, ms(60));
+    reads.give_up(read, false, ms(60));
     reads.filled(range(0, 4));
     let runs: Vec<_> = reads.batch(ms(60)).into_iter().map(|(run, _)| run).collect();
     assert_eq!(runs, [range(0, 3)]);
@@ -328,10 +328,15 @@ fn after_several_reads_in_vain_the_group_is_left_alone_for_a_while() {
     let mut reads = heard(ListenerConfig::default());
     for start in [0, 10, 20] {
         let read = reads.begin(range(start, 4), true, ms(start)).expect("trusted still");
-        reads.give_up(read, ms(start + 5));
+        reads.give_up(read, true, ms(start + 5));
     }
     reads.heard(ms(100));
     assert_eq!(reads.begin(range(40, 4), true, ms(100)), None);
+    for start in (200..264).step_by(4) {
+        let read = reads.begin(range(start, 4), false, ms(100)).expect("nobody waits for these");
+        reads.give_up(read, false, ms(100));
+    }
+    assert_eq!(reads.begin(range(300, 4), false, ms(100)), None);
     reads.heard(ms(1030));
     assert!(reads.begin(range(40, 4), true, ms(1030)).is_some());
 }
@@ -349,7 +354,7 @@ fn a_read_that_is_never_answered_fails_after_so_many_requests() {
             break;
         }
     }
-    assert_eq!(asked, 6);
+    assert_eq!(asked, 12);
     assert!(failed_at.is_some_and(|at| at < 10_000), "{failed_at:?}");
     assert_eq!(reads.look(read), Read::Failed);
 }
