@@ -253,10 +253,11 @@ fn hosts_that_all_want_an_image_take_most_of_it_from_each_other() {
             });
         }
     });
-    let sent: Vec<_> = nodes.iter().map(|node| node.service.counters().pages.get()).collect();
+    // More, if an answer was late and another asked.
     wait_until("all is counted", || {
-        nodes.iter().map(|node| node.service.counters().pages.get()).sum::<u64>() == 4 * WHOLE
+        nodes.iter().map(|node| node.service.counters().pages.get()).sum::<u64>() >= 4 * WHOLE
     });
+    let sent: Vec<_> = nodes.iter().map(|node| node.service.counters().pages.get()).collect();
     assert!(sent[0] >= WHOLE, "somebody had to send all of it: {sent:?}");
     assert!(sent[0] <= WHOLE * 5 / 4, "the origin sent much of it again: {sent:?}");
 }
@@ -284,7 +285,7 @@ fn what_hosts_wait_for_in_lockstep_leaves_the_origin_once() {
         }
     });
     let sent = || nodes.iter().map(|node| node.service.counters().pages.get()).collect::<Vec<_>>();
-    wait_until("all is counted", || sent().iter().sum::<u64>() == 6 * 64 * UNIT);
+    wait_until("all is counted", || sent().iter().sum::<u64>() >= 6 * 64 * UNIT);
     assert!(sent()[0] <= 70 * UNIT, "the origin sent what others had: {:?}", sent());
 }
 
