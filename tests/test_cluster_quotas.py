@@ -39,6 +39,7 @@ def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image:
     failed = [result for result in fork.results if result.error]
     assert (live(cluster), len(failed)) == (QUOTA, 8 - (QUOTA - 1)), fork.results
     assert {result.host for result in fork.results if not result.error} == {"h0", "h1"}
+    assert {clone.inspect().user for clone in fork} == {"0"}
     assert all("user 0 has 1 of 6 VMs on all hosts" in str(result.error) for result in failed), failed
     for client in cluster.clients:
         with pytest.raises(vmfork.NoCapacity, match="user 0 has 6 of 6 VMs") as refused:
@@ -50,6 +51,7 @@ def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image:
     # Whose process asks counts, and what another has does not.
     command = [str(places.VMFORK), "--socket", str(cluster.daemons[1].socket), "run", image, "--name", "nobody", "--memory", "128"]
     subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], timeout=120, check=True)
+    assert (cluster.clients[1].vm("nobody").inspect().user, parent.inspect().user) == (str(NOBODY), "0")
     cluster.clients[1].vm("nobody").remove(force=True)
 
     # What has ended on one host can be had on another at once.

@@ -79,6 +79,7 @@ def test_a_fork_gets_what_slurm_gives_and_ends_with_its_job(cluster: Cluster, sl
     with pytest.raises(vmfork.NoCapacity, match="no node of a host that takes clones has as much free"):
         parent.fork(1)
     (job,) = slurm.jobs()
+    assert {cluster.clients[0].vm(name).inspect().job for name in clones} == {job}
     slurm.run("scancel", job)
     eventually(lambda: cluster.vms() == {"h0": ["web"], "h1": []}, 30, "its clones have ended")
     reasons = {vm.name: vm.inspect().reason for vm in cluster.clients[0].vms(ended=True) if vm.name in clones}

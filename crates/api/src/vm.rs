@@ -114,6 +114,12 @@ pub struct VmDetail {
     pub clone_names: Vec<String>,
     /// Why the accelerator was chosen.
     pub accel_reason: String,
+    /// Whose quota it counts against: a user's number, or `token`.
+    #[serde(default)]
+    pub user: String,
+    /// The job of the site's scheduler that holds its place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
     /// The last fork of this VM that came to its end, whoever asked for it: a program in the guest (`sf_clone`)

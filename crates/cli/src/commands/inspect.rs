@@ -42,6 +42,7 @@ fn render(detail: &VmDetail) -> String {
         ("parent", or_none(&vm.parent)),
         ("vmid", vm.vmid.to_string()),
         ("clones", clones),
+        ("user", detail.user.clone()),
         ("age", format::age_since(vm.created_unix_ms)),
         ("ready after", ready),
         (
@@ -83,6 +84,10 @@ fn render(detail: &VmDetail) -> String {
     if let Some(snapshot) = &vm.snapshot {
         let at = fields.iter().position(|(name, _)| *name == "vmid").unwrap_or(fields.len());
         fields.insert(at, ("snapshot", snapshot.clone()));
+    }
+    if let Some(job) = &detail.job {
+        let at = fields.iter().position(|(name, _)| *name == "age").unwrap_or(fields.len());
+        fields.insert(at, ("job", job.clone()));
     }
     for (_, value) in &mut fields {
         *value = format::printable(value);

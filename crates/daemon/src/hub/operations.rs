@@ -143,6 +143,8 @@ impl Control for Hub {
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
                 accel_reason: vm.identity.accel_reason.clone(),
+                user: vm.identity.user.to_string(),
+                job: vm.identity.job.as_ref().map(|job| job.id.clone()),
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),
                 last_fork: vm.last_fork(),
             })

@@ -210,6 +210,8 @@ impl Control for Fake {
                 guest_kernel: None,
                 clone_names: vec![],
                 accel_reason: "made up".into(),
+                user: "0".into(),
+                job: None,
             })
         }
         .boxed()

@@ -218,6 +218,10 @@ class VmDetail(VmInfo):
     guest_kernel: str | None = None
     clone_names: tuple[str, ...] = ()
     accel_reason: str = ""
+    user: str = ""
+    """Whose quota it counts against: a user's number, or ``token``."""
+    job: str | None = None
+    """The job of the site's scheduler that holds its place."""
     last_fork: ForkReply | None = None
     """The last fork of this VM that came to its end, also one that its guest asked for."""
     keeper_pid: int | None = None
