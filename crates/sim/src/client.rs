@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange};
 use vmfork_policy::transfer::HostId;
-use vmfork_policy::transfer::swarm::{Asked, Failure, Picked, Route, Swarm, SwarmConfig};
+use vmfork_policy::transfer::swarm::{Asked, Chosen, Failure, Picked, Route, Swarm, SwarmConfig};
 
 use crate::cache::Cache;
 use crate::network::{Message, Refused};
@@ -26,6 +26,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 const REFRESH_WAIT: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// What nobody waits for waits so long for hosts that are busy: at least, and at most.
+const LATER_MIN: Duration = Duration::from_millis(1);
+const LATER_MAX: Duration = Duration::from_millis(50);
 /// What a VM waits for others than the origin may take no longer to send; nor the origin its sums.
 const DEMAND_WAIT: Duration = Duration::from_secs(1);
 /// An answer, from the request on.
@@ -53,6 +56,8 @@ struct Read {
     /// Of this round, and whether it may be otherwise in a moment.
     failed: Vec<(usize, bool)>,
     all_were_asked: bool,
+    /// Its time is over: once more, and no more.
+    is_late: bool,
     pause: Duration,
     state: State,
 }
@@ -64,13 +69,23 @@ enum State {
         host: usize,
         origin: bool,
         in_swarm: bool,
-        insists: bool,
+        route: Route,
         until: Duration,
     },
     /// The pages are here, the origin's sums are not.
-    Summed {
+    Sums {
         host: usize,
         in_swarm: bool,
+        until: Duration,
+    },
+    /// They can't be compared, so that the origin has been asked for them.
+    Undecided {
+        host: usize,
+        in_swarm: bool,
+        until: Duration,
+    },
+    /// Those that have them are busy.
+    Later {
         until: Duration,
     },
     Refreshes {
@@ -85,7 +100,9 @@ impl State {
     fn until(self) -> Duration {
         match self {
             Self::Asked { until, .. }
-            | Self::Summed { until, .. }
+            | Self::Sums { until, .. }
+            | Self::Undecided { until, .. }
+            | Self::Later { until }
             | Self::Refreshes { until }
             | Self::Pauses { until } => until,
         }
@@ -183,9 +200,15 @@ impl Client {
             || self.reads.values().any(|read| read.pages.contains(page))
     }
 
+    /// Whether any of these is being brought.
+    pub(crate) fn is_coming(&self, pages: PageRange) -> bool {
+        self.swarm.as_ref().is_some_and(|swarm| swarm.is_under_way(pages))
+    }
+
     /// Whether an answer to this is still taken.
     pub(crate) fn waits_for(&self, read: u64) -> bool {
-        matches!(self.reads.get(&read), Some(Read { state: State::Asked { .. }, .. }))
+        let state = self.reads.get(&read).map(|read| read.state);
+        matches!(state, Some(State::Asked { .. } | State::Undecided { .. }))
     }
 
     pub(crate) fn wake_at(&self) -> Option<Duration> {
@@ -222,6 +245,7 @@ impl Client {
                 give_up: now + PATIENCE,
                 failed: Vec::new(),
                 all_were_asked: false,
+                is_late: false,
                 pause: PAUSE_MIN,
                 state,
             };
@@ -238,10 +262,15 @@ impl Client {
                 self.avoid(host, now);
                 self.failed(number, Failure::Broken, now, out);
             }
-            State::Summed { .. } => {
-                self.avoid(ORIGIN, now);
-                self.verified(number, now, out);
+            State::Sums { host, in_swarm, .. } => {
+                self.ask_undecided(number, host, in_swarm, now, out);
             }
+            State::Undecided { .. } => {
+                out.gave_up.push(*pages);
+                self.avoid(ORIGIN, now);
+                self.failed(number, Failure::Busy, now, out);
+            }
+            State::Later { .. } => self.ask_in_swarm(number, now, out),
             State::Refreshes { .. } => self.refreshed(number, now, out),
             State::Pauses { .. } => self.begin_again(number, now, out),
         }
@@ -249,11 +278,19 @@ impl Client {
 
     /// Whoever is best of those that are known to have the pages.
     fn ask_in_swarm(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        let Some(Read { pages, demand, .. }) = self.reads.get(&number) else { return };
-        let asked = self.swarm.as_mut().and_then(|swarm| swarm.choose(*pages, *demand, now));
-        match asked {
-            Some(asked) => self.ask(number, asked, true, now, out),
-            None => self.ask_named(number, now, out),
+        let Some(read) = self.reads.get_mut(&number) else { return };
+        let Read { pages, demand, give_up, is_late, .. } = *read;
+        read.is_late = now >= give_up;
+        let chosen = match &mut self.swarm {
+            Some(swarm) if !is_late => swarm.choose(pages, demand, now),
+            _ => Chosen::Nobody,
+        };
+        match chosen {
+            Chosen::Ask(asked) => self.ask(number, asked, true, now, out),
+            Chosen::Later(wait) if !demand && now < give_up => {
+                read.state = State::Later { until: now + wait.clamp(LATER_MIN, LATER_MAX) };
+            }
+            Chosen::Later(_) | Chosen::Nobody => self.ask_named(number, now, out),
         }
     }
 
@@ -262,8 +299,8 @@ impl Client {
         let Read { pages, demand, .. } = *read;
         let Asked { host, origin, route } = asked;
         let wait = if demand && in_swarm && !origin { DEMAND_WAIT } else { ANSWER };
-        let (host, insists) = (self::number(host), route == Route::Insist);
-        read.state = State::Asked { host, origin, in_swarm, insists, until: now + wait };
+        let host = self::number(host);
+        read.state = State::Asked { host, origin, in_swarm, route, until: now + wait };
         out.messages.push((host, Message::Ask { read: number, pages, demand, route }));
     }
 
@@ -307,6 +344,7 @@ impl Client {
     fn begin_again(&mut self, number: u64, now: Duration, out: &mut Outbox) {
         if let Some(read) = self.reads.get_mut(&number) {
             read.failed.clear();
+            read.is_late = false;
         }
         self.ask_in_swarm(number, now, out);
     }
@@ -330,55 +368,58 @@ impl Client {
         out: &mut Outbox,
     ) -> bool {
         let Some(read) = self.reads.get_mut(&number) else { return false };
-        let State::Asked { host, origin, in_swarm, .. } = read.state else { return false };
-        if host != from {
-            return false;
-        }
-        self.avoided.remove(&from);
-        let origin = match (&mut self.swarm, in_swarm) {
-            (Some(swarm), false) => swarm.gave(id(host)),
-            (None, _) => true,
-            _ => origin,
+        let Read { pages, demand, .. } = *read;
+        let (host, origin, in_swarm) = match read.state {
+            State::Asked { host, origin, in_swarm, .. } if host == from => (host, origin, in_swarm),
+            State::Undecided { .. } if from == ORIGIN => {
+                self.settle(number, true, out);
+                return true;
+            }
+            _ => return false,
         };
+        self.avoided.remove(&from);
+        let origin = match &mut self.swarm {
+            Some(swarm) if in_swarm => {
+                swarm.answered(id(host), pages, now);
+                origin
+            }
+            Some(swarm) => swarm.gave(id(host)),
+            None => true,
+        };
+        read.state = State::Sums { host, in_swarm, until: now + DEMAND_WAIT };
         let is_origin_avoided = self.avoided.get(&ORIGIN).is_some_and(|until| *until > now);
-        read.state = State::Summed { host, in_swarm, until: now + DEMAND_WAIT };
-        if origin || is_origin_avoided || self.sums.has_all(read.pages) {
-            self.verified(number, now, out);
+        if origin || is_origin_avoided || self.sums.has_all(pages) {
+            self.settle(number, true, out);
             return true;
         }
-        let wanted = match read.demand {
-            true => read.pages,
-            false => block(read.pages, self.pages),
-        };
-        out.messages.push((ORIGIN, Message::Sums { read: number, pages: wanted }));
+        let pages = if demand { pages } else { block(pages, self.pages) };
+        out.messages.push((ORIGIN, Message::Sums { read: number, pages }));
         true
     }
 
     /// The origin told sums.
-    pub(crate) fn on_sums(
-        &mut self,
-        number: u64,
-        pages: PageRange,
-        now: Duration,
-        out: &mut Outbox,
-    ) {
+    pub(crate) fn on_sums(&mut self, number: u64, pages: PageRange, out: &mut Outbox) {
         self.avoided.remove(&ORIGIN);
         self.sums.insert(pages);
-        if matches!(self.reads.get(&number), Some(Read { state: State::Summed { .. }, .. })) {
-            self.verified(number, now, out);
+        if matches!(self.reads.get(&number), Some(Read { state: State::Sums { .. }, .. })) {
+            self.settle(number, true, out);
         }
     }
 
-    fn verified(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        let Some(Read { pages, state: State::Summed { host, in_swarm, .. }, .. }) =
-            self.reads.get(&number)
-        else {
-            return;
-        };
-        if let Some(swarm) = self.swarm.as_mut().filter(|_| *in_swarm) {
-            swarm.answered(id(*host), *pages, now);
-        }
-        self.settle(number, true, out);
+    fn ask_undecided(
+        &mut self,
+        number: u64,
+        host: usize,
+        in_swarm: bool,
+        now: Duration,
+        out: &mut Outbox,
+    ) {
+        let Some(read) = self.reads.get_mut(&number) else { return };
+        let Read { pages, demand, .. } = *read;
+        out.gave_up.push(pages); // come twice
+        read.state = State::Undecided { host, in_swarm, until: now + ANSWER };
+        let route = Route::Insist;
+        out.messages.push((ORIGIN, Message::Ask { read: number, pages, demand, route }));
     }
 
     /// A host did not give the pages.
@@ -392,10 +433,14 @@ impl Client {
     ) {
         let Some(Read { pages, state, .. }) = self.reads.get(&number) else { return };
         match (*state, why) {
-            (State::Asked { host, insists: false, .. }, Refused::Elsewhere(to)) if host == from => {
+            (State::Asked { host, route: Route::Direct, .. }, Refused::Elsewhere(to))
+                if host == from =>
+            {
                 let pages = *pages;
+                let is_avoided = self.avoided.get(&to).is_some_and(|until| *until > now);
+                let to = (id(to), is_avoided);
                 let swarm = self.swarm.as_mut();
-                match swarm.and_then(|swarm| swarm.redirected(id(host), pages, id(to), now)) {
+                match swarm.and_then(|swarm| swarm.redirected(id(host), pages, to, now)) {
                     Some(asked) => self.ask(number, asked, true, now, out),
                     None => self.ask_in_swarm(number, now, out),
                 }
@@ -410,9 +455,12 @@ impl Client {
                 self.avoid(host, now);
                 self.failed(number, Failure::Broken, now, out);
             }
-            (State::Summed { .. }, Refused::Gone) if from == ORIGIN => {
+            (State::Sums { .. }, Refused::Gone) if from == ORIGIN => {
                 self.avoid(ORIGIN, now);
-                self.verified(number, now, out);
+                self.settle(number, true, out); // believed
+            }
+            (State::Undecided { .. }, _) if from == ORIGIN => {
+                self.failed(number, Failure::Busy, now, out);
             }
             _ => {}
         }
@@ -420,8 +468,12 @@ impl Client {
 
     fn failed(&mut self, number: u64, why: Failure, now: Duration, out: &mut Outbox) {
         let Some(read) = self.reads.get_mut(&number) else { return };
-        let State::Asked { host, in_swarm, .. } = read.state else { return };
-        read.failed.push((host, why == Failure::Broken));
+        let (State::Asked { host, in_swarm, .. } | State::Undecided { host, in_swarm, .. }) =
+            read.state
+        else {
+            return;
+        };
+        read.failed.push((host, matches!(why, Failure::Broken | Failure::Busy)));
         if let Some(swarm) = self.swarm.as_mut().filter(|_| in_swarm) {
             swarm.failed(id(host), read.pages, why, now);
             return self.ask_in_swarm(number, now, out);

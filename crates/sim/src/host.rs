@@ -312,7 +312,7 @@ impl Host {
         let among = self.left.iter().flatten().take(PICK_AMONG);
         let mut pieces = Vec::with_capacity(PICK_AMONG);
         for (at, piece) in among.enumerate() {
-            if self.cache.has_all(*piece) {
+            if self.cache.is_present(piece.start()) && self.cache.has_all(*piece) {
                 return Picked::Piece(at); // it came meanwhile
             }
             pieces.push(*piece);

@@ -10,7 +10,6 @@ use crate::cache::Cache;
 use crate::network::Refused;
 
 /// As `ServiceLimits`.
-const DEMAND_MAX: usize = 4;
 const ARRIVAL: Duration = Duration::from_millis(500);
 const ARRIVAL_AHEAD: Duration = Duration::from_secs(1);
 /// Between two looks whether pages have come: at first, and at most.
@@ -27,11 +26,17 @@ pub(crate) struct Asking {
     pub(crate) route: Route,
 }
 
+/// After that time pages that are not on their way are given up: at first, and later.
+const GRACE_MIN: Duration = Duration::from_millis(3);
+const GRACE_MAX: Duration = Duration::from_millis(20);
+
 /// They are on their way here.
 #[derive(Debug)]
 struct Arrival {
     asking: Asking,
     began: Duration,
+    /// Whether they still are is asked then.
+    next: Duration,
     until: Duration,
 }
 
@@ -49,23 +54,20 @@ pub(crate) struct Service {
     is_own: bool,
     spread: Option<Spread>,
     waiting: Vec<Arrival>,
-    /// Questions that have come, and whose answers have not left.
-    pub(crate) answering: usize,
 }
 
 impl Service {
     /// `is_own`: the image was frozen here. `names`: it tells who else has pages.
     pub(crate) fn new(pages: u64, is_own: bool, names: bool) -> Self {
         let spread = names.then(|| Spread::new(pages, SpreadConfig::default()));
-        Self { is_own, spread, waiting: Vec::new(), answering: 0 }
+        Self { is_own, spread, waiting: Vec::new() }
     }
 
     /// `cache`: what is here; nothing: everything.
     pub(crate) fn ask(&mut self, asking: Asking, cache: Option<&Cache>, now: Duration) -> Reply {
         let Asking { from, pages, demand, route, .. } = asking;
         if let Some(spread) = &mut self.spread {
-            let may_refuse = self.is_own || !demand || self.answering > DEMAND_MAX;
-            let is_here = route != Route::Direct || !may_refuse;
+            let is_here = route != Route::Direct || !self.is_own && demand;
             if let Serve::At(HostId(to)) = spread.ask(HostId(from as u64), pages, is_here, demand) {
                 return Reply::Refuse(Refused::Elsewhere(usize::try_from(to).unwrap_or(0)));
             }
@@ -77,8 +79,16 @@ impl Service {
             return Reply::Refuse(Refused::NotHere);
         }
         let until = now + if demand { ARRIVAL } else { ARRIVAL_AHEAD };
-        self.waiting.push(Arrival { asking, began: now, until });
-        Reply::Waits(until)
+        let next = now + GRACE_MIN;
+        self.waiting.push(Arrival { asking, began: now, next, until });
+        Reply::Waits(next)
+    }
+
+    /// A host has been sent pages.
+    pub(crate) fn served(&mut self, to: usize, pages: PageRange) {
+        if let Some(spread) = &mut self.spread {
+            spread.served(HostId(to as u64), pages);
+        }
     }
 
     /// Pages came here. → who waited for them, and when it is seen that they are here.
@@ -94,17 +104,26 @@ impl Service {
         seen
     }
 
-    /// Who has waited for too long.
-    pub(crate) fn late(&mut self, now: Duration) -> Vec<Asking> {
-        let mut late = Vec::new();
-        self.waiting.retain(|arrival| {
-            let is_late = arrival.until <= now;
-            if is_late {
-                late.push(arrival.asking);
+    /// Who has waited for too long, or for what does not come; and when to look again.
+    pub(crate) fn late(
+        &mut self,
+        is_coming: impl Fn(PageRange) -> bool,
+        now: Duration,
+    ) -> (Vec<Asking>, Option<Duration>) {
+        let (mut late, mut again) = (Vec::new(), None);
+        self.waiting.retain_mut(|arrival| {
+            if arrival.next > now {
+                return true;
             }
-            !is_late
+            if arrival.until <= now || !is_coming(arrival.asking.pages) {
+                late.push(arrival.asking);
+                return false;
+            }
+            arrival.next = arrival.until.min(now + GRACE_MAX);
+            again = Some(again.map_or(arrival.next, |again: Duration| again.min(arrival.next)));
+            true
         });
-        late
+        (late, again)
     }
 }
 

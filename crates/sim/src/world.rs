@@ -177,12 +177,21 @@ impl<'a> World<'a> {
             Event::In { from, to, message } => self.is_in(from, to, message),
             Event::Dies { host, silent } => self.dies(host, silent),
             Event::Looks { host, asking } => self.answer(host, asking),
-            Event::Late { host } => {
-                for asking in self.services[host].late(self.now) {
-                    self.refuse(host, asking, Refused::NotHere);
-                }
-            }
+            Event::Late { host } => self.late(host),
             Event::Tells { host } => self.tells(host),
+        }
+    }
+
+    /// Others wait here for what may not come.
+    fn late(&mut self, host: usize) {
+        let Some(client) = host.checked_sub(1).and_then(|at| self.hosts.get(at)) else { return };
+        let client = &client.client;
+        let (late, again) = self.services[host].late(|pages| client.is_coming(pages), self.now);
+        for asking in late {
+            self.refuse(host, asking, Refused::NotHere);
+        }
+        if let Some(at) = again {
+            self.events.push(at, Event::Late { host });
         }
     }
 
@@ -296,7 +305,6 @@ impl<'a> World<'a> {
         }
         if is_small && !self.scenario.link.one_line {
             self.network.adapters[from].sent_bytes += bytes;
-            self.answered(from, &message);
             let delay = self.network.tcp_delay(bytes);
             self.events.push(self.now + delay, Event::Arrives { from, to, message });
             return;
@@ -314,7 +322,6 @@ impl<'a> World<'a> {
             if let (Receivers::One(to), Message::Answer { read, .. }) = (parcel.to, &parcel.message)
                 && !self.hosts[to - 1].client.waits_for(*read)
             {
-                self.answered(host, &parcel.message);
                 continue;
             }
             let adapter = &mut self.network.adapters[host];
@@ -325,23 +332,11 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A question to a host has its answer.
-    fn answered(&mut self, host: usize, answer: &Message) {
-        if matches!(
-            answer,
-            Message::Answer { .. }
-                | Message::Refuse { .. }
-                | Message::Summed { .. }
-                | Message::Held { .. }
-        ) {
-            let answering = &mut self.services[host].answering;
-            *answering = answering.saturating_sub(1);
-        }
-    }
-
     fn left(&mut self, host: usize, parcel: Parcel) {
         self.network.adapters[host].is_sending = false;
-        self.answered(host, &parcel.message);
+        if let (Receivers::One(to), Message::Answer { pages, .. }) = (parcel.to, &parcel.message) {
+            self.services[host].served(to, *pages);
+        }
         if !self.network.is_alive(host) {
             return;
         }
@@ -418,7 +413,6 @@ impl<'a> World<'a> {
             }
             Message::AskHeld => return self.tell_held(to, from),
             Message::Sums { read, pages } => {
-                self.services[to].answering += 1;
                 return self.send(to, from, Message::Summed { read, pages });
             }
             Message::Request(request) => {
@@ -442,7 +436,7 @@ impl<'a> World<'a> {
                 self.hosts[to - 1].client.on_refused(from, read, why, now, &mut out);
             }
             Message::Summed { read, pages } => {
-                self.hosts[to - 1].client.on_sums(read, pages, now, &mut out);
+                self.hosts[to - 1].client.on_sums(read, pages, &mut out);
             }
             Message::Held { runs } => {
                 let (held, refused) = (runs.as_ref().map(|runs| &runs[..]), runs.is_none());
@@ -463,7 +457,6 @@ impl<'a> World<'a> {
 
     /// A host is asked for pages by unicast.
     fn serve(&mut self, host: usize, asking: Asking) {
-        self.services[host].answering += 1;
         let cache = match host {
             ORIGIN => None,
             _ if self.now < self.hosts[host - 1].starts_at => {
@@ -479,7 +472,6 @@ impl<'a> World<'a> {
     }
 
     fn tell_held(&mut self, host: usize, asker: usize) {
-        self.services[host].answering += 1;
         let runs = match host {
             ORIGIN => Some(vec![PageRange::first(self.scenario.pages)]),
             _ if self.now < self.hosts[host - 1].starts_at => None,

@@ -30,6 +30,7 @@
 use std::fmt;
 
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+pub use vmfork_policy::transfer::swarm::Route;
 
 use crate::multicast::INVITATION_BYTES;
 use crate::sums::SUM_BYTES;
@@ -73,18 +74,6 @@ pub enum Urgency {
     Demand,
     /// Nobody yet. Gives way to what somebody waits for.
     Ahead,
-}
-
-/// How a request got to the host that is asked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Route {
-    /// It may name another host that has the pages ([`RefusalKind::Elsewhere`]).
-    #[default]
-    Direct,
-    /// It was asked before, and who it named had nothing: it has to give them itself.
-    Insist,
-    /// It was named by the host that froze the image: what is not there yet is on its way there.
-    Redirected,
 }
 
 /// What is asked for.

@@ -6,8 +6,8 @@
 //!
 //!   unicast,    Holders::choose ──► whom to ask ──► answered, failed, expired
 //!   swarm          ▲        ▲
-//!                  │        └── Ahead::next, what nobody waits for
-//!               announced ◄── Announcements, of every host that holds pages
+//!                  │        └── Pick::next, what nobody waits for
+//!               announced ◄── Swarm, which asks all others what they hold
 //! ```
 //!
 //! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes and timers: it feeds

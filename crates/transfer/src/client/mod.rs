@@ -22,4 +22,5 @@ mod verify;
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};
 pub use source::{PeerSource, SourceCounters};
-pub use swarm::{Swarm, SwarmConfig, SwarmMember};
+pub use swarm::{Swarm, SwarmMember};
+pub use vmfork_policy::transfer::swarm::SwarmConfig;

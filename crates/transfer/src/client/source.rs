@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{AheadOrder, ImageName, NextAhead, Origin, PageRange, PageSource};
+use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
 use super::holders::Holders;
 use super::peer::{Peer, PeerError};
@@ -15,10 +16,6 @@ use crate::counters::Counter;
 use crate::multicast::Listener;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
 
-/// What one fault brings in: 64 KiB, half a millisecond at 1 Gbit/s.
-pub(super) const UNIT_PAGES: u64 = 16;
-/// So that a link of 1 Gbit/s is full at a round trip of some milliseconds.
-pub(super) const READS_AHEAD: usize = 8;
 /// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long who waits for pages waits for what others hold.

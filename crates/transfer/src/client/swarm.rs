@@ -1,5 +1,5 @@
-//! The hosts that serve each other one image: who they are, what each has, whom to ask. Asks them what they hold while pages
-//! are fetched; the decisions are [`vmfork_policy::transfer::swarm`]'s.
+//! The hosts that serve each other one image. Asks them what they hold while pages are fetched; who they are, what each has, whom to ask
+//! are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the simulation drives, too.
 //!
 //! ```text
 //!   set_members, heard ──► members ──held?──► what each has ──► choose ──► PeerSource
@@ -7,43 +7,19 @@
 //!                             └── who says that the image is not there is left out for a while
 //! ```
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, NextAhead, PageRange};
 use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::swarm::{
-    Choice, Failure, Holders, HoldersConfig, Pick, PickConfig, Picked,
+    self as policy, Failure, Picked, Route, Swarm as Known, SwarmConfig,
 };
 
 use super::peer::{Peer, PeerError};
-use super::source::{READS_AHEAD, UNIT_PAGES};
 use crate::lock;
-use crate::proto::{HELD_PAGES_MAX, RefusalKind, Route, Urgency};
-
-/// Times and bounds of a [`Swarm`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SwarmConfig {
-    /// Between two rounds of asking what others hold, at least.
-    pub every: Duration,
-    /// Most that are asked in a round.
-    pub asked_max: usize,
-    /// How long one is left alone that has all, or does not know the image.
-    pub settled: Duration,
-    pub pick: PickConfig,
-}
-
-impl Default for SwarmConfig {
-    fn default() -> Self {
-        Self {
-            every: Duration::from_millis(250),
-            asked_max: 16,
-            settled: Duration::from_secs(2),
-            pick: PickConfig::default(),
-        }
-    }
-}
+use crate::proto::{HELD_PAGES_MAX, RefusalKind, Urgency};
 
 /// A host that can be asked for pages of the image.
 #[derive(Debug)]
@@ -60,7 +36,6 @@ pub struct Swarm {
     image: ImageName,
     pages: u64,
     own: HostId,
-    config: SwarmConfig,
     began: Instant,
     state: Mutex<State>,
     round_ended: Condvar,
@@ -68,38 +43,16 @@ pub struct Swarm {
 
 #[derive(Debug)]
 struct State {
-    known: Holders,
-    pick: Pick,
-    members: BTreeMap<HostId, Member>,
-    round: Round,
+    known: Known,
+    /// Of all members.
+    peers: HashMap<HostId, Arc<Peer>>,
 }
 
-#[derive(Debug)]
-struct Member {
-    peer: Arc<Peer>,
-    origin: bool,
-    /// The image is there.
-    holds: bool,
-    /// Not to be asked what it holds before.
-    ask_at: Duration,
-}
-
-#[derive(Debug, Default)]
-struct Round {
-    is_running: bool,
-    /// The earliest time of the next.
-    next_at: Duration,
-    /// Who was asked last in the last.
-    last: Option<HostId>,
-}
-
-/// What [`Swarm::choose`] says.
+/// What [`Swarm::choose`] says, as [`policy::Chosen`].
 #[derive(Debug)]
 pub(super) enum Chosen {
     Ask(Asked),
-    /// Those that have them are busy for so long.
     Later(Duration),
-    /// No host here is known to have them that is worth asking, or they are under way.
     Nobody,
 }
 
@@ -112,53 +65,30 @@ pub(super) struct Asked {
     pub(super) route: Route,
 }
 
+impl State {
+    fn with_peer(&self, asked: policy::Asked) -> Option<Asked> {
+        let policy::Asked { host, origin, route } = asked;
+        let peer = Arc::clone(self.peers.get(&host)?);
+        Some(Asked { host, peer, origin, route })
+    }
+}
+
 impl Swarm {
     /// For an image of `pages` pages, on host `own`. Knows nobody yet.
     pub fn new(image: ImageName, pages: u64, own: HostId, config: SwarmConfig) -> Self {
-        let known = HoldersConfig {
-            piece_pages: UNIT_PAGES,
-            salt: own.0,
-            // As many as the engine has under way: a host that is alone is no slower for it.
-            ahead_in_flight_max: READS_AHEAD,
-            origin_ahead_in_flight_max: READS_AHEAD,
-            ..HoldersConfig::default()
-        };
-        let state = State {
-            known: Holders::new(pages, known),
-            pick: Pick::new(config.pick),
-            members: BTreeMap::new(),
-            round: Round::default(),
-        };
-        Self {
-            image,
-            pages,
-            own,
-            config,
-            began: Instant::now(),
-            state: Mutex::new(state),
-            round_ended: Condvar::new(),
-        }
+        let state = State { known: Known::new(pages, own, config), peers: HashMap::new() };
+        let (began, state, round_ended) = (Instant::now(), Mutex::new(state), Condvar::new());
+        Self { image, pages, own, began, state, round_ended }
     }
 
     /// From now on these are all that can be asked. Of those that are not origins nothing is known until they say what they hold.
     pub fn set_members(&self, members: impl IntoIterator<Item = SwarmMember>) {
+        let members: Vec<_> = members.into_iter().filter(|m| m.id != self.own).collect();
         let mut state = lock(&self.state);
-        let State { known, members: kept, .. } = &mut *state;
-        let mut before = std::mem::take(kept);
-        for SwarmMember { id, peer, origin } in members.into_iter().filter(|m| m.id != self.own) {
-            let old = before.remove(&id).filter(|old| old.origin == origin);
-            if old.is_none() {
-                known.left(id);
-            }
-            if origin {
-                known.joined(id, true, 2);
-            }
-            let (holds, ask_at) = old.map_or((origin, Duration::ZERO), |m| (m.holds, m.ask_at));
-            kept.insert(id, Member { peer, origin, holds, ask_at });
-        }
-        for gone in before.keys() {
-            known.left(*gone);
-        }
+        let origins = members.iter().map(|member| (member.id, member.origin));
+        state.known.set_members(origins);
+        let peers = members.into_iter().map(|member| (member.id, member.peer)).collect();
+        let before = std::mem::replace(&mut state.peers, peers);
         drop(state);
         drop(before); // not under the lock: connections are closed with the last of a peer
     }
@@ -166,55 +96,25 @@ impl Swarm {
     /// A member has told which images it has; `holds`: this one is among them.
     pub fn heard(&self, host: HostId, holds: bool) {
         let now = self.now();
-        let mut state = lock(&self.state);
-        let State { known, members, .. } = &mut *state;
-        let Some(member) = members.get_mut(&host) else { return };
-        if member.origin {
-            return known.heard_of(host);
-        }
-        match holds {
-            true if !member.holds => member.ask_at = now,
-            false if member.holds => {
-                member.holds = false;
-                known.left(host);
-            }
-            _ => {}
-        }
+        lock(&self.state).known.heard(host, holds, now);
     }
 
     /// How many hosts besides the origin are known to have pages of the image, or to be about to.
     pub fn holders(&self) -> usize {
-        let state = lock(&self.state);
-        state.members.values().filter(|member| member.holds && !member.origin).count()
+        lock(&self.state).known.holders()
     }
 
     /// Whom to ask for all of `pages`.
     pub(super) fn choose(&self, urgency: Urgency, pages: PageRange) -> Chosen {
         let now = self.now();
         let mut state = lock(&self.state);
-        let State { known, members, .. } = &mut *state;
-        // Their threads still wait for them, and will tell.
-        let _late = known.expired(now);
-        let choice = match urgency {
-            Urgency::Demand => match known.choose(pages, true, now) {
-                // Who asks knows that.
-                Choice::UnderWay => known.choose_again(pages, now),
-                choice => choice,
-            },
-            Urgency::Ahead => known.choose_unwaited(pages, now),
-        };
-        let host = match choice {
-            Choice::Ask(host) => host,
-            Choice::Later(at) => return Chosen::Later(at.saturating_sub(now)),
-            Choice::UnderWay | Choice::Nobody => return Chosen::Nobody,
-        };
-        let insists = known.insists(pages);
-        let Some(Member { peer, origin, .. }) = members.get(&host) else {
-            known.left(host);
-            return Chosen::Nobody;
-        };
-        let route = if insists { Route::Insist } else { Route::Direct };
-        Chosen::Ask(Asked { host, peer: Arc::clone(peer), origin: *origin, route })
+        match state.known.choose(pages, urgency == Urgency::Demand, now) {
+            policy::Chosen::Ask(asked) => {
+                state.with_peer(asked).map_or(Chosen::Nobody, Chosen::Ask)
+            }
+            policy::Chosen::Later(wait) => Chosen::Later(wait),
+            policy::Chosen::Nobody => Chosen::Nobody,
+        }
     }
 
     /// Whether any of these is being fetched.
@@ -225,27 +125,17 @@ impl Swarm {
     /// The origin itself, to be asked for pages that another gave and that can't be compared.
     pub(super) fn ask_origin(&self) -> Option<Asked> {
         let state = lock(&self.state);
-        let (host, member) = state.members.iter().find(|(_, member)| member.origin)?;
-        let (peer, route) = (Arc::clone(&member.peer), Route::Insist);
-        Some(Asked { host: *host, peer, origin: true, route })
+        let host = state.known.origin()?;
+        state.with_peer(policy::Asked { host, origin: true, route: Route::Insist })
     }
 
     /// It answered that they are at host `to`, or about to be. → whom to ask now.
     pub(super) fn redirected(&self, host: HostId, pages: PageRange, to: u64) -> Option<Asked> {
         let (now, to) = (self.now(), HostId(to));
         let mut state = lock(&self.state);
-        let State { known, members, .. } = &mut *state;
-        let named = members.get(&to).filter(|member| to != self.own && !member.peer.is_avoided());
-        let can_be_asked = named.is_some();
-        if can_be_asked && !known.knows(to) {
-            known.joined(to, false, 1);
-        }
-        let to = if can_be_asked { to } else { host };
-        let (asked, in_vain) = known.redirected(host, pages, to, now)?;
-        let Member { peer, origin, .. } = members.get(&asked)?;
-        let insists = in_vain || !can_be_asked;
-        let route = if insists { Route::Insist } else { Route::Redirected };
-        Some(Asked { host: asked, peer: Arc::clone(peer), origin: *origin, route })
+        let is_avoided = state.peers.get(&to).is_none_or(|peer| peer.is_avoided());
+        let asked = state.known.redirected(host, pages, (to, is_avoided), now)?;
+        state.with_peer(asked)
     }
 
     /// It gave them.
@@ -273,31 +163,20 @@ impl Swarm {
     /// Whether a host has all of the image, and that it gave pages after all.
     pub(super) fn gave(&self, peer: &Arc<Peer>) -> bool {
         let mut state = lock(&self.state);
-        let State { known, members, .. } = &mut *state;
-        let found = members.iter().find(|(_, member)| Arc::ptr_eq(&member.peer, peer));
-        let Some((host, member)) = found else { return false };
-        known.heard_of(*host);
-        member.origin
+        let State { known, peers } = &mut *state;
+        let found = peers.iter().find(|(_, its)| Arc::ptr_eq(its, peer));
+        found.is_some_and(|(host, _)| known.gave(*host))
     }
 
     /// The place of a piece in this host's own order.
     pub(super) fn place(&self, piece: PageRange) -> u64 {
-        Pick::place(piece, self.own.0)
+        lock(&self.state).known.place(piece)
     }
 
     /// Which of `pieces`, that nobody waits for, to fetch now.
     pub(super) fn next_ahead(&self, pieces: &[PageRange]) -> NextAhead {
         let now = self.now();
-        let mut state = lock(&self.state);
-        let State { known, pick, members, .. } = &mut *state;
-        let holders = members.iter().filter(|(_, member)| member.holds && !member.origin);
-        let (mut below, mut all) = (0, 1);
-        for (host, _) in holders {
-            all += 1;
-            below += u64::from(*host < self.own);
-        }
-        pick.set_share(below, all);
-        match pick.next(pieces, known, now) {
+        match lock(&self.state).known.next_ahead(pieces, now) {
             Picked::Piece(at) => NextAhead::Piece(at),
             Picked::Later(wait) => NextAhead::Later(wait),
         }
@@ -306,66 +185,50 @@ impl Swarm {
     /// Pages are being fetched: ask others what they hold, in a thread of its own, if it is time.
     pub(super) fn refresh_soon(self: &Arc<Self>) {
         let now = self.now();
-        {
-            let mut state = lock(&self.state);
-            let State { members, round, .. } = &mut *state;
-            let is_due = |member: &Member| !member.origin && member.ask_at <= now;
-            if round.is_running || round.next_at > now || !members.values().any(is_due) {
-                return;
-            }
-            round.is_running = true;
+        let state = lock(&self.state);
+        if state.known.is_round_due(now) {
+            self.start_round(state, false);
         }
-        self.start_round(|member, now| member.ask_at <= now);
     }
 
     /// Ask others what they hold, unless that goes on, and wait until they have answered, but no longer than `wait`.
     pub fn refresh_within(self: &Arc<Self>, wait: Duration) {
-        if !std::mem::replace(&mut lock(&self.state).round.is_running, true) {
-            self.start_round(|_, _| true);
+        let state = lock(&self.state);
+        match state.known.is_round_running() {
+            true => drop(state),
+            false => self.start_round(state, true),
         }
-        let is_running = |state: &mut State| state.round.is_running;
+        let is_running = |state: &mut State| state.known.is_round_running();
         let _late = self.round_ended.wait_timeout_while(lock(&self.state), wait, is_running);
     }
 
-    fn start_round(self: &Arc<Self>, is_due: impl Fn(&Member, Duration) -> bool + Send + 'static) {
+    fn start_round(self: &Arc<Self>, mut state: MutexGuard<'_, State>, all: bool) {
+        let now = self.now();
+        let State { known, peers } = &mut *state;
+        let is_avoided = |host| peers.get(&host).is_none_or(|peer| peer.is_avoided());
+        let (asked, all) = known.begin_round(all, is_avoided, now);
+        drop(state);
         let swarm = Arc::clone(self);
-        let run = move || swarm.ask_round(is_due);
+        let run = move || swarm.ask_round(&asked, all);
         if let Err(error) = std::thread::Builder::new().name("pages-held".to_owned()).spawn(run) {
             tracing::debug!(%error, "no thread to ask others what they hold");
             self.end_round(None, false);
         }
     }
 
-    fn ask_round(&self, is_due: impl Fn(&Member, Duration) -> bool) {
-        let now = self.now();
-        let (asked, all) = {
-            let state = lock(&self.state);
-            let peers: Vec<_> = state
-                .members
-                .iter()
-                .filter(|(_, m)| !m.origin && !m.peer.is_avoided() && is_due(m, now))
-                .map(|(host, member)| (*host, Arc::clone(&member.peer)))
-                .collect();
-            // Go on behind the last of the round before.
-            let at = peers.iter().position(|(host, _)| Some(*host) > state.round.last);
-            let most = self.config.asked_max.max(1);
-            let all = peers.len() <= most;
-            let asked = peers.iter().cycle().skip(at.unwrap_or(0)).take(peers.len().min(most));
-            (asked.cloned().collect::<Vec<_>>(), all)
-        };
-        let last = asked.last().map(|(host, _)| *host);
-        for (host, peer) in asked {
-            self.ask(host, &peer);
+    fn ask_round(&self, asked: &[HostId], all: bool) {
+        for host in asked {
+            let peer = lock(&self.state).peers.get(host).map(Arc::clone);
+            if let Some(peer) = peer {
+                self.ask(*host, &peer);
+            }
         }
-        self.end_round(last, all);
+        self.end_round(asked.last().copied(), all);
     }
 
     fn end_round(&self, last: Option<HostId>, all: bool) {
         let now = self.now();
-        let round = &mut lock(&self.state).round;
-        round.is_running = false;
-        round.next_at = now + self.config.every;
-        round.last = last.filter(|_| !all);
+        lock(&self.state).known.end_round(last, all, now);
         self.round_ended.notify_all();
     }
 
@@ -385,24 +248,12 @@ impl Swarm {
             rest = rest.from_page(part.end());
         };
         let now = self.now();
-        let mut state = lock(&self.state);
-        let State { known, members, .. } = &mut *state;
-        let Some(member) = members.get_mut(&host) else { return };
+        let known = &mut lock(&self.state).known;
         match answer {
-            Ok(()) => {
-                let all = held.iter().map(PageRange::len).sum::<u64>() >= self.pages;
-                member.holds = known.joined(host, false, 1);
-                member.ask_at = now + if all { self.config.settled } else { Duration::ZERO };
-                held.into_iter().for_each(|run| known.announced(host, run));
-            }
+            Ok(()) => known.told(host, &held, now),
             Err(error) => {
                 tracing::debug!(image = %self.image, host = peer.name(), %error, "what it holds");
-                // One that does not answer may still have what it had: who asks it for pages finds out.
-                if matches!(&error, PeerError::Refused(_)) {
-                    member.holds = false;
-                    known.left(host);
-                }
-                member.ask_at = now + self.config.settled;
+                known.silent(host, matches!(&error, PeerError::Refused(_)), now);
             }
         }
     }

@@ -200,19 +200,25 @@ impl Holders {
 
     /// A host that is known has these pages. Pieces of which it has but a part don't count.
     pub fn announced(&mut self, host: HostId, pages: PageRange) {
+        self.announced_all(host, &[pages]);
+    }
+
+    /// The same of many runs.
+    pub fn announced_all(&mut self, host: HostId, runs: &[PageRange]) {
         self.heard_of(host);
-        let Some(holder) = self.hosts.get_mut(&host) else { return };
-        let (origin, mut new) = (holder.origin, Vec::new());
-        let holder_is_lost = holder.failures >= self.config.failures_max;
-        for piece in self.pieces.inside(pages) {
-            if !holder.has(piece) {
-                holder.pieces.set(piece, !origin);
-                new.push(piece);
+        let failures_max = self.config.failures_max;
+        let Self { hosts, pieces, copies, .. } = self;
+        let Some(holder) = hosts.get_mut(&host) else { return };
+        let counts = !holder.origin && holder.failures < failures_max;
+        for piece in runs.iter().flat_map(|run| pieces.inside(*run)) {
+            if holder.has(piece) {
+                continue;
             }
-        }
-        let counts = !origin && !holder_is_lost;
-        if counts {
-            new.into_iter().for_each(|piece| self.copies_of(piece, true));
+            holder.pieces.set(piece, !holder.origin);
+            let copies = usize::try_from(piece).ok().and_then(|at| copies.get_mut(at));
+            if let Some(copies) = copies.filter(|_| counts) {
+                *copies = copies.saturating_add(1);
+            }
         }
     }
 
@@ -258,7 +264,7 @@ impl Holders {
     }
 
     /// The same among peers or among origins only.
-    pub(super) fn choose_ahead(&mut self, pages: PageRange, origin: bool, now: Duration) -> Choice {
+    fn choose_ahead(&mut self, pages: PageRange, origin: bool, now: Duration) -> Choice {
         self.choose_among(pages, false, now, |_, holder| holder.origin == origin)
     }
 
@@ -424,14 +430,6 @@ impl Holders {
     /// The number of the piece in which `pages` begins.
     pub(super) fn piece_at(&self, pages: PageRange) -> u64 {
         pages.start().0 / self.pieces.piece_pages
-    }
-
-    /// Whether a peer that is worth asking has the piece at `pages`.
-    pub(super) fn at_peers(&self, piece: u64) -> bool {
-        usize::try_from(piece)
-            .ok()
-            .and_then(|at| self.copies.get(at))
-            .is_some_and(|copies| *copies > 0)
     }
 
     fn choose_among(

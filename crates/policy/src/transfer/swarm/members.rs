@@ -58,6 +58,16 @@ pub struct Asked {
     pub route: Route,
 }
 
+/// What [`Swarm::choose`] says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Chosen {
+    Ask(Asked),
+    /// Those that have them are busy for so long.
+    Later(Duration),
+    /// No host is known to have them that is worth asking, or they are under way.
+    Nobody,
+}
+
 /// Decides for one image on one host whom to ask for pages, and whom to ask what they hold.
 ///
 /// ```text
@@ -161,34 +171,47 @@ impl Swarm {
         self.members.iter().find(|(_, member)| member.origin).map(|(host, _)| *host)
     }
 
-    /// Whom to ask for all of `pages`. `None`: nobody here is known to have them who has time.
-    pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Option<Asked> {
+    /// Whom to ask for all of `pages`.
+    pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Chosen {
         // Who asked still waits for them, and will tell.
         let _late = self.known.expired(now);
         let choice = match demand {
-            true => self.known.choose(pages, true, now),
+            true => match self.known.choose(pages, true, now) {
+                // Who asks knows that.
+                Choice::UnderWay => self.known.choose_again(pages, now),
+                choice => choice,
+            },
             false => self.known.choose_unwaited(pages, now),
         };
-        let Choice::Ask(host) = choice else { return None };
+        let host = match choice {
+            Choice::Ask(host) => host,
+            Choice::Later(at) => return Chosen::Later(at.saturating_sub(now)),
+            Choice::UnderWay | Choice::Nobody => return Chosen::Nobody,
+        };
         let insists = self.known.insists(pages);
         let Some(Member { origin, .. }) = self.members.get(&host).copied() else {
             self.known.left(host);
-            return None;
+            return Chosen::Nobody;
         };
-        let route = if insists && origin { Route::Insist } else { Route::Direct };
-        Some(Asked { host, origin, route })
+        let route = if insists { Route::Insist } else { Route::Direct };
+        Chosen::Ask(Asked { host, origin, route })
     }
 
-    /// It answered that they are at host `to`, or about to be. → whom to ask now.
+    /// Whether any of these is being fetched.
+    pub fn is_under_way(&self, pages: PageRange) -> bool {
+        self.known.is_under_way(pages)
+    }
+
+    /// It answered that they are at host `to`, or about to be. → whom to ask now. `is_avoided`: `to` has given no answer lately.
     pub fn redirected(
         &mut self,
         host: HostId,
         pages: PageRange,
-        to: HostId,
+        (to, is_avoided): (HostId, bool),
         now: Duration,
     ) -> Option<Asked> {
-        let can_be_asked = to != self.own && self.members.contains_key(&to);
-        if can_be_asked {
+        let can_be_asked = to != self.own && !is_avoided && self.members.contains_key(&to);
+        if can_be_asked && !self.known.knows(to) {
             self.known.joined(to, false, 1);
         }
         let to = if can_be_asked { to } else { host };
@@ -268,7 +291,7 @@ impl Swarm {
         let all = held.iter().map(PageRange::len).sum::<u64>() >= self.pages;
         member.holds = self.known.joined(host, false, 1);
         member.ask_at = now + if all { self.config.settled } else { Duration::ZERO };
-        held.iter().for_each(|run| self.known.announced(host, *run));
+        self.known.announced_all(host, held);
     }
 
     /// It did not. `refused`: it said that there is no such image. One that does not answer may still have what it had: who asks it for pages

@@ -1,25 +1,23 @@
 //! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a swarm, in which hosts
-//! tell each other what they hold (vmTorrent, CoNEXT 2012).
+//! ask each other what they hold (vmTorrent, CoNEXT 2012).
 //!
 //! ```text
-//!   announced, joined, left ──► Holders ◄── answered, failed, expired
-//!                                │   ▲
-//!        demand: choose ◄────────┘   └────── Ahead::next: what nobody waits for
+//!   Swarm: members ──rounds of asking what they hold──► Holders ◄── answered, failed, redirected
+//!                                                        │   ▲
+//!                            choose: whom to ask ◄───────┘   └── Pick: which piece that nobody waits for
 //!
-//!   came into the cache ──► Announcements::take ──► all other hosts' Holders::announced
+//!   the host that froze the image: Spread ──► serve it, or name who was sent it
 //! ```
 //!
 //! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone this is unicast. Hosts are told apart by
 //! pieces, aligned windows of pages; who lacks a page of a piece does not count as its holder.
 //!
 //! Demand goes to the best holder: the one that is expected to answer first, by what it has to do for us and how long it took lately.
-//! What nobody waits for is picked at random from the most urgent pieces that a peer has, so that hosts come to hold different
+//! What nobody waits for is picked from the next pieces in an order of the host's own, the rarest that a peer has first: so hosts come to hold different
 //! pieces and can trade. The origin serves last: what no peer has. There vmTorrent leaves it to chance whether two hosts take the same piece
-//! from the origin. Here each host first fetches a *share* of its own ahead ([`Ahead::set_share`]), and an origin that is asked for what
+//! from the origin. Here each host first fetches a *share* of its own ([`Pick::set_share`]), and an origin that is asked for what
 //! another host has just got sends the asker there ([`Spread`]): so most pieces leave the origin once.
 
-mod ahead;
-mod announcements;
 mod holders;
 mod members;
 mod pick;
@@ -30,10 +28,8 @@ mod tests;
 
 use vmfork_image::{BLOCK_PAGES, PageRange};
 
-pub use self::ahead::{Ahead, AheadConfig};
-pub use self::announcements::{Announcements, AnnouncementsConfig};
 pub use self::holders::{Choice, Failure, Holders, HoldersConfig};
-pub use self::members::{Asked, READS_AHEAD, Route, Swarm, SwarmConfig, UNIT_PAGES};
+pub use self::members::{Asked, Chosen, READS_AHEAD, Route, Swarm, SwarmConfig, UNIT_PAGES};
 pub use self::pick::{Pick, PickConfig, Picked};
 pub use self::spread::{Serve, Spread, SpreadConfig};
 
@@ -71,11 +67,6 @@ impl Pieces {
         let whole_image = range.end() == self.image.end();
         let end = if whole_image { self.count() } else { range.end().0 / self.piece_pages };
         start..end.max(start)
-    }
-
-    fn pages(self, piece: u64) -> PageRange {
-        let start = piece.saturating_mul(self.piece_pages);
-        self.image.from_page(vmfork_image::PageIdx(start)).truncate(self.piece_pages)
     }
 }
 

@@ -29,7 +29,7 @@ pub enum Picked {
     Later(Duration),
 }
 
-/// The decision of [`Ahead`](super::Ahead), for who keeps lists of what is missing himself: of the pieces that he could fetch next, which.
+/// Decides for who keeps a list of what is missing: of the pieces that he could fetch next, which.
 ///
 /// ```text
 ///   one of this host's share that no peer has ──► it: the origin has room
@@ -52,7 +52,8 @@ impl Pick {
         Self { config, share: (0, 1) }
     }
 
-    /// As [`Ahead::set_share`](super::Ahead::set_share).
+    /// This host is number `index` of `of` that want the image: its share is what a hash of the piece gives it. All should use the
+    /// same order of hosts; if for a moment they don't, two ask the origin for a piece.
     pub fn set_share(&mut self, index: u64, of: u64) {
         self.share = (index, of.max(1));
     }

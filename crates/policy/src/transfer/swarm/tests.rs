@@ -1,4 +1,3 @@
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -6,7 +5,6 @@ use proptest::prelude::*;
 use vmfork_image::{PageIdx, PageRange};
 
 use super::*;
-use crate::Presence;
 use crate::transfer::HostId;
 
 const ORIGIN: HostId = HostId(100);
@@ -93,9 +91,9 @@ fn who_fails_is_left_alone_for_a_while_and_then_for_longer() {
     assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR));
     holders.failed(NEAR, piece(0), Failure::Broken, now);
     assert_eq!(holders.choose(piece(0), true, now + ms(1_000_000)), Choice::Nobody, "given up");
-    assert!(!holders.at_peers(0));
+    assert_eq!(holders.copies(range(0, 1)), 0);
     holders.announced(NEAR, piece(63));
-    assert!(holders.at_peers(0) && holders.at_peers(63));
+    assert!(holders.copies(range(0, 1)) > 0 && holders.copies(piece(63)) > 0);
     assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR), "heard of again");
 }
 
@@ -277,7 +275,7 @@ proptest! {
             for piece in 0..13 {
                 let pages = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
                 let held = model.hosts.iter().any(|(host, (origin, _))| !origin && model.has(*host, pages));
-                prop_assert!(held || !holders.at_peers(piece), "piece {} is at no peer", piece);
+                prop_assert!(held || holders.copies(pages) == 0, "piece {} is at no peer", piece);
             }
         }
         // After all hosts have given signs of life, it is known exactly who has what.
@@ -287,140 +285,7 @@ proptest! {
         for piece in 0..13 {
             let pages = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
             let held = model.hosts.iter().any(|(host, (origin, _))| !origin && model.has(*host, pages));
-            prop_assert_eq!(holders.at_peers(piece), held);
-        }
-    }
-
-    #[test]
-    fn pieces_are_announced_once_when_they_are_whole(
-        came in prop::collection::vec((0..100u64, 1..30u64), 1..40),
-    ) {
-        let config = AnnouncementsConfig { piece_pages: 8, ..AnnouncementsConfig::default() };
-        let mut announcements = Announcements::new(PAGES, config);
-        let (mut have, mut told) = (BTreeSet::new(), BTreeSet::new());
-        for (step, (start, len)) in (0..).zip(came) {
-            let now = ms(step * 7);
-            announcements.came(range(start, len), now);
-            have.extend(start..(start + len).min(PAGES));
-            for page in announcements.take(now).into_iter().flatten().flat_map(|run| run.pages()) {
-                prop_assert!(told.insert(page.0), "{} is announced twice", page);
-            }
-            prop_assert!(announcements.wake_at().is_none_or(|at| at > now && at <= now + ms(20)));
-        }
-        for page in announcements.take(ms(100_000)).into_iter().flatten().flat_map(|run| run.pages()) {
-            prop_assert!(told.insert(page.0), "{} is announced twice", page);
-        }
-        let whole = |page: &u64| (page / 8 * 8..(page / 8 * 8 + 8).min(PAGES)).all(|page| have.contains(&page));
-        let expected: BTreeSet<_> = (0..PAGES).filter(whole).collect();
-        prop_assert_eq!(&told, &expected);
-        let all: BTreeSet<_> = announcements.all().iter().flat_map(PageRange::pages).map(|page| page.0).collect();
-        prop_assert_eq!(all, expected);
-    }
-
-    #[test]
-    fn a_swarm_brings_all_to_all_and_each_piece_leaves_the_origin_once(
-        seed: u64, hosts in 1..7u64, pieces in 1..80u64, urgent in 1..40usize,
-    ) {
-        let mut swarm = Swarm::new(seed, hosts, pieces, urgent);
-        for host in 0..hosts {
-            swarm.asking[usize::try_from(host).expect("few")].ahead.set_share(host, hosts);
-        }
-        swarm.run(10_000);
-        prop_assert!(swarm.asking.iter().all(|asking| asking.present.borrow().iter().all(|present| *present)));
-        prop_assert_eq!(swarm.from_origin, pieces, "each once");
-    }
-
-    #[test]
-    fn shares_of_hosts_that_are_not_there_are_fetched_all_the_same(
-        seed: u64, hosts in 1..4u64, absent in 1..4u64, pieces in 1..60u64,
-    ) {
-        let mut swarm = Swarm::new(seed, hosts, pieces, 300);
-        for host in 0..hosts {
-            swarm.asking[usize::try_from(host).expect("few")].ahead.set_share(host, hosts + absent);
-        }
-        swarm.run(10_000);
-        prop_assert!(swarm.asking.iter().all(|asking| asking.present.borrow().iter().all(|present| *present)));
-        prop_assert!(swarm.asking.iter().all(|asking| asking.ahead.is_done()));
-    }
-}
-
-/// Hosts that fetch an image from an origin and from each other; each answer takes a millisecond.
-struct Swarm {
-    random: u64,
-    asking: Vec<Asking>,
-    from_origin: u64,
-}
-
-struct Asking {
-    ahead: Ahead,
-    holders: Holders,
-    announcements: Announcements,
-    present: RefCell<Vec<bool>>,
-}
-
-impl Swarm {
-    fn new(seed: u64, hosts: u64, pieces: u64, urgent: usize) -> Self {
-        let pages = pieces * 16 - 3;
-        let asking = (0..hosts).map(|host| {
-            let mut holders = Holders::new(pages, HoldersConfig::default());
-            holders.joined(ORIGIN, true, 0);
-            for other in (0..hosts).filter(|other| *other != host) {
-                holders.joined(HostId(other), false, 0);
-            }
-            let config = AheadConfig { urgent, ..AheadConfig::default() };
-            let ahead = Ahead::new(pages, 16, &[range(0, pages)], config);
-            let announcements = Announcements::new(pages, AnnouncementsConfig::default());
-            let present = RefCell::new(vec![false; usize::try_from(pages).expect("small")]);
-            Asking { ahead, holders, announcements, present }
-        });
-        Self { random: seed, asking: asking.collect(), from_origin: 0 }
-    }
-
-    fn run(&mut self, ms_max: u64) {
-        let mut answers: Vec<(usize, HostId, PageRange)> = Vec::new();
-        for at in 0..ms_max {
-            let now = ms(at);
-            for (to, from, pages) in std::mem::take(&mut answers) {
-                if from == ORIGIN {
-                    self.from_origin += 1;
-                } else {
-                    let its = self.asking[usize::try_from(from.0).expect("few")].present.borrow();
-                    assert!(
-                        pages.pages().all(|page| its[usize::try_from(page.0).expect("small")]),
-                        "it lacks {pages}"
-                    );
-                }
-                let asking = &mut self.asking[to];
-                asking.holders.answered(from, pages, now);
-                for page in pages.pages() {
-                    let cell =
-                        &mut asking.present.borrow_mut()[usize::try_from(page.0).expect("small")];
-                    assert!(!std::mem::replace(cell, true), "{page} came twice");
-                }
-                asking.announcements.came(pages, now);
-            }
-            for from in 0..self.asking.len() {
-                for run in self.asking[from].announcements.take(now).into_iter().flatten() {
-                    for to in (0..self.asking.len()).filter(|to| *to != from) {
-                        self.asking[to].holders.announced(HostId(from as u64), run);
-                    }
-                }
-            }
-            for (to, asking) in self.asking.iter_mut().enumerate() {
-                let mut random = |below: u64| {
-                    self.random = super::holders::mixed(self.random.wrapping_add(1));
-                    self.random % below
-                };
-                let Asking { ahead, holders, present, .. } = asking;
-                assert!(holders.expired(now).is_empty());
-                while let Some((from, pages)) = ahead.next(holders, &*present, &mut random, now) {
-                    assert_eq!(present.next_absent(pages), Some(pages));
-                    answers.push((to, from, pages));
-                }
-            }
-            if answers.is_empty() && self.asking.iter().all(|asking| asking.ahead.is_done()) {
-                return;
-            }
+            prop_assert_eq!(holders.copies(pages) > 0, held);
         }
     }
 }
