@@ -31,6 +31,9 @@ use crate::lock;
 use crate::proto::{Refusal, RefusalKind, Urgency};
 use crate::service::Pages;
 
+/// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
+const LOCKSTEP: Duration = Duration::from_millis(25);
+
 /// Bounds and times of [`Groups`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupsConfig {
@@ -48,7 +51,7 @@ pub struct GroupsConfig {
 impl Default for GroupsConfig {
     fn default() -> Self {
         Self {
-            sender: SenderConfig::default(),
+            sender: SenderConfig { lockstep: LOCKSTEP, ..SenderConfig::default() },
             groups_max: 64,
             tell_every: Duration::from_millis(500),
             silent: Duration::from_secs(2),

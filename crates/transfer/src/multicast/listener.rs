@@ -55,7 +55,12 @@ pub struct ListenerConfig {
 impl Default for ListenerConfig {
     fn default() -> Self {
         Self {
-            receiver: ReceiverConfig { attempts_max: 12, ..ReceiverConfig::default() },
+            receiver: ReceiverConfig {
+                attempts_max: 12,
+                // More than the sender's lockstep window, less than a VM waits.
+                timeout_min: Duration::from_millis(30),
+                ..ReceiverConfig::default()
+            },
             listeners_min: 1,
             heard_within: Duration::from_millis(1500),
             demand_wait: Duration::from_millis(50),
