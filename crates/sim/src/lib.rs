@@ -25,6 +25,7 @@
 
 mod cache;
 mod client;
+mod draw;
 mod events;
 mod host;
 mod ledger;
@@ -38,6 +39,7 @@ mod table;
 mod trace;
 mod world;
 
+pub use draw::svg;
 pub use model::{Fluid, Need};
 pub use report::{Outcome, Report};
 pub use scenario::{Death, Link, Mode, Partition, Scenario, ScenarioError, Slow};

@@ -68,12 +68,16 @@ struct Table {
     /// One JSON object for each row, in an array.
     #[arg(long)]
     json: bool,
+    /// A drawing (SVG) in place of the table.
+    #[arg(long, conflicts_with = "json")]
+    svg: bool,
 }
 
 fn main() -> Result<()> {
     let Command::Table(options) = Cli::parse().command;
     let mut out = std::io::stdout().lock();
-    if !options.json {
+    let as_text = !options.json && !options.svg;
+    if as_text {
         writeln!(out, "{}", Row::header())?;
     }
     let traces = Traces::read(&options)?;
@@ -83,7 +87,7 @@ fn main() -> Result<()> {
         &options.mode,
         |mode, hosts| traces.scenario(&options, mode, hosts),
         |row| {
-            if !options.json && written.is_ok() {
+            if as_text && written.is_ok() {
                 written = writeln!(out, "{}", row.line());
             }
         },
@@ -92,6 +96,9 @@ fn main() -> Result<()> {
     if options.json {
         serde_json::to_writer_pretty(&mut out, &rows).context("write the table")?;
         writeln!(out)?;
+    }
+    if options.svg {
+        write!(out, "{}", vmfork_sim::svg(&rows))?;
     }
     let broken: usize = rows.iter().map(|row| row.violations.len()).sum();
     if broken > 0 {

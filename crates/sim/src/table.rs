@@ -68,7 +68,7 @@ pub fn table(
 impl Row {
     fn new(scenario: &Scenario, report: &Report) -> Self {
         let hosts = scenario.traces.len();
-        let ahead = !scenario.ahead.is_empty();
+        let ahead = !scenario.ahead.is_empty() || scenario.hydrates;
         let need = need(scenario);
         let fluid = need.fluid();
         let model = match (scenario.mode, ahead) {
