@@ -14,7 +14,7 @@
 //! and each host decides itself what it gives.
 //!
 //! Promises: who is no member gets through no handshake ([`Tls`]); what peers say is bounded and checked; nothing is half
-//! written ([`Folder`]); no host promises more than it has ([`allocate::Leases`]).
+//! written ([`Folder`]); no host promises more than it has, whoever asks.
 //!
 //! Left to others: sockets, HTTP and clocks (the daemon's). Times are passed in; but for [`Folder`] and [`slurm`], nothing
 //! here does I/O. It knows neither pages nor QEMU.
