@@ -34,11 +34,6 @@ impl AnswerTimes {
     pub(super) fn measured(&self) -> Option<Duration> {
         self.known.map(|(mean, _)| mean)
     }
-
-    /// What an answer takes on average; `first` as long as nothing is known.
-    pub(super) fn mean(&self, first: Duration) -> Duration {
-        self.known.map_or(first, |(mean, _)| mean)
-    }
 }
 
 #[cfg(test)]
@@ -49,9 +44,9 @@ mod tests {
     fn the_bound_follows_mean_and_deviation() {
         let ms = Duration::from_millis;
         let mut times = AnswerTimes::default();
-        assert_eq!((times.bound(ms(50)), times.mean(ms(50))), (ms(50), ms(50)));
+        assert_eq!((times.bound(ms(50)), times.measured()), (ms(50), None));
         times.sample(ms(8));
-        assert_eq!((times.bound(ms(50)), times.mean(ms(50))), (ms(24), ms(8)));
+        assert_eq!((times.bound(ms(50)), times.measured()), (ms(24), Some(ms(8))));
         for _ in 0..50 {
             times.sample(ms(8));
         }

@@ -1,14 +1,13 @@
 //! Who has what, and whom to ask.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use vmfork_image::PageRange;
 
-use super::{Flags, Pieces};
+use super::Pieces;
+use super::hosts::{Best, Holder, Hosts};
 use crate::page_set::PageSet;
 use crate::transfer::HostId;
-use crate::transfer::answer_times::AnswerTimes;
 use crate::transfer::run_map::RunMap;
 
 /// A pause is doubled at most so often.
@@ -91,7 +90,7 @@ pub enum Failure {
 pub struct Holders {
     config: HoldersConfig,
     pieces: Pieces,
-    hosts: BTreeMap<HostId, Holder>,
+    hosts: Hosts,
     flights: RunMap<Flight>,
     /// Asked for where an origin sent us, in vain.
     insist: PageSet,
@@ -99,24 +98,6 @@ pub struct Holders {
     deadline: Duration,
     /// For each piece, how many peers have it that are not lost: no origins.
     copies: Vec<u16>,
-}
-
-#[derive(Debug)]
-struct Holder {
-    origin: bool,
-    distance: u32,
-    /// Which pieces it has; an origin has all that it has not been found to lack.
-    pieces: Flags,
-    in_flight: usize,
-    ahead_in_flight: usize,
-    times: AnswerTimes,
-    /// In a row.
-    failures: u32,
-    avoid_until: Duration,
-    /// The same for what nobody waits for.
-    avoid_ahead_until: Duration,
-    /// It gave what is wrong: not asked any more.
-    barred: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -127,12 +108,6 @@ struct Flight {
     redirected: bool,
     asked_at: Duration,
     deadline: Duration,
-}
-
-impl Holder {
-    fn has(&self, piece: u64) -> bool {
-        self.pieces.get(piece) != self.origin
-    }
 }
 
 impl Holders {
@@ -149,7 +124,7 @@ impl Holders {
         Self {
             config,
             pieces,
-            hosts: BTreeMap::new(),
+            hosts: Hosts::new(pieces.count(), config),
             flights: RunMap::default(),
             insist: PageSet::default(),
             deadline: Duration::MAX,
@@ -160,35 +135,23 @@ impl Holders {
     /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which has what it announces. `distance`: the less,
     /// the nearer. Of one that is known, this is a sign of life. `false`: there is no room for it.
     pub fn joined(&mut self, host: HostId, origin: bool, distance: u32) -> bool {
-        if self.hosts.contains_key(&host) {
+        if self.hosts.knows(host) {
             self.heard_of(host);
             return true;
         }
         if self.hosts.len() >= self.config.hosts_max {
             return false;
         }
-        let holder = Holder {
-            origin,
-            distance,
-            pieces: Flags::new(self.pieces.count()),
-            in_flight: 0,
-            ahead_in_flight: 0,
-            times: AnswerTimes::default(),
-            failures: 0,
-            avoid_until: Duration::ZERO,
-            avoid_ahead_until: Duration::ZERO,
-            barred: false,
-        };
-        self.hosts.insert(host, holder);
+        self.hosts.insert(host, Holder { origin, distance, ..Holder::default() });
         true
     }
 
     /// A host is gone for good. Returns what was under way from it, to be asked for elsewhere.
     pub fn left(&mut self, host: HostId) -> Vec<PageRange> {
-        if self.hosts.get(&host).is_some_and(|holder| holder.failures < self.config.failures_max) {
+        if self.hosts.get(host).is_some_and(|holder| holder.failures < self.config.failures_max) {
             self.count_copies(host, false);
         }
-        self.hosts.remove(&host);
+        self.hosts.remove(host);
         let flights: Vec<_> =
             self.flights.iter().filter(|(_, flight)| flight.host == host).collect();
         for (run, flight) in &flights {
@@ -208,36 +171,35 @@ impl Holders {
         self.heard_of(host);
         let failures_max = self.config.failures_max;
         let Self { hosts, pieces, copies, .. } = self;
-        let Some(holder) = hosts.get_mut(&host) else { return };
+        let Some(holder) = hosts.get(host) else { return };
         let counts = !holder.origin && holder.failures < failures_max;
-        for piece in runs.iter().flat_map(|run| pieces.inside(*run)) {
-            if holder.has(piece) {
-                continue;
-            }
-            holder.pieces.set(piece, !holder.origin);
-            let copies = usize::try_from(piece).ok().and_then(|at| copies.get_mut(at));
-            if let Some(copies) = copies.filter(|_| counts) {
-                *copies = copies.saturating_add(1);
-            }
+        for run in runs {
+            hosts.set_all(host, pieces.inside(*run), |piece| {
+                let copies = usize::try_from(piece).ok().and_then(|at| copies.get_mut(at));
+                if let Some(copies) = copies.filter(|_| counts) {
+                    *copies = copies.saturating_add(1);
+                }
+            });
         }
     }
 
     /// Whether the host has joined.
     pub fn knows(&self, host: HostId) -> bool {
-        self.hosts.contains_key(&host)
+        self.hosts.knows(host)
     }
 
     /// It lives: if it was given up, it is asked again.
     pub fn heard_of(&mut self, host: HostId) {
         let max = self.config.failures_max;
-        if self.hosts.get(&host).is_some_and(|holder| holder.barred) {
+        let Some(holder) = self.hosts.get(host).filter(|holder| !holder.barred) else { return };
+        if holder.failures == 0 && holder.avoid_until.is_zero() {
             return;
         }
-        let lost = self.hosts.get(&host).is_some_and(|holder| holder.failures >= max);
-        if let Some(holder) = self.hosts.get_mut(&host) {
+        let lost = holder.failures >= max;
+        self.hosts.change(host, |holder| {
             holder.failures = 0;
             holder.avoid_until = Duration::ZERO;
-        }
+        });
         if lost {
             self.count_copies(host, true);
         }
@@ -265,7 +227,7 @@ impl Holders {
 
     /// The same among peers or among origins only.
     fn choose_ahead(&mut self, pages: PageRange, origin: bool, now: Duration) -> Choice {
-        self.choose_among(pages, false, now, |_, holder| holder.origin == origin)
+        self.choose_among(pages, false, now, |_, is_origin| is_origin == origin)
     }
 
     /// The same for what nobody waits for: a peer, and an origin if no peer has it that has room.
@@ -281,11 +243,10 @@ impl Holders {
         let flights = self.take(host, pages);
         self.heard_of(host);
         self.insist.remove(pages);
-        let Some(holder) = self.hosts.get_mut(&host) else { return };
         // Who was named by an origin may have had to wait for the pages itself.
-        for (_, flight) in flights.iter().filter(|(_, flight)| !flight.redirected) {
-            holder.times.sample(now.saturating_sub(flight.asked_at));
-        }
+        let measured = flights.iter().filter(|(_, flight)| !flight.redirected);
+        let took = measured.map(|(_, flight)| now.saturating_sub(flight.asked_at));
+        self.hosts.change(host, |holder| took.for_each(|took| holder.times.sample(took)));
     }
 
     /// An origin answered that another host has these pages, or is about to ([`Spread`](super::Spread)): whom to ask now, and whether to
@@ -301,7 +262,7 @@ impl Holders {
         let (_, flight) = *flights.first()?;
         self.heard_of(origin);
         let config = self.config;
-        let vain = self.hosts.get(&to).is_some_and(|holder| {
+        let vain = self.hosts.get(to).is_some_and(|holder| {
             holder.failures >= config.failures_max
                 || holder.avoid_until > now
                 || holder.in_flight >= config.in_flight_max
@@ -331,28 +292,29 @@ impl Holders {
             Failure::Broken => self.fault(host, now),
             Failure::Forged => {
                 let max = self.config.failures_max;
-                let Some(holder) = self.hosts.get_mut(&host) else { return };
-                let counted = holder.failures < max;
-                (holder.barred, holder.failures) = (true, max);
-                if counted {
+                let counted = self.hosts.change(host, |holder| {
+                    holder.barred = true;
+                    std::mem::replace(&mut holder.failures, max) < max
+                });
+                if counted == Some(true) {
                     self.count_copies(host, false);
                 }
             }
             Failure::Busy => {
-                let Some(holder) = self.hosts.get_mut(&host) else { return };
                 let until = now.saturating_add(self.config.avoid_min);
-                holder.avoid_ahead_until = until;
-                // Demand may still find room where the rest did not.
-                if flights.iter().any(|(_, flight)| flight.demand) {
-                    holder.avoid_until = until;
-                }
+                self.hosts.change(host, |holder| {
+                    holder.avoid_ahead_until = until;
+                    // Demand may still find room where the rest did not.
+                    if flights.iter().any(|(_, flight)| flight.demand) {
+                        holder.avoid_until = until;
+                    }
+                });
             }
             Failure::Lacks => {
                 for piece in self.pieces.touching(pages) {
-                    let Some(holder) = self.hosts.get_mut(&host) else { return };
+                    let Some(holder) = self.hosts.get(host) else { return };
                     let counted = !holder.origin && holder.failures < self.config.failures_max;
-                    let had = holder.has(piece);
-                    holder.pieces.set(piece, holder.origin);
+                    let had = self.hosts.set(host, piece, false);
                     if counted && had {
                         self.copies_of(piece, false);
                     }
@@ -417,8 +379,7 @@ impl Holders {
     /// Whether origins have as much to do that nobody waits for as they may, or failed a moment ago. Of none that is worth asking: no.
     pub fn origins_are_full(&self, now: Duration) -> bool {
         let config = self.config;
-        let worth = |holder: &&Holder| holder.origin && holder.failures < config.failures_max;
-        let mut origins = self.hosts.values().filter(worth).peekable();
+        let mut origins = self.hosts.origins().peekable();
         let is_full = |holder: &Holder| {
             holder.ahead_in_flight >= config.origin_ahead_in_flight_max
                 || holder.in_flight >= config.in_flight_max
@@ -437,57 +398,21 @@ impl Holders {
         pages: PageRange,
         demand: bool,
         now: Duration,
-        among: impl Fn(HostId, &Holder) -> bool,
+        among: impl Fn(HostId, bool) -> bool,
     ) -> Choice {
         if self.is_under_way(pages) {
             return Choice::UnderWay;
         }
-        let config = self.config;
         let wanted = self.pieces.touching(pages);
-        // One that was never asked is thought to be as quick as the quickest: else it never would be.
-        let measured = self.hosts.values().filter_map(|holder| holder.times.measured());
-        let quickest = measured.min().unwrap_or(config.answer_start);
-        let mut best: Option<((u32, u32, u64), HostId)> = None;
-        let mut later: Option<Duration> = None;
-        for (host, holder) in &self.hosts {
-            let lost = holder.failures >= config.failures_max;
-            if lost
-                || !among(*host, holder)
-                || wanted.is_empty()
-                || !wanted.clone().all(|piece| holder.has(piece))
-            {
-                continue;
+        let host = match self.hosts.best(wanted, demand, now, among) {
+            Best::Host(host) => host,
+            // Of one that has too much to do, something ends at its deadline at the latest.
+            Best::Full => return Choice::Later(self.deadline),
+            Best::Avoided { until, or_full: true } => {
+                return Choice::Later(until.min(self.deadline));
             }
-            let ahead_max = match holder.origin {
-                true => config.origin_ahead_in_flight_max,
-                false => config.ahead_in_flight_max,
-            };
-            let full = holder.in_flight >= config.in_flight_max
-                || !demand && holder.ahead_in_flight >= ahead_max;
-            let avoid_until = match demand {
-                true => holder.avoid_until,
-                false => holder.avoid_until.max(holder.avoid_ahead_until),
-            };
-            if full || avoid_until > now {
-                // Of one that has too much to do, something ends at its deadline at the latest.
-                let at = if full { self.deadline } else { avoid_until };
-                later = Some(later.map_or(at, |later| later.min(at)));
-                continue;
-            }
-            // What we have under way there is answered one after the other.
-            let ahead_of_it = u32::try_from(holder.in_flight + 1).unwrap_or(u32::MAX);
-            let expected = holder.times.mean(quickest).saturating_mul(ahead_of_it);
-            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not. What nobody waits
-            // for is better spread over many than quick.
-            let magnitude = expected.as_micros().max(1).ilog2() / if demand { 1 } else { 3 };
-            let lot = mixed(mixed(host.0 ^ config.salt) ^ wanted.start);
-            let key = (magnitude, holder.distance, lot);
-            if best.is_none_or(|(best, _)| key < best) {
-                best = Some((key, *host));
-            }
-        }
-        let Some((_, host)) = best else {
-            return later.map_or(Choice::Nobody, Choice::Later);
+            Best::Avoided { until, .. } => return Choice::Later(until),
+            Best::Nobody => return Choice::Nobody,
         };
         self.set_out(pages, host, demand, false, now);
         Choice::Ask(host)
@@ -503,12 +428,12 @@ impl Holders {
         now: Duration,
     ) {
         let config = self.config;
-        let mut bound = config.deadline_min;
-        if let Some(holder) = self.hosts.get_mut(&host) {
+        let bound = self.hosts.change(host, |holder| {
             holder.in_flight += 1;
             holder.ahead_in_flight += usize::from(!demand);
-            bound = holder.times.bound(config.answer_start).saturating_mul(4);
-        }
+            holder.times.bound(config.answer_start).saturating_mul(4)
+        });
+        let bound = bound.unwrap_or(config.deadline_min);
         // Who is named may have to wait itself.
         let bound = if redirected { config.deadline_max } else { bound };
         let deadline = now.saturating_add(bound.clamp(config.deadline_min, config.deadline_max));
@@ -532,37 +457,41 @@ impl Holders {
             let before = self.flights.len();
             taken.extend(self.flights.remove(run));
             // One less, or as many if a part is left, or one more if it was the middle.
-            let Some(holder) = self.hosts.get_mut(&host) else { continue };
-            let count = |count: usize| (count + self.flights.len()).saturating_sub(before);
-            holder.in_flight = count(holder.in_flight);
-            if !flight.demand {
-                holder.ahead_in_flight = count(holder.ahead_in_flight);
-            }
+            let after = self.flights.len();
+            let count = |count: usize| (count + after).saturating_sub(before);
+            self.hosts.change(host, |holder| {
+                holder.in_flight = count(holder.in_flight);
+                if !flight.demand {
+                    holder.ahead_in_flight = count(holder.ahead_in_flight);
+                }
+            });
         }
         taken
     }
 
     fn fault(&mut self, host: HostId, now: Duration) {
         let config = self.config;
-        let Some(holder) = self.hosts.get_mut(&host) else { return };
-        let before = holder.failures;
-        holder.failures = before.saturating_add(1).min(config.failures_max);
-        let pause = config.avoid_min.saturating_mul(1 << before.min(DOUBLINGS_MAX));
-        holder.avoid_until = now.saturating_add(pause.min(config.avoid_max));
-        if before < config.failures_max && holder.failures >= config.failures_max {
+        let lost = self.hosts.change(host, |holder| {
+            let before = holder.failures;
+            holder.failures = before.saturating_add(1).min(config.failures_max);
+            let pause = config.avoid_min.saturating_mul(1 << before.min(DOUBLINGS_MAX));
+            holder.avoid_until = now.saturating_add(pause.min(config.avoid_max));
+            before < config.failures_max && holder.failures >= config.failures_max
+        });
+        if lost == Some(true) {
             self.count_copies(host, false);
         }
     }
 
     /// A peer counts from now on, or does not any more.
     fn count_copies(&mut self, host: HostId, counts: bool) {
-        let Some(holder) = self.hosts.get(&host) else { return };
-        if holder.origin {
+        if self.hosts.get(host).is_none_or(|holder| holder.origin) {
             return;
         }
-        let pieces: Vec<_> = (0..self.pieces.count()).filter(|piece| holder.has(*piece)).collect();
-        for piece in pieces {
-            self.copies_of(piece, counts);
+        for piece in 0..self.pieces.count() {
+            if self.hosts.has(host, piece) {
+                self.copies_of(piece, counts);
+            }
         }
     }
 

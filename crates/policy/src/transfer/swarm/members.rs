@@ -82,6 +82,8 @@ pub struct Swarm {
     known: Holders,
     pick: Pick,
     members: BTreeMap<HostId, Member>,
+    /// Whether those that hold the image have changed since `pick` was told its share.
+    is_share_new: bool,
     round: Round,
 }
 
@@ -121,6 +123,7 @@ impl Swarm {
             known: Holders::new(pages, known),
             pick: Pick::new(config.pick),
             members: BTreeMap::new(),
+            is_share_new: false,
             round: Round::default(),
         }
     }
@@ -128,6 +131,7 @@ impl Swarm {
     /// From now on these are all that can be asked, and whether each has all of the image. Of the others nothing is known until they say
     /// what they hold.
     pub fn set_members(&mut self, members: impl IntoIterator<Item = (HostId, bool)>) {
+        self.is_share_new = true;
         let mut before = std::mem::take(&mut self.members);
         for (host, origin) in members.into_iter().filter(|(host, _)| *host != self.own) {
             let old = before.remove(&host).filter(|old| old.origin == origin);
@@ -155,6 +159,7 @@ impl Swarm {
             true if !member.holds => member.ask_at = now,
             false if member.holds => {
                 member.holds = false;
+                self.is_share_new = true;
                 self.known.left(host);
             }
             _ => {}
@@ -245,13 +250,15 @@ impl Swarm {
 
     /// Which of `pieces`, that nobody waits for, to fetch now.
     pub fn next_ahead(&mut self, pieces: &[PageRange], now: Duration) -> Picked {
-        let holders = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
-        let (mut below, mut all) = (0, 1);
-        for (host, _) in holders {
-            all += 1;
-            below += u64::from(*host < self.own);
+        if std::mem::take(&mut self.is_share_new) {
+            let holders = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
+            let (mut below, mut all) = (0, 1);
+            for (host, _) in holders {
+                all += 1;
+                below += u64::from(*host < self.own);
+            }
+            self.pick.set_share(below, all);
         }
-        self.pick.set_share(below, all);
         self.pick.next(pieces, &self.known, now)
     }
 
@@ -289,7 +296,8 @@ impl Swarm {
     pub fn told(&mut self, host: HostId, held: &[PageRange], now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         let all = held.iter().map(PageRange::len).sum::<u64>() >= self.pages;
-        member.holds = self.known.joined(host, false, 1);
+        let holds = self.known.joined(host, false, 1);
+        self.is_share_new |= std::mem::replace(&mut member.holds, holds) != holds;
         member.ask_at = now + if all { self.config.settled } else { Duration::ZERO };
         self.known.announced_all(host, held);
     }
@@ -301,6 +309,7 @@ impl Swarm {
         member.ask_at = now + self.config.settled;
         if refused {
             member.holds = false;
+            self.is_share_new = true;
             self.known.left(host);
         }
     }

@@ -19,6 +19,7 @@
 //! another host has just got sends the asker there ([`Spread`]): so most pieces leave the origin once.
 
 mod holders;
+mod hosts;
 mod members;
 mod pick;
 mod spread;
@@ -67,32 +68,5 @@ impl Pieces {
         let whole_image = range.end() == self.image.end();
         let end = if whole_image { self.count() } else { range.end().0 / self.piece_pages };
         start..end.max(start)
-    }
-}
-
-/// One flag per piece.
-#[derive(Debug, Clone, Default)]
-struct Flags {
-    words: Vec<u64>,
-}
-
-impl Flags {
-    fn new(count: u64) -> Self {
-        Self { words: vec![0; usize::try_from(count.div_ceil(64)).unwrap_or(0)] }
-    }
-
-    fn get(&self, piece: u64) -> bool {
-        let word = usize::try_from(piece / 64).ok().and_then(|at| self.words.get(at));
-        word.is_some_and(|word| word >> (piece % 64) & 1 == 1)
-    }
-
-    /// Returns what it was.
-    fn set(&mut self, piece: u64, value: bool) -> bool {
-        let word = usize::try_from(piece / 64).ok().and_then(|at| self.words.get_mut(at));
-        let Some(word) = word else { return value };
-        let bit = 1 << (piece % 64);
-        let before = *word & bit != 0;
-        *word = if value { *word | bit } else { *word & !bit };
-        before
     }
 }
