@@ -44,5 +44,5 @@ pub use model::{Fluid, Need};
 pub use report::{Outcome, Report};
 pub use scenario::{Death, Link, Mode, Partition, Scenario, ScenarioError, Slow};
 pub use table::{Row, table};
-pub use trace::{Step, Trace, TraceError};
+pub use trace::{RECORDED, Recorded, Step, Trace, TraceError};
 pub use world::simulate;

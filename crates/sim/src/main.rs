@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
-use vmfork_sim::{Link, Mode, Row, Scenario, Trace, table};
+use vmfork_sim::{Link, Mode, RECORDED, Row, Scenario, Trace, table};
 
 /// Simulates how the pages of a VM that was forked come to many hosts.
 #[derive(Debug, Parser)]
@@ -35,9 +35,9 @@ struct Table {
     mode: Vec<Mode>,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// `database`: each clone reads the whole image in order; `clone`: a tenth of it, in a few zones; else a file with
-    /// lines `micros page r|w`.
-    #[arg(long, default_value = "database")]
+    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program, `idle` runs `true`. Made up: `database` reads
+    /// the whole image in order; `clone` a tenth of it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
+    #[arg(long, value_name = "NAME|FILE", default_value = "scan")]
     trace: String,
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     image: u64,
@@ -117,6 +117,11 @@ enum Traces {
 impl Traces {
     fn read(options: &Table) -> Result<Self> {
         let pages = pages(options);
+        if let Some(recorded) = RECORDED.iter().find(|recorded| recorded.name == options.trace) {
+            let trace = recorded.trace(pages);
+            let trace = trace.with_context(|| format!("the trace `{}`", recorded.name))?;
+            return Ok(Self::Same(Rc::new(trace)));
+        }
         Ok(match options.trace.as_str() {
             "database" => Self::Same(Rc::new(Trace::database(pages, compute(options)))),
             "clone" => Self::Clones,

@@ -25,10 +25,32 @@ pub struct Trace {
     steps: Vec<Step>,
 }
 
+/// A trace of a real clone in a VM of 1 GiB, as `python3 -m bench.traces` recorded it.
+#[derive(Debug, Clone, Copy)]
+pub struct Recorded {
+    pub name: &'static str,
+    text: &'static str,
+}
+
+/// One that hardly does anything, one that starts a program, and one that reads 256 MiB of its parent's (SnowFlock's BLAST, figure 4c).
+pub const RECORDED: [Recorded; 3] = [
+    Recorded { name: "idle", text: include_str!("../traces/idle.trace") },
+    Recorded { name: "python", text: include_str!("../traces/python.trace") },
+    Recorded { name: "scan", text: include_str!("../traces/scan.trace") },
+];
+
+impl Recorded {
+    /// # Errors
+    /// If an image of `pages` pages is smaller than the VM's memory, where it was touched.
+    pub fn trace(&self, pages: u64) -> Result<Trace, TraceError> {
+        Trace::parse(self.text, pages)
+    }
+}
+
 /// A text that is no trace.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TraceError {
-    #[error("line {line}: `{text}` is not `micros page r|w`, such as `1500 4711 r`")]
+    #[error("line {line}: `{text}` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`")]
     Line { line: usize, text: String },
     #[error(
         "line {line}: {micros} us is earlier than the line before, {before} us; lines are in order of time"
@@ -41,9 +63,9 @@ pub enum TraceError {
 }
 
 impl Trace {
-    /// Reads one touch per line, `micros page r|w`: microseconds since the start of a VM that did not have to wait for pages, the page's
-    /// number, whether it was read or written. In order of time; empty lines and what follows a `#` are left out. Touches of
-    /// consecutive pages at one time are one step.
+    /// Reads one touch per line, `micros page[+pages] r|w`: microseconds since the start of a VM that did not have to wait for pages, the number of
+    /// the page, or of the first of so many that were touched one after the other, and whether they were read or written. In order of
+    /// time; empty lines and what follows a `#` are left out. Touches of consecutive pages at one time are one step.
     ///
     /// # Errors
     /// If a line is something else, goes back in time, or names a page that an image of `pages` pages does not have.
@@ -58,24 +80,27 @@ impl Trace {
             if text.is_empty() {
                 continue;
             }
-            let Some((micros, page, write)) = fields(text) else {
+            let Some((micros, run, write)) = fields(text) else {
                 return Err(TraceError::Line { line, text: text.chars().take(80).collect() });
             };
             if micros < before {
                 return Err(TraceError::Backwards { line, micros, before });
             }
-            if page >= pages.min(PAGES_MAX) {
-                return Err(TraceError::NoSuchPage { line, page, pages });
+            let image = PageRange::first(pages.min(PAGES_MAX));
+            if let Some(page) = run.pages().find(|page| !image.contains(*page)) {
+                return Err(TraceError::NoSuchPage { line, page: page.0, pages });
             }
             match steps.last_mut() {
                 Some(last)
-                    if micros == before && last.write == write && last.pages.end().0 == page =>
+                    if micros == before
+                        && last.write == write
+                        && last.pages.end() == run.start() =>
                 {
-                    last.pages = PageRange::between(last.pages.start(), PageIdx(page + 1));
+                    last.pages = PageRange::between(last.pages.start(), run.end());
                 }
                 _ => {
                     let compute = Duration::from_micros(micros - before);
-                    steps.push(Step { compute, pages: PageIdx(page).range(), write });
+                    steps.push(Step { compute, pages: run, write });
                 }
             }
             before = micros;
@@ -178,15 +203,18 @@ impl Trace {
     }
 }
 
-fn fields(text: &str) -> Option<(u64, u64, bool)> {
+fn fields(text: &str) -> Option<(u64, PageRange, bool)> {
     let mut words = text.split_ascii_whitespace();
-    let (micros, page) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+    let micros = words.next()?.parse().ok()?;
+    let run = words.next()?;
+    let (page, pages) = run.split_once('+').unwrap_or((run, "1"));
+    let run = PageRange::new(PageIdx(page.parse().ok()?), pages.parse().ok()?).ok()?;
     let write = match words.next()? {
         "r" => false,
         "w" => true,
         _ => return None,
     };
-    words.next().is_none().then_some((micros, page, write))
+    (words.next().is_none() && !run.is_empty()).then_some((micros, run, write))
 }
 
 #[cfg(test)]
@@ -199,7 +227,8 @@ mod tests {
 
     #[test]
     fn a_trace_is_read_and_neighbours_become_one_step() {
-        let text = "# recorded on a Tuesday\n0 7 r\n0 8 r\n\n1500 9 r # later\n1500 10 w\n";
+        let text =
+            "# recorded on a Tuesday\n0 7 r\n0 8 r\n\n1500 9 r # later\n1500 10 w\n1500 3+4 w\n";
         let trace = Trace::parse(text, 11).expect("valid");
         let step = |us, pages, write| Step { compute: Duration::from_micros(us), pages, write };
         assert_eq!(
@@ -207,7 +236,8 @@ mod tests {
             [
                 step(0, range(7, 2), false),
                 step(1500, range(9, 1), false),
-                step(0, range(10, 1), true)
+                step(0, range(10, 1), true),
+                step(0, range(3, 4), true)
             ]
         );
         assert_eq!(
@@ -219,10 +249,24 @@ mod tests {
     #[test]
     fn what_is_no_trace_is_refused_with_the_line() {
         for (text, message) in [
-            ("0 1 r\nx 1 r", "line 2: `x 1 r` is not `micros page r|w`, such as `1500 4711 r`"),
-            ("0 1", "line 1: `0 1` is not `micros page r|w`, such as `1500 4711 r`"),
-            ("0 1 r 5", "line 1: `0 1 r 5` is not `micros page r|w`, such as `1500 4711 r`"),
-            ("0 -1 r", "line 1: `0 -1 r` is not `micros page r|w`, such as `1500 4711 r`"),
+            (
+                "0 1 r\nx 1 r",
+                "line 2: `x 1 r` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`",
+            ),
+            ("0 1", "line 1: `0 1` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`"),
+            (
+                "0 1 r 5",
+                "line 1: `0 1 r 5` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`",
+            ),
+            (
+                "0 1+0 r",
+                "line 1: `0 1+0 r` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`",
+            ),
+            ("0 90+20 r", "line 1: page 100 is not in the image, which has 100"),
+            (
+                "0 -1 r",
+                "line 1: `0 -1 r` is not `micros page[+pages] r|w`, such as `1500 4711+16 r`",
+            ),
             (
                 "9 1 r\n8 1 r",
                 "line 2: 8 us is earlier than the line before, 9 us; lines are in order of time",

@@ -4,7 +4,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use vmfork_image::PageRange;
-use vmfork_sim::{Death, Link, Mode, Outcome, Partition, Report, Scenario, Slow, Trace, simulate};
+use vmfork_sim::{
+    Death, Link, Mode, Outcome, Partition, RECORDED, Report, Scenario, Slow, Trace, simulate,
+};
 
 /// A number below `bound` that follows from a seed: what varies from scenario to scenario.
 struct Dice(u64);
@@ -236,5 +238,48 @@ fn what_eight_hosts_need_leaves_the_parents_host_about_once() {
             }
         }
         assert!(eight_hosts(Mode::Unicast, 0, 16, hydrates) >= 790);
+    }
+}
+
+#[test]
+fn promises_hold_for_what_real_clones_touched() {
+    const PAGES: u64 = 1 << 18;
+    for recorded in RECORDED {
+        let trace = Rc::new(recorded.trace(PAGES).expect("a trace"));
+        let touched = trace.fetched_pages(1, PAGES);
+        assert!(
+            touched > 1000 && trace.compute() > Duration::from_millis(100),
+            "{}",
+            recorded.name
+        );
+        for mode in Mode::ALL {
+            for seed in 0..4 {
+                let mut scenario = Scenario::new(mode, PAGES, 5, &trace);
+                scenario.seed = seed;
+                scenario.start_within = Duration::from_millis(200 * (seed % 2));
+                if seed > 1 {
+                    scenario.ahead = trace.first_touches();
+                    scenario.link.loss_per_million = 2000;
+                }
+                if seed == 3 {
+                    let at = Duration::from_millis(50);
+                    scenario.deaths.push(Death { host: 2, at, silent: true });
+                }
+                let report = run(&scenario);
+                let ended = |outcome: &&Outcome| matches!(outcome, Outcome::Done { .. });
+                let done = report.outcomes.iter().filter(ended).count();
+                assert_eq!(
+                    done,
+                    5 - usize::from(seed == 3),
+                    "{mode}, {}, seed {seed}",
+                    recorded.name
+                );
+                assert!(
+                    report.arrived_pages >= touched * 4,
+                    "{mode}, {}, seed {seed}",
+                    recorded.name
+                );
+            }
+        }
     }
 }

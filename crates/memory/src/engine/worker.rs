@@ -9,6 +9,7 @@
 
 mod prefetch;
 mod serve;
+mod touches;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -427,6 +428,9 @@ fn scheduler(
         config.copy_unit_pages = config.unit_pages;
         config.background_fetches_max =
             source.reads_ahead().clamp(1, config.fetches_max.saturating_sub(1));
+        if touches::are_recorded() {
+            (config.unit_pages, config.copy_unit_pages) = (1, 1);
+        }
     }
     Scheduler::new(table, CachePresence(Arc::clone(image)), config)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))

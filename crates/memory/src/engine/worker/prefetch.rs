@@ -12,7 +12,7 @@ use vmfork_policy::{
 
 use super::super::drain;
 use super::super::fetchers::{Fetched, Job};
-use super::{CachePresence, Phase, Worker};
+use super::{CachePresence, Phase, Worker, touches};
 use crate::host_image::{HostImage, PageLost};
 
 /// Pages fetched ahead in one go, where the source has no unit of its own.
@@ -365,8 +365,10 @@ impl Worker {
         }
         let times = image.counters.waited(from);
         let now = Instant::now();
-        for began in waited.iter().filter_map(|wait| self.waiting.remove(wait)) {
+        for wait in waited {
+            let Some(began) = self.waiting.remove(&wait) else { continue };
             times.add(now - began);
+            touches::came(wait, self.began.elapsed());
         }
     }
 }
@@ -378,7 +380,7 @@ fn unit_of(image: &HostImage) -> u64 {
 
 fn add_prediction(scheduler: &mut Scheduler<CachePresence>) {
     let image = &scheduler.presence().0;
-    if !image.is_stored() {
+    if !image.is_stored() || touches::are_recorded() {
         return;
     }
     let unit_pages = unit_of(image);

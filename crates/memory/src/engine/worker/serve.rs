@@ -9,7 +9,7 @@ use vmfork_policy::{Fetch, Outcome, Scheduler, ViewId};
 
 use super::super::answer::{Answer, Held, Sight};
 use super::super::drain;
-use super::{COPY_SHARE, CachePresence, Fault, Phase, Worker, scheduler};
+use super::{COPY_SHARE, CachePresence, Fault, Phase, Worker, scheduler, touches};
 use crate::host_image::{HostImage, PageLost};
 use crate::view::{BlockState, View};
 
@@ -80,7 +80,7 @@ impl Worker {
                 }
             }
             Answer::MapHome(home, run) => self.map_home(fault, home, run)?,
-            Answer::Fetch(image) => self.queue(id, page, image)?,
+            Answer::Fetch(image) => self.queue(fault, image)?,
             Answer::Private(home, owner) => self.give_copy(id, page, home, owner)?,
             Answer::Lost => {
                 return Err(format!(
@@ -125,7 +125,8 @@ impl Worker {
     }
 
     /// The fault waits for its turn, until the page is in the cache of `image`.
-    fn queue(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Result<(), String> {
+    fn queue(&mut self, fault: Fault, image: ImageId) -> Result<(), String> {
+        let Fault { view: id, page, is_write } = fault;
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         view.touch(page.block());
         self.ahead.may_have_more = true; // a policy may learn from it
@@ -136,6 +137,7 @@ impl Worker {
         match outcome {
             Outcome::Waits => {
                 self.waiting.entry((id, page)).or_insert_with(Instant::now);
+                touches::waits((id, page), is_write, self.began.elapsed());
                 if let Some(view) = self.views.get(&id) {
                     view.counters.fetch.add(1);
                 }
@@ -256,7 +258,7 @@ impl Worker {
         let owner = find(owner).ok_or_else(|| missing(owner))?;
         if owner.is_far(page.range()) {
             // This thread does not wait for a store.
-            return self.queue(id, page, home.id());
+            return self.queue(Fault { view: id, page, is_write: true }, home.id());
         }
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         let ahead = if view.writes_on(page) { (self.unit_pages / COPY_SHARE).max(1) } else { 1 };
