@@ -33,17 +33,26 @@ impl Cache {
         self.next_absent(range).is_none()
     }
 
-    /// What is here of an image of so many pages.
-    pub(crate) fn runs(&self, pages: u64) -> Vec<PageRange> {
-        let mut runs = Vec::new();
-        let mut rest = PageRange::first(pages);
-        while !rest.is_empty() {
-            let start = self.first(rest, true);
-            let end = self.first(rest.from_page(start), false);
-            if start < end {
-                runs.push(PageRange::between(start, end));
+    /// What is here.
+    pub(crate) fn runs(&self) -> Vec<PageRange> {
+        let (mut runs, mut start) = (Vec::new(), None);
+        let bits = self.0.borrow();
+        for (first, word) in (0..).step_by(64).zip(bits.iter().copied().chain([0])) {
+            let mut at = 0;
+            while at < 64 {
+                let rest = (if start.is_some() { !word } else { word }) >> at;
+                if rest == 0 {
+                    break;
+                }
+                at += u64::from(rest.trailing_zeros());
+                start = match start {
+                    None => Some(first + at),
+                    Some(start) => {
+                        runs.push(PageRange::between(PageIdx(start), PageIdx(first + at)));
+                        None
+                    }
+                };
             }
-            rest = rest.from_page(end.max(start));
         }
         runs
     }
@@ -104,6 +113,10 @@ mod tests {
                 prop_assert_eq!(cache.insert(range), new);
                 model.borrow_mut()[cells].fill(true);
             }
+            let here = model.borrow().iter().zip(0..).filter(|(here, _)| **here).map(|(_, page)| PageIdx(page)).collect::<Vec<_>>();
+            let runs = cache.runs();
+            prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].start()));
+            prop_assert_eq!(runs.iter().flat_map(|run| run.pages()).collect::<Vec<_>>(), here);
             let range = PageRange::new(PageIdx(start), len).expect("small");
             prop_assert_eq!(cache.next_absent(range), model.next_absent(range));
             prop_assert!(range.pages().all(|page| cache.is_present(page) == model.is_present(page)));

@@ -2,7 +2,7 @@
 //! the pages; and rounds of asking what others hold.
 //!
 //! ```text
-//!   submit ──► queues ──► 16 reads at a time: swarm ──► named hosts ──► ask all what they hold ──► pause ─┐
+//!   submit ──► queues ──► 20 reads at a time: swarm ──► named hosts ──► ask all what they hold ──► pause ─┐
 //!                                    ▲──────────────────────────────────────────────────────────────────────┘ for 10 s
 //! ```
 //!
@@ -14,27 +14,14 @@ use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange};
 use vmfork_policy::transfer::HostId;
+use vmfork_policy::transfer::bounds::{
+    ANSWER, AVOID, DEMAND_WAIT, FETCHERS_AHEAD_MAX, FETCHERS_MAX, LATER_MAX, LATER_MIN, PATIENCE,
+    PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
+};
 use vmfork_policy::transfer::swarm::{Asked, Chosen, Failure, Picked, Route, Swarm, SwarmConfig};
 
 use crate::cache::Cache;
 use crate::network::{Message, Refused};
-
-/// Reads under way at a time: the engine's fetchers.
-const THREADS_MAX: usize = 16;
-/// How long hosts that all failed are asked again.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
-const REFRESH_WAIT: Duration = Duration::from_secs(1);
-const PAUSE_MIN: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// What nobody waits for waits so long for hosts that are busy: at least, and at most.
-const LATER_MIN: Duration = Duration::from_millis(1);
-const LATER_MAX: Duration = Duration::from_millis(50);
-/// What a VM waits for others than the origin may take no longer to send; nor the origin its sums.
-const DEMAND_WAIT: Duration = Duration::from_secs(1);
-/// An answer, from the request on.
-pub(crate) const ANSWER: Duration = Duration::from_secs(5);
-/// How long a host that gave no answer is asked only after others.
-const AVOID: Duration = Duration::from_secs(5);
 
 const ORIGIN: usize = 0;
 
@@ -229,12 +216,16 @@ impl Client {
         for number in late.map(|(number, _)| *number).collect::<Vec<_>>() {
             self.late(number, now, out);
         }
-        while self.reads.len() < THREADS_MAX {
-            let demand = self.demand.pop_front().map(|pages| (pages, true));
-            let Some((pages, demand)) = demand.or_else(|| Some((self.ahead.pop_front()?, false)))
-            else {
-                break;
+        while self.reads.len() < FETCHERS_MAX {
+            let ahead = self.reads.values().filter(|read| !read.demand).count();
+            let next = match self.demand.pop_front() {
+                Some(pages) => Some((pages, true)),
+                None if ahead < FETCHERS_AHEAD_MAX => {
+                    self.ahead.pop_front().map(|pages| (pages, false))
+                }
+                None => None,
             };
+            let Some((pages, demand)) = next else { break };
             self.refresh_soon(now, out);
             let number = self.next;
             self.next += 1;

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_policy::transfer::bounds::PICK_AMONG;
 use vmfork_policy::transfer::multicast::{Receiver, ReceiverConfig};
 use vmfork_policy::transfer::swarm::{Picked, READS_AHEAD, UNIT_PAGES};
 use vmfork_policy::{
@@ -19,9 +20,6 @@ use crate::scenario::{Mode, Scenario};
 use crate::trace::Trace;
 
 const VIEW: ViewId = ViewId(1);
-
-/// From how many pieces of hydration the next is picked, as in the engine.
-const PICK_AMONG: usize = 300;
 
 /// Rounds of finding that nobody has a page, and asking for its neighbours one by one.
 const ROUNDS_MAX: usize = 4096;

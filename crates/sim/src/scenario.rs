@@ -6,9 +6,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use vmfork_image::PageRange;
+use vmfork_policy::transfer::bounds::ANSWER;
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
-use crate::client::ANSWER;
 use crate::network::wire_bytes;
 use crate::trace::Trace;
 

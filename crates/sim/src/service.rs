@@ -4,17 +4,13 @@ use std::time::Duration;
 
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::HostId;
+use vmfork_policy::transfer::bounds::{
+    ARRIVAL, ARRIVAL_AHEAD, ARRIVAL_PAUSE_MAX, ARRIVAL_PAUSE_MIN, LOOKS_AFTER,
+};
 use vmfork_policy::transfer::swarm::{Route, Serve, Spread, SpreadConfig};
 
 use crate::cache::Cache;
 use crate::network::Refused;
-
-/// As `ServiceLimits`.
-const ARRIVAL: Duration = Duration::from_millis(500);
-const ARRIVAL_AHEAD: Duration = Duration::from_secs(1);
-/// Between two looks whether pages have come: at first, and at most.
-const PAUSE_MIN: Duration = Duration::from_micros(200);
-const PAUSE_MAX: Duration = Duration::from_millis(5);
 
 /// Somebody asked for pages.
 #[derive(Debug, Clone, Copy)]
@@ -26,9 +22,9 @@ pub(crate) struct Asking {
     pub(crate) route: Route,
 }
 
-/// After that time pages that are not on their way are given up: at first, and later.
-const GRACE_MIN: Duration = Duration::from_millis(3);
-const GRACE_MAX: Duration = Duration::from_millis(20);
+/// After that time pages that are not on their way are given up: at first, when pauses double, and later.
+const GRACE_MIN: Duration = ARRIVAL_PAUSE_MIN.saturating_mul((1 << LOOKS_AFTER) - 1);
+const GRACE_MAX: Duration = ARRIVAL_PAUSE_MAX.saturating_mul(LOOKS_AFTER);
 
 /// They are on their way here.
 #[derive(Debug)]
@@ -129,14 +125,14 @@ impl Service {
 
 /// The first look at `now` or later of one who began to look at `began`.
 fn look_after(began: Duration, now: Duration) -> Duration {
-    let (mut at, mut pause) = (began, PAUSE_MIN);
-    while at < now && pause < PAUSE_MAX {
+    let (mut at, mut pause) = (began, ARRIVAL_PAUSE_MIN);
+    while at < now && pause < ARRIVAL_PAUSE_MAX {
         at += pause;
-        pause = (pause * 2).min(PAUSE_MAX);
+        pause = (pause * 2).min(ARRIVAL_PAUSE_MAX);
     }
     if at >= now {
         return at;
     }
-    let looks = (now - at).as_nanos().div_ceil(PAUSE_MAX.as_nanos());
-    at + PAUSE_MAX * u32::try_from(looks).unwrap_or(u32::MAX)
+    let looks = (now - at).as_nanos().div_ceil(ARRIVAL_PAUSE_MAX.as_nanos());
+    at + ARRIVAL_PAUSE_MAX * u32::try_from(looks).unwrap_or(u32::MAX)
 }

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::HostId;
+use vmfork_policy::transfer::bounds::{ANSWER, PATIENCE};
 use vmfork_policy::transfer::multicast::{Sender, SenderConfig};
 
-use crate::client::{ANSWER, Outbox, PATIENCE};
+use crate::client::Outbox;
 use crate::events::Events;
 use crate::host::{Host, Wishes};
 use crate::ledger::Ledger;
@@ -27,7 +28,7 @@ const SMALL_BYTES: u64 = 150;
 const SUM_BYTES: u64 = 16;
 
 /// Whoever still waits by then waits for ever.
-const TIME_MAX: Duration = Duration::from_secs(3600);
+const TIME_MAX: Duration = Duration::from_secs(8 * 3600);
 
 #[derive(Debug)]
 enum Event {
@@ -475,7 +476,7 @@ impl<'a> World<'a> {
         let runs = match host {
             ORIGIN => Some(vec![PageRange::first(self.scenario.pages)]),
             _ if self.now < self.hosts[host - 1].starts_at => None,
-            _ => Some(self.hosts[host - 1].cache.runs(self.scenario.pages)),
+            _ => Some(self.hosts[host - 1].cache.runs()),
         };
         self.send(host, asker, Message::Held { runs: runs.map(Rc::new) });
     }

@@ -18,6 +18,7 @@
 //!
 //! Left to others: bytes and their authenticity, who is a member, when a VM is stopped.
 
+pub mod bounds;
 pub mod multicast;
 pub mod swarm;
 

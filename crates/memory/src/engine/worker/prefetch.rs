@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, NextAhead, Origin, PageRange, Source};
+use vmfork_policy::transfer::bounds::PICK_AMONG;
 use vmfork_policy::{
     Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
 };
@@ -26,9 +27,6 @@ const WORKING_SET: &str = "working set";
 
 /// The name of what was put in as a whole, a working set.
 const INSERTED: &str = "inserted";
-
-/// From how many pieces of hydration a source that cares picks the next (vmTorrent's k).
-const PICK_AMONG: usize = 300;
 
 /// Bytes that hydration may bring at once after a rest, at any rate.
 const HYDRATE_BURST: u64 = 1 << 20;

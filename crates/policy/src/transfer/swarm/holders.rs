@@ -173,14 +173,12 @@ impl Holders {
         let Self { hosts, pieces, copies, .. } = self;
         let Some(holder) = hosts.get(host) else { return };
         let counts = !holder.origin && holder.failures < failures_max;
-        for run in runs {
-            hosts.set_all(host, pieces.inside(*run), |piece| {
-                let copies = usize::try_from(piece).ok().and_then(|at| copies.get_mut(at));
-                if let Some(copies) = copies.filter(|_| counts) {
-                    *copies = copies.saturating_add(1);
-                }
-            });
-        }
+        hosts.set_all(host, runs.iter().map(|run| pieces.inside(*run)), |piece| {
+            let copies = usize::try_from(piece).ok().and_then(|at| copies.get_mut(at));
+            if let Some(copies) = copies.filter(|_| counts) {
+                *copies = copies.saturating_add(1);
+            }
+        });
     }
 
     /// Whether the host has joined.

@@ -174,18 +174,25 @@ impl Hosts {
     }
 
     /// It has all these pieces. Tells `new` of each that it lacked.
-    pub(super) fn set_all(&mut self, host: HostId, pieces: Range<u64>, mut new: impl FnMut(u64)) {
+    pub(super) fn set_all(
+        &mut self,
+        host: HostId,
+        runs: impl Iterator<Item = Range<u64>>,
+        mut new: impl FnMut(u64),
+    ) {
         let Some(number) = self.numbers.get(&host).copied() else { return };
         let is_origin = self.brief.get(number).is_some_and(|brief| brief.is_origin);
-        for first in (pieces.start / 64..pieces.end.div_ceil(64)).map(|word| word * 64) {
-            let mask = u64::MAX << pieces.start.saturating_sub(first);
-            let mask = mask & u64::MAX >> (first + 64).saturating_sub(pieces.end);
-            let Some(word) = self.held.word(number, first) else { return };
-            let mut lacked = mask & if is_origin { *word } else { !*word };
-            *word ^= lacked;
-            while lacked != 0 {
-                new(first + u64::from(lacked.trailing_zeros()));
-                lacked &= lacked - 1;
+        for pieces in runs {
+            for first in (pieces.start / 64..pieces.end.div_ceil(64)).map(|word| word * 64) {
+                let mask = u64::MAX << pieces.start.saturating_sub(first);
+                let mask = mask & u64::MAX >> (first + 64).saturating_sub(pieces.end);
+                let Some(word) = self.held.word(number, first) else { return };
+                let mut lacked = mask & if is_origin { *word } else { !*word };
+                *word ^= lacked;
+                while lacked != 0 {
+                    new(first + u64::from(lacked.trailing_zeros()));
+                    lacked &= lacked - 1;
+                }
             }
         }
     }
@@ -482,7 +489,7 @@ mod tests {
             }
             Step::Has { host, pieces } => {
                 let mut new = Vec::new();
-                hosts.set_all(HostId(host), pieces.clone(), |piece| new.push(piece));
+                hosts.set_all(HostId(host), [pieces.clone()].into_iter(), |piece| new.push(piece));
                 if let Some((_, has)) = listed.hosts.get_mut(&HostId(host)) {
                     let expected: Vec<_> = pieces.filter(|piece| has.insert(*piece)).collect();
                     assert_eq!(new, expected);

@@ -1,0 +1,40 @@
+//! Times and bounds of who asks other hosts for pages, and of who answers: for the daemon's threads and for their simulation.
+
+use std::time::Duration;
+
+/// Most threads that fetch pages into one image's cache: so many reads are under way at a time.
+pub const FETCHERS_MAX: usize = 20;
+/// Most of those with what nobody waits for: if all of that hangs, demand still finds a thread.
+pub const FETCHERS_AHEAD_MAX: usize = 16;
+/// From how many pieces of hydration a source that cares picks the next (vmTorrent's k).
+pub const PICK_AMONG: usize = 300;
+
+/// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+/// How long who waits for pages waits for what others hold.
+pub const REFRESH_WAIT: Duration = Duration::from_secs(1);
+/// Between two rounds through them at first; doubled each time …
+pub const PAUSE_MIN: Duration = Duration::from_millis(50);
+/// … up to this.
+pub const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// What nobody waits for waits so long for hosts that are busy: at least …
+pub const LATER_MIN: Duration = Duration::from_millis(1);
+/// … and at most.
+pub const LATER_MAX: Duration = Duration::from_millis(50);
+/// What a VM waits for others than the origin may take no longer to send; nor the origin its sums.
+pub const DEMAND_WAIT: Duration = Duration::from_secs(1);
+/// An answer may take so long, from the request on.
+pub const ANSWER: Duration = Duration::from_secs(5);
+/// How long a host that gave no answer is asked only after others.
+pub const AVOID: Duration = Duration::from_secs(5);
+
+/// How long who was sent to a host waits there for what is on its way to it: where a VM waits …
+pub const ARRIVAL: Duration = Duration::from_millis(500);
+/// … and where none does.
+pub const ARRIVAL_AHEAD: Duration = Duration::from_secs(1);
+/// Between two looks whether pages have come: at first …
+pub const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
+/// … and at most.
+pub const ARRIVAL_PAUSE_MAX: Duration = Duration::from_millis(5);
+/// So many more looks for pages that are not under way any more.
+pub const LOOKS_AFTER: u32 = 4;
