@@ -28,7 +28,7 @@ pub mod wire;
 pub use page::{
     BLOCK_BYTES, BLOCK_PAGES, BlockIdx, PAGE_BYTES, PAGES_MAX, PageIdx, PageRange, RangeError,
 };
-pub use page_source::{AheadOrder, NextAhead, PageSource};
+pub use page_source::{AheadOrder, AheadRead, NextAhead, PageSource};
 pub use source::{ImageId, ImageIdError, Origin, Source};
 pub use table::{BlockView, MixedBlock, Owners, PageTable, Runs, TableError, TableSize};
 pub use wire::ImageName;

@@ -37,10 +37,35 @@ pub trait PageSource: Debug + Send + Sync {
         self.read(range, bytes)
     }
 
+    /// How many reads that nobody waits for had best be asked for together, by [`PageSource::read_ahead_all`].
+    fn together(&self) -> usize {
+        1
+    }
+
+    /// Several of [`PageSource::read_ahead`]: `done` is told of each once, with its place, when it has come or failed.
+    fn read_ahead_all(
+        &self,
+        reads: &mut [AheadRead<'_>],
+        done: &mut dyn FnMut(usize, io::Result<&[u8]>),
+    ) {
+        for (place, read) in reads.iter_mut().enumerate() {
+            let outcome = self.read_ahead(read.range, read.bytes);
+            done(place, outcome.map(|()| &*read.bytes));
+        }
+    }
+
     /// Where it matters in which order pages come that nobody waits for: who says.
     fn order(&self) -> Option<&dyn AheadOrder> {
         None
     }
+}
+
+/// Pages that nobody waits for, and where they are to go.
+#[derive(Debug)]
+pub struct AheadRead<'a> {
+    pub range: PageRange,
+    /// Exactly as long.
+    pub bytes: &'a mut [u8],
 }
 
 /// Says which pages that nobody waits for are best read first.

@@ -6,8 +6,8 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_image::{
-    BLOCK_PAGES, BlockIdx, ImageId, Origin, PageIdx, PageRange, PageSource, PageTable, Source,
-    TableError,
+    AheadRead, BLOCK_PAGES, BlockIdx, ImageId, Origin, PageIdx, PageRange, PageSource, PageTable,
+    Source, TableError,
 };
 
 use crate::cache::Cache;
@@ -439,6 +439,36 @@ impl HostImage {
             Some(stored) if origin == Origin::Frozen => stored.origin(),
             _ => origin,
         })
+    }
+
+    /// Several of them, all where the image is read from. `done` is told of each once, with its place.
+    pub(crate) fn read_far_ahead(
+        &self,
+        ranges: &[PageRange],
+        buffer: &mut Vec<u8>,
+        mut done: impl FnMut(usize, Result<&[u8], PageLost>),
+    ) {
+        let Some(stored) = &self.stored else {
+            let why = || "nothing holds it any more".to_owned();
+            let lost = |run: &PageRange| self.lost(run.start(), why());
+            return ranges.iter().enumerate().for_each(|(at, run)| done(at, Err(lost(run))));
+        };
+        let origin = stored.origin();
+        let bytes = ranges.iter().map(PageRange::byte_len).sum::<u64>();
+        buffer.resize(usize::try_from(bytes).unwrap_or(0), 0);
+        let mut rest = buffer.as_mut_slice();
+        let mut reads = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            let len = usize::try_from(range.byte_len()).unwrap_or(0);
+            let (bytes, later) = rest.split_at_mut(len);
+            reads.push(AheadRead { range: *range, bytes });
+            rest = later;
+        }
+        stored.read_ahead_all(&mut reads, &mut |at, came| {
+            let Some(range) = ranges.get(at) else { return };
+            let lost = |error| self.lost(range.start(), format!("{origin}: {error}"));
+            done(at, came.map_err(lost));
+        });
     }
 
     /// Have bytes of its own pages that came from elsewhere in its cache. That there is no room for them is the host's affair.

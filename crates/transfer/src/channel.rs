@@ -115,6 +115,10 @@ impl Write for Buffered {
 pub(crate) struct Channel {
     tls: Connection,
     socket: Buffered,
+    /// Bytes that have come, and been decrypted.
+    here: usize,
+    /// Bytes that are to be sent with what follows.
+    put: usize,
 }
 
 impl Channel {
@@ -129,7 +133,7 @@ impl Channel {
         let deadline = Instant::now() + timeout;
         let socket = Socket { tcp, deadline, read_timeout: timeout, write_timeout: timeout };
         let socket = Buffered(BufReader::with_capacity(READ_BYTES, socket));
-        let mut channel = Self { tls, socket };
+        let mut channel = Self { tls, socket, here: 0, put: 0 };
         // What is written at a time is bounded by `send`.
         channel.tls.set_buffer_limit(None);
         while channel.tls.is_handshaking() {
@@ -149,11 +153,30 @@ impl Channel {
         self.socket.0.get_mut().deadline = Instant::now() + timeout;
     }
 
+    /// Whether so many bytes can be read without waiting.
+    pub(crate) fn has(&self, bytes: usize) -> bool {
+        self.here >= bytes
+    }
+
+    /// How much waits for [`Channel::flush`].
+    pub(crate) fn unsent(&self) -> usize {
+        self.put
+    }
+
     /// Send `parts`, one after the other.
     ///
     /// # Errors
     /// The connection is gone, or the other side takes too long to take it.
     pub(crate) fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        self.put(parts)?;
+        self.flush()
+    }
+
+    /// The same, but they may be sent later, with what follows or by [`Channel::flush`].
+    ///
+    /// # Errors
+    /// As [`Channel::send`].
+    pub(crate) fn put(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         let mut room = WRITE_BYTES;
         let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(parts.len());
         for part in parts {
@@ -163,25 +186,32 @@ impl Channel {
                 slices.push(IoSlice::new(now));
                 (rest, room) = (later, room - now.len());
                 if room == 0 {
-                    self.send_together(&mut slices)?;
+                    self.encrypt(&mut slices)?;
+                    self.flush()?;
                     room = WRITE_BYTES;
                 }
             }
         }
-        self.send_together(&mut slices)
+        self.encrypt(&mut slices)
     }
 
-    fn send_together(&mut self, slices: &mut Vec<IoSlice<'_>>) -> io::Result<()> {
+    fn encrypt(&mut self, slices: &mut Vec<IoSlice<'_>>) -> io::Result<()> {
         let mut rest = slices.as_mut_slice();
         while !rest.is_empty() {
             let taken = self.tls.writer().write_vectored(rest)?;
+            self.put += taken;
             IoSlice::advance_slices(&mut rest, taken);
         }
         slices.clear();
-        self.flush()
+        Ok(())
     }
 
-    fn flush(&mut self) -> io::Result<()> {
+    /// Send what is put there.
+    ///
+    /// # Errors
+    /// As [`Channel::send`].
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        self.put = 0;
         while self.tls.wants_write() {
             if self.tls.write_tls(&mut self.socket)? == 0 {
                 return Err(ErrorKind::WriteZero.into());
@@ -198,13 +228,19 @@ impl Channel {
         loop {
             match self.tls.reader().read(bytes) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                done => return done,
+                done => {
+                    self.here = self.here.saturating_sub(*done.as_ref().unwrap_or(&0));
+                    return done;
+                }
             }
             self.tls.read_tls(&mut self.socket)?;
-            if let Err(error) = self.tls.process_new_packets() {
-                // The alert that says so; the error is this one in any case.
-                let _ = self.flush();
-                return Err(io::Error::new(ErrorKind::InvalidData, error));
+            match self.tls.process_new_packets() {
+                Ok(state) => self.here = state.plaintext_bytes_to_read(),
+                Err(error) => {
+                    // The alert that says so; the error is this one in any case.
+                    let _ = self.flush();
+                    return Err(io::Error::new(ErrorKind::InvalidData, error));
+                }
             }
             self.flush()?;
         }

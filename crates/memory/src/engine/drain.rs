@@ -8,6 +8,8 @@
 //! The scheduler's [`vmfork_policy::Drain`] says which pages; what is kept here is how far originals may be
 //! given back, which holds for as long as the drain goes through the image in order and none of it fails.
 
+use std::sync::Arc;
+
 use vmfork_image::{BLOCK_PAGES, Origin, PageIdx, PageRange, PageTable};
 use vmfork_policy::{Fetch, Reason};
 
@@ -103,43 +105,103 @@ pub(super) fn fill(
     fetch: Fetch,
     buffer: &mut Vec<u8>,
 ) -> Result<(), PageLost> {
+    if is_there(image, owner, fetch) {
+        return Ok(());
+    }
     let range = fetch.range;
-    let has_come = || image.cache().presence().count(range) == range.len();
-    if has_come() {
-        return Ok(()); // meanwhile
+    buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
+    let origin = match fetch.reason {
+        Reason::Demand => owner.read_owned(range, buffer)?,
+        Reason::Background(_) => owner.read_owned_ahead(range, buffer)?,
+    };
+    store(image, owner, fetch, origin, buffer)
+}
+
+/// The same for several of one owner, of which nobody waits for any. `done` is told of each once, with its place.
+pub(super) fn fill_together(
+    owner: &HostImage,
+    wanted: &[(Arc<HostImage>, Fetch)],
+    buffer: &mut Vec<u8>,
+    done: &mut dyn FnMut(usize, Result<(), PageLost>),
+) {
+    let source = owner.source().map(|source| source.origin());
+    // What is here in part is put together from both places, by itself.
+    let is_absent = |range| owner.cache().presence().count(range) == 0;
+    let (mut far, mut places) = (Vec::new(), Vec::new());
+    for (place, (image, fetch)) in wanted.iter().enumerate() {
+        if is_there(image, owner, *fetch) {
+            done(place, Ok(()));
+        } else if source.is_some() && is_absent(fetch.range) {
+            far.push(fetch.range);
+            places.push((place, image, *fetch));
+        } else {
+            done(place, fill(image, owner, *fetch, buffer));
+        }
+    }
+    let Some(origin) = source else { return };
+    owner.read_far_ahead(&far, buffer, |at, came| {
+        let Some((place, image, fetch)) = places.get(at) else { return };
+        let outcome = match came.and_then(|bytes| store(image, owner, *fetch, origin, bytes)) {
+            // Another answer was first.
+            Err(_) if is_there(image, owner, *fetch) => Ok(()),
+            outcome => outcome,
+        };
+        done(*place, outcome);
+    });
+}
+
+/// Whether pages are in the cache already, if need be now, from the owner's.
+fn is_there(image: &HostImage, owner: &HostImage, fetch: Fetch) -> bool {
+    let range = fetch.range;
+    if image.cache().presence().count(range) == range.len() {
+        return true; // meanwhile
     }
     let is_cached = owner.cache().presence().count(range) == range.len();
-    let mut origin = Origin::Cache;
     if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
-        buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
-        origin = match fetch.reason {
-            Reason::Demand => owner.read_owned(range, buffer)?,
-            Reason::Background(_) => owner.read_owned_ahead(range, buffer)?,
-        };
-        if has_come() {
-            return Ok(()); // another answer was first
-        }
-        if origin == Origin::Peer && !std::ptr::eq(image, owner) {
-            owner.keep(range, buffer);
-        }
-        image.cache().write(range, buffer).map_err(|error| PageLost {
-            page: range.start(),
-            image: image.id(),
-            reason: format!("its cache can't grow: {error}"),
-        })?;
+        return false;
     }
     image.cache().presence().set(range);
+    count(image, owner, fetch, Origin::Cache);
+    true
+}
+
+/// Have in the cache what was read.
+fn store(
+    image: &HostImage,
+    owner: &HostImage,
+    fetch: Fetch,
+    origin: Origin,
+    bytes: &[u8],
+) -> Result<(), PageLost> {
+    let range = fetch.range;
+    if image.cache().presence().count(range) == range.len() {
+        return Ok(()); // another answer was first
+    }
+    if origin == Origin::Peer && !std::ptr::eq(image, owner) {
+        owner.keep(range, bytes);
+    }
+    image.cache().write(range, bytes).map_err(|error| PageLost {
+        page: range.start(),
+        image: image.id(),
+        reason: format!("its cache can't grow: {error}"),
+    })?;
+    image.cache().presence().set(range);
+    count(image, owner, fetch, origin);
+    Ok(())
+}
+
+fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, origin: Origin) {
+    let bytes = fetch.range.byte_len();
     let counter = match origin {
         Origin::Chunk => &image.counters.from_stored_bytes,
         Origin::Peer => &image.counters.from_peer_bytes,
         _ if std::ptr::eq(image, owner) => &image.counters.from_frozen_bytes,
         _ => &image.counters.from_image_bytes,
     };
-    counter.add(range.byte_len());
+    counter.add(bytes);
     if origin == Origin::Peer && fetch.reason != Reason::Demand {
-        image.counters.from_peer_ahead_bytes.add(range.byte_len());
+        image.counters.from_peer_ahead_bytes.add(bytes);
     }
-    Ok(())
 }
 
 #[cfg(all(test, not(loom)))]

@@ -4,6 +4,7 @@
 //! ```text
 //!   engine ──submit──► demand ─┐
 //!                  └─► ahead ──┴─► fetcher: read, verify, write the cache ──Fetched, bell──► engine
+//!                   by owner, several at once where its source likes that
 //! ```
 //!
 //! Promises: what is submitted is answered once, also if reading it panics; demand leaves the queue before what
@@ -29,6 +30,8 @@ use crate::host_image::{HostImage, PageLost};
 const THREADS_MAX: usize = 20;
 /// Most of those with what nobody waits for: if all of that hangs, demand still finds a thread.
 const AHEAD_MAX: usize = 16;
+/// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
+const TOGETHER_MAX: usize = 2;
 
 /// How many fetches that views wait for are queued or under way, for who would get in their way.
 #[derive(Debug, Default)]
@@ -98,7 +101,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Queue {
     demand: VecDeque<(Job, Demanded)>,
-    ahead: VecDeque<Job>,
+    /// Of each owner; whose turn is longest ago first.
+    ahead: Vec<Line>,
     /// How many threads have some of that.
     ahead_running: usize,
     idle: usize,
@@ -106,22 +110,94 @@ struct Queue {
     closed: bool,
 }
 
-impl Queue {
-    /// How many jobs a thread could begin now.
-    fn ready(&self) -> usize {
-        self.demand.len() + self.ahead.len().min(AHEAD_MAX.saturating_sub(self.ahead_running))
+/// What nobody waits for, of one owner.
+#[derive(Debug)]
+struct Line {
+    owner: Arc<HostImage>,
+    jobs: VecDeque<Job>,
+    /// How many threads have some of it.
+    running: usize,
+}
+
+impl Line {
+    fn together(&self) -> usize {
+        self.owner.source().map_or(1, |source| source.together().max(1))
     }
 
-    fn pop(&mut self) -> Option<(Job, Option<Demanded>)> {
+    /// How many threads could begin some of it now.
+    fn ready(&self) -> usize {
+        match self.together() {
+            1 => self.jobs.len(),
+            _ => self.jobs.len().min(TOGETHER_MAX.saturating_sub(self.running)),
+        }
+    }
+}
+
+/// What a thread has to do.
+#[derive(Debug)]
+enum Work {
+    Demand(Job, Demanded),
+    /// All of one owner, and at least one.
+    Ahead(Arc<HostImage>, Vec<Job>),
+}
+
+impl Queue {
+    fn waiting_ahead(&self) -> usize {
+        self.ahead.iter().map(|line| line.jobs.len()).sum()
+    }
+
+    /// How many pieces of work a thread could begin now.
+    fn ready(&self) -> usize {
+        let ahead: usize = self.ahead.iter().map(Line::ready).sum();
+        self.demand.len() + ahead.min(AHEAD_MAX.saturating_sub(self.ahead_running))
+    }
+
+    fn push_ahead(&mut self, job: Job) {
+        match self.ahead.iter_mut().find(|line| Arc::ptr_eq(&line.owner, &job.owner)) {
+            Some(line) => line.jobs.push_back(job),
+            None => {
+                let (owner, jobs) = (Arc::clone(&job.owner), VecDeque::from([job]));
+                self.ahead.push(Line { owner, jobs, running: 0 });
+            }
+        }
+    }
+
+    fn pop(&mut self) -> Option<Work> {
         if let Some((job, demanded)) = self.demand.pop_front() {
-            return Some((job, Some(demanded)));
+            return Some(Work::Demand(job, demanded));
         }
         if self.ahead_running >= AHEAD_MAX {
             return None;
         }
-        let job = self.ahead.pop_front()?;
+        let at = self.ahead.iter().position(|line| line.ready() > 0)?;
+        let mut line = self.ahead.remove(at);
+        let taken = line.together().min(line.jobs.len());
+        let jobs = line.jobs.drain(..taken).collect();
+        line.running += 1;
         self.ahead_running += 1;
-        Some((job, None))
+        let owner = Arc::clone(&line.owner);
+        self.ahead.push(line);
+        Some(Work::Ahead(owner, jobs))
+    }
+
+    /// Whether a thread more could do what is about to be queued.
+    fn has_room(&self, job: &Job) -> bool {
+        let line = || self.ahead.iter().find(|line| Arc::ptr_eq(&line.owner, &job.owner));
+        job.fetch.reason == Reason::Demand
+            || self.ahead_running + self.waiting_ahead() < AHEAD_MAX
+                && line().is_none_or(|line| {
+                    line.together() == 1 || line.running + line.jobs.len() < TOGETHER_MAX
+                })
+    }
+
+    /// A thread has done what it had of an owner.
+    fn end_ahead(&mut self, owner: &Arc<HostImage>) {
+        self.ahead_running -= 1;
+        if let Some(line) = self.ahead.iter_mut().find(|line| Arc::ptr_eq(&line.owner, owner)) {
+            line.running -= 1;
+        }
+        // Not the last of an image: `owner` is another.
+        self.ahead.retain(|line| line.running > 0 || !line.jobs.is_empty());
     }
 }
 
@@ -143,9 +219,8 @@ impl Fetchers {
     /// There is no thread, and none can be started: the job comes back.
     pub(super) fn submit(&self, job: Job) -> Result<(), (Job, io::Error)> {
         let mut queue = self.shared.queue();
-        let is_ahead = job.fetch.reason != Reason::Demand;
-        let has_room = !is_ahead || queue.ahead_running + queue.ahead.len() < AHEAD_MAX;
-        if has_room && queue.idle <= queue.ready() && queue.threads < THREADS_MAX {
+        let is_thread_wanted = queue.has_room(&job) && queue.idle <= queue.ready();
+        if is_thread_wanted && queue.threads < THREADS_MAX {
             let shared = Arc::clone(&self.shared);
             let spawned = std::thread::Builder::new()
                 .name(self.name.clone())
@@ -158,10 +233,13 @@ impl Fetchers {
         }
         match job.fetch.reason {
             Reason::Demand => queue.demand.push_back((job, self.shared.demand.begin())),
-            Reason::Background(_) => queue.ahead.push_back(job),
+            Reason::Background(_) => queue.push_ahead(job),
         }
+        let is_ready = queue.ready() > 0;
         drop(queue);
-        self.shared.work.notify_one();
+        if is_ready {
+            self.shared.work.notify_one();
+        }
         Ok(())
     }
 }
@@ -184,38 +262,71 @@ impl Shared {
 
     fn work_until_closed(&self) {
         let mut buffer = Vec::new();
-        let mut had_ahead = false;
-        while let Some((job, demanded)) = self.next(had_ahead) {
-            had_ahead = demanded.is_none();
-            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                drain::fill(&job.image, &job.owner, job.fetch, &mut buffer)
-            }));
-            let outcome = outcome.unwrap_or_else(|panic| {
-                let reason = format!("reading it panicked: {}", panic_text(&*panic));
-                tracing::error!(image = %job.owner.id(), reason, "a source has a bug");
-                let (page, image) = (job.fetch.range.start(), job.owner.id());
-                Err(PageLost { page, image, reason })
-            });
-            let Job { image, owner, fetch } = job;
-            let from = owner.source().map(|source| source.origin());
-            let _engine_ended = self.done.send(Fetched { image, fetch, from, outcome });
-            self.bell.ring();
-            drop(demanded);
+        while let Some(work) = self.next() {
+            match work {
+                Work::Demand(job, demanded) => {
+                    self.fill(job, &mut buffer);
+                    drop(demanded);
+                }
+                Work::Ahead(owner, jobs) => {
+                    self.fill_ahead(&owner, jobs, &mut buffer);
+                    self.end_ahead(&owner);
+                }
+            }
         }
     }
 
-    /// `had_ahead`: the last one was for nobody who waits.
-    fn next(&self, had_ahead: bool) -> Option<(Job, Option<Demanded>)> {
+    fn fill(&self, job: Job, buffer: &mut Vec<u8>) {
+        let outcome =
+            unpanicked(&job.owner, || drain::fill(&job.image, &job.owner, job.fetch, buffer));
+        let page = job.fetch.range.start();
+        let outcome = outcome.unwrap_or_else(|reason| Err(job.owner.lost(page, reason)));
+        self.answer(job, outcome);
+    }
+
+    fn fill_ahead(&self, owner: &HostImage, mut jobs: Vec<Job>, buffer: &mut Vec<u8>) {
+        if jobs.len() == 1 {
+            return jobs.into_iter().for_each(|job| self.fill(job, buffer));
+        }
+        let wanted: Vec<_> = jobs.iter().map(|job| (Arc::clone(&job.image), job.fetch)).collect();
+        let mut left: Vec<Option<Job>> = jobs.drain(..).map(Some).collect();
+        let panicked = unpanicked(owner, || {
+            drain::fill_together(owner, &wanted, buffer, &mut |place, outcome| {
+                if let Some(job) = left.get_mut(place).and_then(Option::take) {
+                    self.answer(job, outcome);
+                }
+            });
+        });
+        let reason = panicked.err().unwrap_or_else(|| "its source did not say".to_owned());
+        for job in left.into_iter().flatten() {
+            let lost = owner.lost(job.fetch.range.start(), reason.clone());
+            self.answer(job, Err(lost));
+        }
+    }
+
+    fn answer(&self, job: Job, outcome: Result<(), PageLost>) {
+        let Job { image, owner, fetch } = job;
+        let from = owner.source().map(|source| source.origin());
+        let _engine_ended = self.done.send(Fetched { image, fetch, from, outcome });
+        self.bell.ring();
+    }
+
+    fn end_ahead(&self, owner: &Arc<HostImage>) {
         let mut queue = self.queue();
-        queue.ahead_running -= usize::from(had_ahead);
+        queue.end_ahead(owner);
+        // One is for the thread that calls this.
+        if queue.ready() > 1 {
+            self.work.notify_one();
+        }
+    }
+
+    fn next(&self) -> Option<Work> {
+        let mut queue = self.queue();
         loop {
             if queue.closed {
                 return None;
             }
             if let Some(next) = queue.pop() {
-                if had_ahead && queue.ready() > 0 {
-                    self.work.notify_one();
-                }
                 return Some(next);
             }
             queue.idle += 1;
@@ -225,85 +336,15 @@ impl Shared {
     }
 }
 
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::sync::mpsc::channel;
-    use std::time::Instant;
-
-    use vmfork_image::{ImageId, PageIdx, PageRange, PageSource, Source};
-
-    use super::*;
-    use crate::host_image::StoredRun;
-
-    const LONG: Duration = Duration::from_secs(20);
-
-    /// What nobody waits for hangs.
-    #[derive(Debug, Default)]
-    struct Hangs {
-        ahead: AtomicUsize,
-        goes_on: Mutex<bool>,
-        changed: Condvar,
-    }
-
-    impl PageSource for Hangs {
-        fn origin(&self) -> Origin {
-            Origin::Peer
-        }
-
-        fn unit_pages(&self) -> u64 {
-            1
-        }
-
-        fn read(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
-            bytes.fill(7);
-            Ok(())
-        }
-
-        fn read_ahead(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
-            self.ahead.fetch_add(1, Ordering::Relaxed);
-            let goes_on = self.goes_on.lock().expect("not poisoned");
-            let waited = self.changed.wait_timeout_while(goes_on, LONG, |goes_on| !*goes_on);
-            assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
-            bytes.fill(7);
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
-        let source = Arc::new(Hangs::default());
-        let own = [StoredRun::Own(PageRange::first(64))];
-        let id = ImageId::new(1).expect("not 0");
-        let image = HostImage::stored(id, 64, own, None, Arc::<Hangs>::clone(&source));
-        let image = image.expect("opened");
-        let (done, fetched) = channel();
-        let bell = Bell::new().expect("an eventfd");
-        let fetchers = Fetchers::new("fetch".to_owned(), Arc::default(), done, bell);
-        let submit = |page: u64, reason| {
-            let (range, source) = (PageIdx(page).range(), Source::Image(id));
-            let fetch = Fetch { range, source, reason, again: false };
-            let (image, owner) = (Arc::clone(&image), Arc::clone(&image));
-            fetchers.submit(Job { image, owner, fetch }).expect("a thread");
-        };
-        let ahead = THREADS_MAX as u64 + 10;
-        (0..ahead).for_each(|page| submit(page, Reason::Background("hydrate")));
-        let deadline = Instant::now() + LONG;
-        while source.ahead.load(Ordering::Relaxed) < AHEAD_MAX {
-            assert!(Instant::now() < deadline, "not all that may be is under way");
-            std::thread::park_timeout(Duration::from_millis(1));
-        }
-        (ahead..ahead + 8).for_each(|page| submit(page, Reason::Demand));
-        for _ in 0..8 {
-            let came = fetched.recv_timeout(LONG).expect("while the others hang");
-            came.outcome.expect("read");
-            assert_eq!(came.fetch.reason, Reason::Demand);
-        }
-        assert_eq!(source.ahead.load(Ordering::Relaxed), AHEAD_MAX);
-        *source.goes_on.lock().expect("not poisoned") = true;
-        source.changed.notify_all();
-        for _ in 0..ahead {
-            fetched.recv_timeout(LONG).expect("and then the rest").outcome.expect("read");
-        }
-    }
+/// What `work` says, or why it panicked.
+fn unpanicked<T>(owner: &HostImage, work: impl FnOnce() -> T) -> Result<T, String> {
+    std::panic::catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let reason = format!("reading it panicked: {}", panic_text(&*panic));
+        tracing::error!(image = %owner.id(), reason, "a source has a bug");
+        reason
+    })
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "fetchers_tests.rs"]
+mod tests;

@@ -1,4 +1,4 @@
-//! One connection to another host, with one request on it at a time.
+//! One connection to another host, used by one at a time: for one request, or for several, which are sent together.
 
 use std::io;
 use std::net::TcpStream;
@@ -93,8 +93,13 @@ impl Link {
     ) -> Result<Came, LinkError> {
         let began = Instant::now();
         let head = self.ask(Op::Read, question, timeout)?;
+        self.pages(&head, out, began)
+    }
+
+    /// The pages that follow a head.
+    fn pages(&mut self, head: &Head, out: &mut [u8], began: Instant) -> Result<Came, LinkError> {
         let Self { channel, scratch, .. } = self;
-        let runs = pack::receive(&head, out, scratch, |part| -> Result<(), LinkError> {
+        let runs = pack::receive(head, out, scratch, |part| -> Result<(), LinkError> {
             Ok(channel.read_exact(part)?)
         })?;
         scratch.shrink(KEPT_BYTES);
@@ -105,6 +110,39 @@ impl Link {
             took: began.elapsed(),
             server: Duration::from_micros(u64::from(head.server_us)),
         })
+    }
+
+    /// Several questions for pages at once, which are answered one after the other, each within `timeout`; `each` is told of every answer,
+    /// with its place and, if there are, the pages.
+    ///
+    /// # Errors
+    /// [`LinkError`] but for refusals: of the questions of which `each` has not heard there will be no answer.
+    pub(super) fn read_together(
+        &mut self,
+        questions: &[Question],
+        timeout: Duration,
+        outs: &mut [&mut [u8]],
+        mut each: impl FnMut(usize, Result<(Came, &[u8]), Refusal>),
+    ) -> Result<(), LinkError> {
+        let began = Instant::now();
+        let requests: Vec<Request> =
+            questions.iter().map(|it| self.request(Op::Read, *it)).collect();
+        self.send(&requests, timeout)?;
+        for (place, (request, out)) in requests.iter().zip(outs).enumerate() {
+            let came = match self.head(request) {
+                Ok(head) => self.pages(&head, out, began),
+                Err(error) => Err(error),
+            };
+            match came {
+                Ok(came) => each(place, Ok((came, out))),
+                Err(LinkError::Refused(refusal)) => each(place, Err(refusal)),
+                Err(LinkError::Unanswered(error)) if place > 0 => {
+                    return Err(LinkError::Cut(error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn held(
@@ -151,20 +189,36 @@ impl Link {
 
     /// Put a question. → the head of its answer.
     fn ask(&mut self, op: Op, question: Question, timeout: Duration) -> Result<Head, LinkError> {
+        let request = self.request(op, question);
+        self.send(&[request], timeout)?;
+        self.head(&request)
+    }
+
+    fn request(&mut self, op: Op, question: Question) -> Request {
         let Question { image, range, urgency, route, may_compress } = question;
         let sequence = self.sequence;
-        let request = Request { image, range, op, urgency, route, may_compress, sequence };
         self.sequence = self.sequence.wrapping_add(1);
+        Request { image, range, op, urgency, route, may_compress, sequence }
+    }
+
+    fn send(&mut self, requests: &[Request], timeout: Duration) -> Result<(), LinkError> {
         self.channel.set_timeout(timeout);
         let preamble: &[u8] = if self.began { &[] } else { &PREAMBLE };
         self.began = true;
-        self.channel.send(&[preamble, &request.encode()[..]]).map_err(LinkError::Unanswered)?;
+        let requests: Vec<_> = requests.iter().map(Request::encode).collect();
+        let parts = requests.iter().map(|request| &request[..]);
+        let parts: Vec<_> = std::iter::once(preamble).chain(parts).collect();
+        self.channel.send(&parts).map_err(LinkError::Unanswered)
+    }
+
+    /// The head of the answer to a request that was sent.
+    fn head(&mut self, request: &Request) -> Result<Head, LinkError> {
         let mut head = [0; HEAD_BYTES];
         match self.channel.read(&mut head).map_err(LinkError::Unanswered)? {
             0 => return Err(LinkError::Unanswered(io::ErrorKind::UnexpectedEof.into())),
             read => self.channel.read_exact(&mut head[read..])?,
         }
-        let head = Head::decode(&head, &request)?;
+        let head = Head::decode(&head, request)?;
         let Some(kind) = head.refusal else { return Ok(head) };
         let mut text = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
         self.channel.read_exact(&mut text)?;

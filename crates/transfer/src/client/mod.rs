@@ -3,7 +3,7 @@
 //! ```text
 //!   PeerSource ──► Holders ──► Peer ──► Pool ──► Link
 //!   one image      in order,    one host          one connection,
-//!        │         who failed     ▲               one request at a time
+//!        │         who failed     ▲               one request at a time, or several together
 //!        └──────► Swarm ──────────┘
 //!                 who has which pages
 //! ```
@@ -17,6 +17,7 @@ mod peer;
 mod pool;
 mod source;
 mod swarm;
+mod together;
 mod verify;
 
 pub use holders::Holders;

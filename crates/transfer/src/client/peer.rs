@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+use vmfork_image::{AheadRead, ImageName, PAGE_BYTES, PageIdx, PageRange};
 
-use super::link::{LinkError, Question};
+use super::link::{Came, LinkError, Question};
 use super::pool::{Lease, Pool};
 use crate::counters::PeerCounters;
 use crate::lock;
@@ -247,21 +247,89 @@ impl Peer {
             Some(link) => link.read(question, timeout, out),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })?;
-        let sent_pages = pages.saturating_sub(came.zero_pages);
+        let sent_pages = self.count(&question, came);
         if self.config.compress {
             lock(&self.choice).took(may_compress, pages, sent_pages, came.took);
         }
-        let counters = &self.counters;
+        self.counters.latency.add(came.took);
+        self.counters.set_last_rtt(came.took.saturating_sub(came.server));
+        Ok(())
+    }
+
+    /// Pages came. → how many of them were sent.
+    fn count(&self, question: &Question, came: Came) -> u64 {
+        let (counters, pages) = (&self.counters, question.range.len());
+        let sent_pages = pages.saturating_sub(came.zero_pages);
         counters.requests.add(1);
         counters.pages.add(pages);
         counters.zero_pages.add(came.zero_pages);
         counters.raw_bytes.add(sent_pages * PAGE_BYTES);
         counters.wire_bytes.add(came.wire_bytes);
-        if urgency == Urgency::Ahead {
+        if question.urgency == Urgency::Ahead {
             counters.ahead.add(pages, came.wire_bytes);
         }
-        counters.latency.add(came.took);
-        counters.set_last_rtt(came.took.saturating_sub(came.server));
+        sent_pages
+    }
+
+    fn count_refused(&self, error: &PeerError) {
+        let PeerCounters { redirected, failures, .. } = &self.counters;
+        if error.elsewhere().is_some() { redirected } else { failures }.add(1);
+    }
+
+    /// Several reads that nobody waits for, sent together, by a route; each may take no longer than an answer. `each` is told of every one,
+    /// with its place and, if they came, the pages.
+    ///
+    /// # Errors
+    /// [`PeerError`]: those of which `each` has not heard are not answered.
+    pub(super) fn read_together(
+        &self,
+        route: Route,
+        image: ImageName,
+        reads: &mut [&mut AheadRead<'_>],
+        mut each: impl FnMut(usize, Result<&[u8], PeerError>),
+    ) -> Result<(), PeerError> {
+        let (urgency, timeout, most) = (Urgency::Ahead, self.limits.answer, READ_PAGES_MAX);
+        let fits = |read: &AheadRead<'_>| {
+            let pages = read.range.len();
+            pages > 0 && pages <= most && read.bytes.len() as u64 == read.range.byte_len()
+        };
+        if let Some(read) = reads.iter().find(|read| !fits(read)) {
+            let (pages, bytes) = (read.range.len(), read.bytes.len());
+            return Err(PeerError::Misuse { pages, bytes, most });
+        }
+        let all_pages = reads.iter().map(|read| read.range.len()).sum();
+        let may_compress = self.config.compress && lock(&self.choice).may_compress(all_pages);
+        let question = |range| Question { image, range, urgency, route, may_compress };
+        let questions: Vec<Question> = reads.iter().map(|read| question(read.range)).collect();
+        let mut sent_pages = 0;
+        let took = self.ask(urgency, timeout, |lease| {
+            let Some(link) = &mut lease.link else {
+                return Err(io::Error::from(io::ErrorKind::NotConnected).into());
+            };
+            let began = Instant::now();
+            let mut outs: Vec<&mut [u8]> = reads.iter_mut().map(|read| &mut *read.bytes).collect();
+            link.read_together(&questions, timeout, &mut outs, |place, answer| {
+                each(
+                    place,
+                    match (answer, questions.get(place)) {
+                        (Ok((came, bytes)), Some(question)) => {
+                            sent_pages += self.count(question, came);
+                            Ok(bytes)
+                        }
+                        (Ok((_, bytes)), None) => Ok(bytes),
+                        (Err(refusal), _) => {
+                            let refused = PeerError::Refused(refusal);
+                            self.count_refused(&refused);
+                            Err(refused)
+                        }
+                    },
+                );
+            })?;
+            Ok(began.elapsed())
+        })?;
+        if self.config.compress && sent_pages > 0 {
+            lock(&self.choice).took(may_compress, all_pages, sent_pages, took);
+        }
         Ok(())
     }
 
@@ -338,9 +406,8 @@ impl Peer {
         });
         match &answer {
             Ok(_) => *lock(&self.avoid_until) = None,
-            Err(error) if error.elsewhere().is_some() => self.counters.redirected.add(1),
             Err(error) => {
-                self.counters.failures.add(1);
+                self.count_refused(error);
                 if error.is_of_host() {
                     *lock(&self.avoid_until) = Some(Instant::now() + self.limits.avoid);
                 }

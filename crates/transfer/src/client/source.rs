@@ -5,12 +5,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{AheadOrder, ImageName, NextAhead, Origin, PageRange, PageSource};
+use vmfork_image::{AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageRange, PageSource};
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
 use super::holders::Holders;
 use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Chosen, Swarm};
+use super::together::TOGETHER;
 use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
 use crate::multicast::Listener;
@@ -161,17 +162,31 @@ impl PeerSource {
                 self.counters.failures.add(1);
                 return Err(io::Error::other(error));
             }
-            if let Some(group) = &self.group {
-                group.filled(piece);
-            }
+            self.tell_group(piece);
             (rest, bytes) = (rest.from_page(piece.end()), back);
         }
-        self.counters.reads.add(1);
-        self.counters.pages.add(range.len());
+        self.count(range);
         Ok(())
     }
 
-    fn is_group_heard(&self) -> bool {
+    /// A read ended well.
+    pub(super) fn count(&self, range: PageRange) {
+        self.counters.reads.add(1);
+        self.counters.pages.add(range.len());
+    }
+
+    /// Pages came, but not there.
+    pub(super) fn tell_group(&self, piece: PageRange) {
+        if let Some(group) = &self.group {
+            group.filled(piece);
+        }
+    }
+
+    pub(super) fn swarm(&self) -> Option<&Arc<Swarm>> {
+        self.swarm.as_ref()
+    }
+
+    pub(super) fn is_group_heard(&self) -> bool {
         self.group.as_ref().is_some_and(|group| group.is_heard())
     }
 
@@ -302,8 +317,7 @@ impl PeerSource {
         false
     }
 
-    /// What another host than the origin gave is compared with what that has; if it can't be, the origin is asked for it. It is
-    /// believed only if the origin is not there any more.
+    /// What another host than the origin gave is compared with what that has; if it can't be, the origin is asked for it.
     fn verified(
         &self,
         urgency: Urgency,
@@ -312,33 +326,49 @@ impl PeerSource {
         peer: &Peer,
         origin: bool,
     ) -> Result<(), PeerError> {
-        let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) else {
-            self.came_from(origin, piece);
-            return Ok(());
+        let undecided = match self.compared(urgency, piece, bytes, peer, origin) {
+            Err(error @ PeerError::Undecided) => error,
+            done => return done,
         };
-        let of = swarm.ask_origin();
-        let of = of.as_ref().map(|asked| (asked.host, &*asked.peer));
-        match (self.verifier.verify(urgency, piece, bytes, peer, of.map(|(_, of)| of)), of) {
-            (Verdict::Right, _) => {}
-            (Verdict::Wrong(page), _) => {
-                self.counters.forged.add(1);
-                return Err(PeerError::Forged { page });
-            }
-            (Verdict::Undecided, Some((host, of))) => {
-                let wait = Duration::MAX;
-                if of.read_by(Route::Insist, wait, self.image, piece, urgency, bytes).is_ok() {
-                    swarm.answered(host, piece);
-                    self.came_from(true, piece);
-                    return Ok(());
+        if let Some(swarm) = &self.swarm
+            && let Some(Asked { host, peer: of, route, .. }) = swarm.ask_origin()
+            && of.read_by(route, Duration::MAX, self.image, piece, urgency, bytes).is_ok()
+        {
+            swarm.answered(host, piece);
+            self.came_from(true, piece);
+            return Ok(());
+        }
+        // It may have been overwritten.
+        Err(undecided)
+    }
+
+    /// Whether what a host gave is what the origin has. It is believed only if the origin is not there any more.
+    ///
+    /// # Errors
+    /// It is not, or the origin does not say.
+    pub(super) fn compared(
+        &self,
+        urgency: Urgency,
+        piece: PageRange,
+        bytes: &[u8],
+        peer: &Peer,
+        origin: bool,
+    ) -> Result<(), PeerError> {
+        if let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) {
+            let of = swarm.ask_origin().map(|asked| asked.peer);
+            match self.verifier.verify(urgency, piece, bytes, peer, of.as_deref()) {
+                Verdict::Right => {}
+                Verdict::Wrong(page) => {
+                    self.counters.forged.add(1);
+                    return Err(PeerError::Forged { page });
                 }
-                // It may have been overwritten.
-                return Err(PeerError::Undecided);
-            }
-            (Verdict::Undecided | Verdict::Believed, _) => {
-                self.counters.unverified_pages.add(piece.len());
+                Verdict::Undecided if of.is_some() => return Err(PeerError::Undecided),
+                Verdict::Undecided | Verdict::Believed => {
+                    self.counters.unverified_pages.add(piece.len());
+                }
             }
         }
-        self.came_from(false, piece);
+        self.came_from(origin, piece);
         Ok(())
     }
 
@@ -354,10 +384,14 @@ impl PeerSource {
         error: PeerError,
         failed: &mut Vec<Vain>,
     ) {
+        self.note_failure(&peer, piece, &error);
+        failed.push((peer, error));
+    }
+
+    pub(super) fn note_failure(&self, peer: &Arc<Peer>, piece: PageRange, error: &PeerError) {
         let host = peer.name();
         tracing::debug!(image = %self.image, %piece, host, %error, "no pages");
-        self.holders.on_failed(&peer, &error);
-        failed.push((peer, error));
+        self.holders.on_failed(peer, error);
     }
 }
 
@@ -381,6 +415,19 @@ impl PageSource for PeerSource {
 
     fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         self.read_for(Urgency::Ahead, range, bytes)
+    }
+
+    fn together(&self) -> usize {
+        // In a group each is heard for by itself.
+        if self.is_group_heard() { 1 } else { TOGETHER }
+    }
+
+    fn read_ahead_all(
+        &self,
+        reads: &mut [AheadRead<'_>],
+        done: &mut dyn FnMut(usize, io::Result<&[u8]>),
+    ) {
+        self.read_together(reads, done);
     }
 
     fn order(&self) -> Option<&dyn AheadOrder> {

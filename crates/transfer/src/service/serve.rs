@@ -10,6 +10,7 @@ use rustls::{Connection, ServerConnection};
 use vmfork_image::PAGE_BYTES;
 
 use super::connections::Place;
+use super::turns::Turn;
 use super::{Shared, Wanted};
 use crate::channel::Channel;
 use crate::pack::{self, Packer};
@@ -22,6 +23,8 @@ use crate::sums::{self, UNKNOWN};
 /// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
 /// rest is given back.
 const KEPT_BYTES: usize = 256 << 10;
+/// So much of answers is put together, while the next request is there already, before it is sent.
+const TOGETHER_BYTES: usize = 64 << 10;
 /// Between two looks whether pages have come: at first …
 const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
 /// … and at most.
@@ -101,7 +104,7 @@ struct Session<'a> {
     answer: Answer,
 }
 
-impl Session<'_> {
+impl<'a> Session<'a> {
     /// Answer until the other side has enough, or is not to be answered any more.
     fn run(&mut self, admitted: Result<u64, Refusal>) -> Result<(), Ended> {
         let mut preamble = [0; PREAMBLE.len()];
@@ -127,6 +130,7 @@ impl Session<'_> {
                 Ok((member, request)) => self.answer(member, &request, began)?,
                 Err(refusal) => {
                     self.refuse(sequence, began, &refusal)?;
+                    self.channel.flush()?;
                     return Err(refusal.into());
                 }
             }
@@ -182,7 +186,7 @@ impl Session<'_> {
             Op::Held | Op::Sums | Op::Invite => {
                 begin.server_us = us_since(began);
                 head.extend(begin.encode());
-                self.channel.send(&[&head[..], &pages[..]])?;
+                self.channel.put(&[&head[..], &pages[..]])?;
             }
             Op::Read => {
                 let packed = packer.pack(pages, request.may_compress);
@@ -194,7 +198,7 @@ impl Session<'_> {
                 head.extend(begin.encode());
                 packed.runs.iter().for_each(|run| head.extend(run.encode()));
                 let parts: Vec<&[u8]> = std::iter::once(&**head).chain(packed.bytes).collect();
-                self.channel.send(&parts)?;
+                self.channel.put(&parts)?;
                 counters.pages.add(request.range.len());
                 counters.zero_pages.add(packed.zero_pages);
                 let sent = request.range.len().saturating_sub(packed.zero_pages);
@@ -209,7 +213,32 @@ impl Session<'_> {
             }
         }
         pack::shrink(pages, KEPT_BYTES);
+        self.send_unless_next()
+    }
+
+    /// Send the answer: with the next one, if that is to come at once.
+    fn send_unless_next(&mut self) -> Result<(), Ended> {
+        let has_next = self.channel.has(REQUEST_BYTES);
+        if !has_next || self.channel.unsent() >= TOGETHER_BYTES {
+            self.channel.flush()?;
+        }
         Ok(())
+    }
+
+    /// A turn of what nobody waits for.
+    fn turn(&mut self, wait: Duration) -> Result<Turn<'a>, Refusal> {
+        let turns = &self.shared.turns;
+        if let Some(turn) = turns.wait(Duration::ZERO) {
+            return Ok(turn);
+        }
+        self.send_before_waiting();
+        turns.wait(wait).ok_or_else(busy)
+    }
+
+    /// Whoever waits for earlier answers need not wait for the next one.
+    fn send_before_waiting(&mut self) {
+        // That the other side has gone is seen at the next answer.
+        let _seen_later = self.channel.flush();
     }
 
     fn read_or_name(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
@@ -241,6 +270,7 @@ impl Session<'_> {
             };
             // What was under way when it was looked for may have come since.
             looks_left = if pages.is_coming(image, range) { LOOKS_AFTER } else { looks_left };
+            self.send_before_waiting();
             if looks_left == 0 || left <= pause || self.shared.connections.wait_closed(pause) {
                 return Err(refusal);
             }
@@ -252,7 +282,7 @@ impl Session<'_> {
     /// What nobody waits for takes a turn, for which it waits no longer than `wait`.
     fn read(&mut self, member: u64, request: &Request, wait: Duration) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        let Shared { pages, turns, answering, .. } = self.shared;
+        let Shared { pages, answering, .. } = self.shared;
         let bytes = usize::try_from(range.byte_len()).unwrap_or(0);
         self.answer.pages.resize(bytes, 0);
         let _answering;
@@ -261,7 +291,7 @@ impl Session<'_> {
                 _answering = Answering::begin(answering);
                 None
             }
-            Urgency::Ahead => Some(turns.wait(wait).ok_or_else(busy)?),
+            Urgency::Ahead => Some(self.turn(wait)?),
         };
         pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
@@ -277,13 +307,13 @@ impl Session<'_> {
 
     fn sum_up(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        let Shared { pages, spreads, turns, limits, .. } = self.shared;
+        let Shared { pages, spreads, limits, .. } = self.shared;
         // What another host gave is asked for, too.
         let wanted = pages.asked(member, image, range, urgency);
         let len = wanted.map_or(range.end().0, |wanted| wanted.pages);
         let _turn = match urgency {
             Urgency::Demand => None,
-            Urgency::Ahead => Some(turns.wait(limits.io).ok_or_else(busy)?),
+            Urgency::Ahead => Some(self.turn(limits.io)?),
         };
         let mut own = Vec::new();
         pages.own(member, image, range, &mut |run| own.push(run))?;
@@ -325,7 +355,8 @@ impl Session<'_> {
             server_us: us_since(began),
         };
         self.channel.set_timeout(self.shared.limits.io);
-        Ok(self.channel.send(&[&head.encode()[..], text])?)
+        self.channel.put(&[&head.encode()[..], text])?;
+        self.send_unless_next()
     }
 }
 

@@ -246,6 +246,16 @@ impl World {
         number: u64,
         answer: impl Fn(&Request) -> Vec<u8> + Send + 'static,
     ) -> SocketAddr {
+        self.fake_together(number, 1, move |requests| answer(&requests[0]))
+    }
+
+    /// A host that answers the first `count` requests of each connection when it has all of them, and ends.
+    pub(crate) fn fake_together(
+        &self,
+        number: u64,
+        count: usize,
+        answer: impl Fn(&[Request]) -> Vec<u8> + Send + 'static,
+    ) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound");
         let tls = self.cluster.host(number).server;
@@ -254,12 +264,13 @@ impl World {
             for tcp in listener.incoming() {
                 let tls = ServerConnection::new(Arc::clone(&tls)).expect("a configuration");
                 let mut stream = StreamOwned::new(tls, tcp.expect("a connection"));
-                let mut bytes = [0; PREAMBLE.len() + REQUEST_BYTES];
+                let mut bytes = vec![0; PREAMBLE.len() + count * REQUEST_BYTES];
                 if stream.read_exact(&mut bytes).is_err() {
                     continue;
                 }
-                let request = bytes.last_chunk().expect("a request");
-                let answer = answer(&Request::decode(request).expect("a request"));
+                let requests = bytes[PREAMBLE.len()..].as_chunks::<REQUEST_BYTES>().0.iter();
+                let decode = |bytes| Request::decode(bytes).expect("a request");
+                let answer = answer(&requests.map(decode).collect::<Vec<_>>());
                 let _gone = stream.write_all(&answer).and_then(|()| stream.flush());
             }
         });

@@ -7,3 +7,4 @@ mod multicast;
 mod reading;
 mod strangers;
 mod swarm;
+mod together;

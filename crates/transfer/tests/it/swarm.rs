@@ -16,36 +16,39 @@ use crate::common::*;
 use crate::keys::{Cluster, Host, name_of};
 
 /// 16 MiB.
-const WHOLE: u64 = 4096;
-const UNIT: u64 = 16;
-const ORIGIN: u64 = 100;
+pub(crate) const WHOLE: u64 = 4096;
+pub(crate) const UNIT: u64 = 16;
+pub(crate) const ORIGIN: u64 = 100;
 /// As the engine does.
-const FETCHERS: usize = 8;
+const FETCHERS: usize = 12;
 
 /// What a host has of the image.
-struct Cache {
-    has: Mutex<BTreeSet<u64>>,
+pub(crate) struct Cache {
+    pub(crate) has: Mutex<BTreeSet<u64>>,
     /// It says that it has everything.
-    boasts: AtomicBool,
+    pub(crate) boasts: AtomicBool,
     /// Who has which certificate.
-    members: Mutex<BTreeMap<Vec<u8>, u64>>,
+    pub(crate) members: Mutex<BTreeMap<Vec<u8>, u64>>,
     /// It froze the image.
-    is_origin: AtomicBool,
+    pub(crate) is_origin: AtomicBool,
     /// It is an origin that has not read its own pages.
-    knows_no_sums: AtomicBool,
+    pub(crate) knows_no_sums: AtomicBool,
     /// It says that all it is asked for is at this host; 0: it does not.
-    names: AtomicU64,
+    pub(crate) names: AtomicU64,
     /// This page it gives with a wrong byte.
-    lies_about: AtomicU64,
-    gate: Gate,
-    ahead_gate: Gate,
+    pub(crate) lies_about: AtomicU64,
+    pub(crate) gate: Gate,
+    pub(crate) ahead_gate: Gate,
+    /// What is not here is about to be.
+    pub(crate) expects_more: AtomicBool,
 }
 
 impl Cache {
-    fn of(pages: impl IntoIterator<Item = u64>) -> Arc<Self> {
+    pub(crate) fn of(pages: impl IntoIterator<Item = u64>) -> Arc<Self> {
         Arc::new(Self {
             has: Mutex::new(pages.into_iter().collect()),
             boasts: AtomicBool::new(false),
+            expects_more: AtomicBool::new(false),
             members: Mutex::default(),
             is_origin: AtomicBool::new(false),
             knows_no_sums: AtomicBool::new(false),
@@ -56,12 +59,12 @@ impl Cache {
         })
     }
 
-    fn has(&self, range: PageRange) -> bool {
+    pub(crate) fn has(&self, range: PageRange) -> bool {
         let has = self.has.lock().expect("no panic");
         range.pages().all(|page| has.contains(&page.0))
     }
 
-    fn put(&self, range: PageRange) {
+    pub(crate) fn put(&self, range: PageRange) {
         self.has.lock().expect("no panic").extend(range.pages().map(|page| page.0));
     }
 }
@@ -105,6 +108,10 @@ impl Pages for Cache {
         Ok(())
     }
 
+    fn is_coming(&self, _: ImageName, _: PageRange) -> bool {
+        self.expects_more.load(Ordering::Relaxed)
+    }
+
     fn own(
         &self,
         _: u64,
@@ -138,14 +145,14 @@ impl Pages for Cache {
 }
 
 /// A host of the swarm.
-struct Node {
-    number: u64,
-    keys: Host,
-    cache: Arc<Cache>,
-    service: PageService,
+pub(crate) struct Node {
+    pub(crate) number: u64,
+    pub(crate) keys: Host,
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) service: PageService,
 }
 
-fn nodes(caches: impl IntoIterator<Item = (u64, Arc<Cache>)>) -> Vec<Node> {
+pub(crate) fn nodes(caches: impl IntoIterator<Item = (u64, Arc<Cache>)>) -> Vec<Node> {
     let cluster = Cluster::new();
     let node = |(number, cache): (u64, Arc<Cache>)| {
         let keys = cluster.host(number);
@@ -163,7 +170,7 @@ fn nodes(caches: impl IntoIterator<Item = (u64, Arc<Cache>)>) -> Vec<Node> {
     nodes
 }
 
-fn quick() -> SwarmConfig {
+pub(crate) fn quick() -> SwarmConfig {
     let mut config = SwarmConfig { every: Duration::from_millis(10), ..SwarmConfig::default() };
     config.pick.pause = Duration::from_millis(5);
     config
@@ -182,7 +189,7 @@ impl Node {
     }
 
     /// The image, from the others.
-    fn source(&self, all: &[Node], config: SwarmConfig) -> (PeerSource, Arc<Swarm>) {
+    pub(crate) fn source(&self, all: &[Node], config: SwarmConfig) -> (PeerSource, Arc<Swarm>) {
         let swarm = Arc::new(Swarm::new(IMAGE, WHOLE, HostId(self.number), config));
         let others = all.iter().filter(|node| node.number != self.number);
         let members: Vec<_> = others
@@ -233,7 +240,7 @@ impl Node {
     }
 }
 
-fn receivers(count: u64) -> impl Iterator<Item = (u64, Arc<Cache>)> {
+pub(crate) fn receivers(count: u64) -> impl Iterator<Item = (u64, Arc<Cache>)> {
     std::iter::once((ORIGIN, Cache::of(0..WHOLE)))
         .chain((1..=count).map(|number| (number, Cache::of([]))))
 }

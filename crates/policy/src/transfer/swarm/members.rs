@@ -11,8 +11,8 @@ use crate::transfer::HostId;
 /// What is asked of other hosts at a time: 64 KiB, half a millisecond at 1 Gbit/s.
 pub const UNIT_PAGES: u64 = 16;
 
-/// Reads under way that nobody waits for: so that a link of 1 Gbit/s is full at a round trip of some milliseconds.
-pub const READS_AHEAD: usize = 8;
+/// Reads under way that nobody waits for: so that a link of 1 Gbit/s is full at a round trip of some milliseconds, and one half is asked for while the other comes.
+pub const READS_AHEAD: usize = 12;
 
 /// Times and bounds of a [`Swarm`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,230 @@
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+use vmfork_image::{AheadRead, ImageId, PageIdx, PageRange, PageSource, Source};
+
+use super::*;
+use crate::host_image::StoredRun;
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// What nobody waits for hangs.
+#[derive(Debug, Default)]
+struct Hangs {
+    ahead: AtomicUsize,
+    goes_on: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl PageSource for Hangs {
+    fn origin(&self) -> Origin {
+        Origin::Peer
+    }
+
+    fn unit_pages(&self) -> u64 {
+        1
+    }
+
+    fn read(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        bytes.fill(7);
+        Ok(())
+    }
+
+    fn read_ahead(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.ahead.fetch_add(1, Ordering::Relaxed);
+        let goes_on = self.goes_on.lock().expect("not poisoned");
+        let waited = self.changed.wait_timeout_while(goes_on, LONG, |goes_on| !*goes_on);
+        assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
+        bytes.fill(7);
+        Ok(())
+    }
+}
+
+/// An image of 64 pages that are all read from `source`, and who reads them.
+fn of<S: PageSource + 'static>(source: &Arc<S>) -> (Fetchers, Arc<HostImage>, Receiver<Fetched>) {
+    let own = [StoredRun::Own(PageRange::first(64))];
+    let id = ImageId::new(1).expect("not 0");
+    let image = HostImage::stored(id, 64, own, None, Arc::<S>::clone(source)).expect("opened");
+    let (done, fetched) = channel();
+    let bell = Bell::new().expect("an eventfd");
+    (Fetchers::new("fetch".to_owned(), Arc::default(), done, bell), image, fetched)
+}
+
+fn submit(fetchers: &Fetchers, image: &Arc<HostImage>, page: u64, reason: Reason) {
+    let (range, source) = (PageIdx(page).range(), Source::Image(image.id()));
+    let fetch = Fetch { range, source, reason, again: false };
+    let (image, owner) = (Arc::clone(image), Arc::clone(image));
+    fetchers.submit(Job { image, owner, fetch }).expect("a thread");
+}
+
+#[test]
+fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
+    let source = Arc::new(Hangs::default());
+    let (fetchers, image, fetched) = of(&source);
+    let submit = |page, reason| submit(&fetchers, &image, page, reason);
+    let ahead = THREADS_MAX as u64 + 10;
+    (0..ahead).for_each(|page| submit(page, Reason::Background("hydrate")));
+    let deadline = Instant::now() + LONG;
+    while source.ahead.load(Ordering::Relaxed) < AHEAD_MAX {
+        assert!(Instant::now() < deadline, "not all that may be is under way");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    (ahead..ahead + 8).for_each(|page| submit(page, Reason::Demand));
+    for _ in 0..8 {
+        let came = fetched.recv_timeout(LONG).expect("while the others hang");
+        came.outcome.expect("read");
+        assert_eq!(came.fetch.reason, Reason::Demand);
+    }
+    assert_eq!(source.ahead.load(Ordering::Relaxed), AHEAD_MAX);
+    *source.goes_on.lock().expect("not poisoned") = true;
+    source.changed.notify_all();
+    for _ in 0..ahead {
+        fetched.recv_timeout(LONG).expect("and then the rest").outcome.expect("read");
+    }
+}
+
+/// Has several reads asked for at once. Who asks waits until it may go on.
+#[derive(Debug, Default)]
+struct Together {
+    /// How many reads there were in each.
+    asked: Mutex<Vec<usize>>,
+    goes_on: AtomicBool,
+    /// From this page on it panics, and before that, of this page it says nothing.
+    panics_from: Option<u64>,
+    keeps_quiet_of: Option<u64>,
+}
+
+impl Together {
+    fn asked(&self) -> Vec<usize> {
+        self.asked.lock().expect("not poisoned").clone()
+    }
+
+    fn wait_for(&self, what: impl Fn(&[usize]) -> bool) {
+        let deadline = Instant::now() + LONG;
+        while !what(&self.asked()) {
+            assert!(Instant::now() < deadline, "asked only {:?}", self.asked());
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+}
+
+impl PageSource for Together {
+    fn origin(&self) -> Origin {
+        Origin::Peer
+    }
+
+    fn unit_pages(&self) -> u64 {
+        1
+    }
+
+    fn together(&self) -> usize {
+        8
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        assert!(self.panics_from.is_none_or(|from| range.end().0 <= from), "a bug");
+        bytes.fill(u8::try_from(range.start().0).expect("few"));
+        Ok(())
+    }
+
+    fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        let mut answer = Err(io::ErrorKind::UnexpectedEof.into());
+        self.read_ahead_all(&mut [AheadRead { range, bytes }], &mut |_, came| {
+            answer = came.map(|_| ());
+        });
+        answer
+    }
+
+    fn read_ahead_all(
+        &self,
+        reads: &mut [AheadRead<'_>],
+        done: &mut dyn FnMut(usize, io::Result<&[u8]>),
+    ) {
+        self.asked.lock().expect("not poisoned").push(reads.len());
+        let deadline = Instant::now() + LONG;
+        while !self.goes_on.load(Ordering::Relaxed) {
+            assert!(Instant::now() < deadline, "nobody lets it go on");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        // The last first: answers may come in any order.
+        for (place, read) in reads.iter_mut().enumerate().rev() {
+            if Some(read.range.start().0) == self.keeps_quiet_of {
+                continue;
+            }
+            let outcome = self.read(read.range, read.bytes);
+            done(place, outcome.map(|()| &*read.bytes));
+        }
+    }
+}
+
+const BACKGROUND: Reason = Reason::Background("hydrate");
+
+#[test]
+fn what_nobody_waits_for_is_asked_for_together_by_two_threads_at_most() {
+    let source = Arc::new(Together::default());
+    let (fetchers, image, fetched) = of(&source);
+    (0..2).for_each(|page| {
+        submit(&fetchers, &image, page, BACKGROUND);
+        source.wait_for(|asked| asked.len() > usize::try_from(page).expect("few"));
+    });
+    (2..22).for_each(|page| submit(&fetchers, &image, page, BACKGROUND));
+    submit(&fetchers, &image, 40, Reason::Demand);
+    let came = fetched.recv_timeout(LONG).expect("while the others wait");
+    assert_eq!((came.fetch.reason, came.outcome.is_ok()), (Reason::Demand, true));
+    assert_eq!(source.asked(), [1, 1]);
+    source.goes_on.store(true, Ordering::Relaxed);
+    let mut pages: Vec<u64> = (0..22)
+        .map(|_| {
+            let came = fetched.recv_timeout(LONG).expect("and then the rest");
+            came.outcome.expect("read");
+            came.fetch.range.start().0
+        })
+        .collect();
+    pages.sort_unstable();
+    assert_eq!(pages, (0..22).collect::<Vec<_>>(), "each once");
+    let mut asked = source.asked();
+    asked.sort_unstable();
+    assert_eq!(asked, [1, 1, 4, 8, 8]);
+    for page in 0..22_u8 {
+        let mut bytes = vec![0; 4096];
+        image.cache().read(PageIdx(page.into()).range(), &mut bytes).expect("in the cache");
+        assert!(bytes.iter().all(|byte| *byte == page), "page {page} has another's bytes");
+    }
+}
+
+#[test]
+fn each_is_answered_once_though_its_source_panics_or_keeps_quiet() {
+    let source = Together { panics_from: Some(5), keeps_quiet_of: Some(3), ..Together::default() };
+    let source = Arc::new(source);
+    let (fetchers, image, fetched) = of(&source);
+    let answers = |pages: std::ops::Range<u64>| {
+        source.goes_on.store(false, Ordering::Relaxed);
+        let asked = source.asked().len();
+        // Both threads have some; the rest comes together.
+        for page in 60..62_u64 {
+            submit(&fetchers, &image, page, BACKGROUND);
+            let calls = asked + usize::try_from(page).expect("few") - 59;
+            source.wait_for(|now| now.len() >= calls);
+        }
+        let count = pages.end - pages.start;
+        pages.for_each(|page| submit(&fetchers, &image, page, BACKGROUND));
+        source.goes_on.store(true, Ordering::Relaxed);
+        let mut answers = Vec::new();
+        for _ in 0..count + 2 {
+            let came = fetched.recv_timeout(LONG).expect("answered");
+            let why = came.outcome.err().map(|lost| lost.reason);
+            answers.push((came.fetch.range.start().0, why));
+        }
+        assert!(fetched.try_recv().is_err(), "once");
+        answers.retain(|(page, _)| *page < 60);
+        answers.sort();
+        answers
+    };
+    let panicked = answers(6..8);
+    let why = "reading it panicked: a bug";
+    assert!(panicked.iter().all(|(_, reason)| reason.as_deref() == Some(why)), "{panicked:?}");
+    let quiet = answers(0..5);
+    let failed: Vec<_> = quiet.iter().filter(|(_, why)| why.is_some()).collect();
+    assert_eq!(failed, [&(3, Some("its source did not say".to_owned()))]);
+}

@@ -1,0 +1,165 @@
+//! Reads that nobody waits for, asked for several at once.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use vmfork_image::{AheadRead, PageRange, PageSource as _};
+use vmfork_transfer::proto::Request;
+use vmfork_transfer::{PeerLimits, PeerSource, ServiceLimits, SwarmConfig};
+
+use crate::common::*;
+use crate::swarm::*;
+
+/// Half of what goes out at once is enough to see it.
+const COUNT: u64 = 4;
+
+fn pieces(count: u64) -> Vec<PageRange> {
+    (0..count).map(|at| range(at * UNIT, UNIT)).collect()
+}
+
+/// Read these. `each` is told of each.
+fn read_each(
+    source: &PeerSource,
+    pieces: &[PageRange],
+    mut each: impl FnMut(usize, io::Result<&[u8]>),
+) {
+    let mut bytes: Vec<_> = pieces.iter().map(|piece| buffer(*piece)).collect();
+    let mut reads = Vec::new();
+    for (range, bytes) in pieces.iter().zip(&mut bytes) {
+        reads.push(AheadRead { range: *range, bytes });
+    }
+    source.read_ahead_all(&mut reads, &mut each);
+}
+
+/// Read these, and see that each is answered once and with its own bytes. → those that were not to be had.
+fn read_all(source: &PeerSource, pieces: &[PageRange]) -> Vec<PageRange> {
+    let (mut answered, mut failed) = (vec![0; pieces.len()], Vec::new());
+    read_each(source, pieces, |at, came| {
+        answered[at] += 1;
+        match came {
+            Ok(bytes) => check(pieces[at], bytes),
+            Err(_) => failed.push(pieces[at]),
+        }
+    });
+    assert!(answered.iter().all(|times| *times == 1), "{answered:?}");
+    failed
+}
+
+/// The right answer to a request.
+fn answer(request: &Request) -> Vec<u8> {
+    let mut bytes = buffer(request.range);
+    let pages = request.range.pages().zip(bytes.as_chunks_mut::<PAGE>().0);
+    pages.for_each(|(page, bytes)| fill(page, bytes));
+    let (len, pages) = (u32::try_from(bytes.len()), u16::try_from(request.range.len()));
+    let head = head(request.sequence, 0, 1, len.expect("small"));
+    [&head[..], &pages.expect("few").to_le_bytes(), &bytes].concat()
+}
+
+#[test]
+fn they_go_out_together() {
+    let world = World::new();
+    let all = pieces(COUNT);
+    let patient = |requests: &[Request]| requests.iter().flat_map(answer).collect();
+    let address = world.fake_together(2, all.len(), patient);
+    let peer = world.peer_at(2, address, PeerLimits::default());
+    let source = source([peer.clone()]);
+    assert_eq!(read_all(&source, &all), []);
+    let (requests, pages) = (peer.counters().requests.get(), peer.counters().ahead.pages.get());
+    assert_eq!((requests, pages), (COUNT, COUNT * UNIT));
+    let counters = source.counters();
+    assert_eq!((counters.reads.get(), counters.pages.get()), (COUNT, COUNT * UNIT));
+    assert_eq!((counters.failures.get(), counters.resourced.get()), (0, 0));
+}
+
+#[test]
+fn what_a_host_that_ends_in_the_middle_has_not_answered_comes_from_the_next() {
+    let world = World::new();
+    let all = pieces(COUNT);
+    let ends = |requests: &[Request]| {
+        let mut answers = [answer(&requests[0]), answer(&requests[1])].concat();
+        answers.truncate(answers.len() - 100);
+        answers
+    };
+    let dying = world.peer_at(2, world.fake_together(2, all.len(), ends), PeerLimits::default());
+    let server = world.serve(3, ServiceLimits::default());
+    let next = world.peer(&server, PeerLimits::default());
+    let source = source([dying.clone(), next.clone()]);
+    assert_eq!(read_all(&source, &all), []);
+    assert_eq!((dying.counters().requests.get(), dying.counters().failures.get()), (1, 1));
+    assert_eq!(next.counters().requests.get(), COUNT - 1);
+    assert_eq!(source.counters().resourced.get(), COUNT - 1);
+    assert!(dying.is_avoided());
+}
+
+#[test]
+fn what_is_refused_says_nothing_about_the_others() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    // Of the last piece, one page is lost.
+    *server.images.lost_from.lock().expect("no panic") = Some((COUNT - 1) * UNIT + 3);
+    let all = pieces(COUNT);
+    let source = source([world.peer(&server, PeerLimits::default())]);
+    assert_eq!(read_all(&source, &all), all[all.len() - 1..]);
+    // A piece that nobody can answer does not go out at all.
+    let mut bytes = [buffer(range(0, 1)), buffer(range(2, 2))];
+    let [one, two] = &mut bytes;
+    let mut reads = [
+        AheadRead { range: range(0, 1), bytes: one },
+        AheadRead { range: range(2, 1), bytes: two },
+    ];
+    let mut answers = Vec::new();
+    source.read_ahead_all(&mut reads, &mut |at, came| answers.push((at, came.is_ok())));
+    answers.sort_unstable();
+    assert_eq!(answers, [(0, true), (1, false)]);
+}
+
+/// The first of two hosts has asked the origin for all of `pieces`, so that this sends the second one there. → both, and what the second
+/// reads from.
+fn second_of_two(pieces: &[PageRange]) -> (Vec<Node>, PeerSource) {
+    let nodes = nodes(receivers(2));
+    let (first, _) = nodes[1].source(&nodes, SwarmConfig::default());
+    assert_eq!(read_all(&first, pieces), []);
+    let (source, _) = nodes[2].source(&nodes, SwarmConfig::default());
+    (nodes, source)
+}
+
+#[test]
+fn who_waits_for_one_is_not_without_those_that_came_before_it() {
+    let all = pieces(COUNT);
+    let (nodes, source) = second_of_two(&all);
+    let there = &nodes[1].cache;
+    there.expects_more.store(true, Ordering::Relaxed);
+    there.put(range(0, (COUNT - 1) * UNIT));
+    let (came, heard) = channel();
+    std::thread::scope(|scope| {
+        let (source, all) = (&source, &all);
+        scope.spawn(move || {
+            read_each(source, all, |at, answer| {
+                came.send((at, answer.is_ok())).expect("somebody listens");
+            });
+        });
+        let next = || heard.recv_timeout(LONG).expect("an answer");
+        let before: Vec<_> = (0..COUNT - 1).map(|_| next()).collect();
+        assert_eq!(before, [(0, true), (1, true), (2, true)]);
+        assert!(heard.recv_timeout(Duration::from_millis(20)).is_err(), "it is not there");
+        there.put(all[all.len() - 1]);
+        assert_eq!(next(), (3, true));
+    });
+    let counters = source.counters();
+    assert_eq!((counters.redirected.get(), counters.failures.get()), (COUNT, 0));
+    assert_eq!((counters.holder_pages.get(), counters.origin_pages.get()), (COUNT * UNIT, 0));
+    assert_eq!(counters.unverified_pages.get(), 0);
+}
+
+#[test]
+fn a_forged_page_among_them_is_not_used_and_comes_from_the_origin() {
+    let all = pieces(COUNT);
+    let (nodes, source) = second_of_two(&all);
+    nodes[1].cache.put(range(0, COUNT * UNIT));
+    nodes[1].cache.lies_about.store(UNIT + 5, Ordering::Relaxed);
+    assert_eq!(read_all(&source, &all), []);
+    let counters = source.counters();
+    assert_eq!((counters.forged.get(), counters.origin_pages.get()), (1, UNIT));
+}
