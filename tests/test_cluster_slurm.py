@@ -100,9 +100,14 @@ def test_a_job_that_a_daemon_left_lasts_while_its_clones_do(cluster: Cluster, sl
     orphan = cluster.clients[1].vm("orphan")
     eventually(lambda: orphan.inspect().memory.missing_pages == 0, 60, "it has all its pages")
     (job,) = slurm.jobs()
+    # One that was asked for, and waits still, when the daemon dies.
+    name = slurm.run("squeue", "--noheader", "--format=%j").strip()
+    waits = slurm.run("sbatch", "--parsable", "--hold", f"--job-name={name}-1", "--output=/dev/null", "--wrap=sleep 600").strip()
     cluster.daemons[0].kill()
     cluster.daemons[0].start()
     cluster.settle()
+    assert slurm.waiting() == {waits}
     stays(lambda: job in slurm.jobs(), 40, "its clone needs it")
+    eventually(lambda: slurm.waiting() == set(), ADOPTED_S, "nobody needs what waits")
     orphan.remove(force=True)
     eventually(lambda: slurm.jobs() == {}, ADOPTED_S, "nobody needs it")

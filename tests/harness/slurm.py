@@ -18,7 +18,7 @@ from .leftovers import spawn
 from .places import SHORT_TMP
 from .waits import eventually
 
-NEEDS = ("munged", "slurmctld", "slurmd", "salloc", "scontrol", "scancel", "squeue", "sinfo")
+NEEDS = ("munged", "slurmctld", "slurmd", "salloc", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin"
 START_S = 60.0
 
@@ -113,6 +113,10 @@ class Slurm:
         """The nodes of each job that holds some."""
         lines = self.run("squeue", "--noheader", "--states=RUNNING", "--format=%i %N").split("\n")
         return dict(line.split(maxsplit=1) for line in lines if line)
+
+    def waiting(self) -> set[str]:
+        """Jobs that have no nodes yet."""
+        return set(self.run("squeue", "--noheader", "--states=PENDING", "--format=%i").split())
 
     def close(self) -> None:
         """By their ids, the last first. They keep nothing that is worth a gentle end."""

@@ -28,7 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::allocate::{AllocateError, Allocator, Ask, Boxed, Held, HostView, PLACES_MAX, Policy};
 use crate::id::{HostId, hex, random};
@@ -42,6 +42,8 @@ pub use commands::{CommandError, Commands, Output, System};
 const ENGINE: &str = "Slurm";
 /// Most reasons that are told: who reads them wants to know what is wrong, not a list of all hosts.
 const REASONS_MAX: usize = 8;
+/// Most jobs that are asked for at a time; others wait for their turn. Programs in guests may ask for many.
+const ASKS_MAX: usize = 16;
 
 /// What the site says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,6 +88,7 @@ pub struct Slurm {
     own: HostId,
     commands: Arc<dyn Commands>,
     settings: Settings,
+    asks: Arc<Semaphore>,
 }
 
 /// What a job has to have.
@@ -104,7 +107,7 @@ impl Slurm {
 
     /// With other commands than the system's.
     pub fn with_commands(own: HostId, settings: Settings, commands: Arc<dyn Commands>) -> Self {
-        Self { own, commands, settings }
+        Self { own, commands, settings, asks: Arc::new(Semaphore::new(ASKS_MAX)) }
     }
 
     fn name_prefix(&self) -> String {
@@ -287,6 +290,7 @@ impl Slurm {
     }
 
     async fn grant(&self, ask: &Ask, views: &[HostView]) -> Result<Held, AllocateError> {
+        let _turn = self.asks.acquire().await;
         let wanted = ask.count.clamp(1, PLACES_MAX);
         let task = self.task(ask.shape);
         let most = wanted.div_ceil(self.clones_per_task());
@@ -382,7 +386,8 @@ impl Allocator for Slurm {
     fn ended<'a>(&'a self, job: &'a str) -> Boxed<'a, Result<Option<String>, AllocateError>> {
         Box::pin(async move {
             Ok(match self.job(number(job)?).await? {
-                Some(it) if parse::holds_nodes(&it.state) => None,
+                // One that waits was left by a daemon that died while it asked: it may still get its nodes.
+                Some(it) if parse::holds_nodes(&it.state) || it.state == "PENDING" => None,
                 Some(it) if it.reason == "None" => {
                     Some(format!("Slurm ended job {job}: {}", it.state))
                 }

@@ -264,21 +264,64 @@ async fn what_is_refused_for_good_is_not_asked_for_again() {
 async fn that_a_job_has_ended_is_for_the_controller_to_say() {
     use Answer::{Fails, Prints};
     let script = vec![
+        ("scontrol", Prints("JobId=1 JobState=PENDING Reason=Resources")),
         ("scontrol", Prints(text("job"))),
         ("scontrol", Fails("slurm_load_jobs error: Unable to contact slurm controller")),
         ("scontrol", Prints(text("job-ended"))),
         ("scontrol", Fails(text("unknown"))),
     ];
     let (it, script) = slurm(script);
+    assert_eq!(it.ended("1").await.expect("asked"), None, "it has not begun");
     assert_eq!(it.ended("1").await.expect("asked"), None);
     it.ended("1").await.expect_err("it does not answer");
     let ended = it.ended("1").await.expect("asked");
     assert_eq!(ended.as_deref(), Some("Slurm ended job 1: CANCELLED"));
     let forgotten = it.ended("1").await.expect("asked");
     assert_eq!(forgotten.as_deref(), Some("Slurm has no job 1 any more"));
-    assert_eq!(said(&script).len(), 4);
+    assert_eq!(said(&script).len(), 5);
     let error = it.ended("1; rm").await.expect_err("no number");
     assert_eq!(error.to_string(), "Slurm: `1; rm` is no job");
+}
+
+/// Counts how many run at a time, and fails each.
+#[derive(Debug, Default)]
+struct Slow {
+    now: Mutex<(usize, usize)>,
+}
+
+impl Commands for Slow {
+    fn run(
+        &self,
+        _: &'static str,
+        _: Vec<String>,
+        _: Duration,
+    ) -> Boxed<'_, Result<Output, CommandError>> {
+        Box::pin(async {
+            {
+                let mut now = self.now.lock().expect("whole");
+                now.0 += 1;
+                now.1 = now.1.max(now.0);
+            }
+            tokio::task::yield_now().await;
+            self.now.lock().expect("whole").0 -= 1;
+            let (stdout, stderr) = (String::new(), "busy".to_owned());
+            Ok(Output { success: false, stdout, stderr })
+        })
+    }
+}
+
+#[tokio::test]
+async fn however_many_ask_only_some_are_asked_for_at_a_time() {
+    let slow = Arc::new(Slow::default());
+    let own = HostId::new(10).expect("not 0");
+    let commands = Arc::clone(&slow) as Arc<dyn Commands>;
+    let it = Slurm::with_commands(own, Settings::default(), commands);
+    let (ask, views) = (ask(1), views());
+    let holds: Vec<_> = (0..3 * ASKS_MAX).map(|_| it.hold(&ask, &views)).collect();
+    for hold in futures_util::future::join_all(holds).await {
+        hold.expect_err("it failed");
+    }
+    assert_eq!(slow.now.lock().expect("whole").1, ASKS_MAX);
 }
 
 #[tokio::test]
