@@ -7,14 +7,17 @@
 //!      ended by the site ─────── with every heartbeat: which, and why ──► their VMs end
 //! ```
 //!
-//! What an earlier life of this daemon left is taken over, and is given back if nobody names it.
+//! What an earlier life of this daemon left, or an engine granted without saying so in time, is taken over, and is given back if
+//! nobody names it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
+use tokio::task::JoinHandle;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, BuiltIn, Held, HostView};
 use vmfork_cluster::slurm::Slurm;
@@ -22,7 +25,7 @@ use vmfork_cluster::{HostId, Liveness};
 
 use super::Cluster;
 use super::member::Member;
-use crate::hub::{Core, chain};
+use crate::hub::{Core, chain, outcome};
 use crate::vm::End;
 
 /// How long a job is kept that nobody seems to need: hosts name what they need every second.
@@ -34,6 +37,9 @@ const ADOPTED_FOR: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// How long the others are told that a job has ended: longer than any order to start its clones takes.
 const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
+/// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
+const LEAVE_FOR: Duration = Duration::from_secs(600);
+const LEAVE_WAIT: Duration = Duration::from_secs(5);
 
 /// A job, and the host whose daemon got it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -80,6 +86,23 @@ struct State {
     here: BTreeSet<Job>,
     /// Those whose VMs have to go, with why.
     over: BTreeMap<Job, String>,
+    /// How many the engine is being asked for.
+    asking: u32,
+    /// It is looked for some that nobody here knows.
+    is_looking: bool,
+    /// There may be more than is found now.
+    look_again: bool,
+    /// This host is in no cluster any more.
+    has_left: bool,
+}
+
+/// The engine is being asked for a job.
+struct Asking<'a>(&'a Jobs);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.0.state().asking -= 1;
+    }
 }
 
 /// The jobs that a member knows.
@@ -96,6 +119,11 @@ impl Jobs {
     fn state(&self) -> MutexGuard<'_, State> {
         // No step leaves it half-changed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ask(&self) -> Asking<'_> {
+        self.state().asking += 1;
+        Asking(self)
     }
 
     /// What to tell the others.
@@ -134,8 +162,19 @@ impl State {
         self.own.insert(held.job.clone(), own);
     }
 
-    /// What an earlier life left, unless it is this one's. → those that are new.
-    fn adopt(&mut self, now: Instant, jobs: BTreeSet<String>) -> Vec<String> {
+    /// Whether what the engine lists now can be told from what is just being granted.
+    fn may_look(&mut self) -> bool {
+        self.look_again = false;
+        self.asking == 0
+    }
+
+    /// What the engine has and nobody here knows. → those that are new; `None`: look again, what is just being granted may be
+    /// among them.
+    fn adopt(&mut self, now: Instant, jobs: BTreeSet<String>) -> Option<Vec<String>> {
+        if self.asking > 0 || self.look_again {
+            return None;
+        }
+        self.is_looking = false;
         let new = |id: &String| !self.own.contains_key(id) && !self.ended.contains_key(id);
         let new: Vec<String> = jobs.into_iter().filter(new).collect();
         for id in &new {
@@ -144,7 +183,7 @@ impl State {
             let own = Own { needed_by, hosts, needed_until, is_being_released: false };
             self.own.insert(id.clone(), own);
         }
-        new
+        Some(new)
     }
 
     /// The engine has ended it.
@@ -155,17 +194,22 @@ impl State {
         }
     }
 
-    /// Look who needs what. → jobs to give back. `unsure`: hosts that are silent, and may need what they do not say.
+    /// Look who needs what. → jobs to give back. Of `others`, those that are silent may need what they do not say; what those have
+    /// said does not count that are gone.
     fn tend(
         &mut self,
         now: Instant,
         here: BTreeSet<Job>,
         own: HostId,
-        unsure: &BTreeSet<HostId>,
+        others: &BTreeMap<HostId, Liveness>,
     ) -> Vec<String> {
+        let is = |host: &HostId| others.get(host).copied().unwrap_or(Liveness::Gone);
+        let unsure: BTreeSet<HostId> =
+            others.keys().filter(|host| is(host) == Liveness::Suspect).copied().collect();
+        self.needed.retain(|host, _| is(host) != Liveness::Gone);
         self.here = here;
         self.ended.retain(|_, (at, _)| now.saturating_duration_since(*at) < TOLD_FOR);
-        let Self { own: jobs, here, needed, ended, over } = self;
+        let Self { own: jobs, here, needed, ended, over, .. } = self;
         // Those that have come since, too.
         for job in here.iter().filter(|job| job.host == own.get()) {
             if let Some((_, why)) = ended.get(&job.id) {
@@ -177,7 +221,7 @@ impl State {
             let is_there = needed.values().any(|needed| needed.contains(id));
             let is_here = here.contains(&Job { host: own.get(), id: id.clone() });
             let may_be = match &job.hosts {
-                Some(hosts) => !hosts.is_disjoint(unsure),
+                Some(hosts) => !hosts.is_disjoint(&unsure),
                 None => !unsure.is_empty(),
             };
             if job.needed_by.strong_count() > 0 || is_there || is_here || may_be {
@@ -219,47 +263,80 @@ impl Member {
         views: &[HostView],
         message: &str,
     ) -> Result<Option<Hold>, ErrorBody> {
-        match self.allocator.hold(ask, views).await {
-            Ok(held) => Ok(held.map(|held| self.begin_job(held))),
-            Err(error) => {
+        // By itself, so that a job that is granted to somebody who has gone away is given back as any other.
+        let (member, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
+        let text = message.to_owned();
+        let task = tokio::spawn(async move {
+            let _asking = member.jobs.ask();
+            let held = member.allocator.hold(&ask, &views).await;
+            held.map(|held| held.map(|held| member.begin_job(held))).map_err(|error| {
+                // It may have been granted all the same, and not been given back.
+                member.look_for_jobs();
                 let code = match error {
                     AllocateError::NoRoom { .. } => ErrorCode::NoCapacity,
                     _ => ErrorCode::Host,
                 };
-                Err(ErrorBody::new(code, message).cause(chain(&error)).remedy(error.remedy()))
-            }
-        }
+                ErrorBody::new(code, text).cause(chain(&error)).remedy(error.remedy())
+            })
+        });
+        outcome(task, message).await
     }
 
     fn begin_job(self: &Arc<Self>, held: Held) -> Hold {
         let held = Arc::new(held);
-        self.jobs.state().begin(Instant::now(), &held);
-        self.watch_job(held.job.clone());
+        let has_left = {
+            let mut state = self.jobs.state();
+            state.begin(Instant::now(), &held);
+            state.has_left
+        };
+        match has_left {
+            true => drop(self.release_for_good(held.job.clone())),
+            false => self.watch_job(held.job.clone()),
+        }
         tracing::info!(job = held.job, hosts = held.places.len(), "a job holds nodes");
         Hold { job: Job { host: self.id().get(), id: held.job.clone() }, held }
     }
 
-    /// Take over what an earlier life of this daemon left.
-    pub(super) fn adopt_jobs(self: &Arc<Self>) {
+    /// Take over what the engine has of this host's and nobody here knows: what an earlier life of this daemon left, too.
+    pub(super) fn look_for_jobs(self: &Arc<Self>) {
+        {
+            let mut state = self.jobs.state();
+            state.look_again = true;
+            if std::mem::replace(&mut state.is_looking, true) {
+                return;
+            }
+        }
         let member = Arc::downgrade(self);
         tokio::spawn(async move {
             loop {
                 let Some(member) = member.upgrade() else { return };
-                match member.allocator.jobs().await {
-                    Ok(jobs) => {
-                        let adopted = member.jobs.state().adopt(Instant::now(), jobs);
-                        for job in adopted {
-                            tracing::info!(job, "an earlier life of this daemon left it");
-                            member.watch_job(job);
-                        }
-                        return;
-                    }
-                    Err(error) => tracing::warn!("jobs of an earlier life: {}", chain(&error)),
+                if member.look_once().await {
+                    return;
                 }
                 drop(member);
                 tokio::time::sleep(LOOK_EVERY).await;
             }
         });
+    }
+
+    /// → whether that was enough.
+    async fn look_once(self: &Arc<Self>) -> bool {
+        if !self.jobs.state().may_look() {
+            return false;
+        }
+        let jobs = match self.allocator.jobs().await {
+            Ok(jobs) => jobs,
+            Err(error) => {
+                tracing::warn!("jobs that are left: {}", chain(&error));
+                return false;
+            }
+        };
+        let Some(adopted) = self.jobs.state().adopt(Instant::now(), jobs) else { return false };
+        for job in adopted {
+            tracing::info!(job, "a job that nobody here knows is taken over");
+            self.watch_job(job);
+        }
+        true
     }
 
     /// Notice when the engine ends a job.
@@ -290,13 +367,13 @@ impl Member {
         let live = core.registry.live();
         let here = live.iter().filter_map(|vm| vm.identity.job.clone()).collect();
         let (now, own) = (self.now(), self.id());
-        let unsure = self.roster.read(|book| {
+        let others = self.roster.read(|book| {
             let others = book.members().map(|entry| entry.id).filter(|id| *id != own);
-            others.filter(|id| book.liveness(*id, now) == Liveness::Suspect).collect()
+            others.map(|id| (id, book.liveness(id, now))).collect()
         });
         let (unneeded, over) = {
             let mut state = self.jobs.state();
-            let unneeded = state.tend(Instant::now(), here, own, &unsure);
+            let unneeded = state.tend(Instant::now(), here, own, &others);
             (unneeded, std::mem::take(&mut state.over))
         };
         for vm in live {
@@ -318,114 +395,30 @@ impl Member {
         }
     }
 
-    /// This host is in no cluster any more: it holds nothing.
+    /// This host is in no cluster any more: it holds nothing. What can't be given back at once is tried again for a while.
     pub(super) async fn release_jobs(&self) {
-        let jobs: Vec<String> = self.jobs.state().own.keys().cloned().collect();
-        for job in jobs {
-            if let Err(error) = self.allocator.release(&job).await {
+        let jobs: Vec<String> = {
+            let mut state = self.jobs.state();
+            state.has_left = true;
+            state.own.keys().cloned().collect()
+        };
+        let released = jobs.into_iter().map(|job| self.release_for_good(job));
+        let _the_rest_goes_on = tokio::time::timeout(LEAVE_WAIT, join_all(released)).await;
+    }
+
+    fn release_for_good(&self, job: String) -> JoinHandle<()> {
+        let (allocator, until) = (Arc::clone(&self.allocator), Instant::now() + LEAVE_FOR);
+        tokio::spawn(async move {
+            while let Err(error) = allocator.release(&job).await {
                 tracing::warn!(job, "give it back: {}", chain(&error));
+                if Instant::now() >= until {
+                    return;
+                }
+                tokio::time::sleep(LOOK_EVERY).await;
             }
-        }
+        })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn host(id: u64) -> HostId {
-        HostId::new(id).expect("not 0")
-    }
-
-    fn held(job: &str) -> Arc<Held> {
-        let places = BTreeMap::from([(host(1), 2), (host(2), 2)]);
-        Arc::new(Held { job: job.to_owned(), places, short: Vec::new() })
-    }
-
-    fn of(id: &str) -> Job {
-        Job { host: 1, id: id.to_owned() }
-    }
-
-    fn news(needs: &[Job]) -> JobNews {
-        JobNews { needs: needs.to_vec(), ended: Vec::new() }
-    }
-
-    #[test]
-    fn a_job_lasts_while_a_fork_a_vm_here_or_one_elsewhere_needs_it() {
-        let (jobs, began) = (Jobs::default(), Instant::now());
-        let at = |s: u64| began + Duration::from_secs(s);
-        let here = |ids: &[&str]| ids.iter().map(|id| of(id)).collect::<BTreeSet<_>>();
-        let none = BTreeSet::new();
-        let tend = |s, here| jobs.state().tend(at(s), here, host(1), &none);
-        let fork = held("7");
-        jobs.state().begin(at(0), &fork);
-        assert!(tend(100, here(&[])).is_empty(), "the fork goes on");
-        drop(fork);
-        assert!(tend(104, here(&["7"])).is_empty(), "a VM of it is here");
-        jobs.heard(host(1), host(2), &news(&[of("7"), Job { host: 2, id: "8".to_owned() }]));
-        assert!(tend(200, here(&[])).is_empty(), "and one elsewhere");
-        jobs.heard(host(1), host(2), &news(&[]));
-        assert!(tend(204, here(&[])).is_empty(), "for a while");
-        let silent = BTreeSet::from([host(2)]);
-        assert!(jobs.state().tend(at(300), here(&[]), host(1), &silent).is_empty(), "who knows");
-        assert_eq!(tend(305, here(&[])), ["7"]);
-        assert!(tend(306, here(&[])).is_empty(), "under way");
-        jobs.state().released(at(307), "7", false);
-        assert_eq!(tend(309, here(&[])), ["7"], "tried again");
-        jobs.state().released(at(310), "7", true);
-        assert!(tend(400, here(&[])).is_empty());
-    }
-
-    #[test]
-    fn vms_of_a_job_that_come_after_its_end_end_too() {
-        let (jobs, now, none) = (Jobs::default(), Instant::now(), BTreeSet::new());
-        let fork = held("7");
-        jobs.state().begin(now, &fork);
-        jobs.state().ended(now, host(1), "7", "CANCELLED".to_owned());
-        jobs.state().over.clear();
-        jobs.state().tend(now, BTreeSet::from([of("7"), of("8")]), host(1), &none);
-        assert_eq!(jobs.state().over.keys().collect::<Vec<_>>(), [&of("7")]);
-    }
-
-    #[test]
-    fn what_an_earlier_life_left_is_given_back_unless_somebody_names_it() {
-        let (jobs, began) = (Jobs::default(), Instant::now());
-        let at = |s: u64| began + Duration::from_secs(s);
-        let mine = held("1");
-        jobs.state().begin(at(0), &mine);
-        let listed = ["1", "2", "3"].map(ToOwned::to_owned).into();
-        assert_eq!(jobs.state().adopt(at(0), listed), ["2", "3"]);
-        jobs.heard(host(1), host(2), &news(&[of("3")]));
-        let none = BTreeSet::new();
-        assert!(jobs.state().tend(at(29), BTreeSet::new(), host(1), &none).is_empty());
-        assert_eq!(jobs.state().tend(at(30), BTreeSet::new(), host(1), &none), ["2"]);
-    }
-
-    #[test]
-    fn what_the_engine_ends_is_told_and_ends_its_vms_wherever_they_are() {
-        let (jobs, now) = (Jobs::default(), Instant::now());
-        let fork = held("7");
-        jobs.state().begin(now, &fork);
-        jobs.state().ended(now, host(1), "7", "CANCELLED".to_owned());
-        assert_eq!(jobs.state().over.get(&of("7")).map(String::as_str), Some("CANCELLED"));
-        let told = jobs.news();
-        assert_eq!(told.ended, [("7".to_owned(), "CANCELLED".to_owned())]);
-        let there = Jobs::default();
-        there.heard(host(2), host(1), &told);
-        assert!(there.state().over.is_empty(), "no VM of it is there");
-        let none = BTreeSet::new();
-        there.state().tend(now, BTreeSet::from([of("7")]), host(2), &none);
-        there.heard(host(2), host(3), &told);
-        assert!(there.state().over.is_empty(), "another host's job");
-        there.heard(host(2), host(1), &told);
-        assert_eq!(there.state().over.len(), 1);
-        // What was given back ends nobody's VMs.
-        let gone = held("9");
-        jobs.state().begin(now, &gone);
-        drop(gone);
-        let later = now + UNNEEDED_FOR;
-        assert_eq!(jobs.state().tend(later, BTreeSet::new(), host(1), &none), ["9"]);
-        jobs.state().ended(later, host(1), "9", "CANCELLED".to_owned());
-        assert!(!jobs.state().over.contains_key(&of("9")));
-    }
-}
+mod tests;

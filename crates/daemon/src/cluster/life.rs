@@ -127,7 +127,7 @@ impl Life {
         let serving = tokio::spawn(server::serve(listener, port, stopped.clone()));
         let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
         *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
-        life.member.adopt_jobs();
+        life.member.look_for_jobs();
         tracing::info!(%id, name = life.member.name(), %address, "member of a cluster");
         Ok(life)
     }
