@@ -339,6 +339,7 @@ fn tell(origin: &Origin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
             there.ended(*vmid, error.to_string());
         }
     }
+    abroad.iter().for_each(|there| there.ordered());
 }
 
 #[cfg(test)]

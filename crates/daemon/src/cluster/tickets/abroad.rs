@@ -67,6 +67,11 @@ impl Abroad {
         abroad
     }
 
+    /// The order to start the clones was answered: before it has come the other host knows of no ticket.
+    pub(crate) fn ordered(&self) {
+        self.wire.let_speak();
+    }
+
     /// Have a clone ended.
     pub(crate) fn kill(&self, vm: u32) {
         self.wire.say(Word::Kill { vm });

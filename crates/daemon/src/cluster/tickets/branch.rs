@@ -54,6 +54,7 @@ pub(in crate::cluster) fn begin(
     let wire = Wire::new(Arc::downgrade(member), from, id);
     let (branch, origin) =
         Branch::new(&wire, core, ticket, order.clones.iter().map(|clone| clone.vmid).collect());
+    wire.let_speak();
     member.lines.start(&wire, branch);
     Some(origin)
 }

@@ -1,6 +1,7 @@
 //! Both ends of a line, with a guest that a test plays; the test carries the letters.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use rustix::io::Errno;
@@ -12,7 +13,7 @@ use vmfork_cluster::HostId;
 use super::abroad::Abroad;
 use super::branch::Branch;
 use super::letter::LineId;
-use super::wire::{End, Wire};
+use super::wire::{End, Lines, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, MailRoom, Message, Responder};
 use crate::fork::tickets::{Event, Origin};
 use crate::hub::testing::{Guest, Host, SOON, link};
@@ -189,4 +190,24 @@ async fn when_the_other_host_is_lost_both_sides_go_on_without() {
         }
     };
     timeout(SOON, closed).await.expect("clones' desks notice that nobody is above");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_is_told_nothing_of_a_ticket_before_it_has_the_order() {
+    for answers in [true, false] {
+        let mut both = Both::start().await;
+        let (wire, abroad) = (&both.here.0, &both.here.1);
+        let lines = Lines::default();
+        lines.start(wire, Arc::clone(abroad) as Arc<dyn End>);
+        // There is no member who could post it: whoever tries ends the line.
+        abroad.kill(1);
+        let early = timeout(Duration::from_millis(200), both.desk.recv()).await;
+        assert!(early.is_err(), "{early:?}");
+        match answers {
+            true => abroad.ordered(),
+            false => drop(wire.on_letter(both.there.0.letter(), &**abroad)),
+        }
+        let event = timeout(SOON, both.desk.recv()).await.expect("it speaks");
+        assert!(matches!(&event, Some(Event::Ended { vmid: 1, .. })), "{event:?}");
+    }
 }

@@ -23,6 +23,8 @@ pub(crate) const LETTERS: &str = "/cluster/v1/tickets/letters";
 const ASK_EVERY: Duration = Duration::from_secs(5);
 /// Then it is gone.
 const SILENCE_MAX: Duration = Duration::from_secs(20);
+/// An order to start clones has been answered by then, whatever became of it.
+const ORDER_WAIT: Duration = Duration::from_secs(150);
 /// After a letter that was lost.
 const PAUSE: Duration = Duration::from_millis(250);
 /// The slowest link on which a long message still arrives.
@@ -47,6 +49,8 @@ pub(super) struct Wire {
     /// One letter is heard at a time.
     hearing: Mutex<()>,
     wake: Notify,
+    /// The other end knows the line.
+    may_speak: CancellationToken,
     /// When all is heard that was said, that is the end.
     is_over: AtomicBool,
     closed: CancellationToken,
@@ -62,7 +66,7 @@ impl std::fmt::Debug for Wire {
 }
 
 impl Wire {
-    /// It says and hears nothing before [`Lines::start`].
+    /// It says and hears nothing before [`Lines::start`], and says nothing before the other end knows the line.
     pub(super) fn new(member: Weak<Member>, peer: HostId, id: LineId) -> Arc<Self> {
         Arc::new(Self {
             id,
@@ -72,6 +76,7 @@ impl Wire {
             line: Mutex::new(Line::new(Duration::ZERO)),
             hearing: Mutex::default(),
             wake: Notify::new(),
+            may_speak: CancellationToken::new(),
             is_over: AtomicBool::new(false),
             closed: CancellationToken::new(),
         })
@@ -87,6 +92,12 @@ impl Wire {
             self.line().say(item.into());
             self.wake.notify_one();
         }
+    }
+
+    /// The other end knows the line by now: it has spoken.
+    pub(super) fn let_speak(&self) {
+        self.line().on_receipt(0, self.began.elapsed());
+        self.may_speak.cancel();
     }
 
     /// There is nothing more to say: it is closed when all is heard.
@@ -111,6 +122,7 @@ impl Wire {
     pub(super) fn on_letter(self: &Arc<Self>, letter: Letter, end: &dyn End) -> u64 {
         let _in_order = self.hearing.lock().unwrap_or_else(PoisonError::into_inner);
         let new = self.line().on_letter(letter.first, letter.items, self.began.elapsed());
+        self.may_speak.cancel();
         for item in new {
             end.hear(self, item);
         }
@@ -133,6 +145,11 @@ impl Wire {
 
     /// Post what is said until the line is closed. → why the other end can't be reached any more, if that is why.
     async fn speak(&self) -> Option<String> {
+        tokio::select! {
+            () = self.closed.cancelled() => return None,
+            () = self.may_speak.cancelled() => {}
+            () = tokio::time::sleep(ORDER_WAIT) => {}
+        }
         loop {
             tokio::select! {
                 () = self.closed.cancelled() => return None,
@@ -175,7 +192,7 @@ impl Wire {
             .peer_of(self.peer, "write to it")
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;
-        let wait = WORD_WAIT + Duration::from_secs(body.len() as u64 / BYTES_PER_S_MIN);
+        let wait = letter_wait(body.len());
         let answer = peer.post(LETTERS, "application/octet-stream", body, wait).await;
         let answer = answer.map_err(|error| match &error {
             CallError::Refused { source, .. } if source.code == ErrorCode::NotFound => {
@@ -185,6 +202,11 @@ impl Wire {
         })?;
         serde_json::from_slice(&answer).map_err(|error| Unheard::Lost(chain(&error)))
     }
+}
+
+/// How long a letter of so many bytes may take.
+pub(super) fn letter_wait(bytes: usize) -> Duration {
+    WORD_WAIT + Duration::from_secs(bytes as u64 / BYTES_PER_S_MIN)
 }
 
 enum Unheard {
