@@ -32,7 +32,7 @@ use super::orders::Orders;
 use super::quotas::Keeper;
 use super::receive::Engines;
 use super::sources::{PagePeer, Sources};
-use super::tickets::{Leases, Lines};
+use super::tickets::{Inbox, Leases, Lines};
 use crate::config::PageTransfer;
 use crate::hub::{Core, chain};
 
@@ -73,6 +73,7 @@ pub(crate) struct Member {
     pub(super) arrivals: Arc<Arrivals>,
     /// To the hosts of tickets' parents and clones.
     pub(super) lines: Lines,
+    pub(super) inbox: Inbox,
     /// What is set aside for other hosts' tickets.
     pub(super) leases: Leases,
     orders: Mutex<Orders>,
@@ -129,6 +130,7 @@ impl Member {
             sources: Sources::new(id, ears),
             arrivals,
             lines: Lines::default(),
+            inbox: Inbox::default(),
             leases: Leases::default(),
             orders: Mutex::default(),
             epoch: epoch.into(),

@@ -19,7 +19,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Instant;
 
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
@@ -67,8 +67,6 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
     let clones = Router::new()
         .route(CLONES, post(clones))
         .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
-    let letters =
-        Router::new().route(LETTERS, post(letter)).layer(DefaultBodyLimit::max(tickets::BYTES_MAX));
     let members = Router::new()
         .route(HEARTBEAT, post(heartbeat))
         .route(NAMES, get(names))
@@ -78,7 +76,7 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
         .route(LEASES, post(lease))
         .route(RELEASE, post(release))
         .route(QUOTAS, post(quota))
-        .merge(letters)
+        .route(LETTERS, post(letter))
         .merge(clones);
     let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
     let api = cluster.api.get().cloned().unwrap_or_default();
@@ -236,10 +234,12 @@ async fn release(
 async fn letter(
     State(of): State<Of>,
     Extension(Caller(from)): Extension<Caller>,
-    body: Bytes,
+    request: Request,
 ) -> Result<Json<u64>, ApiError> {
-    let (life, _) = of.parts("hear of a ticket's clones")?;
-    Ok(Json(life.member.lines.on_letter(from, body)?))
+    let message = "hear of a ticket's clones";
+    let (life, _) = of.parts(message)?;
+    let letter = life.member.inbox.read(request.into_body(), message).await?;
+    Ok(Json(life.member.lines.on_letter(from, letter.bytes.clone())?))
 }
 
 fn check_active(life: &Life, message: &str) -> Result<(), ErrorBody> {

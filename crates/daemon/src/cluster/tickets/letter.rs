@@ -132,6 +132,7 @@ impl Letter {
     /// # Errors
     /// It is none.
     pub(super) fn decode(mut bytes: Bytes) -> Result<Self, LetterError> {
+        let whole = bytes.len();
         let length = bytes.first_chunk().map(|length| u32::from_le_bytes(*length));
         let _length = take(&mut bytes, 4)?;
         let head = take(&mut bytes, length.unwrap_or(0).into())?;
@@ -140,7 +141,7 @@ impl Letter {
         for (word, length) in words {
             let body = match length {
                 0 => Vec::new(),
-                length => vec![take(&mut bytes, length)?],
+                length => vec![alone(take(&mut bytes, length)?, whole)],
             };
             items.push(Item { word, body });
         }
@@ -149,6 +150,11 @@ impl Letter {
             left => Err(LetterError::Long { left }),
         }
     }
+}
+
+/// A message out of a letter of so many bytes. It may lie here for long: one that is not most of its letter must not keep that.
+fn alone(body: Bytes, whole: usize) -> Bytes {
+    if body.len() < whole / 2 { Bytes::copy_from_slice(&body) } else { body }
 }
 
 fn take(bytes: &mut Bytes, wanted: u64) -> Result<Bytes, LetterError> {
@@ -194,6 +200,16 @@ mod tests {
         }
         let more = [&bytes[..], &[0]].concat();
         assert!(matches!(Letter::decode(more.into()), Err(LetterError::Long { left: 1 })));
+    }
+
+    #[test]
+    fn a_short_message_does_not_keep_its_letter() {
+        let long = Item { word: Word::Taken { ask: 1 }, body: vec![vec![7; 1 << 20].into()] };
+        let letter = Letter { items: vec![letter().items.remove(0), long], ..letter() };
+        let read = Letter::decode(letter.encode().expect("plain")).expect("whole");
+        assert_eq!(read, letter);
+        let [short, long] = read.items.as_slice() else { panic!("{read:?}") };
+        assert!(short.body[0].is_unique() && long.body[0].is_unique(), "each has its own");
     }
 
     proptest! {

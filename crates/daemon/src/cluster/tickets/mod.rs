@@ -15,10 +15,12 @@
 //! lose their parent as they would by its end ([`crate::tickets`]).
 //!
 //! A message counts against its worker's allowance, and against a room of its line on its host, until the parent has it; on the
-//! parent's host it counts against what may lie there over all VMs, and is refused where that is full.
+//! parent's host it counts against what may lie there over all VMs, and is refused where that is full; until then against what is
+//! read there at a time ([`inbox`]).
 
 mod abroad;
 mod branch;
+mod inbox;
 mod leases;
 mod letter;
 mod line;
@@ -28,7 +30,7 @@ mod wire;
 
 pub(crate) use self::abroad::Abroad;
 pub(super) use self::branch::begin;
+pub(super) use self::inbox::Inbox;
 pub(crate) use self::leases::{Allotted, Reserved, reserve};
 pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE, SetAside};
-pub(super) use self::letter::BYTES_MAX;
 pub(super) use self::wire::{LETTERS, Lines};
