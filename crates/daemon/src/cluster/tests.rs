@@ -10,7 +10,7 @@ use tokio::time::sleep;
 use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, ClusterTokenRequest};
 use vmfork_cluster::{Folder, HostId};
 
-use super::Cluster;
+use super::{Cluster, reserve};
 use crate::control::ClusterControl;
 use crate::hub::testing::{Host, SOON};
 
@@ -162,4 +162,27 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     assert!(note.contains("not told") && note.contains("leave h0"), "{note}");
     assert!(host.is_in_none());
     assert!(daemon.cluster().await.expect("in none").hosts.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn places_for_an_order_that_is_not_sent_are_given_back_at_once() {
+    let hosts = cluster(2).await;
+    let (core, there) = (&hosts[0].host.core, &hosts[1].host.core.admission);
+    let member = hosts[0].cluster().member().expect("a member");
+    let have_room = || {
+        let views = member.views(core);
+        views.iter().all(|view| view.closed.is_none() && view.free.memory_bytes > 0)
+    };
+    until("both take clones", have_room).await;
+    let all = there.admissible_bytes();
+    let vm = hosts[0].host.vm("web", None);
+    let allotted = reserve(core, &member, &vm, 4, "fork").await;
+    assert_eq!((allotted.away.len(), allotted.away[0].count), (1, 2), "{:?}", allotted.refused);
+    assert!(there.admissible_bytes() < all);
+    let _for_an_order = allotted.away[0].number();
+    drop(allotted);
+    until("they are given back", || there.admissible_bytes() == all).await;
+    for host in &hosts {
+        host.stop().await;
+    }
 }

@@ -178,7 +178,7 @@ pub(super) async fn of_ticket(
         host: it.host,
         count: it.count,
         number: member.next_order(),
-        lease: Some(it.use_it()),
+        lease: Some(it.number()),
     });
     let shares = (count.saturating_sub(away), shares.collect());
     Away::to(core, member, machine, shares, message).await.map(Some)

@@ -34,6 +34,7 @@ pub(crate) use self::clone::Stem;
 pub(crate) use self::snapshot::Snapshot;
 pub(crate) use self::state::Lead;
 use crate::admission::Loan;
+use crate::cluster::Reserved;
 use crate::hub::{Core, Reservation, outcome};
 use crate::metrics::Stage;
 use crate::vm::{Vm, now_unix_ms};
@@ -275,6 +276,7 @@ async fn carry_out(
         }
     };
     drop(one_at_a_time);
+    order.placement.reserved.iter().for_each(Reserved::sent);
     snapshot.lease = Some(grant.snapshot);
     let snapshot = Arc::new(snapshot);
     let brood = Brood {

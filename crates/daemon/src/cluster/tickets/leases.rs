@@ -161,10 +161,14 @@ pub(crate) struct Reserved {
 }
 
 impl Reserved {
-    /// Its number, for an order that uses it.
-    pub(crate) fn use_it(&self) -> u64 {
-        self.is_used.store(true, Ordering::Relaxed);
+    /// For the order that is to use it.
+    pub(crate) fn number(&self) -> u64 {
         self.lease
+    }
+
+    /// That order is sent now: the host takes it from there.
+    pub(crate) fn sent(&self) {
+        self.is_used.store(true, Ordering::Relaxed);
     }
 }
 
