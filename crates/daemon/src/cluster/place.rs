@@ -164,9 +164,14 @@ async fn one(
             member.give_up(host, number);
             error.to_body(message.clone())
         })?;
-        serde_json::from_slice::<Vec<CloneResult>>(&answer).map_err(|error| {
+        let results = serde_json::from_slice::<Vec<CloneResult>>(&answer);
+        let results = results.map_err(|error| error.to_string()).and_then(|results| {
+            let are_they = are_of(&results, &clones);
+            are_they.then_some(results).ok_or_else(|| "it told of other clones".to_owned())
+        });
+        results.map_err(|cause| {
             member.give_up(host, number);
-            ErrorBody::new(ErrorCode::Host, message.clone()).cause(error)
+            ErrorBody::new(ErrorCode::Host, message.clone()).cause(cause)
         })
     };
     match outcome.await {
@@ -185,6 +190,15 @@ async fn one(
             clones.into_iter().map(|it| failed(it, error.clone(), host.clone())).collect()
         }
     }
+}
+
+/// Whether each of these clones is told of, once, and no other.
+fn are_of(results: &[CloneResult], clones: &[CloneOrder]) -> bool {
+    let mut told: Vec<u32> = results.iter().map(|result| result.vmid).collect();
+    let mut asked: Vec<u32> = clones.iter().map(|clone| clone.vmid).collect();
+    told.sort_unstable();
+    asked.sort_unstable();
+    told == asked
 }
 
 /// Where clones are started.
@@ -225,5 +239,25 @@ fn failed(clone: CloneOrder, error: ErrorBody, host: Option<String>) -> CloneRes
         pooled: false,
         host,
         error: Some(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_tells_of_the_clones_that_it_was_to_start() {
+        let order = |vmid| CloneOrder { name: format!("web.{vmid}"), vmid, ticket: None };
+        let clones = [order(3), order(1)];
+        let error = ErrorBody::new(ErrorCode::Host, "m");
+        let told = |vmids: &[u32]| {
+            let results = vmids.iter().map(|vmid| failed(order(*vmid), error.clone(), None));
+            are_of(&results.collect::<Vec<_>>(), &clones)
+        };
+        assert!(told(&[1, 3]));
+        for others in [&[1][..], &[1, 2], &[1, 3, 3], &[]] {
+            assert!(!told(others), "{others:?}");
+        }
     }
 }
