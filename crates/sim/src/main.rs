@@ -151,7 +151,7 @@ impl Traces {
             scenario.traces = (1..=hosts as u64).map(clone).collect();
         }
         if !options.demand {
-            scenario.ahead = first.first_touches();
+            scenario.ahead = first.working_set(pages);
         }
         scenario.seed = options.seed;
         scenario.hydrates = options.hydrate;

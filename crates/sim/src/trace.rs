@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmfork_image::{PAGES_MAX, PageIdx, PageRange};
+use vmfork_policy::transfer::Demanded;
+use vmfork_policy::transfer::swarm::UNIT_PAGES;
 
 use crate::random::Random;
 
@@ -185,9 +187,17 @@ impl Trace {
         self.steps.iter().map(|step| step.compute).sum()
     }
 
-    /// The pages that it touches, in the order in which it first does.
-    pub fn first_touches(&self) -> Vec<PageRange> {
-        self.steps.iter().map(|step| step.pages).collect()
+    /// What the parent's host knows of it afterwards, and sends along with the next fork: the units that were asked for, in the order in which they
+    /// first were.
+    pub fn working_set(&self, pages: u64) -> Vec<PageRange> {
+        let image = PageRange::first(pages);
+        let mut demanded = Demanded::new(pages);
+        for step in &self.steps {
+            let units = step.pages.start().0 / UNIT_PAGES..step.pages.end().0.div_ceil(UNIT_PAGES);
+            let unit = |unit: u64| image.from_page(PageIdx(unit * UNIT_PAGES)).truncate(UNIT_PAGES);
+            units.map(unit).for_each(|unit| demanded.record(unit));
+        }
+        demanded.runs().to_vec()
     }
 
     /// How many pages it touches in aligned windows of `unit_pages`, as they are fetched.
@@ -243,6 +253,12 @@ mod tests {
         assert_eq!(
             (trace.compute(), trace.fetched_pages(8, 11)),
             (Duration::from_micros(1500), 11)
+        );
+        let text = "0 40 r\n0 17+2 r\n9 41 w\n10 3 r\n11 47+2 r";
+        let trace = Trace::parse(text, 50).expect("valid");
+        assert_eq!(
+            trace.working_set(50),
+            [range(32, 16), range(16, 16), range(0, 16), range(48, 2)]
         );
     }
 

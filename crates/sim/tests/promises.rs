@@ -45,7 +45,7 @@ fn random(seed: u64) -> Scenario {
     scenario.traces = (1..=hosts as u64).map(|clone| Rc::new(trace(clone))).collect();
     match dice.below(3) {
         0 => {}
-        1 => scenario.ahead = trace(0).first_touches(),
+        1 => scenario.ahead = trace(0).working_set(pages),
         _ => scenario.ahead = vec![PageRange::first(pages)],
     }
     scenario.link.bytes_per_s = 1_000_000 << dice.below(8);
@@ -122,7 +122,7 @@ fn the_same_seed_gives_the_same_report() {
 fn database(mode: Mode, hosts: usize) -> Scenario {
     let trace = Rc::new(Trace::database(2048, Duration::from_millis(20)));
     let mut scenario = Scenario::new(mode, 2048, hosts, &trace);
-    scenario.ahead = trace.first_touches();
+    scenario.ahead = trace.working_set(2048);
     scenario
 }
 
@@ -258,7 +258,7 @@ fn promises_hold_for_what_real_clones_touched() {
                 scenario.seed = seed;
                 scenario.start_within = Duration::from_millis(200 * (seed % 2));
                 if seed > 1 {
-                    scenario.ahead = trace.first_touches();
+                    scenario.ahead = trace.working_set(PAGES);
                     scenario.link.loss_per_million = 2000;
                 }
                 if seed == 3 {
