@@ -127,6 +127,27 @@ impl Traffic {
     }
 }
 
+/// What became of pages that this host asked others for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Sourced {
+    /// Pages that came from a host that has all of their image, where others may have some.
+    Origin,
+    /// Pages from another one that has them.
+    Holder,
+    /// Pages that were sent to all who need them.
+    Group,
+    /// Pages that could not be compared with those of their origin.
+    Unverified,
+    /// Answers that another host has them.
+    Redirected,
+    /// Reads that another host answered than the one asked first.
+    Resourced,
+    /// Answers with other pages than their origin has: none was used.
+    Forged,
+    /// Reads that no host answered.
+    Failed,
+}
+
 /// How a VM came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EndReason {
@@ -156,7 +177,7 @@ macro_rules! label_value {
         }
     )*};
 }
-label_value!(Stage, FaultKind, Source, Place, Side, Role, EndReason);
+label_value!(Stage, FaultKind, Source, Sourced, Place, Side, Role, EndReason);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -203,6 +224,16 @@ struct PlaceLabel {
 struct TrafficLabel {
     side: Side,
     role: Role,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FromLabel {
+    from: Sourced,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EventLabel {
+    event: Sourced,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -278,6 +309,9 @@ pub struct Metrics {
     transfer_requests: Family<TrafficLabel, Counter>,
     transfer_pages: Family<TrafficLabel, Counter>,
     transfer_bytes: Family<TrafficLabel, Counter>,
+    came: Family<FromLabel, Counter>,
+    unverified: Counter,
+    sourced: Family<EventLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
     drained: Counter,
     prefetched: Counter,
@@ -350,6 +384,15 @@ impl Metrics {
                 "What these took on the wire, without TLS's own",
                 Default::default(),
                 Bytes
+            ),
+            came: metric!("transfer_came_pages", "Pages of other hosts, by who gave them"),
+            unverified: metric!(
+                "transfer_unverified_pages",
+                "Pages of other hosts that could not be compared with their origin's"
+            ),
+            sourced: metric!(
+                "transfer_events",
+                "What happened to reads of other hosts' pages besides that they came"
             ),
             fetched: metric!(
                 "cache_filled",
@@ -461,6 +504,19 @@ impl Metrics {
         self.transfer_bytes.get_or_create(&label).inc_by(traffic.bytes);
     }
 
+    /// So many more than when this was last called for `what`.
+    pub fn add_sourced(&self, what: Sourced, count: u64) {
+        match what {
+            Sourced::Origin | Sourced::Holder | Sourced::Group => {
+                self.came.get_or_create(&FromLabel { from: what }).inc_by(count)
+            }
+            Sourced::Unverified => self.unverified.inc_by(count),
+            Sourced::Redirected | Sourced::Resourced | Sourced::Forged | Sourced::Failed => {
+                self.sourced.get_or_create(&EventLabel { event: what }).inc_by(count)
+            }
+        };
+    }
+
     /// So many more bytes than when this was last called for `source`.
     pub fn add_cache_filled(&self, source: Source, bytes: u64) {
         self.fetched.get_or_create(&SourceLabel { source }).inc_by(bytes);
@@ -504,49 +560,4 @@ impl Metrics {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_thing_said_is_in_the_text() {
-        let metrics = Metrics::new();
-        metrics.observe_stage(Stage::CloneIdentity, Duration::from_millis(7));
-        metrics.clone_failed(ErrorCode::NoCapacity);
-        metrics.vm_ended(EndReason::PageLost);
-        metrics.add_faults(FaultKind::Mapped, 3);
-        metrics.add_cache_filled(Source::Frozen, 65_536);
-        metrics.add_waited(Place::Peer, [2, 0, 1].into_iter(), 55);
-        metrics.add_transferred(
-            Side::Served,
-            Role::Ahead,
-            Traffic { requests: 1, pages: 16, bytes: 70 },
-        );
-        metrics.request("GET", "/v1/vms/{vm}", 404);
-        metrics.on_scrape(|metrics| {
-            metrics.set_vms(VmState::Running, 2);
-            metrics.set_admissible_bytes(1 << 30);
-        });
-        let text = metrics.text();
-        for line in [
-            r#"vmfork_fork_stage_seconds_count{stage="clone_identity"} 1"#,
-            r#"vmfork_fork_stage_seconds_bucket{le="0.0064",stage="clone_identity"} 0"#,
-            r#"vmfork_fork_stage_seconds_bucket{le="0.0128",stage="clone_identity"} 1"#,
-            r#"vmfork_clones_failed_total{code="no_capacity"} 1"#,
-            r#"vmfork_vms_ended_total{reason="page_lost"} 1"#,
-            r#"vmfork_faults_total{kind="mapped"} 3"#,
-            r#"vmfork_cache_filled_bytes_total{source="frozen"} 65536"#,
-            r#"vmfork_fault_wait_seconds_bucket{le="0.00002",place="peer"} 2"#,
-            r#"vmfork_fault_wait_seconds_bucket{le="0.000028",place="peer"} 3"#,
-            r#"vmfork_fault_wait_seconds_bucket{le="+Inf",place="peer"} 3"#,
-            r#"vmfork_fault_wait_seconds_sum{place="peer"} 0.000055"#,
-            r#"vmfork_transfer_pages_total{side="served",role="ahead"} 16"#,
-            r#"vmfork_transfer_bytes_total{side="served",role="ahead"} 70"#,
-            r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
-            r#"vmfork_vms{state="running"} 2"#,
-            "vmfork_memory_admissible_bytes 1073741824",
-        ] {
-            assert!(text.lines().any(|l| l == line), "no `{line}` in\n{text}");
-        }
-        assert!(text.ends_with("# EOF\n"));
-    }
-}
+mod tests;

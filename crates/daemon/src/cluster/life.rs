@@ -23,7 +23,7 @@ use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
 use crate::hub::{Core, chain};
-use crate::metrics::{Role, Side, Traffic};
+use crate::metrics::{Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
@@ -174,6 +174,23 @@ impl Life {
             (Side::Served, Role::All, of(&sent.datagrams, &sent.pages, &sent.bytes))
         });
         roles.into_iter().flatten().chain(to_all).collect()
+    }
+
+    /// What became of the pages that this host asked others for.
+    pub(super) fn sourced(&self) -> Vec<(Sourced, u64)> {
+        let came = self.member.sourced();
+        [
+            (Sourced::Origin, &came.origin_pages),
+            (Sourced::Holder, &came.holder_pages),
+            (Sourced::Group, &came.group_pages),
+            (Sourced::Unverified, &came.unverified_pages),
+            (Sourced::Redirected, &came.redirected),
+            (Sourced::Resourced, &came.resourced),
+            (Sourced::Forged, &came.forged),
+            (Sourced::Failed, &came.failures),
+        ]
+        .map(|(what, counter)| (what, counter.get()))
+        .into()
     }
 
     /// Say nothing of its own accord any more.

@@ -17,7 +17,8 @@ use vmfork_cluster::{
 };
 use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_transfer::{
-    Invitation, Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, Urgency, Wanted,
+    Invitation, Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, SourceCounters, Urgency,
+    Wanted,
 };
 
 use super::arrivals::Arrivals;
@@ -223,6 +224,11 @@ impl Member {
         first: HostId,
     ) -> Arc<dyn PageSource> {
         self.sources.source(image, pages, first, &self.page_peers())
+    }
+
+    /// What became of the pages that this host asked others for.
+    pub(super) fn sourced(&self) -> &SourceCounters {
+        self.sources.counters()
     }
 
     pub(super) fn ears(&self) -> &Ears {

@@ -65,7 +65,7 @@ pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};
 use crate::hub::Core;
-use crate::metrics::{Role, Side, Traffic};
+use crate::metrics::{Role, Side, Sourced, Traffic};
 
 /// One per daemon.
 pub struct Cluster {
@@ -138,6 +138,11 @@ impl Cluster {
     /// What has gone between this host and others since it is a member.
     pub(crate) fn traffic(&self) -> Vec<(Side, Role, Traffic)> {
         self.life().map(|life| life.traffic()).unwrap_or_default()
+    }
+
+    /// What became of the pages that this host asked others for, since it is a member.
+    pub(crate) fn sourced(&self) -> Vec<(Sourced, u64)> {
+        self.life().map(|life| life.sourced()).unwrap_or_default()
     }
 
     /// By which this life of the daemon is told from others.

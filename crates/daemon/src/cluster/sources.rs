@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageRange, PageSource};
-use vmfork_transfer::{Holders, Listener, Peer, PeerSource, Swarm, SwarmConfig, SwarmMember};
+use vmfork_transfer::{
+    Holders, Listener, Peer, PeerSource, SourceCounters, Swarm, SwarmConfig, SwarmMember,
+};
 
 use super::multicast::Ears;
 use crate::config::PageTransfer;
@@ -26,6 +28,8 @@ pub(super) struct Sources {
     own: HostId,
     ears: Ears,
     known: Mutex<HashMap<ImageName, Known>>,
+    /// Of all of them.
+    counters: Arc<SourceCounters>,
 }
 
 #[derive(Debug)]
@@ -39,7 +43,7 @@ struct Known {
 
 impl Sources {
     pub(super) fn new(own: HostId, ears: Ears) -> Self {
-        Self { own, ears, known: Mutex::default() }
+        Self { own, ears, known: Mutex::default(), counters: Arc::default() }
     }
 
     /// Those whose image is still open.
@@ -78,7 +82,8 @@ impl Sources {
         known.holders.set(all);
         known.swarm.set_members(swarm_members(image, members));
         known.swarm.heard(vmfork_transfer::HostId(first.get()), true);
-        let source = PeerSource::new(image, Arc::clone(&known.holders));
+        let source = PeerSource::new(image, Arc::clone(&known.holders))
+            .with_counters(Arc::clone(&self.counters));
         if self.ears.form() == PageTransfer::Unicast {
             return Arc::new(source);
         }
@@ -91,6 +96,10 @@ impl Sources {
             Some(group) => Arc::new(source.with_group(Arc::clone(group))),
             None => Arc::new(source),
         }
+    }
+
+    pub(super) fn counters(&self) -> &SourceCounters {
+        &self.counters
     }
 
     pub(super) fn ears(&self) -> &Ears {

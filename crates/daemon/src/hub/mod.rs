@@ -435,6 +435,9 @@ impl Core {
         for (side, role, traffic) in self.cluster.traffic() {
             self.tally.look_at_traffic(side, role, traffic, metrics);
         }
+        for (what, count) in self.cluster.sourced() {
+            self.tally.look_at_sourced(what, count, metrics);
+        }
         metrics.set_snapshots(self.snapshots());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use vmfork_image::ImageId;
 use vmfork_memory::{HostImage, Times};
 
-use crate::metrics::{FaultKind, Metrics, Place, Role, Side, Source, Traffic};
+use crate::metrics::{FaultKind, Metrics, Place, Role, Side, Source, Sourced, Traffic};
 use crate::vm::Vm;
 
 #[derive(Debug, Default)]
@@ -24,6 +24,7 @@ struct Seen {
     vms: HashMap<String, [u64; FAULTS.len()]>,
     images: HashMap<ImageId, (Weak<HostImage>, OfImage)>,
     traffic: HashMap<(Side, Role), Traffic>,
+    sourced: HashMap<Sourced, u64>,
 }
 
 const FAULTS: [FaultKind; 4] =
@@ -113,6 +114,12 @@ impl Tally {
             bytes: grown(now.bytes, &mut before.bytes),
         };
         metrics.add_transferred(side, role, grown);
+    }
+
+    /// So often has it happened by now that pages of other hosts were had in this way.
+    pub(super) fn look_at_sourced(&self, what: Sourced, now: u64, metrics: &Metrics) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics.add_sourced(what, grown(now, seen.sourced.entry(what).or_default()));
     }
 
     /// A VM has ended; and images may have.

@@ -32,7 +32,7 @@ const LATER_MAX: Duration = Duration::from_millis(50);
 /// What a VM waits for others than the origin may take no longer to send.
 const DEMAND_WAIT: Duration = Duration::from_secs(1);
 
-/// What became of reads of one image.
+/// What became of reads of one image, or of several that count together.
 #[derive(Debug, Default)]
 pub struct SourceCounters {
     pub reads: Counter,
@@ -63,7 +63,7 @@ pub struct PeerSource {
     group: Option<Arc<Listener>>,
     patience: Duration,
     verifier: Verifier,
-    counters: SourceCounters,
+    counters: Arc<SourceCounters>,
 }
 
 /// A host that did not give what it was asked for, and why.
@@ -102,7 +102,7 @@ impl PeerSource {
             group: None,
             patience: PATIENCE,
             verifier: Verifier::new(image),
-            counters: SourceCounters::default(),
+            counters: Arc::default(),
         }
     }
 
@@ -122,6 +122,12 @@ impl PeerSource {
     #[must_use]
     pub fn with_group(self, group: Arc<Listener>) -> Self {
         Self { group: Some(group), ..self }
+    }
+
+    /// The same, but counted there.
+    #[must_use]
+    pub fn with_counters(self, counters: Arc<SourceCounters>) -> Self {
+        Self { counters, ..self }
     }
 
     pub fn image(&self) -> ImageName {
@@ -373,7 +379,7 @@ impl PeerSource {
     }
 
     fn came_from(&self, origin: bool, piece: PageRange) {
-        let SourceCounters { origin_pages, holder_pages, .. } = &self.counters;
+        let SourceCounters { origin_pages, holder_pages, .. } = &*self.counters;
         if origin { origin_pages } else { holder_pages }.add(piece.len());
     }
 
