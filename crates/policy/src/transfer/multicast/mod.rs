@@ -14,10 +14,10 @@
 //! What gets lost, the receivers ask for again, when an answer takes longer than answers took so far; a repeated request
 //! tells the sender of the loss. After some attempts a receiver gives up, and its host asks somebody else, by unicast.
 //!
-//! Two things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not slow the sender down
+//! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not slow the sender down
 //! ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is too high for all, and among many receivers there is always one
-//! that has lost something. And the mean receive rate is set against what was sent meanwhile, so that a loss while little was asked for does
-//! not cut the rate to that.
+//! that has lost something. What is asked for again while it waits in the queue since it was asked for first is no loss at all. And the
+//! mean receive rate is set against what was sent meanwhile, so that a loss while little was asked for does not cut the rate to that.
 
 mod receiver;
 mod sender;

@@ -97,6 +97,8 @@ pub struct Sender {
     /// Sent within the lockstep window, the oldest first, each page once.
     recent: VecDeque<(Duration, PageRange)>,
     recent_pages: PageSet,
+    /// Queued since somebody asked for them, and nobody again: who does so now has not lost them, but waits.
+    unanswered: PageSet,
     /// Ever sent.
     sent: PageSet,
     rate_bytes_per_s: u64,
@@ -180,6 +182,7 @@ impl Sender {
             ahead: Queue::default(),
             recent: VecDeque::new(),
             recent_pages: PageSet::default(),
+            unanswered: PageSet::default(),
             sent: PageSet::default(),
             rate_bytes_per_s: rate,
             free_at: Duration::ZERO,
@@ -201,8 +204,9 @@ impl Sender {
         self.counts.requested += pages.len();
         if request.repeat {
             self.counts.repeats += pages.len();
-            // What was never sent was not lost on its way: the request was.
-            let lost = self.sent.count(pages);
+            // What was never sent was not lost on its way: the request was, or the queue is long.
+            let answered = self.unanswered.absent(pages);
+            let lost = answered.map(|run| self.sent.count(run)).sum();
             if let Some(listener) = self.listener(from, now) {
                 listener.lost = listener.lost.saturating_add(lost);
             }
@@ -218,16 +222,25 @@ impl Sender {
                         continue;
                     }
                     taken += run.len();
+                    if !request.repeat {
+                        self.ahead.pages.absent(run).for_each(|run| {
+                            self.unanswered.insert(run);
+                        });
+                    }
                     self.ahead.remove(run);
                     self.demand.push(run);
                     continue;
                 }
                 for run in self.ahead.pages.absent(run).collect::<Vec<_>>() {
                     taken += run.len();
-                    match self.ahead.runs.len() < self.config.queue_runs_max {
-                        true => self.ahead.push(run),
-                        false => self.counts.refused += run.len(),
+                    if self.ahead.runs.len() >= self.config.queue_runs_max {
+                        self.counts.refused += run.len();
+                        continue;
                     }
+                    if !request.repeat {
+                        self.unanswered.insert(run);
+                    }
+                    self.ahead.push(run);
                 }
             }
         }
@@ -255,6 +268,7 @@ impl Sender {
         }
         let pages_max = self.config.run_pages_max;
         let run = self.demand.pop(pages_max).or_else(|| self.ahead.pop(pages_max))?;
+        self.unanswered.remove(run);
         self.counts.served += run.len();
         self.counts.resent += run.len() - self.sent.insert(run);
         self.sent_lately = self.sent_lately.saturating_add(run.len());

@@ -153,6 +153,26 @@ fn loss_cuts_the_rate_to_three_quarters_of_the_mean_receive_rate() {
 }
 
 #[test]
+fn what_is_asked_for_again_and_still_to_be_sent_is_no_loss() {
+    let config = SenderConfig {
+        loss_tolerated_permille: 0,
+        raise_bytes_per_s: 0,
+        ..SenderConfig::default()
+    };
+    let mut sender = Sender::new(1 << 20, config);
+    busy(&mut sender, ms(1000), ms(1500));
+    let rate = sender.rate_bytes_per_s();
+    // Another host comes for what the first has got, and waits longer than it should for a queue that is long.
+    sender.request(B, ahead(100_000, 512), ms(1600));
+    sender.request(B, Request { demand: false, ..repeat(100_000, 512) }, ms(1700));
+    sender.request(B, repeat(100_000, 256), ms(1800));
+    assert_eq!((sender.rate_bytes_per_s(), sender.counts().cuts), (rate, 0), "it is queued");
+    let run = sender.next(ms(5000)).expect("queued");
+    sender.request(B, Request { pages: run, ..repeat(0, 1) }, ms(5040));
+    assert_eq!(sender.counts().cuts, 1, "that was lost");
+}
+
+#[test]
 fn a_little_loss_and_a_loss_of_few_do_not_slow_all_down() {
     let config = SenderConfig { raise_bytes_per_s: 0, ..SenderConfig::default() };
     let mut sender = Sender::new(1 << 20, config);
