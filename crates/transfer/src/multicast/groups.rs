@@ -34,6 +34,9 @@ use crate::service::Pages;
 /// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
 const LOCKSTEP: Duration = Duration::from_millis(25);
 
+/// Each has a number of its own.
+const LISTENERS_MAX: usize = 1 << u16::BITS;
+
 /// Bounds and times of [`Groups`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupsConfig {
@@ -99,6 +102,7 @@ struct Session {
 #[derive(Debug)]
 struct State {
     sender: Sender,
+    /// One for each member at most. Who is silent stays: it may hear the group all the same, and then asks for no other invitation.
     listeners: BTreeMap<u16, Listener>,
     /// Members who have the key, whether they listen or not.
     invited: BTreeSet<u64>,
@@ -186,7 +190,10 @@ impl Groups {
         }
         // It asks again since it was not heard any more, or has begun anew.
         state.listeners.retain(|_, listener| listener.member != member);
-        let number = state.next_listener;
+        let mut number = state.next_listener;
+        while state.listeners.contains_key(&number) && state.listeners.len() < LISTENERS_MAX {
+            number = number.wrapping_add(1);
+        }
         state.next_listener = number.wrapping_add(1);
         let window = Window::new(0);
         let listener = Listener { member, seal, window, heard_at: now, is_there: false };
@@ -387,7 +394,6 @@ impl Shared {
         let mut state = lock(&session.state);
         loop {
             let now = self.now();
-            state.listeners.retain(|_, it| now.saturating_sub(it.heard_at) < config.alone);
             if state.ended || now.saturating_sub(state.heard_at) >= config.alone {
                 state.ended = true;
                 return Step::End;

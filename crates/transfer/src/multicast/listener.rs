@@ -216,7 +216,9 @@ impl Listener {
 
     /// Pages have come another way, and need not be asked for here.
     pub(crate) fn filled(&self, range: PageRange) {
-        lock(&self.shared.state).reads.filled(range);
+        if lock(&self.shared.state).reads.filled(range) {
+            self.shared.changed.notify_all();
+        }
     }
 }
 

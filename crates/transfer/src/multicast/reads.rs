@@ -77,6 +77,12 @@ impl Waiting {
         }
     }
 
+    /// Whether any of these pages is one that it waits for.
+    fn lacks(&self, range: PageRange) -> bool {
+        let pages = self.range.pages().zip(&self.came);
+        pages.into_iter().any(|(page, came)| !came && range.contains(page))
+    }
+
     fn give(&mut self, page: PageIdx, bytes: &[u8; PAGE]) {
         if !self.range.contains(page) {
             return;
@@ -108,8 +114,13 @@ impl Reads {
 
     /// Whether pages are best asked for here: the sender is heard, of late, and tells of enough hosts that listen.
     pub(super) fn is_heard(&self, now: Duration) -> bool {
+        self.is_there(now) && self.listeners >= self.config.listeners_min
+    }
+
+    /// Whether the sender is heard of late.
+    fn is_there(&self, now: Duration) -> bool {
         let heard = |at| now.saturating_sub(at) < self.config.heard_within;
-        self.heard_at.is_some_and(heard) && self.listeners >= self.config.listeners_min
+        self.heard_at.is_some_and(heard)
     }
 
     fn trust(&mut self, demand: bool) -> &mut Trust {
@@ -181,9 +192,17 @@ impl Reads {
         self.left_over.extend(pages.filter(|page| self.pending.contains_key(page)));
     }
 
-    /// Pages have come another way.
-    pub(super) fn filled(&mut self, range: PageRange) {
+    /// Pages have come another way. Nobody asks for them here any more, so reads that wait for them fail. → whether there are any.
+    pub(super) fn filled(&mut self, range: PageRange) -> bool {
         self.receiver.filled(range);
+        self.fail(|read| read.lacks(range))
+    }
+
+    /// → whether a read has failed that had not.
+    fn fail(&mut self, fails: impl Fn(&Waiting) -> bool) -> bool {
+        let failing = self.waiting.values_mut().filter(|read| read.missing > 0);
+        let failing = failing.filter(|read| !read.has_failed && fails(read));
+        failing.map(|read| read.has_failed = true).count() > 0
     }
 
     /// The sender was heard.
@@ -232,13 +251,10 @@ impl Reads {
                 requests.push(Request { pages, ..request });
             }
         }
-        let mut has_failed = false;
+        // A sender that is gone answers none.
+        let mut has_failed = !self.is_there(now) && self.fail(|_| true);
         while let Some(gave_up) = self.receiver.gave_up() {
-            let lacks = |read: &&mut Waiting| !read.range.intersect(&gave_up.pages).is_empty();
-            for read in self.waiting.values_mut().filter(lacks) {
-                read.has_failed = true;
-                has_failed = true;
-            }
+            has_failed |= self.fail(|read| read.lacks(gave_up.pages));
         }
         let received = self.receiver.feedback(now);
         let mut all: Vec<Asking> = requests

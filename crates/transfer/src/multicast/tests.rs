@@ -1,15 +1,18 @@
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, UdpSocket};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::Request;
 
-use super::ListenerConfig;
 use super::datagram::*;
 use super::reads::{Read, Reads};
 use super::seal::{KEY_BYTES, Key, Seal, Window};
-use crate::proto::PAGE;
+use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
+use crate::proto::{PAGE, Refusal, Urgency};
+use crate::service::Pages;
 
 const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 
@@ -347,6 +350,7 @@ fn a_read_that_is_never_answered_fails_after_so_many_requests() {
     let read = reads.begin(range(0, 4), false, ms(0)).expect("heard");
     let (mut asked, mut failed_at) = (0, None);
     for at in 0..60_000 {
+        reads.heard(ms(at));
         let (asking, failed) = reads.asking(ms(at));
         asked += asking.iter().map(|asking| asking.requests.len()).sum::<usize>();
         if failed {
@@ -357,4 +361,114 @@ fn a_read_that_is_never_answered_fails_after_so_many_requests() {
     assert_eq!(asked, 12);
     assert!(failed_at.is_some_and(|at| at < 10_000), "{failed_at:?}");
     assert_eq!(reads.look(read), Read::Failed);
+}
+
+#[test]
+fn reads_that_wait_fail_once_the_sender_is_not_heard_any_more() {
+    let mut reads = heard(ListenerConfig::default());
+    let read = reads.begin(range(0, 4), false, ms(0)).expect("heard");
+    assert!(!reads.asking(ms(1499)).1);
+    assert!(reads.asking(ms(1500)).1, "not heard for long");
+    assert_eq!(reads.look(read), Read::Failed);
+    assert!(!reads.asking(ms(1501)).1, "none is left");
+}
+
+#[test]
+fn a_read_does_not_wait_for_what_has_come_another_way() {
+    let mut reads = heard(ListenerConfig::default());
+    let ahead = reads.begin(range(0, 16), false, ms(0)).expect("heard");
+    let other = reads.begin(range(16, 16), false, ms(0)).expect("heard");
+    assert!(!come(&mut reads, range(0, 4), ms(1)));
+    assert!(!reads.filled(range(0, 4)), "they are here");
+    assert_eq!(reads.look(ahead), Read::Waits);
+    assert!(reads.filled(range(3, 2)), "nobody asks for 4 any more");
+    assert_eq!(reads.look(ahead), Read::Failed);
+    assert_eq!(reads.look(other), Read::Waits);
+    let kept: Vec<_> = reads.batch(ms(20)).into_iter().map(|(run, _)| run).collect();
+    assert_eq!(kept, [range(0, 4)], "what came for it");
+}
+
+/// A host that has pages of zeros.
+struct Zeros;
+
+impl Pages for Zeros {
+    fn admit(&self, _: &[u8], _: SocketAddr) -> Result<u64, Refusal> {
+        Ok(1)
+    }
+
+    fn is_member(&self, _: u64) -> bool {
+        true
+    }
+
+    fn read(
+        &self,
+        _: u64,
+        _: ImageName,
+        _: PageRange,
+        _: Urgency,
+        bytes: &mut [u8],
+    ) -> Result<(), Refusal> {
+        bytes.fill(0);
+        Ok(())
+    }
+
+    fn held(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        each(range);
+        Ok(())
+    }
+
+    fn own(
+        &self,
+        _: u64,
+        _: ImageName,
+        range: PageRange,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<(), Refusal> {
+        each(range);
+        Ok(())
+    }
+}
+
+#[test]
+fn who_was_silent_for_long_is_answered_while_the_group_is_there() {
+    let config = GroupsConfig { alone: ms(300), ..GroupsConfig::default() };
+    let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0);
+    let groups = Groups::start(address, config, Arc::new(Zeros)).expect("a socket");
+    let invitations = [1, 2].map(|member| groups.invite(member, IMAGE, 64).expect("room"));
+    let socket = UdpSocket::bind(address).expect("a port");
+    let say = |invitation: &Invitation, counter, requests| {
+        let from = From::Listener(invitation.listener);
+        let head = Head { from, session: invitation.session, counter };
+        let seal = Seal::new(&invitation.own_key, IMAGE).expect("a key");
+        let asking = Asking { received: None, requests };
+        let datagram = seal.seal(&head, &asking.encode()).expect("short");
+        socket.send_to(&datagram, groups.address()).expect("sent");
+    };
+    let [silent, other] = &invitations;
+    for counter in 0..20 {
+        say(other, counter, Vec::new());
+        std::thread::park_timeout(ms(50));
+    }
+    say(silent, 0, vec![Request { pages: range(0, 16), demand: true, repeat: false }]);
+    let end = Instant::now() + ms(5000);
+    while groups.counters().pages.get() == 0 && Instant::now() < end {
+        std::thread::park_timeout(ms(10));
+    }
+    assert_eq!((groups.counters().pages.get(), groups.counters().dropped.get()), (16, 0));
+}
+
+#[test]
+fn no_two_who_listen_have_one_number() {
+    let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0);
+    let groups = Groups::start(address, GroupsConfig::default(), Arc::new(Zeros));
+    let groups = groups.expect("a socket");
+    let first = groups.invite(1, IMAGE, 64).expect("room");
+    let mut numbers = (0..70_000).map(|_| groups.invite(2, IMAGE, 64).expect("room").listener);
+    assert!(numbers.all(|number| number != first.listener));
 }
