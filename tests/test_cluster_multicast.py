@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vmfork
 
-from harness import metrics
 from harness.cluster import Cluster, cluster_of
-from harness.metrics import Between
+from harness.sent import Sent
 from harness.waits import eventually
 
 MIB = 1 << 20
@@ -39,27 +40,6 @@ def parent(cluster: Cluster, image: str) -> vmfork.VM:
     vm = cluster.clients[0].run(image, name="web", memory_mib=256)
     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
     return vm
-
-
-class Sent:
-    """What the parent's host sends from now on."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.before = (cluster.net.sent(0), metrics.read(cluster.daemons[0]))
-
-    def bytes(self) -> int:
-        return self.cluster.net.sent(0) - self.before[0]
-
-    def _pages(self, *roles: str) -> float:
-        between = Between(self.before[1], metrics.read(self.cluster.daemons[0]))
-        return sum(between.value("vmfork_transfer_pages_total", side="served", role=role) for role in roles)
-
-    def pages_to_all(self) -> float:
-        return self._pages("all")
-
-    def pages_to_one(self) -> float:
-        return self._pages("demand", "ahead")
 
 
 def read_at_once(clones: vmfork.ForkResult, expected: bytes) -> None:
@@ -105,6 +85,42 @@ def flood(cluster: Cluster, number: int, *, on: bool) -> None:
     # Without looking into what hosts have joined.
     subprocess.run(["ip", "-n", switch, "link", "set", "br0", "type", "bridge", "mcast_snooping", "0"], timeout=30, check=True)
     subprocess.run([*inside, *words], timeout=30, check=True)
+
+
+@contextlib.contextmanager
+def lossy(cluster: Cluster, number: int) -> Iterator[None]:
+    """Meanwhile a host gets multicast in turns, and else loses it."""
+    ends = threading.Event()
+
+    def flap() -> None:
+        while not ends.is_set():
+            flood(cluster, number, on=False)
+            ends.wait(0.05)
+            flood(cluster, number, on=True)
+            ends.wait(0.2)
+
+    thread = threading.Thread(target=flap)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join(60)
+        flood(cluster, number, on=True)
+
+
+@pytest.mark.limit(240)
+def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
+    expected = parent.exec(READ, check=True).stdout
+    sent = Sent(cluster)
+    with lossy(cluster, 2):
+        fork = parent.fork(2, hosts=["h1", "h2"], hydrate_mib_per_s=1000).raise_for_errors()
+        read_at_once(fork, expected)
+        eventually(lambda: not any(clone.inspect().memory.missing_pages for clone in fork), 120, "all have all pages")
+    read_at_once(fork, expected)
+    came = needed(fork)
+    assert sent.pages_to_all() > 0.5 * came / 4096, "most was sent another way"
+    assert sent.pages_to_all() + sent.pages_to_one() > 1.01 * came / 4096, "nothing was lost"
 
 
 @pytest.mark.limit(240)

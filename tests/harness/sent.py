@@ -1,0 +1,28 @@
+"""How the pages of clones on other hosts left their parent's host."""
+
+from __future__ import annotations
+
+from . import metrics
+from .cluster import Cluster
+from .metrics import Between
+
+
+class Sent:
+    """What the parent's host sends from now on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.before = (cluster.net.sent(0), metrics.read(cluster.daemons[0]))
+
+    def bytes(self) -> int:
+        return self.cluster.net.sent(0) - self.before[0]
+
+    def _pages(self, *roles: str) -> float:
+        between = Between(self.before[1], metrics.read(self.cluster.daemons[0]))
+        return sum(between.value("vmfork_transfer_pages_total", side="served", role=role) for role in roles)
+
+    def pages_to_all(self) -> float:
+        return self._pages("all")
+
+    def pages_to_one(self) -> float:
+        return self._pages("demand", "ahead")
