@@ -18,7 +18,7 @@ mod pool;
 mod source;
 mod swarm;
 mod together;
-mod verify;
+pub(crate) mod verify;
 
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};

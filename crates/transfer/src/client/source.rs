@@ -12,7 +12,7 @@ use super::holders::Holders;
 use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Chosen, Swarm};
 use super::together::TOGETHER;
-use super::verify::{Verdict, Verifier};
+use super::verify::{SUMS_WAIT, Verdict, Verifier};
 use crate::counters::Counter;
 use crate::multicast::Listener;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
@@ -101,7 +101,7 @@ impl PeerSource {
             swarm: None,
             group: None,
             patience: PATIENCE,
-            verifier: Verifier::new(image),
+            verifier: Verifier::new(image, SUMS_WAIT),
             counters: Arc::default(),
         }
     }
@@ -362,7 +362,7 @@ impl PeerSource {
     ) -> Result<(), PeerError> {
         if let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) {
             let of = swarm.ask_origin().map(|asked| asked.peer);
-            match self.verifier.verify(urgency, piece, bytes, peer, of.as_deref()) {
+            match self.verifier.verify(urgency, piece, bytes, peer.name(), of.as_deref()) {
                 Verdict::Right => {}
                 Verdict::Wrong(page) => {
                     self.counters.forged.add(1);

@@ -1,4 +1,4 @@
-//! Pages that another host than their origin gave are compared with the origin's sums.
+//! Pages that another host than their origin gave, or that came by multicast, are compared with the origin's sums.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,12 +11,12 @@ use crate::lock;
 use crate::proto::Urgency;
 use crate::sums::{self, Sum, Sums, UNKNOWN};
 
-/// How long the origin may take to say what a VM waits for.
-const DEMAND_WAIT: Duration = Duration::from_secs(1);
+/// How long the origin may take to say what it has.
+pub(crate) const SUMS_WAIT: Duration = Duration::from_secs(1);
 
 /// What came of comparing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     Right,
     /// This page is another than the origin has.
     Wrong(PageIdx),
@@ -28,25 +28,36 @@ pub(super) enum Verdict {
 
 /// Of one image.
 #[derive(Debug)]
-pub(super) struct Verifier {
+pub(crate) struct Verifier {
     image: ImageName,
+    /// How long it may take if a VM waits.
+    demand_wait: Duration,
     known: Mutex<Sums>,
     /// It has been said that some can't be compared.
     has_warned: AtomicBool,
 }
 
 impl Verifier {
-    pub(super) fn new(image: ImageName) -> Self {
-        Self { image, known: Mutex::default(), has_warned: AtomicBool::new(false) }
+    pub(crate) fn new(image: ImageName, demand_wait: Duration) -> Self {
+        let (known, has_warned) = (Mutex::default(), AtomicBool::new(false));
+        Self { image, demand_wait, known, has_warned }
+    }
+
+    /// Have what the origin says of pages that are about to come, so that they need not wait for it then.
+    pub(crate) fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer) {
+        let is_known = !lock(&self.known).get(range).contains(&UNKNOWN);
+        if !is_known && !origin.is_avoided() {
+            let _asked_again = self.ask(urgency, range, origin);
+        }
     }
 
     /// Compare what `giver` gave with what the origin says that it should be. One that has not answered lately is not asked.
-    pub(super) fn verify(
+    pub(crate) fn verify(
         &self,
         urgency: Urgency,
         range: PageRange,
         bytes: &[u8],
-        giver: &Peer,
+        giver: &str,
         origin: Option<&Peer>,
     ) -> Verdict {
         let known = lock(&self.known).get(range);
@@ -74,14 +85,14 @@ impl Verifier {
             if sum == UNKNOWN {
                 verdict = unknown;
             } else if sum != sums::of(bytes) {
-                let (image, host) = (self.image, giver.name());
-                tracing::error!(%image, %page, host, "gave another page than its origin has");
+                let image = self.image;
+                tracing::error!(%image, %page, host = giver, "gave another page than its origin has");
                 return Verdict::Wrong(page);
             }
         }
         if verdict == Verdict::Believed && !self.has_warned.swap(true, Ordering::Relaxed) {
-            let (image, host) = (self.image, giver.name());
-            tracing::warn!(%image, host, "pages can't be compared with their origin's: they are believed");
+            let image = self.image;
+            tracing::warn!(%image, host = giver, "pages can't be compared with their origin's: they are believed");
         }
         if verdict == Verdict::Right {
             lock(&self.known).forget(range);
@@ -104,7 +115,11 @@ impl Verifier {
                 whole.filter(|block| block.covers(&range)).unwrap_or(range)
             }
         };
-        let sums = origin.sums(self.image, wanted, urgency, DEMAND_WAIT)?;
+        let wait = match urgency {
+            Urgency::Demand => self.demand_wait,
+            Urgency::Ahead => SUMS_WAIT,
+        };
+        let sums = origin.sums(self.image, wanted, urgency, wait)?;
         let mut known = lock(&self.known);
         known.put(wanted, &sums);
         Ok(known.get(range))

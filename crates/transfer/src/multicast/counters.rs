@@ -29,6 +29,10 @@ pub struct ListenerCounters {
     pub replayed: Counter,
     /// Those of the sender that make no sense.
     pub wrong: Counter,
+    /// Pages that are others than the sender has: somebody who hears the group sent them. None was used.
+    pub false_pages: Counter,
+    /// Pages that were not used since the sender did not say whether they are its own.
+    pub undecided_pages: Counter,
     /// Pages that came, …
     pub pages: Counter,
     /// … those that nobody here had asked for, and that were taken, …

@@ -175,7 +175,7 @@ pub fn decode_records(mut body: &[u8]) -> Result<Vec<Record<'_>>, ProtoError> {
                 Record::Part { page: PageIdx(first), form, total, at, bytes }
             }
             2 => match PageRange::new(PageIdx(first), total.into()) {
-                Ok(run) if !run.is_empty() => Record::Zeros(run),
+                Ok(run) if (1..=REQUEST_PAGES_MAX).contains(&run.len()) => Record::Zeros(run),
                 _ => return wrong(format!("{total} pages of zeros from {first}")),
             },
             3 if total == 0 => Record::Listeners(first),

@@ -1,14 +1,22 @@
 //! The side that needs the pages: hears the group of one image, gives reads what they wait for and the host's cache all else.
+//!
+//! ```text
+//!   group ──mcast-hear──► Reads ──► read ──────┐
+//!                           └──► mcast-check ──┴─ sums of the sender, over TLS ──► used
+//! ```
+//!
+//! Who hears a group has its key and can send, too: so nothing is used that is not what the sender says it has, to each host alone.
 
 use std::fmt;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, UdpSocket};
 use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
-use vmfork_image::{ImageName, PageIdx, PageRange};
+use vmfork_image::{BLOCK_PAGES, ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::ReceiverConfig;
 
 use super::counters::ListenerCounters;
@@ -19,6 +27,7 @@ use super::invitation::Invitation;
 use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
+use crate::client::verify::{Verdict, Verifier};
 use crate::client::{Peer, PeerError};
 use crate::lock;
 use crate::proto::{PAGE, RefusalKind, Urgency};
@@ -96,6 +105,7 @@ struct Shared {
     own: Ipv4Addr,
     peer: Arc<Peer>,
     cache: Arc<dyn HeardPages>,
+    verifier: Verifier,
     began: Instant,
     state: Mutex<State>,
     changed: Condvar,
@@ -107,6 +117,9 @@ struct State {
     reads: Reads,
     stopped: bool,
 }
+
+/// Pages that were heard.
+type Run = (PageRange, Vec<u8>);
 
 /// An invitation that is in use.
 struct Tuned {
@@ -152,15 +165,20 @@ impl Listener {
             own,
             peer,
             cache,
+            verifier: Verifier::new(image, config.demand_wait),
             began: Instant::now(),
             state: Mutex::new(State { reads: Reads::new(config), stopped: false }),
             changed: Condvar::new(),
             bell: rustix::event::eventfd(0, flags)?,
             counters: ListenerCounters::default(),
         });
+        let (heard, to_check) = channel();
+        let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let its = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("mcast-hear".to_owned());
-        thread.spawn(move || its.listen())?;
+        // Ends with the other.
+        thread("mcast-check").spawn(move || its.check(&to_check))?;
+        let its = Arc::clone(&shared);
+        thread("mcast-hear").spawn(move || its.listen(&heard))?;
         Ok(Self { shared })
     }
 
@@ -189,14 +207,21 @@ impl Listener {
         }
         let Some(read) = state.reads.begin(range, demand, began) else { return false };
         self.shared.ring();
+        drop(state);
+        self.shared.verifier.prepare(urgency, range, &self.shared.peer);
+        let mut state = lock(&self.shared.state);
         let wait = if demand { config.demand_wait } else { config.ahead_wait };
         let end = began + wait;
         loop {
             match state.reads.look(read) {
                 Read::Done(bytes) if bytes.len() == out.len() => {
-                    out.copy_from_slice(&bytes);
-                    counters.read_pages.add(range.len());
-                    return true;
+                    drop(state);
+                    let is_right = self.shared.is_right(urgency, range, &bytes);
+                    if is_right {
+                        out.copy_from_slice(&bytes);
+                        counters.read_pages.add(range.len());
+                    }
+                    return is_right;
                 }
                 Read::Waits => {}
                 Read::Done(_) | Read::Failed => break,
@@ -244,7 +269,7 @@ impl Shared {
         stopped || !self.cache.lacks()
     }
 
-    fn listen(&self) {
+    fn listen(&self, heard: &Sender<Run>) {
         let mut rest = self.config.lost;
         while !self.is_stopped() {
             let tuned = match self.peer.invitation(self.image) {
@@ -258,7 +283,7 @@ impl Shared {
                     None
                 }
             };
-            if tuned.is_some_and(|tuned| self.hear(tuned)) {
+            if tuned.is_some_and(|tuned| self.hear(tuned, heard)) {
                 rest = self.config.lost;
                 continue;
             }
@@ -307,7 +332,7 @@ impl Shared {
     }
 
     /// Until the sender is heard no more, or it ends. → whether it was heard.
-    fn hear(&self, mut tuned: Tuned) -> bool {
+    fn hear(&self, mut tuned: Tuned, heard: &Sender<Run>) -> bool {
         let mut buffer = [0; DATAGRAM_BYTES_MAX + 1];
         loop {
             let mut came = 0;
@@ -317,7 +342,7 @@ impl Shared {
                 came += 1;
                 self.take(&mut tuned, datagram);
             }
-            self.hand_on();
+            self.hand_on(heard);
             let now = self.now();
             let (asking, has_failed, wake_at, silence, stopped) = {
                 let mut state = lock(&self.state);
@@ -424,14 +449,40 @@ impl Shared {
         }
     }
 
-    /// To the cache what nobody here waits for.
-    fn hand_on(&self) {
+    /// To be compared, and for the cache, what nobody here waits for. Not here: while the sender is asked, datagrams would be lost.
+    fn hand_on(&self, heard: &Sender<Run>) {
         let now = self.now();
-        let runs = lock(&self.state).reads.batch(now);
-        for (run, bytes) in runs {
-            let kept = self.cache.take(run, &bytes);
-            self.counters.kept_pages.add(kept);
+        for run in lock(&self.state).reads.batch(now) {
+            // That it is gone can't be: it ends last.
+            let _ended = heard.send(run);
+        }
+    }
+
+    fn check(&self, heard: &Receiver<Run>) {
+        while let Ok((run, bytes)) = heard.recv() {
+            let (mut rest, mut bytes) = (run, bytes.as_slice());
+            while !rest.is_empty() && !lock(&self.state).stopped {
+                // The sender is asked for whole blocks.
+                let part = rest.truncate(BLOCK_PAGES - rest.start().0 % BLOCK_PAGES);
+                let len = usize::try_from(part.byte_len()).unwrap_or(usize::MAX);
+                let (its, after) = bytes.split_at(len.min(bytes.len()));
+                if self.is_right(Urgency::Ahead, part, its) {
+                    self.counters.kept_pages.add(self.cache.take(part, its));
+                }
+                (rest, bytes) = (rest.from_page(part.end()), after);
+            }
             lock(&self.state).reads.taken(run);
         }
+    }
+
+    /// Whether these are the sender's pages; asks it, so not under the lock.
+    fn is_right(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> bool {
+        let Self { counters, peer, .. } = self;
+        match self.verifier.verify(urgency, range, bytes, "a member in its group", Some(peer)) {
+            Verdict::Right | Verdict::Believed => return true,
+            Verdict::Wrong(_) => counters.false_pages.add(range.len()),
+            Verdict::Undecided => counters.undecided_pages.add(range.len()),
+        }
+        false
     }
 }

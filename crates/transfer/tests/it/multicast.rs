@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, UdpSocket};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -28,6 +29,10 @@ struct Origin {
     demanded: Mutex<BTreeSet<u64>>,
     /// What is read for the group waits here.
     gate: Gate,
+    /// Of this page the group gets another than this host has, as if one who hears it had sent that.
+    lies_about: AtomicU64,
+    /// It says nothing of what it has.
+    is_silent: AtomicBool,
 }
 
 impl Pages for Origin {
@@ -52,6 +57,8 @@ impl Pages for Origin {
         }
         for (page, bytes) in range.pages().zip(bytes.as_chunks_mut::<PAGE>().0) {
             fill(page, bytes);
+            let is_lie = member == 0 && page.0 == self.lies_about.load(Ordering::Relaxed);
+            bytes[9] ^= u8::from(is_lie);
         }
         Ok(())
     }
@@ -74,7 +81,9 @@ impl Pages for Origin {
         range: PageRange,
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal> {
-        each(range);
+        if !self.is_silent.load(Ordering::Relaxed) {
+            each(range);
+        }
         Ok(())
     }
 
@@ -109,6 +118,8 @@ impl Sending {
             invitations: Mutex::default(),
             demanded: Mutex::default(),
             gate: Gate::default(),
+            lies_about: AtomicU64::new(u64::MAX),
+            is_silent: AtomicBool::new(false),
         });
         let pages: Arc<dyn Pages> = Arc::clone(&origin) as Arc<dyn Pages>;
         let groups = Groups::start(
@@ -315,6 +326,48 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     // And nobody is deaf now.
     asks.source.read(range(UNIT, UNIT), &mut bytes).expect("pages");
     wait_until("it comes to the other, too", || hears.cache.has(range(UNIT, UNIT)));
+}
+
+/// Whoever hears a group has its key.
+#[test]
+fn what_a_member_forges_is_used_by_nobody() {
+    let sending = Sending::new();
+    let (asks, hears) = (sending.hearing(1), sending.hearing(2));
+    [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
+    for (at, urgency) in [(0, Urgency::Demand), (1, Urgency::Ahead)] {
+        sending.origin.lies_about.store(at * UNIT + 5, Ordering::Relaxed);
+        let wanted = range(at * UNIT, UNIT);
+        let mut bytes = buffer(wanted);
+        asks.source.read_for(urgency, wanted, &mut bytes).expect("from the origin itself");
+        check(wanted, &bytes);
+        wait_until("the other has heard it", || {
+            hears.group.counters().false_pages.get() == (at + 1) * UNIT
+        });
+    }
+    assert_eq!(asks.group.counters().false_pages.get(), 2 * UNIT);
+    assert_eq!(asks.source.counters().group_pages.get(), 0);
+    // What is right is used.
+    let wanted = range(2 * UNIT, UNIT);
+    asks.source.read(wanted, &mut buffer(wanted)).expect("pages");
+    wait_until("it comes to the other, too", || hears.cache.has(wanted));
+    assert_eq!(asks.source.counters().group_pages.get(), UNIT);
+    assert_eq!(*hears.cache.0.lock().expect("no panic"), (2 * UNIT..3 * UNIT).collect());
+}
+
+#[test]
+fn what_the_sender_says_nothing_of_is_used_by_nobody() {
+    let sending = Sending::new();
+    let (asks, hears) = (sending.hearing(1), sending.hearing(2));
+    [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
+    sending.origin.is_silent.store(true, Ordering::Relaxed);
+    let wanted = range(0, UNIT);
+    let mut bytes = buffer(wanted);
+    asks.source.read(wanted, &mut bytes).expect("from the origin itself");
+    check(wanted, &bytes);
+    let undecided = || hears.group.counters().undecided_pages.get();
+    wait_until("the other has heard it", || undecided() == UNIT);
+    assert_eq!(asks.source.counters().group_pages.get(), 0);
+    assert!(hears.cache.0.lock().expect("no panic").is_empty());
 }
 
 /// A socket of somebody who has no key.
