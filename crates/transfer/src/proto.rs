@@ -447,19 +447,29 @@ pub fn decode_held(bytes: &[u8], range: PageRange) -> Result<Vec<PageRange>, Pro
     if bytes.len() as u64 != range.len().div_ceil(8) {
         return wrong(format!("a bitmap of {} bytes for {} pages", bytes.len(), range.len()));
     }
+    let last_bits = range.len() % 8;
+    if last_bits > 0 && bytes.last().is_some_and(|last| last >> last_bits != 0) {
+        return wrong("a bitmap with more pages than it was asked for");
+    }
     let mut held: Vec<PageRange> = Vec::new();
-    for (at, byte) in (0u64..).zip(bytes) {
-        for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
-            let page = PageIdx(range.start().0 + at * 8 + bit);
-            if !range.contains(page) {
-                return wrong("a bitmap with more pages than it was asked for");
-            }
+    for (first, chunk) in (range.start().0..).step_by(64).zip(bytes.chunks(8)) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        let mut word = u64::from_le_bytes(word);
+        let mut at = first;
+        while word != 0 {
+            let (gap, set) =
+                (word.trailing_zeros(), (word >> word.trailing_zeros()).trailing_ones());
+            let start = at + u64::from(gap);
+            let run = PageRange::between(PageIdx(start), PageIdx(start + u64::from(set)));
             match held.last_mut() {
-                Some(last) if last.end() == page => {
-                    *last = PageRange::between(last.start(), PageIdx(page.0 + 1));
+                Some(last) if last.end() == run.start() => {
+                    *last = PageRange::between(last.start(), run.end());
                 }
-                _ => held.push(page.range()),
+                _ => held.push(run),
             }
+            at = run.end().0;
+            word = word.checked_shr(gap + set).unwrap_or(0);
         }
     }
     Ok(held)
@@ -467,11 +477,19 @@ pub fn decode_held(bytes: &[u8], range: PageRange) -> Result<Vec<PageRange>, Pro
 
 /// The pages of `run` in the bitmap of `range`.
 pub(crate) fn set_held(bitmap: &mut [u8], range: PageRange, run: PageRange) {
-    for page in run.intersect(&range).pages() {
-        let at = page.0 - range.start().0;
-        if let Some(byte) = usize::try_from(at / 8).ok().and_then(|at| bitmap.get_mut(at)) {
-            *byte |= 1 << (at % 8);
-        }
+    let run = run.intersect(&range);
+    let place = |page: PageIdx| page.0 - range.start().0;
+    let (from, to) = (place(run.start().max(range.start())), place(run.end().max(range.start())));
+    let mut at = from;
+    while at < to {
+        // Up to the end of its byte.
+        let bits = (8 - at % 8).min(to - at);
+        let mask = (0xff_u8 >> (8 - bits)) << (at % 8);
+        let Some(byte) = usize::try_from(at / 8).ok().and_then(|at| bitmap.get_mut(at)) else {
+            return;
+        };
+        *byte |= mask;
+        at += bits;
     }
 }
 

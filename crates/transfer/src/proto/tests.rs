@@ -179,5 +179,19 @@ proptest! {
         for (page, held) in range.pages().zip(&held) {
             prop_assert_eq!(runs.iter().any(|run| run.contains(page)), *held);
         }
+        let mut by_runs = vec![0; bitmap.len()];
+        runs.into_iter().for_each(|run| set_held(&mut by_runs, range, run));
+        prop_assert_eq!(by_runs, bitmap);
+    }
+
+    #[test]
+    fn of_a_run_only_what_was_asked_for_is_held((first, pages) in (0u64..100, 1u64..200), (from, len) in (0u64..400, 0u64..400)) {
+        let range = PageRange::new(PageIdx(first), pages).expect("small");
+        let run = PageRange::new(PageIdx(from), len).expect("small");
+        let mut bitmap = vec![0; usize::try_from(pages.div_ceil(8)).expect("small")];
+        set_held(&mut bitmap, range, run);
+        let held = decode_held(&bitmap, range).expect("no more than asked for");
+        let both = range.intersect(&run);
+        prop_assert_eq!(held, if both.is_empty() { vec![] } else { vec![both] });
     }
 }
