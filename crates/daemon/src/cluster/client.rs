@@ -1,4 +1,4 @@
-//! Calls of other hosts' daemons: HTTP/1.1 over TLS, a connection each.
+//! Calls of other hosts' daemons: HTTP/1.1 over TLS, a connection each but for what is said again and again.
 
 use std::io;
 use std::sync::Arc;
@@ -39,6 +39,9 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 const SILENCE: Duration = Duration::from_secs(10);
 const ASK_EVERY: Duration = Duration::from_secs(5);
 const ASKS: u32 = 3;
+
+/// To another host, for one request at a time.
+pub(super) type Connection = SendRequest<Body>;
 
 /// Another host, as one that can be called.
 #[derive(Debug, Clone)]
@@ -124,7 +127,7 @@ impl Peer {
         CallError::Late { host: self.name.clone(), seconds: wait.as_secs() }
     }
 
-    async fn connect(&self) -> Result<SendRequest<Body>, CallError> {
+    async fn connect(&self) -> Result<Connection, CallError> {
         let failed = |source| CallError::Connect {
             host: self.name.clone(),
             address: self.address.clone(),
@@ -159,15 +162,24 @@ impl Peer {
     /// The host can't be reached, or is late.
     pub(crate) async fn send(
         &self,
+        request: Request,
+        wait: Duration,
+    ) -> Result<Response<Incoming>, CallError> {
+        let mut connection = self.connect().await?;
+        self.send_over(&mut connection, request, wait).await
+    }
+
+    async fn send_over(
+        &self,
+        connection: &mut Connection,
         mut request: Request,
         wait: Duration,
     ) -> Result<Response<Incoming>, CallError> {
-        let mut sender = self.connect().await?;
         // What is asked of a server itself has no host in its first line.
         let path = request.uri().path_and_query().cloned();
         *request.uri_mut() = Uri::from(path.unwrap_or(PathAndQuery::from_static("/")));
         request.headers_mut().insert(HOST, HeaderValue::from_static("vmfork.internal"));
-        match timeout(wait, sender.send_request(request)).await {
+        match timeout(wait, connection.send_request(request)).await {
             Ok(sent) => {
                 sent.map_err(|source| CallError::Broken { host: self.name.clone(), source })
             }
@@ -180,17 +192,19 @@ impl Peer {
     /// # Errors
     /// [`CallError`]; `Refused` if that is what it said.
     pub(crate) async fn call(&self, request: Request, wait: Duration) -> Result<Bytes, CallError> {
-        let whole = timeout(wait, async {
-            let response = self.send(request, wait).await?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-            let body = body.map_err(|error| CallError::Answer {
-                host: self.name.clone(),
-                what: error.to_string(),
-            })?;
-            Ok((status, body.to_bytes()))
-        });
-        let (status, body) = whole.await.map_err(|_elapsed| self.late(wait))??;
+        let whole = async { self.whole(self.send(request, wait).await?).await };
+        timeout(wait, whole).await.map_err(|_elapsed| self.late(wait))?
+    }
+
+    /// All of an answer.
+    async fn whole(&self, response: Response<Incoming>) -> Result<Bytes, CallError> {
+        let status = response.status();
+        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let body = body.map_err(|error| CallError::Answer {
+            host: self.name.clone(),
+            what: error.to_string(),
+        })?;
+        let body = body.to_bytes();
         if status.is_success() {
             return Ok(body);
         }
@@ -216,6 +230,41 @@ impl Peer {
         serde_json::from_slice(&answer).map_err(|error| wrong(error.to_string()))
     }
 
+    /// The same for what may be said twice: over `kept`, or a new connection, which that then is.
+    ///
+    /// # Errors
+    /// As [`Peer::call`].
+    pub(super) async fn ask_again<A: Serialize + Sync, B: DeserializeOwned>(
+        &self,
+        kept: &mut Option<Connection>,
+        path: &str,
+        ask: &A,
+        wait: Duration,
+    ) -> Result<B, CallError> {
+        let wrong = |what: String| CallError::Answer { host: self.name.clone(), what };
+        let body = serde_json::to_vec(ask).map_err(|error| wrong(error.to_string()))?;
+        let body = Bytes::from(body);
+        let said = async {
+            // One that has ended since it was used last says nothing of the host.
+            if let Some(mut connection) = kept.take()
+                && let request = post(path, "application/json", body.clone())
+                && let Ok(response) = self.send_over(&mut connection, request, wait).await
+            {
+                let answer = self.whole(response).await?;
+                *kept = Some(connection);
+                return Ok(answer);
+            }
+            let mut connection = self.connect().await?;
+            let request = post(path, "application/json", body);
+            let response = self.send_over(&mut connection, request, wait).await?;
+            let answer = self.whole(response).await?;
+            *kept = Some(connection);
+            Ok(answer)
+        };
+        let answer = timeout(wait, said).await.map_err(|_elapsed| self.late(wait))??;
+        serde_json::from_slice(&answer).map_err(|error| wrong(error.to_string()))
+    }
+
     /// Send bytes, and read all of the answer.
     ///
     /// # Errors
@@ -227,11 +276,7 @@ impl Peer {
         body: Bytes,
         wait: Duration,
     ) -> Result<Bytes, CallError> {
-        let mut request = Request::new(Body::from(body));
-        *request.method_mut() = Method::POST;
-        *request.uri_mut() = uri(path);
-        request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-        self.call(request, wait).await
+        self.call(post(path, kind, body), wait).await
     }
 
     /// What it answers to a GET that was passed on.
@@ -293,6 +338,14 @@ impl Peer {
         parts.headers.remove(CONTENT_LENGTH);
         Ok(Response::from_parts(parts, Body::from(body)))
     }
+}
+
+fn post(path: &str, kind: &'static str, body: Bytes) -> Request {
+    let mut request = Request::new(Body::from(body));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = uri(path);
+    request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    request
 }
 
 fn uri(path: &str) -> Uri {

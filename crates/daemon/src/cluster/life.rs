@@ -17,6 +17,7 @@ use vmfork_transfer::{AheadCounters, Counter, Groups, PageService, Pages, Servic
 
 use super::Cluster;
 use super::jobs;
+use super::kept::Kept;
 use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
 use super::places::Callers;
 use super::records::Records;
@@ -46,6 +47,7 @@ pub(super) struct Life {
     /// Where pages are sent to all who need them.
     groups: Option<Arc<Groups>>,
     pub(super) callers: Arc<Callers>,
+    kept: Kept,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -118,6 +120,7 @@ impl Life {
             service,
             groups,
             callers: Arc::default(),
+            kept: Kept::default(),
             stop,
             tasks: Mutex::default(),
         });
@@ -261,7 +264,12 @@ impl Life {
         let member = &self.member;
         let Ok(peer) = member.peer_of(host, "send a heartbeat") else { return };
         let beat = member.beat_to(host, room, quotas);
-        match peer.ask::<Beat, Beat>(HEARTBEAT, &beat, WORD_WAIT).await {
+        let mut kept = self.kept.take(host, &peer);
+        let answer = peer.ask_again::<Beat, Beat>(&mut kept, HEARTBEAT, &beat, WORD_WAIT).await;
+        if let Some(connection) = kept {
+            self.kept.put(host, &peer, connection);
+        }
+        match answer {
             Ok(answer) => match member.on_answer(host, &answer) {
                 Ok(merged) => {
                     self.settle(&merged);
@@ -299,6 +307,7 @@ async fn beat(
         let is_host = |id| roster.read(|book| book.member(id).is_some());
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
+        life.kept.keep(is_host);
         life.service.keep(is_member);
         life.groups.iter().for_each(|groups| groups.keep(is_member));
         // Ends engines, and looks up addresses.
@@ -333,12 +342,13 @@ async fn beat(
         due.extend(keepers.filter(|host| *host != life.member.id()));
         due.sort_unstable();
         due.dedup();
+        let quotas = (!due.is_empty()).then(|| core.quotas.tally(&core.admission));
         for host in due {
             // One that takes long must not hold up the others.
             let Ok(place) = Arc::clone(&under_way).try_acquire_owned() else { break };
-            let (life, quotas) = (Arc::clone(&life), core.quotas.tally(&core.admission));
+            let (life, quotas) = (Arc::clone(&life), quotas.clone());
             tokio::spawn(async move {
-                life.tell(host, room, Some(quotas)).await;
+                life.tell(host, room, quotas).await;
                 drop(place);
             });
         }

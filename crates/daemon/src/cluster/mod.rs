@@ -19,6 +19,7 @@ mod finding;
 mod guest_images;
 mod images;
 mod jobs;
+mod kept;
 mod life;
 mod loans;
 mod member;

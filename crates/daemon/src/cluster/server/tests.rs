@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 
-use axum::routing::get;
+use axum::routing::{get, post};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmfork_cluster::{Cluster, JoinToken, Newcomer, Now, Roster, Tokens, admit};
 
@@ -45,7 +45,9 @@ async fn world(bounds: Bounds) -> World {
     let of_members =
         |axum::Extension(Caller(host)): axum::Extension<Caller>| async move { host.to_string() };
     let routes = Routes {
-        members: Router::new().route("/", get(of_members)),
+        members: Router::new()
+            .route("/", get(of_members))
+            .route("/again", post(async |axum::Json(said): axum::Json<u64>| axum::Json(said))),
         newcomers: Router::new().route("/", get(|| async { "join" })),
     };
     let callers = Arc::new(Callers::default());
@@ -137,4 +139,24 @@ async fn a_members_connection_ends_when_it_is_none_any_more() {
     assert!(early.is_err(), "not at the first look");
     world.callers.keep(|_| false);
     assert!(kept(idle).await < Duration::from_secs(5));
+}
+
+/// What is said again and again goes over one connection, and over another once that has ended.
+#[tokio::test]
+async fn a_connection_is_kept_until_its_end() {
+    let world = world(Bounds { members: 1, ..Bounds::default() }).await;
+    let mut kept = None;
+    let say = async |kept: &mut _| {
+        world.member.ask_again::<_, u64>(kept, "/again", &7, LONG).await.expect("said")
+    };
+    for _ in 0..3 {
+        assert_eq!(say(&mut kept).await, 7);
+        // It has the only place: nobody else gets in.
+        assert!(world.member.get("/", Duration::from_millis(50)).await.is_err());
+    }
+    world.callers.keep(|_| false);
+    world.callers.keep(|_| false);
+    assert_eq!(say(&mut kept).await, 7);
+    drop(kept);
+    world.member.get("/", LONG).await.expect("there is room again");
 }
