@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, ImageName, PAGE_BYTES, PageIdx, PageRange};
+use vmfork_policy::transfer::bounds::ANSWER;
 
 use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::Urgency;
 use crate::sums::{self, Sum, Sums, UNKNOWN};
 
-/// How long the origin may take to say what it has.
+/// How long the origin may take to say what it has of what a VM waits for.
 pub(crate) const SUMS_WAIT: Duration = Duration::from_secs(1);
 
 /// What came of comparing.
@@ -117,7 +118,7 @@ impl Verifier {
         };
         let wait = match urgency {
             Urgency::Demand => self.demand_wait,
-            Urgency::Ahead => SUMS_WAIT,
+            Urgency::Ahead => ANSWER,
         };
         let sums = origin.sums(self.image, wanted, urgency, wait)?;
         let mut known = lock(&self.known);

@@ -34,6 +34,10 @@ use crate::proto::{PAGE, RefusalKind, Urgency};
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
+/// So often the sender is asked what it has of pages that nobody waits for …
+const CHECKS_MAX: u32 = 4;
+/// … with a pause between.
+const CHECK_PAUSE: Duration = Duration::from_millis(50);
 /// Datagrams that are read before anything else is looked after.
 const RECEIVED_MAX: usize = 256;
 
@@ -466,7 +470,7 @@ impl Shared {
                 let part = rest.truncate(BLOCK_PAGES - rest.start().0 % BLOCK_PAGES);
                 let len = usize::try_from(part.byte_len()).unwrap_or(usize::MAX);
                 let (its, after) = bytes.split_at(len.min(bytes.len()));
-                if self.is_right(Urgency::Ahead, part, its) {
+                if self.is_right_at_last(part, its) {
                     self.counters.kept_pages.add(self.cache.take(part, its));
                 }
                 (rest, bytes) = (rest.from_page(part.end()), after);
@@ -476,12 +480,30 @@ impl Shared {
     }
 
     /// Whether these are the sender's pages; asks it, so not under the lock.
+    fn verdict(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> Verdict {
+        self.verifier.verify(urgency, range, bytes, "a member in its group", Some(&self.peer))
+    }
+
     fn is_right(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> bool {
-        let Self { counters, peer, .. } = self;
-        match self.verifier.verify(urgency, range, bytes, "a member in its group", Some(peer)) {
+        self.is_good(self.verdict(urgency, range, bytes), range)
+    }
+
+    /// The same for pages that nobody waits for: while others wait for pages of the sender, it may have no time to say.
+    fn is_right_at_last(&self, range: PageRange, bytes: &[u8]) -> bool {
+        for _ in 1..CHECKS_MAX {
+            match self.verdict(Urgency::Ahead, range, bytes) {
+                Verdict::Undecided => std::thread::park_timeout(CHECK_PAUSE),
+                verdict => return self.is_good(verdict, range),
+            }
+        }
+        self.is_right(Urgency::Ahead, range, bytes)
+    }
+
+    fn is_good(&self, verdict: Verdict, range: PageRange) -> bool {
+        match verdict {
             Verdict::Right | Verdict::Believed => return true,
-            Verdict::Wrong(_) => counters.false_pages.add(range.len()),
-            Verdict::Undecided => counters.undecided_pages.add(range.len()),
+            Verdict::Wrong(_) => self.counters.false_pages.add(range.len()),
+            Verdict::Undecided => self.counters.undecided_pages.add(range.len()),
         }
         false
     }
