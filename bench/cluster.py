@@ -74,19 +74,20 @@ def rest(world: w.World, made: Cluster, vm: w.vmfork.VM, *, empty: bool = False)
             w.eventually(lambda client=client: client.host().cache_bytes == 0, 60, "caches of earlier ones are gone", every_s=0.1)
 
 
-def _shape(net: Hosts) -> None:
+def _shape(net: Hosts, rate: str) -> None:
     """Both ways: what a host sends, and what its port of the switch sends to it."""
     ends = [(name, "eth0") for name in net.names] + [(net.switch, f"p{number}") for number in range(len(net.names))]
     for namespace, device in ends:
-        argv = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms"]
+        argv = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         subprocess.run(argv, timeout=30, check=True)
 
 
 @contextlib.contextmanager
-def cluster(world: w.World, count: int, *, pool: int, more_flags: Sequence[str] = ()) -> Iterator[Cluster]:
-    """So many hosts that know each other."""
+def cluster(world: w.World, count: int, *, pool: int, more_flags: Sequence[str] = (), rate: str | None = RATE) -> Iterator[Cluster]:
+    """So many hosts that know each other, with links of such a rate."""
     with hosts(count) as net, contextlib.ExitStack() as stack:
-        _shape(net)
+        if rate is not None:
+            _shape(net, rate)
         made = Cluster(net, [], [], pool)
         for number in range(count):
             flags = ["--qemu-uid-base", str(1_879_100_000 + 100_000 * number), *more_flags]

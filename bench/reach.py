@@ -175,7 +175,10 @@ TABLE = [
         "the same by multicast, 8 hosts that get it in the background",
         1.2, True, "", _ratio(_p50("hosts_parent_sent_MiB", hosts=8, memory="in the background", by="multicast"), _p50("hosts_parent_sent_MiB", hosts=1, memory="in the background", by="swarm")),
     ),
-    Reach("fault on another host, beyond the link's own round trip", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon")),
+    Reach("fault on another host, beyond the link's own round trip", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon", rest_us=100)),
+    Reach(
+        "the same, 3 ms after the last one, with processors asleep", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon", rest_us=3000)
+    ),
     Reach("sent for a clone on another host that fills 1 GiB afresh, first fork", 40, True, "MB", _afresh("never used", "first")),
     Reach("the same, later forks", 40, True, "MB", _afresh("never used", "later")),
     Reach("the same, of memory that was used and given back", 40, True, "MB", _afresh("used and given back", "later")),
