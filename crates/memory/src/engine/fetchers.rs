@@ -19,6 +19,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use vmfork_image::Origin;
+use vmfork_policy::transfer::bounds::{FETCHERS_AHEAD_MAX, FETCHERS_MAX};
 use vmfork_policy::{Fetch, Reason};
 
 use super::drain;
@@ -26,10 +27,6 @@ use super::panic_text;
 use super::poller::Bell;
 use crate::host_image::{HostImage, PageLost};
 
-/// Most threads of one engine: so many reads are under way at a time. They sleep in a read, or decompress.
-const THREADS_MAX: usize = 20;
-/// Most of those with what nobody waits for: if all of that hangs, demand still finds a thread.
-const AHEAD_MAX: usize = 16;
 /// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
 const TOGETHER_MAX: usize = 2;
 
@@ -149,7 +146,7 @@ impl Queue {
     /// How many pieces of work a thread could begin now.
     fn ready(&self) -> usize {
         let ahead: usize = self.ahead.iter().map(Line::ready).sum();
-        self.demand.len() + ahead.min(AHEAD_MAX.saturating_sub(self.ahead_running))
+        self.demand.len() + ahead.min(FETCHERS_AHEAD_MAX.saturating_sub(self.ahead_running))
     }
 
     fn push_ahead(&mut self, job: Job) {
@@ -166,7 +163,7 @@ impl Queue {
         if let Some((job, demanded)) = self.demand.pop_front() {
             return Some(Work::Demand(job, demanded));
         }
-        if self.ahead_running >= AHEAD_MAX {
+        if self.ahead_running >= FETCHERS_AHEAD_MAX {
             return None;
         }
         let at = self.ahead.iter().position(|line| line.ready() > 0)?;
@@ -184,7 +181,7 @@ impl Queue {
     fn has_room(&self, job: &Job) -> bool {
         let line = || self.ahead.iter().find(|line| Arc::ptr_eq(&line.owner, &job.owner));
         job.fetch.reason == Reason::Demand
-            || self.ahead_running + self.waiting_ahead() < AHEAD_MAX
+            || self.ahead_running + self.waiting_ahead() < FETCHERS_AHEAD_MAX
                 && line().is_none_or(|line| {
                     line.together() == 1 || line.running + line.jobs.len() < TOGETHER_MAX
                 })
@@ -220,7 +217,7 @@ impl Fetchers {
     pub(super) fn submit(&self, job: Job) -> Result<(), (Job, io::Error)> {
         let mut queue = self.shared.queue();
         let is_thread_wanted = queue.has_room(&job) && queue.idle <= queue.ready();
-        if is_thread_wanted && queue.threads < THREADS_MAX {
+        if is_thread_wanted && queue.threads < FETCHERS_MAX {
             let shared = Arc::clone(&self.shared);
             let spawned = std::thread::Builder::new()
                 .name(self.name.clone())

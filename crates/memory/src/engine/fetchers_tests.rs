@@ -63,10 +63,10 @@ fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
     let source = Arc::new(Hangs::default());
     let (fetchers, image, fetched) = of(&source);
     let submit = |page, reason| submit(&fetchers, &image, page, reason);
-    let ahead = THREADS_MAX as u64 + 10;
+    let ahead = FETCHERS_MAX as u64 + 10;
     (0..ahead).for_each(|page| submit(page, Reason::Background("hydrate")));
     let deadline = Instant::now() + LONG;
-    while source.ahead.load(Ordering::Relaxed) < AHEAD_MAX {
+    while source.ahead.load(Ordering::Relaxed) < FETCHERS_AHEAD_MAX {
         assert!(Instant::now() < deadline, "not all that may be is under way");
         std::thread::park_timeout(Duration::from_millis(1));
     }
@@ -76,7 +76,7 @@ fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
         came.outcome.expect("read");
         assert_eq!(came.fetch.reason, Reason::Demand);
     }
-    assert_eq!(source.ahead.load(Ordering::Relaxed), AHEAD_MAX);
+    assert_eq!(source.ahead.load(Ordering::Relaxed), FETCHERS_AHEAD_MAX);
     *source.goes_on.lock().expect("not poisoned") = true;
     source.changed.notify_all();
     for _ in 0..ahead {

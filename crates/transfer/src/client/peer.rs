@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use vmfork_image::{AheadRead, ImageName, PAGE_BYTES, PageIdx, PageRange};
+use vmfork_policy::transfer::bounds;
 
 use super::link::{Came, LinkError, Question};
 use super::pool::{Lease, Pool};
@@ -67,9 +68,9 @@ impl Default for PeerLimits {
         Self {
             connections_max: 32,
             connect: Duration::from_secs(2),
-            answer: Duration::from_secs(5),
+            answer: bounds::ANSWER,
             idle: Duration::from_secs(60),
-            avoid: Duration::from_secs(5),
+            avoid: bounds::AVOID,
         }
     }
 }

@@ -6,31 +6,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageRange, PageSource};
+use vmfork_policy::transfer::bounds::{
+    DEMAND_WAIT, LATER_MAX, LATER_MIN, PATIENCE, PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
+};
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
 use super::holders::Holders;
 use super::peer::{Peer, PeerError};
 use super::swarm::{Asked, Chosen, Swarm};
 use super::together::TOGETHER;
-use super::verify::{SUMS_WAIT, Verdict, Verifier};
+use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
 use crate::multicast::Listener;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
-
-/// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long who waits for pages waits for what others hold.
-const REFRESH_WAIT: Duration = Duration::from_secs(1);
-/// Between two rounds through them at first; doubled each time …
-const PAUSE_MIN: Duration = Duration::from_millis(50);
-/// … up to this.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// What nobody waits for waits so long for hosts that are busy: at least …
-const LATER_MIN: Duration = Duration::from_millis(1);
-/// … and at most.
-const LATER_MAX: Duration = Duration::from_millis(50);
-/// What a VM waits for others than the origin may take no longer to send.
-const DEMAND_WAIT: Duration = Duration::from_secs(1);
 
 /// What became of reads of one image, or of several that count together.
 #[derive(Debug, Default)]
@@ -101,7 +89,7 @@ impl PeerSource {
             swarm: None,
             group: None,
             patience: PATIENCE,
-            verifier: Verifier::new(image, SUMS_WAIT),
+            verifier: Verifier::new(image, DEMAND_WAIT),
             counters: Arc::default(),
         }
     }

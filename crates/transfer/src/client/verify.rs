@@ -12,9 +12,6 @@ use crate::lock;
 use crate::proto::Urgency;
 use crate::sums::{self, Sum, Sums, UNKNOWN};
 
-/// How long the origin may take to say what it has of what a VM waits for.
-pub(crate) const SUMS_WAIT: Duration = Duration::from_secs(1);
-
 /// What came of comparing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {

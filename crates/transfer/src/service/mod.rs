@@ -31,6 +31,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustls::ServerConfig;
 use vmfork_image::{ImageName, PageRange};
+use vmfork_policy::transfer::bounds;
 
 use self::connections::Connections;
 use self::spreads::Spreads;
@@ -167,8 +168,8 @@ impl Default for ServiceLimits {
             idle: Duration::from_secs(90),
             io: Duration::from_secs(5),
             demand_max: 4,
-            arrival: Duration::from_millis(500),
-            arrival_ahead: Duration::from_secs(1),
+            arrival: bounds::ARRIVAL,
+            arrival_ahead: bounds::ARRIVAL_AHEAD,
             stop: Duration::from_secs(6),
         }
     }

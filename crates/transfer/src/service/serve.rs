@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
 use vmfork_image::PAGE_BYTES;
+use vmfork_policy::transfer::bounds::{ARRIVAL_PAUSE_MAX, ARRIVAL_PAUSE_MIN, LOOKS_AFTER};
 
 use super::connections::Place;
 use super::turns::Turn;
@@ -25,12 +26,6 @@ use crate::sums::{self, UNKNOWN};
 const KEPT_BYTES: usize = 256 << 10;
 /// So much of answers is put together, while the next request is there already, before it is sent.
 const TOGETHER_BYTES: usize = 64 << 10;
-/// Between two looks whether pages have come: at first …
-const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
-/// … and at most.
-const ARRIVAL_PAUSE_MAX: Duration = Duration::from_millis(5);
-/// So many more looks for pages that are not under way any more.
-const LOOKS_AFTER: u32 = 4;
 
 /// Why a connection ends early: not an error of this host.
 type Ended = Box<dyn std::error::Error + Send + Sync>;
