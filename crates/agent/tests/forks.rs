@@ -228,7 +228,7 @@ fn a_daemon_that_goes_away_takes_its_channels_with_it() {
     let mut daemon = Daemon::start();
     daemon.send(2, &support::sh("echo $$ && exec sleep 1000"));
     daemon.message_on(2);
-    let pid = String::from_utf8_lossy(&daemon.frame().payload).trim().to_owned();
+    let pid = daemon.text_until("\n").trim().to_owned();
     daemon.prepare(8);
     daemon.reconnect();
     wait_until("hung up", || !std::path::Path::new(&format!("/proc/{pid}")).exists());

@@ -81,7 +81,7 @@ fn environment_folder_and_user_are_as_asked() {
 fn a_signal_reaches_the_whole_group_and_shows_in_the_exit() {
     let mut daemon = Daemon::start();
     daemon.exec(2, &["sh", "-c", "sleep 1000 & echo ready; wait; echo not reached"]);
-    assert_eq!(daemon.frame().payload, b"ready\n");
+    assert_eq!(daemon.text_until("ready\n"), "ready\n");
     daemon.send(2, &ToGuest::Signal { signal: libc::SIGKILL });
     let done = daemon.finish(2);
     assert_eq!((done.exit_code, done.signal), (128 + 9, Some(9)));
@@ -173,11 +173,7 @@ fn a_terminal_is_one() {
     }
     daemon.send(2, &request);
     daemon.message_on(2);
-    let mut text = String::new();
-    while !text.contains("ready") {
-        text += &String::from_utf8_lossy(&daemon.frame().payload);
-    }
-    assert_eq!(text, "xterm\r\n33 101\r\nready\r\n");
+    assert_eq!(daemon.text_until("ready\r\n"), "xterm\r\n33 101\r\nready\r\n");
     daemon.send(2, &ToGuest::Resize { rows: 50, cols: 20 });
     let done = daemon.finish(2);
     assert_eq!((done.text().as_str(), done.exit_code), ("50 20\r\n", 3));
@@ -196,7 +192,7 @@ fn on_a_terminal_control_c_interrupts_and_end_of_input_is_seen() {
         }
         daemon.send(2, &request);
         daemon.message_on(2);
-        assert_eq!(daemon.frame().payload, b"ready\r\n");
+        assert_eq!(daemon.text_until("ready\r\n"), "ready\r\n");
         daemon.stream(Kind::Stdin, 2, end, input);
         assert_eq!(daemon.finish(2).exit_code, exit_code);
     }

@@ -138,6 +138,18 @@ impl Daemon {
         self.frame_within(PATIENCE).expect("the agent says nothing")
     }
 
+    /// What programs print until it ends with `end`. A terminal hands out a line in parts if it
+    /// is read at the wrong moment, as pipes do with what several calls wrote.
+    pub(crate) fn text_until(&mut self, end: &str) -> String {
+        let mut text = String::new();
+        while !text.ends_with(end) {
+            let frame = self.frame();
+            assert!(matches!(frame.kind, Kind::Stdout | Kind::Stderr), "{frame:?} after {text:?}");
+            text += &String::from_utf8_lossy(&frame.payload);
+        }
+        text
+    }
+
     pub(crate) fn message(&mut self) -> (u32, ToHost) {
         let frame = self.frame();
         assert_eq!(frame.kind, Kind::Message, "a message, not {frame:?}");
