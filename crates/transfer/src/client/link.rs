@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustls::{ClientConnection, Connection};
 use vmfork_image::{ImageName, PageRange};
 
-use super::peer::{PeerConfig, PeerLimits};
+use super::peer::PeerConfig;
 use crate::channel::Channel;
 use crate::multicast::Invitation;
 use crate::pack::{self, Scratch};
@@ -77,11 +77,11 @@ impl From<ProtoError> for LinkError {
 
 impl Link {
     /// Connect and shake hands.
-    pub(super) fn open(config: &PeerConfig, limits: &PeerLimits) -> io::Result<Self> {
-        let tcp = TcpStream::connect_timeout(&config.address, limits.connect)?;
+    pub(super) fn open(config: &PeerConfig, timeout: Duration) -> io::Result<Self> {
+        let tcp = TcpStream::connect_timeout(&config.address, timeout)?;
         let tls = ClientConnection::new(Arc::clone(&config.tls), config.server_name.clone());
         let tls = tls.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        let channel = Channel::open(Connection::Client(tls), tcp, limits.connect)?;
+        let channel = Channel::open(Connection::Client(tls), tcp, timeout)?;
         Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
     }
 

@@ -12,7 +12,7 @@ use vmfork_image::{AheadRead, ImageName, PAGE_BYTES, PageIdx, PageRange};
 use vmfork_policy::transfer::bounds;
 
 use super::link::{Came, LinkError, Question};
-use super::pool::{Lease, Pool};
+use super::pool::{Lease, Pool, Wanted};
 use crate::counters::PeerCounters;
 use crate::lock;
 use crate::multicast::Invitation;
@@ -163,6 +163,14 @@ impl PeerError {
 /// Of a host's connections, so many are not for what nobody waits for.
 const FOR_DEMAND: usize = 8;
 
+/// It gave no answer, and is asked only after others.
+#[derive(Debug)]
+struct Avoided {
+    until: Instant,
+    /// It could not be connected to.
+    is_gone: bool,
+}
+
 /// Another host. Shared by all images of which it has pages.
 #[derive(Debug)]
 pub struct Peer {
@@ -170,7 +178,7 @@ pub struct Peer {
     limits: PeerLimits,
     pool: Pool,
     choice: Mutex<Choice>,
-    avoid_until: Mutex<Option<Instant>>,
+    avoided: Mutex<Option<Avoided>>,
     counters: PeerCounters,
 }
 
@@ -182,7 +190,7 @@ impl Peer {
             limits,
             pool: Pool::default(),
             choice: Mutex::default(),
-            avoid_until: Mutex::default(),
+            avoided: Mutex::default(),
             counters: PeerCounters::default(),
         }
     }
@@ -206,7 +214,13 @@ impl Peer {
 
     /// Whether it gave no answer a while ago, so that others are better asked first.
     pub fn is_avoided(&self) -> bool {
-        lock(&self.avoid_until).is_some_and(|until| until > Instant::now())
+        lock(&self.avoided).as_ref().is_some_and(|avoided| avoided.until > Instant::now())
+    }
+
+    /// Whether it was not even there.
+    pub(super) fn is_gone(&self) -> bool {
+        let avoided = lock(&self.avoided);
+        avoided.as_ref().is_some_and(|avoided| avoided.is_gone && avoided.until > Instant::now())
     }
 
     /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within four time-outs: waiting for
@@ -371,7 +385,7 @@ impl Peer {
         });
         if matches!(answer, Err(PeerError::Timeout { .. })) {
             // Whether it answers at all, who asks it for the pages finds out.
-            *lock(&self.avoid_until) = None;
+            *lock(&self.avoided) = None;
         }
         answer
     }
@@ -406,11 +420,12 @@ impl Peer {
             Asked::Failed(error) => error,
         });
         match &answer {
-            Ok(_) => *lock(&self.avoid_until) = None,
+            Ok(_) => *lock(&self.avoided) = None,
             Err(error) => {
                 self.count_refused(error);
                 if error.is_of_host() {
-                    *lock(&self.avoid_until) = Some(Instant::now() + self.limits.avoid);
+                    let until = Instant::now() + self.limits.avoid;
+                    *lock(&self.avoided) = Some(Avoided { until, is_gone: error.is_gone() });
                 }
             }
         }
@@ -425,16 +440,12 @@ impl Peer {
         put: &mut impl FnMut(&mut Lease<'_>) -> Result<T, LinkError>,
     ) -> Result<T, Asked> {
         // What there is little time for does not wait long for a connection, either.
-        let limits = PeerLimits {
-            connect: self.limits.connect.min(timeout),
-            answer: self.limits.answer.min(timeout),
-            connections_max: match urgency {
-                Urgency::Demand => self.limits.connections_max,
-                Urgency::Ahead => self.limits.connections_max.saturating_sub(FOR_DEMAND).max(1),
-            },
-            ..self.limits
+        let connections_max = match urgency {
+            Urgency::Demand => self.limits.connections_max,
+            Urgency::Ahead => self.limits.connections_max.saturating_sub(FOR_DEMAND).max(1),
         };
-        let lease = self.pool.lease(&self.config, &limits, fresh);
+        let wanted = Wanted { fresh, within: timeout, connections_max };
+        let lease = self.pool.lease(&self.config, &self.limits, wanted);
         let mut lease = lease.map_err(Asked::Failed)?;
         if !lease.was_idle {
             self.counters.connections.add(1);

@@ -9,6 +9,7 @@
 //!
 //! A host that can't be connected to is not tried again for a while, which doubles with each failure.
 
+use std::io::ErrorKind;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -52,24 +53,40 @@ pub(super) struct Lease<'a> {
     pub(super) was_idle: bool,
 }
 
+/// How a connection is wanted.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted {
+    /// A new one: those that are idle are taken to have ended.
+    pub(super) fresh: bool,
+    /// Waiting for one, connecting and shaking hands may each take no longer, whatever the limits say.
+    pub(super) within: Duration,
+    /// If fewer are in use.
+    pub(super) connections_max: usize,
+}
+
 impl Pool {
-    /// A connection; if `fresh`, a new one, and those that are idle are taken to have ended.
+    /// A connection.
     ///
     /// # Errors
-    /// There is none, and none can be made.
+    /// There is none, and none can be made. One that took longer than is wanted, though less than the limits give it, is a
+    /// time-out: that says nothing of whether the host is there.
     pub(super) fn lease(
         &self,
         config: &PeerConfig,
         limits: &PeerLimits,
-        fresh: bool,
+        wanted: Wanted,
     ) -> Result<Lease<'_>, PeerError> {
-        let idle = self.take(config, limits, fresh)?;
+        let idle = self.take(config, limits, wanted)?;
         let mut lease = Lease { pool: self, was_idle: idle.is_some(), link: idle };
         if lease.link.is_none() {
-            match Link::open(config, limits) {
+            let timeout = limits.connect.min(wanted.within);
+            match Link::open(config, timeout) {
                 Ok(link) => {
                     lock(&self.state).backing_off = None;
                     lease.link = Some(link);
+                }
+                Err(error) if error.kind() == ErrorKind::TimedOut && timeout < limits.connect => {
+                    return Err(PeerError::Timeout { timeout });
                 }
                 Err(source) => {
                     self.on_failure(&source.to_string());
@@ -85,9 +102,11 @@ impl Pool {
         &self,
         config: &PeerConfig,
         limits: &PeerLimits,
-        fresh: bool,
+        wanted: Wanted,
     ) -> Result<Option<Link>, PeerError> {
-        let give_up = Instant::now() + limits.answer;
+        let Wanted { fresh, connections_max, .. } = wanted;
+        let waited = limits.answer.min(wanted.within);
+        let give_up = Instant::now() + waited;
         let mut state = lock(&self.state);
         loop {
             let now = Instant::now();
@@ -100,13 +119,13 @@ impl Pool {
                 state = lock(&self.state);
                 continue;
             }
-            if state.in_use < limits.connections_max
+            if state.in_use < connections_max
                 && let Some((link, _)) = state.idle.pop()
             {
                 state.in_use += 1;
                 return Ok(Some(link));
             }
-            if state.in_use < limits.connections_max {
+            if state.in_use < connections_max {
                 if let Some(BackOff { until, why, .. }) = &state.backing_off
                     && *until > now
                 {
@@ -118,11 +137,10 @@ impl Pool {
             }
             let left = give_up.saturating_duration_since(now);
             if left.is_zero() {
-                let connections = limits.connections_max;
-                return Err(PeerError::AllInUse { connections, waited: limits.answer });
+                return Err(PeerError::AllInUse { connections: connections_max, waited });
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let woken = self.changed.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -49,7 +49,8 @@ impl Verifier {
         }
     }
 
-    /// Compare what `giver` gave with what the origin says that it should be. One that has not answered lately is not asked.
+    /// Compare what `giver` gave with what the origin says that it should be. Only one that was not there lately is not asked: who
+    /// is merely slow must not make others believed.
     pub(crate) fn verify(
         &self,
         urgency: Urgency,
@@ -62,7 +63,7 @@ impl Verifier {
         let mut unknown = Verdict::Undecided;
         let sums = match origin {
             _ if !known.contains(&UNKNOWN) => known,
-            Some(origin) if !origin.is_avoided() => match self.ask(urgency, range, origin) {
+            Some(origin) if !origin.is_gone() => match self.ask(urgency, range, origin) {
                 Ok(sums) => sums,
                 Err(error) => {
                     tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");

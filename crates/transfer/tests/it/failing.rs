@@ -159,6 +159,22 @@ fn when_no_host_has_a_page_the_error_names_it_and_what_each_host_said() {
     assert_eq!(error, "no other host has pages 39+2 of image 0000000000000abc/100000007");
 }
 
+/// Else one that is busy would be taken for one that has gone, and what others say of its pages be believed.
+#[test]
+fn who_has_little_time_to_connect_does_not_say_that_a_host_is_not_there() {
+    let world = World::new();
+    // The kernel takes the connection, nobody the handshake.
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let (short, long) = (Duration::from_millis(100), Duration::from_millis(200));
+    let limits = PeerLimits { connect: long, answer: short, ..PeerLimits::default() };
+    let error = read_from(&world.peer_at(2, address, limits), 0, 1).expect_err("no handshake");
+    assert!(matches!(error, PeerError::Timeout { timeout } if timeout == short), "{error}");
+    let limits = PeerLimits { connect: short, answer: long, ..limits };
+    let error = read_from(&world.peer_at(2, address, limits), 0, 1).expect_err("no handshake");
+    assert!(matches!(error, PeerError::Connect { .. }), "{error}");
+}
+
 #[test]
 fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
     let world = World::new();

@@ -417,6 +417,32 @@ fn what_is_not_what_the_origin_has_is_not_taken() {
     assert_eq!(counters.unverified_pages.get(), UNIT);
 }
 
+/// Whoever can keep the origin busy could else have its own pages believed.
+#[test]
+fn an_origin_that_was_slow_a_moment_ago_is_asked_all_the_same() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..1024))];
+    let nodes = nodes(all);
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    nodes[0].cache.gate.shut();
+    let only_there = range(1024, UNIT);
+    source.read(only_there, &mut buffer(only_there)).expect_err("it takes too long");
+    let unit = range(96, UNIT);
+    let counters = source.counters();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Who gave it is found out, so the origin is asked for it.
+            wait_until("it was compared", || counters.forged.get() > 0);
+            nodes[0].cache.gate.open();
+        });
+        let mut bytes = buffer(unit);
+        source.read(unit, &mut bytes).expect("from the origin at last");
+        check(unit, &bytes);
+    });
+    assert_eq!((counters.forged.get(), counters.unverified_pages.get()), (1, 0));
+}
+
 /// The origin has not read them itself, as of a stored image.
 #[test]
 fn what_can_not_be_compared_is_asked_of_the_origin() {
