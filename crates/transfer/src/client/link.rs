@@ -129,6 +129,8 @@ impl Link {
             questions.iter().map(|it| self.request(Op::Read, *it)).collect();
         self.send(&requests, timeout)?;
         for (place, (request, out)) in requests.iter().zip(outs).enumerate() {
+            // Not of the time of those before it, nor of what was made of them.
+            self.channel.set_timeout(timeout);
             let came = match self.head(request) {
                 Ok(head) => self.pages(&head, out, began),
                 Err(error) => Err(error),

@@ -276,6 +276,41 @@ impl World {
         });
         address
     }
+
+    /// A host that answers what it is asked, one request after the other, until `answer` has none: it is given the number of the connection,
+    /// and of the request on that.
+    pub(crate) fn fake_in_turn(
+        &self,
+        number: u64,
+        answer: impl Fn(&Request, usize, usize) -> Option<Vec<u8>> + Send + Sync + 'static,
+    ) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let (tls, answer) = (self.cluster.host(number).server, Arc::new(answer));
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for (connection, tcp) in listener.incoming().enumerate() {
+                let tls = ServerConnection::new(Arc::clone(&tls)).expect("a configuration");
+                let mut stream = StreamOwned::new(tls, tcp.expect("a connection"));
+                let answer = Arc::clone(&answer);
+                std::thread::spawn(move || {
+                    let mut bytes = [0; REQUEST_BYTES];
+                    let mut requests = 0..;
+                    let mut is_open = stream.read_exact(&mut [0; PREAMBLE.len()]).is_ok();
+                    while is_open && stream.read_exact(&mut bytes).is_ok() {
+                        let request = Request::decode(&bytes).expect("a request");
+                        let Some(answer) =
+                            requests.next().and_then(|at| answer(&request, connection, at))
+                        else {
+                            return;
+                        };
+                        is_open = stream.write_all(&answer).and_then(|()| stream.flush()).is_ok();
+                    }
+                });
+            }
+        });
+        address
+    }
 }
 
 /// The head of an answer, byte by byte.

@@ -1,9 +1,10 @@
 //! Reads that nobody waits for, asked for several at once.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmfork_image::{AheadRead, PageRange, PageSource as _};
 use vmfork_transfer::proto::Request;
@@ -162,4 +163,20 @@ fn a_forged_page_among_them_is_not_used_and_comes_from_the_origin() {
     assert_eq!(read_all(&source, &all), []);
     let counters = source.counters();
     assert_eq!((counters.forged.get(), counters.origin_pages.get()), (1, UNIT));
+}
+
+#[test]
+fn each_answer_has_its_own_time() {
+    let world = World::new();
+    let all = pieces(COUNT);
+    // Together they take longer than one may.
+    let slow = |request: &Request, _, _| {
+        let until = Instant::now() + Duration::from_millis(400);
+        wait_until("it answers", || Instant::now() >= until);
+        Some(answer(request))
+    };
+    let peer = world.peer_at(2, world.fake_in_turn(2, slow), hasty());
+    let source = source([Arc::clone(&peer)]);
+    assert_eq!(read_all(&source, &all), []);
+    assert_eq!((peer.counters().failures.get(), peer.counters().connections.get()), (0, 1));
 }
