@@ -310,6 +310,12 @@ impl Refusal {
     pub fn text(&self) -> &str {
         &self.text
     }
+
+    /// Whether it is of who asks, and not of the pages: the host may have closed the connection after it.
+    pub(crate) fn may_be_the_last(&self) -> bool {
+        use RefusalKind::{BadRequest, Busy, Draining, NotMember};
+        matches!(self.kind, BadRequest | Busy | Draining | NotMember)
+    }
 }
 
 /// How the bytes of pages are sent.

@@ -116,7 +116,8 @@ impl Link {
     /// with its place and, if there are, the pages.
     ///
     /// # Errors
-    /// [`LinkError`] but for refusals: of the questions of which `each` has not heard there will be no answer.
+    /// [`LinkError`]: of the questions of which `each` has not heard there will be no answer. A refusal: the other side has sent us away with
+    /// it.
     pub(super) fn read_together(
         &mut self,
         questions: &[Question],
@@ -128,6 +129,7 @@ impl Link {
         let requests: Vec<Request> =
             questions.iter().map(|it| self.request(Op::Read, *it)).collect();
         self.send(&requests, timeout)?;
+        let mut sent_away = None;
         for (place, (request, out)) in requests.iter().zip(outs).enumerate() {
             // Not of the time of those before it, nor of what was made of them.
             self.channel.set_timeout(timeout);
@@ -136,10 +138,18 @@ impl Link {
                 Err(error) => Err(error),
             };
             match came {
-                Ok(came) => each(place, Ok((came, out))),
-                Err(LinkError::Refused(refusal)) => each(place, Err(refusal)),
+                Ok(came) => {
+                    sent_away = None;
+                    each(place, Ok((came, out)));
+                }
+                Err(LinkError::Refused(refusal)) => {
+                    sent_away = Some(refusal.clone()).filter(Refusal::may_be_the_last);
+                    each(place, Err(refusal));
+                }
                 Err(LinkError::Unanswered(error)) if place > 0 => {
-                    return Err(LinkError::Cut(error));
+                    // Who is sent away hears why once.
+                    let refused = sent_away.filter(|_| error.kind() != io::ErrorKind::TimedOut);
+                    return Err(refused.map_or(LinkError::Cut(error), LinkError::Refused));
                 }
                 Err(error) => return Err(error),
             }

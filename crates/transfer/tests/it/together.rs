@@ -180,3 +180,14 @@ fn each_answer_has_its_own_time() {
     assert_eq!(read_all(&source, &all), []);
     assert_eq!((peer.counters().failures.get(), peer.counters().connections.get()), (0, 1));
 }
+
+#[test]
+fn who_is_refused_and_sent_away_has_not_lost_the_host() {
+    let world = World::new();
+    let limits = ServiceLimits { connections_per_member_max: 0, ..ServiceLimits::default() };
+    let server = world.serve(2, limits);
+    let peer = world.peer(&server, PeerLimits::default());
+    let all = pieces(COUNT);
+    assert_eq!(read_all(&source([Arc::clone(&peer)]), &all).len(), all.len());
+    assert!(!peer.is_avoided(), "it has answered");
+}
