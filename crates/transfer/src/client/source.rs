@@ -135,11 +135,26 @@ impl PeerSource {
     /// # Errors
     /// As there.
     pub fn read_for(&self, urgency: Urgency, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.read_until(self.give_up(), urgency, range, bytes)
+    }
+
+    /// Until when a read that begins now asks hosts again.
+    pub(super) fn give_up(&self) -> Instant {
+        Instant::now() + self.patience
+    }
+
+    /// The same, but hosts that all failed are asked again until `give_up`.
+    pub(super) fn read_until(
+        &self,
+        give_up: Instant,
+        urgency: Urgency,
+        range: PageRange,
+        bytes: &mut [u8],
+    ) -> io::Result<()> {
         if bytes.len() as u64 != range.byte_len() {
             let text = format!("{} bytes for pages {range}", bytes.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        let give_up = Instant::now() + self.patience;
         if let Some(swarm) = self.swarm.as_ref().filter(|_| !self.is_group_heard()) {
             swarm.refresh_soon();
         }

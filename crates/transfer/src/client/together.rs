@@ -4,7 +4,7 @@
 //!   reads ──choose──► by host and route ──read_together──► came ──verified──► done
 //!                          ▲                │ elsewhere
 //!                          └────(once)──────┤
-//!                                           └ failed, or nobody to ask ──► one after the other, by read_for
+//!                                           └ failed, or nobody to ask ──► one after the other, by read_until
 //! ```
 
 use std::io;
@@ -69,6 +69,8 @@ impl PeerSource {
         let is_read = |read: &AheadRead<'_>| {
             read.range.len() <= READ_PAGES_MAX && read.bytes.len() as u64 == read.range.byte_len()
         };
+        // Who is last has no more time than one that is asked for alone.
+        let give_up = self.give_up();
         let mut rest = Sorted::default();
         if reads.len() > 1 && !self.is_group_heard() && reads.iter().all(is_read) {
             let mut sorted = self.sort(reads);
@@ -84,7 +86,7 @@ impl PeerSource {
         let failed = rest.failed.iter().map(|place| (*place, true));
         for (place, has_failed) in rest.left.iter().map(|place| (*place, false)).chain(failed) {
             let Some(AheadRead { range, bytes }) = reads.get_mut(place) else { continue };
-            let outcome = self.read_for(Urgency::Ahead, *range, bytes);
+            let outcome = self.read_until(give_up, Urgency::Ahead, *range, bytes);
             self.counters().resourced.add(u64::from(has_failed && outcome.is_ok()));
             done(place, outcome.map(|()| &**bytes));
         }

@@ -1,6 +1,7 @@
 //! Reads that nobody waits for, asked for several at once.
 
 use std::io;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
@@ -190,4 +191,15 @@ fn who_is_refused_and_sent_away_has_not_lost_the_host() {
     let all = pieces(COUNT);
     assert_eq!(read_all(&source([Arc::clone(&peer)]), &all).len(), all.len());
     assert!(!peer.is_avoided(), "it has answered");
+}
+
+#[test]
+fn all_of_them_have_the_patience_of_one() {
+    let world = World::new();
+    let closed = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
+    let patience = Duration::from_millis(400);
+    let source = source([world.peer_at(2, closed, hasty())]).with_patience(patience);
+    let (all, began) = (pieces(COUNT), Instant::now());
+    assert_eq!(read_all(&source, &all).len(), all.len());
+    assert!((patience..patience * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
 }
