@@ -160,6 +160,12 @@ impl Swarm {
         lock(&self.state).known.failed(host, pages, why, now);
     }
 
+    /// It was to give all of these on one connection, which has ended.
+    pub(super) fn cut_off(&self, host: HostId, all: &[PageRange]) {
+        let now = self.now();
+        lock(&self.state).known.cut_off(host, all, now);
+    }
+
     /// Whether a host has all of the image, and that it gave pages after all.
     pub(super) fn gave(&self, peer: &Arc<Peer>) -> bool {
         let mut state = lock(&self.state);

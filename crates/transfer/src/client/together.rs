@@ -163,11 +163,16 @@ impl PeerSource {
                 }
             }
         };
-        if let Err(error) = peer.read_together(route, self.image(), &mut asked, each) {
-            for (place, range) in unanswered {
-                self.failed(&peer, host, range, &error);
-                sorted.failed.push(place);
-            }
+        let Err(error) = peer.read_together(route, self.image(), &mut asked, each) else { return };
+        let mut of_swarm = host;
+        if let (PeerError::Lost(_), Some((host, _)), Some(swarm)) = (&error, host, self.swarm()) {
+            let ranges: Vec<_> = unanswered.iter().map(|(_, range)| *range).collect();
+            swarm.cut_off(host, &ranges);
+            of_swarm = None;
+        }
+        for (place, range) in unanswered {
+            self.failed(&peer, of_swarm, range, &error);
+            sorted.failed.push(place);
         }
     }
 

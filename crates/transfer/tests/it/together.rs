@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{AheadRead, PageRange, PageSource as _};
 use vmfork_transfer::proto::Request;
-use vmfork_transfer::{PeerLimits, PeerSource, ServiceLimits, SwarmConfig};
+use vmfork_transfer::{
+    Holders, HostId, Peer, PeerLimits, PeerSource, ServiceLimits, Swarm, SwarmConfig, SwarmMember,
+};
 
 use crate::common::*;
 use crate::swarm::*;
@@ -202,4 +204,22 @@ fn all_of_them_have_the_patience_of_one() {
     let (all, began) = (pieces(COUNT), Instant::now());
     assert_eq!(read_all(&source, &all).len(), all.len());
     assert!((patience..patience * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_connection_that_ends_is_one_failure_however_many_are_not_answered() {
+    let world = World::new();
+    let all = pieces(7);
+    let ends =
+        |request: &Request, connection, at| (connection > 0 || at == 0).then(|| answer(request));
+    let origin = world.peer_at(2, world.fake_in_turn(2, ends), PeerLimits::default());
+    let server = world.serve(3, ServiceLimits::default());
+    let other = world.peer(&server, PeerLimits::default());
+    let swarm = Swarm::new(IMAGE, WHOLE, HostId(1), SwarmConfig::default());
+    swarm.set_members([SwarmMember { id: HostId(2), peer: Arc::clone(&origin), origin: true }]);
+    let holders = Holders::new([Arc::clone(&other)]);
+    let source = PeerSource::new(IMAGE, Arc::new(holders)).with_swarm(Arc::new(swarm));
+    assert_eq!(read_all(&source, &all), []);
+    let asked = |peer: &Peer| peer.counters().requests.get();
+    assert_eq!((asked(&origin), asked(&other)), (7, 0), "it is asked again a moment later");
 }

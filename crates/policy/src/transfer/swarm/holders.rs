@@ -321,6 +321,16 @@ impl Holders {
         }
     }
 
+    /// A connection ended on which a host was to answer with all of these. That is one failure, however many they are.
+    pub fn cut_off(&mut self, host: HostId, all: &[PageRange], now: Duration) {
+        for pages in all {
+            for (run, flight) in self.take(host, *pages) {
+                self.lost_trail(run, flight);
+            }
+        }
+        self.fault(host, now);
+    }
+
     /// What was not answered in time, with the host that was asked: it counts as failed, and can be asked for elsewhere.
     pub fn expired(&mut self, now: Duration) -> Vec<(HostId, PageRange)> {
         if now < self.deadline {

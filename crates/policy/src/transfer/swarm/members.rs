@@ -237,6 +237,11 @@ impl Swarm {
         self.known.failed(host, pages, why, now);
     }
 
+    /// It was to give all of these on one connection, which has ended.
+    pub fn cut_off(&mut self, host: HostId, all: &[PageRange], now: Duration) {
+        self.known.cut_off(host, all, now);
+    }
+
     /// A host gave pages after all. → whether it has all of the image.
     pub fn gave(&mut self, host: HostId) -> bool {
         self.known.heard_of(host);

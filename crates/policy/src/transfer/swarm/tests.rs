@@ -98,6 +98,21 @@ fn who_fails_is_left_alone_for_a_while_and_then_for_longer() {
 }
 
 #[test]
+fn a_connection_that_ends_is_one_failure_of_all_that_it_was_to_bring() {
+    let mut holders = three(HoldersConfig::default());
+    holders.left(FAR);
+    holders.left(ORIGIN);
+    let all: Vec<_> = (0..8).map(piece).collect();
+    for piece in &all {
+        assert_eq!(holders.choose_unwaited(*piece, ms(0)), Choice::Ask(NEAR));
+    }
+    holders.cut_off(NEAR, &all[2..], ms(1));
+    assert_eq!(holders.under_way(), 2);
+    assert_eq!(holders.choose(all[2], true, ms(1)), Choice::Later(ms(51)));
+    assert_eq!(holders.choose(all[2], true, ms(51)), Choice::Ask(NEAR));
+}
+
+#[test]
 fn an_answer_that_does_not_come_is_asked_for_elsewhere() {
     let mut holders = three(HoldersConfig::default());
     holders.left(ORIGIN);
