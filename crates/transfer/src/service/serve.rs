@@ -78,7 +78,8 @@ fn serve(tcp: TcpStream, address: SocketAddr, shared: &Shared, place: &Place) ->
         Ok(_) => shared.counters.connections.add(1),
         Err(_) => shared.counters.handshakes_failed.add(1),
     }
-    let served = Session { shared, channel: &mut channel, answer: Answer::default() }.run(admitted);
+    let answer = Answer::default();
+    let served = Session { shared, channel: &mut channel, answer, ended: None }.run(admitted);
     if served.is_ok() {
         channel.close();
     }
@@ -97,6 +98,8 @@ struct Session<'a> {
     shared: &'a Shared,
     channel: &'a mut Channel,
     answer: Answer,
+    /// Why it ends with what is being answered.
+    ended: Option<Ended>,
 }
 
 impl<'a> Session<'a> {
@@ -162,6 +165,9 @@ impl<'a> Session<'a> {
             tracing::error!(image = %request.image, pages = %request.range, "reading panicked");
             Err(Refusal::new(RefusalKind::Failed, "reading the pages failed: see the host's log"))
         });
+        if let Some(why) = self.ended.take() {
+            return Err(why);
+        }
         if let Err(refusal) = read {
             return self.refuse(request.sequence, began, &refusal);
         }
@@ -226,14 +232,20 @@ impl<'a> Session<'a> {
         if let Some(turn) = turns.wait(Duration::ZERO) {
             return Ok(turn);
         }
-        self.send_before_waiting();
+        self.send_before_waiting()?;
         turns.wait(wait).ok_or_else(busy)
     }
 
     /// Whoever waits for earlier answers need not wait for the next one.
-    fn send_before_waiting(&mut self) {
-        // That the other side has gone is seen at the next answer.
-        let _seen_later = self.channel.flush();
+    ///
+    /// # Errors
+    /// They are not taken: the connection has ended, and nobody hears of this one.
+    fn send_before_waiting(&mut self) -> Result<(), Refusal> {
+        self.channel.set_timeout(self.shared.limits.io);
+        self.channel.flush().map_err(|error| {
+            self.ended = Some(error.into());
+            Refusal::new(RefusalKind::Failed, "earlier answers are not taken")
+        })
     }
 
     fn read_or_name(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
@@ -265,7 +277,7 @@ impl<'a> Session<'a> {
             };
             // What was under way when it was looked for may have come since.
             looks_left = if pages.is_coming(image, range) { LOOKS_AFTER } else { looks_left };
-            self.send_before_waiting();
+            self.send_before_waiting()?;
             if looks_left == 0 || left <= pause || self.shared.connections.wait_closed(pause) {
                 return Err(refusal);
             }

@@ -1,19 +1,22 @@
 //! Reads that nobody waits for, asked for several at once.
 
-use std::io;
-use std::net::TcpListener;
+use std::io::{self, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use rustls::{ClientConnection, StreamOwned};
 use vmfork_image::{AheadRead, PageRange, PageSource as _};
-use vmfork_transfer::proto::Request;
+use vmfork_transfer::proto::{Op, PREAMBLE, Request, Route};
 use vmfork_transfer::{
-    Holders, HostId, Peer, PeerLimits, PeerSource, ServiceLimits, Swarm, SwarmConfig, SwarmMember,
+    Holders, HostId, PageService, Peer, PeerLimits, PeerSource, ServiceLimits, Swarm, SwarmConfig,
+    SwarmMember, Urgency,
 };
 
 use crate::common::*;
+use crate::keys::name_of;
 use crate::swarm::*;
 
 /// Half of what goes out at once is enough to see it.
@@ -222,4 +225,35 @@ fn a_connection_that_ends_is_one_failure_however_many_are_not_answered() {
     assert_eq!(read_all(&source, &all), []);
     let asked = |peer: &Peer| peer.counters().requests.get();
     assert_eq!((asked(&origin), asked(&other)), (7, 0), "it is asked again a moment later");
+}
+
+#[test]
+fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
+    let nodes = nodes(receivers(1));
+    let [origin, node] = nodes.as_slice() else { panic!("two") };
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let limits = ServiceLimits { io: Duration::from_millis(300), ..ServiceLimits::default() };
+    let (tls, pages) = (Arc::clone(&origin.keys.server), Arc::clone(&origin.cache));
+    origin.cache.has.lock().expect("no panic").retain(|page| *page < UNIT);
+    let service = PageService::start(listener, tls, pages, limits).expect("a service");
+    let tls = ClientConnection::new(Arc::clone(&node.keys.client), name_of(ORIGIN));
+    let tcp = TcpStream::connect(service.address()).expect("a connection");
+    let mut slow = StreamOwned::new(tls.expect("a configuration"), tcp);
+    // What is there, of which less than is sent at once, and what is not: far more than sockets hold.
+    let ask = |range, route| Request {
+        image: IMAGE,
+        range,
+        op: Op::Read,
+        urgency: Urgency::Ahead,
+        route,
+        may_compress: false,
+        sequence: 0,
+    };
+    let two = [ask(range(0, UNIT - 2), Route::Insist), ask(range(UNIT, 1), Route::Redirected)];
+    let two = two.iter().flat_map(Request::encode).collect::<Vec<_>>();
+    slow.write_all(&[&PREAMBLE[..], &two.repeat(600)].concat()).expect("sent");
+    let began = Instant::now();
+    wait_until("it is answered", || service.connections() == 1);
+    wait_until("who takes nothing is cut off", || service.connections() == 0);
+    assert!(began.elapsed() < LONG / 3, "as if nothing were to be sent: {:?}", began.elapsed());
 }
