@@ -72,6 +72,7 @@ def rest(world: w.World, made: Cluster, vm: w.vmfork.VM, *, empty: bool = False)
     if empty:
         for client in made.clients[1:]:
             w.eventually(lambda client=client: client.host().cache_bytes == 0, 60, "caches of earlier ones are gone", every_s=0.1)
+    w.at_rest()
 
 
 def _shape(net: Hosts, rate: str) -> None:

@@ -176,8 +176,30 @@ def _read_if_there(path: Path) -> str:
 
 def stolen_ms() -> float:
     """Processor time that the hypervisor has given to others while this machine wanted it, in steps of 10 ms."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    return float(fields[8]) * 1000 / os.sysconf("SC_CLK_TCK")
+    return _processors_ms()["steal"]
+
+
+def busy_ms() -> float:
+    """Time in which this machine's processors had something to do, over all of them, in steps of 10 ms."""
+    times = _processors_ms()
+    return sum(times[kind] for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+
+
+def _processors_ms() -> dict[str, float]:
+    kinds = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return {kind: float(field) * 1000 / os.sysconf("SC_CLK_TCK") for kind, field in zip(kinds, fields, strict=False)}
+
+
+def at_rest() -> None:
+    """Wait until the processors have had little to do for a while: what ended before is put away."""
+
+    def is_idle() -> bool:
+        begin, busy = now_ms(), busy_ms()
+        time.sleep(0.3)
+        return (busy_ms() - busy) / (now_ms() - begin) < 0.2 * cores()
+
+    eventually(is_idle, 60, "the machine is at rest", every_s=0.0)
 
 
 def now_ms() -> float:

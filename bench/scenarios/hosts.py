@@ -55,9 +55,16 @@ def _starts(world: w.World) -> None:
         for _ in world.rounds(f"{count} hosts", share=SHARE):
             for what, clones, hosts in cases:
                 rest(world, made, vm)
+                parent = made.daemons[0].process.pid
+                busy, parents = w.busy_ms(), w.cpu_ms(parent)
                 fork = vm.fork(clones, hosts=hosts).raise_for_errors()
+                parents = w.cpu_ms(parent) - parents
+                others = w.busy_ms() - busy - parents
                 last = max(result.ready_ms or 0.0 for result in fork.results)
                 world.figures.series("hosts_last_ready_ms", clones=what).add(last)
+                # Of each processor.
+                world.figures.series("hosts_start_busy_ms", clones=what, by="the parent's daemon").add(parents / w.cores())
+                world.figures.series("hosts_start_busy_ms", clones=what, by="all others").add(others / w.cores())
                 w.end_all(fork)
 
 
