@@ -12,15 +12,11 @@ import pytest
 import vmfork
 
 from harness.cluster import Cluster, cluster_of
-from harness.sent import Sent
+from harness.sent import DATA_MIB, MIB, READ, Sent, parent_of
 from harness.waits import eventually
 
-MIB = 1 << 20
-DATA_MIB = 60
 #: What the parent's host sends beside pages: heartbeats, descriptors, answers.
 SLACK_BYTES = 6 * MIB
-
-READ = "sha256sum /dev/shm/data"
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +33,7 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
-    vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
-    return vm
+    return parent_of(cluster, image)
 
 
 def read_at_once(clones: vmfork.ForkResult, expected: bytes) -> None:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import vmfork
+
 from . import metrics
 from .cluster import Cluster
 from .metrics import Between
+
+
+MIB = 1 << 20
+#: Pages of a VM that no other host can have yet.
+DATA_MIB = 60
+#: A command that reads them.
+READ = "sha256sum /dev/shm/data"
+
+
+def parent_of(cluster: Cluster, image: str) -> vmfork.VM:
+    """A VM on the first host, with such pages."""
+    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
+    return vm
 
 
 class Sent:

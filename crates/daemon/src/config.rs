@@ -119,22 +119,13 @@ pub struct Flags {
 /// How pages get to clones on other hosts. What a host sends and what it asks for both go by its own setting.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum PageTransfer {
-    /// Once to all who need them, where several are heard to listen; else from whoever has them
-    #[default]
-    Auto,
     /// From the parent's host, to each alone
     Unicast,
     /// From whoever has them
+    #[default]
     Swarm,
     /// Once to all who need them, where that is heard; else from whoever has them
     Multicast,
-}
-
-impl PageTransfer {
-    /// Whether groups are used at all.
-    pub fn is_multicast(self) -> bool {
-        matches!(self, Self::Auto | Self::Multicast)
-    }
 }
 
 /// The settings, checked. All paths are absolute.

@@ -24,9 +24,6 @@ use super::arrivals::Arrivals;
 use super::images::Images;
 use crate::config::PageTransfer;
 
-/// Where a group is used only if it pays: from so many hosts on that hear it, the one that froze the image among them not counted.
-/// Two give each other half of what they need.
-const AUTO_LISTENERS: u64 = 3;
 /// How long after its source an image may be opened, and an engine have it.
 const OPENED_WITHIN: Duration = Duration::from_secs(30);
 
@@ -51,7 +48,7 @@ impl Ears {
         arrivals: &Arc<Arrivals>,
     ) -> Self {
         let own = match own {
-            IpAddr::V4(own) if form.is_multicast() => Some(own),
+            IpAddr::V4(own) if form == PageTransfer::Multicast => Some(own),
             _ => None,
         };
         Self {
@@ -115,11 +112,7 @@ impl Ears {
             has_room: Arc::clone(&self.has_room),
             began: Instant::now(),
         });
-        let listeners_min = match self.form {
-            PageTransfer::Auto => AUTO_LISTENERS,
-            _ => 1,
-        };
-        let config = ListenerConfig { listeners_min, ..ListenerConfig::default() };
+        let config = ListenerConfig::default();
         let listener = Listener::start(image, pages, own, Arc::clone(origin), shelf, config);
         let unheard = |error: &std::io::Error| {
             tracing::warn!(%image, %error, "what is sent by multicast is not heard");

@@ -45,7 +45,7 @@ const RECEIVED_MAX: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerConfig {
     pub receiver: ReceiverConfig,
-    /// Pages are asked for here only while so many hosts listen: for few, others serve as well.
+    /// Pages are asked for here only while so many hosts listen: one alone is served sooner over a connection.
     pub listeners_min: u64,
     /// And only if the sender was heard within this.
     pub heard_within: Duration,
@@ -74,7 +74,7 @@ impl Default for ListenerConfig {
                 timeout_min: Duration::from_millis(30),
                 ..ReceiverConfig::default()
             },
-            listeners_min: 1,
+            listeners_min: 2,
             heard_within: Duration::from_millis(1500),
             demand_wait: Duration::from_millis(50),
             ahead_wait: Duration::from_secs(10),

@@ -270,7 +270,7 @@ fn a_page_that_is_sent_in_another_form_begins_anew() {
 fn heard(config: ListenerConfig) -> Reads {
     let mut reads = Reads::new(config);
     reads.heard(ms(0));
-    reads.listeners(1);
+    reads.listeners(config.listeners_min);
     reads
 }
 

@@ -156,7 +156,8 @@ impl Sending {
         let peer = Arc::new(Peer::new(config, PeerLimits::default()));
         let cache = Arc::new(Cache::default());
         let heard = Arc::clone(&cache) as Arc<dyn HeardPages>;
-        let config = ListenerConfig::default();
+        // Some tests have one listener.
+        let config = ListenerConfig { listeners_min: 1, ..ListenerConfig::default() };
         let group = Listener::start(IMAGE, WHOLE, LOOPBACK, Arc::clone(&peer), heard, config);
         let group = Arc::new(group.expect("a thread"));
         let source = PeerSource::new(IMAGE, Arc::new(Holders::new([peer])));

@@ -166,5 +166,5 @@ fn groups_are_for_images_of_this_host_alone_and_where_they_are_allowed() {
         assert!(Ears::new(form, own, &host.images, &host.arrivals).own.is_none());
     }
     let six = "::1".parse().expect("an address");
-    assert!(Ears::new(PageTransfer::Auto, six, &host.images, &host.arrivals).own.is_none());
+    assert!(Ears::new(PageTransfer::Multicast, six, &host.images, &host.arrivals).own.is_none());
 }
