@@ -18,7 +18,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use vmfork_image::Origin;
+use vmfork_image::{ImageId, Origin, PageIdx};
 use vmfork_policy::transfer::bounds::{FETCHERS_AHEAD_MAX, FETCHERS_MAX};
 use vmfork_policy::{Fetch, Reason};
 
@@ -159,6 +159,18 @@ impl Queue {
         }
     }
 
+    /// What brings a page of an image that nobody waited for, if it is queued.
+    fn take_ahead(&mut self, image: ImageId, page: PageIdx) -> Option<Job> {
+        let brings = |job: &Job| job.image.id() == image && job.fetch.range.contains(page);
+        let taken = self.ahead.iter_mut().find_map(|line| {
+            let at = line.jobs.iter().position(brings)?;
+            line.jobs.remove(at)
+        });
+        // Not the last of an image: the job has it, too.
+        self.ahead.retain(|line| line.running > 0 || !line.jobs.is_empty());
+        taken
+    }
+
     fn pop(&mut self) -> Option<Work> {
         if let Some((job, demanded)) = self.demand.pop_front() {
             return Some(Work::Demand(job, demanded));
@@ -216,17 +228,8 @@ impl Fetchers {
     /// There is no thread, and none can be started: the job comes back.
     pub(super) fn submit(&self, job: Job) -> Result<(), (Job, io::Error)> {
         let mut queue = self.shared.queue();
-        let is_thread_wanted = queue.has_room(&job) && queue.idle <= queue.ready();
-        if is_thread_wanted && queue.threads < FETCHERS_MAX {
-            let shared = Arc::clone(&self.shared);
-            let spawned = std::thread::Builder::new()
-                .name(self.name.clone())
-                .spawn(move || shared.work_until_closed());
-            match spawned {
-                Ok(_detached) => queue.threads += 1,
-                Err(error) if queue.threads == 0 => return Err((job, error)),
-                Err(error) => tracing::debug!(%error, "another thread to fetch pages"),
-            }
+        if let Err(error) = self.have_thread(&mut queue, &job) {
+            return Err((job, error));
         }
         match job.fetch.reason {
             Reason::Demand => queue.demand.push_back((job, self.shared.demand.begin())),
@@ -236,6 +239,40 @@ impl Fetchers {
         drop(queue);
         if is_ready {
             self.shared.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// A view waits for a page of an image now: if nobody did and it has not set out yet, it does not wait for its turn any more.
+    pub(super) fn hurry(&self, image: ImageId, page: PageIdx) {
+        let mut queue = self.shared.queue();
+        let Some(mut job) = queue.take_ahead(image, page) else { return };
+        job.fetch.reason = Reason::Demand;
+        if let Err(error) = self.have_thread(&mut queue, &job) {
+            tracing::debug!(%error, "no thread to fetch pages, though some are queued");
+        }
+        queue.demand.push_back((job, self.shared.demand.begin()));
+        drop(queue);
+        self.shared.work.notify_one();
+    }
+
+    /// One thread more, if there is room for it and a job that is about to be queued would wait without.
+    ///
+    /// # Errors
+    /// There is none at all, and none can be started.
+    fn have_thread(&self, queue: &mut Queue, job: &Job) -> io::Result<()> {
+        let is_wanted = queue.has_room(job) && queue.idle <= queue.ready();
+        if !is_wanted || queue.threads >= FETCHERS_MAX {
+            return Ok(());
+        }
+        let shared = Arc::clone(&self.shared);
+        let spawned = std::thread::Builder::new()
+            .name(self.name.clone())
+            .spawn(move || shared.work_until_closed());
+        match spawned {
+            Ok(_detached) => queue.threads += 1,
+            Err(error) if queue.threads == 0 => return Err(error),
+            Err(error) => tracing::debug!(%error, "another thread to fetch pages"),
         }
         Ok(())
     }

@@ -228,3 +228,28 @@ fn each_is_answered_once_though_its_source_panics_or_keeps_quiet() {
     let failed: Vec<_> = quiet.iter().filter(|(_, why)| why.is_some()).collect();
     assert_eq!(failed, [&(3, Some("its source did not say".to_owned()))]);
 }
+
+#[test]
+fn what_is_waited_for_leaves_the_queue_of_what_nobody_waits_for() {
+    let source = Arc::new(Together::default());
+    let (fetchers, image, fetched) = of(&source);
+    (0..2).for_each(|page| {
+        submit(&fetchers, &image, page, BACKGROUND);
+        source.wait_for(|asked| asked.len() > usize::try_from(page).expect("few"));
+    });
+    (2..6).for_each(|page| submit(&fetchers, &image, page, BACKGROUND));
+    // Under way, nobody's, and one that waits for its turn.
+    for page in [1, 50, 4] {
+        fetchers.hurry(image.id(), PageIdx(page));
+    }
+    let came = fetched.recv_timeout(LONG / 2).expect("while the others wait");
+    assert_eq!((came.fetch.range, came.fetch.reason), (PageIdx(4).range(), Reason::Demand));
+    came.outcome.expect("read");
+    assert_eq!(source.asked(), [1, 1]);
+    source.goes_on.store(true, Ordering::Relaxed);
+    for _ in 0..5 {
+        let came = fetched.recv_timeout(LONG).expect("and then the rest");
+        assert_eq!((came.fetch.reason, came.outcome.is_ok()), (BACKGROUND, true));
+    }
+    assert!(fetched.try_recv().is_err(), "each once");
+}

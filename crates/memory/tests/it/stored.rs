@@ -306,6 +306,8 @@ struct Hangs {
     goes_on: Mutex<bool>,
     changed: Condvar,
     pages_read: AtomicU64,
+    /// So many of what nobody waits for are taken at once.
+    together: usize,
 }
 
 impl Hangs {
@@ -326,6 +328,10 @@ impl PageSource for Hangs {
 
     fn reads_ahead(&self) -> usize {
         8
+    }
+
+    fn together(&self) -> usize {
+        self.together
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
@@ -370,6 +376,33 @@ fn who_waits_for_what_hangs_on_its_way_asks_for_it_again() {
     let whole = vm.sums(0, PAGES);
     assert!(whole.iter().all(|sum| *sum == first[0]));
     assert_eq!(source.pages_read.load(Ordering::Relaxed), 16, "nothing else was asked for again");
+}
+
+#[test]
+fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_for() {
+    needs_userfaultfd!();
+    let source = Arc::new(Hangs { together: 2, ..Hangs::default() });
+    let own = [StoredRun::Own(PageRange::first(PAGES))];
+    let image = HostImage::stored(next_id(), PAGES, own, None, Arc::<Hangs>::clone(&source));
+    let (engine, _) = serve(&image.expect("opened"));
+    engine.hydrate(NonZeroU64::MAX);
+    let deadline = Instant::now() + SECONDS;
+    // Two threads hang; eight pieces are under way.
+    while *source.ahead.lock().expect("not poisoned") < 2 {
+        assert!(Instant::now() < deadline, "nothing is brought ahead");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    let mut vm = clone_of(&engine);
+    vm.sums(7 * 16, 1);
+    source.go_on();
+    while engine.image().missing_pages() > 0 {
+        assert!(Instant::now() < deadline, "{} are missing", engine.image().missing_pages());
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    vm.sums(0, PAGES);
+    let counters = engine.image().counters();
+    let brought = (counters.demand_bytes.get(), counters.prefetched_bytes.get());
+    assert_eq!(brought, (16 * 4096, (PAGES - 16) * 4096), "once");
 }
 
 #[test]

@@ -136,6 +136,7 @@ impl Worker {
         };
         match outcome {
             Outcome::Waits => {
+                self.fetchers.hurry(image, page);
                 self.waiting.entry((id, page)).or_insert_with(Instant::now);
                 touches::waits((id, page), is_write, self.began.elapsed());
                 if let Some(view) = self.views.get(&id) {
