@@ -15,6 +15,7 @@ use crate::counters::ImageCounters;
 use crate::frozen::FrozenRange;
 use crate::handover;
 use crate::homes::Homes;
+use crate::incoming::Incoming;
 use crate::layout::absent_in;
 
 /// Images by id.
@@ -67,6 +68,8 @@ pub struct HostImage {
     ancestors: Mutex<Ancestors>,
     /// Of every engine that ever served this image or one that descends from it.
     needed_by: Mutex<Vec<Weak<Reach>>>,
+    /// Of what it is read from, by whichever engine.
+    pub(crate) incoming: Incoming,
     pub(crate) counters: ImageCounters,
 }
 
@@ -114,6 +117,7 @@ impl HostImage {
             sealed: OnceLock::new(),
             ancestors: Mutex::default(),
             needed_by: Mutex::default(),
+            incoming: Incoming::default(),
             counters: ImageCounters::default(),
         })
     }

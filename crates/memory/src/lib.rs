@@ -16,8 +16,8 @@
 //! what they did not write. [`GuestMemory`] is a VM's RAM, by way of the shim's keeper: attach it to an image,
 //! freeze it into a new one.
 //!
-//! Promises: a fault is answered or its view is reported lost; a page is brought into a cache once (twice, if two
-//! engines need it in the same microseconds: the bytes are the same);
+//! Promises: a fault is answered or its view is reported lost; a page is brought into a cache once (twice, if it
+//! takes long and a VM waits for it, or two engines' VMs at the same moment: the bytes are the same);
 //! bytes in a cache never change while a table names them.
 //!
 //! Left to others: QEMU, which pages to prefetch, when to fork, what to do with a lost VM.
@@ -31,6 +31,7 @@ mod guest_memory;
 mod handover;
 mod homes;
 mod host_image;
+mod incoming;
 mod layout;
 mod pagemap;
 mod presence;

@@ -9,6 +9,7 @@
 //! given back, which holds for as long as the drain goes through the image in order and none of it fails.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, Origin, PageIdx, PageRange, PageTable};
 use vmfork_policy::{Fetch, Reason};
@@ -18,6 +19,9 @@ use crate::presence::Presence;
 
 /// Pages copied in one go: 256 KiB, about 60 µs, which a fault may have to wait.
 pub(super) const STEP_PAGES: u64 = 64;
+
+/// How long what nobody waits for is left to another engine that is bringing it.
+const OTHERS_WAIT: Duration = Duration::from_secs(2);
 
 /// The policy's name in the scheduler.
 pub(super) const NAME: &str = "drain";
@@ -109,6 +113,11 @@ pub(super) fn fill(
         return Ok(());
     }
     let range = fetch.range;
+    let may_be_left = fetch.reason != Reason::Demand && owner.source().is_some();
+    let _bringing = if may_be_left { owner.incoming.begin(range, OTHERS_WAIT) } else { None };
+    if may_be_left && is_there(image, owner, fetch) {
+        return Ok(()); // another engine brought it
+    }
     buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
     let origin = match fetch.reason {
         Reason::Demand => owner.read_owned(range, buffer)?,
@@ -125,29 +134,44 @@ pub(super) fn fill_together(
     done: &mut dyn FnMut(usize, Result<(), PageLost>),
 ) {
     let source = owner.source().map(|source| source.origin());
-    // What is here in part is put together from both places, by itself.
+    // What is here in part is put together from both places, by itself; so is what another engine brings.
     let is_absent = |range| owner.cache().presence().count(range) == 0;
-    let (mut far, mut places) = (Vec::new(), Vec::new());
+    let (mut far, mut bringing) = (Vec::new(), Vec::new());
+    let (mut places, mut later): (Vec<(usize, &HostImage, Fetch)>, Vec<_>) = Default::default();
     for (place, (image, fetch)) in wanted.iter().enumerate() {
+        let range = fetch.range;
+        let begun = match source {
+            Some(_) if is_absent(range) => owner.incoming.begin(range, Duration::ZERO),
+            _ => None,
+        };
         if is_there(image, owner, *fetch) {
             done(place, Ok(()));
-        } else if source.is_some() && is_absent(fetch.range) {
-            far.push(fetch.range);
+        } else if begun.is_some() {
+            far.push(range);
             places.push((place, image, *fetch));
+            bringing.push(begun);
         } else {
-            done(place, fill(image, owner, *fetch, buffer));
+            later.push((place, image, *fetch));
         }
     }
-    let Some(origin) = source else { return };
-    owner.read_far_ahead(&far, buffer, |at, came| {
-        let Some((place, image, fetch)) = places.get(at) else { return };
-        let outcome = match came.and_then(|bytes| store(image, owner, *fetch, origin, bytes)) {
+    let mut each = |at, came: Result<&[u8], PageLost>| {
+        let Some(&(place, image, fetch)) = places.get(at) else { return };
+        let Some(origin) = source else { return };
+        let outcome = match came.and_then(|bytes| store(image, owner, fetch, origin, bytes)) {
             // Another answer was first.
-            Err(_) if is_there(image, owner, *fetch) => Ok(()),
+            Err(_) if is_there(image, owner, fetch) => Ok(()),
             outcome => outcome,
         };
-        done(*place, outcome);
-    });
+        drop(bringing.get_mut(at).and_then(Option::take));
+        done(place, outcome);
+    };
+    if !far.is_empty() {
+        owner.read_far_ahead(&far, buffer, &mut each);
+    }
+    drop(bringing);
+    for (place, image, fetch) in later {
+        done(place, fill(image, owner, fetch, buffer));
+    }
 }
 
 /// Whether pages are in the cache already, if need be now, from the owner's.

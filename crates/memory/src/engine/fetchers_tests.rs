@@ -253,3 +253,28 @@ fn what_is_waited_for_leaves_the_queue_of_what_nobody_waits_for() {
     }
     assert!(fetched.try_recv().is_err(), "each once");
 }
+
+#[test]
+fn what_another_engine_brings_is_waited_for_and_holds_nothing_up() {
+    let source = Arc::new(Together::default());
+    let (fetchers, image, fetched) = of(&source);
+    let (done, fetched_by_other) = channel();
+    let bell = Bell::new().expect("an eventfd");
+    let other = Fetchers::new("fetch".to_owned(), Arc::default(), done, bell);
+    (0..2).for_each(|page| {
+        submit(&fetchers, &image, page, BACKGROUND);
+        source.wait_for(|asked| asked.len() > usize::try_from(page).expect("few"));
+    });
+    // Both threads of the other have one of its own; then come those of both.
+    (10..12).for_each(|page| {
+        submit(&other, &image, page, BACKGROUND);
+        source.wait_for(|asked| asked.len() > usize::try_from(page - 8).expect("few"));
+    });
+    (0..4).for_each(|page| submit(&other, &image, page, BACKGROUND));
+    source.goes_on.store(true, Ordering::Relaxed);
+    for fetched in std::iter::repeat_n(&fetched, 2).chain(std::iter::repeat_n(&fetched_by_other, 6))
+    {
+        fetched.recv_timeout(LONG).expect("answered").outcome.expect("read");
+    }
+    assert_eq!(source.asked().iter().sum::<usize>(), 6, "each once");
+}

@@ -406,6 +406,25 @@ fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_fo
 }
 
 #[test]
+fn what_two_engines_bring_that_nobody_waits_for_comes_once() {
+    needs_userfaultfd!();
+    let content = vec![7; usize::try_from(PAGES * 4096).expect("small")];
+    let store = Fake::new(content, Mood::Takes(Duration::from_millis(5)));
+    let base = open(&[StoredRun::Own(PageRange::first(PAGES))], None, &store);
+    // The first block of each is its own.
+    let own = Fake::new(vec![8; 4096], Mood::Well);
+    let engines =
+        [(); 2].map(|()| serve(&open(&[StoredRun::Own(PageRange::first(1))], Some(&base), &own)));
+    engines.iter().for_each(|(engine, _)| engine.hydrate(NonZeroU64::MAX));
+    let deadline = Instant::now() + SECONDS;
+    while engines.iter().any(|(engine, _)| engine.image().missing_pages() > 0) {
+        assert!(Instant::now() < deadline, "some are missing");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    assert_eq!(store.pages_read(), 2 * (BLOCK_PAGES - 1) + PAGES - BLOCK_PAGES);
+}
+
+#[test]
 fn a_delta_is_served_from_both_stores() {
     needs_userfaultfd!();
     let (expected, base_source, base) = stored(Mood::Well);
