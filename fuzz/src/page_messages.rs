@@ -2,7 +2,7 @@
 
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_transfer::proto::{
-    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Request, Route, Run, Urgency,
+    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Refusal, Request, Route, Run, Urgency,
 };
 use vmfork_transfer::{Scratch, receive};
 
@@ -37,7 +37,12 @@ fn answer(op: Op, data: &[u8]) {
     let Some((head, rest)) = data.split_first_chunk::<HEAD_BYTES>() else { return };
     let Ok(head) = Head::decode(head, &request) else { return };
     match (head.refusal, op) {
-        (Some(_), _) => assert!(head.bytes <= 512 && head.runs == 0),
+        (Some(kind), _) => {
+            assert!(head.bytes <= 512 && head.runs == 0);
+            if let Ok(refusal) = Refusal::decode(kind, rest, PAGES) {
+                assert!(refusal.kind == kind && refusal.text().len() <= 512);
+            }
+        }
         (None, Op::Held) => {
             let held = proto::decode_held(rest, request.range).unwrap_or_default();
             assert!(held.iter().all(|run| request.range.covers(run)));

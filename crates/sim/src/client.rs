@@ -424,10 +424,14 @@ impl Client {
     ) {
         let Some(Read { pages, state, .. }) = self.reads.get(&number) else { return };
         match (*state, why) {
-            (State::Asked { host, route: Route::Direct, .. }, Refused::Elsewhere(to))
-                if host == from =>
-            {
+            (
+                State::Asked { host, route: Route::Direct, .. },
+                Refused::Elsewhere { to, summed },
+            ) if host == from => {
                 let pages = *pages;
+                if summed > 0 {
+                    self.sums.insert(pages);
+                }
                 let is_avoided = self.avoided.get(&to).is_some_and(|until| *until > now);
                 let to = (id(to), is_avoided);
                 let swarm = self.swarm.as_mut();
@@ -436,7 +440,7 @@ impl Client {
                     None => self.ask_in_swarm(number, now, out),
                 }
             }
-            (State::Asked { host, .. }, Refused::NotHere | Refused::Elsewhere(_))
+            (State::Asked { host, .. }, Refused::NotHere | Refused::Elsewhere { .. })
                 if host == from =>
             {
                 self.failed(number, Failure::Lacks, now, out);

@@ -68,8 +68,11 @@ pub(crate) enum Message {
 /// Why there are no pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// That host has them, or is about to.
-    Elsewhere(usize),
+    /// That host has them, or is about to; and the sums of so many of them.
+    Elsewhere {
+        to: usize,
+        summed: u64,
+    },
     NotHere,
     /// Nobody listens.
     Gone,

@@ -65,7 +65,8 @@ impl Service {
         if let Some(spread) = &mut self.spread {
             let is_here = route != Route::Direct || !self.is_own && demand;
             if let Serve::At(HostId(to)) = spread.ask(HostId(from as u64), pages, is_here, demand) {
-                return Reply::Refuse(Refused::Elsewhere(usize::try_from(to).unwrap_or(0)));
+                let (to, own) = (usize::try_from(to).unwrap_or(0), u64::from(self.is_own));
+                return Reply::Refuse(Refused::Elsewhere { to, summed: own * pages.len() });
             }
         }
         if cache.is_none_or(|cache| cache.has_all(pages)) {

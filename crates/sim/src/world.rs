@@ -293,6 +293,9 @@ impl<'a> World<'a> {
         let (bytes, is_small) = match &message {
             Message::Answer { pages, .. } => (wire_bytes(pages.len()), false),
             Message::Summed { pages, .. } => (SMALL_BYTES + SUM_BYTES * pages.len(), false),
+            Message::Refuse { why: Refused::Elsewhere { summed, .. }, .. } => {
+                (SMALL_BYTES + SUM_BYTES * summed, true)
+            }
             Message::Held { runs: Some(_) } => (SMALL_BYTES + self.scenario.pages / 8, false),
             _ => (SMALL_BYTES, true),
         };

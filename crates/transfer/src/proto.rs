@@ -16,7 +16,8 @@
 //!                | sequence | status | form | runs  | 0   | bytes   | server_us | runs × u16  | bytes     |
 //!                | u16      | u8     | u8   | u16   | u16 | u32     | u32       |             |           |
 //!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+
-//!                status 0: pages, or what is held. Else the kind of a refusal, and the bytes are its text (UTF-8)
+//!                status 0: pages, or what is held. Else the kind of a refusal, and the bytes are its text (UTF-8); of `elsewhere` a host's id, u64, and
+//!                then the sum of each page that was asked for, or nothing
 //!                run: 0x8000 | pages of zeros, or pages whose bytes follow
 //!                form 0: those bytes as they are. 1: as one lz4 block
 //! ```
@@ -27,24 +28,24 @@
 //!
 //! Anything else ends the connection.
 
-use std::fmt;
-
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 pub use vmfork_policy::transfer::swarm::Route;
 
+pub(crate) use self::refusal::Elsewhere;
+pub use self::refusal::{REFUSAL_BYTES_MAX, Refusal, RefusalKind};
 use crate::multicast::INVITATION_BYTES;
 use crate::sums::SUM_BYTES;
 
+mod refusal;
+
 /// What a client sends first: which protocol, and its version.
 pub const PREAMBLE: [u8; 8] = [b'V', b'F', b'P', b'G', VERSION, 0, 0, 0];
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// Most pages of one read: a block's.
 pub const READ_PAGES_MAX: u64 = 512;
 /// Most pages of which is asked at a time whether they are held: 1 GiB, a bitmap of 32 KiB.
 pub const HELD_PAGES_MAX: u64 = 1 << 18;
-/// Longest text of a refusal, in bytes.
-pub const REFUSAL_BYTES_MAX: usize = 512;
 
 pub const REQUEST_BYTES: usize = 32;
 pub const HEAD_BYTES: usize = 16;
@@ -199,125 +200,6 @@ pub fn check_preamble(bytes: &[u8; 8]) -> Result<(), ProtoError> {
     }
 }
 
-/// Why a host does not give what it was asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum RefusalKind {
-    /// It has no such image, or none with such pages.
-    UnknownImage,
-    /// The pages are another host's, and it does not have them (yet).
-    NotHere,
-    /// It had the page, and can't read it any more.
-    PageLost,
-    /// Too much is asked of it.
-    Busy,
-    /// It is about to leave, and serves no one any more.
-    Draining,
-    /// It does not know who asks, or not any more.
-    NotMember,
-    /// The request makes no sense to it.
-    BadRequest,
-    /// Something of its own went wrong.
-    Failed,
-    /// It has sent the pages to another host, and that has them, or is about to: the text is its id.
-    Elsewhere,
-}
-
-impl RefusalKind {
-    pub const ALL: [Self; 9] = [
-        Self::UnknownImage,
-        Self::NotHere,
-        Self::PageLost,
-        Self::Busy,
-        Self::Draining,
-        Self::NotMember,
-        Self::BadRequest,
-        Self::Failed,
-        Self::Elsewhere,
-    ];
-
-    pub(crate) const fn place(self) -> usize {
-        self as usize
-    }
-
-    const fn status(self) -> u8 {
-        match self {
-            Self::UnknownImage => 1,
-            Self::PageLost => 2,
-            Self::Busy => 3,
-            Self::Draining => 4,
-            Self::NotMember => 5,
-            Self::BadRequest => 6,
-            Self::Failed => 7,
-            Self::NotHere => 8,
-            Self::Elsewhere => 9,
-        }
-    }
-
-    /// One word, for logs and metrics.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::UnknownImage => "unknown-image",
-            Self::NotHere => "not-here",
-            Self::Elsewhere => "elsewhere",
-            Self::PageLost => "page-lost",
-            Self::Busy => "busy",
-            Self::Draining => "draining",
-            Self::NotMember => "not-member",
-            Self::BadRequest => "bad-request",
-            Self::Failed => "failed",
-        }
-    }
-}
-
-impl fmt::Display for RefusalKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-/// What a host says that does not give what it was asked for.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text} ({kind})")]
-pub struct Refusal {
-    pub kind: RefusalKind,
-    text: String,
-}
-
-impl Refusal {
-    /// `text` says why, for people; of a long one the beginning is kept. What is no visible character is left out.
-    pub fn new(kind: RefusalKind, text: impl AsRef<str>) -> Self {
-        let mut kept = String::new();
-        for c in text.as_ref().chars().filter(|c| !c.is_control()) {
-            if kept.len() + c.len_utf8() > REFUSAL_BYTES_MAX {
-                break;
-            }
-            kept.push(c);
-        }
-        Self { kind, text: kept }
-    }
-
-    /// The pages are at host `id`.
-    pub fn elsewhere(id: u64) -> Self {
-        Self::new(RefusalKind::Elsewhere, id.to_string())
-    }
-
-    /// Where they are, if this is one that says so.
-    pub fn host(&self) -> Option<u64> {
-        (self.kind == RefusalKind::Elsewhere).then(|| self.text.parse().ok())?
-    }
-
-    pub fn text(&self) -> &str {
-        &self.text
-    }
-
-    /// Whether it is of who asks, and not of the pages: the host may have closed the connection after it.
-    pub(crate) fn may_be_the_last(&self) -> bool {
-        use RefusalKind::{BadRequest, Busy, Draining, NotMember};
-        matches!(self.kind, BadRequest | Busy | Draining | NotMember)
-    }
-}
-
 /// How the bytes of pages are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
@@ -382,7 +264,7 @@ impl Head {
         let head = Self { sequence, refusal, form, runs, bytes: len, server_us: u32_at(bytes, 12) };
         let pages = request.range.len();
         let (runs_max, bytes_max) = match (refusal, request.op) {
-            (Some(_), _) => (0, REFUSAL_BYTES_MAX as u64),
+            (Some(kind), op) => (0, kind.bytes_max(op, pages)),
             (None, Op::Read) => (pages, pages * PAGE_BYTES),
             (None, Op::Held) => (0, pages.div_ceil(8)),
             (None, Op::Sums) => (0, pages * SUM_BYTES as u64),

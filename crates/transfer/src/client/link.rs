@@ -232,9 +232,9 @@ impl Link {
         }
         let head = Head::decode(&head, request)?;
         let Some(kind) = head.refusal else { return Ok(head) };
-        let mut text = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
-        self.channel.read_exact(&mut text)?;
-        Err(LinkError::Refused(Refusal::new(kind, String::from_utf8_lossy(&text))))
+        let mut bytes = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
+        self.channel.read_exact(&mut bytes)?;
+        Err(LinkError::Refused(Refusal::decode(kind, &bytes, request.range.len())?))
     }
 
     pub(super) fn close(self) {

@@ -18,7 +18,7 @@ use crate::lock;
 use crate::multicast::Invitation;
 use crate::pack::Choice;
 use crate::proto::{
-    HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
+    Elsewhere, HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
 };
 use crate::sums::Sum;
 
@@ -139,10 +139,10 @@ impl PeerError {
         }
     }
 
-    /// The host that has the pages, if it is this that was answered.
-    pub(super) fn elsewhere(&self) -> Option<u64> {
+    /// Where the pages are, if it is this that was answered.
+    pub(super) fn elsewhere(&self) -> Option<&Elsewhere> {
         match self {
-            Self::Refused(refusal) => refusal.host(),
+            Self::Refused(refusal) => refusal.whereabouts(),
             _ => None,
         }
     }

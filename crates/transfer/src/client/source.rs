@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageRange, PageSource};
+use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::bounds::{
     DEMAND_WAIT, LATER_MAX, LATER_MIN, PATIENCE, PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
 };
@@ -18,7 +19,7 @@ use super::together::TOGETHER;
 use super::verify::{Verdict, Verifier};
 use crate::counters::Counter;
 use crate::multicast::Listener;
-use crate::proto::{READ_PAGES_MAX, Route, Urgency};
+use crate::proto::{Elsewhere, READ_PAGES_MAX, Route, Urgency};
 
 /// What became of reads of one image, or of several that count together.
 #[derive(Debug, Default)]
@@ -286,16 +287,32 @@ impl PeerSource {
                     }
                 }
                 // Only who is asked first names another: nobody is sent round and round.
-                Err(error) if route == Route::Direct && error.elsewhere().is_some() => {
-                    self.counters.redirected.add(1);
-                    named = error.elsewhere().and_then(|to| swarm.redirected(host, piece, to));
-                    continue;
-                }
-                Err(error) => error,
+                Err(error) => match error.elsewhere() {
+                    Some(at) if route == Route::Direct => {
+                        named = self.redirected(swarm, (host, origin), piece, at);
+                        continue;
+                    }
+                    _ => error,
+                },
             };
             swarm.failed(host, piece, &error);
             self.on_failed(peer, piece, error, failed);
         }
+    }
+
+    /// A host said where a piece is. → whom to ask for it.
+    pub(super) fn redirected(
+        &self,
+        swarm: &Swarm,
+        (host, origin): (HostId, bool),
+        piece: PageRange,
+        at: &Elsewhere,
+    ) -> Option<Asked> {
+        self.counters.redirected.add(1);
+        if origin {
+            self.verifier.told(piece, &at.sums);
+        }
+        swarm.redirected(host, piece, at.host)
     }
 
     /// From those that were named when the image was, one after the other; not from who has just refused.

@@ -151,11 +151,10 @@ impl PeerSource {
                 }
                 Err(error) => error,
             };
-            let to = error.elsewhere().filter(|_| may_name && route == Route::Direct);
-            match (to, host, self.swarm()) {
-                (Some(to), Some((host, _)), Some(swarm)) => {
-                    self.counters().redirected.add(1);
-                    sorted.put(place, swarm.redirected(host, range, to));
+            let at = error.elsewhere().filter(|_| may_name && route == Route::Direct);
+            match (at, host, self.swarm()) {
+                (Some(at), Some(host), Some(swarm)) => {
+                    sorted.put(place, self.redirected(swarm, host, range, at));
                 }
                 _ => {
                     self.failed(&peer, host, range, &error);

@@ -49,6 +49,11 @@ impl Verifier {
         }
     }
 
+    /// The origin said where else pages are, and what they should be, as far as it knows.
+    pub(super) fn told(&self, range: PageRange, sums: &[Sum]) {
+        lock(&self.known).put(range, sums);
+    }
+
     /// Compare what `giver` gave with what the origin says that it should be. Only one that was not there lately is not asked: who
     /// is merely slow must not make others believed.
     pub(crate) fn verify(

@@ -34,7 +34,7 @@ fn the_bytes_are_as_documented() {
     assert_eq!(head().encode(), [1, 2, 0, 1, 2, 0, 0, 0, 77, 0, 0, 0, 5, 0, 0, 0]);
     assert_eq!(Run::Zero(3).encode(), [3, 0x80]);
     assert_eq!(Run::Bytes(512).encode(), [0, 2]);
-    assert_eq!(&PREAMBLE, b"VFPG\x02\0\0\0");
+    assert_eq!(&PREAMBLE, b"VFPG\x03\0\0\0");
 }
 
 #[test]
@@ -57,8 +57,8 @@ fn another_protocol_and_another_version_are_refused() {
     assert_eq!(check_preamble(&PREAMBLE), Ok(()));
     let error = |bytes: &[u8; 8]| check_preamble(bytes).expect_err("another").to_string();
     assert_eq!(error(b"GET / HT"), "no client for pages: it begins with `GET `");
-    assert_eq!(error(b"VFPG\x03\0\0\0"), "version 3 of the protocol; here is 2");
-    assert_eq!(error(b"VFPG\x02\0\0\x07"), "something behind the version that should be 0");
+    assert_eq!(error(b"VFPG\x04\0\0\0"), "version 4 of the protocol; here is 3");
+    assert_eq!(error(b"VFPG\x03\0\0\x07"), "something behind the version that should be 0");
 }
 
 #[test]
@@ -103,6 +103,26 @@ fn a_refusal_is_short_and_visible() {
     assert_eq!(refusal.to_string(), "ab[31mc (busy)");
     let long = Refusal::new(RefusalKind::Busy, "é".repeat(1000));
     assert_eq!(long.text().len(), REFUSAL_BYTES_MAX);
+}
+
+#[test]
+fn who_is_sent_elsewhere_hears_where_and_what_is_there_or_only_where() {
+    let kind = RefusalKind::Elsewhere;
+    for sums in [vec![], vec![[7; SUM_BYTES], [9; SUM_BYTES]]] {
+        let sent = Refusal::at(Elsewhere { host: 0x0102_0304_0506_0708, sums });
+        let bytes = sent.encode();
+        assert_eq!(bytes[0], 8, "little endian");
+        assert_eq!(Refusal::decode(kind, &bytes, 2), Ok(sent));
+    }
+    let error = |bytes: usize| Refusal::decode(kind, &[1; 100][..bytes], 2).expect_err("wrong");
+    assert_eq!(error(7).to_string(), "a host's id of 7 bytes");
+    for bytes in [9, 8 + SUM_BYTES, 8 + 2 * SUM_BYTES + 1, 8 + 3 * SUM_BYTES] {
+        assert_eq!(error(bytes).to_string(), format!("{} bytes of sums of 2 pages", bytes - 8));
+    }
+    let longest = u32::try_from(8 + 16 * SUM_BYTES).expect("small");
+    let head = |bytes| Head { refusal: Some(kind), form: Form::Raw, runs: 0, bytes, ..head() };
+    assert!(Head::decode(&head(longest).encode(), &request()).is_ok());
+    assert!(Head::decode(&head(longest + 1).encode(), &request()).is_err());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
-use vmfork_image::PAGE_BYTES;
+use vmfork_image::{ImageName, PAGE_BYTES, PageRange};
 use vmfork_policy::transfer::bounds::{ARRIVAL_PAUSE_MAX, ARRIVAL_PAUSE_MIN, LOOKS_AFTER};
 
 use super::connections::Place;
@@ -16,10 +16,10 @@ use super::{Shared, Wanted};
 use crate::channel::Channel;
 use crate::pack::{self, Packer};
 use crate::proto::{
-    self, Form, Head, Op, PAGE, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request, Route,
-    Urgency,
+    self, Elsewhere, Form, Head, Op, PAGE, PREAMBLE, REQUEST_BYTES, Refusal, RefusalKind, Request,
+    Route, Urgency,
 };
-use crate::sums::{self, UNKNOWN};
+use crate::sums::{self, Sum, UNKNOWN};
 
 /// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
 /// rest is given back.
@@ -169,6 +169,7 @@ impl<'a> Session<'a> {
             return Err(why);
         }
         if let Err(refusal) = read {
+            pack::shrink(&mut self.answer.pages, KEPT_BYTES);
             return self.refuse(request.sequence, began, &refusal);
         }
         let counters = &self.shared.counters;
@@ -258,7 +259,11 @@ impl<'a> Session<'a> {
             let how = (route != Route::Direct || !may_refuse, demand);
             let may_name = |host| pages.is_alive(host);
             if let Some(host) = spreads.elsewhere((image, len), member, range, how, may_name) {
-                return Err(Refusal::elsewhere(host));
+                // Who gets them from there need not ask what they should be.
+                let sums = is_own.then(|| self.own_sums(member, (image, len), range));
+                let sums =
+                    sums.and_then(Result::ok).filter(|sums| sums.iter().any(|sum| *sum != UNKNOWN));
+                return Err(Refusal::at(Elsewhere { host, sums: sums.unwrap_or_default() }));
             }
         }
         let patience = match (route, urgency) {
@@ -314,7 +319,7 @@ impl<'a> Session<'a> {
 
     fn sum_up(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        let Shared { pages, spreads, limits, .. } = self.shared;
+        let Shared { pages, limits, .. } = self.shared;
         // What another host gave is asked for, too.
         let wanted = pages.asked(member, image, range, urgency);
         let len = wanted.map_or(range.end().0, |wanted| wanted.pages);
@@ -322,6 +327,19 @@ impl<'a> Session<'a> {
             Urgency::Demand => None,
             Urgency::Ahead => Some(self.turn(limits.io)?),
         };
+        let all = self.own_sums(member, (image, len), range)?;
+        self.answer.pages = all.concat();
+        Ok(())
+    }
+
+    /// What pages of an image of so many, that was frozen here, should be; of those that are not here nothing is known.
+    fn own_sums(
+        &mut self,
+        member: u64,
+        (image, len): (ImageName, u64),
+        range: PageRange,
+    ) -> Result<Vec<Sum>, Refusal> {
+        let Shared { pages, spreads, .. } = self.shared;
         let mut own = Vec::new();
         pages.own(member, image, range, &mut |run| own.push(run))?;
         let mut all = spreads.sums(image, range);
@@ -340,8 +358,7 @@ impl<'a> Session<'a> {
             spreads.summed((image, len), run, &sums);
             part.into_iter().zip(sums).for_each(|(place, sum)| *place = sum);
         }
-        self.answer.pages = all.concat();
-        Ok(())
+        Ok(all)
     }
 
     fn invite(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
@@ -352,17 +369,17 @@ impl<'a> Session<'a> {
 
     fn refuse(&mut self, sequence: u16, began: Instant, refusal: &Refusal) -> Result<(), Ended> {
         self.shared.counters.refused(refusal.kind);
-        let text = refusal.text().as_bytes();
+        let bytes = refusal.encode();
         let head = Head {
             sequence,
             refusal: Some(refusal.kind),
             form: Form::Raw,
             runs: 0,
-            bytes: u32::try_from(text.len()).unwrap_or(0),
+            bytes: u32::try_from(bytes.len()).unwrap_or(0),
             server_us: us_since(began),
         };
         self.channel.set_timeout(self.shared.limits.io);
-        self.channel.put(&[&head.encode()[..], text])?;
+        self.channel.put(&[&head.encode()[..], &bytes])?;
         self.send_unless_next()
     }
 }

@@ -130,7 +130,7 @@ fn a_member_that_speaks_otherwise_is_told_what_is_wrong() {
     let older = *b"VFPG\x09\0\0\0";
     let cases = [
         (&PREAMBLE, huge, "4294967295 pages at a time; it must be 1 to 512"),
-        (&older, good, "version 9 of the protocol; here is 2"),
+        (&older, good, "version 9 of the protocol; here is 3"),
         (b"POST /v1", good, "no client for pages: it begins with `POST`"),
     ];
     for (preamble, request, expected) in cases {

@@ -443,6 +443,37 @@ fn an_origin_that_was_slow_a_moment_ago_is_asked_all_the_same() {
     assert_eq!((counters.forged.get(), counters.unverified_pages.get()), (1, 0));
 }
 
+#[test]
+fn who_is_sent_elsewhere_knows_what_is_there() {
+    for urgency in [Urgency::Demand, Urgency::Ahead] {
+        let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+        let nodes = nodes(all);
+        let unit = range(UNIT, UNIT);
+        let (before, _) = nodes[2].source(&nodes, quick());
+        before.read_for(urgency, unit, &mut buffer(unit)).expect("from the origin");
+        let gate = match urgency {
+            Urgency::Demand => &nodes[2].cache.gate,
+            Urgency::Ahead => &nodes[2].cache.ahead_gate,
+        };
+        gate.shut();
+        let (source, _) = nodes[1].source(&nodes, quick());
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut bytes = buffer(unit);
+                source.read_for(urgency, unit, &mut bytes).expect("from host 2");
+                check(unit, &bytes);
+            });
+            gate.wait_for(1);
+            // There is nobody to be asked any more.
+            nodes[0].service.stop();
+            gate.open();
+            reader.join().expect("no panic");
+        });
+        let counters = source.counters();
+        assert_eq!((counters.holder_pages.get(), counters.unverified_pages.get()), (UNIT, 0));
+    }
+}
+
 /// The origin has not read them itself, as of a stored image.
 #[test]
 fn what_can_not_be_compared_is_asked_of_the_origin() {

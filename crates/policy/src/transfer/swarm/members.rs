@@ -30,7 +30,7 @@ impl Default for SwarmConfig {
     fn default() -> Self {
         Self {
             every: Duration::from_millis(250),
-            asked_max: 16,
+            asked_max: 4,
             settled: Duration::from_secs(2),
             pick: PickConfig::default(),
         }
