@@ -1,5 +1,6 @@
 //! Pages between hosts, over TLS on loopback.
 
+mod chaos;
 mod common;
 mod failing;
 mod keys;
