@@ -24,6 +24,7 @@
 #![deny(unsafe_code)]
 
 mod channel;
+mod choice;
 mod client;
 mod counters;
 pub mod multicast;

@@ -1,10 +1,8 @@
 //! Pages as they are sent: zeros as a number, the rest as it is or compressed, if that pays.
 //!
 //! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever more seldom while
-//! they don't. The client knows how long answers take, either way: [`Choice`] asks for what is quicker on this link
+//! they don't. The client knows how long answers take, either way: [`Choice`](crate::choice::Choice) asks for what is best on this link
 //! between these processors, and tries the other now and then, since links and loads change.
-
-use std::time::Duration;
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};
 
@@ -208,67 +206,6 @@ fn unpack(packed: &[u8], out: &mut [u8]) -> Result<(), ProtoError> {
     }
 }
 
-/// Answers of so many pages are compared with each other only: few pages are all latency, many all bytes.
-const CLASSES: [u64; 3] = [4, 64, u64::MAX];
-/// Each way is tried so often before the first is preferred …
-const TRIES: u32 = 8;
-/// … and from then on, the slower one every so many answers.
-const AGAIN_EVERY: u32 = 64;
-
-/// Which way is quicker for this peer: bytes as they are, or compressed.
-#[derive(Debug, Default)]
-pub(crate) struct Choice {
-    classes: [Ways; CLASSES.len()],
-}
-
-#[derive(Debug, Default)]
-struct Ways {
-    /// Not to be compressed, and to be if it pays there.
-    ways: [Way; 2],
-    answers: u32,
-}
-
-#[derive(Debug, Default, Clone, Copy)]
-struct Way {
-    tries: u32,
-    /// Moving average of a page's time.
-    page_ns: f64,
-}
-
-impl Choice {
-    fn class(&mut self, pages: u64) -> &mut Ways {
-        let class = CLASSES.iter().position(|most| pages < *most).unwrap_or(0);
-        &mut self.classes[class]
-    }
-
-    /// Whether the next answer may be compressed.
-    pub(crate) fn may_compress(&mut self, pages: u64) -> bool {
-        let Ways { ways: [plain, packed], answers } = self.class(pages);
-        *answers = answers.wrapping_add(1);
-        if plain.tries < TRIES || packed.tries < TRIES {
-            return packed.tries < plain.tries;
-        }
-        let quicker = packed.page_ns < plain.page_ns;
-        quicker != answers.is_multiple_of(AGAIN_EVERY)
-    }
-
-    /// An answer has come. Of zeros alone nothing is learnt.
-    pub(crate) fn took(&mut self, may_compress: bool, pages: u64, sent_pages: u64, time: Duration) {
-        if sent_pages == 0 {
-            return;
-        }
-        let way = &mut self.class(pages).ways[usize::from(may_compress)];
-        // Nobody minds the precision.
-        let page_ns = time.as_secs_f64() * 1e9 / sent_pages as f64;
-        way.page_ns = match way.tries {
-            0 => page_ns,
-            // What took very long took so for another reason.
-            _ => way.page_ns + (page_ns.min(way.page_ns * 4.0) - way.page_ns) / 8.0,
-        };
-        way.tries = way.tries.saturating_add(1);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -386,39 +323,6 @@ mod tests {
         let long = lz4_flex::block::compress(&[7; 3 * PAGE]);
         assert!(refused(&long, Form::Lz4).starts_with("a compressed block that is none"));
         assert!(refused(&[0xff; 9], Form::Lz4).starts_with("a compressed block that is none"));
-    }
-
-    /// How often of `answers` pages come compressed, at so many ns a page plain and packed.
-    fn chosen(choice: &mut Choice, answers: u32, pages: u64, plain: u64, packed: u64) -> u32 {
-        let mut compressed = 0;
-        for _ in 0..answers {
-            let may = choice.may_compress(pages);
-            compressed += u32::from(may);
-            let page = Duration::from_nanos(if may { packed } else { plain });
-            choice.took(may, pages, pages, page * u32::try_from(pages).expect("small"));
-        }
-        compressed
-    }
-
-    #[test]
-    fn the_quicker_way_is_taken_and_the_other_tried_now_and_then() {
-        let mut choice = Choice::default();
-        let fast = chosen(&mut choice, 1000, 16, 2000, 5000);
-        assert!((8..40).contains(&fast), "{fast} on a fast link");
-        // The link has become slow.
-        let slow = chosen(&mut choice, 2000, 16, 30_000, 12_000);
-        assert!(slow > 1000, "{slow} on a slow link");
-        // And of single pages nothing is known by that.
-        let single = chosen(&mut choice, 1000, 1, 90_000, 95_000);
-        assert!(single < 40, "{single} of single pages");
-    }
-
-    #[test]
-    fn one_answer_that_took_long_changes_nothing() {
-        let mut choice = Choice::default();
-        chosen(&mut choice, 100, 16, 9000, 5000);
-        choice.took(true, 16, 16, Duration::from_secs(5));
-        assert!(chosen(&mut choice, 60, 16, 9000, 5000) > 50);
     }
 
     proptest! {

@@ -13,10 +13,10 @@ use vmfork_policy::transfer::bounds;
 
 use super::link::{Came, LinkError, Question};
 use super::pool::{Lease, Pool, Wanted};
+use crate::choice::{self, Choice};
 use crate::counters::PeerCounters;
 use crate::lock;
 use crate::multicast::Invitation;
-use crate::pack::Choice;
 use crate::proto::{
     Elsewhere, HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
 };
@@ -264,7 +264,12 @@ impl Peer {
         })?;
         let sent_pages = self.count(&question, came);
         if self.config.compress {
-            lock(&self.choice).took(may_compress, pages, sent_pages, came.took);
+            let (wire_bytes, took) = (came.wire_bytes, came.took);
+            lock(&self.choice).took(
+                may_compress,
+                pages,
+                choice::Came { sent_pages, wire_bytes, took },
+            );
         }
         self.counters.latency.add(came.took);
         self.counters.set_last_rtt(came.took.saturating_sub(came.server));
@@ -316,8 +321,8 @@ impl Peer {
         let may_compress = self.config.compress && lock(&self.choice).may_compress(all_pages);
         let question = |range| Question { image, range, urgency, route, may_compress };
         let questions: Vec<Question> = reads.iter().map(|read| question(read.range)).collect();
-        let mut sent_pages = 0;
-        let took = self.ask(urgency, timeout, |lease| {
+        let mut all = choice::Came::default();
+        all.took = self.ask(urgency, timeout, |lease| {
             let Some(link) = &mut lease.link else {
                 return Err(io::Error::from(io::ErrorKind::NotConnected).into());
             };
@@ -328,7 +333,8 @@ impl Peer {
                     place,
                     match (answer, questions.get(place)) {
                         (Ok((came, bytes)), Some(question)) => {
-                            sent_pages += self.count(question, came);
+                            all.sent_pages += self.count(question, came);
+                            all.wire_bytes += came.wire_bytes;
                             Ok(bytes)
                         }
                         (Ok((_, bytes)), None) => Ok(bytes),
@@ -342,8 +348,8 @@ impl Peer {
             })?;
             Ok(began.elapsed())
         })?;
-        if self.config.compress && sent_pages > 0 {
-            lock(&self.choice).took(may_compress, all_pages, sent_pages, took);
+        if self.config.compress {
+            lock(&self.choice).took(may_compress, all_pages, all);
         }
         Ok(())
     }
