@@ -31,17 +31,18 @@ fn pages(range: PageRange) -> Vec<u8> {
     bytes
 }
 
+fn sums(range: PageRange) -> Vec<u8> {
+    let sum = |page: &[u8; PAGE]| blake3::hash(page).as_bytes()[..16].to_vec();
+    pages(range).as_chunks::<PAGE>().0.iter().flat_map(sum).collect()
+}
+
 /// The right answer.
 fn right(request: &Request) -> Vec<u8> {
     let range = request.range;
     let (runs, bytes) = match request.op {
         Op::Read => (vec![u16::try_from(range.len()).expect("few")], pages(range)),
         Op::Held => (Vec::new(), vec![0xff; usize::try_from(range.len() / 8).expect("few")]),
-        Op::Sums | Op::Invite => {
-            let pages = pages(range);
-            let sum = |page: &[u8; PAGE]| blake3::hash(page).as_bytes()[..16].to_vec();
-            (Vec::new(), pages.as_chunks::<PAGE>().0.iter().flat_map(sum).collect())
-        }
+        Op::Sums | Op::Invite => (Vec::new(), sums(range)),
     };
     let len = u32::try_from(bytes.len()).expect("small");
     let count = u16::try_from(runs.len()).expect("few");
@@ -49,9 +50,9 @@ fn right(request: &Request) -> Vec<u8> {
     [head(request.sequence, 0, count, len), runs, bytes].concat()
 }
 
-fn refused(request: &Request, status: u8, text: &str) -> Vec<u8> {
-    let len = u32::try_from(text.len()).expect("short");
-    [&head(request.sequence, status, 0, len), text.as_bytes()].concat()
+fn refused(request: &Request, status: u8, bytes: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(bytes.len()).expect("short");
+    [&head(request.sequence, status, 0, len), bytes].concat()
 }
 
 /// What host `number` answers: most of the time what it should.
@@ -68,11 +69,12 @@ fn any(request: &Request, number: u64, state: &Mutex<u64>) -> Option<Vec<u8>> {
         // Busy, about to leave, no member, what makes no sense, failed, not here.
         (kind @ 4..=9, Op::Read) => {
             let status = [3, 4, 5, 6, 7, 8][usize::try_from(kind - 4).expect("few")];
-            return Some(refused(request, status, "no"));
+            return Some(refused(request, status, b"no"));
         }
         (10..=15, Op::Read) if number == ORIGIN => {
-            let to = [3, 4, 1, 99][usize::try_from(draw(state, 4)).expect("few")];
-            return Some(refused(request, 9, &to.to_string()));
+            let to = [3_u64, 4, 1, 99][usize::try_from(draw(state, 4)).expect("few")];
+            let sums = if draw(state, 2) == 0 { Vec::new() } else { sums(request.range) };
+            return Some(refused(request, 9, &[&to.to_le_bytes()[..], &sums].concat()));
         }
         // Another page than it should be.
         (10, Op::Read) => {
