@@ -17,6 +17,8 @@ from harness.hosts import Hosts, hosts
 from . import world as w
 
 RATE = "1gbit"
+#: How pages get to many hosts.
+FORMS = ("swarm", "multicast")
 PORT = 7072
 
 T = TypeVar("T")

@@ -101,8 +101,8 @@ def _afresh(memory: str, fork: str) -> Callable[[Figures], float]:
     return lambda figures: sent(figures) * (1 << 20) / 1e6
 
 
-def _over_fork(name: str, how: str) -> Callable[[Figures], float]:
-    return _ratio(_p50(name, how=how), _p50(name, how="first fork"))
+def _over_fork(name: str, how: str, form: str) -> Callable[[Figures], float]:
+    return _ratio(_p50(name, how=how), _p50(name, how=f"first fork, by {form}"))
 
 
 def _storm(figures: Figures) -> float:
@@ -191,10 +191,11 @@ TABLE = [
     Reach("sent for a clone on another host that fills 1 GiB afresh, first fork", 40, True, "MB", _afresh("never used", "first")),
     Reach("the same, later forks", 40, True, "MB", _afresh("never used", "later")),
     Reach("the same, of memory that was used and given back", 40, True, "MB", _afresh("used and given back", "later")),
-    Reach("suspend, copy to each, resume, over a fork, to the last answer", 10, False, "", _over_fork("copying_answered_ms", "to each")),
-    Reach("the same, copied once", 10, False, "", _over_fork("copying_answered_ms", "once")),
-    Reach("bytes sent for that over those of a fork, to each", 20, False, "", _over_fork("copying_sent_MiB", "to each")),
-    Reach("the same, copied once", 20, False, "", _over_fork("copying_sent_MiB", "once")),
+    Reach("suspend, copy to each, resume, over a fork by swarm, to the last answer", 10, False, "", _over_fork("copying_answered_ms", "to each", "swarm")),
+    Reach("suspend, copy once, resume, over a fork by multicast", 10, False, "", _over_fork("copying_answered_ms", "once", "multicast")),
+    Reach("bytes sent, copied to each, over a fork by swarm", 20, False, "", _over_fork("copying_sent_MiB", "to each", "swarm")),
+    Reach("bytes sent, copied to each, over a fork by multicast", 20, False, "", _over_fork("copying_sent_MiB", "to each", "multicast")),
+    Reach("bytes sent, copied once, over a fork by multicast", 20, False, "", _over_fork("copying_sent_MiB", "once", "multicast")),
     Reach("VMs that fork at once, over ready-made VMs, in 40 s", 5, True, "s", _storm),
     Reach(
         "page already touched by a sibling, over a local fault",

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from .. import world as w
-from ..cluster import Cluster, cluster, inside, rest
+from ..cluster import FORMS, Cluster, cluster, inside, rest
 from ..rawqemu import RawVm, State, Target, save
 
 TITLE = "Clones on other hosts, against suspend, copy, resume"
@@ -27,8 +27,13 @@ PIECE = 1 << 20
 
 
 def run(world: w.World) -> None:
+    for form in FORMS:
+        _by(world, form)
+
+
+def _by(world: w.World, form: str) -> None:
     hosts, memory_mib = world.pick(((8, 1024),), ((2, 256),))[0]
-    with cluster(world, hosts + 1, pool=1) as made:
+    with cluster(world, hosts + 1, pool=1, more_flags=["--page-transfer", form]) as made:
         load = f"yes vmfork | head -c {memory_mib // 4}M > /dev/shm/loaded"
 
         def loaded(name: str) -> w.vmfork.VM:
@@ -38,14 +43,17 @@ def run(world: w.World) -> None:
 
         vm = loaded("parent")
         w.end_all(vm.fork(hosts, hosts=made.names(hosts)))  # pools learn the shape
+        for _ in world.rounds(f"{hosts} hosts, {memory_mib} MiB, by {form}", share=SHARE):
+            fresh = loaded("fresh")
+            _fork(world, made, fresh, hosts, f"first fork, by {form}")
+            fresh.remove(force=True)
+            # What clones of earlier ones waited for goes along with these.
+            _fork(world, made, vm, hosts, f"later fork, by {form}")
+        if form != FORMS[0]:
+            return
         with RawVm.boot(world.image, memory_mib=memory_mib) as source:
             source.exec(load)
-            for _ in world.rounds(f"{hosts} hosts, {memory_mib} MiB", share=SHARE):
-                fresh = loaded("fresh")
-                _fork(world, made, fresh, hosts, "first fork")
-                fresh.remove(force=True)
-                # What clones of earlier ones waited for goes along with these.
-                _fork(world, made, vm, hosts, "later fork")
+            for _ in world.rounds(f"{hosts} hosts, {memory_mib} MiB, copied", share=SHARE):
                 for how, copies in (("to each", hosts), ("once", 1)):
                     _copy(world, made, source, how, copies, hosts)
 

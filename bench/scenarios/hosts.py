@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from .. import world as w
-from ..cluster import cluster, rest
+from ..cluster import FORMS, cluster, rest
 
 TITLE = "Forks onto other hosts"
 
@@ -18,7 +18,6 @@ SHARE = 0.2
 
 CLONES = 32
 DATA_MIB = 256
-FORMS = ("swarm", "multicast")
 
 
 def run(world: w.World) -> None:
