@@ -103,21 +103,33 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
 @pytest.mark.limit(240)
 def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, parent: vmfork.VM) -> None:
     there = cluster.clients[1]
-    data_pages = 20 * 256
 
-    def missing(name: str) -> int:
-        count = there.vm(name).inspect().memory.missing_pages
-        assert count is not None
-        return count
+    def memory(name: str) -> vmfork.MemoryInfo:
+        return there.vm(name).inspect().memory
 
-    parent.fork(1, names=["first"], hosts=["h1"]).raise_for_errors()
-    time.sleep(3)
-    at_rest = missing("first")
-    assert at_rest > data_pages, "nobody has asked for the data"
+    def waited_for(name: str) -> int:
+        return memory(name).demand_bytes
+
+    def fork(name: str) -> int:
+        """A clone there; the bytes that it waited for until it came to rest."""
+        parent.fork(1, names=[name], hosts=["h1"]).raise_for_errors()
+        there.vm(name).exec("true", check=True)
+        pages_missing: list[int | None] = []
+
+        def at_rest() -> bool:
+            pages_missing.append(memory(name).missing_pages)
+            return len(pages_missing) > 1 and pages_missing[-1] == pages_missing[-2]
+
+        eventually(at_rest, 30, f"{name} asks for nothing more", every_s=0.5)
+        return waited_for(name)
+
+    start_first = fork("first")
     there.vm("first").exec("sha256sum -c /run/sum", check=True)
+    first = waited_for("first")
     there.vm("first").remove(force=True)
     eventually(lambda: there.host().cache_bytes == 0, 60, "nothing of it is left there")
-    parent.fork(1, names=["second"], hosts=["h1"]).raise_for_errors()
-    before = there.vm("second").inspect()
-    eventually(lambda: missing("second") < at_rest - 0.9 * data_pages, 30, f"what the first one read has come, after {before.memory}")
+
+    start_second = fork("second")
+    assert start_second < start_first / 4, "what the first one's start waited for has come along"
+    assert memory("second").prefetched_bytes > 0.8 * first, f"and what it read ({first} bytes) too: {memory('second')}"
     there.vm("second").exec("sha256sum -c /run/sum", check=True)
