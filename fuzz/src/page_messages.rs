@@ -20,11 +20,12 @@ pub fn run(data: &[u8]) {
         assert!(!request.range.is_empty() && request.range.len() <= proto::HELD_PAGES_MAX);
     }
     for op in [Op::Read, Op::Held, Op::Invite, Op::Sums] {
-        answer(op, data);
+        answer(op, None, data);
     }
+    answer(Op::Read, Some(PageIdx(11)), data);
 }
 
-fn answer(op: Op, data: &[u8]) {
+fn answer(op: Op, first: Option<PageIdx>, data: &[u8]) {
     let request = Request {
         image: ImageName { host: 1, image: 2 },
         range: PageRange::new(PageIdx(9), PAGES).expect("small"),
@@ -32,6 +33,7 @@ fn answer(op: Op, data: &[u8]) {
         urgency: Urgency::Demand,
         route: Route::Direct,
         may_compress: true,
+        first,
         sequence: 0,
     };
     let Some((head, rest)) = data.split_first_chunk::<HEAD_BYTES>() else { return };
@@ -46,6 +48,9 @@ fn answer(op: Op, data: &[u8]) {
         (None, Op::Held) => {
             let held = proto::decode_held(rest, request.range).unwrap_or_default();
             assert!(held.iter().all(|run| request.range.covers(run)));
+        }
+        (None, Op::Read) if first.is_some() => {
+            assert!(head.runs <= 1 && head.bytes <= 4096);
         }
         (None, Op::Read) => pages(&head, rest),
         (None, Op::Invite) => assert!(head.bytes <= 96),

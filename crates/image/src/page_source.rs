@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::io;
 use std::time::Duration;
 
-use crate::{Origin, PageRange};
+use crate::{Origin, PageIdx, PageRange};
 
 /// A place that holds an image's own pages for good: a stored snapshot, another host.
 ///
@@ -28,6 +28,22 @@ pub trait PageSource: Debug + Send + Sync {
     /// # Errors
     /// The pages can't be had, or are not what was stored: says which, where, and why.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
+
+    /// The same for pages of which one is waited for, `page`: `came` is told of its bytes, if they come before the others, as soon as they have
+    /// been verified. That may be although the others can't be had, and more than once.
+    ///
+    /// # Errors
+    /// As [`PageSource::read`].
+    fn read_first(
+        &self,
+        range: PageRange,
+        page: PageIdx,
+        bytes: &mut [u8],
+        came: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<()> {
+        let (_, _) = (page, came);
+        self.read(range, bytes)
+    }
 
     /// The same for pages that nobody waits for: gives way to what somebody does wait for.
     ///

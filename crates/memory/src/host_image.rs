@@ -392,6 +392,24 @@ impl HostImage {
         self.read_owned_by(range, bytes, |stored, run, part| stored.read(run, part))
     }
 
+    /// The same for pages of which one is waited for: as [`PageSource::read_first`], if it is far.
+    ///
+    /// # Errors
+    /// [`PageLost`].
+    pub(crate) fn read_owned_first(
+        &self,
+        range: PageRange,
+        page: PageIdx,
+        bytes: &mut [u8],
+        came: &mut dyn FnMut(&[u8]),
+    ) -> Result<Origin, PageLost> {
+        let came = RefCell::new(came);
+        self.read_owned_by(range, bytes, |stored, run, part| match run.contains(page) {
+            true => stored.read_first(run, page, part, &mut **came.borrow_mut()),
+            false => stored.read(run, part),
+        })
+    }
+
     /// The same for pages that nobody waits for.
     ///
     /// # Errors

@@ -8,7 +8,8 @@
 //!                | host   | image  | first page | pages  | op | flags | sequence |
 //!                | u64    | u64    | u64        | u32    | u8 | u8    | u16      |
 //!                +--------+--------+------------+--------+----+-------+----------+
-//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 3: an invitation to the image's group; 1 page. 4: sums, of 1 to 512
+//!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 3: an invitation to the image's group; 1 page. 4: sums, of 1 to 512.
+//!                5: read, one of them first: pages is a u16 then, 2 to 512, and behind it is the place of that one, u16
 //!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
@@ -21,6 +22,8 @@
 //!                run: 0x8000 | pages of zeros, or pages whose bytes follow
 //!                form 0: those bytes as they are. 1: as one lz4 block
 //! ```
+//!
+//! A read with one first has two answers: that page, then the others in their order; or one, a refusal.
 //!
 //! The runs of an answer to `read` are as many pages as were asked for. The answer to `held` has no runs; its bytes are a bitmap, a bit
 //! per page from the first on, the lowest bit of a byte first, and 0 where there are no pages. A sequence is its connection's
@@ -40,7 +43,7 @@ mod refusal;
 
 /// What a client sends first: which protocol, and its version.
 pub const PREAMBLE: [u8; 8] = [b'V', b'F', b'P', b'G', VERSION, 0, 0, 0];
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 
 /// Most pages of one read: a block's.
 pub const READ_PAGES_MAX: u64 = 512;
@@ -111,18 +114,34 @@ pub struct Request {
     pub urgency: Urgency,
     pub route: Route,
     pub may_compress: bool,
+    /// Of a read of several pages: the one that somebody waits for, which is answered before the others.
+    pub first: Option<PageIdx>,
     pub sequence: u16,
 }
 
 impl Request {
+    /// How many of the pages come before the first one.
+    pub(crate) fn first_place(&self) -> Option<u64> {
+        let first = self.first.filter(|_| self.op == Op::Read && self.range.len() > 1)?;
+        first.0.checked_sub(self.range.start().0).filter(|place| *place < self.range.len())
+    }
+
+    /// The same for as many pages as one of its answers has.
+    pub(crate) fn part(&self, pages: u64) -> Self {
+        Self { range: self.range.truncate(pages), first: None, ..*self }
+    }
+
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut bytes = [0; REQUEST_BYTES];
         bytes[..8].copy_from_slice(&self.image.host.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.image.image.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.range.start().0.to_le_bytes());
         let pages = u32::try_from(self.range.len()).unwrap_or(u32::MAX);
-        bytes[24..28].copy_from_slice(&pages.to_le_bytes());
+        let place = self.first_place().and_then(|place| u32::try_from(place).ok());
+        let word = pages | place.unwrap_or(0) << 16;
+        bytes[24..28].copy_from_slice(&word.to_le_bytes());
         bytes[28] = match self.op {
+            Op::Read if place.is_some() => 5,
             Op::Read => 1,
             Op::Held => 2,
             Op::Sums => 4,
@@ -143,9 +162,13 @@ impl Request {
     /// What is wrong with it.
     pub fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, ProtoError> {
         let image = ImageName { host: u64_at(bytes, 0), image: u64_at(bytes, 8) };
-        let (first, pages) = (u64_at(bytes, 16), u64::from(u32_at(bytes, 24)));
+        let first = u64_at(bytes, 16);
+        let (pages, place) = match bytes[28] {
+            5 => (u64::from(u16_at(bytes, 24)), Some(u64::from(u16_at(bytes, 26)))),
+            _ => (u64::from(u32_at(bytes, 24)), None),
+        };
         let op = match bytes[28] {
-            1 => Op::Read,
+            1 | 5 => Op::Read,
             2 => Op::Held,
             4 => Op::Sums,
             3 => Op::Invite,
@@ -169,6 +192,9 @@ impl Request {
         let Ok(range) = PageRange::new(PageIdx(first), pages) else {
             return wrong(format!("{pages} pages from {first}, which no image has"));
         };
+        if let Some(place) = place.filter(|place| pages < 2 || *place >= pages) {
+            return wrong(format!("page {place} first, of {pages}"));
+        }
         let ahead = flags & FLAG_AHEAD != 0;
         Ok(Self {
             image,
@@ -177,6 +203,7 @@ impl Request {
             urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
             route,
             may_compress: flags & FLAG_MAY_COMPRESS != 0,
+            first: place.map(|place| PageIdx(first + place)),
             sequence: u16_at(bytes, 30),
         })
     }
@@ -265,6 +292,7 @@ impl Head {
         let pages = request.range.len();
         let (runs_max, bytes_max) = match (refusal, request.op) {
             (Some(kind), op) => (0, kind.bytes_max(op, pages)),
+            (None, Op::Read) if request.first_place().is_some() => (1, PAGE_BYTES),
             (None, Op::Read) => (pages, pages * PAGE_BYTES),
             (None, Op::Held) => (0, pages.div_ceil(8)),
             (None, Op::Sums) => (0, pages * SUM_BYTES as u64),

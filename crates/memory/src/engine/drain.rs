@@ -23,6 +23,9 @@ pub(super) const STEP_PAGES: u64 = 64;
 /// How long what nobody waits for is left to another engine that is bringing it.
 const OTHERS_WAIT: Duration = Duration::from_secs(2);
 
+/// Fewer come as quickly together as one does alone.
+const SPLIT_PAGES_MIN: u64 = 4;
+
 /// The policy's name in the scheduler.
 pub(super) const NAME: &str = "drain";
 
@@ -99,7 +102,8 @@ impl Progress {
 }
 
 /// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it). What comes from another host stays
-/// in both: another descendant, with a cache of its own for them, shall not ask for them again.
+/// in both: another descendant, with a cache of its own for them, shall not ask for them again. `early` is told when the page that is waited
+/// for is there before the others.
 ///
 /// # Errors
 /// The pages could not be had, or the host is out of memory.
@@ -108,6 +112,7 @@ pub(super) fn fill(
     owner: &HostImage,
     fetch: Fetch,
     buffer: &mut Vec<u8>,
+    early: &mut dyn FnMut(PageIdx),
 ) -> Result<(), PageLost> {
     if is_there(image, owner, fetch) {
         return Ok(());
@@ -119,9 +124,17 @@ pub(super) fn fill(
         return Ok(()); // another engine brought it
     }
     buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
-    let origin = match fetch.reason {
-        Reason::Demand => owner.read_owned(range, buffer)?,
-        Reason::Background(_) => owner.read_owned_ahead(range, buffer)?,
+    let first = fetch.first.filter(|page| range.len() >= SPLIT_PAGES_MIN && range.contains(*page));
+    let origin = match (fetch.reason, first) {
+        (Reason::Demand, Some(page)) => {
+            owner.read_owned_first(range, page, buffer, &mut |bytes| {
+                if put(image, owner, page.range(), Origin::Peer, bytes).is_ok() {
+                    early(page);
+                }
+            })?
+        }
+        (Reason::Demand, None) => owner.read_owned(range, buffer)?,
+        (Reason::Background(_), _) => owner.read_owned_ahead(range, buffer)?,
     };
     store(image, owner, fetch, origin, buffer)
 }
@@ -170,7 +183,7 @@ pub(super) fn fill_together(
     }
     drop(bringing);
     for (place, image, fetch) in later {
-        done(place, fill(image, owner, fetch, buffer));
+        done(place, fill(image, owner, fetch, buffer, &mut |_| ()));
     }
 }
 
@@ -201,6 +214,18 @@ fn store(
     if image.cache().presence().count(range) == range.len() {
         return Ok(()); // another answer was first
     }
+    put(image, owner, range, origin, bytes)?;
+    count(image, owner, fetch, origin);
+    Ok(())
+}
+
+fn put(
+    image: &HostImage,
+    owner: &HostImage,
+    range: PageRange,
+    origin: Origin,
+    bytes: &[u8],
+) -> Result<(), PageLost> {
     if origin == Origin::Peer && !std::ptr::eq(image, owner) {
         owner.keep(range, bytes);
     }
@@ -210,7 +235,6 @@ fn store(
         reason: format!("its cache can't grow: {error}"),
     })?;
     image.cache().presence().set(range);
-    count(image, owner, fetch, origin);
     Ok(())
 }
 

@@ -7,7 +7,7 @@
 //!                   by owner, several at once where its source likes that
 //! ```
 //!
-//! Promises: what is submitted is answered once, also if reading it panics; demand leaves the queue before what
+//! Promises: what is submitted is answered once, also if reading it panics, but for a page that was there early; demand leaves the queue before what
 //! nobody waits for, and finds a thread though all of that hangs. Threads come when there is work and go with the engine: one that is in the middle of a read
 //! then ends after it, unseen.
 
@@ -70,6 +70,18 @@ pub(super) struct Job {
     pub(super) fetch: Fetch,
 }
 
+/// What a fetcher tells of.
+#[derive(Debug)]
+pub(super) enum Told {
+    /// A page that is waited for is there, and what is fetched with it is yet to come. From: what kind of place it was in.
+    Early {
+        image: Arc<HostImage>,
+        page: PageIdx,
+        from: Option<Origin>,
+    },
+    Fetched(Fetched),
+}
+
 /// What became of a job.
 #[derive(Debug)]
 pub(super) struct Fetched {
@@ -91,7 +103,7 @@ struct Shared {
     queue: Mutex<Queue>,
     work: Condvar,
     demand: Arc<Demand>,
-    done: Sender<Fetched>,
+    done: Sender<Told>,
     bell: Bell,
 }
 
@@ -211,12 +223,7 @@ impl Queue {
 }
 
 impl Fetchers {
-    pub(super) fn new(
-        name: String,
-        demand: Arc<Demand>,
-        done: Sender<Fetched>,
-        bell: Bell,
-    ) -> Self {
+    pub(super) fn new(name: String, demand: Arc<Demand>, done: Sender<Told>, bell: Bell) -> Self {
         let (queue, work) = (Mutex::default(), Condvar::new());
         let shared = Shared { queue, work, demand, done, bell };
         Self { name, shared: Arc::new(shared) }
@@ -248,6 +255,7 @@ impl Fetchers {
         let mut queue = self.shared.queue();
         let Some(mut job) = queue.take_ahead(image, page) else { return };
         job.fetch.reason = Reason::Demand;
+        job.fetch.first = Some(page);
         if let Err(error) = self.have_thread(&mut queue, &job) {
             tracing::debug!(%error, "no thread to fetch pages, though some are queued");
         }
@@ -311,8 +319,13 @@ impl Shared {
     }
 
     fn fill(&self, job: Job, buffer: &mut Vec<u8>) {
-        let outcome =
-            unpanicked(&job.owner, || drain::fill(&job.image, &job.owner, job.fetch, buffer));
+        let mut early = |page| {
+            let (image, from) = (Arc::clone(&job.image), origin_of(&job.owner));
+            self.tell(Told::Early { image, page, from });
+        };
+        let outcome = unpanicked(&job.owner, || {
+            drain::fill(&job.image, &job.owner, job.fetch, buffer, &mut early)
+        });
         let page = job.fetch.range.start();
         let outcome = outcome.unwrap_or_else(|reason| Err(job.owner.lost(page, reason)));
         self.answer(job, outcome);
@@ -340,8 +353,12 @@ impl Shared {
 
     fn answer(&self, job: Job, outcome: Result<(), PageLost>) {
         let Job { image, owner, fetch } = job;
-        let from = owner.source().map(|source| source.origin());
-        let _engine_ended = self.done.send(Fetched { image, fetch, from, outcome });
+        let from = origin_of(&owner);
+        self.tell(Told::Fetched(Fetched { image, fetch, from, outcome }));
+    }
+
+    fn tell(&self, told: Told) {
+        let _engine_ended = self.done.send(told);
         self.bell.ring();
     }
 
@@ -368,6 +385,10 @@ impl Shared {
             queue.idle -= 1;
         }
     }
+}
+
+fn origin_of(owner: &HostImage) -> Option<Origin> {
+    owner.source().map(|source| source.origin())
 }
 
 /// What `work` says, or why it panicked.

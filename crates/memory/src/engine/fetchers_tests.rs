@@ -1,5 +1,5 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Instant;
 
 use vmfork_image::{AheadRead, ImageId, PageIdx, PageRange, PageSource, Source};
@@ -41,19 +41,33 @@ impl PageSource for Hangs {
     }
 }
 
+/// What an engine is told.
+struct Heard(Receiver<Told>);
+
+impl Heard {
+    /// The next job that has ended.
+    fn recv_timeout(&self, timeout: Duration) -> Result<Fetched, RecvTimeoutError> {
+        loop {
+            if let Told::Fetched(fetched) = self.0.recv_timeout(timeout)? {
+                return Ok(fetched);
+            }
+        }
+    }
+}
+
 /// An image of 64 pages that are all read from `source`, and who reads them.
-fn of<S: PageSource + 'static>(source: &Arc<S>) -> (Fetchers, Arc<HostImage>, Receiver<Fetched>) {
+fn of<S: PageSource + 'static>(source: &Arc<S>) -> (Fetchers, Arc<HostImage>, Heard) {
     let own = [StoredRun::Own(PageRange::first(64))];
     let id = ImageId::new(1).expect("not 0");
     let image = HostImage::stored(id, 64, own, None, Arc::<S>::clone(source)).expect("opened");
     let (done, fetched) = channel();
     let bell = Bell::new().expect("an eventfd");
-    (Fetchers::new("fetch".to_owned(), Arc::default(), done, bell), image, fetched)
+    (Fetchers::new("fetch".to_owned(), Arc::default(), done, bell), image, Heard(fetched))
 }
 
 fn submit(fetchers: &Fetchers, image: &Arc<HostImage>, page: u64, reason: Reason) {
     let (range, source) = (PageIdx(page).range(), Source::Image(image.id()));
-    let fetch = Fetch { range, source, reason, again: false };
+    let fetch = Fetch { range, source, reason, first: None, again: false };
     let (image, owner) = (Arc::clone(image), Arc::clone(image));
     fetchers.submit(Job { image, owner, fetch }).expect("a thread");
 }
@@ -216,7 +230,7 @@ fn each_is_answered_once_though_its_source_panics_or_keeps_quiet() {
             let why = came.outcome.err().map(|lost| lost.reason);
             answers.push((came.fetch.range.start().0, why));
         }
-        assert!(fetched.try_recv().is_err(), "once");
+        assert!(fetched.0.try_recv().is_err(), "once");
         answers.retain(|(page, _)| *page < 60);
         answers.sort();
         answers
@@ -251,7 +265,7 @@ fn what_is_waited_for_leaves_the_queue_of_what_nobody_waits_for() {
         let came = fetched.recv_timeout(LONG).expect("and then the rest");
         assert_eq!((came.fetch.reason, came.outcome.is_ok()), (BACKGROUND, true));
     }
-    assert!(fetched.try_recv().is_err(), "each once");
+    assert!(fetched.0.try_recv().is_err(), "each once");
 }
 
 #[test]
@@ -259,6 +273,7 @@ fn what_another_engine_brings_is_waited_for_and_holds_nothing_up() {
     let source = Arc::new(Together::default());
     let (fetchers, image, fetched) = of(&source);
     let (done, fetched_by_other) = channel();
+    let fetched_by_other = Heard(fetched_by_other);
     let bell = Bell::new().expect("an eventfd");
     let other = Fetchers::new("fetch".to_owned(), Arc::default(), done, bell);
     (0..2).for_each(|page| {
@@ -277,4 +292,91 @@ fn what_another_engine_brings_is_waited_for_and_holds_nothing_up() {
         fetched.recv_timeout(LONG).expect("answered").outcome.expect("read");
     }
     assert_eq!(source.asked().iter().sum::<usize>(), 6, "each once");
+}
+
+/// Gives the page that is waited for, and the others when it may.
+#[derive(Debug, Default)]
+struct First {
+    goes_on: AtomicBool,
+    fails: AtomicBool,
+}
+
+impl PageSource for First {
+    fn origin(&self) -> Origin {
+        Origin::Peer
+    }
+
+    fn unit_pages(&self) -> u64 {
+        16
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        let whole = bytes.chunks_mut(4096).zip(range.pages());
+        whole.for_each(|(bytes, page)| bytes.fill(u8::try_from(page.0).expect("few")));
+        Ok(())
+    }
+
+    fn read_first(
+        &self,
+        range: PageRange,
+        page: PageIdx,
+        bytes: &mut [u8],
+        came: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<()> {
+        let mut first = vec![0; 4096];
+        self.read(page.range(), &mut first)?;
+        came(&first);
+        let deadline = Instant::now() + LONG;
+        while !self.goes_on.load(Ordering::Relaxed) {
+            assert!(Instant::now() < deadline, "nobody lets it go on");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        match self.fails.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("the others are lost")),
+            false => self.read(range, bytes),
+        }
+    }
+}
+
+fn first_of_sixteen(source: &Arc<First>) -> (Fetchers, Arc<HostImage>, Heard) {
+    let (fetchers, image, heard) = of(source);
+    let (range, first) = (PageRange::first(16), Some(PageIdx(5)));
+    let from = Source::Image(image.id());
+    let fetch = Fetch { range, source: from, reason: Reason::Demand, first, again: false };
+    let (to, owner) = (Arc::clone(&image), Arc::clone(&image));
+    fetchers.submit(Job { image: to, owner, fetch }).expect("a thread");
+    let told = heard.0.recv_timeout(LONG).expect("told early");
+    let Told::Early { page, from, .. } = told else { panic!("not early: {told:?}") };
+    assert_eq!((page, from), (PageIdx(5), Some(Origin::Peer)));
+    assert_eq!(image.cache().presence().count(range), 1);
+    let mut bytes = vec![0; 4096];
+    image.cache().read(page.range(), &mut bytes).expect("there");
+    assert!(bytes.iter().all(|byte| *byte == 5));
+    (fetchers, image, heard)
+}
+
+#[test]
+fn the_page_that_is_waited_for_is_told_of_before_its_neighbours_are_there() {
+    let source = Arc::new(First::default());
+    let (_fetchers, image, heard) = first_of_sixteen(&source);
+    source.goes_on.store(true, Ordering::Relaxed);
+    let all = heard.recv_timeout(LONG).expect("told of all");
+    all.outcome.expect("read");
+    assert_eq!(all.fetch.range, PageRange::first(16));
+    let mut bytes = vec![0; 16 * 4096];
+    image.cache().read(all.fetch.range, &mut bytes).expect("there");
+    for (page, bytes) in bytes.chunks(4096).enumerate() {
+        assert!(bytes.iter().all(|byte| usize::from(*byte) == page), "page {page}");
+    }
+    assert_eq!(image.counters().from_peer_bytes.get(), 16 * 4096, "each is counted once");
+}
+
+#[test]
+fn neighbours_that_are_lost_leave_the_page_there() {
+    let source = Arc::new(First::default());
+    source.fails.store(true, Ordering::Relaxed);
+    let (_fetchers, image, heard) = first_of_sixteen(&source);
+    source.goes_on.store(true, Ordering::Relaxed);
+    heard.recv_timeout(LONG).expect("told of all").outcome.expect_err("lost");
+    assert_eq!(image.cache().presence().count(PageRange::first(16)), 1);
 }

@@ -23,7 +23,7 @@ use vmfork_policy::{Config, Scheduler, ViewId};
 use self::prefetch::Ahead;
 use super::derive::Derivation;
 use super::drain::{self, STEP_PAGES, Stage};
-use super::fetchers::{Demand, Fetched, Fetchers};
+use super::fetchers::{Demand, Fetchers, Told};
 use super::pace::Pace;
 use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
@@ -82,7 +82,7 @@ pub(super) struct Worker {
     drain: drain::Progress,
     ahead: Ahead,
     fetchers: Fetchers,
-    fetched: Receiver<Fetched>,
+    fetched: Receiver<Told>,
     views: BTreeMap<ViewId, View>,
     commands: Receiver<Command>,
     bell: Bell,

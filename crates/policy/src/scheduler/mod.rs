@@ -113,6 +113,8 @@ pub struct Fetch {
     /// By the image's table; never zero.
     pub source: Source,
     pub reason: Reason,
+    /// The one that is waited for, and was first; the others are its neighbours.
+    pub first: Option<PageIdx>,
     /// They are under way already, for nobody who waited then, and take too long: whichever comes first counts.
     pub again: bool,
 }
@@ -302,11 +304,12 @@ impl<P: Presence> Scheduler<P> {
         if !self.has_room() {
             return None;
         }
-        if let Some(range) = self.next_late() {
-            let (source, reason) = (self.table.lookup(range.start()), Reason::Demand);
-            return Some(Fetch { range, source, reason, again: true });
+        if let Some((page, range)) = self.next_late() {
+            let (source, reason) = (self.table.lookup(page), Reason::Demand);
+            return Some(Fetch { range, source, reason, first: Some(page), again: true });
         }
-        let (range, reason) = match self.waits.first() {
+        let waited_for = self.waits.first();
+        let (range, reason) = match waited_for {
             Some(first) => (self.around(first), Reason::Demand),
             None if self.flights.background() < self.config.background_fetches_max => {
                 self.propose(background_pages)?
@@ -315,15 +318,17 @@ impl<P: Presence> Scheduler<P> {
         };
         self.waits.set_out(range);
         self.flights.insert(range, reason, self.now);
-        Some(Fetch { range, source: self.table.lookup(range.start()), reason, again: false })
+        let (source, first) =
+            (self.table.lookup(range.start()), waited_for.map(|first| first.page));
+        Some(Fetch { range, source, reason, first, again: false })
     }
 
     fn has_room(&self) -> bool {
         self.fetches() < self.config.fetches_max
     }
 
-    /// What to ask for once more: around a page that somebody has waited for for too long.
-    fn next_late(&mut self) -> Option<PageRange> {
+    /// What to ask for once more: around a page that somebody has waited for for too long, which is named.
+    fn next_late(&mut self) -> Option<(PageIdx, PageRange)> {
         loop {
             let page = self.late.next(self.now)?;
             let flight = self.flights.at(page).filter(|(_, reason)| *reason != Reason::Demand);
@@ -333,7 +338,7 @@ impl<P: Presence> Scheduler<P> {
                 self.presence.is_present(page) || self.late.was_tried(page)
             });
             self.late.set_out(range, self.now);
-            return Some(range);
+            return Some((page, range));
         }
     }
 

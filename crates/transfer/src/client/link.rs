@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustls::{ClientConnection, Connection};
-use vmfork_image::{ImageName, PageRange};
+use vmfork_image::{ImageName, PageIdx, PageRange};
 
 use super::peer::PeerConfig;
 use crate::channel::Channel;
 use crate::multicast::Invitation;
 use crate::pack::{self, Scratch};
 use crate::proto::{
-    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
+    self, HEAD_BYTES, Head, Op, PAGE, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
 };
 use crate::sums::{SUM_BYTES, Sum};
 
@@ -37,6 +37,8 @@ pub(super) struct Question {
     pub(super) urgency: Urgency,
     pub(super) route: Route,
     pub(super) may_compress: bool,
+    /// Whose answer comes before the others'.
+    pub(super) first: Option<PageIdx>,
 }
 
 /// Of pages that came.
@@ -85,15 +87,39 @@ impl Link {
         Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
     }
 
+    /// `came` is told of the page that was to come first, unless the others are there already.
     pub(super) fn read(
         &mut self,
         question: Question,
         timeout: Duration,
         out: &mut [u8],
+        came: &mut dyn FnMut(&[u8]),
     ) -> Result<Came, LinkError> {
         let began = Instant::now();
-        let head = self.ask(Op::Read, question, timeout)?;
-        self.pages(&head, out, began)
+        let request = self.request(Op::Read, question);
+        self.send(&[request], timeout)?;
+        let place = request.first_place().and_then(|place| usize::try_from(place).ok());
+        let head = self.head(&request)?;
+        let Some((place, (first, others))) = place.zip(out.split_at_mut_checked(PAGE)) else {
+            return self.pages(&head, out, began);
+        };
+        let page = self.pages(&head, first, began)?;
+        if !self.channel.has(HEAD_BYTES) {
+            came(first);
+        }
+        let head = match self.head(&request.part(request.range.len() - 1)) {
+            Err(LinkError::Unanswered(error)) => return Err(LinkError::Cut(error)),
+            head => head?,
+        };
+        let rest = self.pages(&head, others, began)?;
+        // As they were asked for.
+        out[..(place + 1) * PAGE].rotate_left(PAGE);
+        Ok(Came {
+            zero_pages: page.zero_pages + rest.zero_pages,
+            wire_bytes: page.wire_bytes + rest.wire_bytes,
+            took: rest.took,
+            server: page.server,
+        })
     }
 
     /// The pages that follow a head.
@@ -192,7 +218,7 @@ impl Link {
         timeout: Duration,
     ) -> Result<Invitation, LinkError> {
         let (range, urgency, route) = (PageRange::first(1), Urgency::Ahead, Route::Direct);
-        let question = Question { image, range, urgency, route, may_compress: false };
+        let question = Question { image, range, urgency, route, may_compress: false, first: None };
         let head = self.ask(Op::Invite, question, timeout)?;
         let mut bytes = vec![0; usize::try_from(head.bytes).unwrap_or(0)];
         self.channel.read_exact(&mut bytes)?;
@@ -207,10 +233,10 @@ impl Link {
     }
 
     fn request(&mut self, op: Op, question: Question) -> Request {
-        let Question { image, range, urgency, route, may_compress } = question;
+        let Question { image, range, urgency, route, may_compress, first } = question;
         let sequence = self.sequence;
         self.sequence = self.sequence.wrapping_add(1);
-        Request { image, range, op, urgency, route, may_compress, sequence }
+        Request { image, range, op, urgency, route, may_compress, first, sequence }
     }
 
     fn send(&mut self, requests: &[Request], timeout: Duration) -> Result<(), LinkError> {

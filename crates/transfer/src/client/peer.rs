@@ -182,6 +182,13 @@ pub struct Peer {
     counters: PeerCounters,
 }
 
+/// Of several pages one that somebody waits for.
+pub(super) struct Early<'a> {
+    pub(super) page: PageIdx,
+    /// Told of its bytes when they have come, if that is before the others.
+    pub(super) came: &'a mut dyn FnMut(&[u8]),
+}
+
 impl Peer {
     /// Connects when it is first asked for something.
     pub fn new(config: PeerConfig, limits: PeerLimits) -> Self {
@@ -235,21 +242,21 @@ impl Peer {
         urgency: Urgency,
         out: &mut [u8],
     ) -> Result<(), PeerError> {
-        self.read_by(Route::Insist, self.limits.answer, image, range, urgency, out)
+        self.read_by((Route::Insist, self.limits.answer), image, range, urgency, out, None)
     }
 
-    /// The same by another route and with less patience: an answer may take no longer than `timeout`.
+    /// The same by another route and with less patience: an answer may take no longer than `timeout`. One page may be to come early.
     ///
     /// # Errors
     /// As [`Peer::read`], and that another host has the pages.
     pub(super) fn read_by(
         &self,
-        route: Route,
-        timeout: Duration,
+        (route, timeout): (Route, Duration),
         image: ImageName,
         range: PageRange,
         urgency: Urgency,
         out: &mut [u8],
+        mut early: Option<&mut Early<'_>>,
     ) -> Result<(), PeerError> {
         let timeout = timeout.min(self.limits.answer);
         let (pages, most) = (range.len(), READ_PAGES_MAX);
@@ -257,9 +264,14 @@ impl Peer {
             return Err(PeerError::Misuse { pages, bytes: out.len(), most });
         }
         let may_compress = self.config.compress && lock(&self.choice).may_compress(pages);
-        let question = Question { image, range, urgency, route, may_compress };
+        let first = early.as_ref().map(|early| early.page).filter(|page| range.contains(*page));
+        let question = Question { image, range, urgency, route, may_compress, first };
         let came = self.ask(urgency, timeout, |lease| match &mut lease.link {
-            Some(link) => link.read(question, timeout, out),
+            Some(link) => link.read(question, timeout, out, &mut |bytes| {
+                if let Some(early) = &mut early {
+                    (early.came)(bytes);
+                }
+            }),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         })?;
         let sent_pages = self.count(&question, came);
@@ -319,7 +331,7 @@ impl Peer {
         }
         let all_pages = reads.iter().map(|read| read.range.len()).sum();
         let may_compress = self.config.compress && lock(&self.choice).may_compress(all_pages);
-        let question = |range| Question { image, range, urgency, route, may_compress };
+        let question = |range| Question { image, range, urgency, route, may_compress, first: None };
         let questions: Vec<Question> = reads.iter().map(|read| question(read.range)).collect();
         let mut all = choice::Came::default();
         all.took = self.ask(urgency, timeout, |lease| {
@@ -364,7 +376,7 @@ impl Peer {
             return Err(PeerError::Misuse { pages, bytes: 0, most });
         }
         let (urgency, route) = (Urgency::Ahead, Route::Direct);
-        let question = Question { image, range, urgency, route, may_compress: false };
+        let question = Question { image, range, urgency, route, may_compress: false, first: None };
         self.ask(urgency, self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.held(question, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
@@ -383,7 +395,7 @@ impl Peer {
         timeout: Duration,
     ) -> Result<Vec<Sum>, PeerError> {
         let route = Route::Direct;
-        let question = Question { image, range, urgency, route, may_compress: false };
+        let question = Question { image, range, urgency, route, may_compress: false, first: None };
         let timeout = timeout.min(self.limits.answer);
         let answer = self.ask(urgency, timeout, |lease| match &mut lease.link {
             Some(link) => link.sums(question, timeout),

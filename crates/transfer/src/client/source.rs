@@ -5,7 +5,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageRange, PageSource};
+use vmfork_image::{
+    AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageIdx, PageRange, PageSource,
+};
 use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::bounds::{
     DEMAND_WAIT, LATER_MAX, LATER_MIN, PATIENCE, PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
@@ -13,7 +15,7 @@ use vmfork_policy::transfer::bounds::{
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
 use super::holders::Holders;
-use super::peer::{Peer, PeerError};
+use super::peer::{Early, Peer, PeerError};
 use super::swarm::{Asked, Chosen, Swarm};
 use super::together::TOGETHER;
 use super::verify::{Verdict, Verifier};
@@ -136,7 +138,7 @@ impl PeerSource {
     /// # Errors
     /// As there.
     pub fn read_for(&self, urgency: Urgency, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
-        self.read_until(self.give_up(), urgency, range, bytes)
+        self.read_until(self.give_up(), urgency, range, bytes, None)
     }
 
     /// Until when a read that begins now asks hosts again.
@@ -151,6 +153,7 @@ impl PeerSource {
         urgency: Urgency,
         range: PageRange,
         bytes: &mut [u8],
+        mut early: Option<&mut Early<'_>>,
     ) -> io::Result<()> {
         if bytes.len() as u64 != range.byte_len() {
             let text = format!("{} bytes for pages {range}", bytes.len());
@@ -168,7 +171,9 @@ impl PeerSource {
                 (rest, bytes) = (rest.from_page(piece.end()), back);
                 continue;
             }
-            if let Err(error) = self.read_piece(urgency, piece, front, give_up) {
+            if let Err(error) =
+                self.read_piece(urgency, piece, front, give_up, early.as_deref_mut())
+            {
                 self.counters.failures.add(1);
                 return Err(io::Error::other(error));
             }
@@ -214,14 +219,22 @@ impl PeerSource {
         piece: PageRange,
         bytes: &mut [u8],
         give_up: Instant,
+        mut early: Option<&mut Early<'_>>,
     ) -> Result<(), NobodyHas> {
         let mut pause = PAUSE_MIN;
         let mut all_were_asked = false;
         loop {
             let (peers, version) = self.holders.in_order();
             let mut failed: Vec<Vain> = Vec::new();
-            if self.read_in_swarm(urgency, piece, bytes, give_up, &mut failed)
-                || self.read_in_order(&peers, urgency, piece, bytes, &mut failed)
+            if self.read_in_swarm(urgency, piece, bytes, give_up, early.as_deref_mut(), &mut failed)
+                || self.read_in_order(
+                    &peers,
+                    urgency,
+                    piece,
+                    bytes,
+                    early.as_deref_mut(),
+                    &mut failed,
+                )
             {
                 self.counters.resourced.add(u64::from(!failed.is_empty()));
                 return Ok(());
@@ -257,6 +270,7 @@ impl PeerSource {
         piece: PageRange,
         bytes: &mut [u8],
         give_up: Instant,
+        mut early: Option<&mut Early<'_>>,
         failed: &mut Vec<Vain>,
     ) -> bool {
         let Some(swarm) = &self.swarm else { return false };
@@ -278,7 +292,10 @@ impl PeerSource {
                 Urgency::Demand if !origin => DEMAND_WAIT,
                 _ => Duration::MAX,
             };
-            let error = match peer.read_by(route, may_wait, self.image, piece, urgency, bytes) {
+            let answer = self.checked(origin, early.as_deref_mut(), |early| {
+                peer.read_by((route, may_wait), self.image, piece, urgency, bytes, early)
+            });
+            let error = match answer {
                 Ok(()) => {
                     swarm.answered(host, piece);
                     match self.verified(urgency, piece, bytes, &peer, origin) {
@@ -315,6 +332,22 @@ impl PeerSource {
         swarm.redirected(host, piece, at.host)
     }
 
+    /// A read of which one page may come early: it is told of if it is `believed`, or known to be what the origin has.
+    fn checked<T>(
+        &self,
+        believed: bool,
+        early: Option<&mut Early<'_>>,
+        read: impl FnOnce(Option<&mut Early<'_>>) -> T,
+    ) -> T {
+        let Some(Early { page, came }) = early else { return read(None) };
+        let mut came = |bytes: &[u8]| {
+            if believed || self.verifier.is_right(*page, bytes) {
+                came(bytes);
+            }
+        };
+        read(Some(&mut Early { page: *page, came: &mut came }))
+    }
+
     /// From those that were named when the image was, one after the other; not from who has just refused.
     fn read_in_order(
         &self,
@@ -322,13 +355,19 @@ impl PeerSource {
         urgency: Urgency,
         piece: PageRange,
         bytes: &mut [u8],
+        mut early: Option<&mut Early<'_>>,
         failed: &mut Vec<Vain>,
     ) -> bool {
         for peer in peers {
             if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, peer)) {
                 continue;
             }
-            match peer.read(self.image, piece, urgency, bytes) {
+            // Whether it is the origin is known only when it has answered.
+            let answer = self.checked(self.swarm.is_none(), early.as_deref_mut(), |early| {
+                let by = (Route::Insist, Duration::MAX);
+                peer.read_by(by, self.image, piece, urgency, bytes, early)
+            });
+            match answer {
                 Ok(()) => {
                     let Some(swarm) = &self.swarm else { return true };
                     let origin = swarm.gave(peer);
@@ -358,7 +397,7 @@ impl PeerSource {
         };
         if let Some(swarm) = &self.swarm
             && let Some(Asked { host, peer: of, route, .. }) = swarm.ask_origin()
-            && of.read_by(route, Duration::MAX, self.image, piece, urgency, bytes).is_ok()
+            && of.read_by((route, Duration::MAX), self.image, piece, urgency, bytes, None).is_ok()
         {
             swarm.answered(host, piece);
             self.came_from(true, piece);
@@ -437,6 +476,17 @@ impl PageSource for PeerSource {
     /// From the best host that gives them. Ends within the patience and one round through all hosts.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         self.read_for(Urgency::Demand, range, bytes)
+    }
+
+    fn read_first(
+        &self,
+        range: PageRange,
+        page: PageIdx,
+        bytes: &mut [u8],
+        came: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<()> {
+        let mut early = Early { page, came };
+        self.read_until(self.give_up(), Urgency::Demand, range, bytes, Some(&mut early))
     }
 
     fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {

@@ -86,7 +86,7 @@ impl PeerSource {
         let failed = rest.failed.iter().map(|place| (*place, true));
         for (place, has_failed) in rest.left.iter().map(|place| (*place, false)).chain(failed) {
             let Some(AheadRead { range, bytes }) = reads.get_mut(place) else { continue };
-            let outcome = self.read_until(give_up, Urgency::Ahead, *range, bytes);
+            let outcome = self.read_until(give_up, Urgency::Ahead, *range, bytes, None);
             self.counters().resourced.add(u64::from(has_failed && outcome.is_ok()));
             done(place, outcome.map(|()| &**bytes));
         }

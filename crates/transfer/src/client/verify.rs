@@ -49,6 +49,12 @@ impl Verifier {
         }
     }
 
+    /// Whether a page is known to be what the origin has. Asks nobody.
+    pub(super) fn is_right(&self, page: PageIdx, bytes: &[u8]) -> bool {
+        let known = lock(&self.known).get(page.range());
+        known == [sums::of(bytes)]
+    }
+
     /// The origin said where else pages are, and what they should be, as far as it knows.
     pub(super) fn told(&self, range: PageRange, sums: &[Sum]) {
         lock(&self.known).put(range, sums);

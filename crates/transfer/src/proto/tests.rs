@@ -10,6 +10,7 @@ fn request() -> Request {
         urgency: Urgency::Ahead,
         route: Route::Direct,
         may_compress: true,
+        first: None,
         sequence: 0x0201,
     }
 }
@@ -31,10 +32,12 @@ fn the_bytes_are_as_documented() {
         [16, 0, 0, 0, 1, 3, 1, 2],
     ];
     assert_eq!(request().encode(), *expected.concat());
+    let first = Request { first: Some(PageIdx(0x0a0d)), ..request() }.encode();
+    assert_eq!(first[24..], [16, 0, 2, 0, 5, 3, 1, 2]);
     assert_eq!(head().encode(), [1, 2, 0, 1, 2, 0, 0, 0, 77, 0, 0, 0, 5, 0, 0, 0]);
     assert_eq!(Run::Zero(3).encode(), [3, 0x80]);
     assert_eq!(Run::Bytes(512).encode(), [0, 2]);
-    assert_eq!(&PREAMBLE, b"VFPG\x03\0\0\0");
+    assert_eq!(&PREAMBLE, b"VFPG\x04\0\0\0");
 }
 
 #[test]
@@ -47,7 +50,7 @@ fn a_request_that_makes_no_sense_is_refused() {
     assert_eq!(with(24, 0), "0 pages at a time; it must be 1 to 512");
     assert_eq!(with(25, 3), "784 pages at a time; it must be 1 to 512");
     assert_eq!(with(23, 0xff), "16 pages from 18374686479671626251, which no image has");
-    assert_eq!(with(28, 5), "request 5, which is not known here");
+    assert_eq!(with(28, 6), "request 6, which is not known here");
     assert_eq!(with(29, 16), "flags 0x10, which are not known here");
     assert_eq!(with(29, 12), "flags 0xc, which are not known here", "two routes");
 }
@@ -57,8 +60,8 @@ fn another_protocol_and_another_version_are_refused() {
     assert_eq!(check_preamble(&PREAMBLE), Ok(()));
     let error = |bytes: &[u8; 8]| check_preamble(bytes).expect_err("another").to_string();
     assert_eq!(error(b"GET / HT"), "no client for pages: it begins with `GET `");
-    assert_eq!(error(b"VFPG\x04\0\0\0"), "version 4 of the protocol; here is 3");
-    assert_eq!(error(b"VFPG\x03\0\0\x07"), "something behind the version that should be 0");
+    assert_eq!(error(b"VFPG\x05\0\0\0"), "version 5 of the protocol; here is 4");
+    assert_eq!(error(b"VFPG\x04\0\0\x07"), "something behind the version that should be 0");
 }
 
 #[test]
@@ -138,6 +141,23 @@ fn kinds_have_a_place_and_a_status_each() {
 }
 
 #[test]
+fn one_page_answers_for_the_one_that_is_first_and_all_may_be_refused() {
+    let request = Request { first: Some(PageIdx(0x0a0c)), ..request() };
+    let two = Head { runs: 1, bytes: 4097, form: Form::Raw, ..head() };
+    assert_eq!(refused(two.encode(), &request), "1 runs and 4097 bytes in answer to 16 pages");
+    let sums = 8 + 16 * 16;
+    let elsewhere = Some(RefusalKind::Elsewhere);
+    let named = Head { refusal: elsewhere, runs: 0, bytes: sums, form: Form::Raw, ..head() };
+    assert_eq!(Head::decode(&named.encode(), &request), Ok(named));
+    for (pages, place) in [(1u8, 0u8), (16, 16), (16, 200)] {
+        let mut bytes = request.encode();
+        (bytes[24], bytes[26]) = (pages, place);
+        let error = Request::decode(&bytes).expect_err("no such page").to_string();
+        assert_eq!(error, format!("page {place} first, of {pages}"));
+    }
+}
+
+#[test]
 fn a_bitmap_beyond_what_was_asked_is_refused() {
     let range = PageRange::new(PageIdx(5), 10).expect("small");
     assert_eq!(
@@ -154,8 +174,9 @@ proptest! {
         (host, image) in any::<(u64, u64)>(),
         (first, pages) in (0u64..1 << 40, 1u64..=512),
         (ahead, may_compress, held) in any::<(bool, bool, bool)>(),
-        (route, sequence) in (0usize..3, any::<u16>()),
+        (route, place, sequence) in (0usize..3, prop::option::of(0u64..512), any::<u16>()),
     ) {
+        let place = place.filter(|place| *place < pages && pages > 1 && !held);
         let request = Request {
             image: ImageName { host, image },
             range: PageRange::new(PageIdx(first), pages).expect("small"),
@@ -163,15 +184,18 @@ proptest! {
             urgency: if ahead { Urgency::Ahead } else { Urgency::Demand },
             route: [Route::Direct, Route::Insist, Route::Redirected][route],
             may_compress,
+            first: place.map(|place| PageIdx(first + place)),
             sequence,
         };
         prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
     }
 
     #[test]
-    fn bytes_that_are_a_request_are_its_only_encoding(bytes: [u8; REQUEST_BYTES], op in 0u8..4) {
+    fn bytes_that_are_a_request_are_its_only_encoding(bytes: [u8; REQUEST_BYTES], op in 0u8..6) {
         let mut bytes = bytes;
-        (bytes[23], bytes[26], bytes[27], bytes[28], bytes[29]) = (0, 0, 0, op, bytes[29] & 7);
+        (bytes[23], bytes[25], bytes[27]) = (0, bytes[25] & 1, 0);
+        bytes[26] &= if op == 5 { 15 } else { 0 };
+        (bytes[28], bytes[29]) = (op, bytes[29] & 7);
         if let Ok(request) = Request::decode(&bytes) {
             prop_assert_eq!(request.encode(), bytes);
         }

@@ -1,6 +1,7 @@
 //! One connection, from its first byte to its last.
 
 use std::net::{SocketAddr, TcpStream};
+use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -172,50 +173,75 @@ impl<'a> Session<'a> {
             pack::shrink(&mut self.answer.pages, KEPT_BYTES);
             return self.refuse(request.sequence, began, &refusal);
         }
-        let counters = &self.shared.counters;
-        let Answer { pages, packer, head } = &mut self.answer;
-        let mut begin = Head {
-            sequence: request.sequence,
-            refusal: None,
-            form: Form::Raw,
-            runs: 0,
-            bytes: u32::try_from(pages.len()).unwrap_or(u32::MAX),
-            server_us: 0,
-        };
-        head.clear();
         self.channel.set_timeout(self.shared.limits.io);
         match request.op {
             Op::Held | Op::Sums | Op::Invite => {
-                begin.server_us = us_since(began);
-                head.extend(begin.encode());
-                self.channel.put(&[&head[..], &pages[..]])?;
+                let Answer { pages, .. } = &self.answer;
+                let begin = Head {
+                    sequence: request.sequence,
+                    refusal: None,
+                    form: Form::Raw,
+                    runs: 0,
+                    bytes: u32::try_from(pages.len()).unwrap_or(u32::MAX),
+                    server_us: us_since(began),
+                };
+                self.channel.put(&[&begin.encode()[..], &pages[..]])?;
             }
             Op::Read => {
-                let packed = packer.pack(pages, request.may_compress);
-                let len = packed.len();
-                begin.form = packed.form;
-                begin.runs = u16::try_from(packed.runs.len()).unwrap_or(u16::MAX);
-                begin.bytes = u32::try_from(len).unwrap_or(u32::MAX);
-                begin.server_us = us_since(began);
-                head.extend(begin.encode());
-                packed.runs.iter().for_each(|run| head.extend(run.encode()));
-                let parts: Vec<&[u8]> = std::iter::once(&**head).chain(packed.bytes).collect();
-                self.channel.put(&parts)?;
-                counters.pages.add(request.range.len());
-                counters.zero_pages.add(packed.zero_pages);
-                let sent = request.range.len().saturating_sub(packed.zero_pages);
-                counters.raw_bytes.add(sent * PAGE_BYTES);
-                counters.wire_bytes.add(len as u64);
-                if request.urgency == Urgency::Ahead {
-                    counters.ahead.add(request.range.len(), len as u64);
+                let len = self.answer.pages.len();
+                let place = request.first_place().and_then(|place| usize::try_from(place).ok());
+                if let Some(place) = place {
+                    // Whoever waits for it does not wait for the others.
+                    let until_it = len.min((place + 1) * PAGE);
+                    self.answer.pages[..until_it].rotate_right(PAGE);
+                    self.put_pages(request, began, 0..PAGE)?;
+                    self.channel.flush()?;
                 }
+                self.put_pages(request, began, place.map_or(0, |_| PAGE)..len)?;
+                let Shared { counters, spreads, .. } = self.shared;
                 counters.requests.add(1);
-                self.shared.spreads.served(request.image, member, request.range);
-                packer.shrink(KEPT_BYTES);
+                spreads.served(request.image, member, request.range);
+                self.answer.packer.shrink(KEPT_BYTES);
             }
         }
-        pack::shrink(pages, KEPT_BYTES);
+        pack::shrink(&mut self.answer.pages, KEPT_BYTES);
         self.send_unless_next()
+    }
+
+    /// Put an answer with some of the bytes that were read.
+    fn put_pages(
+        &mut self,
+        request: &Request,
+        began: Instant,
+        bytes: Range<usize>,
+    ) -> Result<(), Ended> {
+        let Answer { pages, packer, head } = &mut self.answer;
+        let pages = pages.get(bytes).unwrap_or_default();
+        let packed = packer.pack(pages, request.may_compress);
+        let len = packed.len();
+        let begin = Head {
+            sequence: request.sequence,
+            refusal: None,
+            form: packed.form,
+            runs: u16::try_from(packed.runs.len()).unwrap_or(u16::MAX),
+            bytes: u32::try_from(len).unwrap_or(u32::MAX),
+            server_us: us_since(began),
+        };
+        head.clear();
+        head.extend(begin.encode());
+        packed.runs.iter().for_each(|run| head.extend(run.encode()));
+        let parts: Vec<&[u8]> = std::iter::once(&**head).chain(packed.bytes).collect();
+        self.channel.put(&parts)?;
+        let counters = &self.shared.counters;
+        let count = pages.len() as u64 / PAGE_BYTES;
+        counters.pages.add(count);
+        counters.zero_pages.add(packed.zero_pages);
+        counters.raw_bytes.add(count.saturating_sub(packed.zero_pages) * PAGE_BYTES);
+        counters.wire_bytes.add(len as u64);
+        if request.urgency == Urgency::Ahead {
+            counters.ahead.add(count, len as u64);
+        }
+        Ok(())
     }
 
     /// Send the answer: with the next one, if that is to come at once.

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use vmfork_image::{AheadRead, PageRange, PageSource as _};
-use vmfork_transfer::proto::{Op, Request};
+use vmfork_image::{AheadRead, PageIdx, PageRange, PageSource as _};
+use vmfork_transfer::proto::{HEAD_BYTES, Op, Request};
 use vmfork_transfer::{
     Holders, HostId, Peer, PeerLimits, PeerSource, ServiceLimits, Swarm, SwarmConfig, SwarmMember,
 };
@@ -36,9 +36,20 @@ fn sums(range: PageRange) -> Vec<u8> {
     pages(range).as_chunks::<PAGE>().0.iter().flat_map(sum).collect()
 }
 
-/// The right answer.
-fn right(request: &Request) -> Vec<u8> {
+/// The right answer: two, if one page is to come first.
+pub(crate) fn right(request: &Request) -> Vec<u8> {
     let range = request.range;
+    if let Some(first) = request.first {
+        let others = [range.until_page(first), range.from_page(PageIdx(first.0 + 1))];
+        let others: Vec<u8> = others.into_iter().flat_map(pages).collect();
+        let answer = |bytes: &[u8]| {
+            let (len, count) = (bytes.len(), bytes.len() / PAGE);
+            let head = head(request.sequence, 0, 1, u32::try_from(len).expect("small"));
+            [head, u16::try_from(count).expect("few").to_le_bytes().to_vec(), bytes.to_vec()]
+                .concat()
+        };
+        return [answer(&pages(first.range())), answer(&others)].concat();
+    }
     let (runs, bytes) = match request.op {
         Op::Read => (vec![u16::try_from(range.len()).expect("few")], pages(range)),
         Op::Held => (Vec::new(), vec![0xff; usize::try_from(range.len() / 8).expect("few")]),
@@ -78,8 +89,11 @@ fn any(request: &Request, number: u64, state: &Mutex<u64>) -> Option<Vec<u8>> {
         }
         // Another page than it should be.
         (10, Op::Read) => {
-            let last = answer.len() - 1;
-            answer[last] ^= 1;
+            let at = match (request.first, draw(state, 2)) {
+                (Some(_), 0) => HEAD_BYTES + 2 + PAGE - 1,
+                _ => answer.len() - 1,
+            };
+            answer[at] ^= 1;
         }
         // The pages of the request before.
         (11, Op::Read) if request.range.start().0 >= UNIT => {
@@ -143,10 +157,13 @@ fn bring(seed: u64) {
     std::thread::scope(|scope| {
         let ahead = [(); 2].map(|()| scope.spawn(bring_ahead));
         while !ahead.iter().all(|thread| thread.is_finished()) {
-            let page = range(draw(&state, PIECES * UNIT), 1);
-            let mut bytes = buffer(page);
-            source.read(page, &mut bytes).expect("from the one that is good");
-            check(page, &bytes);
+            let piece = range(draw(&state, PIECES) * UNIT, UNIT);
+            let page = PageIdx(piece.start().0 + draw(&state, UNIT));
+            let mut bytes = buffer(piece);
+            let mut came = |bytes: &[u8]| check(page.range(), bytes);
+            let outcome = source.read_first(piece, page, &mut bytes, &mut came);
+            outcome.expect("from the one that is good");
+            check(piece, &bytes);
         }
     });
     is_over.store(true, Ordering::Relaxed);

@@ -3,6 +3,7 @@
 mod chaos;
 mod common;
 mod failing;
+mod first;
 mod keys;
 mod multicast;
 mod reading;

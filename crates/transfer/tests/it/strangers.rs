@@ -122,6 +122,7 @@ fn a_member_that_speaks_otherwise_is_told_what_is_wrong() {
         urgency: Urgency::Demand,
         route: Route::Direct,
         may_compress: false,
+        first: None,
         sequence: 0x1234,
     };
     let good = request.encode();
@@ -130,7 +131,7 @@ fn a_member_that_speaks_otherwise_is_told_what_is_wrong() {
     let older = *b"VFPG\x09\0\0\0";
     let cases = [
         (&PREAMBLE, huge, "4294967295 pages at a time; it must be 1 to 512"),
-        (&older, good, "version 9 of the protocol; here is 3"),
+        (&older, good, "version 9 of the protocol; here is 4"),
         (b"POST /v1", good, "no client for pages: it begins with `POST`"),
     ];
     for (preamble, request, expected) in cases {
@@ -171,6 +172,7 @@ fn who_stands_still_is_cut_off() {
             urgency: Urgency::Demand,
             route: Route::Direct,
             may_compress: false,
+            first: None,
             sequence,
         };
         if slow.write_all(&ask.encode()).is_err() {

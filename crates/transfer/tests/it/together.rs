@@ -247,6 +247,7 @@ fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
         urgency: Urgency::Ahead,
         route,
         may_compress: false,
+        first: None,
         sequence: 0,
     };
     let two = [ask(range(0, UNIT - 2), Route::Insist), ask(range(UNIT, 1), Route::Redirected)];

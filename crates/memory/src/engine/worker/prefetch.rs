@@ -12,7 +12,7 @@ use vmfork_policy::{
 };
 
 use super::super::drain;
-use super::super::fetchers::{Fetched, Job};
+use super::super::fetchers::{Fetched, Job, Told};
 use super::{CachePresence, Phase, Worker, touches};
 use crate::host_image::{HostImage, PageLost};
 
@@ -299,8 +299,13 @@ impl Worker {
 
     /// Fetches that other threads have done.
     pub(super) fn take_fetched(&mut self) {
-        while let Ok(Fetched { image, fetch, from, outcome }) = self.fetched.try_recv() {
-            self.settle(&image, fetch, from, outcome);
+        while let Ok(told) = self.fetched.try_recv() {
+            match told {
+                Told::Early { image, page, from } => self.wake_waiting(&image, page.range(), from),
+                Told::Fetched(Fetched { image, fetch, from, outcome }) => {
+                    self.settle(&image, fetch, from, outcome);
+                }
+            }
         }
     }
 

@@ -324,6 +324,7 @@ impl Worker {
             image: image.id(),
             reason: format!("its owner ({}) is not on this host", fetch.source),
         })?;
-        drain::fill(image, &owner, fetch, &mut self.buffer)
+        // Nobody is told early: who would be waits for this thread.
+        drain::fill(image, &owner, fetch, &mut self.buffer, &mut |_| ())
     }
 }

@@ -1,0 +1,69 @@
+//! A page that somebody waits for, before its neighbours.
+
+use std::cell::RefCell;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vmfork_image::{PageIdx, PageSource as _};
+use vmfork_transfer::proto::HEAD_BYTES;
+use vmfork_transfer::{PeerLimits, ServiceLimits};
+
+use crate::chaos;
+use crate::common::*;
+use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
+
+#[test]
+fn all_come_as_they_are_whichever_is_first() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    let source = source([world.peer(&server, PeerLimits::default())]);
+    let wanted = range(3, 16);
+    for page in wanted.pages() {
+        let mut bytes = buffer(wanted);
+        let mut came = |bytes: &[u8]| check(page.range(), bytes);
+        source.read_first(wanted, page, &mut bytes, &mut came).expect("pages");
+        check(wanted, &bytes);
+    }
+    assert_eq!(source.counters().pages.get(), 16 * 16);
+    assert_eq!(server.service.counters().pages.get(), 16 * 16, "each is sent once");
+}
+
+#[test]
+fn it_is_there_although_its_neighbours_never_come() {
+    let world = World::new();
+    let (wanted, page) = (range(32, UNIT), PageIdx(36));
+    let address = world.fake_in_turn(2, |request, _, _| {
+        let mut both = chaos::right(request);
+        both.truncate(HEAD_BYTES + 2 + PAGE);
+        Some(both)
+    });
+    let limits = PeerLimits { answer: Duration::from_millis(300), ..PeerLimits::default() };
+    let source = source([world.peer_at(2, address, limits)]);
+    let told = RefCell::new(Vec::new());
+    let mut came = |bytes: &[u8]| {
+        check(page.range(), bytes);
+        told.borrow_mut().push(page);
+    };
+    let error = source.read_first(wanted, page, &mut buffer(wanted), &mut came);
+    error.expect_err("the others are cut off");
+    assert_eq!(*told.borrow(), [page]);
+}
+
+/// What a host that is not the image's origin gives is used only if it is what the origin has; also early.
+#[test]
+fn a_forged_one_is_not_told_of() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+    let nodes = nodes(all);
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    for at in 0..10 {
+        let unit = range(at * UNIT, UNIT);
+        let page = if unit.contains(PageIdx(100)) { PageIdx(100) } else { unit.start() };
+        let mut bytes = buffer(unit);
+        let mut came = |bytes: &[u8]| check(page.range(), bytes);
+        source.read_first(unit, page, &mut bytes, &mut came).expect("from whoever has it");
+        check(unit, &bytes);
+    }
+    assert_eq!(source.counters().forged.get(), 1);
+}
