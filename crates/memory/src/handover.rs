@@ -17,8 +17,8 @@ use vmfork_image::{Origin, PageIdx, PageRange};
 use crate::presence::Presence;
 
 /// Read `range` piece by piece: `from_cache` runs whose pages are present, `from_original` runs whose pages are
-/// not. A failure of `from_original` counts only if the page is still absent afterwards. → the farther origin of
-/// the two that were used.
+/// not. A failure of `from_original` counts only if the page is still absent afterwards. `lasts`: originals are never given back, so
+/// that what was read of them is good. → the farther origin of the two that were used.
 ///
 /// Bounded: each turn either reads a run or finds a page present that was absent, and present pages stay so.
 ///
@@ -27,6 +27,7 @@ use crate::presence::Presence;
 pub(crate) fn read<E>(
     presence: &Presence,
     range: PageRange,
+    lasts: bool,
     mut from_cache: impl FnMut(PageRange) -> Result<(), E>,
     mut from_original: impl FnMut(PageRange) -> Result<(), E>,
 ) -> Result<Origin, (PageIdx, E)> {
@@ -40,6 +41,11 @@ pub(crate) fn read<E>(
             continue;
         }
         let outcome = from_original(run);
+        if lasts && outcome.is_ok() {
+            origin = Origin::Frozen;
+            at = run.end();
+            continue;
+        }
         let (after, present) = presence.run(run);
         if present {
             continue; // drained meanwhile: take it from the cache
@@ -67,6 +73,7 @@ mod tests {
         let origin = read::<()>(
             &presence,
             range(1, 6),
+            false,
             |run| {
                 cached.push(run);
                 Ok(())
@@ -88,6 +95,7 @@ mod tests {
         let origin = read(
             &presence,
             range(0, 4),
+            false,
             |run| {
                 cached.push(run);
                 Ok(())
@@ -105,7 +113,7 @@ mod tests {
     fn a_page_that_is_nowhere_is_named() {
         let presence = Presence::new(4);
         presence.set(range(0, 2));
-        let outcome = read(&presence, range(0, 4), |_| Ok(()), |_| Err("gone"));
+        let outcome = read(&presence, range(0, 4), false, |_| Ok(()), |_| Err("gone"));
         assert_eq!(outcome, Err((PageIdx(2), "gone")));
     }
 }
@@ -160,6 +168,7 @@ mod loom_tests {
             let origin = read(
                 &memory.presence,
                 PageRange::first(2),
+                false,
                 |run| copy(run, &memory.cache, Ordering::Relaxed),
                 |run| copy(run, &memory.original, Ordering::Acquire),
             );

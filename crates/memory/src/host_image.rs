@@ -441,6 +441,7 @@ impl HostImage {
         let origin = handover::read(
             self.cache.presence(),
             range,
+            self.stored.is_some(),
             |run| {
                 with(run, &|part| self.cache.read(run, part))
                     .map_err(|error| format!("cache: {error}"))
