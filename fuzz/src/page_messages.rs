@@ -93,13 +93,14 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let range = PageRange::new(PageIdx(9), PAGES).expect("small");
     let image = ImageName { host: 1, image: 2 };
     let (urgency, route, may_compress) = (Urgency::Ahead, Route::Direct, true);
-    let request = Request { image, range, op: Op::Read, urgency, route, may_compress, sequence: 0 };
+    let request = Request { image, range, op: Op::Read, urgency, route, may_compress, first: None, sequence: 0 };
     // Five pages, of which the last is there: as it is, and as an lz4 block of one byte 4096 times.
     let lz4 = [&[0x1f, 7, 1, 0][..], &[0xff; 15], &[0xf6, 0x50, 7, 7, 7, 7, 7]].concat();
     let len = u8::try_from(lz4.len()).expect("short");
     let runs = [4, 0x80, 1, 0];
     vec![
         [&PREAMBLE[..], &request.encode()].concat(),
+        [&PREAMBLE[..], &Request { first: Some(PageIdx(11)), ..request }.encode()].concat(),
         [&[0, 0, 0, 0, 2, 0, 0, 0, 0, 16, 0, 0, 9, 0, 0, 0][..], &runs, &[7; PAGE]].concat(),
         [&[0, 0, 0, 1, 2, 0, 0, 0, len, 0, 0, 0, 9, 0, 0, 0][..], &runs, &lz4].concat(),
         [&[0, 0, 4, 0, 0, 0, 0, 0, 4, 0, 0, 0, 9, 0, 0, 0][..], b"gone"].concat(),
