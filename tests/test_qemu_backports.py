@@ -76,7 +76,10 @@ def test_what_its_guest_reports_free_costs_nothing(vm: vmfork.VM) -> None:
     vm.exec("rm /dev/shm/f", check=True)
     freed_pages = mib * 256 * 0.75  # the guest keeps some
     wait_until_reported(vm)
-    assert vm.inspect().memory.private_pages < used - freed_pages
+    left = vm.inspect().memory.private_pages
+    assert left < used - freed_pages
+    # What it has freed and not reported: single pages, for the most part.
+    kept = max(0, mib * 256 - (used - left)) * 4096
     clone = vm.fork(1).raise_for_errors()[0]
     # What the programs and the kernel need besides.
     clone.exec("head -c 1M /dev/zero | tr '\\0' y > /dev/shm/f", check=True)
@@ -84,4 +87,6 @@ def test_what_its_guest_reports_free_costs_nothing(vm: vmfork.VM) -> None:
     clone.exec(f"head -c {mib}M /dev/zero | tr '\\0' y > /dev/shm/f", check=True)
     memory = clone.inspect().memory
     assert memory.private_pages > freed_pages
-    assert memory.demand_bytes - before < 0.04 * mib * (1 << 20), (before, memory)
+    fetched = memory.demand_bytes - before
+    print(f"fetched {fetched / 2**20:.1f} MiB of {mib}; {kept / 2**20:.1f} MiB were free and not reported")
+    assert fetched < kept + 0.04 * mib * (1 << 20), (before, memory)
