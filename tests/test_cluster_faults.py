@@ -100,6 +100,27 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
     assert "page" in reason and "h0" in reason, reason
 
 
+def fork_at_rest(cluster: Cluster, parent: vmfork.VM, name: str) -> vmfork.MemoryInfo:
+    """A clone on the second host, which has run a command and asks for nothing more. Its memory then."""
+    parent.fork(1, names=[name], hosts=["h1"]).raise_for_errors()
+    clone = cluster.clients[1].vm(name)
+    clone.exec("true", check=True)
+    pages_missing: list[int | None] = []
+
+    def at_rest() -> bool:
+        pages_missing.append(clone.inspect().memory.missing_pages)
+        return len(pages_missing) > 1 and pages_missing[-1] == pages_missing[-2]
+
+    eventually(at_rest, 30, f"{name} asks for nothing more", every_s=0.5)
+    return clone.inspect().memory
+
+
+def end_and_forget(cluster: Cluster, name: str) -> None:
+    there = cluster.clients[1]
+    there.vm(name).remove(force=True)
+    eventually(lambda: there.host().cache_bytes == 0, 60, "nothing of it is left there")
+
+
 @pytest.mark.limit(240)
 def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, parent: vmfork.VM) -> None:
     there = cluster.clients[1]
@@ -107,29 +128,28 @@ def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, 
     def memory(name: str) -> vmfork.MemoryInfo:
         return there.vm(name).inspect().memory
 
-    def waited_for(name: str) -> int:
-        return memory(name).demand_bytes
-
-    def fork(name: str) -> int:
-        """A clone there; the bytes that it waited for until it came to rest."""
-        parent.fork(1, names=[name], hosts=["h1"]).raise_for_errors()
-        there.vm(name).exec("true", check=True)
-        pages_missing: list[int | None] = []
-
-        def at_rest() -> bool:
-            pages_missing.append(memory(name).missing_pages)
-            return len(pages_missing) > 1 and pages_missing[-1] == pages_missing[-2]
-
-        eventually(at_rest, 30, f"{name} asks for nothing more", every_s=0.5)
-        return waited_for(name)
-
-    start_first = fork("first")
+    start_first = fork_at_rest(cluster, parent, "first").demand_bytes
     there.vm("first").exec("sha256sum -c /run/sum", check=True)
-    first = waited_for("first")
-    there.vm("first").remove(force=True)
-    eventually(lambda: there.host().cache_bytes == 0, 60, "nothing of it is left there")
+    first = memory("first").demand_bytes
+    end_and_forget(cluster, "first")
 
-    start_second = fork("second")
+    start_second = fork_at_rest(cluster, parent, "second").demand_bytes
     assert start_second < start_first / 4, "what the first one's start waited for has come along"
     assert memory("second").prefetched_bytes > 0.8 * first, f"and what it read ({first} bytes) too: {memory('second')}"
     there.vm("second").exec("sha256sum -c /run/sum", check=True)
+
+
+@pytest.mark.limit(240)
+def test_a_fork_brings_only_what_clones_of_earlier_ones_touched(cluster: Cluster, parent: vmfork.VM) -> None:
+    def came(memory: vmfork.MemoryInfo) -> int:
+        return memory.demand_bytes + memory.prefetched_bytes
+
+    # Each page that is waited for brings its neighbours, and others are guessed.
+    first = fork_at_rest(cluster, parent, "first")
+    end_and_forget(cluster, "first")
+    second = fork_at_rest(cluster, parent, "second")
+    end_and_forget(cluster, "second")
+    third = fork_at_rest(cluster, parent, "third")
+    print(first, second, third)
+    assert came(third) < came(first) / 2
+    assert third.demand_bytes < first.demand_bytes / 4, "and yet it waits for little"

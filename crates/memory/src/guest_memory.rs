@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{PAGE_BYTES, PageRange};
 use vmfork_policy::ViewId;
-use vmfork_tap_proto::{BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSION};
+use vmfork_tap_proto::{ATTACH_BY_PAGE, BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSION};
 
 use crate::counters::ViewCounters;
 use crate::engine::{Engine, EngineError, next_view_id};
@@ -133,7 +133,8 @@ pub struct TouchScan {
 }
 
 impl TouchScan {
-    /// Runs of pages that the VM has touched, read or written, to a precision of 16 pages; what was zero and was only
+    /// Runs of pages that the VM has touched, read or written, to a precision of 16 pages (of one page after
+    /// [`GuestMemory::attach_by_page`]); what was zero and was only
     /// read is left out. Takes 1 ms per GiB.
     ///
     /// # Errors
@@ -239,8 +240,21 @@ impl GuestMemory {
     /// # Errors
     /// The keeper or the engine has gone, or refuses.
     pub fn attach(&mut self, engine: &Arc<Engine>) -> Result<(), FreezeError> {
+        self.attach_as(engine, 0)
+    }
+
+    /// As [`GuestMemory::attach`], for a VM of which [`TouchScan::touched`] is to tell single pages. The kernel then maps
+    /// each page by itself that the VM reads, about 1 µs each.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::attach`].
+    pub fn attach_by_page(&mut self, engine: &Arc<Engine>) -> Result<(), FreezeError> {
+        self.attach_as(engine, ATTACH_BY_PAGE)
+    }
+
+    fn attach_as(&mut self, engine: &Arc<Engine>, how: u64) -> Result<(), FreezeError> {
         self.check_size(engine)?;
-        self.tap.call(Op::Attach, [0; 4], Some(engine.image().cache().for_views()))?;
+        self.tap.call(Op::Attach, [how, 0, 0, 0], Some(engine.image().cache().for_views()))?;
         self.join(engine, self.new_view())?;
         Ok(())
     }

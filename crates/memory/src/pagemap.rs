@@ -67,7 +67,7 @@ impl Pagemap {
 
     /// Calls `found` for each run of pages that the process has mapped, be they the file's or its own; zero pages
     /// are left out. Where the file has pages in memory, a read maps those around it, too (64 KiB, Linux's
-    /// fault-around), so that it is known to 16 pages what was touched.
+    /// fault-around), so that it is known to 16 pages what was touched; not in views that are attached by page.
     ///
     /// # Errors
     /// As [`Pagemap::scan`].

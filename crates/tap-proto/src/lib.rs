@@ -22,7 +22,7 @@ pub const ENV_KVM: &str = "VMFORK_TAP_KVM";
 pub const ENV_ROLE: &str = "VMFORK_TAP_ROLE";
 
 /// Raised with every change of this file.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// RAM is managed, and accounted, in blocks of 2 MiB: what one page-table page maps.
 pub const BLOCK_BYTES: u64 = 2 << 20;
@@ -58,7 +58,7 @@ pub enum Op {
     /// → values: [`VERSION`], keeper's pid, RAM's address, RAM's size in bytes, how many mappings of the RAM
     /// file QEMU has made (must be 1), flags ([`STATUS_MERGEABLE`]); fd: the userfaultfd.
     Status = 1,
-    /// Map the cache in the fd over RAM, private, and register it for missing faults.
+    /// Map the cache in the fd over RAM, private, and register it for missing faults. args: [`ATTACH_BY_PAGE`], or 0.
     Attach = 2,
     /// Move RAM's pages aside, then as [`Op::Attach`] with the new image's cache in the fd.
     /// QEMU must have been stopped (SIGSTOP): its threads look into RAM even when its vCPUs stand still.
@@ -94,6 +94,10 @@ impl Op {
         })
     }
 }
+
+/// What the VM touches of this view is to be told page by page: the kernel maps no pages beside those that it touches,
+/// if it can leave that (Linux 5.19 and later, where files in memory can be registered for write protection).
+pub const ATTACH_BY_PAGE: u64 = 1;
 
 /// RAM was marked mergeable (KSM) in spite of `mem-merge=off`: a freeze would walk every page.
 pub const STATUS_MERGEABLE: u64 = 1;

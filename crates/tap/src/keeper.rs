@@ -8,8 +8,8 @@ use core::sync::atomic::{AtomicI32, AtomicU64};
 
 use linux_raw_sys::general::{MREMAP_DONTUNMAP, MREMAP_FIXED, MREMAP_MAYMOVE};
 use vmfork_tap_proto::{
-    ALIGN_BYTES, BLOCK_BYTES, Op, RAM_BYTES_MAX, REPLY_BYTES, REQUEST_BYTES, Reply, Request,
-    STATUS_MERGEABLE, VERSION,
+    ALIGN_BYTES, ATTACH_BY_PAGE, BLOCK_BYTES, Op, RAM_BYTES_MAX, REPLY_BYTES, REQUEST_BYTES, Reply,
+    Request, STATUS_MERGEABLE, VERSION,
 };
 
 use crate::{blocks, ram, seccomp, sys};
@@ -111,7 +111,7 @@ impl Keeper {
         let outcome = match op {
             _ if len != REQUEST_BYTES => Err(EINVAL),
             Some(Op::Status) => Ok(self.status()),
-            Some(Op::Attach) => self.attach(fd).map(|()| [0; 6]),
+            Some(Op::Attach) => self.attach(request.args, fd).map(|()| [0; 6]),
             Some(Op::Freeze) => self.freeze(fd),
             Some(Op::MapCache) => self.map_run(request.args, Some(fd), &touched).map(|()| [0; 6]),
             Some(Op::MapZero) => self.map_run(request.args, None, &touched).map(|()| [0; 6]),
@@ -213,8 +213,9 @@ impl Keeper {
         if fits { Ok((start, bytes)) } else { Err(libc::ENODEV.unsigned_abs()) }
     }
 
-    fn attach(&self, cache: c_int) -> Result<(), u32> {
+    fn attach(&self, args: [u64; 4], cache: c_int) -> Result<(), u32> {
         let (start, bytes) = Self::manageable_ram()?;
+        ram::set_by_page(args[0] & ATTACH_BY_PAGE != 0);
         self.map_view(cache, start, bytes)?;
         forget_parts(bytes);
         ram::set_view();
@@ -247,6 +248,8 @@ impl Keeper {
             Err((moved, errno)) => return Err(self.give_back(start, aside, moved, errno)),
         };
         let between = sys::monotonic_ns();
+        // Who goes on in the new view touches it anew, and is not watched.
+        ram::set_by_page(false);
         if let Err(errno) = self.map_view(cache, start, bytes) {
             return Err(self.give_back(start, aside, moved, errno));
         }

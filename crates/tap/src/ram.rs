@@ -8,8 +8,8 @@ use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
 use linux_raw_sys::general::{
-    UFFD_FEATURE_EVENT_REMAP, UFFDIO_REGISTER_MODE_MISSING, uffdio_api, uffdio_range,
-    uffdio_register, uffdio_zeropage,
+    UFFD_FEATURE_EVENT_REMAP, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFDIO_REGISTER_MODE_MISSING,
+    UFFDIO_REGISTER_MODE_WP, uffdio_api, uffdio_range, uffdio_register, uffdio_zeropage,
 };
 use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_ZEROPAGE};
 use vmfork_tap_proto::BLOCK_BYTES;
@@ -35,6 +35,9 @@ static BYTES: AtomicU64 = AtomicU64::new(0);
 static MAPPINGS: AtomicU32 = AtomicU32::new(0);
 static MERGEABLE: AtomicBool = AtomicBool::new(false);
 static IS_VIEW: AtomicBool = AtomicBool::new(false);
+/// The kernel can register files in memory for write protection.
+static CAN_BY_PAGE: AtomicBool = AtomicBool::new(false);
+static BY_PAGE: AtomicBool = AtomicBool::new(false);
 
 /// Remember the RAM file, and make the userfaultfd for this address space. False: something is missing, and
 /// the shim stays out of QEMU's way.
@@ -52,11 +55,10 @@ pub(crate) fn init(userfaultfd_device: c_int, ram_file: c_int, waits: bool) -> b
     };
     sys::close(low);
     // With it a registration moves along with its mapping; `vmforkd` is told, and the mover waits until it has read so.
-    let features = u64::from(UFFD_FEATURE_EVENT_REMAP);
-    let mut api = uffdio_api { api: 0xAA, features, ioctls: 0 };
-    let argument: *mut uffdio_api = &raw mut api;
-    // SAFETY: UFFDIO_API takes a `uffdio_api`, alive here.
-    if unsafe { sys::ioctl(fd, UFFDIO_API, argument.expose_provenance()) }.is_err() {
+    let moves = u64::from(UFFD_FEATURE_EVENT_REMAP);
+    if begin(fd, moves | u64::from(UFFD_FEATURE_WP_HUGETLBFS_SHMEM)).is_ok() {
+        CAN_BY_PAGE.store(true, Relaxed);
+    } else if begin(fd, moves).is_err() {
         return false;
     }
     USERFAULTFD.store(fd, Relaxed);
@@ -64,6 +66,14 @@ pub(crate) fn init(userfaultfd_device: c_int, ram_file: c_int, waits: bool) -> b
     FILE_DEV.store(dev, Relaxed);
     FILE_INO.store(ino, Release);
     true
+}
+
+/// The handshake of a new userfaultfd. One that fails changes nothing.
+fn begin(userfaultfd: c_int, features: u64) -> Result<(), u32> {
+    let mut api = uffdio_api { api: 0xAA, features, ioctls: 0 };
+    let argument: *mut uffdio_api = &raw mut api;
+    // SAFETY: UFFDIO_API takes a `uffdio_api`, alive here.
+    unsafe { sys::ioctl(userfaultfd, UFFDIO_API, argument.expose_provenance()) }.map(|_| ())
 }
 
 /// Whether `fd` is the file that QEMU believes to be its RAM.
@@ -122,6 +132,12 @@ pub(crate) fn set_view() {
     IS_VIEW.store(true, Release);
 }
 
+/// From now on ranges are registered so that the kernel maps only pages that are touched, or as it likes. Around a
+/// registration for write protection it maps none ahead; nothing is ever protected.
+pub(crate) fn set_by_page(by_page: bool) {
+    BY_PAGE.store(by_page && CAN_BY_PAGE.load(Relaxed), Relaxed);
+}
+
 /// The address of a word that can be read for as long as this address space is there.
 pub(crate) fn witness() -> usize {
     (&raw const START).expose_provenance()
@@ -129,9 +145,10 @@ pub(crate) fn witness() -> usize {
 
 /// Register a range for missing faults. `userfaultfd` is the number in the calling process's own table.
 pub(crate) fn register(userfaultfd: c_int, at: usize, len: usize) -> Result<(), u32> {
+    let more = if BY_PAGE.load(Relaxed) { UFFDIO_REGISTER_MODE_WP } else { 0 };
     let mut request = uffdio_register {
         range: uffdio_range { start: at as u64, len: len as u64 },
-        mode: u64::from(UFFDIO_REGISTER_MODE_MISSING),
+        mode: u64::from(UFFDIO_REGISTER_MODE_MISSING | more),
         ioctls: 0,
     };
     let argument: *mut uffdio_register = &raw mut request;

@@ -1,7 +1,7 @@
 //! What a fork sends to a host that is to run clones of it: everything but the pages.
 //!
 //! ```text
-//!   8 bytes  "VFDESC01"
+//!   8 bytes  "VFDESC02"
 //!   4 bytes  length of the head, little endian
 //!   head     JSON: facts, whose clones they are, which images; lengths of what follows
 //!   then     for each image its table and its homes; the device state
@@ -18,7 +18,7 @@ use super::jobs::Job;
 use crate::facts::Facts;
 use crate::quotas::User;
 
-const MAGIC: [u8; 8] = *b"VFDESC01";
+const MAGIC: [u8; 8] = *b"VFDESC02";
 /// Far above what 1024 clones take.
 const HEAD_BYTES_MAX: usize = 16 << 20;
 /// Of all of it: tables of a 256 GiB guest that was written to all over.
@@ -56,6 +56,8 @@ pub(crate) struct Order {
     pub(crate) hydrate_bytes_per_s: u64,
     /// What clones of the parent on other hosts waited for until now, as first pages and numbers of pages.
     pub(crate) working_set: Vec<(u64, u64)>,
+    /// What one of its clones touches is to be told.
+    pub(crate) is_watched: bool,
 }
 
 /// The VM that was frozen.
@@ -223,6 +225,7 @@ mod tests {
                 timeout_ms: 5,
                 hydrate_bytes_per_s: 0,
                 working_set: vec![(7, 3)],
+                is_watched: true,
             },
             images: vec![entry(1), entry(2)],
             state: b"state".to_vec(),

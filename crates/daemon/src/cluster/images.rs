@@ -283,6 +283,19 @@ impl Images {
         Some(Wanted { pages, is_own: self.is_own(name) })
     }
 
+    /// A clone of a snapshot that is lent has touched these pages and no others.
+    pub(crate) fn touched(&self, snapshot: ImageName, runs: &[PageRange]) {
+        let lent = self
+            .inner()
+            .loans
+            .lent(snapshot)
+            .map(|lent| (lent.engine.image().pages(), Arc::clone(&lent.of.working_set)));
+        let Some((pages, working_set)) = lent else { return };
+        let all = PageRange::first(pages);
+        let runs = runs.iter().map(|run| run.intersect(&all)).filter(|run| !run.is_empty());
+        working_set.refine(&runs.collect::<Vec<_>>());
+    }
+
     /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
     /// lack a page neither asks the other, and so on in a circle.
     ///

@@ -96,6 +96,11 @@ impl<K> Loans<K> {
         over.iter().filter_map(|name| self.loans.remove(name)).map(|loan| loan.keeps).collect()
     }
 
+    /// What keeps a snapshot that is lent by this name.
+    pub(crate) fn lent(&self, snapshot: ImageName) -> Option<&K> {
+        self.loans.get(&snapshot).map(|loan| &loan.keeps)
+    }
+
     /// What keeps an image that is lent.
     pub(crate) fn find(&self, image: ImageName) -> Option<&K> {
         self.all_of(image).next()

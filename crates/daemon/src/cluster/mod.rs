@@ -38,6 +38,7 @@ mod sources;
 #[cfg(test)]
 mod tests;
 mod tickets;
+mod touched;
 mod working_set;
 
 use std::path::PathBuf;
@@ -62,6 +63,7 @@ pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
 pub(crate) use self::place::{Sending, Share, send};
 pub(crate) use self::tickets::{Abroad, Allotted, Reserved, reserve};
+pub(crate) use self::touched::Watch;
 pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};

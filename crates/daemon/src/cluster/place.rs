@@ -16,6 +16,7 @@ use super::images::{Lender, Sending as Lent};
 use super::jobs::Job;
 use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
+use super::touched::HOSTS_WATCHED;
 use super::working_set::WorkingSet;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
@@ -72,9 +73,10 @@ pub(crate) async fn send(
         }
     };
     what.metrics.observe_stage(Stage::Describe, began.elapsed());
-    let sent = shares.into_iter().map(|share| {
+    let sent = shares.into_iter().enumerate().map(|(at, share)| {
         let descriptor = Descriptor {
             order: Order {
+                is_watched: at < HOSTS_WATCHED,
                 number: share.number,
                 lease: share.lease,
                 clones: share.clones.clone(),
@@ -129,6 +131,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
         timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
         hydrate_bytes_per_s: what.hydrate_bytes_per_s,
         working_set: ahead.iter().map(|run| (run.start().0, run.len())).collect(),
+        is_watched: false,
     };
     Ok((Descriptor { order, images, state }, lent))
 }

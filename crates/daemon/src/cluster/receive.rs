@@ -156,6 +156,7 @@ pub(super) async fn start(
         opened: None,
         arrival: Some(arrival),
         learn_as: None,
+        is_watched: order.is_watched,
         base: None,
     };
     let identity = Identity { job: order.job, ..identity(&facts, &parent) };

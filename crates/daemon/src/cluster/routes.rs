@@ -12,6 +12,7 @@
 //! | `POST /cluster/v1/quotas` | of a user's keeper: [`QuotaAsk`] → `QuotaAnswer` |
 //! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
 //! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
+//! | `POST /cluster/v1/touched` | what a clone of a snapshot that is lent has touched: [`super::touched`] |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -37,6 +38,7 @@ use super::quotas::QUOTAS;
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
+use super::touched::{self, CLONES_WATCHED, TOUCHED};
 use crate::fork;
 use crate::http::ApiError;
 use crate::hub::{BUG, Core, chain, outcome};
@@ -77,6 +79,7 @@ pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
         .route(RELEASE, post(release))
         .route(QUOTAS, post(quota))
         .route(LETTERS, post(letter))
+        .route(TOUCHED, post(touched::hear))
         .merge(clones);
     let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
     let api = cluster.api.get().cloned().unwrap_or_default();
@@ -171,6 +174,8 @@ async fn clones(
         };
         let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
         let wanted = &descriptor.order;
+        let snapshot = descriptor.images.last().map(|entry| entry.name);
+        let watched = snapshot.filter(|_| wanted.is_watched);
         core.begin_books_after(wanted.books);
         let memory = wanted.lease.and_then(|it| member.leases.take(Instant::now(), from, it));
         let results = match had {
@@ -183,6 +188,13 @@ async fn clones(
         let started = results.iter().flatten().filter_map(|result| result.id.clone());
         let unwanted = member.orders().done(Instant::now(), order, started.collect());
         end_all(&core, &unwanted);
+        if let Some(snapshot) = watched {
+            let started = results.iter().flatten().filter_map(|result| result.id.as_ref());
+            for id in started.take(CLONES_WATCHED) {
+                let vm = core.registry.find("watch it", id);
+                let _ended = vm.map(|vm| touched::watch(member, &vm, from, snapshot));
+            }
+        }
         results
     });
     Ok(Json(outcome(task, message).await?))

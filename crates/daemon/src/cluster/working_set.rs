@@ -1,4 +1,4 @@
-//! What clones of a VM on other hosts waited for: it goes along with the VM's next fork.
+//! What clones of a VM on other hosts waited for, or touched where that is known: it goes along with the VM's next fork.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -28,8 +28,13 @@ impl WorkingSet {
         self.demanded().record(range);
     }
 
+    /// A clone has touched these and no others.
+    pub(crate) fn refine(&self, touched: &[PageRange]) {
+        self.demanded().refine(touched);
+    }
+
     /// All that somebody waited for, in the order in which that was asked for first.
     pub(crate) fn runs(&self) -> Vec<PageRange> {
-        self.demanded().runs().to_vec()
+        self.demanded().ahead()
     }
 }

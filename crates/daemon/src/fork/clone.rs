@@ -210,7 +210,10 @@ async fn attached(
     loop {
         let (machine, from) = next.map_err(NoView::Launch)?;
         let attach = Instant::now();
-        let outcome = tokio::task::block_in_place(|| machine.memory().attach(&snapshot.engine));
+        let outcome = tokio::task::block_in_place(|| match snapshot.is_watched {
+            true => machine.memory().attach_by_page(&snapshot.engine),
+            false => machine.memory().attach(&snapshot.engine),
+        });
         match outcome {
             Ok(()) => {
                 core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());

@@ -140,6 +140,7 @@ pub(super) async fn freeze(
         opened,
         arrival,
         learn_as: None,
+        is_watched: false,
         base,
     };
     Ok((snapshot, stages, pause))

@@ -31,6 +31,8 @@ pub(crate) struct Snapshot {
     pub(crate) arrival: Option<Arc<Arrival>>,
     /// The name of the stored snapshot that VMs are started from, for which what they touch is learnt.
     pub(crate) learn_as: Option<String>,
+    /// What its VMs touch is to be told page by page.
+    pub(crate) is_watched: bool,
     /// The newest stored snapshot that the VM descended from.
     pub(crate) base: Option<Arc<Base>>,
 }

@@ -106,6 +106,7 @@ async fn carry_out(
         opened: Some(Arc::clone(&opened)),
         arrival: None,
         learn_as: Some(name.to_owned()),
+        is_watched: false,
     });
     let brood = Brood {
         core: Arc::clone(core),

@@ -29,7 +29,7 @@ use self::machine::Machine;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
-use crate::cluster::{Arrival, Job, WorkingSet};
+use crate::cluster::{Arrival, Job, Watch, WorkingSet};
 use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::quotas::User;
@@ -133,6 +133,8 @@ struct Live {
     arrival: Option<Arc<Arrival>>,
     /// The newest stored snapshot that it descends from: the base of its next one.
     base: Option<Arc<Base>>,
+    /// That what it touches is told to another host.
+    watch: Option<Arc<Watch>>,
     /// When a clone's vCPUs began to run.
     runs: Option<Instant>,
     ready: Option<Duration>,
@@ -255,6 +257,10 @@ impl Vm {
 
     pub(crate) fn base(&self) -> Option<Arc<Base>> {
         self.live().base.clone()
+    }
+
+    pub(crate) fn set_watch(&self, watch: Arc<Watch>) {
+        self.put(|live| live.watch = Some(watch));
     }
 
     pub fn set_console(&self, console: Arc<Console>) {
@@ -411,6 +417,9 @@ impl Vm {
             let kept = Live { agent: live.agent.clone(), ready: live.ready, ..Live::default() };
             std::mem::replace(&mut *live, kept)
         };
+        if let (Some(watch), Some(machine)) = (&live.watch, &live.machine) {
+            watch.last_look(machine.view_id());
+        }
         // The process first: whoever waits in a fault of a view that is given up must not wait for ever.
         if let Some(machine) = &live.machine {
             machine.process.kill();

@@ -223,6 +223,13 @@ pub fn freeze(vm: &mut FakeVm, unit: u64) -> Arc<Engine> {
     engine
 }
 
+/// Start a clone of which it can be told page by page what it touches.
+pub fn watched_clone_of(engine: &Arc<Engine>) -> FakeVm {
+    let mut vm = FakeVm::start(engine.image().pages(), proto::Role::Wait);
+    vm.memory().attach_by_page(engine).expect("attach");
+    vm
+}
+
 /// Start a clone.
 pub fn clone_of(engine: &Arc<Engine>) -> FakeVm {
     let mut vm = FakeVm::start(engine.image().pages(), proto::Role::Wait);

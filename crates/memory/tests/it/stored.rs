@@ -13,7 +13,9 @@ use vmfork_image::{
 use vmfork_memory::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 use vmfork_tap_proto::Role;
 
-use crate::common::{Events, FakeVm, PAGE_BYTES, await_event, clone_of, freeze, needs_userfaultfd};
+use crate::common::{
+    Events, FakeVm, PAGE_BYTES, await_event, clone_of, freeze, needs_userfaultfd, watched_clone_of,
+};
 
 const SECONDS: Duration = Duration::from_secs(20);
 const PAGES: u64 = 4 * BLOCK_PAGES;
@@ -530,6 +532,24 @@ fn who_would_get_in_the_way_of_demand_can_wait_for_it() {
     let _second = source.read(PageIdx(0).range(), &mut vec![0; 4096]);
     assert_eq!(u64::from_str_radix(&vm.receive(), 16), Ok(expected[300]));
     assert!(engine.wait_for_demand(SECONDS), "what it waited for has come");
+}
+
+#[test]
+fn what_a_watched_vm_touches_is_told_page_by_page() {
+    needs_userfaultfd!();
+    let (_, _, image) = stored(Mood::Well);
+    let (engine, _) = serve(&image);
+    // All that it reads has come before, so that the kernel could map it at once.
+    let mut before = clone_of(&engine);
+    before.sums(300, 100);
+    let mut vm = watched_clone_of(&engine);
+    vm.sums(303, 2);
+    vm.ask("poke 310 1");
+    let touched = vm.memory().touch_scan().and_then(|scan| scan.touched()).expect("it runs");
+    let one = |page, len| PageRange::new(PageIdx(page), len).expect("small");
+    assert_eq!(touched, [one(303, 2), one(310, 1)]);
+    let touched = before.memory().touch_scan().and_then(|scan| scan.touched()).expect("it runs");
+    assert!(touched.iter().map(PageRange::len).sum::<u64>() >= 100, "{touched:?}");
 }
 
 #[test]

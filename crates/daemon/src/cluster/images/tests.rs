@@ -187,6 +187,23 @@ fn what_other_hosts_wait_for_is_the_working_set_of_the_vm_that_lent_it() {
 }
 
 #[test]
+fn of_what_was_waited_for_stays_what_a_clone_has_touched() {
+    let (a, first, second) = two_generations();
+    let ours = lender();
+    let _lent = a.lend(Instant::now(), &second, ours.clone()).expect("sealed");
+    let name = a.name(second.image().id());
+    a.asked(name, range(48, 16), true);
+    a.asked(name, range(96, 16), true);
+    let pages = second.image().pages();
+    // Of a snapshot that was not lent by itself, though its image is needed: it is another VM's.
+    a.touched(a.name(first.image().id()), &[range(50, 1)]);
+    a.touched(ImageName { host: 9, image: 1 }, &[range(50, 1)]);
+    assert_eq!(ours.working_set.runs(), [range(48, 16), range(96, 16)]);
+    a.touched(name, &[range(50, 2), range(pages, 1 << 40), range(pages - 1, 5)]);
+    assert_eq!(ours.working_set.runs(), [range(50, 2), range(96, 16), range(pages - 1, 1)]);
+}
+
+#[test]
 fn a_third_hosts_pages_are_given_on_only_if_they_are_here() {
     let (a, _first, second) = two_generations();
     let (entries, _) = a.lend(Instant::now(), &second, lender()).expect("sealed");
