@@ -44,6 +44,25 @@ impl Cache {
         self.read_only.as_fd()
     }
 
+    /// Have these pages, present. Those that are there already stay as they are: VMs may have read them.
+    ///
+    /// # Errors
+    /// The host is out of memory.
+    pub(crate) fn add(&self, range: PageRange, bytes: &[u8]) -> io::Result<()> {
+        let (mut rest, mut bytes) = (range, bytes);
+        while !rest.is_empty() {
+            let (run, is_present) = self.presence.run(rest);
+            let len = usize::try_from(run.byte_len()).unwrap_or(usize::MAX);
+            let (now, later) = bytes.split_at_checked(len).ok_or(io::ErrorKind::InvalidInput)?;
+            if !is_present {
+                self.write(run, now)?;
+                self.presence.set(run);
+            }
+            (rest, bytes) = (rest.from_page(run.end()), later);
+        }
+        Ok(())
+    }
+
     /// Put pages into the cache. Their presence is the caller's to set, afterwards.
     ///
     /// # Errors

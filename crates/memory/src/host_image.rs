@@ -496,14 +496,9 @@ impl HostImage {
 
     /// Have bytes of its own pages that came from elsewhere in its cache. That there is no room for them is the host's affair.
     pub(crate) fn keep(&self, run: PageRange, bytes: &[u8]) -> bool {
-        match self.cache.write(run, bytes) {
-            Ok(()) => self.cache.presence().set(run),
-            Err(error) => {
-                tracing::warn!(image = %self.id, %run, %error, "keep what came");
-                return false;
-            }
-        }
-        true
+        let kept = self.cache.add(run, bytes);
+        kept.inspect_err(|error| tracing::warn!(image = %self.id, %run, %error, "keep what came"))
+            .is_ok()
     }
 
     pub(crate) fn lost(&self, page: PageIdx, reason: String) -> PageLost {

@@ -229,13 +229,11 @@ fn put(
     if origin == Origin::Peer && !std::ptr::eq(image, owner) {
         owner.keep(range, bytes);
     }
-    image.cache().write(range, bytes).map_err(|error| PageLost {
+    image.cache().add(range, bytes).map_err(|error| PageLost {
         page: range.start(),
         image: image.id(),
         reason: format!("its cache can't grow: {error}"),
-    })?;
-    image.cache().presence().set(range);
-    Ok(())
+    })
 }
 
 fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, origin: Origin) {

@@ -300,6 +300,8 @@ struct First {
     asked: AtomicUsize,
     goes_on: AtomicBool,
     fails: AtomicBool,
+    /// Says otherwise of all of them in the end.
+    lies: AtomicBool,
 }
 
 impl PageSource for First {
@@ -337,6 +339,9 @@ impl PageSource for First {
             true => Err(io::Error::other("the others are lost")),
             false => {
                 numbered(range, bytes);
+                if self.lies.load(Ordering::Relaxed) {
+                    bytes.fill(99);
+                }
                 Ok(())
             }
         }
@@ -390,4 +395,22 @@ fn neighbours_that_are_lost_leave_the_page_there() {
     source.goes_on.store(true, Ordering::Relaxed);
     heard.recv_timeout(LONG).expect("told of all").outcome.expect_err("lost");
     assert_eq!(image.cache().presence().count(PageRange::first(16)), 1);
+}
+
+/// As of a host that is believed, since the origin that gave the page has gone.
+#[test]
+fn what_a_vm_may_have_read_stays_as_it_is() {
+    let source = Arc::new(First::default());
+    source.lies.store(true, Ordering::Relaxed);
+    let (_fetchers, image, heard) = first_of_sixteen(&source);
+    // And what another engine has brought meanwhile.
+    image.keep(PageIdx(9).range(), &[9; 4096]);
+    source.goes_on.store(true, Ordering::Relaxed);
+    heard.recv_timeout(LONG).expect("told of all").outcome.expect("read");
+    let mut bytes = vec![0; 16 * 4096];
+    image.cache().read(PageRange::first(16), &mut bytes).expect("there");
+    for (page, bytes) in (0..).zip(bytes.chunks(4096)) {
+        let expected = if [5, 9].contains(&page) { page } else { 99 };
+        assert!(bytes.iter().all(|byte| *byte == expected), "page {page}");
+    }
 }
