@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustls::{ClientConnection, Connection};
 use vmfork_image::{ImageName, PageIdx, PageRange};
 
@@ -77,13 +78,38 @@ impl From<ProtoError> for LinkError {
     }
 }
 
+/// Why there is no connection.
+#[derive(Debug)]
+pub(super) struct NotOpen {
+    pub(super) error: io::Error,
+    /// Nobody listens there, or another than the host.
+    pub(super) is_gone: bool,
+}
+
+impl NotOpen {
+    fn connecting(error: io::Error) -> Self {
+        // What this host lacks says nothing of the other.
+        let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL];
+        let is_own = Errno::from_io_error(&error).is_some_and(|errno| own.contains(&errno));
+        Self { error, is_gone: !is_own }
+    }
+
+    /// Who takes a connection, and is slow then or ends it, may have too many.
+    fn shaking_hands(error: io::Error) -> Self {
+        let is_gone = error.kind() == io::ErrorKind::InvalidData;
+        Self { error, is_gone }
+    }
+}
+
 impl Link {
     /// Connect and shake hands.
-    pub(super) fn open(config: &PeerConfig, timeout: Duration) -> io::Result<Self> {
-        let tcp = TcpStream::connect_timeout(&config.address, timeout)?;
+    pub(super) fn open(config: &PeerConfig, timeout: Duration) -> Result<Self, NotOpen> {
+        let tcp = TcpStream::connect_timeout(&config.address, timeout);
+        let tcp = tcp.map_err(NotOpen::connecting)?;
         let tls = ClientConnection::new(Arc::clone(&config.tls), config.server_name.clone());
-        let tls = tls.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        let channel = Channel::open(Connection::Client(tls), tcp, timeout)?;
+        let tls = tls.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error));
+        let channel = tls.and_then(|tls| Channel::open(Connection::Client(tls), tcp, timeout));
+        let channel = channel.map_err(NotOpen::shaking_hands)?;
         Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
     }
 

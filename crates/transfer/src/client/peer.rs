@@ -84,9 +84,17 @@ pub enum PeerError {
         address: SocketAddr,
         #[source]
         source: io::Error,
+        /// It was not there: nobody listens, or another host.
+        is_gone: bool,
     },
     #[error("not tried for another {} ms: connect to {address}: {why}", left.as_millis())]
-    BackingOff { address: SocketAddr, left: Duration, why: String },
+    BackingOff {
+        address: SocketAddr,
+        left: Duration,
+        why: String,
+        /// As of [`PeerError::Connect`].
+        is_gone: bool,
+    },
     #[error("all {connections} connections were in use for {} s", waited.as_secs_f32())]
     AllInUse { connections: usize, waited: Duration },
     #[error("no answer within {} s", timeout.as_secs_f32())]
@@ -130,7 +138,7 @@ impl PeerError {
     /// Whether the host is not there any more, or has nothing more to say of what it was asked.
     pub(super) fn is_gone(&self) -> bool {
         match self {
-            Self::Connect { .. } | Self::BackingOff { .. } => true,
+            Self::Connect { is_gone, .. } | Self::BackingOff { is_gone, .. } => *is_gone,
             Self::Refused(refusal) => matches!(
                 refusal.kind,
                 RefusalKind::UnknownImage | RefusalKind::NotMember | RefusalKind::Draining
@@ -167,7 +175,7 @@ const FOR_DEMAND: usize = 8;
 #[derive(Debug)]
 struct Avoided {
     until: Instant,
-    /// It could not be connected to.
+    /// It was not there.
     is_gone: bool,
 }
 
@@ -444,6 +452,10 @@ impl Peer {
                 if error.is_of_host() {
                     let until = Instant::now() + self.limits.avoid;
                     *lock(&self.avoided) = Some(Avoided { until, is_gone: error.is_gone() });
+                } else if let PeerError::Refused(_) = error
+                    && let Some(avoided) = &mut *lock(&self.avoided)
+                {
+                    avoided.is_gone = false;
                 }
             }
         }

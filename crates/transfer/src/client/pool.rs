@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::link::Link;
+use super::link::{Link, NotOpen};
 use super::peer::{PeerConfig, PeerError, PeerLimits};
 use crate::lock;
 
@@ -42,6 +42,8 @@ struct BackOff {
     failures: u32,
     until: Instant,
     why: String,
+    /// It was not there.
+    is_gone: bool,
 }
 
 /// A connection, for one request. Unless it is kept it is closed.
@@ -85,12 +87,14 @@ impl Pool {
                     lock(&self.state).backing_off = None;
                     lease.link = Some(link);
                 }
-                Err(error) if error.kind() == ErrorKind::TimedOut && timeout < limits.connect => {
+                Err(NotOpen { error, .. })
+                    if error.kind() == ErrorKind::TimedOut && timeout < limits.connect =>
+                {
                     return Err(PeerError::Timeout { timeout });
                 }
-                Err(source) => {
-                    self.on_failure(&source.to_string());
-                    return Err(PeerError::Connect { address: config.address, source });
+                Err(NotOpen { error: source, is_gone }) => {
+                    self.on_failure(&source.to_string(), is_gone);
+                    return Err(PeerError::Connect { address: config.address, source, is_gone });
                 }
             }
         }
@@ -126,11 +130,11 @@ impl Pool {
                 return Ok(Some(link));
             }
             if state.in_use < connections_max {
-                if let Some(BackOff { until, why, .. }) = &state.backing_off
+                if let Some(BackOff { until, why, is_gone, .. }) = &state.backing_off
                     && *until > now
                 {
-                    let (address, why) = (config.address, why.clone());
-                    return Err(PeerError::BackingOff { address, left: *until - now, why });
+                    let (address, left, is_gone) = (config.address, *until - now, *is_gone);
+                    return Err(PeerError::BackingOff { address, left, why: why.clone(), is_gone });
                 }
                 state.in_use += 1;
                 return Ok(None);
@@ -144,7 +148,7 @@ impl Pool {
         }
     }
 
-    fn on_failure(&self, why: &str) {
+    fn on_failure(&self, why: &str, is_gone: bool) {
         let mut state = lock(&self.state);
         let now = Instant::now();
         // Several may have tried at the same time: that is one failure.
@@ -154,7 +158,8 @@ impl Pool {
             None => 0,
         };
         let wait = BACK_OFF_MIN.saturating_mul(1 << failures.min(16)).min(BACK_OFF_MAX);
-        state.backing_off = Some(BackOff { failures, until: now + wait, why: why.to_owned() });
+        let (until, why) = (now + wait, why.to_owned());
+        state.backing_off = Some(BackOff { failures, until, why, is_gone });
     }
 
     /// How many connections there are: idle ones, and those in use.

@@ -4,6 +4,7 @@ mod chaos;
 mod common;
 mod failing;
 mod first;
+mod gone;
 mod keys;
 mod multicast;
 mod reading;

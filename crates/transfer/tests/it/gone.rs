@@ -1,0 +1,65 @@
+//! Whether the host that froze an image has gone: only then is believed what others have of it.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vmfork_image::PageSource as _;
+use vmfork_transfer::{PageService, ServiceLimits};
+
+use crate::common::*;
+use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
+
+/// Whoever can take all places of those in their handshake could else have a member's pages believed.
+#[test]
+fn an_origin_that_has_no_place_for_one_more_is_not_gone() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..1024))];
+    let nodes = nodes(all);
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    let origin = &nodes[0].service;
+    let most = ServiceLimits::default().handshakes_max;
+    let connect = || TcpStream::connect(origin.address()).expect("a connection");
+    let waiting: Vec<_> = (0..most).map(|_| connect()).collect();
+    wait_until("all places are taken", || origin.connections() == most);
+    let unit = range(96, UNIT);
+    let mut bytes = buffer(unit);
+    if source.read(unit, &mut bytes).is_ok() {
+        check(unit, &bytes);
+    }
+    assert_eq!(source.counters().unverified_pages.get(), 0);
+    assert!(origin.counters().turned_away.get() > 0, "it was not asked");
+    drop(waiting);
+    wait_until("there are places", || origin.connections() < most);
+    source.read(unit, &mut bytes).expect("from the origin");
+    check(unit, &bytes);
+}
+
+#[test]
+fn an_origin_that_refuses_is_there_again() {
+    let all = [(ORIGIN, Cache::of([])), (1, Cache::of([])), (2, Cache::of(0..1024))];
+    let mut nodes = nodes(all);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    let address = nodes[0].service.address();
+    nodes[0].service.stop();
+    let unit = range(0, UNIT);
+    let mut bytes = buffer(unit);
+    source.read(unit, &mut bytes).expect("from host 2");
+    assert_eq!(source.counters().unverified_pages.get(), UNIT, "it is gone");
+    let listener = TcpListener::bind(address).expect("the same port");
+    let (tls, pages) = (Arc::clone(&nodes[0].keys.server), Arc::clone(&nodes[0].cache));
+    let service = PageService::start(listener, tls, pages, ServiceLimits::default());
+    nodes[0].service = service.expect("a service");
+    let lost = range(2048, UNIT);
+    let error = source.read(lost, &mut buffer(lost)).expect_err("nobody has it").to_string();
+    assert!(error.contains("not-here"), "{error}");
+    nodes[0].cache.put(range(0, WHOLE));
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let unit = range(96, UNIT);
+    source.read(unit, &mut bytes).expect("from the origin");
+    check(unit, &bytes);
+    assert_eq!(source.counters().forged.get(), 1);
+}
