@@ -135,6 +135,9 @@ impl Link {
         }
         let head = match self.head(&request.part(request.range.len() - 1)) {
             Err(LinkError::Unanswered(error)) => return Err(LinkError::Cut(error)),
+            Err(LinkError::Refused(refusal)) => {
+                return Ok(proto::wrong(format!("pages of which the rest is refused: {refusal}"))?);
+            }
             head => head?,
         };
         let rest = self.pages(&head, others, began)?;

@@ -1,6 +1,7 @@
 //! A page that somebody waits for, before its neighbours.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -66,4 +67,26 @@ fn a_forged_one_is_not_told_of() {
         check(unit, &bytes);
     }
     assert_eq!(source.counters().forged.get(), 1);
+}
+
+#[test]
+fn a_refusal_behind_it_is_no_answer() {
+    let world = World::new();
+    let (wanted, page) = (range(32, UNIT), PageIdx(36));
+    let elsewhere = [&9_u64.to_le_bytes()[..], &[7; 16 * 15]].concat();
+    for (status, text) in [(3, b"no".to_vec()), (9, elsewhere)] {
+        let address = world.fake_in_turn(2, move |request, _, _| {
+            let mut both = chaos::right(request);
+            both.truncate(HEAD_BYTES + 2 + PAGE);
+            let len = u32::try_from(text.len()).expect("short");
+            Some([&both, &head(request.sequence, status, 0, len)[..], &text].concat())
+        });
+        let peer = world.peer_at(2, address, PeerLimits::default());
+        let source = source([Arc::clone(&peer)]);
+        let mut came = |bytes: &[u8]| check(page.range(), bytes);
+        let error = source.read_first(wanted, page, &mut buffer(wanted), &mut came);
+        let error = error.expect_err("the others do not come").to_string();
+        assert!(error.contains("an answer that makes no sense"), "{error}");
+        assert_eq!(peer.connections(), (0, 0), "it is closed");
+    }
 }
