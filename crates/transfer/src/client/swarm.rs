@@ -146,7 +146,23 @@ impl Swarm {
 
     /// It did not.
     pub(super) fn failed(&self, host: HostId, pages: PageRange, error: &PeerError) {
-        let why = match error {
+        let (why, now) = (Self::why(error), self.now());
+        lock(&self.state).known.failed(host, pages, why, now);
+    }
+
+    /// It did not give any of these, which were asked for together.
+    pub(super) fn failed_all(&self, host: HostId, all: &[PageRange], error: &PeerError) {
+        let (why, now) = (Self::why(error), self.now());
+        let known = &mut lock(&self.state).known;
+        match why {
+            // That happened to it once.
+            Failure::Broken => known.cut_off(host, all, now),
+            why => all.iter().for_each(|pages| known.failed(host, *pages, why, now)),
+        }
+    }
+
+    fn why(error: &PeerError) -> Failure {
+        match error {
             PeerError::Refused(refusal) => match refusal.kind {
                 RefusalKind::Busy | RefusalKind::Draining => Failure::Busy,
                 RefusalKind::NotMember | RefusalKind::BadRequest => Failure::Broken,
@@ -155,15 +171,7 @@ impl Swarm {
             PeerError::AllInUse { .. } | PeerError::Undecided => Failure::Busy,
             PeerError::Forged { .. } => Failure::Forged,
             _ => Failure::Broken,
-        };
-        let now = self.now();
-        lock(&self.state).known.failed(host, pages, why, now);
-    }
-
-    /// It was to give all of these on one connection, which has ended.
-    pub(super) fn cut_off(&self, host: HostId, all: &[PageRange]) {
-        let now = self.now();
-        lock(&self.state).known.cut_off(host, all, now);
+        }
     }
 
     /// Whether a host has all of the image, and that it gave pages after all.

@@ -163,14 +163,12 @@ impl PeerSource {
             }
         };
         let Err(error) = peer.read_together(route, self.image(), &mut asked, each) else { return };
-        let mut of_swarm = host;
-        if let (PeerError::Lost(_), Some((host, _)), Some(swarm)) = (&error, host, self.swarm()) {
+        if let (Some((host, _)), Some(swarm)) = (host, self.swarm()) {
             let ranges: Vec<_> = unanswered.iter().map(|(_, range)| *range).collect();
-            swarm.cut_off(host, &ranges);
-            of_swarm = None;
+            swarm.failed_all(host, &ranges, &error);
         }
         for (place, range) in unanswered {
-            self.failed(&peer, of_swarm, range, &error);
+            self.note_failure(&peer, range, &error);
             sorted.failed.push(place);
         }
     }

@@ -228,6 +228,29 @@ fn a_connection_that_ends_is_one_failure_however_many_are_not_answered() {
 }
 
 #[test]
+fn so_is_one_that_stands_still() {
+    let world = World::new();
+    let all = pieces(7);
+    let stands = |request: &Request, connection, at| {
+        if connection == 0 && at > 0 {
+            std::thread::park_timeout(LONG);
+        }
+        Some(answer(request))
+    };
+    let limits = PeerLimits { answer: Duration::from_millis(300), ..PeerLimits::default() };
+    let origin = world.peer_at(2, world.fake_in_turn(2, stands), limits);
+    let server = world.serve(3, ServiceLimits::default());
+    let other = world.peer(&server, PeerLimits::default());
+    let swarm = Swarm::new(IMAGE, WHOLE, HostId(1), SwarmConfig::default());
+    swarm.set_members([SwarmMember { id: HostId(2), peer: Arc::clone(&origin), origin: true }]);
+    let holders = Holders::new([Arc::clone(&other)]);
+    let source = PeerSource::new(IMAGE, Arc::new(holders)).with_swarm(Arc::new(swarm));
+    assert_eq!(read_all(&source, &all), []);
+    let asked = |peer: &Peer| peer.counters().requests.get();
+    assert_eq!((asked(&origin), asked(&other)), (7, 0), "it is asked again a moment later");
+}
+
+#[test]
 fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
     let nodes = nodes(receivers(1));
     let [origin, node] = nodes.as_slice() else { panic!("two") };
