@@ -64,7 +64,11 @@ impl Sources {
     ) -> Arc<dyn PageSource> {
         let is_named = |host: HostId| host == first || host.get() == image.host;
         let mut named: Vec<_> = members.iter().filter(|(host, _)| is_named(*host)).collect();
-        named.sort_by_key(|(host, _)| *host != first);
+        let is_unicast = self.ears.form() == PageTransfer::Unicast;
+        named.sort_by_key(|(host, _)| match is_unicast {
+            true => host.get() != image.host,
+            false => *host != first,
+        });
         let named = named.into_iter().map(|(_, peer)| Arc::clone(peer));
         let mut known = self.known();
         let own = vmfork_transfer::HostId(self.own.get());
@@ -84,12 +88,15 @@ impl Sources {
         known.swarm.heard(vmfork_transfer::HostId(first.get()), true);
         let source = PeerSource::new(image, Arc::clone(&known.holders))
             .with_counters(Arc::clone(&self.counters));
-        if self.ears.form() == PageTransfer::Unicast {
-            return Arc::new(source);
+        let origin = members.iter().find(|(host, _)| host.get() == image.host);
+        if is_unicast {
+            return Arc::new(match origin {
+                Some((_, origin)) => source.with_origin(Arc::clone(origin)),
+                None => source,
+            });
         }
         let source = source.with_swarm(Arc::clone(&known.swarm));
         if known.group.as_ref().is_none_or(|group| group.is_over()) {
-            let origin = members.iter().find(|(host, _)| host.get() == image.host);
             known.group = origin.and_then(|(_, origin)| self.ears.listen(image, pages, origin));
         }
         match &known.group {

@@ -7,7 +7,7 @@ use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::RefusalKind;
 
-/// A host that does not have what it was asked for comes last for so long: it may get it.
+/// A host that does not have what it was asked for, or something else, comes last for so long: it may get it.
 const AVOID_WITHOUT: Duration = Duration::from_secs(30);
 /// One that is busy: others may be less so.
 const AVOID_BUSY: Duration = Duration::from_millis(200);
@@ -81,11 +81,14 @@ impl Holders {
 
     /// What a peer was asked for it did not give.
     pub(super) fn on_failed(&self, peer: &Arc<Peer>, error: &PeerError) {
-        let PeerError::Refused(refusal) = error else { return };
-        let avoid = match refusal.kind {
-            RefusalKind::Busy => AVOID_BUSY,
-            RefusalKind::Draining | RefusalKind::NotMember => AVOID_LEAVING,
-            _ => AVOID_WITHOUT,
+        let avoid = match error {
+            PeerError::Refused(refusal) => match refusal.kind {
+                RefusalKind::Busy => AVOID_BUSY,
+                RefusalKind::Draining | RefusalKind::NotMember => AVOID_LEAVING,
+                _ => AVOID_WITHOUT,
+            },
+            PeerError::Forged { .. } => AVOID_WITHOUT,
+            _ => return,
         };
         let mut state = lock(&self.state);
         if let Some(holder) = state.holders.iter_mut().find(|h| Arc::ptr_eq(&h.peer, peer)) {

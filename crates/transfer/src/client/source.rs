@@ -52,6 +52,8 @@ pub struct PeerSource {
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
     group: Option<Arc<Listener>>,
+    /// Who froze the image, if there is no swarm to say so.
+    origin: Option<Arc<Peer>>,
     patience: Duration,
     verifier: Verifier,
     counters: Arc<SourceCounters>,
@@ -91,6 +93,7 @@ impl PeerSource {
             holders,
             swarm: None,
             group: None,
+            origin: None,
             patience: PATIENCE,
             verifier: Verifier::new(image, DEMAND_WAIT),
             counters: Arc::default(),
@@ -107,6 +110,12 @@ impl PeerSource {
     #[must_use]
     pub fn with_swarm(self, swarm: Arc<Swarm>) -> Self {
         Self { swarm: Some(swarm), ..self }
+    }
+
+    /// The same without a swarm, but what others give than `origin`, which froze the image, is compared with what that has.
+    #[must_use]
+    pub fn with_origin(self, origin: Arc<Peer>) -> Self {
+        Self { origin: Some(origin), ..self }
     }
 
     /// The same, but while the image's group is heard, pages are asked for there first.
@@ -362,15 +371,16 @@ impl PeerSource {
             if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, peer)) {
                 continue;
             }
-            // Whether it is the origin is known only when it has answered.
-            let answer = self.checked(self.swarm.is_none(), early.as_deref_mut(), |early| {
+            // Of a swarm, whether it is the origin is known only when it has answered.
+            let believed = self.swarm.is_none() && self.is_origin(peer);
+            let answer = self.checked(believed, early.as_deref_mut(), |early| {
                 let by = (Route::Insist, Duration::MAX);
                 peer.read_by(by, self.image, piece, urgency, bytes, early)
             });
             match answer {
                 Ok(()) => {
-                    let Some(swarm) = &self.swarm else { return true };
-                    let origin = swarm.gave(peer);
+                    let swarm = self.swarm.as_ref();
+                    let origin = swarm.map_or_else(|| self.is_origin(peer), |it| it.gave(peer));
                     match self.verified(urgency, piece, bytes, peer, origin) {
                         Ok(()) => return true,
                         Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
@@ -419,8 +429,14 @@ impl PeerSource {
         peer: &Peer,
         origin: bool,
     ) -> Result<(), PeerError> {
-        if let Some(swarm) = self.swarm.as_ref().filter(|_| !origin) {
-            let of = swarm.ask_origin().map(|asked| asked.peer);
+        if self.swarm.is_none() && self.origin.is_none() {
+            return Ok(());
+        }
+        if !origin {
+            let of = match &self.swarm {
+                Some(swarm) => swarm.ask_origin().map(|asked| asked.peer),
+                None => self.origin.clone(),
+            };
             match self.verifier.verify(urgency, piece, bytes, peer.name(), of.as_deref()) {
                 Verdict::Right => {}
                 Verdict::Wrong(page) => {
@@ -435,6 +451,11 @@ impl PeerSource {
         }
         self.came_from(origin, piece);
         Ok(())
+    }
+
+    /// Without a swarm: whether what a host gives need not be compared.
+    pub(super) fn is_origin(&self, peer: &Arc<Peer>) -> bool {
+        self.origin.as_ref().is_none_or(|origin| Arc::ptr_eq(origin, peer))
     }
 
     fn came_from(&self, origin: bool, piece: PageRange) {

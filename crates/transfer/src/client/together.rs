@@ -194,8 +194,13 @@ impl PeerSource {
         range: PageRange,
         bytes: &[u8],
     ) -> Result<(), PeerError> {
-        let (Some((host, origin)), Some(swarm)) = (host, self.swarm()) else { return Ok(()) };
-        swarm.answered(host, range);
+        let origin = match (host, self.swarm()) {
+            (Some((host, origin)), Some(swarm)) => {
+                swarm.answered(host, range);
+                origin
+            }
+            _ => self.is_origin(peer),
+        };
         self.compared(Urgency::Ahead, range, bytes, peer, origin)
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use vmfork_image::PageSource as _;
-use vmfork_transfer::{PageService, ServiceLimits};
+use vmfork_image::{AheadRead, PageSource as _};
+use vmfork_transfer::{Holders, PageService, PeerSource, ServiceLimits};
 
 use crate::common::*;
 use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
@@ -62,4 +62,38 @@ fn an_origin_that_refuses_is_there_again() {
     source.read(unit, &mut bytes).expect("from the origin");
     check(unit, &bytes);
     assert_eq!(source.counters().forged.get(), 1);
+}
+
+#[test]
+fn without_a_swarm_what_others_give_is_compared_too() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+    let nodes = nodes(all);
+    nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
+    let [origin, other] = [&nodes[0], &nodes[2]].map(|node| nodes[1].peer(node));
+    let source = || {
+        let holders = Holders::new([Arc::clone(&other), Arc::clone(&origin)]);
+        PeerSource::new(IMAGE, Arc::new(holders)).with_origin(Arc::clone(&origin))
+    };
+    let (one_by_one, together) = (source(), source());
+    let units = [5, 6, 7].map(|at| range(at * UNIT, UNIT));
+    for unit in units {
+        let mut bytes = buffer(unit);
+        for page in unit.pages() {
+            let mut came = |bytes: &[u8]| check(page.range(), bytes);
+            one_by_one.read_first(unit, page, &mut bytes, &mut came).expect("from one of them");
+            check(unit, &bytes);
+        }
+    }
+    let mut bytes = units.map(buffer);
+    let reads = units.iter().zip(&mut bytes);
+    let mut reads: Vec<_> =
+        reads.map(|(range, bytes)| AheadRead { range: *range, bytes }).collect();
+    together.read_ahead_all(&mut reads, &mut |at, came| {
+        check(units[at], came.expect("from one of them"));
+    });
+    for source in [&one_by_one, &together] {
+        let counters = source.counters();
+        assert_eq!((counters.forged.get(), counters.unverified_pages.get()), (1, 0));
+        assert!(counters.holder_pages.get() >= UNIT, "the other was not asked");
+    }
 }

@@ -177,7 +177,7 @@ pub(crate) fn quick() -> SwarmConfig {
 }
 
 impl Node {
-    fn peer(&self, other: &Self) -> Arc<Peer> {
+    pub(crate) fn peer(&self, other: &Self) -> Arc<Peer> {
         let config = PeerConfig {
             name: format!("host{}", other.number),
             address: other.service.address(),
