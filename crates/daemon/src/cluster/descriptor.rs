@@ -247,7 +247,7 @@ mod tests {
         let more = [bytes.as_slice(), &[0]].concat();
         assert!(matches!(Descriptor::decode(&more), Err(DescriptorError::Long { left: 1 })));
         let mut other = bytes;
-        other[7] = b'2';
+        other[7] = b'1';
         assert!(matches!(Descriptor::decode(&other), Err(DescriptorError::Magic)));
     }
 
