@@ -150,6 +150,5 @@ def test_a_fork_brings_only_what_clones_of_earlier_ones_touched(cluster: Cluster
     second = fork_at_rest(cluster, parent, "second")
     end_and_forget(cluster, "second")
     third = fork_at_rest(cluster, parent, "third")
-    print(first, second, third)
-    assert came(third) < came(first) / 2
-    assert third.demand_bytes < first.demand_bytes / 4, "and yet it waits for little"
+    assert came(third) < came(first) / 2, (first, second, third)
+    assert third.demand_bytes < first.demand_bytes / 4, ("and yet it waits for little", first, third)

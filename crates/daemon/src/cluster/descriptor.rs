@@ -54,9 +54,9 @@ pub(crate) struct Order {
     pub(crate) timeout_ms: u64,
     /// Bytes per second at which all pages come, whoever asks for them; 0: on demand alone.
     pub(crate) hydrate_bytes_per_s: u64,
-    /// What clones of the parent on other hosts waited for until now, as first pages and numbers of pages.
+    /// What clones of the parent on other hosts waited for until now, or touched, as first pages and numbers of pages.
     pub(crate) working_set: Vec<(u64, u64)>,
-    /// What one of its clones touches is to be told.
+    /// What some of its clones touch is to be told.
     pub(crate) is_watched: bool,
 }
 

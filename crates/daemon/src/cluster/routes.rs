@@ -38,7 +38,7 @@ use super::quotas::QUOTAS;
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
-use super::touched::{self, CLONES_WATCHED, TOUCHED};
+use super::touched::{self, TOUCHED};
 use crate::fork;
 use crate::http::ApiError;
 use crate::hub::{BUG, Core, chain, outcome};
@@ -188,12 +188,8 @@ async fn clones(
         let started = results.iter().flatten().filter_map(|result| result.id.clone());
         let unwanted = member.orders().done(Instant::now(), order, started.collect());
         end_all(&core, &unwanted);
-        if let Some(snapshot) = watched {
-            let started = results.iter().flatten().filter_map(|result| result.id.as_ref());
-            for id in started.take(CLONES_WATCHED) {
-                let vm = core.registry.find("watch it", id);
-                let _ended = vm.map(|vm| touched::watch(member, &vm, from, snapshot));
-            }
+        if let (Some(snapshot), Ok(clones)) = (watched, &results) {
+            touched::watch_some(member, &core, from, snapshot, clones);
         }
         results
     });

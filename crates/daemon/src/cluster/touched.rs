@@ -14,16 +14,16 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
-use vmfork_api::ErrorBody;
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
-use vmfork_image::{ImageName, PageIdx, PageRange, Source};
-use vmfork_memory::{HostImage, TouchScan, ViewId};
+use vmfork_image::{ImageName, PageIdx, PageRange, PageTable, Source};
+use vmfork_memory::{TouchScan, ViewId};
 
 use super::member::Member;
 use super::routes::Of;
 use super::server::Caller;
 use crate::http::ApiError;
-use crate::hub::chain;
+use crate::hub::{BUG, Core, chain};
 use crate::vm::Vm;
 
 pub(super) const TOUCHED: &str = "/cluster/v1/touched";
@@ -31,7 +31,7 @@ pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 /// On so many hosts of a fork clones are watched …
 pub(super) const HOSTS_WATCHED: usize = 8;
 /// … so many on each.
-pub(super) const CLONES_WATCHED: usize = 4;
+const CLONES_WATCHED: usize = 4;
 /// When to look, since the clone was ready; and at its end. What was not touched by the first is not needed soon.
 const LOOKS: [Duration; 4] = [
     Duration::from_secs(2),
@@ -75,10 +75,24 @@ impl Watch {
     }
 }
 
-/// Watch a VM that came of `snapshot`, which host `of` has lent, and tell that host what it touches.
-pub(super) fn watch(member: &Arc<Member>, vm: &Arc<Vm>, of: HostId, snapshot: ImageName) {
+/// Watch the first of these clones of `snapshot`, which host `of` has lent, and tell that host what they touch.
+pub(super) fn watch_some(
+    member: &Arc<Member>,
+    core: &Core,
+    of: HostId,
+    snapshot: ImageName,
+    clones: &[CloneResult],
+) {
+    let ids = clones.iter().filter_map(|clone| clone.id.as_ref());
+    // One that has ended already can't be watched.
+    let vms = ids.filter_map(|id| core.registry.find("watch it", id).ok());
+    vms.take(CLONES_WATCHED).for_each(|vm| watch(member, &vm, of, snapshot));
+}
+
+fn watch(member: &Arc<Member>, vm: &Arc<Vm>, of: HostId, snapshot: ImageName) {
     let Some(machine) = vm.machine() else { return };
-    let (Some(engine), view) = (machine.engine(), machine.view_id()) else { return };
+    let (engine, view) = (machine.engine(), machine.view_id());
+    let Some(table) = engine.and_then(|engine| engine.image().table().cloned()) else { return };
     let scan = tokio::task::block_in_place(|| machine.memory().touch_scan());
     let Ok(scan) = scan.inspect_err(|error| tracing::debug!(%error, "look at what a VM touches"))
     else {
@@ -87,8 +101,7 @@ pub(super) fn watch(member: &Arc<Member>, vm: &Arc<Vm>, of: HostId, snapshot: Im
     let (sender, mut last) = oneshot::channel();
     let watch = Arc::new(Watch { scan, view, last: Mutex::new(Some(sender)) });
     vm.set_watch(Arc::clone(&watch));
-    let image = Arc::clone(engine.image());
-    drop((machine, engine));
+    drop(machine);
     let (member, vm, began) = (Arc::clone(member), Arc::downgrade(vm), Instant::now());
     tokio::spawn(async move {
         for at in LOOKS {
@@ -101,7 +114,7 @@ pub(super) fn watch(member: &Arc<Member>, vm: &Arc<Vm>, of: HostId, snapshot: Im
                 touched = &mut last => (touched.ok(), true),
             };
             let Some(touched) = touched else { return };
-            tell(&member, of, snapshot, &image, touched).await;
+            tell(&member, of, snapshot, &table, touched).await;
             if is_last {
                 return;
             }
@@ -113,10 +126,9 @@ async fn tell(
     member: &Member,
     of: HostId,
     snapshot: ImageName,
-    image: &HostImage,
+    table: &PageTable,
     touched: Vec<PageRange>,
 ) {
-    let Some(table) = image.table() else { return };
     // What was zeros needs nobody.
     let runs = touched.into_iter().flat_map(|range| table.runs(range));
     let runs = runs.filter(|(_, source)| *source != Source::Zero);
@@ -143,7 +155,7 @@ async fn tell(
     }
 }
 
-/// Another host tells what a clone there has touched.
+/// Another host tells what a clone there has touched. How many runs, the bound of a request's body bounds.
 pub(super) async fn hear(
     State(life): State<Of>,
     Extension(Caller(from)): Extension<Caller>,
@@ -151,11 +163,10 @@ pub(super) async fn hear(
 ) -> Result<Json<()>, ApiError> {
     let message = "hear what a clone has touched";
     let (life, _) = life.parts(message)?;
-    let runs = said.runs.iter().take(RUNS_MAX);
-    let runs: Result<Vec<_>, _> =
-        runs.map(|(start, len)| PageRange::new(PageIdx(*start), *len)).collect();
+    let run = |(start, len): &(u64, u64)| PageRange::new(PageIdx(*start), *len);
+    let runs: Result<Vec<_>, _> = said.runs.iter().map(run).collect();
     let runs = runs.map_err(|error| {
-        ErrorBody::new(vmfork_api::ErrorCode::BadRequest, message).cause(chain(&error))
+        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     tracing::debug!(host = %from, runs = runs.len(), "a clone's pages");
     let (host, image) = said.snapshot;

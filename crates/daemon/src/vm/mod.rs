@@ -157,7 +157,7 @@ pub struct Vm {
     last_fork: Mutex<Option<ForkReply>>,
     /// Last counts before the end.
     faults: AtomicU64,
-    /// What its clones on other hosts waited for.
+    /// What its clones on other hosts waited for, or touched.
     pub(crate) working_set: Arc<WorkingSet>,
 }
 
