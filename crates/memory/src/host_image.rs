@@ -349,6 +349,35 @@ impl HostImage {
         lock(&self.frozen).clone()
     }
 
+    /// Which pages of `range` are in its cache: each run of them is given to `each`.
+    pub fn cached(&self, range: PageRange, each: &mut dyn FnMut(PageRange)) {
+        let mut rest = range.intersect(&PageRange::first(self.pages));
+        while !rest.is_empty() {
+            let (run, is_present) = self.cache.presence().run(rest);
+            if is_present {
+                each(run);
+            }
+            rest = rest.from_page(run.end());
+        }
+    }
+
+    /// Which of its own pages in `range` can be read without being fetched: each run of them is given to `each`. Of an image that was
+    /// frozen here that is all of them, but for what was given back since nobody needs it ([`crate::collect_garbage`]); none
+    /// before its table is complete.
+    pub fn own_here(&self, range: PageRange, each: &mut dyn FnMut(PageRange)) {
+        let Some(table) = self.table() else { return };
+        let own = Source::Image(self.id);
+        let runs = table.runs(range.intersect(&table.range()));
+        // Taken before a look at the cache: what is not in it then will not be.
+        let is_frozen = self.frozen().is_some();
+        for (run, _) in runs.filter(|(_, source)| *source == own) {
+            match is_frozen {
+                true => each(run),
+                false => self.cached(run, each),
+            }
+        }
+    }
+
     /// Read pages by the image's table, whoever owns them; nothing comes into a cache. From any thread, but not
     /// after the engine of an image that was frozen here has ended.
     ///

@@ -323,14 +323,7 @@ impl Images {
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
         let image = self.find(&self.inner(), name).filter(|_| self.is_own(name))?;
-        let (table, own) = (image.table()?, Source::Image(image.id()));
-        let runs = table.runs(range.intersect(&table.range()));
-        for (run, _) in runs.filter(|(_, source)| *source == own) {
-            match image.is_stored() {
-                true => here(&image, run, each),
-                false => each(run),
-            }
-        }
+        image.own_here(range, each);
         Some(())
     }
 
@@ -343,26 +336,13 @@ impl Images {
         each: &mut dyn FnMut(PageRange),
     ) -> Option<()> {
         let image = self.find(&self.inner(), name)?;
-        here(&image, range, each);
+        image.cached(range, each);
         if let Some(table) = image.table() {
             let own = Source::Image(image.id());
             let others = table.runs(range.intersect(&table.range()));
             others.filter(|(_, source)| *source != own).for_each(|(run, _)| each(run));
         }
         Some(())
-    }
-}
-
-/// Which pages of `range` are in the cache of an image.
-fn here(image: &HostImage, range: PageRange, each: &mut dyn FnMut(PageRange)) {
-    let presence = image.cache().presence();
-    let mut rest = range.intersect(&PageRange::first(image.pages()));
-    while !rest.is_empty() {
-        let (run, is_present) = presence.run(rest);
-        if is_present {
-            each(run);
-        }
-        rest = rest.from_page(run.end());
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PageIdx, PageRange};
-use vmfork_memory::{Engine, collect_garbage};
+use vmfork_memory::{Engine, HostImage, collect_garbage};
 use vmfork_tap_proto::Role;
 
 use crate::common::{FakeVm, PAGE_BYTES, clone_of, freeze, needs_userfaultfd};
@@ -193,6 +193,12 @@ fn memory_of_dead_generations_goes_but_not_what_is_mapped() {
     assert!(resident < ram * 8 / 5, "{resident} bytes are held, RAM is {ram}");
 }
 
+fn own_here(image: &HostImage) -> Vec<PageRange> {
+    let mut runs = Vec::new();
+    image.own_here(PageRange::first(image.pages()), &mut |run| runs.push(run));
+    runs
+}
+
 /// A fork under way is in no list of live VMs.
 #[test]
 fn garbage_collection_spares_engines_that_it_was_not_told_of() {
@@ -203,6 +209,8 @@ fn garbage_collection_spares_engines_that_it_was_not_told_of() {
     parent.ask("fill 0 1024 2");
     let second = drained(&mut parent, 16);
     let expected = parent.sums(0, 2048);
+    let first_image = Arc::clone(first.image());
+    assert_eq!(own_here(&first_image), [PageRange::first(2048)]);
     drop(first);
     parent.ask("fill 0 2047 3");
     let third = drained(&mut parent, 16);
@@ -213,6 +221,11 @@ fn garbage_collection_spares_engines_that_it_was_not_told_of() {
     drop(second);
     let freed = collect_garbage(&[Arc::clone(&third)]);
     assert_eq!(freed, 1023 * PAGE_BYTES, "one page of the first image is needed still");
+    assert_eq!(
+        own_here(&first_image),
+        [PageIdx(2047).range()],
+        "of the rest other hosts are told nothing"
+    );
     let sums = parent.sums(0, 2048);
     assert_eq!(sums[2047], expected[2047]);
     assert_eq!(clone_of(&third).sums(0, 2048), sums);

@@ -379,7 +379,11 @@ impl<'a> Session<'a> {
             }
             let bytes = &mut self.answer.pages;
             bytes.resize(usize::try_from(run.byte_len()).unwrap_or(0), 0);
-            pages.read(member, image, run, Urgency::Ahead, bytes)?;
+            // What is said of others shall not depend on these.
+            if let Err(refusal) = pages.read(member, image, run, Urgency::Ahead, bytes) {
+                tracing::debug!(%image, %run, %refusal, "read pages to sum them up");
+                continue;
+            }
             let sums: Vec<_> = bytes.as_chunks::<PAGE>().0.iter().map(|p| sums::of(p)).collect();
             spreads.summed((image, len), run, &sums);
             part.into_iter().zip(sums).for_each(|(place, sum)| *place = sum);

@@ -120,7 +120,11 @@ impl Pages for Cache {
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal> {
         match self.is_origin.load(Ordering::Relaxed) {
-            true if !self.knows_no_sums.load(Ordering::Relaxed) => each(range),
+            true if !self.knows_no_sums.load(Ordering::Relaxed) => {
+                let units = (range.start().0 / UNIT..range.end().0.div_ceil(UNIT))
+                    .map(|at| self::range(at * UNIT, UNIT));
+                units.for_each(|unit| each(unit.intersect(&range)));
+            }
             true => {}
             false => return Err(Refusal::new(RefusalKind::UnknownImage, "another's")),
         }
@@ -492,6 +496,24 @@ fn what_can_not_be_compared_is_asked_of_the_origin() {
     let counters = source.counters();
     assert_eq!((counters.holder_pages.get(), counters.unverified_pages.get()), (0, 0));
     assert!(nodes[2].service.counters().pages.get() > 0, "nobody was asked but the origin");
+}
+
+/// Sums are asked for by the block: pages of it may have been lost, or given back since nobody needs them.
+#[test]
+fn what_the_origin_can_not_read_makes_nothing_else_undecided() {
+    let origin = Cache::of((0..WHOLE).filter(|page| page / UNIT != 3));
+    let nodes = nodes([(ORIGIN, origin), (1, Cache::of([])), (2, Cache::of(0..WHOLE))]);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    for at in (0..10).filter(|at| *at != 3) {
+        let unit = range(at * UNIT, UNIT);
+        let mut bytes = buffer(unit);
+        source.read_for(Urgency::Ahead, unit, &mut bytes).expect("from whom it was asked of");
+        check(unit, &bytes);
+    }
+    let (counters, given) = (source.counters(), nodes[2].service.counters().pages.get());
+    assert!(given > 0, "nobody was asked but the origin");
+    assert_eq!(counters.holder_pages.get(), given, "some of it was not believed");
 }
 
 /// A member that says that it has everything, and that itself has it, or another that has nothing.
