@@ -10,8 +10,8 @@ use super::ListenerConfig;
 use super::datagram::{Asking, REQUEST_PAGES_MAX, REQUESTS_MAX};
 use crate::proto::PAGE;
 
-/// Pages that wait to be taken: those beyond are as good as lost.
-const PENDING_PAGES_MAX: usize = 8192;
+/// Pages that wait to be taken: of those beyond, what no read waits for is as good as lost.
+pub(super) const PENDING_PAGES_MAX: usize = 8192;
 /// So many reads in a row in vain that a VM waited for, and the group is asked for none of those for a while.
 const IN_VAIN_DEMAND_MAX: u32 = 3;
 /// The same for what nobody waits for, several of which are under way at a time.
@@ -225,7 +225,8 @@ impl Reads {
 
     /// A page was heard. → whether somebody waits for it.
     pub(super) fn page(&mut self, page: PageIdx, bytes: Page, now: Duration) -> bool {
-        if self.pending.len() >= PENDING_PAGES_MAX {
+        let is_wanted = || self.waiting.values().any(|read| read.range.contains(page));
+        if self.pending.len() >= PENDING_PAGES_MAX && !is_wanted() {
             return false;
         }
         if self.receiver.heard(page.range(), now).is_empty() {

@@ -8,7 +8,7 @@ use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::Request;
 
 use super::datagram::*;
-use super::reads::{Read, Reads};
+use super::reads::{PENDING_PAGES_MAX, Read, Reads};
 use super::seal::{KEY_BYTES, Key, Seal, Window};
 use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
 use crate::proto::{PAGE, Refusal, Urgency};
@@ -311,6 +311,20 @@ fn a_read_gets_its_pages_and_the_cache_all_others() {
     assert_eq!(reads.pending(), 0);
     assert!(reads.batch(ms(100)).is_empty());
     assert_eq!(reads.begin(range(0, 2), true, ms(12)), None, "it is in the cache");
+}
+
+#[test]
+fn what_a_read_waits_for_comes_also_while_the_cache_is_behind() {
+    let mut reads = heard(ListenerConfig::default());
+    assert!(!come(&mut reads, range(1000, PENDING_PAGES_MAX as u64 + 1), ms(1)));
+    assert_eq!(reads.pending(), PENDING_PAGES_MAX);
+    let read = reads.begin(range(0, 4), true, ms(2)).expect("heard");
+    assert!(come(&mut reads, range(0, 4), ms(3)), "somebody waits for it");
+    assert!(matches!(reads.look(read), Read::Done(_)));
+    assert!(
+        !reads.has(PageIdx(1000 + PENDING_PAGES_MAX as u64), false, ms(4)),
+        "to be asked for again"
+    );
 }
 
 #[test]
