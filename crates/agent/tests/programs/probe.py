@@ -45,7 +45,8 @@ def whole(n, hierarchical, size, dying):
 
 ticket = Ticket(77, 1)
 what, rest = sys.argv[1], [int(word) for word in sys.argv[2:]]
-sys.stdout.reconfigure(line_buffering=True)
+# A line at a time, also with PYTHONUNBUFFERED: workers write to one pipe.
+sys.stdout.reconfigure(line_buffering=True, write_through=False)
 calls = {
     "join": lambda: sf_join(ticket),
     "kill": lambda: sf_kill(ticket),
