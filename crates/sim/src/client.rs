@@ -59,10 +59,11 @@ enum State {
         route: Route,
         until: Duration,
     },
-    /// The pages are here, the origin's sums are not.
+    /// The pages are here, the origin's sums are not: it has been asked for `asked`, or another read has asked for them.
     Sums {
         host: usize,
         in_swarm: bool,
+        asked: Option<PageRange>,
         until: Duration,
     },
     /// They can't be compared, so that the origin has been asked for them.
@@ -377,14 +378,23 @@ impl Client {
             Some(swarm) => swarm.gave(id(host)),
             None => true,
         };
-        read.state = State::Sums { host, in_swarm, until: now + DEMAND_WAIT };
         let is_origin_avoided = self.avoided.get(&ORIGIN).is_some_and(|until| *until > now);
         if origin || is_origin_avoided || self.sums.has_all(pages) {
             self.settle(number, true, out);
             return true;
         }
-        let pages = if demand { pages } else { block(pages, self.pages) };
-        out.messages.push((ORIGIN, Message::Sums { read: number, pages }));
+        let wanted = if demand { pages } else { block(pages, self.pages) };
+        let is_asked = self.reads.values().any(|read| match read.state {
+            State::Sums { asked: Some(asked), .. } => asked.covers(&wanted),
+            _ => false,
+        });
+        let asked = (demand || !is_asked).then_some(wanted);
+        if let Some(read) = self.reads.get_mut(&number) {
+            read.state = State::Sums { host, in_swarm, asked, until: now + DEMAND_WAIT };
+        }
+        if let Some(pages) = asked {
+            out.messages.push((ORIGIN, Message::Sums { read: number, pages }));
+        }
         true
     }
 
@@ -392,7 +402,16 @@ impl Client {
     pub(crate) fn on_sums(&mut self, number: u64, pages: PageRange, out: &mut Outbox) {
         self.avoided.remove(&ORIGIN);
         self.sums.insert(pages);
-        if matches!(self.reads.get(&number), Some(Read { state: State::Sums { .. }, .. })) {
+        self.summed(number, |of| pages.covers(of), out);
+    }
+
+    /// A read knows as much of sums as it will, and so do those for whose pages it had asked, too.
+    fn summed(&mut self, number: u64, is_known: impl Fn(&PageRange) -> bool, out: &mut Outbox) {
+        let knows = |(it, read): &(&u64, &Read)| match read.state {
+            State::Sums { asked, .. } => **it == number || asked.is_none() && is_known(&read.pages),
+            _ => false,
+        };
+        for number in self.reads.iter().filter(knows).map(|(it, _)| *it).collect::<Vec<_>>() {
             self.settle(number, true, out);
         }
     }
@@ -452,7 +471,7 @@ impl Client {
             }
             (State::Sums { .. }, Refused::Gone) if from == ORIGIN => {
                 self.avoid(ORIGIN, now);
-                self.settle(number, true, out); // believed
+                self.summed(number, |_| true, out); // believed
             }
             (State::Undecided { .. }, _) if from == ORIGIN => {
                 self.failed(number, Failure::Busy, now, out);

@@ -1,8 +1,8 @@
 //! Pages that another host than their origin gave, or that came by multicast, are compared with the origin's sums.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use vmfork_image::{BLOCK_PAGES, ImageName, PAGE_BYTES, PageIdx, PageRange};
 use vmfork_policy::transfer::bounds::ANSWER;
@@ -31,14 +31,23 @@ pub(crate) struct Verifier {
     /// How long it may take if a VM waits.
     demand_wait: Duration,
     known: Mutex<Sums>,
+    /// Of which blocks the origin is being asked for what nobody waits for.
+    asked: Mutex<Vec<PageRange>>,
+    answered: Condvar,
     /// It has been said that some can't be compared.
     has_warned: AtomicBool,
 }
 
 impl Verifier {
     pub(crate) fn new(image: ImageName, demand_wait: Duration) -> Self {
-        let (known, has_warned) = (Mutex::default(), AtomicBool::new(false));
-        Self { image, demand_wait, known, has_warned }
+        Self {
+            image,
+            demand_wait,
+            known: Mutex::default(),
+            asked: Mutex::default(),
+            answered: Condvar::new(),
+            has_warned: AtomicBool::new(false),
+        }
     }
 
     /// Have what the origin says of pages that are about to come, so that they need not wait for it then.
@@ -110,28 +119,63 @@ impl Verifier {
         verdict
     }
 
-    /// What nobody waits for is asked of the whole block, so that the next pieces need no question.
+    /// What nobody waits for is asked of the whole block, so that the next pieces need no question, and of each block once at a time: pieces of it come
+    /// side by side.
     fn ask(
         &self,
         urgency: Urgency,
         range: PageRange,
         origin: &Peer,
     ) -> Result<Vec<Sum>, PeerError> {
-        let wanted = match urgency {
-            Urgency::Demand => range,
-            Urgency::Ahead => {
-                let block = PageIdx(range.start().0 / BLOCK_PAGES * BLOCK_PAGES);
-                let whole = PageRange::new(block, BLOCK_PAGES).ok();
-                whole.filter(|block| block.covers(&range)).unwrap_or(range)
-            }
-        };
-        let wait = match urgency {
-            Urgency::Demand => self.demand_wait,
-            Urgency::Ahead => ANSWER,
-        };
+        if urgency == Urgency::Demand {
+            return self.ask_for(range, urgency, range, (origin, self.demand_wait));
+        }
+        let block = PageIdx(range.start().0 / BLOCK_PAGES * BLOCK_PAGES);
+        let whole = PageRange::new(block, BLOCK_PAGES).ok();
+        let wanted = whole.filter(|block| block.covers(&range)).unwrap_or(range);
+        let give_up = Instant::now() + ANSWER;
+        let is_asked = |asked: &mut Vec<PageRange>| asked.iter().any(|it| it.covers(&wanted));
+        let asked = self.answered.wait_timeout_while(lock(&self.asked), ANSWER, is_asked);
+        let (mut asked, _) = asked.unwrap_or_else(PoisonError::into_inner);
+        let known = lock(&self.known).get(range);
+        if !known.contains(&UNKNOWN) {
+            return Ok(known);
+        }
+        asked.push(wanted);
+        drop(asked);
+        let _asking = Asking { verifier: self, wanted };
+        let left = give_up.saturating_duration_since(Instant::now()).max(self.demand_wait);
+        self.ask_for(wanted, urgency, range, (origin, left))
+    }
+
+    fn ask_for(
+        &self,
+        wanted: PageRange,
+        urgency: Urgency,
+        range: PageRange,
+        (origin, wait): (&Peer, Duration),
+    ) -> Result<Vec<Sum>, PeerError> {
         let sums = origin.sums(self.image, wanted, urgency, wait)?;
         let mut known = lock(&self.known);
         known.put(wanted, &sums);
         Ok(known.get(range))
+    }
+}
+
+/// The origin is being asked. However that ends, whoever waits for it goes on.
+#[derive(Debug)]
+struct Asking<'a> {
+    verifier: &'a Verifier,
+    wanted: PageRange,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        let mut asked = lock(&self.verifier.asked);
+        if let Some(at) = asked.iter().position(|it| *it == self.wanted) {
+            asked.swap_remove(at);
+        }
+        drop(asked);
+        self.verifier.answered.notify_all();
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,7 @@ pub(crate) fn check(range: PageRange, bytes: &[u8]) {
 pub(crate) struct Gate {
     state: Mutex<(bool, usize)>,
     changed: Condvar,
+    passed: AtomicUsize,
 }
 
 impl Gate {
@@ -80,6 +82,12 @@ impl Gate {
             self.changed.wait_timeout_while(state, LONG, |(shut, _)| *shut).expect("no panic");
         state.1 -= 1;
         assert!(!timeout.timed_out(), "the gate was never opened");
+        self.passed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How many have gone through.
+    pub(crate) fn passed(&self) -> usize {
+        self.passed.load(Ordering::Relaxed)
     }
 
     pub(crate) fn waiting(&self) -> usize {

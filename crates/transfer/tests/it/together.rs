@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use rustls::{ClientConnection, StreamOwned};
-use vmfork_image::{AheadRead, PageRange, PageSource as _};
+use vmfork_image::{AheadRead, BLOCK_PAGES, PageRange, PageSource as _};
 use vmfork_transfer::proto::{Op, PREAMBLE, Request, Route};
 use vmfork_transfer::{
     Holders, HostId, PageService, Peer, PeerLimits, PeerSource, ServiceLimits, Swarm, SwarmConfig,
@@ -277,4 +277,31 @@ fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
     wait_until("it is answered", || service.connections() == 1);
     wait_until("who takes nothing is cut off", || service.connections() == 0);
     assert!(began.elapsed() < LONG / 3, "as if nothing were to be sent: {:?}", began.elapsed());
+}
+
+/// What other hosts gave is compared with the origin's sums: of a block these are asked for once, however many pieces of it come side by side.
+#[test]
+fn sums_of_a_block_are_asked_for_once() {
+    let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];
+    let nodes = nodes(all);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    let [origin, _, holder] = &nodes[..] else { panic!("three") };
+    origin.cache.ahead_gate.shut();
+    std::thread::scope(|scope| {
+        for unit in (0..4).map(|at| range(at * UNIT, UNIT)) {
+            let source = &source;
+            scope.spawn(move || {
+                let mut bytes = buffer(unit);
+                source.read_ahead(unit, &mut bytes).expect("from host 2");
+                check(unit, &bytes);
+            });
+        }
+        wait_until("all are there", || holder.service.counters().pages.get() == 4 * UNIT);
+        origin.cache.ahead_gate.wait_for(1);
+        origin.cache.ahead_gate.open();
+    });
+    assert_eq!(source.counters().holder_pages.get(), 4 * UNIT);
+    let units = usize::try_from(BLOCK_PAGES / UNIT).expect("few");
+    assert_eq!(origin.cache.ahead_gate.passed(), units, "each was read once to be summed up");
 }
