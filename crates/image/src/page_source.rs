@@ -91,6 +91,9 @@ pub trait AheadOrder: Send + Sync {
     /// The place of a piece in this host's own order: the lowest first.
     fn place(&self, piece: PageRange) -> u64;
 
+    /// The same where there is an order in which they are wanted, and this one is number `at`: near there.
+    fn place_near(&self, at: u64, piece: PageRange) -> u64;
+
     /// Which of `pieces`, those that come first in that order and are not there yet, to read now.
     fn next(&self, pieces: &[PageRange]) -> NextAhead;
 }

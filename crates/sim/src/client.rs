@@ -163,6 +163,11 @@ impl Client {
         self.swarm.as_ref().map_or(piece.start().0, |swarm| swarm.place(piece))
     }
 
+    /// The same where there is an order in which they are wanted, and this one is number `at`.
+    pub(crate) fn place_near(&self, at: u64, piece: PageRange) -> u64 {
+        self.swarm.as_ref().map_or(at, |swarm| swarm.place_near(at, piece))
+    }
+
     /// Which piece to bring next that nobody waits for. As `PeerSource` has it.
     pub(crate) fn next_ahead(
         &mut self,

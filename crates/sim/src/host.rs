@@ -80,15 +80,19 @@ impl Host {
         let scheduler = Scheduler::new(table, cache.clone(), config);
         let mut scheduler =
             scheduler.unwrap_or_else(|error| unreachable!("a valid configuration: {error}"));
+        let hosts = (scenario.mode != Mode::Unicast).then_some(scenario.traces.len());
+        let hears_group = scenario.mode == Mode::Multicast;
+        let client = Client::new(pages, number, hosts, hears_group);
         if !scenario.ahead.is_empty() {
-            let list = scenario.ahead.clone();
+            let pieces = scenario.ahead.iter().flat_map(|run| units_of(*run));
+            let place = |(at, piece)| (client.place_near(at, piece), piece);
+            let mut list: Vec<_> = (0..).zip(pieces).map(place).collect();
+            list.sort_by_key(|(place, _)| *place);
+            let list = list.into_iter().map(|(_, piece)| piece).collect();
             let listed = Listed::new("working set", Priority::WorkingSet, list, UNIT_PAGES);
             // There is room: it is the only one.
             let _ = scheduler.add_background(Box::new(listed));
         }
-        let hosts = (scenario.mode != Mode::Unicast).then_some(scenario.traces.len());
-        let hears_group = scenario.mode == Mode::Multicast;
-        let client = Client::new(pages, number, hosts, hears_group);
         let left = scenario.hydrates.then(|| {
             let image = PageRange::first(pages);
             let piece = |at: u64| image.from_page(PageIdx(at * UNIT_PAGES)).truncate(UNIT_PAGES);
@@ -351,4 +355,13 @@ impl Host {
         }
         any
     }
+}
+
+/// A run in the pieces in which it is asked for.
+fn units_of(run: PageRange) -> impl Iterator<Item = PageRange> {
+    let units = run.start().0 / UNIT_PAGES..run.end().0.div_ceil(UNIT_PAGES);
+    units.map(move |unit| {
+        let start = PageIdx(unit * UNIT_PAGES).max(run.start());
+        PageRange::between(start, PageIdx((unit + 1) * UNIT_PAGES).min(run.end()))
+    })
 }

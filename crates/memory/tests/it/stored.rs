@@ -230,9 +230,10 @@ fn all_of_an_image_comes_when_it_is_told_to() {
     assert_eq!(source.pages_read(), 1024);
 }
 
-/// A source that wants its pages read from the end on, and now and then not yet.
+/// A source that wants its pages read from the end on, and now and then not yet; or that does not care.
 #[derive(Debug, Default)]
 struct Backwards {
+    does_not_care: bool,
     read_ahead: Mutex<Vec<PageRange>>,
     asked: AtomicU64,
 }
@@ -261,13 +262,18 @@ impl PageSource for Backwards {
     }
 
     fn order(&self) -> Option<&dyn AheadOrder> {
-        Some(self)
+        (!self.does_not_care).then_some(self as &dyn AheadOrder)
     }
 }
 
 impl AheadOrder for Backwards {
     fn place(&self, piece: PageRange) -> u64 {
         u64::MAX - piece.start().0
+    }
+
+    /// Each two change places.
+    fn place_near(&self, at: u64, _: PageRange) -> u64 {
+        at ^ 1
     }
 
     fn next(&self, pieces: &[PageRange]) -> NextAhead {
@@ -279,22 +285,45 @@ impl AheadOrder for Backwards {
     }
 }
 
+impl Backwards {
+    /// The pieces of an image, by their first pages, in the order in which they are read once the engine has been told to.
+    fn read_all(self, tell: impl FnOnce(&Engine)) -> Vec<u64> {
+        let source = Arc::new(self);
+        let own = [StoredRun::Own(PageRange::first(PAGES))];
+        let image = HostImage::stored(next_id(), PAGES, own, None, Arc::<Self>::clone(&source));
+        let (engine, _) = serve(&image.expect("opened"));
+        tell(&engine);
+        let deadline = Instant::now() + SECONDS;
+        while engine.image().missing_pages() > 0 {
+            assert!(Instant::now() < deadline, "{} are missing", engine.image().missing_pages());
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        let read = source.read_ahead.lock().expect("not poisoned");
+        read.iter().map(|range| range.start().0).collect()
+    }
+}
+
+#[test]
+fn a_working_set_comes_in_its_order_or_near_it_where_its_source_wants_that() {
+    needs_userfaultfd!();
+    let list: Vec<_> = (0..4).rev().map(block).collect();
+    let in_order: Vec<u64> =
+        list.iter().flat_map(|run| (0..32).map(|at| run.start().0 + at * 16)).collect();
+    for does_not_care in [true, false] {
+        let source = Backwards { does_not_care, ..Backwards::default() };
+        let read = source.read_all(|engine| engine.fetch_first(list.clone()));
+        let near = in_order.chunks(2).flat_map(|two| two.iter().rev());
+        match does_not_care {
+            true => assert_eq!(read, in_order),
+            false => assert!(near.eq(&read), "{read:?}"),
+        }
+    }
+}
+
 #[test]
 fn all_of_an_image_comes_in_the_order_that_its_source_wants_and_gives_way() {
     needs_userfaultfd!();
-    let source = Arc::new(Backwards::default());
-    let own = [StoredRun::Own(PageRange::first(PAGES))];
-    let id = ImageId::new(1 << 50).expect("not 0");
-    let image = HostImage::stored(id, PAGES, own, None, Arc::<Backwards>::clone(&source));
-    let (engine, _) = serve(&image.expect("opened"));
-    engine.hydrate(NonZeroU64::MAX);
-    let deadline = Instant::now() + SECONDS;
-    while engine.image().missing_pages() > 0 {
-        assert!(Instant::now() < deadline, "{} are missing", engine.image().missing_pages());
-        std::thread::park_timeout(Duration::from_millis(1));
-    }
-    let read = source.read_ahead.lock().expect("not poisoned");
-    let starts: Vec<_> = read.iter().map(|range| range.start().0).collect();
+    let starts = Backwards::default().read_all(|engine| engine.hydrate(NonZeroU64::MAX));
     // Always the second; the one before it took its place.
     let mut expected: Vec<_> = (0..PAGES / 16 - 1).rev().map(|at| at * 16).collect();
     expected.push(PAGES - 16);

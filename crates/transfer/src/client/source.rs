@@ -538,6 +538,10 @@ impl AheadOrder for PeerSource {
         self.swarm.as_ref().map_or(piece.start().0, |swarm| swarm.place(piece))
     }
 
+    fn place_near(&self, at: u64, piece: PageRange) -> u64 {
+        self.swarm.as_ref().map_or(at, |swarm| swarm.place_near(at, piece))
+    }
+
     fn next(&self, pieces: &[PageRange]) -> NextAhead {
         let Some(swarm) = &self.swarm else { return NextAhead::Piece(0) };
         if self.is_group_heard() {

@@ -187,6 +187,11 @@ impl Swarm {
         lock(&self.state).known.place(piece)
     }
 
+    /// The same where there is an order in which they are wanted, and this one is number `at`.
+    pub(super) fn place_near(&self, at: u64, piece: PageRange) -> u64 {
+        lock(&self.state).known.place_near(at, piece)
+    }
+
     /// Which of `pieces`, that nobody waits for, to fetch now.
     pub(super) fn next_ahead(&self, pieces: &[PageRange]) -> NextAhead {
         let now = self.now();

@@ -101,15 +101,20 @@ impl Worker {
         }
     }
 
-    /// Fetch these in their order, each where views look for it.
+    /// Fetch these in their order, or in one near to it that their source has, each where views look for it.
     pub(super) fn fetch_first(&mut self, runs: &[PageRange]) {
-        let mut lists: BTreeMap<ImageId, Vec<PageRange>> = BTreeMap::new();
+        let mut lists: BTreeMap<ImageId, Vec<(u64, PageRange)>> = BTreeMap::new();
         for run in runs.iter().map(|run| run.intersect(&PageRange::first(self.image.pages()))) {
-            for Piece { home, pages, .. } in self.missing(run) {
-                lists.entry(home).or_default().push(pages);
+            for Piece { home, owner, pages } in self.missing(run) {
+                let list = lists.entry(home).or_default();
+                let (at, owner) = (list.len() as u64, self.known(owner));
+                let order = owner.as_ref().and_then(|image| image.source()?.order());
+                list.push((order.map_or(at, |order| order.place_near(at, pages)), pages));
             }
         }
-        for (image, list) in lists {
+        for (image, mut list) in lists {
+            list.sort_by_key(|(place, _)| *place);
+            let list = list.into_iter().map(|(_, pages)| pages).collect();
             let Some(scheduler) = self.scheduler_of(image) else { continue };
             let unit_pages = unit_of(&scheduler.presence().0);
             add(

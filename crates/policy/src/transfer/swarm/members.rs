@@ -253,6 +253,12 @@ impl Swarm {
         Pick::place(piece, self.own.0)
     }
 
+    /// The same where there is an order in which they are wanted, and this one is number `at`. A host that can ask none but the origin keeps to that.
+    pub fn place_near(&self, at: u64, piece: PageRange) -> u64 {
+        let has_others = self.members.values().any(|member| !member.origin);
+        if has_others { Pick::place_near(at, piece, self.own.0) } else { at }
+    }
+
     /// Which of `pieces`, that nobody waits for, to fetch now.
     pub fn next_ahead(&mut self, pieces: &[PageRange], now: Duration) -> Picked {
         if std::mem::take(&mut self.is_share_new) {

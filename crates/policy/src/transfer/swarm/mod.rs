@@ -14,7 +14,7 @@
 //!
 //! Demand goes to the best holder: the one that is expected to answer first, by what it has to do for us and how long it took lately.
 //! What nobody waits for is picked from the next pieces in an order of the host's own, the rarest that a peer has first: so hosts come to hold different
-//! pieces and can trade. The origin serves last: what no peer has. There vmTorrent leaves it to chance whether two hosts take the same piece
+//! pieces and can trade; a list that is most urgent first comes nearly in its order, but in another on each host ([`Pick::place_near`]). The origin serves last: what no peer has. There vmTorrent leaves it to chance whether two hosts take the same piece
 //! from the origin. Here each host first fetches a *share* of its own ([`Pick::set_share`]), and an origin that is asked for what
 //! another host has just got sends the asker there ([`Spread`]): so most pieces leave the origin once.
 

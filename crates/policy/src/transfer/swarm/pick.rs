@@ -6,6 +6,7 @@ use vmfork_image::PageRange;
 
 use super::Holders;
 use super::holders::mixed;
+use crate::transfer::bounds::URGENT_AMONG;
 
 /// Times of [`Pick`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +40,8 @@ pub enum Picked {
 ///
 /// Nobody waits for others to get their shares: how long they take is not known.
 ///
-/// Pieces are to come in an order that is another on each host ([`Pick::place`]), unless some are more urgent.
+/// Pieces are to come in an order that is another on each host: [`Pick::place`], or [`Pick::place_near`] where some are more urgent than others, and
+/// nobody is asked which is next.
 #[derive(Debug)]
 pub struct Pick {
     config: PickConfig,
@@ -61,6 +63,13 @@ impl Pick {
     /// Where a piece is in the order of a host; `salt` is another on each.
     pub fn place(piece: PageRange, salt: u64) -> u64 {
         mixed(piece.start().0 ^ mixed(salt))
+    }
+
+    /// The same in a list that is most urgent first, of a piece that is number `at` of it: where it is, or a little later, by a number of the
+    /// host's own below [`URGENT_AMONG`]. Who follows that order (of equals, the more urgent first) brings whatever is next from among the
+    /// `URGENT_AMONG` most urgent that are left, and nothing much later than it was wanted.
+    pub fn place_near(at: u64, piece: PageRange, salt: u64) -> u64 {
+        at.saturating_add(Self::place(piece, salt) % URGENT_AMONG)
     }
 
     /// Which of `pieces` to fetch now.
@@ -146,7 +155,41 @@ mod tests {
         assert_eq!(pick.next(&[piece(40)], &holders, ms(1)), Picked::Piece(0));
     }
 
+    /// A list of so many pieces, most urgent first, in the order of a host.
+    fn in_order_of(salt: u64, count: u64) -> Vec<u64> {
+        let mut order: Vec<u64> = (0..count).collect();
+        order.sort_by_key(|at| Pick::place_near(*at, piece(*at * 7), salt));
+        order
+    }
+
+    #[test]
+    fn two_hosts_bring_the_most_urgent_in_different_orders_and_each_always_in_its_own() {
+        assert_eq!(in_order_of(1, 1000), in_order_of(1, 1000));
+        for salt in 2..50 {
+            let (one, other) = (in_order_of(1, 1000), in_order_of(salt, 1000));
+            let alike = one.iter().zip(&other).filter(|(a, b)| a == b).count();
+            assert!(alike < 50, "{alike} of 1000 at the same place with salt {salt}");
+        }
+    }
+
     proptest! {
+        #[test]
+        fn each_piece_comes_once_from_among_the_most_urgent_that_are_left(
+            salt in any::<u64>(),
+            count in 0..700u64,
+        ) {
+            let mut left: Vec<u64> = (0..count).collect();
+            for (step, next) in (0..).zip(in_order_of(salt, count)) {
+                let at = left.iter().position(|piece| *piece == next);
+                prop_assert!(at.is_some(), "{} comes twice", next);
+                let at = at.expect("just seen");
+                prop_assert!((at as u64) < URGENT_AMONG, "{} were more urgent than {}", at, next);
+                prop_assert!(step < next + URGENT_AMONG, "{} comes after {} others", next, step);
+                left.remove(at);
+            }
+            prop_assert!(left.is_empty());
+        }
+
         /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what the others have after some of them.
         #[test]
         fn what_all_want_leaves_the_origin_about_once(
