@@ -27,6 +27,8 @@ pub struct Row {
     /// What the parent's host sent, also over what one host takes in: 1 is the least there can be.
     pub origin_sent_bytes: u64,
     pub origin_sent_over_one: f64,
+    /// What a host with a clone has to get, by the model: what the clone touches, in whole units, or all that is hydrated.
+    pub need_bytes: u64,
     /// Of the hosts with a clone, on average.
     pub received_bytes: u64,
     pub peer_sent_bytes: u64,
@@ -92,6 +94,7 @@ impl Row {
             compute_ms: millis(need.compute),
             origin_sent_bytes,
             origin_sent_over_one: ratio(origin_sent_bytes, received_bytes),
+            need_bytes: need.bytes,
             received_bytes,
             peer_sent_bytes: report.mean_peer_sent_bytes(),
             waits: report.waits / (hosts as u64).max(1),
@@ -147,9 +150,10 @@ fn need(scenario: &Scenario) -> Need {
     let none = Rc::default();
     let trace = scenario.traces.first().unwrap_or(&none);
     let fetched = trace.fetched_pages(UNIT_PAGES, scenario.pages);
+    let needed = if scenario.hydrates { scenario.pages } else { fetched };
     Need {
         hosts: scenario.traces.len() as u64,
-        bytes: wire_bytes(fetched),
+        bytes: wire_bytes(needed),
         bytes_per_s: scenario.link.bytes_per_s,
         compute: trace.compute(),
         faults: fetched.div_ceil(UNIT_PAGES),
