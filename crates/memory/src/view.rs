@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use vmfork_image::{BLOCK_BYTES, BlockIdx, ImageId, PAGE_BYTES, PageIdx, PageRange};
 use vmfork_tap_proto::Op;
@@ -50,6 +50,22 @@ pub(crate) struct View {
     unserved: Vec<(PageIdx, bool)>,
     /// The end of the last pages that the VM was given as its own because it wrote there.
     written_until: PageIdx,
+}
+
+/// Wakes who waits for some pages of a view, from any thread, for as long as there is the view.
+#[derive(Debug)]
+pub(crate) struct Waker {
+    uffd: Weak<Uffd>,
+    hva: u64,
+    bytes: u64,
+}
+
+impl Waker {
+    pub(crate) fn wake(&self) {
+        if let Some(uffd) = self.uffd.upgrade() {
+            uffd.wake(self.hva, self.bytes);
+        }
+    }
 }
 
 impl View {
@@ -118,6 +134,12 @@ impl View {
             return;
         }
         self.uffd.wake(self.hva + range.byte_offset(), range.byte_len());
+    }
+
+    /// For who has the pages of `range` before this view's engine hears of it.
+    pub(crate) fn waker(&self, range: PageRange) -> Waker {
+        let (hva, bytes) = (self.hva + range.byte_offset(), range.byte_len());
+        Waker { uffd: Arc::downgrade(&self.uffd), hva, bytes }
     }
 
     /// Install the zero page from the start of `range` on, as far as nothing is there, and wake who waits in it.

@@ -314,6 +314,17 @@ impl Images {
         image.lend(range, bytes).map_err(NotRead::Lost)
     }
 
+    /// Whether all pages of `range` can be read here without being fetched.
+    pub(crate) fn has(&self, name: ImageName, range: PageRange) -> bool {
+        let Some(image) = self.find(&self.inner(), name) else { return false };
+        if !self.is_own(name) {
+            return image.cache().presence().run(range) == (range, true);
+        }
+        let mut pages = 0;
+        image.own_here(range, &mut |run| pages += run.len());
+        pages == range.len()
+    }
+
     /// Which pages of `range` of an image that was frozen here are its own, and need not be fetched to be read. `None`: there is no
     /// such image.
     pub(crate) fn own(

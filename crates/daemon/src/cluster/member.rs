@@ -426,6 +426,10 @@ impl Pages for Served {
         self.0.sources.is_under_way(image, range)
     }
 
+    fn has(&self, image: ImageName, range: PageRange) -> bool {
+        self.0.images.has(image, range)
+    }
+
     fn asked(
         &self,
         _member: u64,

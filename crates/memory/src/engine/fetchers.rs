@@ -16,7 +16,7 @@ use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, Origin, PageIdx};
 use vmfork_policy::transfer::bounds::{FETCHERS_AHEAD_MAX, FETCHERS_MAX};
@@ -26,6 +26,7 @@ use super::drain;
 use super::panic_text;
 use super::poller::Bell;
 use crate::host_image::{HostImage, PageLost};
+use crate::view::Waker;
 
 /// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
 const TOGETHER_MAX: usize = 2;
@@ -68,16 +69,19 @@ pub(super) struct Job {
     pub(super) image: Arc<HostImage>,
     pub(super) owner: Arc<HostImage>,
     pub(super) fetch: Fetch,
+    /// Of those that wait for the page that is fetched first, if it comes before the others: they do not wait for the engine to hear of it.
+    pub(super) wakers: Vec<Waker>,
 }
 
 /// What a fetcher tells of.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// A page that is waited for is there, and what is fetched with it is yet to come. From: what kind of place it was in.
+    /// A page that is waited for is there since `at`, and what is fetched with it is yet to come. From: what kind of place it was in.
     Early {
         image: Arc<HostImage>,
         page: PageIdx,
         from: Option<Origin>,
+        at: Instant,
     },
     Fetched(Fetched),
 }
@@ -320,8 +324,9 @@ impl Shared {
 
     fn fill(&self, job: Job, buffer: &mut Vec<u8>) {
         let mut early = |page| {
+            job.wakers.iter().for_each(Waker::wake);
             let (image, from) = (Arc::clone(&job.image), origin_of(&job.owner));
-            self.tell(Told::Early { image, page, from });
+            self.tell(Told::Early { image, page, from, at: Instant::now() });
         };
         let outcome = unpanicked(&job.owner, || {
             drain::fill(&job.image, &job.owner, job.fetch, buffer, &mut early)
@@ -352,7 +357,7 @@ impl Shared {
     }
 
     fn answer(&self, job: Job, outcome: Result<(), PageLost>) {
-        let Job { image, owner, fetch } = job;
+        let Job { image, owner, fetch, .. } = job;
         let from = origin_of(&owner);
         self.tell(Told::Fetched(Fetched { image, fetch, from, outcome }));
     }

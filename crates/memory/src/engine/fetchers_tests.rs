@@ -69,7 +69,7 @@ fn submit(fetchers: &Fetchers, image: &Arc<HostImage>, page: u64, reason: Reason
     let (range, source) = (PageIdx(page).range(), Source::Image(image.id()));
     let fetch = Fetch { range, source, reason, first: None, again: false };
     let (image, owner) = (Arc::clone(image), Arc::clone(image));
-    fetchers.submit(Job { image, owner, fetch }).expect("a thread");
+    fetchers.submit(Job { image, owner, fetch, wakers: Vec::new() }).expect("a thread");
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn first_of_sixteen(source: &Arc<First>) -> (Fetchers, Arc<HostImage>, Heard) {
     let from = Source::Image(image.id());
     let fetch = Fetch { range, source: from, reason: Reason::Demand, first, again: false };
     let (to, owner) = (Arc::clone(&image), Arc::clone(&image));
-    fetchers.submit(Job { image: to, owner, fetch }).expect("a thread");
+    fetchers.submit(Job { image: to, owner, fetch, wakers: Vec::new() }).expect("a thread");
     let told = heard.0.recv_timeout(LONG).expect("told early");
     let Told::Early { page, from, .. } = told else { panic!("not early: {told:?}") };
     assert_eq!((page, from), (PageIdx(5), Some(Origin::Peer)));

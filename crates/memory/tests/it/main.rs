@@ -2,6 +2,7 @@
 
 mod common;
 mod faults;
+mod first;
 mod generations;
 mod remote;
 mod shim;

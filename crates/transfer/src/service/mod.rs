@@ -72,6 +72,11 @@ pub trait Pages: Send + Sync {
         false
     }
 
+    /// Whether all of `range` can be read here at once. Then a page of it that somebody waits for is sent before the others are read.
+    fn has(&self, _image: ImageName, _range: PageRange) -> bool {
+        false
+    }
+
     /// Whether this member is likely to answer, so that others may be sent there.
     fn is_alive(&self, member: u64) -> bool {
         self.is_member(member)

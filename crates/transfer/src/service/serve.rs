@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustls::{Connection, ServerConnection};
-use vmfork_image::{ImageName, PAGE_BYTES, PageRange};
+use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 use vmfork_policy::transfer::bounds::{ARRIVAL_PAUSE_MAX, ARRIVAL_PAUSE_MIN, LOOKS_AFTER};
 
 use super::connections::Place;
@@ -93,6 +93,8 @@ struct Answer {
     pages: Vec<u8>,
     packer: Packer,
     head: Vec<u8>,
+    /// The page that was to come first is on its way, and at the front of `pages`.
+    has_begun: bool,
 }
 
 struct Session<'a> {
@@ -156,8 +158,9 @@ impl<'a> Session<'a> {
     }
 
     fn answer(&mut self, member: u64, request: &Request, began: Instant) -> Result<(), Ended> {
+        self.answer.has_begun = false;
         let read = std::panic::catch_unwind(AssertUnwindSafe(|| match request.op {
-            Op::Read => self.read_or_name(member, request),
+            Op::Read => self.read_or_name(member, request, began),
             Op::Held => self.find_held(member, request),
             Op::Sums => self.sum_up(member, request),
             Op::Invite => self.invite(member, request),
@@ -170,6 +173,9 @@ impl<'a> Session<'a> {
             return Err(why);
         }
         if let Err(refusal) = read {
+            if self.answer.has_begun {
+                return Err(refusal.into());
+            }
             pack::shrink(&mut self.answer.pages, KEPT_BYTES);
             return self.refuse(request.sequence, began, &refusal);
         }
@@ -190,12 +196,10 @@ impl<'a> Session<'a> {
             Op::Read => {
                 let len = self.answer.pages.len();
                 let place = request.first_place().and_then(|place| usize::try_from(place).ok());
-                if let Some(place) = place {
-                    // Whoever waits for it does not wait for the others.
+                if let Some(place) = place.filter(|_| !self.answer.has_begun) {
                     let until_it = len.min((place + 1) * PAGE);
                     self.answer.pages[..until_it].rotate_right(PAGE);
-                    self.put_pages(request, began, 0..PAGE)?;
-                    self.channel.flush()?;
+                    self.send_first(request, began)?;
                 }
                 self.put_pages(request, began, place.map_or(0, |_| PAGE)..len)?;
                 let Shared { counters, spreads, .. } = self.shared;
@@ -208,6 +212,12 @@ impl<'a> Session<'a> {
         self.send_unless_next()
     }
 
+    /// Send the page that comes first: whoever waits for it does not wait for the others.
+    fn send_first(&mut self, request: &Request, began: Instant) -> Result<(), Ended> {
+        self.put_pages(request, began, 0..PAGE)?;
+        Ok(self.channel.flush()?)
+    }
+
     /// Put an answer with some of the bytes that were read.
     fn put_pages(
         &mut self,
@@ -215,7 +225,7 @@ impl<'a> Session<'a> {
         began: Instant,
         bytes: Range<usize>,
     ) -> Result<(), Ended> {
-        let Answer { pages, packer, head } = &mut self.answer;
+        let Answer { pages, packer, head, .. } = &mut self.answer;
         let pages = pages.get(bytes).unwrap_or_default();
         let packed = packer.pack(pages, request.may_compress);
         let len = packed.len();
@@ -275,7 +285,12 @@ impl<'a> Session<'a> {
         })
     }
 
-    fn read_or_name(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {
+    fn read_or_name(
+        &mut self,
+        member: u64,
+        request: &Request,
+        began: Instant,
+    ) -> Result<(), Refusal> {
         let Request { image, range, urgency, route, .. } = *request;
         let Shared { pages, spreads, answering, limits, .. } = self.shared;
         if let Some(Wanted { pages: len, is_own }) = pages.asked(member, image, range, urgency) {
@@ -302,7 +317,7 @@ impl<'a> Session<'a> {
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
             let wait = if patience.is_zero() { limits.io } else { left };
-            let refusal = match self.read(member, request, wait) {
+            let refusal = match self.read(member, request, began, wait) {
                 Err(refusal) if refusal.kind == RefusalKind::NotHere => refusal,
                 read => return read,
             };
@@ -318,8 +333,14 @@ impl<'a> Session<'a> {
     }
 
     /// What nobody waits for takes a turn, for which it waits no longer than `wait`.
-    fn read(&mut self, member: u64, request: &Request, wait: Duration) -> Result<(), Refusal> {
-        let Request { image, range, urgency, .. } = *request;
+    fn read(
+        &mut self,
+        member: u64,
+        request: &Request,
+        began: Instant,
+        wait: Duration,
+    ) -> Result<(), Refusal> {
+        let Request { image, range, urgency, first, .. } = *request;
         let Shared { pages, answering, .. } = self.shared;
         let bytes = usize::try_from(range.byte_len()).unwrap_or(0);
         self.answer.pages.resize(bytes, 0);
@@ -331,7 +352,39 @@ impl<'a> Session<'a> {
             }
             Urgency::Ahead => Some(self.turn(wait)?),
         };
-        pages.read(member, image, range, urgency, &mut self.answer.pages)
+        match first.filter(|_| request.first_place().is_some() && pages.has(image, range)) {
+            Some(first) => self.read_first(member, request, first, began),
+            None => pages.read(member, image, range, urgency, &mut self.answer.pages),
+        }
+    }
+
+    /// The page that comes first is sent before the others are read, which are all here: if one is not any more by then, the connection
+    /// ends.
+    fn read_first(
+        &mut self,
+        member: u64,
+        request: &Request,
+        first: PageIdx,
+        began: Instant,
+    ) -> Result<(), Refusal> {
+        let Request { image, range, urgency, .. } = *request;
+        let pages = &self.shared.pages;
+        pages.read(member, image, first.range(), urgency, &mut self.answer.pages[..PAGE])?;
+        self.answer.has_begun = true;
+        self.channel.set_timeout(self.shared.limits.io);
+        if let Err(why) = self.send_first(request, began) {
+            self.ended = Some(why);
+            return Ok(());
+        }
+        let mut rest = &mut self.answer.pages[PAGE..];
+        for run in [range.until_page(first), range.from_page(PageIdx(first.0 + 1))] {
+            let (bytes, later) = rest.split_at_mut(usize::try_from(run.byte_len()).unwrap_or(0));
+            rest = later;
+            if !run.is_empty() {
+                pages.read(member, image, run, urgency, bytes)?;
+            }
+        }
+        Ok(())
     }
 
     fn find_held(&mut self, member: u64, request: &Request) -> Result<(), Refusal> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -123,6 +123,10 @@ pub(crate) struct Images {
     pub(crate) ahead_gate: Gate,
     /// From this page on they are lost; at the one before, reading panics.
     pub(crate) lost_from: Mutex<Option<u64>>,
+    /// It says that it has all pages.
+    pub(crate) has_all: AtomicBool,
+    /// Reads of several pages wait here, too.
+    pub(crate) several_gate: Gate,
 }
 
 impl Pages for Images {
@@ -135,6 +139,10 @@ impl Pages for Images {
         !self.gone.lock().expect("no panic").contains(&member)
     }
 
+    fn has(&self, _: ImageName, _: PageRange) -> bool {
+        self.has_all.load(Ordering::Relaxed)
+    }
+
     fn read(
         &self,
         _: u64,
@@ -143,6 +151,9 @@ impl Pages for Images {
         urgency: Urgency,
         bytes: &mut [u8],
     ) -> Result<(), Refusal> {
+        if range.len() > 1 {
+            self.several_gate.pass();
+        }
         if image != IMAGE || range.end().0 > PAGES {
             return Err(Refusal::new(RefusalKind::UnknownImage, format!("no image {image}")));
         }

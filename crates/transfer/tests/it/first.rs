@@ -50,6 +50,59 @@ fn it_is_there_although_its_neighbours_never_come() {
     assert_eq!(*told.borrow(), [page]);
 }
 
+#[test]
+fn it_is_sent_before_its_neighbours_are_read() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    server.images.has_all.store(true, Ordering::Relaxed);
+    server.images.several_gate.shut();
+    let source = source([world.peer(&server, PeerLimits::default())]);
+    let wanted = range(32, UNIT);
+    for page in wanted.pages() {
+        let mut bytes = buffer(wanted);
+        let mut told = false;
+        let mut came = |bytes: &[u8]| {
+            check(page.range(), bytes);
+            told = true;
+            server.images.several_gate.open();
+        };
+        source.read_first(wanted, page, &mut bytes, &mut came).expect("pages");
+        check(wanted, &bytes);
+        assert!(told, "page {page} comes alone");
+        server.images.several_gate.shut();
+    }
+    server.images.several_gate.open();
+    assert_eq!(server.service.counters().pages.get(), UNIT * UNIT, "each is sent once");
+}
+
+/// Whether they are there is looked up before; by the time they are read they may be gone.
+#[test]
+fn neighbours_that_are_gone_by_then_end_the_connection() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    server.images.has_all.store(true, Ordering::Relaxed);
+    let (wanted, page) = (range(32, UNIT), PageIdx(36));
+    for lost_from in [wanted.end().0 - 1, wanted.end().0] {
+        *server.images.lost_from.lock().expect("no panic") = Some(lost_from);
+        let peer = world.peer(&server, PeerLimits::default());
+        let source = source([Arc::clone(&peer)]).with_patience(Duration::ZERO);
+        let mut told = 0;
+        let mut came = |bytes: &[u8]| {
+            check(page.range(), bytes);
+            told += 1;
+        };
+        let error = source.read_first(wanted, page, &mut buffer(wanted), &mut came);
+        let error = error.expect_err("the others are lost").to_string();
+        assert!(error.contains("the connection ended before there was an answer"), "{error}");
+        assert!(told > 0 && peer.connections() == (0, 0), "{told}");
+    }
+    *server.images.lost_from.lock().expect("no panic") = None;
+    let source = source([world.peer(&server, PeerLimits::default())]);
+    let mut bytes = buffer(wanted);
+    source.read_first(wanted, page, &mut bytes, &mut |_| ()).expect("they are back");
+    check(wanted, &bytes);
+}
+
 /// What a host that is not the image's origin gives is used only if it is what the origin has; also early.
 #[test]
 fn a_forged_one_is_not_told_of() {

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmfork_image::{ImageId, NextAhead, Origin, PageRange, Source};
+use vmfork_image::{ImageId, NextAhead, Origin, PageIdx, PageRange, Source};
 use vmfork_policy::transfer::bounds::PICK_AMONG;
 use vmfork_policy::{
     Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
@@ -15,6 +15,7 @@ use super::super::drain;
 use super::super::fetchers::{Fetched, Job, Told};
 use super::{CachePresence, Phase, Worker, touches};
 use crate::host_image::{HostImage, PageLost};
+use crate::view::Waker;
 
 /// Pages fetched ahead in one go, where the source has no unit of its own.
 const AHEAD_PAGES: u64 = 64;
@@ -166,7 +167,8 @@ impl Worker {
         if let Some(scheduler) = self.scheduler_of(image.id()) {
             scheduler.on_inserted(range, INSERTED);
         }
-        self.wake_waiting(image, range, image.source().map(|source| source.origin()));
+        let from = image.source().map(|source| source.origin());
+        self.wake_waiting(image, range, from, None);
     }
 
     /// One fetch of what nobody waits for.
@@ -292,7 +294,8 @@ impl Worker {
         else {
             return false;
         };
-        let job = Job { image: Arc::clone(image), owner, fetch };
+        let wakers = fetch.first.map_or_else(Vec::new, |page| self.wakers(page));
+        let job = Job { image: Arc::clone(image), owner, fetch, wakers };
         match self.fetchers.submit(job) {
             Ok(()) => true,
             Err((_job, error)) => {
@@ -302,11 +305,20 @@ impl Worker {
         }
     }
 
+    /// Of all views that wait for a page.
+    fn wakers(&self, page: PageIdx) -> Vec<Waker> {
+        let waiting = self.waiting.keys().filter(|(_, waits_for)| *waits_for == page);
+        let views = waiting.filter_map(|(id, _)| self.views.get(id));
+        views.map(|view| view.waker(page.range())).collect()
+    }
+
     /// Fetches that other threads have done.
     pub(super) fn take_fetched(&mut self) {
         while let Ok(told) = self.fetched.try_recv() {
             match told {
-                Told::Early { image, page, from } => self.wake_waiting(&image, page.range(), from),
+                Told::Early { image, page, from, at } => {
+                    self.wake_waiting(&image, page.range(), from, Some(at));
+                }
                 Told::Fetched(Fetched { image, fetch, from, outcome }) => {
                     self.settle(&image, fetch, from, outcome);
                 }
@@ -329,7 +341,7 @@ impl Worker {
         self.drain.is_held_up = false;
         match outcome {
             Ok(()) => {
-                self.wake_waiting(image, range, from);
+                self.wake_waiting(image, range, from, None);
                 match fetch.reason {
                     Reason::Demand => image.counters.demand_bytes.add(range.byte_len()),
                     Reason::Background(drain::NAME) => {
@@ -361,7 +373,14 @@ impl Worker {
         }
     }
 
-    fn wake_waiting(&mut self, image: &Arc<HostImage>, range: PageRange, from: Option<Origin>) {
+    /// Pages are there: who waits goes on, or does so since `at`.
+    fn wake_waiting(
+        &mut self,
+        image: &Arc<HostImage>,
+        range: PageRange,
+        from: Option<Origin>,
+        at: Option<Instant>,
+    ) {
         let Some(scheduler) = self.scheduler_of(image.id()) else { return };
         let mut waited = scheduler.on_filled(range);
         waited.sort_unstable();
@@ -372,10 +391,10 @@ impl Worker {
             }
         }
         let times = image.counters.waited(from);
-        let now = Instant::now();
+        let at = at.unwrap_or_else(Instant::now);
         for wait in waited {
             let Some(began) = self.waiting.remove(&wait) else { continue };
-            times.add(now - began);
+            times.add(at.saturating_duration_since(began));
             touches::came(wait, self.began.elapsed());
         }
     }
