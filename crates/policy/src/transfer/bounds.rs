@@ -14,6 +14,10 @@ pub const PICK_AMONG: usize = 300;
 /// parent's host sends and the later is what is wanted first; with 16, hosts are in each other's way (docs/decisions/0019).
 pub const URGENT_AMONG: u64 = 64;
 
+/// Once more than so many of a hundred pages of a segment were asked for, the rest of it comes from another host, too. Twinkle's 30, which images in a
+/// store have, brings a third to a half more bytes than clones of a first fork need, and saves no time (docs/decisions/0021).
+pub const PREDICT_PERCENT: u64 = 60;
+
 /// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// How long who waits for pages waits for what others hold.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, NextAhead, Origin, PageIdx, PageRange, Source};
-use vmfork_policy::transfer::bounds::PICK_AMONG;
+use vmfork_policy::transfer::bounds::{PICK_AMONG, PREDICT_PERCENT};
 use vmfork_policy::{
     Background, Fetch, Listed, Priority, Rate, Reason, Scheduler, Segments, SegmentsConfig,
 };
@@ -411,7 +411,11 @@ fn add_prediction(scheduler: &mut Scheduler<CachePresence>) {
         return;
     }
     let unit_pages = unit_of(image);
-    let config = SegmentsConfig { unit_pages, pages_max: unit_pages, ..SegmentsConfig::default() };
+    let mut config =
+        SegmentsConfig { unit_pages, pages_max: unit_pages, ..SegmentsConfig::default() };
+    if image.source().is_some_and(|source| source.origin() == Origin::Peer) {
+        config.percent = PREDICT_PERCENT;
+    }
     match Segments::new(config) {
         Ok(policy) => add(scheduler, Box::new(policy)),
         Err(error) => tracing::warn!(%error, "nothing is predicted"),
