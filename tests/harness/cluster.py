@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 import vmfork
@@ -16,9 +17,14 @@ PORT = 7072
 
 
 class Cluster:
-    """Daemons that are members of one cluster, one on each host: `h0`, `h1` and so on."""
+    """Daemons that are members of one cluster, one on each host: `h0`, `h1` and so on.
 
-    def __init__(self, net: Hosts, image: str, stack: contextlib.ExitStack, more_flags: Sequence[str] = ()) -> None:
+    With `one_core` each of them, and all that it starts, has one of this machine's cores.
+    """
+
+    def __init__(
+        self, net: Hosts, image: str, stack: contextlib.ExitStack, more_flags: Sequence[str] = (), *, one_core: bool = False
+    ) -> None:
         self.net = net
         self.daemons: list[Daemon] = []
         self.clis: list[Cli] = []
@@ -26,7 +32,9 @@ class Cluster:
         for number in range(len(net.names)):
             base = 1_879_100_000 + 100_000 * number
             flags = ["--pool", "1", "--qemu-uid-base", str(base), *more_flags]
-            daemon = Daemon(flags, prefix=net.prefix(number))
+            cores = sorted(os.sched_getaffinity(0))
+            on_core = ["taskset", "--cpu-list", str(cores[number % len(cores)])] if one_core else []
+            daemon = Daemon(flags, prefix=[*net.prefix(number), *on_core])
             stack.callback(daemon.close)
             daemon.start()
             daemon.add_image(image)
@@ -79,8 +87,8 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster_of(count: int, image: str, flags: Sequence[str] = ()) -> Iterator[Cluster]:
+def cluster_of(count: int, image: str, flags: Sequence[str] = (), *, one_core: bool = False) -> Iterator[Cluster]:
     with hosts(count) as net, contextlib.ExitStack() as stack:
-        made = Cluster(net, image, stack, flags)
+        made = Cluster(net, image, stack, flags, one_core=one_core)
         made.join()
         yield made

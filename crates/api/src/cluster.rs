@@ -71,6 +71,9 @@ pub struct ClusterHost {
     /// What it has left for VMs, by its last word.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_admissible_bytes: Option<u64>,
+    /// The same of virtual CPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpus_admissible: Option<u32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -50,6 +50,10 @@ pub struct HostInfo {
     pub memory_available_bytes: u64,
     /// What vmfork may still hand out by its own accounts.
     pub memory_admissible_bytes: u64,
+    /// Virtual CPUs that all VMs may have together.
+    pub vcpus_max: u32,
+    /// What of that may still be handed out.
+    pub vcpus_admissible: u32,
     /// Bytes in the caches of all images on this host.
     pub cache_bytes: u64,
     pub cpus: u32,

@@ -94,6 +94,16 @@ pub struct Flags {
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_memory_percent: u8,
 
+    /// The same of the virtual CPUs that VMs may have on this host, in percent
+    #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VCPUS_PERCENT", default_value_t = 75,
+          value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub family_vcpus_percent: u8,
+
+    /// How many virtual CPUs all VMs of this host may have together, for each of its cores; 1: a core for each
+    #[arg(long, value_name = "N", env = "VMFORK_VCPUS_PER_CORE", default_value_t = 64,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub vcpus_per_core: u32,
+
     /// What a user may have on all hosts together: `USER=vms:N,memory:SIZE,cores:N`, each part may be left out. USER is a
     /// name, a number, `token` (who comes over TCP) or `default` (all others). More than one: several times, or with `;`
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
@@ -151,6 +161,10 @@ pub struct Config {
     pub family_vms_max: u32,
     /// 1 to 100.
     pub family_memory_percent: u8,
+    /// 1 to 100.
+    pub family_vcpus_percent: u8,
+    /// Virtual CPUs that VMs may have for each core of the host; at least 1.
+    pub vcpus_per_core: u32,
     /// What users may have on all hosts.
     pub quotas: Bounds,
     /// How Slurm is asked for hosts; `None`: the hosts decide themselves.
@@ -260,6 +274,8 @@ impl Flags {
             page_transfer: self.page_transfer,
             family_vms_max: self.family_vms_max,
             family_memory_percent: self.family_memory_percent,
+            family_vcpus_percent: self.family_vcpus_percent,
+            vcpus_per_core: self.vcpus_per_core,
             quotas: quotas::bounds(&self.quota)?,
             slurm: self.allocator.check()?,
             log_filter: self.log_level,
@@ -410,6 +426,8 @@ mod tests {
             ["--fill-unit-pages", "513"],
             ["--clone-growth-percent", "101"],
             ["--family-memory-percent", "0"],
+            ["--family-vcpus-percent", "101"],
+            ["--vcpus-per-core", "0"],
             ["--listen", "localhost"],
         ] {
             assert!(Flags::try_parse_from(["vmforkd", flags[0], flags[1]]).is_err(), "{flags:?}");

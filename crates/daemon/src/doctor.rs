@@ -52,6 +52,7 @@ pub async fn examine(
         part("shim", &config.shim(), "VMs can't be started without it"),
         kvm(&probe::choose_accel(None, &KvmFacts::gather())),
         memory(host.total_bytes, host.available_bytes, admission.admissible_bytes()),
+        vcpus(admission.vcpus_max(), admission.room().vcpus),
         shared_memory(&free_bytes(Path::new("/dev/shm"))),
         cgroups(cgroup),
         disk(&config.state, &free_bytes(&config.state)),
@@ -296,6 +297,16 @@ fn memory(total_bytes: u64, available_bytes: u64, admissible_bytes: u64) -> Chec
     }
 }
 
+fn vcpus(max: u32, admissible: u32) -> Check {
+    let name = "vcpus";
+    let detail = format!("{max} virtual CPUs for VMs, {admissible} of them admissible");
+    if admissible > 0 {
+        ok(name, detail)
+    } else {
+        warning(name, detail, "end VMs, or raise --vcpus-per-core")
+    }
+}
+
 /// Bytes free to us on the file system of `path`.
 fn free_bytes(path: &Path) -> io::Result<u64> {
     let found = statvfs(path)?;
@@ -395,6 +406,7 @@ mod tests {
             agent(Path::new("/no/such/file")),
             kvm(&Err(NoKvm { reason: "…".into() })),
             memory(GIB, MIB, 0),
+            vcpus(128, 0),
             shared_memory(&Ok(MIB)),
             cgroups(Err("…".into())),
             disk(Path::new("/"), &Ok(0)),
@@ -418,6 +430,7 @@ mod tests {
             map_count("65530"),
             open_files(None),
             memory(8 * GIB, 8 * GIB, 7 * GIB),
+            vcpus(128, 1),
             disk(Path::new("/"), &Ok(3 * GIB)),
             cgroups(Ok(())),
         ];

@@ -27,7 +27,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::admission::{Admission, Policy, ProcProbe};
+use crate::admission::{self, Admission, Policy, ProcProbe};
 use crate::cgroup::Cgroups;
 use crate::cluster::Cluster;
 use crate::config::Config;
@@ -124,12 +124,7 @@ where
     };
     let snapshots = Arc::new(Snapshots::new(&config.state.join("snapshots"))?);
     let listeners = listen(&config).await?;
-    let policy = Policy {
-        reserve_bytes: config.memory_reserve_bytes,
-        clone_growth_percent: config.clone_growth_percent,
-        family_vms_max: config.family_vms_max,
-        family_memory_percent: config.family_memory_percent,
-    };
+    let policy = Policy::of(&config, admission::cores());
     let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
     let parts = Parts {
         config: Arc::clone(&config),

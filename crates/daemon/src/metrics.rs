@@ -321,6 +321,8 @@ pub struct Metrics {
     cache: Gauge<u64, AtomicU64>,
     pool_waiting: Gauge,
     admissible: Gauge<u64, AtomicU64>,
+    vcpus: Gauge,
+    vcpus_max: Gauge,
 }
 
 impl Debug for Metrics {
@@ -423,6 +425,8 @@ impl Metrics {
                 Default::default(),
                 Bytes
             ),
+            vcpus: metric!("vcpus", "Virtual CPUs that VMs have or were promised"),
+            vcpus_max: metric!("vcpus_max", "Virtual CPUs that VMs may have together"),
             registry,
             refresh: OnceLock::new(),
         }
@@ -556,6 +560,11 @@ impl Metrics {
 
     pub fn set_admissible_bytes(&self, bytes: u64) {
         self.admissible.set(bytes);
+    }
+
+    pub fn set_vcpus(&self, promised: u32, max: u32) {
+        self.vcpus.set(promised.into());
+        self.vcpus_max.set(max.into());
     }
 }
 

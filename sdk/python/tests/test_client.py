@@ -229,6 +229,7 @@ def test_lists_trees_and_the_host(client: vmfork.Client, daemon: FakeDaemon) -> 
         reply(200, [{"name": "debian", "size_bytes": 5, "created_unix_ms": 1, "agent": True}]),
         reply(200, {
             "memory_total_bytes": 3, "memory_available_bytes": 2, "memory_admissible_bytes": 1,
+            "vcpus_max": 128, "vcpus_admissible": 127,
             "cpus": 2, "accel_default": "tcg", "accel_reason": "kvm_pvm",
             "pool": {"target": 4, "waiting": 3, "hits": 2, "misses": 1},
             "lost": [{"name": "old", "id": "1", "image": "debian", "parent": None}],

@@ -44,7 +44,7 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
     } else if info.here.is_none() {
         printer.note("This host is in no cluster: `vmfork cluster init` makes one");
     } else {
-        let header = ["HOST", "ADDRESS", "STATE", "LIVENESS", "ADMISSIBLE", "ID"];
+        let header = ["HOST", "ADDRESS", "STATE", "LIVENESS", "ADMISSIBLE", "VCPUS", "ID"];
         printer.table(&header, info.hosts.iter().map(row).collect())?;
     }
     Ok(Exit::Done)
@@ -67,6 +67,7 @@ fn row(host: &ClusterHost) -> Vec<Field> {
         Field::Text(state.to_owned()),
         Field::Text(liveness.to_owned()),
         Field::Figure(host.memory_admissible_bytes.map_or_else(|| "-".to_owned(), format::size)),
+        Field::Figure(host.vcpus_admissible.map_or_else(|| "-".to_owned(), |n| n.to_string())),
         Field::Text(host.id.clone()),
     ]
 }

@@ -76,12 +76,14 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
     } else if let (Some(version), Some(host)) = (&status.version, &status.host) {
         let pid = status.pid.map(|pid| format!(", pid {pid}")).unwrap_or_default();
         printer.line(&format!(
-            "{DAEMON} {} answers at {}{pid}: {}, {} admissible of {}",
+            "{DAEMON} {} answers at {}{pid}: {}, {} admissible of {}, {} of {} virtual CPUs",
             version.vmforkd,
             status.endpoint,
             crate::format::plural(u64::from(host.vms), "VM"),
             crate::format::size(host.memory_admissible_bytes),
-            crate::format::size(host.memory_total_bytes)
+            crate::format::size(host.memory_total_bytes),
+            host.vcpus_admissible,
+            host.vcpus_max,
         ))?;
         if !host.lost.is_empty() {
             let names: Vec<&str> = host.lost.iter().map(|vm| vm.name.as_str()).collect();

@@ -175,10 +175,12 @@ fn per_second(count: u64, seconds: f64) -> f64 {
 fn render(frame: &Frame) -> String {
     let host = &frame.host;
     let mut text = format!(
-        "{}, memory {} admissible of {}, caches {}, pool {} of {} waiting\n\n",
+        "{}, memory {} admissible of {}, virtual CPUs {} of {}, caches {}, pool {} of {} waiting\n\n",
         format::plural(u64::from(host.vms), "VM"),
         format::size(host.memory_admissible_bytes),
         format::size(host.memory_total_bytes),
+        host.vcpus_admissible,
+        host.vcpus_max,
         format::size(host.cache_bytes),
         host.pool.waiting,
         host.pool.target,

@@ -273,6 +273,17 @@ mod tests {
     }
 
     #[test]
+    fn a_host_gets_no_more_than_it_has_virtual_cpus_left_for() {
+        let mut views = [view(1, 100), view(2, 100)];
+        views[0].free.vcpus = 7;
+        let shape = Room { vcpus: 3, ..SHAPE };
+        let plan = |policy| Plan::new(&views, 8, shape, policy, Some(host(1)));
+        assert_eq!(shares(&mut plan(Policy::Pack)), [(1, 2), (2, 6)]);
+        let mut all = Plan::new(&views, 1000, shape, Policy::Spread, None);
+        assert_eq!(shares(&mut all), [(1, 2), (2, 100)]);
+    }
+
+    #[test]
     fn what_one_does_not_grant_the_next_is_asked_for() {
         let views = [view(1, 10), view(2, 10), view(3, 10)];
         let mut plan = plan(&views, 9, Policy::Spread, None);

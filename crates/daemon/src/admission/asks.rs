@@ -7,7 +7,7 @@ use vmfork_api::ErrorBody;
 use super::Lease;
 use crate::quotas::{Allowed, User};
 
-/// A VM that boots asks for memory.
+/// A VM that boots asks for memory and virtual CPUs.
 #[derive(Debug, Clone, Copy)]
 pub struct BootAsk<'a> {
     /// For the error's text.
@@ -19,7 +19,7 @@ pub struct BootAsk<'a> {
     pub cpus: u32,
 }
 
-/// A fork, or a start from a stored snapshot, that asks for memory.
+/// A fork, or a start from a stored snapshot, that asks for memory and virtual CPUs.
 #[derive(Debug, Clone, Copy)]
 pub struct ForkAsk<'a> {
     /// What is asked for, for the error's text.

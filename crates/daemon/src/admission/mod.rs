@@ -1,6 +1,6 @@
-//! Whether a VM still fits into the host's memory.
+//! Whether a VM still fits into the host's memory, and onto its cores.
 //!
-//! A VM is admitted against what it may come to use, its *commitment*, not what it uses now:
+//! A VM is admitted against the memory that it may come to use, its *commitment*, not what it uses now:
 //!
 //! | what | commitment |
 //! |---|---|
@@ -24,30 +24,45 @@
 //! than `PROBE_EVERY` or a VM has ended. In between the lower of then and now counts as available: what a VM
 //! has given back meanwhile is still promised to it.
 //!
-//! What a guest asks for by tickets is bounded besides by what its family has already, in VMs and in memory: a
+//! A VM counts with all its virtual CPUs, booted or clone, from its admission to its end; what waits in the pool, snapshots
+//! and caches run nothing and count with none:
+//!
+//! ```text
+//!   admissible = cores × vcpus_per_core - Σ over VMs of their virtual CPUs, if > 0
+//! ```
+//!
+//! Most VMs of a family wait most of the time, so that a core is shared by many; who wants a core for each says so by
+//! `--vcpus-per-core 1`.
+//!
+//! What a guest asks for by tickets is bounded besides by what its family has already, in VMs, memory and virtual CPUs: a
 //! program that forks for ever leaves some of the host to others. What the user may have whose VMs they are is found out
 //! before, with all hosts ([`crate::quotas`]), and bounds it as well.
 //!
-//! Promises: requests that are decided at the same time never get the same memory; what a lease
+//! Promises: requests that are decided at the same time never get the same memory or virtual CPUs; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
 
+mod accounts;
 mod asks;
 mod probe;
+mod refusals;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_cluster::Room;
 use vmfork_cluster::allocate::Amount;
 
+use self::accounts::{Account, Accounts};
 pub use self::asks::{BootAsk, ForkAsk, ForkGrant, Loan};
-pub use self::probe::{HostMemory, Probe, ProcProbe};
-use crate::quotas::{Allowed, User};
+pub use self::probe::{HostMemory, Probe, ProcProbe, cores};
+use self::refusals::{Bound, Figure, family_is_large, mib};
+use crate::config::Config;
+use crate::quotas::User;
 
 const MIB: u64 = 1 << 20;
 /// QEMU 7.2 beside the memory of its guest: 29 MB PSS with a kernel loaded, and room for I/O.
@@ -70,18 +85,33 @@ pub struct Policy {
     pub family_vms_max: u32,
     /// How much of what VMs may have on this host guests may promise to their family, 1 to 100.
     pub family_memory_percent: u8,
-}
-
-/// What keeps a fork from getting more clones.
-#[derive(Debug, Clone, Copy)]
-enum Bound {
-    Host,
-    FamilyVms { has: u32 },
-    FamilyMemory { has_bytes: u64, may_bytes: u64 },
-    Quota(Allowed),
+    /// The same of the virtual CPUs that VMs may have on it.
+    pub family_vcpus_percent: u8,
+    /// What the host has.
+    pub cores: u32,
+    /// How many virtual CPUs VMs may have for each of them, at least 1.
+    pub vcpus_per_core: u32,
 }
 
 impl Policy {
+    /// That of a host with so many cores.
+    pub fn of(config: &Config, cores: usize) -> Self {
+        Self {
+            reserve_bytes: config.memory_reserve_bytes,
+            clone_growth_percent: config.clone_growth_percent,
+            family_vms_max: config.family_vms_max,
+            family_memory_percent: config.family_memory_percent,
+            family_vcpus_percent: config.family_vcpus_percent,
+            cores: u32::try_from(cores).unwrap_or(u32::MAX),
+            vcpus_per_core: config.vcpus_per_core,
+        }
+    }
+
+    /// How many virtual CPUs all VMs may have together.
+    fn vcpus_max(&self) -> u32 {
+        self.cores.saturating_mul(self.vcpus_per_core)
+    }
+
     fn booted(&self, ram_bytes: u64) -> u64 {
         ram_bytes.saturating_add(QEMU_BOOTED_BYTES)
     }
@@ -93,77 +123,6 @@ impl Policy {
 
     fn clone(&self, ram_bytes: u64) -> u64 {
         self.growth(ram_bytes).saturating_add(QEMU_CLONE_BYTES)
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Vm,
-    Fork,
-    Cache,
-    Waiting,
-}
-
-#[derive(Debug, Clone)]
-struct Account {
-    purpose: Purpose,
-    /// The id of its VM's family; `None` for what is no VM's.
-    family: Option<Arc<str>>,
-    /// Of a VM: whose it is, and its virtual CPUs.
-    owner: Option<(User, u32)>,
-    committed_bytes: u64,
-    private_bytes: u64,
-    pid: Option<u32>,
-}
-
-#[derive(Debug, Default)]
-struct Accounts {
-    next: u64,
-    leases: HashMap<u64, Account>,
-    /// When the private memory of all was looked up last, and what the host had available then.
-    probed: Option<(Instant, u64)>,
-}
-
-impl Accounts {
-    fn outstanding_bytes(&self) -> u64 {
-        let owed =
-            |account: &Account| account.committed_bytes.saturating_sub(account.private_bytes);
-        self.leases.values().map(owed).fold(0, u64::saturating_add)
-    }
-
-    fn committed_bytes(&self) -> u64 {
-        self.leases.values().map(|account| account.committed_bytes).fold(0, u64::saturating_add)
-    }
-
-    /// How many VMs a family has or was promised, and how much memory.
-    fn of_family(&self, family: &str) -> (u32, u64) {
-        let theirs = self.leases.values().filter(|a| a.family.as_deref() == Some(family));
-        theirs.fold((0, 0), |(vms, bytes), account| {
-            let is_vm = u32::from(account.purpose == Purpose::Vm);
-            (vms.saturating_add(is_vm), account.committed_bytes.saturating_add(bytes))
-        })
-    }
-
-    /// What each user's VMs have or were promised.
-    fn of_users(&self) -> BTreeMap<User, Amount> {
-        let mut users: BTreeMap<User, Amount> = BTreeMap::new();
-        for account in self.leases.values() {
-            if let Some((user, vcpus)) = account.owner {
-                let room = Room { memory_bytes: account.committed_bytes, vcpus };
-                let has = users.entry(user).or_default();
-                *has = has.plus(Amount::of(1, room));
-            }
-        }
-        users
-    }
-
-    fn add(&mut self, committed_bytes: u64, purpose: Purpose, family: Option<Arc<str>>) -> u64 {
-        let id = self.next;
-        self.next += 1;
-        let account =
-            Account { purpose, family, owner: None, committed_bytes, private_bytes: 0, pid: None };
-        self.leases.insert(id, account);
-        id
     }
 }
 
@@ -190,7 +149,7 @@ impl fmt::Debug for Admission {
     }
 }
 
-/// Memory promised to one VM (or snapshot); given back on drop.
+/// What is promised to one VM (or snapshot); given back on drop.
 pub struct Lease {
     admission: Admission,
     id: u64,
@@ -207,7 +166,7 @@ impl Admission {
         Self(Arc::new(Inner { policy, probe, accounts: Mutex::default() }))
     }
 
-    /// Memory for a VM that boots, the root of a family.
+    /// Memory and virtual CPUs for a VM that boots, the root of a family.
     ///
     /// # Errors
     /// `no_capacity` with the figures.
@@ -219,6 +178,10 @@ impl Admission {
         if want > admissible {
             let message = format!("run `{name}` with {} of memory", mib(ram_bytes));
             return Err(self.refusal(&accounts, message, want, admissible));
+        }
+        if cpus > self.vcpus_left(&accounts) {
+            let message = format!("run `{name}` with {cpus} virtual CPUs");
+            return Err(self.no_vcpus(&accounts, message, cpus));
         }
         Ok(self.vm(&mut accounts, want, family.into(), (user, cpus)))
     }
@@ -243,7 +206,7 @@ impl Admission {
         self.0.policy.growth(ram_bytes)
     }
 
-    /// Memory for a fork, for as many of its clones as fit.
+    /// Memory and virtual CPUs for a fork, for as many of its clones as fit.
     ///
     /// # Errors
     /// `no_capacity` with the figures, if not even one clone fits, or not all do and
@@ -256,19 +219,21 @@ impl Admission {
         let admissible = self.admissible(&mut accounts);
         let clones =
             |bytes: u64| u32::try_from(bytes.saturating_sub(snapshot) / each).unwrap_or(u32::MAX);
-        let mut bounds = vec![(clones(admissible), Bound::Host)];
+        let places = |vcpus: u32| vcpus.checked_div(ask.cpus).unwrap_or(u32::MAX);
+        let by_vcpus = places(self.vcpus_left(&accounts));
+        let mut bounds = vec![(clones(admissible), Bound::Memory), (by_vcpus, Bound::Vcpus)];
         if ask.by_guest {
-            let (has, has_bytes) = accounts.of_family(ask.family);
-            let may_bytes = self.family_may_bytes();
-            let left_bytes = may_bytes.saturating_sub(has_bytes);
+            let (has, may) = (accounts.of_family(ask.family), self.family_may());
+            let left = may.less(has);
             bounds.extend([
-                (policy.family_vms_max.saturating_sub(has), Bound::FamilyVms { has }),
-                (clones(left_bytes), Bound::FamilyMemory { has_bytes, may_bytes }),
+                (left.vms, Bound::Family { by: Figure::Vms, has, may }),
+                (clones(left.room.memory_bytes), Bound::Family { by: Figure::Memory, has, may }),
+                (places(left.room.vcpus), Bound::Family { by: Figure::Vcpus, has, may }),
             ]);
         }
         bounds.extend(ask.allowed.map(|allowed| (allowed.count, Bound::Quota(allowed))));
         let tightest = bounds.into_iter().min_by_key(|(count, _)| *count);
-        let (fitting, bound) = tightest.unwrap_or((0, Bound::Host));
+        let (fitting, bound) = tightest.unwrap_or((0, Bound::Memory));
         if ask.count == 0 && snapshot > admissible {
             let message = ask.message.to_owned();
             return Err(self.refusal(&accounts, message, snapshot, admissible));
@@ -276,20 +241,12 @@ impl Admission {
         let granted = fitting.min(ask.count);
         let refused = (granted < ask.count).then(|| {
             let message = format!("{}: {granted} of {} fit", ask.message, ask.count);
+            let want_vcpus = ask.cpus.saturating_mul(ask.count);
             match bound {
-                Bound::Host => self.refusal(&accounts, message, want, admissible),
-                Bound::FamilyVms { has } => {
-                    let may = policy.family_vms_max;
-                    let cause = format!("its family has {has} VMs, and guests may make it {may}");
-                    family_is_large(message, cause, "--family-vms-max")
-                }
-                Bound::FamilyMemory { has_bytes, may_bytes } => {
-                    let (has, may) = (mib(has_bytes), mib(may_bytes));
-                    let cause =
-                        format!("its family was promised {has}, and guests may make that {may}");
-                    family_is_large(message, cause, "--family-memory-percent")
-                }
+                Bound::Memory => self.refusal(&accounts, message, want, admissible),
+                Bound::Vcpus => self.no_vcpus(&accounts, message, want_vcpus),
                 Bound::Quota(allowed) => allowed.refusal(message),
+                Bound::Family { by, has, may } => family_is_large(message, by, has, may),
             }
         });
         match refused {
@@ -297,12 +254,7 @@ impl Admission {
             refused => {
                 let family: Arc<str> = ask.family.into();
                 Ok(ForkGrant {
-                    snapshot: self.lease(
-                        &mut accounts,
-                        snapshot,
-                        Purpose::Fork,
-                        Some(Arc::clone(&family)),
-                    ),
+                    snapshot: self.lease(&mut accounts, snapshot, Some(Arc::clone(&family))),
                     clones: (0..granted)
                         .map(|_| {
                             let owner = (ask.user, ask.cpus);
@@ -327,7 +279,7 @@ impl Admission {
             let message = format!("take a snapshot of `{vm}`");
             return Err(self.refusal(&accounts, message, want, admissible));
         }
-        Ok(self.lease(&mut accounts, want, Purpose::Fork, Some(family.into())))
+        Ok(self.lease(&mut accounts, want, Some(family.into())))
     }
 
     /// Memory for the pages of a stored snapshot that VMs start from, which come from its store as they are touched.
@@ -365,7 +317,7 @@ impl Admission {
             }
             return Err(self.refusal(&accounts, message.to_owned(), missing_bytes, admissible));
         }
-        Ok(self.lease(&mut accounts, missing_bytes, Purpose::Cache, None))
+        Ok(self.lease(&mut accounts, missing_bytes, None))
     }
 
     /// Memory for a QEMU that waits in the pool.
@@ -379,12 +331,29 @@ impl Admission {
             let message = "start a QEMU for the pool".to_owned();
             return Err(self.refusal(&accounts, message, QEMU_CLONE_BYTES, admissible));
         }
-        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, Purpose::Waiting, None))
+        Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, None))
     }
 
     /// What may still be handed out.
     pub fn admissible_bytes(&self) -> u64 {
         self.admissible(&mut self.0.accounts())
+    }
+
+    /// What may still be handed out, for plans.
+    pub fn room(&self) -> Room {
+        let mut accounts = self.0.accounts();
+        let memory_bytes = self.admissible(&mut accounts);
+        Room { memory_bytes, vcpus: self.vcpus_left(&accounts) }
+    }
+
+    /// How many virtual CPUs VMs have or were promised.
+    pub fn vcpus(&self) -> u32 {
+        self.0.accounts().vcpus()
+    }
+
+    /// How many virtual CPUs all VMs may have together.
+    pub fn vcpus_max(&self) -> u32 {
+        self.0.policy.vcpus_max()
     }
 
     /// The host's own figures.
@@ -400,6 +369,10 @@ impl Admission {
         free.saturating_sub(accounts.outstanding_bytes())
     }
 
+    fn vcpus_left(&self, accounts: &Accounts) -> u32 {
+        self.vcpus_max().saturating_sub(accounts.vcpus())
+    }
+
     /// What all VMs use now; what the host has available after that.
     fn probe(&self, accounts: &mut Accounts) -> u64 {
         for account in accounts.leases.values_mut() {
@@ -410,20 +383,21 @@ impl Admission {
         available_bytes
     }
 
-    /// How much memory guests may promise to one family.
-    fn family_may_bytes(&self) -> u64 {
-        let all = self.0.probe.host().total_bytes.saturating_sub(self.0.policy.reserve_bytes);
-        percent(all, self.0.policy.family_memory_percent)
+    /// How much guests may promise to one family.
+    fn family_may(&self) -> Amount {
+        let policy = &self.0.policy;
+        let all_bytes = self.0.probe.host().total_bytes.saturating_sub(policy.reserve_bytes);
+        // Rounded up: of few, the first is for somebody, too.
+        let share = u64::from(policy.vcpus_max()) * u64::from(policy.family_vcpus_percent);
+        let room = Room {
+            memory_bytes: percent(all_bytes, policy.family_memory_percent),
+            vcpus: u32::try_from(share.div_ceil(100)).unwrap_or(u32::MAX),
+        };
+        Amount { vms: policy.family_vms_max, room }
     }
 
-    fn lease(
-        &self,
-        accounts: &mut Accounts,
-        bytes: u64,
-        purpose: Purpose,
-        family: Option<Arc<str>>,
-    ) -> Lease {
-        Lease { admission: self.clone(), id: accounts.add(bytes, purpose, family) }
+    fn lease(&self, accounts: &mut Accounts, bytes: u64, family: Option<Arc<str>>) -> Lease {
+        Lease { admission: self.clone(), id: accounts.add(bytes, family) }
     }
 
     fn vm(
@@ -433,36 +407,11 @@ impl Admission {
         family: Arc<str>,
         owner: (User, u32),
     ) -> Lease {
-        let lease = self.lease(accounts, bytes, Purpose::Vm, Some(family));
+        let lease = self.lease(accounts, bytes, Some(family));
         if let Some(account) = accounts.leases.get_mut(&lease.id) {
             account.owner = Some(owner);
         }
         lease
-    }
-
-    fn refusal(
-        &self,
-        accounts: &Accounts,
-        message: String,
-        want: u64,
-        admissible: u64,
-    ) -> ErrorBody {
-        let host = self.0.probe.host();
-        let cause = format!(
-            "{} needed, {} admissible: of {} the host has {} available, {} of that are promised to \
-             VMs that have yet to use it ({} in all), {} are in reserve",
-            mib(want),
-            mib(admissible),
-            mib(host.total_bytes),
-            mib(host.available_bytes),
-            mib(accounts.outstanding_bytes()),
-            mib(accounts.committed_bytes()),
-            mib(self.0.policy.reserve_bytes),
-        );
-        ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(
-            "end VMs (`vmfork ps`, `vmfork kill`), ask for less memory, or lower vmforkd's \
-             --memory-reserve-mib or --clone-growth-percent",
-        )
     }
 }
 
@@ -490,13 +439,13 @@ impl Lease {
     /// A part of it, or all, as a lease of its own, for no process.
     pub fn split_off(&self, bytes: u64) -> Lease {
         let mut accounts = self.admission.0.accounts();
-        let (mut taken, mut purpose, mut family) = (0, Purpose::Cache, None);
+        let (mut taken, mut family) = (0, None);
         if let Some(account) = accounts.leases.get_mut(&self.id) {
             taken = bytes.min(account.committed_bytes);
             account.committed_bytes -= taken;
-            (purpose, family) = (account.purpose, account.family.clone());
+            family = account.family.clone();
         }
-        self.admission.lease(&mut accounts, taken, purpose, family)
+        self.admission.lease(&mut accounts, taken, family)
     }
 
     /// What was promised by another one goes to this one.
@@ -533,18 +482,7 @@ impl Drop for Lease {
     }
 }
 
-fn family_is_large(message: String, cause: String, setting: &str) -> ErrorBody {
-    let remedy = format!(
-        "end some of them (`vmfork tree`, `vmfork kill`), fork from outside, or raise vmforkd's {setting}"
-    );
-    ErrorBody::new(ErrorCode::NoCapacity, message).cause(cause).remedy(remedy)
-}
-
 /// Without overflow.
 fn percent(bytes: u64, percent: u8) -> u64 {
     bytes / 100 * u64::from(percent) + bytes % 100 * u64::from(percent) / 100
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes / MIB)
 }

@@ -10,6 +10,11 @@ pub struct HostMemory {
     pub available_bytes: u64,
 }
 
+/// What of the host's cores this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Where the figures come from: the kernel, or a test.
 pub trait Probe: Send + Sync {
     fn host(&self) -> HostMemory;

@@ -1,6 +1,10 @@
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use vmfork_api::ErrorCode;
+
 use super::*;
+use crate::quotas::Allowed;
 
 const GIB: u64 = 1 << 30;
 
@@ -35,6 +39,9 @@ const POLICY: Policy = Policy {
     clone_growth_percent: 10,
     family_vms_max: 256,
     family_memory_percent: 75,
+    family_vcpus_percent: 75,
+    cores: 4,
+    vcpus_per_core: 64,
 };
 
 /// From outside, of a VM with 4 GiB.
@@ -190,6 +197,31 @@ fn guests_make_their_family_no_larger_than_they_may() {
     assert_eq!(admission.fork(by_guest("f", 9), false).expect("there is room").clones.len(), 2);
 }
 
+/// As shipped, with VMs that take little memory: other families still get theirs.
+#[test]
+fn guests_leave_virtual_cpus_to_other_families() {
+    let admission = Admission::new(POLICY, Box::new(Arc::new(Made::default())));
+    let ask = |count| ForkAsk { ram_bytes: MIB, cpus: 4, by_guest: true, ..web(count) };
+    let _root = admission.boot(BootAsk { cpus: 4, ..boot("web", "f", MIB) }).expect("fits");
+    let grant = admission.fork(ask(100), false).expect("some fit");
+    assert_eq!(grant.clones.len(), 47, "192 of 256 for all of the family");
+    let refused = grant.refused.as_ref().expect("not all fit");
+    assert!(
+        refused
+            .to_string()
+            .ends_with("its family has 4 virtual CPUs, and guests may make that 192"),
+        "{refused}"
+    );
+    let error = admission.fork(ask(1), false).expect_err("it has three quarters");
+    assert!(error.remedy.expect("remedy").contains("--family-vcpus-percent"));
+    admission.fork(ForkAsk { family: "g", ..ask(16) }, true).expect("another family");
+    admission.fork(ForkAsk { by_guest: false, ..ask(16) }, true).expect("from outside");
+    // Of three, three quarters are all.
+    let few = Policy { cores: 3, vcpus_per_core: 1, ..POLICY };
+    let few = Admission::new(few, Box::new(Arc::new(Made::default())));
+    few.fork(ForkAsk { cpus: 1, ..ask(3) }, true).expect("all of them");
+}
+
 /// As shipped, on a small host: other families still get theirs.
 #[test]
 fn guests_leave_memory_to_other_families() {
@@ -210,6 +242,62 @@ fn guests_leave_memory_to_other_families() {
     assert_eq!(admission.fork(ask("g", 8), false).expect("another family").clones.len(), 8);
     admission.boot(boot("new", "h", GIB / 2)).expect("a third one");
     admission.fork(ForkAsk { by_guest: false, ..ask("f", 1) }, true).expect("from outside");
+}
+
+/// A host of four cores that lets VMs have one virtual CPU for each.
+fn four_cores() -> Admission {
+    let policy = Policy { vcpus_per_core: 1, ..POLICY };
+    Admission::new(policy, Box::new(Arc::new(Made::default())))
+}
+
+#[test]
+fn virtual_cpus_are_promised_once_and_come_back() {
+    let admission = four_cores();
+    assert_eq!((admission.vcpus(), admission.vcpus_max(), admission.room().vcpus), (0, 4, 4));
+    let first = admission.boot(boot("a", "f", GIB)).expect("fits");
+    // What runs no guest takes none.
+    let _waiting = admission.waiting().expect("fits");
+    let _second = admission.boot(BootAsk { cpus: 1, ..boot("b", "f", GIB) }).expect("fits");
+    assert_eq!((admission.vcpus(), admission.room().vcpus), (3, 1));
+    let error = admission.boot(boot("web", "f", GIB)).expect_err("1 is left");
+    assert_eq!(error.code, ErrorCode::NoCapacity);
+    assert_eq!(
+        error.to_string(),
+        "run `web` with 2 virtual CPUs: 2 virtual CPUs needed, 1 admissible: VMs may have 4 on this host \
+         (1 for a core, of which it has 4), 3 are promised"
+    );
+    assert!(error.remedy.expect("remedy").contains("--vcpus-per-core"));
+    // A parent goes on with all it had.
+    first.is_now_a_clone(GIB);
+    assert_eq!(admission.vcpus(), 3);
+    drop(first);
+    admission.boot(boot("web", "f", GIB)).expect("fits now");
+}
+
+#[test]
+fn a_fork_gets_clones_for_as_many_virtual_cpus_as_are_left_or_all_or_nothing() {
+    let admission = four_cores();
+    let parent = admission.boot(BootAsk { cpus: 1, ..boot("web", "f", GIB) }).expect("fits");
+    // By guests, 3 of the 4 for one family.
+    for by_guest in [false, true] {
+        let grant = admission.fork(ForkAsk { by_guest, ..web(3) }, false).expect("one fits");
+        assert_eq!((grant.clones.len(), admission.room().vcpus), (1, 1));
+        assert_eq!(
+            grant.refused.as_ref().expect("not all fit").to_string(),
+            "fork `web`: 1 of 3 fit: 6 virtual CPUs needed, 3 admissible: VMs may have 4 on this host \
+             (1 for a core, of which it has 4), 1 are promised"
+        );
+        admission.fork(ForkAsk { by_guest, ..web(1) }, false).expect_err("1 virtual CPU is left");
+        drop(grant);
+        assert_eq!(admission.room().vcpus, 3);
+        admission.fork(ForkAsk { by_guest, ..web(3) }, true).expect_err("all or nothing");
+        assert_eq!(admission.room().vcpus, 3);
+    }
+    drop(parent);
+    let all = admission.fork(web(2), true).expect("all fit");
+    assert!(all.refused.is_none());
+    let error = admission.fork(web(1), false).expect_err("not one fits");
+    assert!(error.remedy.expect("remedy").contains("--vcpus-per-core"));
 }
 
 #[test]
@@ -277,6 +365,27 @@ fn parallel_requests_never_overbook() {
     });
     assert!(granted <= 7 * GIB, "{granted}");
     assert_eq!(admission.admissible_bytes(), 7 * GIB - granted);
+}
+
+#[test]
+fn parallel_requests_never_get_more_virtual_cpus_than_there_are() {
+    let admission = Admission::new(POLICY, Box::new(Arc::new(Made::default())));
+    let held: Vec<ForkGrant> = std::thread::scope(|scope| {
+        let requests: Vec<_> = (0..8)
+            .map(|_| {
+                let ask = ForkAsk { ram_bytes: MIB, cpus: 3, ..web(7) };
+                let admission = admission.clone();
+                scope.spawn(move || {
+                    (0..20).filter_map(|_| admission.fork(ask, false).ok()).collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        requests.into_iter().flat_map(|request| request.join().expect("no panic")).collect()
+    });
+    let clones: usize = held.iter().map(|grant| grant.clones.len()).sum();
+    assert_eq!((clones, admission.vcpus(), admission.room().vcpus), (85, 255, 1), "3 for each");
+    drop(held);
+    assert_eq!(admission.vcpus(), 0);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use super::places::Callers;
 use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
-use crate::hub::{Core, chain};
+use crate::hub::chain;
 use crate::metrics::{Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
@@ -282,13 +282,6 @@ impl Life {
     }
 }
 
-/// What this host has left, for others' plans.
-pub(super) fn room(core: &Core) -> Room {
-    let cores = u32::try_from(core.cores).unwrap_or(u32::MAX);
-    // More vCPUs may run than there are cores: how many is for who places to weigh.
-    Room { memory_bytes: core.admission.admissible_bytes(), vcpus: cores.saturating_mul(64) }
-}
-
 /// Heartbeats to all whose turn it is, and the end of what nobody needs any more.
 async fn beat(
     life: std::sync::Weak<Life>,
@@ -330,7 +323,7 @@ async fn beat(
                 life.member.ears().allow(has_room);
             });
         }
-        let (now, room) = (life.member.now(), room(&core));
+        let (now, room) = (life.member.now(), core.admission.room());
         let mut due = life.member.roster.change(|book| match book.has_left() {
             // The farewell's.
             true => Vec::new(),

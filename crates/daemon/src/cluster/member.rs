@@ -27,7 +27,6 @@ use super::finding::There;
 use super::guest_images::GuestImages;
 use super::images::{Images, NotRead};
 use super::jobs::{JobNews, Jobs};
-use super::life::room;
 use super::multicast::Ears;
 use super::orders::Orders;
 use super::quotas::Keeper;
@@ -266,7 +265,7 @@ impl Member {
 
     /// All hosts as they were last heard of, this one too, for who places clones.
     pub(crate) fn views(&self, core: &Core) -> Vec<HostView> {
-        let (now, own) = (self.now(), room(core));
+        let (now, own) = (self.now(), core.admission.room());
         self.roster.read(|book| {
             let view = |entry: &Entry| {
                 let is_here = entry.id == self.id;

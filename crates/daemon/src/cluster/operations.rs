@@ -16,7 +16,7 @@ use vmfork_cluster::{
 
 use super::Cluster;
 use super::client::Peer;
-use super::life::{Life, room};
+use super::life::Life;
 use super::routes::JOIN;
 use crate::control::{Answer, ClusterControl};
 use crate::hub::{chain, outcome};
@@ -171,7 +171,7 @@ impl Cluster {
         };
         let member = &life.member;
         let now = member.now();
-        let own_room = self.core().map(|core| room(&core));
+        let own_room = self.core().map(|core| core.admission.room());
         let hosts = member.roster.read(|book| {
             let host = |entry: &Entry| {
                 let is_here = entry.id == member.id;
@@ -191,6 +191,7 @@ impl Cluster {
                         Liveness::Gone => HostLiveness::Gone,
                     },
                     memory_admissible_bytes: room.map(|room| room.memory_bytes),
+                    vcpus_admissible: room.map(|room| room.vcpus),
                 }
             };
             book.members().map(host).collect()

@@ -31,7 +31,7 @@ use super::Cluster;
 use super::descriptor::{self, Descriptor};
 use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
-use super::life::{Life, room};
+use super::life::Life;
 use super::member::Beat;
 use super::place::{CLONES, GIVE_UP};
 use super::quotas::QUOTAS;
@@ -126,8 +126,8 @@ async fn heartbeat(
     Json(beat): Json<Beat>,
 ) -> Result<Json<Beat>, ApiError> {
     let (life, core) = of.parts("take a heartbeat")?;
-    let (answer, merged) =
-        life.member.on_beat(from, &beat, room(&core), Some(core.quotas.tally(&core.admission)))?;
+    let quotas = core.quotas.tally(&core.admission);
+    let (answer, merged) = life.member.on_beat(from, &beat, core.admission.room(), Some(quotas))?;
     life.settle(&merged);
     life.heard(from, &beat);
     if merged.removed

@@ -11,8 +11,11 @@ use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, Clu
 use vmfork_cluster::{Folder, HostId};
 
 use super::{Cluster, reserve};
+use crate::admission::BootAsk;
+use crate::config::Config;
 use crate::control::ClusterControl;
 use crate::hub::testing::{Host, SOON};
+use crate::quotas::User;
 
 static ADDRESSES: AtomicU16 = AtomicU16::new(1);
 
@@ -23,12 +26,12 @@ struct One {
 }
 
 impl One {
-    async fn start() -> Self {
+    async fn with(set: impl FnOnce(&mut Config)) -> Self {
         let own = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         // Tests of other processes have others.
         let process = std::process::id().to_be_bytes()[3];
         let address = format!("127.{}.{}.{}:7072", process | 1, own[0], own[1]);
-        Self { host: Host::start().await, address }
+        Self { host: Host::with(set).await, address }
     }
 
     fn cluster(&self) -> &Arc<Cluster> {
@@ -55,9 +58,14 @@ impl One {
 
 /// So many members.
 async fn cluster(count: usize) -> Vec<One> {
+    cluster_with(count, |_| ()).await
+}
+
+/// The same with settings of the test's own.
+async fn cluster_with(count: usize, set: impl Fn(&mut Config)) -> Vec<One> {
     let mut hosts: Vec<One> = Vec::new();
     for number in 0..count {
-        let host = One::start().await;
+        let host = One::with(&set).await;
         let (address, name) = (host.address.clone(), Some(format!("h{number}")));
         match hosts.first() {
             None => host.cluster().init_cluster(ClusterInitRequest { address, name }).await,
@@ -164,16 +172,22 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     assert!(daemon.cluster().await.expect("in none").hosts.is_empty());
 }
 
+/// Wait until the first host knows what all have left.
+async fn take_clones(hosts: &[One]) {
+    let member = hosts[0].cluster().member().expect("a member");
+    let have_room = || {
+        let views = member.views(&hosts[0].host.core);
+        views.iter().all(|view| view.closed.is_none() && view.free.memory_bytes > 0)
+    };
+    until("all take clones", have_room).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn places_for_an_order_that_is_not_sent_are_given_back_at_once() {
     let hosts = cluster(2).await;
     let (core, there) = (&hosts[0].host.core, &hosts[1].host.core.admission);
     let member = hosts[0].cluster().member().expect("a member");
-    let have_room = || {
-        let views = member.views(core);
-        views.iter().all(|view| view.closed.is_none() && view.free.memory_bytes > 0)
-    };
-    until("both take clones", have_room).await;
+    take_clones(&hosts).await;
     let all = there.admissible_bytes();
     let vm = hosts[0].host.vm("web", None);
     let allotted = reserve(core, &member, &vm, 4, "fork").await;
@@ -182,6 +196,37 @@ async fn places_for_an_order_that_is_not_sent_are_given_back_at_once() {
     let _for_an_order = allotted.away[0].number();
     drop(allotted);
     until("they are given back", || there.admissible_bytes() == all).await;
+    for host in &hosts {
+        host.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_tells_what_virtual_cpus_are_left_and_the_next_gets_what_it_has_not() {
+    let hosts = cluster_with(2, |config| config.vcpus_per_core = 1).await;
+    let member = hosts[0].cluster().member().expect("a member");
+    let there = &hosts[1].host.core.admission;
+    let left = |id| {
+        let views = member.views(&hosts[0].host.core);
+        views.iter().find(|view| Some(view.id) == id).map(|view| view.free.vcpus)
+    };
+    until("what it has is known", || left(hosts[1].id()) == Some(4)).await;
+    let ask = BootAsk { name: "db", family: "g", user: User::Uid(0), ram_bytes: 64 << 20, cpus: 3 };
+    let booted = there.boot(ask).expect("fits");
+    until("what it has left is known", || left(hosts[1].id()) == Some(1)).await;
+    let vm = hosts[0].host.vm("web", None);
+    let core = &hosts[0].host.core;
+    let allotted = reserve(core, &member, &vm, 8, "fork").await;
+    assert_eq!((allotted.places(), allotted.away[0].count, left(hosts[0].id())), (5, 1, Some(0)));
+    assert_eq!(there.vcpus(), 4);
+    // The asker knows of what has ended there only later, and of its own at once.
+    drop(booted);
+    until("it has told that", || left(hosts[1].id()) == Some(3)).await;
+    let more = reserve(core, &member, &vm, 8, "fork").await;
+    assert_eq!((more.places(), more.away[0].count), (3, 3), "{:?}", more.refused);
+    drop((allotted, more));
+    until("they are given back", || there.vcpus() == 0).await;
+    assert_eq!(left(hosts[0].id()), Some(4));
     for host in &hosts {
         host.stop().await;
     }

@@ -190,7 +190,10 @@ fn no_place(views: &[HostView], placed: u32, count: u32, message: &str) -> Error
         Some(why) => format!("`{}`: {why}", view.name),
         None => {
             let [left, once] = [view.free.memory_bytes, view.once_bytes].map(|bytes| bytes >> 20);
-            format!("`{}` has {left} MiB left, of which {once} go to what all share", view.name)
+            format!(
+                "`{}` has {left} MiB left, of which {once} go to what all share, and {} virtual CPUs",
+                view.name, view.free.vcpus
+            )
         }
     };
     let hosts: Vec<_> = views.iter().map(why).collect();
@@ -366,7 +369,7 @@ mod tests {
         assert_eq!(shares(&views[2..], None, (8, shape), Policy::Spread, id(1)), []);
         let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
         assert!(
-            error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share; `h3`: it drains"),
+            error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share, and 64 virtual CPUs; `h3`: it drains"),
             "{error}"
         );
     }

@@ -118,7 +118,7 @@ impl Core {
 
     /// What the host has, and what is taken of it.
     pub(super) fn host_info(&self) -> HostInfo {
-        let host = self.admission.host();
+        let (host, room) = (self.admission.host(), self.admission.room());
         let (accel, reason) = match probe::choose_accel(None, &KvmFacts::gather()) {
             Ok(choice) => (choice.accel, choice.reason),
             Err(error) => (vmfork_qemu::Accel::Tcg, error.to_string()),
@@ -128,7 +128,9 @@ impl Core {
             schema: SCHEMA.to_owned(),
             memory_total_bytes: host.total_bytes,
             memory_available_bytes: host.available_bytes,
-            memory_admissible_bytes: self.admission.admissible_bytes(),
+            memory_admissible_bytes: room.memory_bytes,
+            vcpus_max: self.admission.vcpus_max(),
+            vcpus_admissible: room.vcpus,
             cache_bytes: self.cache_bytes(),
             cpus: count(self.cores),
             accel_default: accel_word(accel),

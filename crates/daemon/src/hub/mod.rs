@@ -37,7 +37,7 @@ use self::disks::Disks;
 pub(crate) use self::operations::KILL_TIMEOUT;
 pub(crate) use self::registry::{Registry, Reservation};
 use self::tally::Tally;
-use crate::admission::{Admission, Lease};
+use crate::admission::{self, Admission, Lease};
 use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, MailRoom};
 use crate::cgroup::{self, Cgroups};
 use crate::cluster::Cluster;
@@ -140,7 +140,7 @@ impl Hub {
             Arc::clone(&state),
         ));
         let disks = Arc::new(Disks::default());
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = admission::cores();
         let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
         let pool = {
             let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
@@ -442,6 +442,7 @@ impl Core {
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());
         metrics.set_admissible_bytes(self.admission.admissible_bytes());
+        metrics.set_vcpus(self.admission.vcpus(), self.admission.vcpus_max());
     }
 }
 

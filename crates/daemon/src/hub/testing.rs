@@ -26,6 +26,9 @@ use crate::vm::{Identity, Vm, test_identity};
 /// Bounds every wait.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
+/// Of the host, whatever the tests run on.
+const CORES: usize = 4;
+
 struct Roomy;
 
 impl Probe for Roomy {
@@ -45,20 +48,18 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) async fn start() -> Self {
-        Self::with_quotas(Bounds::default()).await
+        Self::with(|_| ()).await
     }
 
-    pub(crate) async fn with_quotas(quotas: Bounds) -> Self {
+    /// With settings of the test's own.
+    pub(crate) async fn with(set: impl FnOnce(&mut Config)) -> Self {
         let folder = tempfile::tempdir().expect("folder");
         let (state, _) = State::open(folder.path()).expect("the folder is free");
-        let policy = Policy {
-            reserve_bytes: 0,
-            clone_growth_percent: 10,
-            family_vms_max: 100,
-            family_memory_percent: 100,
-        };
+        let mut config = config(folder.path());
+        set(&mut config);
+        let policy = Policy::of(&config, CORES);
         let parts = Parts {
-            config: Arc::new(config(folder.path(), quotas)),
+            config: Arc::new(config),
             state: Arc::new(state),
             metrics: Arc::new(Metrics::new()),
             admission: Admission::new(policy, Box::new(Roomy)),
@@ -76,7 +77,7 @@ impl Host {
     }
 }
 
-fn config(folder: &Path, quotas: Bounds) -> Config {
+fn config(folder: &Path) -> Config {
     Config {
         state: folder.to_owned(),
         socket: folder.join("socket"),
@@ -91,7 +92,9 @@ fn config(folder: &Path, quotas: Bounds) -> Config {
         clone_growth_percent: 10,
         family_vms_max: 100,
         family_memory_percent: 100,
-        quotas,
+        family_vcpus_percent: 100,
+        vcpus_per_core: 64,
+        quotas: Bounds::default(),
         slurm: None,
         log_filter: "info".to_owned(),
         libdir: folder.to_owned(),

@@ -21,6 +21,7 @@ fn each_thing_said_is_in_the_text() {
     metrics.on_scrape(|metrics| {
         metrics.set_vms(VmState::Running, 2);
         metrics.set_admissible_bytes(1 << 30);
+        metrics.set_vcpus(3, 128);
     });
     let text = metrics.text();
     for line in [
@@ -43,6 +44,8 @@ fn each_thing_said_is_in_the_text() {
         r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
         r#"vmfork_vms{state="running"} 2"#,
         "vmfork_memory_admissible_bytes 1073741824",
+        "vmfork_vcpus 3",
+        "vmfork_vcpus_max 128",
     ] {
         assert!(text.lines().any(|l| l == line), "no `{line}` in\n{text}");
     }

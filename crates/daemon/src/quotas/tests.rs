@@ -22,7 +22,7 @@ fn ask(user: User, count: u32) -> ForkAsk<'static> {
 async fn host() -> Host {
     let four = Amount { vms: 4, ..Amount::ALL };
     let users = BTreeMap::from([(USER.to_string(), four)]);
-    Host::with_quotas(Bounds { users, ..Bounds::default() }).await
+    Host::with(|config| config.quotas = Bounds { users, ..Bounds::default() }).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

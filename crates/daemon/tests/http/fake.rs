@@ -142,6 +142,8 @@ impl Control for Fake {
                 memory_total_bytes: 3,
                 memory_available_bytes: 2,
                 memory_admissible_bytes: 1,
+                vcpus_max: 128,
+                vcpus_admissible: 127,
                 cache_bytes: 0,
                 cpus: 2,
                 accel_default: Accel::Tcg,

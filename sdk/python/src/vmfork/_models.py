@@ -343,6 +343,8 @@ class HostInfo:
     memory_total_bytes: int
     memory_available_bytes: int
     memory_admissible_bytes: int
+    vcpus_max: int = 0
+    vcpus_admissible: int = 0
     cache_bytes: int = 0
     cpus: int
     accel_default: Accel

@@ -158,6 +158,7 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
             get(|| async {
                 Json(json!({"schema": SCHEMA, "memory_total_bytes": 8_u64 << 30,
                 "memory_available_bytes": 4_u64 << 30, "memory_admissible_bytes": 3_u64 << 30,
+                "vcpus_max": 128, "vcpus_admissible": 120,
                 "cache_bytes": 0, "cpus": 2, "accel_default": "tcg", "accel_reason": "no kvm_intel",
                 "vms": 2, "snapshots": 1,
                 "pool": {"target": 2, "waiting": 2, "hits": 0, "misses": 0}, "lost": []}))

@@ -30,6 +30,9 @@ fn admission() -> Admission {
         clone_growth_percent: 10,
         family_vms_max: 256,
         family_memory_percent: 75,
+        family_vcpus_percent: 75,
+        cores: 4,
+        vcpus_per_core: 64,
     };
     Admission::new(policy, Box::new(Made))
 }

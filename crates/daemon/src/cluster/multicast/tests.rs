@@ -98,6 +98,9 @@ impl Host {
             clone_growth_percent: 10,
             family_vms_max: 256,
             family_memory_percent: 75,
+            family_vcpus_percent: 75,
+            cores: 4,
+            vcpus_per_core: 64,
         };
         let admission = Admission::new(policy, Box::new(Made));
         let arrival = self.arrivals.of(YOUNG, &engine, &admission, "start clones", &[]);

@@ -1,6 +1,6 @@
 //! Places for clones on other hosts: each host grants what it has, out of its own accounts.
 //!
-//! What is granted is set aside there at once, so two hosts that ask at the same time never get the same memory; it is given
+//! What is granted is set aside there at once, so two hosts that ask at the same time never get the same memory or virtual CPUs; it is given
 //! back when it is not used in time.
 
 use std::collections::HashMap;
