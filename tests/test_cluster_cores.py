@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import vmfork
@@ -11,6 +13,7 @@ from harness import metrics
 from harness.cluster import Cluster, cluster_of
 from harness.waits import eventually
 
+PROGRAM = Path(__file__).parent / "guest" / "away.py"
 #: Of each host, which has one core.
 VCPUS = 3
 TAKEN = rf"VMs may have {VCPUS} on this host \({VCPUS} for a core, of which it has 1\)"
@@ -18,20 +21,29 @@ TAKEN = rf"VMs may have {VCPUS} on this host \({VCPUS} for a core, of which it h
 
 @pytest.fixture(scope="module")
 def cluster(image: str) -> Iterator[Cluster]:
-    flags = ["--vcpus-per-core", str(VCPUS), "--family-vcpus-percent", "100"]
+    flags = ["--vcpus-per-core", str(VCPUS), "--family-vcpus-percent", "100", "--ticket-place", "pack"]
     with cluster_of(2, image, flags, one_core=True) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    """A VM on the first host."""
-    return cluster.clients[0].run(image, name="web", memory_mib=128)
+    """A VM on the first host, with the program."""
+    vm = cluster.clients[0].run(image, name="web", memory_mib=128)
+    vm.copy_in(PROGRAM, "/run/away.py")
+    return vm
 
 
 def left(cluster: Cluster) -> dict[str, int]:
     """The virtual CPUs that hosts have left, as the first one knows."""
     return {host["name"]: host["vcpus_admissible"] for host in cluster.clis[0].json("cluster", "ls")["hosts"]}
+
+
+def hosts_of(vm: vmfork.VM) -> list[str]:
+    """Where the clones of its last fork were put."""
+    fork = vm.inspect().last_fork
+    assert fork is not None
+    return sorted(str(clone.host) for clone in fork.clones)
 
 
 @pytest.mark.limit(240)
@@ -55,3 +67,19 @@ def test_a_fork_fills_hosts_up_to_their_virtual_cpus(cluster: Cluster, parent: v
         assert metrics.read(daemon).value("vmfork_vcpus") == VCPUS
     cluster.clear(keep=frozenset({"web"}))
     eventually(lambda: left(cluster) == {"h0": VCPUS - 1, "h1": VCPUS}, 20, "what has ended is left again")
+
+
+@pytest.mark.limit(240)
+def test_a_packed_ticket_stays_where_it_fits_and_the_rest_goes_on(cluster: Cluster, parent: vmfork.VM) -> None:
+    eventually(lambda: left(cluster) == {"h0": VCPUS - 1, "h1": VCPUS}, 20, "nothing else runs")
+    done = parent.exec(["python3", "/run/away.py", "answers"], env={"COUNT": "2"}, timeout_s=120)
+    assert done.exit_code == 0, done.stdout_text + done.stderr_text
+    assert hosts_of(parent) == ["h0", "h0"]
+    eventually(lambda: left(cluster)["h0"] == VCPUS - 1, 20, "the ticket's clones are gone")
+    parent.fork(2, hosts=["h1"]).raise_for_errors()
+    eventually(lambda: left(cluster)["h1"] == 1, 20, "one more fits there")
+    done = parent.exec(["python3", "/run/away.py", "answers"], timeout_s=120)
+    assert done.exit_code == 0, done.stdout_text + done.stderr_text
+    assert len(json.loads(done.stdout_text)) == 3, "3 of 4 were granted"
+    assert hosts_of(parent) == ["h0", "h0", "h1"]
+    cluster.clear(keep=frozenset({"web"}))

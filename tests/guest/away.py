@@ -8,7 +8,7 @@ import time
 
 import vmfork as vf
 
-COUNT = 4
+COUNT = int(os.environ.get("COUNT", "4"))
 
 
 def work(vmid):

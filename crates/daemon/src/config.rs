@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
-use vmfork_cluster::allocate::Bounds;
+use vmfork_cluster::allocate::{Bounds, Policy};
 use vmfork_cluster::slurm::Settings;
 
 pub use self::slurm::{AllocatorFlags, AllocatorKind};
@@ -104,6 +104,10 @@ pub struct Flags {
           value_parser = clap::value_parser!(u32).range(1..))]
     pub vcpus_per_core: u32,
 
+    /// Where in a cluster the clones are put that guests of this host get by tickets
+    #[arg(long, value_name = "HOW", env = "VMFORK_TICKET_PLACE", value_enum, default_value_t)]
+    pub ticket_place: TicketPlace,
+
     /// What a user may have on all hosts together: `USER=vms:N,memory:SIZE,cores:N`, each part may be left out. USER is a
     /// name, a number, `token` (who comes over TCP) or `default` (all others). More than one: several times, or with `;`
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
@@ -138,6 +142,29 @@ pub enum PageTransfer {
     Multicast,
 }
 
+/// Where the clones of tickets are put. It is the setting of the host of the VM that asks that counts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum TicketPlace {
+    /// On all hosts, each by what it has left
+    #[default]
+    Spread,
+    /// On as few hosts as they fit on, the parent's first
+    Pack,
+    /// On the parent's host alone
+    Here,
+}
+
+impl TicketPlace {
+    /// How a plan for all hosts lays them out; `None`: there is none, they stay.
+    pub fn policy(self) -> Option<Policy> {
+        match self {
+            Self::Spread => Some(Policy::Spread),
+            Self::Pack => Some(Policy::Pack),
+            Self::Here => None,
+        }
+    }
+}
+
 /// The settings, checked. All paths are absolute.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -165,6 +192,7 @@ pub struct Config {
     pub family_vcpus_percent: u8,
     /// Virtual CPUs that VMs may have for each core of the host; at least 1.
     pub vcpus_per_core: u32,
+    pub ticket_place: TicketPlace,
     /// What users may have on all hosts.
     pub quotas: Bounds,
     /// How Slurm is asked for hosts; `None`: the hosts decide themselves.
@@ -276,6 +304,7 @@ impl Flags {
             family_memory_percent: self.family_memory_percent,
             family_vcpus_percent: self.family_vcpus_percent,
             vcpus_per_core: self.vcpus_per_core,
+            ticket_place: self.ticket_place,
             quotas: quotas::bounds(&self.quota)?,
             slurm: self.allocator.check()?,
             log_filter: self.log_level,
@@ -428,6 +457,7 @@ mod tests {
             ["--family-memory-percent", "0"],
             ["--family-vcpus-percent", "101"],
             ["--vcpus-per-core", "0"],
+            ["--ticket-place", "elsewhere"],
             ["--listen", "localhost"],
         ] {
             assert!(Flags::try_parse_from(["vmforkd", flags[0], flags[1]]).is_err(), "{flags:?}");

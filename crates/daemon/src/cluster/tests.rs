@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use tokio::time::sleep;
 use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, ClusterTokenRequest};
+use vmfork_cluster::allocate::Policy;
 use vmfork_cluster::{Folder, HostId};
 
-use super::{Cluster, reserve};
+use super::{Allotted, Cluster, reserve};
 use crate::admission::BootAsk;
-use crate::config::Config;
+use crate::config::{Config, TicketPlace};
 use crate::control::ClusterControl;
+use crate::fork::tickets::allot;
 use crate::hub::testing::{Host, SOON};
 use crate::quotas::User;
 
@@ -190,7 +192,7 @@ async fn places_for_an_order_that_is_not_sent_are_given_back_at_once() {
     take_clones(&hosts).await;
     let all = there.admissible_bytes();
     let vm = hosts[0].host.vm("web", None);
-    let allotted = reserve(core, &member, &vm, 4, "fork").await;
+    let allotted = reserve(core, &member, &vm, (4, Policy::Spread), "fork").await;
     assert_eq!((allotted.away.len(), allotted.away[0].count), (1, 2), "{:?}", allotted.refused);
     assert!(there.admissible_bytes() < all);
     let _for_an_order = allotted.away[0].number();
@@ -216,18 +218,50 @@ async fn a_host_tells_what_virtual_cpus_are_left_and_the_next_gets_what_it_has_n
     until("what it has left is known", || left(hosts[1].id()) == Some(1)).await;
     let vm = hosts[0].host.vm("web", None);
     let core = &hosts[0].host.core;
-    let allotted = reserve(core, &member, &vm, 8, "fork").await;
+    let allotted = reserve(core, &member, &vm, (8, Policy::Spread), "fork").await;
     assert_eq!((allotted.places(), allotted.away[0].count, left(hosts[0].id())), (5, 1, Some(0)));
     assert_eq!(there.vcpus(), 4);
     // The asker knows of what has ended there only later, and of its own at once.
     drop(booted);
     until("it has told that", || left(hosts[1].id()) == Some(3)).await;
-    let more = reserve(core, &member, &vm, 8, "fork").await;
+    let more = reserve(core, &member, &vm, (8, Policy::Pack), "fork").await;
     assert_eq!((more.places(), more.away[0].count), (3, 3), "{:?}", more.refused);
     drop((allotted, more));
     until("they are given back", || there.vcpus() == 0).await;
     assert_eq!(left(hosts[0].id()), Some(4));
     for host in &hosts {
         host.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tickets_clones_are_put_where_its_host_is_set_to() {
+    for (place, here, away) in [
+        (TicketPlace::Spread, 2, vec![2]),
+        (TicketPlace::Pack, 4, vec![]),
+        (TicketPlace::Here, 4, vec![]),
+    ] {
+        let set = |config: &mut Config| {
+            (config.ticket_place, config.vcpus_per_core) = (place, 2);
+        };
+        let hosts = cluster_with(2, set).await;
+        take_clones(&hosts).await;
+        let (core, vm) = (&hosts[0].host.core, hosts[0].host.vm("web", None));
+        let counts = |allotted: &Allotted| {
+            let here = allotted.here.as_ref().map_or(0, |grant| grant.clones.len());
+            (here, allotted.away.iter().map(|it| it.count).collect::<Vec<_>>())
+        };
+        let few = allot(core, &vm, 4, "fork").await;
+        assert_eq!(counts(&few), (here, away), "{place:?}");
+        // Beyond what the host has: 8 virtual CPUs.
+        let rest = allot(core, &vm, 6, "fork").await;
+        let elsewhere = if place == TicketPlace::Pack { vec![2] } else { vec![] };
+        match place {
+            TicketPlace::Spread => assert_eq!(rest.places(), 6),
+            _ => assert_eq!(counts(&rest), (4, elsewhere), "{place:?}"),
+        }
+        for host in &hosts {
+            host.stop().await;
+        }
     }
 }

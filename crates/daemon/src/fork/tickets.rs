@@ -259,22 +259,13 @@ impl Desk {
         }
     }
 
-    /// Set places aside: what there is here, or on all hosts of the cluster.
+    /// Set places aside.
     fn allocate(&mut self, ticket: u64, vms: u32) {
         let message = super::message(&self.vm);
         let (core, vm, events) =
             (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {
-            let allotted = match core.cluster.member() {
-                Some(member) => reserve(&core, &member, &vm, vms, &message).await,
-                None => match core.admit(vm.identity.ask(&message, vms, true), false).await {
-                    Ok(mut grant) => {
-                        let refused = grant.refused.take();
-                        Allotted { here: Some(grant), refused, ..Allotted::default() }
-                    }
-                    Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
-                },
-            };
+            let allotted = allot(&core, &vm, vms, &message).await;
             let _desk_closed = events.send(Event::Allocated { ticket, allotted });
         });
     }
@@ -336,6 +327,21 @@ impl Desk {
             let unused = Places { here: memory.and_then(|memory| memory.take()), away, hold };
             let _desk_closed = events.send(Event::Forked { ticket, outcome, unused });
         });
+    }
+}
+
+/// Places for a ticket's clones: what there is here, or on all hosts of the cluster, as `--ticket-place` says.
+pub(crate) async fn allot(core: &Core, vm: &Vm, vms: u32, message: &str) -> Allotted {
+    let policy = core.config.ticket_place.policy();
+    if let Some((member, policy)) = core.cluster.member().zip(policy) {
+        return reserve(core, &member, vm, (vms, policy), message).await;
+    }
+    match core.admit(vm.identity.ask(message, vms, true), false).await {
+        Ok(mut grant) => {
+            let refused = grant.refused.take();
+            Allotted { here: Some(grant), refused, ..Allotted::default() }
+        }
+        Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
     }
 }
 

@@ -15,7 +15,7 @@ use vmfork_cluster::allocate::Bounds;
 use super::{Core, Hub};
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
-use crate::config::Config;
+use crate::config::{Config, TicketPlace};
 use crate::fork::tickets::Origin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
@@ -94,6 +94,7 @@ fn config(folder: &Path) -> Config {
         family_memory_percent: 100,
         family_vcpus_percent: 100,
         vcpus_per_core: 64,
+        ticket_place: TicketPlace::default(),
         quotas: Bounds::default(),
         slurm: None,
         log_filter: "info".to_owned(),

@@ -215,12 +215,12 @@ impl Allotted {
     }
 }
 
-/// Places for `vms` clones of a VM on this and other hosts: as many as there are.
+/// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there are.
 pub(crate) async fn reserve(
     core: &Core,
     member: &Arc<Member>,
     parent: &Vm,
-    mut vms: u32,
+    (mut vms, policy): (u32, Policy),
     message: &str,
 ) -> Allotted {
     let identity = &parent.identity;
@@ -233,7 +233,6 @@ pub(crate) async fn reserve(
         Ok(machine) => member.coming(&core.admission, identity, &machine, &mut views),
         Err(_) => Coming::default(),
     };
-    let policy = Policy::Spread;
     let over = match core.quota_left(identity.user, (vms, shape), message).await {
         Ok(None) => None,
         Ok(Some(allowed)) => {
