@@ -12,7 +12,7 @@ import pytest
 import vmfork
 
 from harness.cluster import Cluster, cluster_of
-from harness.sent import DATA_MIB, MIB, READ, Sent, parent_of
+from harness.sent import DATA_MIB, MIB, READ, Counted, Sent, parent_of
 from harness.waits import eventually
 
 #: What the parent's host sends beside pages: heartbeats, descriptors, answers.
@@ -63,12 +63,33 @@ def test_what_two_hosts_bring_is_sent_about_once(cluster: Cluster, parent: vmfor
 @pytest.mark.limit(240)
 def test_what_vms_of_two_hosts_read_at_once_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
-    sent = Sent(cluster)
+    sent, counted = Sent(cluster), Counted(cluster)
     fork = parent.fork(2, hosts=["h1", "h2"]).raise_for_errors()
     read_at_once(fork, expected)
     assert sent.pages_to_all() > 0.5 * DATA_MIB * MIB / 4096, "most was sent another way"
     in_all, came = sent.bytes(), needed(fork)
     assert in_all < 1.5 * came + SLACK_BYTES, f"the parent's host sent {in_all >> 20} MiB of the {came >> 20} MiB that each of two needed"
+    gone(cluster, fork)
+    to_all = sent.pages_to_all()
+    requested, lockstep = (counted.pages("served", what) for what in ("requested", "lockstep"))
+    assert requested - lockstep - counted.pages("served", "refused") >= to_all
+    assert 0 < lockstep < requested, "two that read the same ask for the same at nearly the same time"
+    assert counted.pages("asked", "requested") >= requested
+    assert counted.events("served", "requests") > 0
+    # Both hear all of it, and each is a reader of a part.
+    assert counted.pages("asked", "heard") + counted.pages("asked", "no_room") > 1.5 * to_all
+    assert counted.events("asked", "datagrams") > 2 * 0.5 * DATA_MIB * MIB / 1500
+    assert counted.pages("asked", "read") == counted.came_by_group() > 0
+    assert counted.pages("asked", "kept") > 0
+    for what in ("lacking", "forged", "undecided"):
+        assert counted.pages("served", what) + counted.pages("asked", what) == 0, what
+
+
+def gone(cluster: Cluster, clones: vmfork.ForkResult) -> None:
+    """End them: what counted their images is gone, too."""
+    for clone in clones:
+        clone.remove(force=True)
+    eventually(lambda: not any(client.host().cache_bytes for client in cluster.clients[1:]), 60, "their images are gone")
 
 
 def flood(cluster: Cluster, number: int, *, on: bool) -> None:
@@ -106,7 +127,7 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
 @pytest.mark.limit(240)
 def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
-    sent = Sent(cluster)
+    sent, counted = Sent(cluster), Counted(cluster)
     with lossy(cluster, 2):
         fork = parent.fork(2, hosts=["h1", "h2"], hydrate_mib_per_s=1000).raise_for_errors()
         read_at_once(fork, expected)
@@ -115,6 +136,10 @@ def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, parent: vm
     came = needed(fork)
     assert sent.pages_to_all() > 0.5 * came / 4096, "most was sent another way"
     assert sent.pages_to_all() + sent.pages_to_one() > 1.01 * came / 4096, "nothing was lost"
+    gone(cluster, fork)
+    repeated, lost, resent = (counted.pages("served", what) for what in ("repeated", "lost", "resent"))
+    assert counted.pages("asked", "repeated") >= repeated >= lost > 0
+    assert 0 < resent < sent.pages_to_all()
 
 
 @pytest.mark.limit(240)

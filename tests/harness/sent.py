@@ -1,4 +1,4 @@
-"""How the pages of clones on other hosts left their parent's host."""
+"""How the pages of clones on other hosts left their parent's host, and what hosts count of multicast."""
 
 from __future__ import annotations
 
@@ -42,3 +42,24 @@ class Sent:
 
     def pages_to_one(self) -> float:
         return self._pages("demand", "ahead")
+
+
+class Counted:
+    """What all hosts count of multicast from now on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.before = [metrics.read(daemon) for daemon in cluster.daemons]
+
+    def _total(self, name: str, labels: dict[str, str]) -> float:
+        between = (Between(before, metrics.read(daemon)) for before, daemon in zip(self.before, self.cluster.daemons, strict=True))
+        return sum(one.value(name, **labels) for one in between)
+
+    def pages(self, side: str, what: str) -> float:
+        return self._total("vmfork_multicast_pages_total", {"side": side, "what": what})
+
+    def events(self, side: str, what: str) -> float:
+        return self._total("vmfork_multicast_events_total", {"side": side, "what": what})
+
+    def came_by_group(self) -> float:
+        return self._total("vmfork_transfer_came_pages_total", {"from": "group"})

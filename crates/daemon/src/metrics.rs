@@ -22,6 +22,9 @@ use prometheus_client::registry::{Registry, Unit};
 use vmfork_api::{ErrorCode, VmState};
 use vmfork_memory::Times;
 
+pub use self::multicast::{GroupEvent, GroupPages, Multicast};
+use self::multicast::{GroupEventLabel, GroupPagesLabel};
+
 /// A part of a fork. The first six make up the parent's side, as in `ForkStages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stage {
@@ -178,6 +181,7 @@ macro_rules! label_value {
     )*};
 }
 label_value!(Stage, FaultKind, Source, Sourced, Place, Side, Role, EndReason);
+label_value!(GroupPages, GroupEvent);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -312,6 +316,8 @@ pub struct Metrics {
     came: Family<FromLabel, Counter>,
     unverified: Counter,
     sourced: Family<EventLabel, Counter>,
+    group_pages: Family<GroupPagesLabel, Counter>,
+    group_events: Family<GroupEventLabel, Counter>,
     fetched: Family<SourceLabel, Counter>,
     drained: Counter,
     prefetched: Counter,
@@ -396,6 +402,8 @@ impl Metrics {
                 "transfer_events",
                 "What happened to reads of other hosts' pages besides that they came"
             ),
+            group_pages: metric!("multicast_pages", "What became of pages by multicast"),
+            group_events: metric!("multicast_events", "What else happened by multicast"),
             fetched: metric!(
                 "cache_filled",
                 "Brought into caches, by where it was",
@@ -521,6 +529,18 @@ impl Metrics {
         };
     }
 
+    /// So many more than when this was last called for `what`.
+    pub fn add_multicast(&self, what: Multicast, count: u64) {
+        match what {
+            Multicast::Pages(side, what) => {
+                self.group_pages.get_or_create(&GroupPagesLabel { side, what }).inc_by(count)
+            }
+            Multicast::Event(side, what) => {
+                self.group_events.get_or_create(&GroupEventLabel { side, what }).inc_by(count)
+            }
+        };
+    }
+
     /// So many more bytes than when this was last called for `source`.
     pub fn add_cache_filled(&self, source: Source, bytes: u64) {
         self.fetched.get_or_create(&SourceLabel { source }).inc_by(bytes);
@@ -568,5 +588,6 @@ impl Metrics {
     }
 }
 
+mod multicast;
 #[cfg(test)]
 mod tests;

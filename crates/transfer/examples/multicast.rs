@@ -141,7 +141,8 @@ fn host(cluster: &Cluster, number: u64, address: SocketAddr, pages: u64) -> std:
     let cache = Arc::new(Cache(Mutex::new(vec![false; usize::try_from(pages).unwrap_or(0)])));
     let heard = Arc::clone(&cache) as Arc<dyn HeardPages>;
     let config = ListenerConfig::default();
-    let group = Listener::start(IMAGE, pages, LOOPBACK, Arc::clone(&peer), heard, config)?;
+    let own_peer = Arc::clone(&peer);
+    let group = Listener::start(IMAGE, pages, LOOPBACK, own_peer, heard, config, Arc::default())?;
     let group = Arc::new(group);
     let source = PeerSource::new(IMAGE, Arc::new(Holders::new([peer])));
     Ok(Host { number, cache, source: source.with_group(Arc::clone(&group)), group })

@@ -38,7 +38,10 @@ pub use client::{
     SwarmConfig, SwarmMember,
 };
 pub use counters::{AheadCounters, Counter, Histogram, PeerCounters, ServiceCounters};
-pub use multicast::{Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig};
+pub use multicast::{
+    GroupCounters, Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig,
+    ListenerCounters,
+};
 pub use pack::{Scratch, receive};
 pub use vmfork_policy::transfer::HostId;
 

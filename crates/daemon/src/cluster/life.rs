@@ -19,12 +19,13 @@ use super::Cluster;
 use super::jobs;
 use super::kept::Kept;
 use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
+use super::multicast;
 use super::places::Callers;
 use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
 use crate::hub::chain;
-use crate::metrics::{Role, Side, Sourced, Traffic};
+use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
@@ -194,6 +195,12 @@ impl Life {
         ]
         .map(|(what, counter)| (what, counter.get()))
         .into()
+    }
+
+    /// What became of what was sent, and heard, by multicast.
+    pub(super) fn multicast(&self) -> Vec<(Multicast, u64)> {
+        let sent = self.groups.iter().flat_map(|groups| multicast::sent(groups.counters()));
+        sent.chain(self.member.ears().heard().into_iter().flatten()).collect()
     }
 
     /// Say nothing of its own accord any more.

@@ -68,7 +68,7 @@ pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
 use crate::http::{Answered, Elsewhere};
 use crate::hub::Core;
-use crate::metrics::{Role, Side, Sourced, Traffic};
+use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// One per daemon.
 pub struct Cluster {
@@ -146,6 +146,11 @@ impl Cluster {
     /// What became of the pages that this host asked others for, since it is a member.
     pub(crate) fn sourced(&self) -> Vec<(Sourced, u64)> {
         self.life().map(|life| life.sourced()).unwrap_or_default()
+    }
+
+    /// What became of what was sent, and heard, by multicast, since it is a member.
+    pub(crate) fn multicast(&self) -> Vec<(Multicast, u64)> {
+        self.life().map(|life| life.multicast()).unwrap_or_default()
     }
 
     /// By which this life of the daemon is told from others.

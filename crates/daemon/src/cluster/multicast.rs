@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use vmfork_image::{ImageName, PageRange};
 use vmfork_memory::{Engine, HostImage};
 use vmfork_transfer::{
-    Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig, Pages, Peer, Refusal,
-    RefusalKind,
+    GroupCounters, Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig,
+    ListenerCounters, Pages, Peer, Refusal, RefusalKind,
 };
 
 use super::arrivals::Arrivals;
 use super::images::Images;
 use crate::config::PageTransfer;
+use crate::metrics::{GroupEvent, GroupPages, Multicast, Side};
 
 /// How long after its source an image may be opened, and an engine have it.
 const OPENED_WITHIN: Duration = Duration::from_secs(30);
@@ -38,6 +39,8 @@ pub(super) struct Ears {
     /// The host has memory for what nobody asked for.
     has_room: Arc<AtomicBool>,
     groups: OnceLock<Weak<Groups>>,
+    /// Of all groups that were heard.
+    heard: Arc<ListenerCounters>,
 }
 
 impl Ears {
@@ -58,6 +61,7 @@ impl Ears {
             arrivals: Arc::clone(arrivals),
             has_room: Arc::new(AtomicBool::new(true)),
             groups: OnceLock::new(),
+            heard: Arc::default(),
         }
     }
 
@@ -113,17 +117,67 @@ impl Ears {
             began: Instant::now(),
         });
         let config = ListenerConfig::default();
-        let listener = Listener::start(image, pages, own, Arc::clone(origin), shelf, config);
+        let (origin, heard) = (Arc::clone(origin), Arc::clone(&self.heard));
+        let listener = Listener::start(image, pages, own, origin, shelf, config, heard);
         let unheard = |error: &std::io::Error| {
             tracing::warn!(%image, %error, "what is sent by multicast is not heard");
         };
         listener.inspect_err(unheard).ok().map(Arc::new)
     }
 
+    /// What became of what was heard. `None`: there is no multicast here.
+    pub(super) fn heard(&self) -> Option<Vec<(Multicast, u64)>> {
+        self.own.map(|_| heard(&self.heard).into())
+    }
+
     /// What nobody asked for is taken, or not.
     pub(super) fn allow(&self, allow: bool) {
         self.has_room.store(allow, Ordering::Relaxed);
     }
+}
+
+/// What a host that sends to groups has done.
+pub(super) fn sent(counters: &GroupCounters) -> [(Multicast, u64); 11] {
+    let pages = |what| Multicast::Pages(Side::Served, what);
+    let event = |what| Multicast::Event(Side::Served, what);
+    [
+        (pages(GroupPages::Requested), &counters.requested_pages),
+        (pages(GroupPages::Repeated), &counters.repeated_pages),
+        (pages(GroupPages::Lost), &counters.lost_pages),
+        (pages(GroupPages::Lockstep), &counters.lockstep_pages),
+        (pages(GroupPages::Refused), &counters.refused_pages),
+        (pages(GroupPages::Lacking), &counters.lacking),
+        (pages(GroupPages::Resent), &counters.resent_pages),
+        (event(GroupEvent::Requests), &counters.requests),
+        (event(GroupEvent::RateCuts), &counters.cuts),
+        (event(GroupEvent::Unsent), &counters.unsent),
+        (event(GroupEvent::Dropped), &counters.dropped),
+    ]
+    .map(|(what, counter)| (what, counter.get()))
+}
+
+fn heard(counters: &ListenerCounters) -> [(Multicast, u64); 16] {
+    let pages = |what| Multicast::Pages(Side::Asked, what);
+    let event = |what| Multicast::Event(Side::Asked, what);
+    [
+        (pages(GroupPages::Requested), &counters.requested_pages),
+        (pages(GroupPages::Repeated), &counters.repeated_pages),
+        (pages(GroupPages::GivenUp), &counters.given_up_pages),
+        (pages(GroupPages::Heard), &counters.pages),
+        (pages(GroupPages::Known), &counters.known_pages),
+        (pages(GroupPages::Read), &counters.read_pages),
+        (pages(GroupPages::Kept), &counters.kept_pages),
+        (pages(GroupPages::NoRoom), &counters.no_room_pages),
+        (pages(GroupPages::Forged), &counters.false_pages),
+        (pages(GroupPages::Undecided), &counters.undecided_pages),
+        (event(GroupEvent::Datagrams), &counters.datagrams),
+        (event(GroupEvent::Forged), &counters.forged),
+        (event(GroupEvent::Replayed), &counters.replayed),
+        (event(GroupEvent::Wrong), &counters.wrong),
+        (event(GroupEvent::Batches), &counters.batches),
+        (event(GroupEvent::InVain), &counters.in_vain),
+    ]
+    .map(|(what, counter)| (what, counter.get()))
 }
 
 /// The caches that VMs here find pages of one image of another host in.

@@ -438,6 +438,9 @@ impl Core {
         for (what, count) in self.cluster.sourced() {
             self.tally.look_at_sourced(what, count, metrics);
         }
+        for (what, count) in self.cluster.multicast() {
+            self.tally.look_at_multicast(what, count, metrics);
+        }
         metrics.set_snapshots(self.snapshots());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());

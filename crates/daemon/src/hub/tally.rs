@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use vmfork_image::ImageId;
 use vmfork_memory::{HostImage, Times};
 
-use crate::metrics::{FaultKind, Metrics, Place, Role, Side, Source, Sourced, Traffic};
+use crate::metrics::{FaultKind, Metrics, Multicast, Place, Role, Side, Source, Sourced, Traffic};
 use crate::vm::Vm;
 
 #[derive(Debug, Default)]
@@ -25,6 +25,7 @@ struct Seen {
     images: HashMap<ImageId, (Weak<HostImage>, OfImage)>,
     traffic: HashMap<(Side, Role), Traffic>,
     sourced: HashMap<Sourced, u64>,
+    multicast: HashMap<Multicast, u64>,
 }
 
 const FAULTS: [FaultKind; 4] =
@@ -120,6 +121,12 @@ impl Tally {
     pub(super) fn look_at_sourced(&self, what: Sourced, now: u64, metrics: &Metrics) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.add_sourced(what, grown(now, seen.sourced.entry(what).or_default()));
+    }
+
+    /// So much has become of what is sent and heard by multicast by now.
+    pub(super) fn look_at_multicast(&self, what: Multicast, now: u64, metrics: &Metrics) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics.add_multicast(what, grown(now, seen.multicast.entry(what).or_default()));
     }
 
     /// A VM has ended; and images may have.

@@ -17,6 +17,8 @@ fn each_thing_said_is_in_the_text() {
     metrics.add_sourced(Sourced::Holder, 16);
     metrics.add_sourced(Sourced::Unverified, 3);
     metrics.add_sourced(Sourced::Forged, 1);
+    metrics.add_multicast(Multicast::Pages(Side::Served, GroupPages::Lockstep), 7);
+    metrics.add_multicast(Multicast::Event(Side::Asked, GroupEvent::InVain), 2);
     metrics.request("GET", "/v1/vms/{vm}", 404);
     metrics.on_scrape(|metrics| {
         metrics.set_vms(VmState::Running, 2);
@@ -41,6 +43,8 @@ fn each_thing_said_is_in_the_text() {
         r#"vmfork_transfer_came_pages_total{from="holder"} 16"#,
         "vmfork_transfer_unverified_pages_total 3",
         r#"vmfork_transfer_events_total{event="forged"} 1"#,
+        r#"vmfork_multicast_pages_total{side="served",what="lockstep"} 7"#,
+        r#"vmfork_multicast_events_total{side="asked",what="in_vain"} 2"#,
         r#"vmfork_http_requests_total{method="GET",route="/v1/vms/{vm}",status="404"} 1"#,
         r#"vmfork_vms{state="running"} 2"#,
         "vmfork_memory_admissible_bytes 1073741824",

@@ -349,12 +349,14 @@ impl Shared {
             *tell_at = now;
         }
         let host = HostId(listener.member);
+        let before = sender.counts();
         for request in &asking.requests {
             sender.request(host, *request, now);
         }
         if let Some(received) = asking.received {
             sender.feedback(host, received, now);
         }
+        self.counters.add(sender.counts().since(before));
         let member = listener.member;
         drop(state);
         session.changed.notify_all();
@@ -407,7 +409,9 @@ impl Shared {
                 state.counter += 1;
                 return Step::Tell(count, counter);
             }
+            let before = state.sender.counts();
             if let Some(run) = state.sender.next(now) {
+                self.counters.add(state.sender.counts().since(before));
                 let counter = state.counter;
                 state.counter += run.len() * PARTS_MAX;
                 return Step::Send(run, counter);

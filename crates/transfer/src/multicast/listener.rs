@@ -114,7 +114,7 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     bell: OwnedFd,
-    counters: ListenerCounters,
+    counters: Arc<ListenerCounters>,
 }
 
 struct State {
@@ -149,7 +149,8 @@ impl fmt::Debug for Listener {
 }
 
 impl Listener {
-    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the address `own`.
+    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the address `own`. What becomes of them is
+    /// added to `counters`, which may be those of others, too.
     ///
     /// # Errors
     /// No fds or threads left.
@@ -160,6 +161,7 @@ impl Listener {
         peer: Arc<Peer>,
         cache: Arc<dyn HeardPages>,
         config: ListenerConfig,
+        counters: Arc<ListenerCounters>,
     ) -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let shared = Arc::new(Shared {
@@ -174,7 +176,7 @@ impl Listener {
             state: Mutex::new(State { reads: Reads::new(config), stopped: false }),
             changed: Condvar::new(),
             bell: rustix::event::eventfd(0, flags)?,
-            counters: ListenerCounters::default(),
+            counters,
         });
         let (heard, to_check) = channel();
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
@@ -351,6 +353,7 @@ impl Shared {
             let (asking, has_failed, wake_at, silence, stopped) = {
                 let mut state = lock(&self.state);
                 let (asking, has_failed) = state.reads.asking(now);
+                state.reads.count(&self.counters);
                 let silence = state.reads.silence(tuned.since, now);
                 (asking, has_failed, state.reads.wake_at(), silence, state.stopped)
             };
@@ -447,7 +450,6 @@ impl Shared {
     }
 
     fn heard(&self, page: PageIdx, bytes: Box<[u8; PAGE]>, now: Duration) {
-        self.counters.pages.add(1);
         if lock(&self.state).reads.page(page, bytes, now) {
             self.changed.notify_all();
         }

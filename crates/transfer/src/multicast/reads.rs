@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange};
-use vmfork_policy::transfer::multicast::{Receiver, Request};
+use vmfork_policy::transfer::multicast::{Heard, Receiver, Request};
 
 use super::ListenerConfig;
+use super::counters::ListenerCounters;
 use super::datagram::{Asking, REQUEST_PAGES_MAX, REQUESTS_MAX};
 use crate::proto::PAGE;
 
@@ -35,6 +36,10 @@ pub(super) struct Reads {
     listeners: u64,
     demand_trust: Trust,
     ahead_trust: Trust,
+    /// What of the receiver's has been counted.
+    counted: Heard,
+    /// Pages for which there was no room, and that have not been counted.
+    no_room: u64,
 }
 
 /// Whether reads of one kind are for here.
@@ -109,7 +114,16 @@ impl Reads {
             listeners: 0,
             demand_trust: Trust::default(),
             ahead_trust: Trust::default(),
+            counted: Heard::default(),
+            no_room: 0,
         }
+    }
+
+    /// Count what has come and was asked for since this was called last.
+    pub(super) fn count(&mut self, counters: &ListenerCounters) {
+        let now = self.receiver.counts();
+        counters.add(now.since(std::mem::replace(&mut self.counted, now)));
+        counters.no_room_pages.add(std::mem::take(&mut self.no_room));
     }
 
     /// Whether pages are best asked for here: the sender is heard, of late, and tells of enough hosts that listen.
@@ -227,6 +241,7 @@ impl Reads {
     pub(super) fn page(&mut self, page: PageIdx, bytes: Page, now: Duration) -> bool {
         let is_wanted = || self.waiting.values().any(|read| read.range.contains(page));
         if self.pending.len() >= PENDING_PAGES_MAX && !is_wanted() {
+            self.no_room += 1;
             return false;
         }
         if self.receiver.heard(page.range(), now).is_empty() {

@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use vmfork_image::{ImageName, PageIdx, PageRange};
-use vmfork_policy::transfer::multicast::Request;
+use vmfork_policy::transfer::multicast::{Request, SenderConfig};
 
+use super::counters::ListenerCounters;
 use super::datagram::*;
 use super::reads::{PENDING_PAGES_MAX, Read, Reads};
 use super::seal::{KEY_BYTES, Key, Seal, Window};
 use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
+use crate::counters::Counter;
 use crate::proto::{PAGE, Refusal, Urgency};
 use crate::service::Pages;
 
@@ -325,6 +327,11 @@ fn what_a_read_waits_for_comes_also_while_the_cache_is_behind() {
         !reads.has(PageIdx(1000 + PENDING_PAGES_MAX as u64), false, ms(4)),
         "to be asked for again"
     );
+    let counters = ListenerCounters::default();
+    reads.count(&counters);
+    reads.count(&counters);
+    assert_eq!(counters.pages.get(), PENDING_PAGES_MAX as u64 + 4);
+    assert_eq!(counters.no_room_pages.get(), 1);
 }
 
 #[test]
@@ -449,6 +456,33 @@ impl Pages for Zeros {
     }
 }
 
+fn ask(start: u64, len: u64) -> Request {
+    Request { pages: range(start, len), demand: true, repeat: false }
+}
+
+/// A listener says so, and asks for pages.
+fn say(
+    socket: &UdpSocket,
+    groups: &Groups,
+    invitation: &Invitation,
+    counter: u64,
+    requests: Vec<Request>,
+) {
+    let from = From::Listener(invitation.listener);
+    let head = Head { from, session: invitation.session, counter };
+    let seal = Seal::new(&invitation.own_key, IMAGE).expect("a key");
+    let asking = Asking { received: None, requests };
+    let datagram = seal.seal(&head, &asking.encode()).expect("short");
+    socket.send_to(&datagram, groups.address()).expect("sent");
+}
+
+fn wait_for(counter: &Counter, count: u64) {
+    let end = Instant::now() + ms(5000);
+    while counter.get() < count && Instant::now() < end {
+        std::thread::park_timeout(ms(10));
+    }
+}
+
 #[test]
 fn who_was_silent_for_long_is_answered_while_the_group_is_there() {
     let config = GroupsConfig { alone: ms(300), ..GroupsConfig::default() };
@@ -456,25 +490,41 @@ fn who_was_silent_for_long_is_answered_while_the_group_is_there() {
     let groups = Groups::start(address, config, Arc::new(Zeros)).expect("a socket");
     let invitations = [1, 2].map(|member| groups.invite(member, IMAGE, 64).expect("room"));
     let socket = UdpSocket::bind(address).expect("a port");
-    let say = |invitation: &Invitation, counter, requests| {
-        let from = From::Listener(invitation.listener);
-        let head = Head { from, session: invitation.session, counter };
-        let seal = Seal::new(&invitation.own_key, IMAGE).expect("a key");
-        let asking = Asking { received: None, requests };
-        let datagram = seal.seal(&head, &asking.encode()).expect("short");
-        socket.send_to(&datagram, groups.address()).expect("sent");
-    };
     let [silent, other] = &invitations;
     for counter in 0..20 {
-        say(other, counter, Vec::new());
+        say(&socket, &groups, other, counter, Vec::new());
         std::thread::park_timeout(ms(50));
     }
-    say(silent, 0, vec![Request { pages: range(0, 16), demand: true, repeat: false }]);
-    let end = Instant::now() + ms(5000);
-    while groups.counters().pages.get() == 0 && Instant::now() < end {
-        std::thread::park_timeout(ms(10));
-    }
+    say(&socket, &groups, silent, 0, vec![ask(0, 16)]);
+    wait_for(&groups.counters().pages, 16);
     assert_eq!((groups.counters().pages.get(), groups.counters().dropped.get()), (16, 0));
+}
+
+#[test]
+fn what_groups_have_sent_is_counted_over_all_of_them_and_longer_than_they_are_there() {
+    let sender = SenderConfig { lockstep: ms(0), ..SenderConfig::default() };
+    let config = GroupsConfig { sender, ..GroupsConfig::default() };
+    let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0);
+    let groups = Groups::start(address, config, Arc::new(Zeros)).expect("a socket");
+    let socket = UdpSocket::bind(address).expect("a port");
+    let counters = groups.counters();
+    let first = groups.invite(1, IMAGE, 64).expect("room");
+    // The second finds it queued.
+    say(&socket, &groups, &first, 0, vec![ask(0, 16), ask(0, 16)]);
+    wait_for(&counters.pages, 16);
+    say(&socket, &groups, &first, 1, vec![Request { repeat: true, ..ask(0, 8) }]);
+    wait_for(&counters.pages, 24);
+    let asked = || (counters.requests.get(), counters.requested_pages.get());
+    let again = || (counters.repeated_pages.get(), counters.lost_pages.get());
+    assert_eq!((asked(), again()), ((3, 40), (8, 8)));
+    let sent = || (counters.pages.get(), counters.resent_pages.get());
+    assert_eq!((sent(), counters.lockstep_pages.get()), ((24, 8), 16));
+    groups.keep(|_| false);
+    let second = groups.invite(1, IMAGE, 64).expect("room");
+    assert_ne!(first.session, second.session);
+    say(&socket, &groups, &second, 0, vec![ask(0, 16)]);
+    wait_for(&counters.pages, 40);
+    assert_eq!((asked(), again(), sent()), ((4, 56), (8, 8), (40, 8)));
 }
 
 #[test]

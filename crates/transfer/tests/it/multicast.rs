@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, PageRange, PageSource as _};
 use vmfork_transfer::{
-    Groups, GroupsConfig, HeardPages, Holders, Invitation, Listener, ListenerConfig, PageService,
-    Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal, ServiceLimits, Urgency, Wanted,
+    Groups, GroupsConfig, HeardPages, Holders, Invitation, Listener, ListenerConfig,
+    ListenerCounters, PageService, Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal,
+    ServiceLimits, Urgency, Wanted,
 };
 
 use crate::common::*;
@@ -144,6 +145,10 @@ impl Sending {
     }
 
     fn hearing(&self, number: u64) -> Hearing {
+        self.hearing_counted(number, Arc::default())
+    }
+
+    fn hearing_counted(&self, number: u64, counters: Arc<ListenerCounters>) -> Hearing {
         let Host { client, certificate, .. } = self.cluster.host(number);
         self.origin.members.lock().expect("no panic").insert(certificate.to_vec(), number);
         let config = PeerConfig {
@@ -158,7 +163,8 @@ impl Sending {
         let heard = Arc::clone(&cache) as Arc<dyn HeardPages>;
         // Some tests have one listener.
         let config = ListenerConfig { listeners_min: 1, ..ListenerConfig::default() };
-        let group = Listener::start(IMAGE, WHOLE, LOOPBACK, Arc::clone(&peer), heard, config);
+        let own_peer = Arc::clone(&peer);
+        let group = Listener::start(IMAGE, WHOLE, LOOPBACK, own_peer, heard, config, counters);
         let group = Arc::new(group.expect("a thread"));
         let source = PeerSource::new(IMAGE, Arc::new(Holders::new([peer])));
         Hearing { number, cache, source: source.with_group(Arc::clone(&group)), group }
@@ -278,6 +284,49 @@ fn who_waits_for_a_page_that_does_not_come_in_time_asks_alone() {
     // Three waits, and then the group is not asked any more; many times that on a machine under load.
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(host.group.counters().in_vain.get(), 3);
+}
+
+#[test]
+fn what_does_not_come_is_asked_for_again_and_all_that_is_counted() {
+    let sending = Sending::new();
+    let host = sending.hearing(1);
+    host.wait_heard();
+    let (sent, heard) = (sending.groups().counters(), host.group.counters());
+    sending.origin.gate.shut();
+    let mut bytes = buffer(range(0, UNIT));
+    std::thread::scope(|scope| {
+        let read = scope.spawn(|| host.source.read_ahead(range(0, UNIT), &mut bytes));
+        wait_until("it is asked again", || sent.lost_pages.get() >= UNIT);
+        sending.origin.gate.open();
+        read.join().expect("no panic").expect("pages");
+    });
+    check(range(0, UNIT), &bytes);
+    // What was asked for again while it was being read is sent again, and comes in vain.
+    wait_until("it comes twice", || heard.known_pages.get() >= UNIT);
+    let done = || sent.pages.get() + sent.lockstep_pages.get();
+    wait_until("all requests are done with", || sent.requested_pages.get() == done());
+    assert_eq!(sent.requested_pages.get(), UNIT + sent.repeated_pages.get());
+    assert!(sent.lost_pages.get() <= sent.repeated_pages.get());
+    assert_eq!(sent.pages.get(), UNIT + sent.resent_pages.get());
+    assert!(heard.repeated_pages.get() >= sent.repeated_pages.get());
+    assert_eq!(heard.requested_pages.get(), UNIT + heard.repeated_pages.get());
+    assert_eq!(heard.pages.get(), UNIT + heard.known_pages.get());
+    assert_eq!((heard.read_pages.get(), heard.in_vain.get()), (UNIT, 0));
+}
+
+#[test]
+fn what_was_heard_is_counted_over_all_images_and_longer_than_they_are_there() {
+    let sending = Sending::new();
+    let counters = Arc::<ListenerCounters>::default();
+    for round in 1..=2 {
+        let host = sending.hearing_counted(1, Arc::clone(&counters));
+        host.wait_heard();
+        host.source.read_ahead(range(0, UNIT), &mut buffer(range(0, UNIT))).expect("pages");
+        wait_until("it was counted", || counters.pages.get() >= round * UNIT);
+        drop(host);
+        assert_eq!(counters.read_pages.get(), round * UNIT);
+        assert!(counters.requested_pages.get() >= round * UNIT);
+    }
 }
 
 #[test]

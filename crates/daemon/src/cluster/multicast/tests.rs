@@ -8,6 +8,7 @@ use super::*;
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::cluster::Arrival;
 use crate::cluster::images::Entry;
+use crate::metrics::Metrics;
 
 const PAGES: u64 = 2 * BLOCK_PAGES;
 const OLD: ImageName = ImageName { host: 2, image: 7 };
@@ -170,4 +171,35 @@ fn groups_are_for_images_of_this_host_alone_and_where_they_are_allowed() {
     }
     let six = "::1".parse().expect("an address");
     assert!(Ears::new(PageTransfer::Multicast, six, &host.images, &host.arrivals).own.is_none());
+}
+
+#[test]
+fn each_figure_is_told_once_and_documented() {
+    let all: Vec<_> = sent(&GroupCounters::default())
+        .into_iter()
+        .chain(heard(&ListenerCounters::default()))
+        .map(|(what, _)| what)
+        .collect();
+    let metrics = Metrics::new();
+    all.iter().for_each(|what| metrics.add_multicast(*what, 1));
+    let text = metrics.text();
+    let told: Vec<&str> =
+        text.lines().filter(|line| line.starts_with("vmfork_multicast_")).collect();
+    assert_eq!(told.len(), all.len());
+    let documented = include_str!("../../../../../docs/metrics.md");
+    let rows: Vec<Vec<&str>> =
+        documented.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    for line in told {
+        assert!(line.ends_with(" 1"), "{line}");
+        let (name, labels) = line.split_once('{').expect("labels");
+        let label = |key: &str| {
+            let (_, value) = labels.split_once(&format!("{key}=\"")).expect("a label");
+            format!("`{}`", value.split('"').next().expect("a value"))
+        };
+        let (side, what) = (label("side"), label("what"));
+        let table = rows.iter().position(|row| row.get(1) == Some(&&*format!("`{name}`: `what`")));
+        let table = rows[table.expect("a table")..].iter().take_while(|row| row.len() > 1);
+        let mut of_it = table.filter(|row| row[1] == what && row[2].contains(&side));
+        assert!(of_it.next().is_some(), "{line} is not in docs/metrics.md");
+    }
 }

@@ -87,6 +87,21 @@ pub struct Heard {
     pub batches: u64,
 }
 
+impl Heard {
+    /// What has come since it was `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            pages: self.pages - before.pages,
+            duplicates: self.duplicates - before.duplicates,
+            requested: self.requested - before.requested,
+            repeats: self.repeats - before.repeats,
+            gave_up: self.gave_up - before.gave_up,
+            batches: self.batches - before.batches,
+        }
+    }
+}
+
 /// Decides for one image on one host what to ask the sender for, and when to put in the cache what was heard.
 ///
 /// The caller keeps the bytes that [`Receiver::heard`] calls new until [`Receiver::batch`] names them.

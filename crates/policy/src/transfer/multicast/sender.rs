@@ -81,10 +81,30 @@ pub struct Sent {
     pub lockstep: u64,
     /// Asked for again by a host that had asked before.
     pub repeats: u64,
+    /// Of these, sent before and now to be sent again: lost on their way, or not read in time.
+    pub lost: u64,
     /// Not queued, since the queue was full; receivers ask again.
     pub refused: u64,
     /// Times that the rate was cut.
     pub cuts: u64,
+}
+
+impl Sent {
+    /// What has come since it was `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            requests: self.requests - before.requests,
+            requested: self.requested - before.requested,
+            served: self.served - before.served,
+            resent: self.resent - before.resent,
+            lockstep: self.lockstep - before.lockstep,
+            repeats: self.repeats - before.repeats,
+            lost: self.lost - before.lost,
+            refused: self.refused - before.refused,
+            cuts: self.cuts - before.cuts,
+        }
+    }
 }
 
 /// Decides which pages of one image are sent to its group next, and when.
@@ -222,10 +242,11 @@ impl Sender {
                         continue;
                     }
                     taken += run.len();
-                    if !request.repeat {
-                        self.ahead.pages.absent(run).for_each(|run| {
-                            self.unanswered.insert(run);
-                        });
+                    for run in self.ahead.pages.absent(run) {
+                        match request.repeat {
+                            true => self.counts.lost += self.sent.count(run),
+                            false => _ = self.unanswered.insert(run),
+                        }
                     }
                     self.ahead.remove(run);
                     self.demand.push(run);
@@ -237,8 +258,9 @@ impl Sender {
                         self.counts.refused += run.len();
                         continue;
                     }
-                    if !request.repeat {
-                        self.unanswered.insert(run);
+                    match request.repeat {
+                        true => self.counts.lost += self.sent.count(run),
+                        false => _ = self.unanswered.insert(run),
                     }
                     self.ahead.push(run);
                 }

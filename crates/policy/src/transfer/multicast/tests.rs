@@ -166,10 +166,29 @@ fn what_is_asked_for_again_and_still_to_be_sent_is_no_loss() {
     sender.request(B, ahead(100_000, 512), ms(1600));
     sender.request(B, Request { demand: false, ..repeat(100_000, 512) }, ms(1700));
     sender.request(B, repeat(100_000, 256), ms(1800));
-    assert_eq!((sender.rate_bytes_per_s(), sender.counts().cuts), (rate, 0), "it is queued");
+    let counts = sender.counts();
+    assert_eq!((sender.rate_bytes_per_s(), counts.cuts), (rate, 0), "it is queued");
+    assert_eq!((counts.repeats, counts.lost), (768, 0));
     let run = sender.next(ms(5000)).expect("queued");
     sender.request(B, Request { pages: run, ..repeat(0, 1) }, ms(5040));
-    assert_eq!(sender.counts().cuts, 1, "that was lost");
+    let since = sender.counts().since(counts);
+    assert_eq!((since.cuts, since.requests), (1, 1), "that was lost");
+    assert_eq!((since.repeats, since.lost), (run.len(), run.len()));
+}
+
+#[test]
+fn what_is_asked_for_again_a_moment_after_it_was_sent_does_not_count_as_lost() {
+    let mut sender = Sender::new(100, fast());
+    sender.request(A, demand(0, 8), ms(1));
+    assert_eq!(all(&mut sender, ms(1)), [range(0, 8)]);
+    sender.request(A, repeat(0, 8), ms(5));
+    assert_eq!((sender.counts().repeats, sender.counts().lost), (8, 0), "it may be on its way");
+    for repeats in [16, 24] {
+        sender.request(A, repeat(0, 8), ms(11));
+        let counts = sender.counts();
+        assert_eq!((counts.repeats, counts.lost, counts.lockstep), (repeats, 8, repeats - 8));
+    }
+    assert_eq!(all(&mut sender, ms(11)), [range(0, 8)]);
 }
 
 #[test]
