@@ -17,8 +17,10 @@ from harness.hosts import Hosts, hosts
 from . import world as w
 
 RATE = "1gbit"
-#: How pages get to many hosts.
+RATE_BYTES_PER_S = 125_000_000
+#: How pages get to many hosts: those that spare the link of the parent's host, and all there are.
 FORMS = ("swarm", "multicast")
+ALL_FORMS = ("unicast", *FORMS)
 PORT = 7072
 
 T = TypeVar("T")
@@ -49,6 +51,11 @@ class Cluster:
         argv = ["ip", "-n", self.net.names[number], "-s", "-j", "link", "show", "dev", "eth0"]
         shown = subprocess.run(argv, capture_output=True, timeout=30, check=True).stdout
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def link_bytes(self) -> list[int]:
+        """What each host has sent since it is there, and what each has got."""
+        numbers = range(len(self.daemons))
+        return [*map(self.sent_bytes, numbers), *map(self.net.received, numbers)]
 
 
 def inside(net: Hosts, number: int, act: Callable[[], T]) -> T:

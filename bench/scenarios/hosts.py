@@ -1,4 +1,4 @@
-"""Forks onto other hosts: how soon clones answer, whether more hosts cost more, and what the parent's host sends.
+"""Forks onto other hosts: how soon clones answer, whether more hosts cost more, what a start costs by form, and what the parent's host sends.
 
 Hosts are network namespaces with links of 1 Gbit/s on this machine: its cores are shared by all of them, so starts are compared with
 as many on one host.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from .. import world as w
-from ..cluster import FORMS, cluster, rest
+from ..cluster import ALL_FORMS, FORMS, cluster, rest
 
 TITLE = "Forks onto other hosts"
 
@@ -18,6 +18,7 @@ SHARE = 0.2
 
 CLONES = 32
 DATA_MIB = 256
+EACH = "one each"
 
 
 def run(world: w.World) -> None:
@@ -44,27 +45,43 @@ def _answers(world: w.World) -> None:
 
 
 def _starts(world: w.World) -> None:
-    """One clone each on other hosts, over as many on one, and over a single one."""
+    """One clone each on other hosts, by form; by the first over as many on one, and over a single one."""
+    for form in ALL_FORMS:
+        _starts_by(world, form)
+
+
+def _starts_by(world: w.World, form: str) -> None:
     count = world.pick((16,), (4,))[0]
-    with cluster(world, count + 1, pool=1) as made:
+    with cluster(world, count + 1, pool=1, more_flags=["--page-transfer", form]) as made:
         vm = world.run(made.clients[0], memory_mib=512)
-        cases = [("one", 1, made.names(1)), ("as many on one host", count, made.names(1)), ("one each", count, made.names(count))]
+        each = (EACH, count, made.names(count))
+        others = [("one", 1, made.names(1)), ("as many on one host", count, made.names(1))]
+        cases = [*others, each] if form == FORMS[0] else [each]
         for _, clones, hosts in cases:
             w.end_all(vm.fork(clones, hosts=hosts))
-        for _ in world.rounds(f"{count} hosts", share=SHARE):
+        for _ in world.rounds(f"{count} hosts, {form}", share=SHARE):
             for what, clones, hosts in cases:
                 rest(world, made, vm)
-                parent = made.daemons[0].process.pid
+                parent, sent = made.daemons[0].process.pid, made.sent_bytes()
                 busy, parents = w.busy_ms(), w.cpu_ms(parent)
                 fork = vm.fork(clones, hosts=hosts).raise_for_errors()
                 parents = w.cpu_ms(parent) - parents
-                others = w.busy_ms() - busy - parents
+                busy = w.busy_ms() - busy
+                sent = made.sent_bytes() - sent
                 last = max(result.ready_ms or 0.0 for result in fork.results)
-                world.figures.series("hosts_last_ready_ms", clones=what).add(last)
-                # Of each processor.
-                world.figures.series("hosts_start_busy_ms", clones=what, by="the parent's daemon").add(parents / w.cores())
-                world.figures.series("hosts_start_busy_ms", clones=what, by="all others").add(others / w.cores())
                 w.end_all(fork)
+                series = world.figures.series
+                if form == FORMS[0]:
+                    series("hosts_last_ready_ms", clones=what).add(last)
+                    # Of each processor.
+                    series("hosts_start_busy_ms", clones=what, by="the parent's daemon").add(parents / w.cores())
+                    series("hosts_start_busy_ms", clones=what, by="all others").add((busy - parents) / w.cores())
+                if what == EACH:
+                    series("hosts_each_last_ready_ms", by=form).add(last)
+                    # Of all processors.
+                    series("hosts_each_cpu_ms", by=form, of="the whole machine").add(busy)
+                    series("hosts_each_cpu_ms", by=form, of="the parent's daemon").add(parents)
+                    series("hosts_each_parent_sent_MiB", by=form).add(sent / (1 << 20))
 
 
 def _bytes(world: w.World) -> None:

@@ -1,6 +1,7 @@
-"""Where the time of a fork onto other hosts goes, stage by stage, until clones have run a command; and what crosses the links for it.
+"""Where the time of a fork onto other hosts goes, stage by stage, until clones have run a command; and what crosses the links for it, by form.
 
-The mean of each stage over the clones and hosts of a fork, as the daemons count them: the parent's, and those of the clones' hosts.
+The mean of each stage over the clones and hosts of a fork, as the daemons count them: the parent's, and those of the clones' hosts. And requests
+against pages that were sent, repeats and loss.
 """
 
 from __future__ import annotations
@@ -8,31 +9,37 @@ from __future__ import annotations
 from harness import metrics
 from harness.metrics import Between
 
+from .. import transfers
 from .. import world as w
-from ..cluster import Cluster, cluster, rest
+from ..cluster import FORMS, Cluster, cluster, rest
 
 TITLE = "Where the time of a fork onto other hosts goes"
 
 #: Of the rounds of a run.
-SHARE = 0.4
+SHARE = 0.2
 
 PARENTS = ("prepare", "quiesce", "stop", "freeze", "state", "cont", "derive", "describe", "away")
 THERE = ("arrive", "clone_attach", "clone_load", "clone_identity")
 
 
 def run(world: w.World) -> None:
+    for form in FORMS:
+        _by(world, form)
+
+
+def _by(world: w.World, form: str) -> None:
     hosts, most = world.pick(((4, 32),), ((2, 2),))[0]
-    with cluster(world, hosts + 1, pool=most // hosts) as made:
+    with cluster(world, hosts + 1, pool=most // hosts, more_flags=["--page-transfer", form]) as made:
         vm = world.run(made.clients[0], memory_mib=512)
         w.end_all(vm.fork(most, hosts=made.names(hosts)))  # pools learn the shape
         for clones, on in ((1, 1), (most, hosts)):
-            for _ in world.rounds(f"{clones} clones on {on} other hosts", share=SHARE):
+            for _ in world.rounds(f"{clones} clones on {on} other hosts, by {form}", share=SHARE):
                 rest(world, made, vm, empty=True)
-                _measure(world, made, vm, clones, on)
+                _measure(world, made, vm, clones, on, form)
 
 
-def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, clones: int, on: int) -> None:
-    labels = {"clones": clones, "hosts": on}
+def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, clones: int, on: int, form: str) -> None:
+    labels = {"by": form, "clones": clones, "hosts": on}
     before = [metrics.read(daemon) for daemon in made.daemons]
     begin = w.now_ms()
     fork = vm.fork(clones, hosts=made.names(on)).raise_for_errors()
@@ -54,10 +61,11 @@ def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, clones: int, on: in
     series("stages_ms", host="all", stage="first command of each", **labels).add(answered - begin_command)
     for until, found in (("ready", ready), ("the first command", done)):
         _links(world, found[1:], {**labels, "until": until})
+    transfers.add(world, "stages", done, **labels, until="the first command")
 
 
 def _links(world: w.World, found: list[Between], labels: dict[str, object]) -> None:
-    """Requests and pages that clones' hosts asked for, and what of it was not needed."""
+    """What clones' hosts asked for over connections, and how long VMs there waited."""
     series = world.figures.series
 
     def asked(what: str, role: str) -> float:
@@ -67,9 +75,6 @@ def _links(world: w.World, found: list[Between], labels: dict[str, object]) -> N
         series("stages_requests", role=role, **labels).add(asked("requests", role))
         series("stages_pages", role=role, **labels).add(asked("pages", role))
         series("stages_sent_MiB", role=role, **labels).add(asked("bytes", role) / (1 << 20))
-    came = asked("pages", "demand") + asked("pages", "ahead")
-    kept = sum(one.value("vmfork_cache_filled_bytes_total", source="peer") for one in found) / 4096
-    series("stages_repeated_pages", **labels).add(came - kept)
     wait_s = sum(one.value("vmfork_fault_wait_seconds_sum", place="peer") for one in found)
     series("stages_faults", **labels).add(sum(one.value("vmfork_fault_wait_seconds_count", place="peer") for one in found))
     series("stages_waited_for_pages_ms", **labels).add(1000 * wait_s)
