@@ -244,6 +244,8 @@ impl PeerSource {
                     early.as_deref_mut(),
                     &mut failed,
                 )
+                || all_were_asked
+                    && self.read_from_any(urgency, piece, bytes, early.as_deref_mut(), &mut failed)
             {
                 self.counters.resourced.add(u64::from(!failed.is_empty()));
                 return Ok(());
@@ -387,6 +389,35 @@ impl PeerSource {
                     }
                 }
                 Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
+            }
+        }
+        false
+    }
+
+    /// From whoever has some of the image: of a unit that a later image has changed in part, nobody who needs that one brings all.
+    fn read_from_any(
+        &self,
+        urgency: Urgency,
+        piece: PageRange,
+        bytes: &mut [u8],
+        mut early: Option<&mut Early<'_>>,
+        failed: &mut Vec<Vain>,
+    ) -> bool {
+        let Some(swarm) = &self.swarm else { return false };
+        for (host, peer) in swarm.with_some() {
+            if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, &peer)) {
+                continue;
+            }
+            let answer = self.checked(false, early.as_deref_mut(), |early| {
+                let by = (Route::Insist, DEMAND_WAIT);
+                peer.read_by(by, self.image, piece, urgency, bytes, early)
+            });
+            match answer.and_then(|()| self.verified(urgency, piece, bytes, &peer, false)) {
+                Ok(()) => return true,
+                Err(error) => {
+                    swarm.failed(host, piece, &error);
+                    self.on_failed(peer, piece, error, failed);
+                }
             }
         }
         false

@@ -117,6 +117,13 @@ impl Swarm {
         }
     }
 
+    /// Who may have pages though nothing is known of it: a part of what each holds.
+    pub(super) fn with_some(&self) -> Vec<(HostId, Arc<Peer>)> {
+        let state = lock(&self.state);
+        let peer = |host| Some((host, Arc::clone(state.peers.get(&host)?)));
+        state.known.with_some().filter_map(peer).collect()
+    }
+
     /// Whether any of these is being fetched.
     pub fn is_under_way(&self, pages: PageRange) -> bool {
         lock(&self.state).known.is_under_way(pages)

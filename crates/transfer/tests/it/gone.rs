@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vmfork_image::{AheadRead, PageSource as _};
-use vmfork_transfer::{Holders, PageService, PeerSource, ServiceLimits};
+use vmfork_transfer::{Holders, PageService, PeerSource, ServiceLimits, Urgency};
 
 use crate::common::*;
 use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
@@ -62,6 +62,43 @@ fn an_origin_that_refuses_is_there_again() {
     source.read(unit, &mut bytes).expect("from the origin");
     check(unit, &bytes);
     assert_eq!(source.counters().forged.get(), 1);
+}
+
+/// Of pages that a later image has changed in part nobody who needs that image brings the others.
+#[test]
+fn who_has_a_part_of_a_unit_is_asked_for_that_when_the_origin_is_gone() {
+    let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(30..40))]);
+    let (source, _) = nodes[1].source(&nodes, quick());
+    nodes[0].service.stop();
+    for (part, urgency) in [(range(30, 2), Urgency::Demand), (range(32, 8), Urgency::Ahead)] {
+        let mut bytes = buffer(part);
+        source.read_for(urgency, part, &mut bytes).expect("host 2 has it");
+        check(part, &bytes);
+    }
+    let more = range(39, 2);
+    let error = source.read(more, &mut buffer(more)).expect_err("not all of it").to_string();
+    assert!(
+        error.contains("host100") && error.contains("host2") && error.contains("not-here"),
+        "{error}"
+    );
+}
+
+#[test]
+fn who_gave_what_is_wrong_is_asked_for_no_part_of_a_unit_either() {
+    let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..40))]);
+    nodes[2].cache.lies_about.store(3, Ordering::Relaxed);
+    let (source, swarm) = nodes[1].source(&nodes, quick());
+    swarm.refresh_within(Duration::from_secs(20));
+    let unit = range(0, UNIT);
+    while source.counters().forged.get() == 0 {
+        let mut bytes = buffer(unit);
+        source.read(unit, &mut bytes).expect("from the origin");
+        check(unit, &bytes);
+    }
+    nodes[0].service.stop();
+    let part = range(32, 8);
+    let error = source.read(part, &mut buffer(part)).expect_err("nobody else has it").to_string();
+    assert!(!error.contains("host2"), "{error}");
 }
 
 #[test]

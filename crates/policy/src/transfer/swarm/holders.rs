@@ -186,6 +186,11 @@ impl Holders {
         self.hosts.knows(host)
     }
 
+    /// Whether it gave what is wrong, so that it is asked no more.
+    pub fn is_barred(&self, host: HostId) -> bool {
+        self.hosts.get(host).is_some_and(|holder| holder.barred)
+    }
+
     /// It lives: if it was given up, it is asked again.
     pub fn heard_of(&mut self, host: HostId) {
         let max = self.config.failures_max;

@@ -202,6 +202,13 @@ impl Swarm {
         Chosen::Ask(Asked { host, origin, route })
     }
 
+    /// Who has some of the image, and is no origin. What each holds is known by the piece of [`UNIT_PAGES`]; of one that is not all there
+    /// it may have a part.
+    pub fn with_some(&self) -> impl Iterator<Item = HostId> {
+        let members = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
+        members.map(|(host, _)| *host).filter(|host| !self.known.is_barred(*host))
+    }
+
     /// Whether any of these is being fetched.
     pub fn is_under_way(&self, pages: PageRange) -> bool {
         self.known.is_under_way(pages)
