@@ -1,5 +1,7 @@
 //! Hosts of one cluster, all in this process, on addresses of the loopback.
 
+mod descriptors;
+
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
