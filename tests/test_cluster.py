@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import pytest
 import vmfork
 
+from harness import metrics
 from harness.cluster import PORT, Cluster, cluster_of
+from harness.metrics import Between
 from harness.waits import eventually, settles, stays
 
 MIB = 1 << 20
@@ -73,8 +75,13 @@ def parent(cluster: Cluster, image: str) -> vmfork.VM:
 @pytest.mark.limit(240)
 def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
+    before = [metrics.read(daemon) for daemon in cluster.daemons]
     fork = parent.fork(6).raise_for_errors()
+    counted = [Between(first, metrics.read(daemon)) for first, daemon in zip(before, cluster.daemons, strict=True)]
     assert sorted(str(result.host) for result in fork.results) == ["h0", "h0", "h1", "h1", "h2", "h2"]
+    # What the clones need is made ready once, and goes to each other host once.
+    stages = [[host.value("vmfork_fork_stage_seconds_count", stage=stage) for host in counted] for stage in ("describe", "away", "arrive")]
+    assert stages == [[1, 0, 0], [2, 0, 0], [0, 1, 1]]
     assert sorted(clone.name for clone in fork) == [f"web.{number}" for number in range(1, 7)]
     parent.exec("head -c 20M /dev/zero > /dev/shm/data", check=True)
     for clone in fork:
@@ -105,6 +112,56 @@ def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Clu
     cluster.clis[2]("kill", away)
     eventually(lambda: away not in {vm.name for vm in there.vms()}, 20, "it has ended")
     assert second.exec("cat /run/secret", check=True).stdout == b"kept\n"
+
+
+@pytest.mark.limit(240)
+def test_clones_start_in_qemus_that_wait_on_their_own_host(cluster: Cluster, parent: vmfork.VM) -> None:
+    # From the first one its host knows what to keep ready.
+    parent.fork(1, hosts=["h1"]).raise_for_errors()
+    eventually(lambda: cluster.clients[1].host().pool.waiting, 60, "a QEMU waits there")
+    before = [client.host().pool for client in cluster.clients]
+    fork = parent.fork(1, hosts=["h1"]).raise_for_errors()
+    after = [client.host().pool for client in cluster.clients]
+    used = [(now.hits - then.hits, now.misses - then.misses) for then, now in zip(before, after, strict=True)]
+    assert used == [(0, 0), (1, 0), (0, 0)]
+    assert [(result.host, result.pooled) for result in fork.results] == [("h1", True)]
+    assert fork[0].exec("cat /run/secret", check=True).stdout == b"kept\n"
+
+
+#: Reads a page of every other fill unit of 64 KiB (in the file; they are mostly so in memory, too).
+READ_HALF = """python3 -c '
+import os
+file = os.open("/dev/shm/data", os.O_RDONLY)
+for at in range(0, 20 << 20, 128 << 10):
+    os.pread(file, 4096, at)
+'"""
+
+
+@pytest.mark.limit(240)
+def test_who_reads_half_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(cluster: Cluster, parent: vmfork.VM) -> None:
+    # So that the clone, too, need not look for the program on the disk.
+    parent.exec(READ_HALF, check=True)
+    expected = parent.exec(READ, check=True).stdout
+    (clone,) = parent.fork(1, hosts=["h1"]).raise_for_errors()
+    clone.exec("true", check=True)
+
+    def memory() -> vmfork.MemoryInfo:
+        return clone.inspect().memory
+
+    before = memory().prefetched_bytes
+    clone.exec(READ_HALF, check=True)
+    came: list[int] = []
+
+    def all_has_come() -> bool:
+        came.append(memory().prefetched_bytes - before)
+        return came[-1] > 8 * MIB and came[-2:] == came[-1:] * 2
+
+    eventually(all_has_come, 30, "what it has not read comes, too", every_s=0.5)
+    read = memory()
+    assert read.hosts.ahead == read.prefetched_bytes
+    assert clone.exec(READ, check=True).stdout == expected
+    waited = memory().demand_bytes - read.demand_bytes
+    assert waited < 2 * MIB, f"it waited for {waited} bytes of the half that it had not read"
 
 
 @pytest.mark.limit(240)

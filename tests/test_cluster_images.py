@@ -19,6 +19,7 @@ from harness.daemon import Daemon
 from harness.hosts import hosts
 from harness.waits import eventually
 
+PROGRAM = Path(__file__).parent / "guest" / "away.py"
 #: Reads a good part of the root disk.
 _READ = "cat /usr/bin/* /usr/lib/x86_64-linux-gnu/*.so* 2>/dev/null | sha256sum"
 
@@ -54,6 +55,17 @@ def entries(daemon: Daemon) -> set[str]:
 def arrivals(daemon: Daemon) -> list[str]:
     text = daemon.log.read_text(errors="replace")
     return [line for line in text.splitlines() if "a guest image has come" in line]
+
+
+@contextlib.contextmanager
+def full_disk(daemon: Daemon) -> Iterator[None]:
+    """Meanwhile no guest image fits into the store of a daemon that has none."""
+    folder = store(daemon)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "vmfork-test", folder], timeout=30, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], timeout=30, check=True)
 
 
 @pytest.mark.limit(300)
@@ -107,9 +119,7 @@ def test_another_image_of_that_name_stays(cluster: Cluster, parent: vmfork.VM, i
 
 @pytest.mark.limit(240)
 def test_a_host_whose_disk_is_full_gets_no_clones(cluster: Cluster, parent: vmfork.VM, image: str) -> None:
-    folder = store(cluster.daemons[1])
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "vmfork-test", folder], timeout=30, check=True)
-    try:
+    with full_disk(cluster.daemons[1]):
         with pytest.raises(vmfork.VmforkError, match="No space left on device") as refused:
             parent.fork(1, hosts=["h1"])
         assert "`h1`" in str(refused.value), refused.value
@@ -117,10 +127,39 @@ def test_a_host_whose_disk_is_full_gets_no_clones(cluster: Cluster, parent: vmfo
         with parent.fork(2).raise_for_errors() as both:
             assert {result.host for result in both.results} == {"h0"}
         assert entries(cluster.daemons[1]) == set()
-    finally:
-        subprocess.run(["umount", folder], timeout=30, check=True)
     with parent.fork(1, hosts=["h1"]).raise_for_errors() as (clone,):
         clone.exec("true", check=True)
+
+
+@pytest.mark.limit(300)
+def test_a_ticket_promises_places_only_where_the_image_is(cluster: Cluster, parent: vmfork.VM, image: str) -> None:
+    there = cluster.daemons[1]
+    parent.copy_in(PROGRAM, "/run/away.py")
+
+    def said() -> list[str]:
+        return parent.read_file("/run/said").decode().splitlines()
+
+    def promised() -> None:
+        parent.exec("rm -f /run/go; python3 /run/away.py promised > /run/said 2>&1 < /dev/null &", check=True)
+        eventually(said, 120, "there is a ticket")
+        assert said() == ["granted 4"]
+        assert cluster.vms() == {"h0": ["web"], "h1": []}
+
+    def cloned() -> list[str]:
+        parent.write_file("/run/go", "")
+        eventually(lambda: len(said()) == 2, 90, "the clones have ended")
+        assert json.loads(said()[1]) == dict.fromkeys("1234"), said()
+        fork = parent.inspect().last_fork
+        assert fork is not None
+        return sorted(clone.host or "" for clone in fork.clones)
+
+    with full_disk(there):
+        promised()
+        assert cloned() == ["h0", "h0", "h0", "h0"]
+    promised()
+    assert len(arrivals(there)) == 1 and entries(there) == {image}
+    assert cloned() == ["h0", "h0", "h1", "h1"]
+    assert len(arrivals(there)) == 1
 
 
 def test_what_a_daemon_left_that_died_is_removed_when_the_next_one_starts(make_daemon: Callable[..., Daemon]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vmfork
 
+from harness import metrics
 from harness.cluster import Cluster, cluster_of
+from harness.metrics import Between
 from harness.sent import DATA_MIB, MIB, READ, Sent, parent_of
 from harness.waits import eventually
 
@@ -21,6 +25,10 @@ def made(image: str) -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(made: Cluster) -> Iterator[Cluster]:
     yield made
+    for daemon in made.daemons:
+        if daemon.process is None or daemon.process.poll() is not None:
+            daemon.start()
+    made.settle()
     made.clear()
 
 
@@ -54,3 +62,51 @@ def test_hosts_give_each_other_what_they_have(cluster: Cluster, parent: vmfork.V
     came = fork_whole(parent, ["h1", "h2", "h3"])
     assert sent.pages_to_all() == 0, "nobody asked for multicast"
     assert sent.bytes() < 2 * came, f"the parent's host sent {sent.bytes() >> 20} MiB of the {came >> 20} MiB that each of three needed"
+
+
+@pytest.mark.limit(240)
+def test_when_the_parents_host_dies_pages_come_from_who_has_them_and_who_needs_others_is_stopped(cluster: Cluster, parent: vmfork.VM) -> None:
+    h1, h2 = cluster.clients[1:3]
+    parent.exec("head -c 8M /dev/urandom > /dev/shm/late", check=True)
+    parent.fork(2, names=["lost", "later"], hosts=["h1"]).raise_for_errors()
+    # In place: what was there before is on no other host.
+    parent.exec("dd if=/dev/urandom of=/dev/shm/late bs=1M count=8 conv=notrunc", check=True)
+    expected = parent.exec(READ, check=True).stdout
+    fork = parent.fork(2, hosts=["h1", "h2"], hydrate_mib_per_s=40).raise_for_errors()
+    part, whole = (next(result.name for result in fork.results if result.host == host) for host in ("h1", "h2"))
+
+    def stopped(name: str) -> str:
+        with pytest.raises(vmfork.VmforkError):
+            h1.vm(name).exec("sha256sum /dev/shm/late", check=True)
+        eventually(lambda: h1.vm(name).inspect().state is vmfork.VmState.FAILED, 60, "it is stopped")
+        return h1.vm(name).inspect().reason or ""
+
+    cluster.net.cut(1)
+    try:
+        eventually(lambda: h2.vm(whole).inspect().memory.missing_pages == 0, 60, "all its pages have come")
+        missing = h1.vm(part).inspect().memory.missing_pages
+        assert missing and missing > DATA_MIB * MIB / 4096 / 2
+        cluster.daemons[0].kill()
+    finally:
+        cluster.net.mend(1)
+    before = metrics.read(cluster.daemons[1])
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(stopped, "lost")
+        assert h1.vm(part).exec(READ, check=True).stdout == expected
+        eventually(lambda: h1.vm(part).inspect().memory.missing_pages == 0, 60, "the rest comes, too")
+        came = Between(before, metrics.read(cluster.daemons[1]))
+        assert came.value("vmfork_transfer_came_pages_total", **{"from": "holder"}) > 0.8 * missing
+        # Nor does a clone of a clone need that host.
+        (second,) = h2.vm(whole).fork(1, hosts=["h3"]).raise_for_errors()
+        assert second.exec(READ, check=True).stdout == expected
+        reasons = [losing.result(90)]
+    # Started again, it has nothing of what it had.
+    cluster.daemons[0].start()
+    cluster.settle()
+    reasons.append(stopped("later"))
+    for reason, said in zip(reasons, ("Connection refused", "unknown-image"), strict=True):
+        assert re.match(r"a page of image \d+ was lost: page \d+ of image .* from no host: ", reason), reason
+        assert re.search(rf"h0 \([0-9.:]+\): .*{said}", reason), reason
+        assert re.search(r"h2 \([0-9.:]+\): .*not-here", reason), reason
+    for name in (part, whole, second.name):
+        assert h1.vm(name).exec("echo goes on", check=True).stdout == b"goes on\n"

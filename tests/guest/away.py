@@ -69,10 +69,21 @@ def lost():
     tell(ticket)
 
 
+def promised():
+    """The parent has its ticket, and waits for a file of its VM before it clones."""
+    ticket = vf.sf_request_ticket(COUNT)
+    print("granted", ticket.granted, flush=True)
+    while not os.path.exists("/run/go"):
+        time.sleep(0.05)
+    if vf.sf_clone(ticket):
+        vf.sf_exit()
+    tell(ticket)
+
+
 def tell(ticket):
     workers = vf.sf_join(ticket)
     print(json.dumps({worker.vmid: worker.error for worker in workers}), flush=True)
 
 
 if __name__ == "__main__":
-    {"answers": answers, "kill": kill, "lost": lost}[sys.argv[1]]()
+    {"answers": answers, "kill": kill, "lost": lost, "promised": promised}[sys.argv[1]]()
