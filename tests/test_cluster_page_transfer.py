@@ -67,13 +67,13 @@ def test_hosts_give_each_other_what_they_have(cluster: Cluster, parent: vmfork.V
 @pytest.mark.limit(240)
 def test_when_the_parents_host_dies_pages_come_from_who_has_them_and_who_needs_others_is_stopped(cluster: Cluster, parent: vmfork.VM) -> None:
     h1, h2 = cluster.clients[1:3]
+    expected = parent.exec(READ, check=True).stdout
+    (whole,) = parent.fork(1, names=["whole"], hosts=["h2"], hydrate_mib_per_s=1000).raise_for_errors()
+    eventually(lambda: whole.inspect().memory.missing_pages == 0, 60, "all its pages have come")
+    # What no other host has.
     parent.exec("head -c 8M /dev/urandom > /dev/shm/late", check=True)
     parent.fork(2, names=["lost", "later"], hosts=["h1"]).raise_for_errors()
-    # In place: what was there before is on no other host.
-    parent.exec("dd if=/dev/urandom of=/dev/shm/late bs=1M count=8 conv=notrunc", check=True)
-    expected = parent.exec(READ, check=True).stdout
-    fork = parent.fork(2, hosts=["h1", "h2"], hydrate_mib_per_s=40).raise_for_errors()
-    part, whole = (next(result.name for result in fork.results if result.host == host) for host in ("h1", "h2"))
+    whole.fork(1, names=["lazy"], hosts=["h1"]).raise_for_errors()
 
     def stopped(name: str) -> str:
         with pytest.raises(vmfork.VmforkError):
@@ -81,32 +81,23 @@ def test_when_the_parents_host_dies_pages_come_from_who_has_them_and_who_needs_o
         eventually(lambda: h1.vm(name).inspect().state is vmfork.VmState.FAILED, 60, "it is stopped")
         return h1.vm(name).inspect().reason or ""
 
-    cluster.net.cut(1)
-    try:
-        eventually(lambda: h2.vm(whole).inspect().memory.missing_pages == 0, 60, "all its pages have come")
-        missing = h1.vm(part).inspect().memory.missing_pages
-        assert missing and missing > DATA_MIB * MIB / 4096 / 2
-        cluster.daemons[0].kill()
-    finally:
-        cluster.net.mend(1)
+    cluster.daemons[0].kill()
     before = metrics.read(cluster.daemons[1])
     with ThreadPoolExecutor(1) as pool:
         losing = pool.submit(stopped, "lost")
-        assert h1.vm(part).exec(READ, check=True).stdout == expected
-        eventually(lambda: h1.vm(part).inspect().memory.missing_pages == 0, 60, "the rest comes, too")
+        assert h1.vm("lazy").exec(READ, check=True).stdout == expected
         came = Between(before, metrics.read(cluster.daemons[1]))
-        assert came.value("vmfork_transfer_came_pages_total", **{"from": "holder"}) > 0.8 * missing
-        # Nor does a clone of a clone need that host.
-        (second,) = h2.vm(whole).fork(1, hosts=["h3"]).raise_for_errors()
+        assert came.value("vmfork_transfer_came_pages_total", **{"from": "holder"}) > 0.9 * DATA_MIB * MIB / 4096
+        # One that is forked only now needs that host as little.
+        (second,) = h2.vm("whole").fork(1, hosts=["h3"]).raise_for_errors()
         assert second.exec(READ, check=True).stdout == expected
         reasons = [losing.result(90)]
-    # Started again, it has nothing of what it had.
+    # Started again, it has nothing of what it had. A VM that does nothing may have missed a page before.
     cluster.daemons[0].start()
     cluster.settle()
     reasons.append(stopped("later"))
-    for reason, said in zip(reasons, ("Connection refused", "unknown-image"), strict=True):
+    for reason in reasons:
         assert re.match(r"a page of image \d+ was lost: page \d+ of image .* from no host: ", reason), reason
-        assert re.search(rf"h0 \([0-9.:]+\): .*{said}", reason), reason
-        assert re.search(r"h2 \([0-9.:]+\): .*not-here", reason), reason
-    for name in (part, whole, second.name):
+        assert re.search(r"h0 \([0-9.:]+\): .*(Connection refused|unknown-image)", reason), reason
+    for name in ("lazy", "whole", second.name):
         assert h1.vm(name).exec("echo goes on", check=True).stdout == b"goes on\n"
