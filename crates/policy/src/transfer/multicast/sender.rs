@@ -224,9 +224,11 @@ impl Sender {
         self.counts.requested += pages.len();
         if request.repeat {
             self.counts.repeats += pages.len();
-            // What was never sent was not lost on its way: the request was, or the queue is long.
+            // What was never sent was not lost on its way: the request was, or the queue is long. Nor is what has just been sent: who is busy reads it
+            // later.
             let answered = self.unanswered.absent(pages);
-            let lost = answered.map(|run| self.sent.count(run)).sum();
+            let lost = answered.flat_map(|run| self.recent_pages.absent(run));
+            let lost = lost.map(|run| self.sent.count(run)).sum();
             if let Some(listener) = self.listener(from, now) {
                 listener.lost = listener.lost.saturating_add(lost);
             }
