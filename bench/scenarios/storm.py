@@ -103,13 +103,15 @@ def _ready_made(world: w.World, made: Cluster, vms: list[w.vmfork.VM], clones: i
     return took
 
 
-def _again_and_again(vm: w.vmfork.VM, clones: int, times: int, units: int) -> Forks:
+def _again_and_again(client: w.vmfork.Client, vm: w.vmfork.VM, clones: int, times: int, units: int) -> Forks:
     made = Forks()
     for _ in range(times):
         try:
             fork = vm.fork(clones, timeout_s=FORK_S)
-        except w.vmfork.ApiError as error:
+        except (w.vmfork.ApiError, w.vmfork.ConnectionFailed) as error:
             made.failed += [str(error)] * clones
+            # Some may have come to be all the same.
+            w.end_all([child for child in client.vms() if child.info is not None and child.info.parent == vm.name])
             continue
         made.pauses_ms.append(fork.pause_ms)
         made.forks_ms.append(fork.total_ms)
@@ -127,7 +129,7 @@ def _forked(
     with memory.watched(made.daemons) as peak:
         begin = w.now_ms()
         with ThreadPoolExecutor(len(vms)) as threads:
-            forks = list(threads.map(lambda vm: _again_and_again(vm, clones, times, units), vms))
+            forks = list(threads.map(lambda vm: _again_and_again(made.clients[0], vm, clones, times, units), vms))
         took = w.now_ms() - begin
 
     def add(name: str, *values: float) -> None:

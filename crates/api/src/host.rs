@@ -50,9 +50,11 @@ pub struct HostInfo {
     pub memory_available_bytes: u64,
     /// What vmfork may still hand out by its own accounts.
     pub memory_admissible_bytes: u64,
-    /// Virtual CPUs that all VMs may have together.
+    /// Virtual CPUs that all VMs may have together; 0 of a daemon that does not say.
+    #[serde(default)]
     pub vcpus_max: u32,
     /// What of that may still be handed out.
+    #[serde(default)]
     pub vcpus_admissible: u32,
     /// Bytes in the caches of all images on this host.
     pub cache_bytes: u64,

@@ -94,7 +94,7 @@ pub struct Flags {
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_memory_percent: u8,
 
-    /// The same of the virtual CPUs that VMs may have on this host, in percent
+    /// How many of the virtual CPUs that VMs may have on this host guests may get for their family by tickets, in percent
     #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VCPUS_PERCENT", default_value_t = 75,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_vcpus_percent: u8,
@@ -231,6 +231,10 @@ pub enum ConfigError {
     },
     #[error("--qemu-uid-base {base}: must be 1000 to {}", UID_BASE_MAX)]
     UidBase { base: u32 },
+    #[error(
+        "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host"
+    )]
+    TicketsWithoutJobs,
     #[error("--memory-reserve-mib {mib}: more than any host has")]
     Reserve { mib: u64 },
     #[error("--log-level {filter}")]
@@ -276,6 +280,10 @@ impl Flags {
         if !(1000..=UID_BASE_MAX).contains(&self.qemu_uid_base) {
             return Err(ConfigError::UidBase { base: self.qemu_uid_base });
         }
+        let slurm = self.allocator.check()?;
+        if slurm.is_some() && self.ticket_place == TicketPlace::Here {
+            return Err(ConfigError::TicketsWithoutJobs);
+        }
         let memory_reserve_bytes = self
             .memory_reserve_mib
             .checked_mul(1 << 20)
@@ -306,7 +314,7 @@ impl Flags {
             vcpus_per_core: self.vcpus_per_core,
             ticket_place: self.ticket_place,
             quotas: quotas::bounds(&self.quota)?,
-            slurm: self.allocator.check()?,
+            slurm,
             log_filter: self.log_level,
             libdir,
             debug_faults: self.debug_faults,
@@ -378,6 +386,15 @@ mod tests {
 
     fn refusal(flags: &[&str]) -> String {
         config(flags).expect_err("a refusal").to_string()
+    }
+
+    #[test]
+    fn a_ticket_that_is_a_job_can_not_stay_here() {
+        assert!(config(&["--ticket-place", "here"]).is_ok());
+        assert_eq!(
+            refusal(&["--allocator", "slurm", "--ticket-place", "here"]),
+            "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host"
+        );
     }
 
     #[test]

@@ -368,6 +368,19 @@ impl Member {
         }
     }
 
+    /// Whether this host takes clones.
+    ///
+    /// # Errors
+    /// It drains.
+    pub(crate) fn check_active(&self, message: &str) -> Result<(), ErrorBody> {
+        if self.roster.read(|book| book.own_entry().state) == HostState::Active {
+            return Ok(());
+        }
+        Err(ErrorBody::new(ErrorCode::NoCapacity, message)
+            .cause("this host takes no more clones: it drains")
+            .remedy("`vmfork cluster activate` takes it back into use"))
+    }
+
     /// Look at the images of others that a host has open; `None`: it has not said.
     pub(super) fn with_open<R>(
         &self,

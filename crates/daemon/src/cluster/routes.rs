@@ -25,7 +25,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
-use vmfork_cluster::{HostState, JoinAnswer, JoinRequest, admit};
+use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
 
 use super::Cluster;
 use super::descriptor::{self, Descriptor};
@@ -154,7 +154,7 @@ async fn clones(
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    check_active(&life, message)?;
+    life.member.check_active(message)?;
     let order = (from, descriptor.order.number);
     let begun = life.member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
@@ -214,7 +214,7 @@ async fn lease(
 ) -> Result<Json<u32>, ApiError> {
     let message = "make room for another host's clones";
     let (life, core) = of.parts(message)?;
-    check_active(&life, message)?;
+    life.member.check_active(message)?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
     Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
@@ -248,15 +248,6 @@ async fn letter(
     let (life, _) = of.parts(message)?;
     let letter = life.member.inbox.read(request.into_body(), message).await?;
     Ok(Json(life.member.lines.on_letter(from, letter.bytes.clone())?))
-}
-
-fn check_active(life: &Life, message: &str) -> Result<(), ErrorBody> {
-    if life.member.roster.read(|book| book.own_entry().state) == HostState::Active {
-        return Ok(());
-    }
-    Err(ErrorBody::new(ErrorCode::NoCapacity, message)
-        .cause("this host takes no more clones: it drains")
-        .remedy("`vmfork cluster activate` takes it back into use"))
 }
 
 fn end_all(core: &Arc<Core>, ids: &[String]) {

@@ -262,6 +262,10 @@ async fn a_tickets_clones_are_put_where_its_host_is_set_to() {
             TicketPlace::Spread => assert_eq!(rest.places(), 6),
             _ => assert_eq!(counts(&rest), (4, elsewhere), "{place:?}"),
         }
+        drop((few, rest));
+        let this = ClusterHostRequest { host: None };
+        hosts[0].cluster().drain_cluster_host(this, true).await.expect("it drains");
+        assert_eq!(counts(&allot(core, &vm, 1, "fork").await).0, 0, "{place:?}: it drains");
         for host in &hosts {
             host.stop().await;
         }

@@ -89,7 +89,10 @@ pub(super) async fn plan(
         };
     };
     let policy = match placement.place {
-        Some(Place::Here) => return Ok(None),
+        Some(Place::Here) => {
+            member.check_active(message)?;
+            return Ok(None);
+        }
         Some(Place::Pack) => Policy::Pack,
         Some(Place::Spread) | None => Policy::Spread,
     };

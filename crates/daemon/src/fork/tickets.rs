@@ -333,8 +333,13 @@ impl Desk {
 /// Places for a ticket's clones: what there is here, or on all hosts of the cluster, as `--ticket-place` says.
 pub(crate) async fn allot(core: &Core, vm: &Vm, vms: u32, message: &str) -> Allotted {
     let policy = core.config.ticket_place.policy();
-    if let Some((member, policy)) = core.cluster.member().zip(policy) {
-        return reserve(core, &member, vm, (vms, policy), message).await;
+    if let Some(member) = core.cluster.member() {
+        if let Some(policy) = policy {
+            return reserve(core, &member, vm, (vms, policy), message).await;
+        }
+        if let Err(error) = member.check_active(message) {
+            return Allotted { refused: Some(error), ..Allotted::default() };
+        }
     }
     match core.admit(vm.identity.ask(message, vms, true), false).await {
         Ok(mut grant) => {

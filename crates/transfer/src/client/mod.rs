@@ -11,6 +11,7 @@
 //! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
 //! from the next. Bytes come from a member, whole, or not at all.
 
+mod beside;
 mod holders;
 mod link;
 mod peer;

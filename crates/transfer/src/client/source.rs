@@ -48,7 +48,7 @@ pub struct SourceCounters {
 /// Reads pages of one image from the hosts that have it.
 #[derive(Debug)]
 pub struct PeerSource {
-    image: ImageName,
+    pub(super) image: ImageName,
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
     group: Option<Arc<Listener>>,
@@ -60,7 +60,7 @@ pub struct PeerSource {
 }
 
 /// A host that did not give what it was asked for, and why.
-type Vain = (Arc<Peer>, PeerError);
+pub(super) type Vain = (Arc<Peer>, PeerError);
 
 /// Nobody gave the pages.
 #[derive(Debug)]
@@ -245,7 +245,14 @@ impl PeerSource {
                     &mut failed,
                 )
                 || all_were_asked
-                    && self.read_from_any(urgency, piece, bytes, early.as_deref_mut(), &mut failed)
+                    && self.read_from_any(
+                        urgency,
+                        piece,
+                        bytes,
+                        give_up,
+                        early.as_deref_mut(),
+                        &mut failed,
+                    )
             {
                 self.counters.resourced.add(u64::from(!failed.is_empty()));
                 return Ok(());
@@ -344,7 +351,7 @@ impl PeerSource {
     }
 
     /// A read of which one page may come early: it is told of if it is `believed`, or known to be what the origin has.
-    fn checked<T>(
+    pub(super) fn checked<T>(
         &self,
         believed: bool,
         early: Option<&mut Early<'_>>,
@@ -359,72 +366,8 @@ impl PeerSource {
         read(Some(&mut Early { page: *page, came: &mut came }))
     }
 
-    /// From those that were named when the image was, one after the other; not from who has just refused.
-    fn read_in_order(
-        &self,
-        peers: &[Arc<Peer>],
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &mut [u8],
-        mut early: Option<&mut Early<'_>>,
-        failed: &mut Vec<Vain>,
-    ) -> bool {
-        for peer in peers {
-            if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, peer)) {
-                continue;
-            }
-            // Of a swarm, whether it is the origin is known only when it has answered.
-            let believed = self.swarm.is_none() && self.is_origin(peer);
-            let answer = self.checked(believed, early.as_deref_mut(), |early| {
-                let by = (Route::Insist, Duration::MAX);
-                peer.read_by(by, self.image, piece, urgency, bytes, early)
-            });
-            match answer {
-                Ok(()) => {
-                    let swarm = self.swarm.as_ref();
-                    let origin = swarm.map_or_else(|| self.is_origin(peer), |it| it.gave(peer));
-                    match self.verified(urgency, piece, bytes, peer, origin) {
-                        Ok(()) => return true,
-                        Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
-                    }
-                }
-                Err(error) => self.on_failed(Arc::clone(peer), piece, error, failed),
-            }
-        }
-        false
-    }
-
-    /// From whoever has some of the image: of a unit that a later image has changed in part, nobody who needs that one brings all.
-    fn read_from_any(
-        &self,
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &mut [u8],
-        mut early: Option<&mut Early<'_>>,
-        failed: &mut Vec<Vain>,
-    ) -> bool {
-        let Some(swarm) = &self.swarm else { return false };
-        for (host, peer) in swarm.with_some() {
-            if failed.iter().any(|(asked, _)| Arc::ptr_eq(asked, &peer)) {
-                continue;
-            }
-            let answer = self.checked(false, early.as_deref_mut(), |early| {
-                let by = (Route::Insist, DEMAND_WAIT);
-                peer.read_by(by, self.image, piece, urgency, bytes, early)
-            });
-            match answer.and_then(|()| self.verified(urgency, piece, bytes, &peer, false)) {
-                Ok(()) => return true,
-                Err(error) => {
-                    swarm.failed(host, piece, &error);
-                    self.on_failed(peer, piece, error, failed);
-                }
-            }
-        }
-        false
-    }
-
     /// What another host than the origin gave is compared with what that has; if it can't be, the origin is asked for it.
-    fn verified(
+    pub(super) fn verified(
         &self,
         urgency: Urgency,
         piece: PageRange,
@@ -494,7 +437,7 @@ impl PeerSource {
         if origin { origin_pages } else { holder_pages }.add(piece.len());
     }
 
-    fn on_failed(
+    pub(super) fn on_failed(
         &self,
         peer: Arc<Peer>,
         piece: PageRange,

@@ -174,6 +174,7 @@ impl<'a> Session<'a> {
         }
         if let Err(refusal) = read {
             if self.answer.has_begun {
+                self.shared.counters.refused(refusal.kind);
                 return Err(refusal.into());
             }
             pack::shrink(&mut self.answer.pages, KEPT_BYTES);
@@ -318,7 +319,9 @@ impl<'a> Session<'a> {
             let left = give_up.saturating_duration_since(Instant::now());
             let wait = if patience.is_zero() { limits.io } else { left };
             let refusal = match self.read(member, request, began, wait) {
-                Err(refusal) if refusal.kind == RefusalKind::NotHere => refusal,
+                Err(refusal) if refusal.kind == RefusalKind::NotHere && !self.answer.has_begun => {
+                    refusal
+                }
                 read => return read,
             };
             // What was under way when it was looked for may have come since.
@@ -344,6 +347,12 @@ impl<'a> Session<'a> {
         let Shared { pages, answering, .. } = self.shared;
         let bytes = usize::try_from(range.byte_len()).unwrap_or(0);
         self.answer.pages.resize(bytes, 0);
+        if let Some(first) = first.filter(|_| {
+            let comes_first = urgency == Urgency::Demand && request.first_place().is_some();
+            comes_first && pages.has(image, range)
+        }) {
+            return self.read_first(member, request, first, began);
+        }
         let _answering;
         let _turn = match urgency {
             Urgency::Demand => {
@@ -352,10 +361,7 @@ impl<'a> Session<'a> {
             }
             Urgency::Ahead => Some(self.turn(wait)?),
         };
-        match first.filter(|_| request.first_place().is_some() && pages.has(image, range)) {
-            Some(first) => self.read_first(member, request, first, began),
-            None => pages.read(member, image, range, urgency, &mut self.answer.pages),
-        }
+        pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
 
     /// The page that comes first is sent before the others are read, which are all here: if one is not any more by then, the connection
@@ -368,14 +374,17 @@ impl<'a> Session<'a> {
         began: Instant,
     ) -> Result<(), Refusal> {
         let Request { image, range, urgency, .. } = *request;
-        let pages = &self.shared.pages;
+        let Shared { pages, answering, .. } = self.shared;
+        let reading = Answering::begin(answering);
         pages.read(member, image, first.range(), urgency, &mut self.answer.pages[..PAGE])?;
         self.answer.has_begun = true;
+        drop(reading); // who takes nothing keeps nobody from being answered
         self.channel.set_timeout(self.shared.limits.io);
         if let Err(why) = self.send_first(request, began) {
             self.ended = Some(why);
             return Ok(());
         }
+        let _reading = Answering::begin(answering);
         let mut rest = &mut self.answer.pages[PAGE..];
         for run in [range.until_page(first), range.from_page(PageIdx(first.0 + 1))] {
             let (bytes, later) = rest.split_at_mut(usize::try_from(run.byte_len()).unwrap_or(0));

@@ -127,6 +127,8 @@ pub(crate) struct Images {
     pub(crate) has_all: AtomicBool,
     /// Reads of several pages wait here, too.
     pub(crate) several_gate: Gate,
+    /// So many of those find the pages not here.
+    pub(crate) several_absent: AtomicUsize,
 }
 
 impl Pages for Images {
@@ -153,6 +155,11 @@ impl Pages for Images {
     ) -> Result<(), Refusal> {
         if range.len() > 1 {
             self.several_gate.pass();
+            let less = |left: usize| left.checked_sub(1);
+            if self.several_absent.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+            {
+                return Err(Refusal::new(RefusalKind::NotHere, "they have gone since"));
+            }
         }
         if image != IMAGE || range.end().0 > PAGES {
             return Err(Refusal::new(RefusalKind::UnknownImage, format!("no image {image}")));

@@ -1,16 +1,20 @@
 //! A page that somebody waits for, before its neighbours.
 
 use std::cell::RefCell;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use rustls::{ClientConnection, StreamOwned};
 use vmfork_image::{PageIdx, PageSource as _};
-use vmfork_transfer::proto::HEAD_BYTES;
-use vmfork_transfer::{PeerLimits, ServiceLimits};
+use vmfork_transfer::proto::{HEAD_BYTES, Op, PREAMBLE, Request, Route};
+use vmfork_transfer::{PeerLimits, ServiceLimits, Urgency};
 
 use crate::chaos;
 use crate::common::*;
+use crate::keys::name_of;
 use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
 
 #[test]
@@ -101,6 +105,33 @@ fn neighbours_that_are_gone_by_then_end_the_connection() {
     let mut bytes = buffer(wanted);
     source.read_first(wanted, page, &mut bytes, &mut |_| ()).expect("they are back");
     check(wanted, &bytes);
+}
+
+/// Who was sent to a host waits there for pages that are on their way; not once some are sent.
+#[test]
+fn what_has_been_sent_is_not_sent_again_when_the_others_come_later() {
+    let world = World::new();
+    let server = world.serve(2, ServiceLimits::default());
+    server.images.has_all.store(true, Ordering::Relaxed);
+    server.images.several_absent.store(1, Ordering::Relaxed);
+    let tls = ClientConnection::new(Arc::clone(&world.client.client), name_of(2));
+    let tcp = TcpStream::connect(server.service.address()).expect("a connection");
+    let mut asking = StreamOwned::new(tls.expect("a configuration"), tcp);
+    let request = Request {
+        image: IMAGE,
+        range: range(32, UNIT),
+        op: Op::Read,
+        urgency: Urgency::Demand,
+        route: Route::Redirected,
+        may_compress: false,
+        first: Some(PageIdx(37)),
+        sequence: 0,
+    };
+    asking.write_all(&[&PREAMBLE[..], &request.encode()].concat()).expect("sent");
+    let mut answers = Vec::new();
+    let _ended_without_a_word = asking.read_to_end(&mut answers);
+    assert_eq!(answers.len(), HEAD_BYTES + 2 + PAGE, "the page, and nothing else");
+    check(PageIdx(37).range(), &answers[HEAD_BYTES + 2..]);
 }
 
 /// What a host that is not the image's origin gives is used only if it is what the origin has; also early.

@@ -90,11 +90,12 @@ fn who_gave_what_is_wrong_is_asked_for_no_part_of_a_unit_either() {
     let (source, swarm) = nodes[1].source(&nodes, quick());
     swarm.refresh_within(Duration::from_secs(20));
     let unit = range(0, UNIT);
-    while source.counters().forged.get() == 0 {
+    wait_until("it is asked, too", || {
         let mut bytes = buffer(unit);
         source.read(unit, &mut bytes).expect("from the origin");
         check(unit, &bytes);
-    }
+        source.counters().forged.get() > 0
+    });
     nodes[0].service.stop();
     let part = range(32, 8);
     let error = source.read(part, &mut buffer(part)).expect_err("nobody else has it").to_string();
