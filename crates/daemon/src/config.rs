@@ -232,7 +232,7 @@ pub enum ConfigError {
     #[error("--qemu-uid-base {base}: must be 1000 to {}", UID_BASE_MAX)]
     UidBase { base: u32 },
     #[error(
-        "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host"
+        "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host; `spread` and `pack` go with it"
     )]
     TicketsWithoutJobs,
     #[error("--memory-reserve-mib {mib}: more than any host has")]
@@ -393,7 +393,7 @@ mod tests {
         assert!(config(&["--ticket-place", "here"]).is_ok());
         assert_eq!(
             refusal(&["--allocator", "slurm", "--ticket-place", "here"]),
-            "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host"
+            "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host; `spread` and `pack` go with it"
         );
     }
 
