@@ -5,6 +5,7 @@
 //!   engine ──submit──► demand ─┐
 //!                  └─► ahead ──┴─► fetcher: read, verify, write the cache ──Fetched, bell──► engine
 //!                   by owner, several at once where its source likes that
+//!                                    └── the page that is waited for, first: cache, Wakers, Early, bell ──► engine
 //! ```
 //!
 //! Promises: what is submitted is answered once, also if reading it panics, but for a page that was there early; demand leaves the queue before what
