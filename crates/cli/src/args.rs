@@ -348,6 +348,13 @@ pub(crate) enum RawDaemon {
         #[arg(short, long)]
         force: bool,
     },
+    /// End the daemon and start it anew, with the same flags; its clients wait meanwhile. VMs end
+    /// with it
+    Restart {
+        /// Even if VMs run
+        #[arg(short, long)]
+        force: bool,
+    },
     /// Say whether the daemon runs (exit status 1: it does not)
     Status,
 }

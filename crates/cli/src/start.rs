@@ -18,7 +18,7 @@ use rustix::fs::{FlockOperation, flock};
 use tokio::time::{Instant, sleep, timeout_at};
 use vmfork_api::Version;
 
-use crate::client::{Client, ConnectError, Query, connect, unreachable};
+use crate::client::{Client, ConnectError, Query, find, unreachable};
 use crate::config::{Endpoint, Global};
 use crate::failure::HintExt as _;
 
@@ -48,7 +48,7 @@ pub(crate) enum Started {
 
 /// Returns once a daemon answers.
 pub(crate) async fn ensure(global: &Global) -> anyhow::Result<Started> {
-    match connect(&global.endpoint).await {
+    match find(&global.endpoint).await {
         Ok(_) => Ok(Started::WasThere),
         Err(ConnectError::Absent(error)) => match &global.endpoint {
             Endpoint::Unix(socket) if global.may_start => start(global, socket).await,
@@ -59,17 +59,37 @@ pub(crate) async fn ensure(global: &Global) -> anyhow::Result<Started> {
 }
 
 async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
-    let state = &global.state_dir;
     let program = find_daemon().with_context(|| format!("start {DAEMON}"))?;
-    fs::create_dir_all(state)
-        .with_context(|| format!("make the state folder {}", state.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
-    let lock = lock(state).await?;
-    if connect(&global.endpoint).await.is_ok() {
+    let lock = lock(global).await?;
+    if find(&global.endpoint).await.is_ok() {
         return Ok(Started::WasThere);
     }
+    let mut args: Vec<OsString> = vec!["--state".into(), global.state_dir.clone().into()];
+    args.extend(["--socket".into(), socket.into()]);
+    let log = global.state_dir.join("vmforkd.log");
+    let how = Launch { program, args, environment: None, folder: "/".into(), log: log.clone() };
+    let pid = launch(global, how).await?;
+    drop(lock);
+    global.printer.note(&format!("Started {DAEMON}, its log is {}", log.display()));
+    Ok(Started::Now { pid })
+}
+
+/// How a daemon is started.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    pub(crate) program: PathBuf,
+    pub(crate) args: Vec<OsString>,
+    /// `None`: ours.
+    pub(crate) environment: Option<Vec<(OsString, OsString)>>,
+    pub(crate) folder: PathBuf,
+    /// Where its output goes.
+    pub(crate) log: PathBuf,
+}
+
+/// Returns the process once the daemon answers. The lock must be held.
+pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u32> {
+    let Launch { program, args, environment, folder, log: log_path } = launch;
     let spinner = global.printer.spinner(format!("Starting {DAEMON}"));
-    let log_path = state.join("vmforkd.log");
     let log = OpenOptions::new()
         .create(true)
         .append(true)
@@ -79,14 +99,15 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
         .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
     let log_start = log.metadata().map(|metadata| metadata.len()).unwrap_or_default();
     // This very program, also where its file has been replaced meanwhile.
-    let mut child = tokio::process::Command::new("/proc/self/exe")
+    let mut command = tokio::process::Command::new("/proc/self/exe");
+    if let Some(environment) = environment {
+        command.env_clear().envs(environment);
+    }
+    let mut child = command
         .arg(DETACHED)
         .arg(&program)
-        .arg("--state")
-        .arg(state)
-        .arg("--socket")
-        .arg(socket)
-        .current_dir("/")
+        .args(args)
+        .current_dir(folder)
         .stdin(Stdio::null())
         .stdout(log.try_clone().context("hand out the log")?)
         .stderr(log)
@@ -94,37 +115,38 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
         .with_context(|| format!("start {}", program.display()))?;
     let pid = child.id().unwrap_or_default();
     let deadline = Instant::now() + START_BOUND;
-    loop {
-        if let Some(status) = child.try_wait().with_context(|| format!("wait for {DAEMON}"))? {
+    let client = Client::unchecked(global);
+    let answer = async {
+        loop {
+            // Where an earlier daemon's socket waits for this one, so does this request.
+            if client.get::<Version>(Query::new("/v1/version")).await.is_ok() {
+                return;
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+    };
+    let answered = tokio::select! {
+        status = child.wait() => {
+            let status = status.with_context(|| format!("wait for {DAEMON}"))?;
             return Err(anyhow!("{}", log_tail(&log_path, log_start)))
                 .with_context(|| format!("{DAEMON} ended at once ({status})"))
                 .hint(format!("the whole log is in {}", log_path.display()));
         }
-        let client = Client::unchecked(global);
-        if let Ok(Ok(_)) =
-            timeout_at(deadline, client.get::<Version>(Query::new("/v1/version"))).await
+        answered = timeout_at(deadline, answer) => answered,
+    };
+    if answered.is_err() {
+        // Ours, and of no use to anyone.
+        if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
+            && let Some(pid) = rustix::process::Pid::from_raw(pid)
         {
-            break;
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
-        if Instant::now() >= deadline {
-            // Ours, and of no use to anyone.
-            if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
-                && let Some(pid) = rustix::process::Pid::from_raw(pid)
-            {
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-            }
-            return Err(anyhow!("{}", log_tail(&log_path, log_start)))
-                .with_context(|| {
-                    format!("{DAEMON} did not answer within {} s", START_BOUND.as_secs())
-                })
-                .hint(format!("the whole log is in {}", log_path.display()));
-        }
-        sleep(POLL_INTERVAL).await;
+        return Err(anyhow!("{}", log_tail(&log_path, log_start)))
+            .with_context(|| format!("{DAEMON} did not answer within {} s", START_BOUND.as_secs()))
+            .hint(format!("the whole log is in {}", log_path.display()));
     }
-    drop(lock);
     spinner.finish_and_clear();
-    global.printer.note(&format!("Started {DAEMON}, its log is {}", log_path.display()));
-    Ok(Started::Now { pid })
+    Ok(pid)
 }
 
 /// The one next to this program, else the one in `PATH`.
@@ -143,8 +165,12 @@ pub(crate) fn find_daemon() -> anyhow::Result<PathBuf> {
         .hint("install vmforkd beside vmfork, or set VMFORK_HOST to a daemon elsewhere")
 }
 
-/// Taken until it is dropped. Never waits in the kernel, so that Ctrl-C is heard.
-async fn lock(state: &Path) -> anyhow::Result<File> {
+/// That of those who start daemons of this state folder; taken until it is dropped. Never waits in the kernel, so that Ctrl-C is heard.
+pub(crate) async fn lock(global: &Global) -> anyhow::Result<File> {
+    let state = &global.state_dir;
+    fs::create_dir_all(state)
+        .with_context(|| format!("make the state folder {}", state.display()))
+        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
     let path = state.join("vmfork-start.lock");
     let file = OpenOptions::new()
         .create(true)

@@ -7,6 +7,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
@@ -52,6 +53,12 @@ pub struct Flags {
     /// File with the token for --listen; must not be readable by everybody
     #[arg(long, value_name = "PATH", env = "VMFORK_TOKEN_FILE")]
     pub token_file: Option<PathBuf>,
+
+    /// How long the sockets of a daemon that died wait for the next one, in seconds; 0: they end with
+    /// the daemon
+    #[arg(long, value_name = "SECONDS", env = "VMFORK_HOLDER_LINGER_S", default_value_t = 60,
+          value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    pub holder_linger_s: u32,
 
     /// Started QEMUs that wait for clones, for each machine shape in use; 0: none
     #[arg(long, value_name = "N", env = "VMFORK_POOL", default_value_t = 4,
@@ -125,7 +132,7 @@ pub struct Flags {
     #[arg(long, hide = true)]
     pub debug_faults: bool,
 
-    /// Folder of the shim and the guest agent [default: ../lib/vmfork beside the folder of vmforkd]
+    /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork beside the folder of vmforkd]
     #[arg(long, value_name = "DIR", env = "VMFORK_LIBDIR")]
     pub libdir: Option<PathBuf>,
 }
@@ -172,6 +179,8 @@ pub struct Config {
     pub socket: PathBuf,
     pub socket_gid: Option<u32>,
     pub tcp: Option<Tcp>,
+    /// How long a holder waits for the next daemon; zero: there is none.
+    pub holder_linger: Duration,
     /// Waiting QEMUs for each machine shape; 0: no pool.
     pub pool: u32,
     /// 1 to 512.
@@ -301,6 +310,7 @@ impl Flags {
             state,
             socket,
             tcp,
+            holder_linger: Duration::from_secs(self.holder_linger_s.into()),
             pool: self.pool,
             fill_unit_pages: self.fill_unit_pages,
             qemu: find_program(&qemu, std::env::var_os("PATH").as_deref()).unwrap_or(qemu),

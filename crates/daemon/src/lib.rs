@@ -5,7 +5,8 @@
 //!    │                                │        │
 //!    └── metrics ◄────────────────────┘        ├── agent, tickets (the guests' side)
 //!   lifecycle ──► state (folder, journal)      └── admission, cgroup (what fits)
-//!      └── config, doctor                      └── quotas (what users may have, on all hosts)
+//!      ├── holder (what a successor finds)     └── quotas (what users may have, on all hosts)
+//!      └── config, doctor
 //! ```
 //!
 //! `cluster` has requests about other hosts' VMs passed on, and clones started there.
@@ -22,6 +23,7 @@ pub mod control;
 pub mod doctor;
 mod facts;
 mod fork;
+pub mod holder;
 pub mod http;
 pub mod hub;
 pub mod lifecycle;

@@ -1,13 +1,15 @@
 //! A daemon's life from its settings to its end.
 //!
 //! ```text
-//!   limits ─► State (lock, clear away) ─► sockets ─► host starts ─► READY ─► serve … signal
-//!                                                                               │
-//!   exit ◄─ socket and lock given up ◄─ host shuts down ◄─ requests finish ◄────┘
+//!   limits ─► State (lock, clear away) ─► holder ─► sockets ─► host starts ─► READY ─► serve … signal
+//!                                                                                         │
+//!   exit ◄─ socket and lock given up ◄─ host shuts down ◄─ requests finish ◄─ holder ends ◄┘
 //! ```
 //!
 //! The sockets are there before the host is, so that a client that just started the daemon waits in
-//! the backlog and not in a loop. A second signal ends the wait for whatever the end waits for.
+//! the backlog and not in a loop. They are a predecessor's, if the holder has them. On SIGUSR2 the
+//! holder stays, with the sockets: clients wait for a successor. A second signal ends the wait for
+//! whatever the end waits for.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -32,6 +34,7 @@ use crate::cgroup::Cgroups;
 use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::control::Control;
+use crate::holder::{Ending, Holding};
 use crate::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
@@ -69,7 +72,7 @@ impl fmt::Debug for Host {
     }
 }
 
-/// Live until SIGTERM or SIGINT.
+/// Live until SIGTERM or SIGINT, or until SIGUSR2, which says that a successor follows.
 ///
 /// # Errors
 /// If the daemon can't be started. What goes wrong later is in the log.
@@ -83,7 +86,7 @@ where
     run_until(config, start, notify, async move || signals.next().await).await
 }
 
-/// The same; `end` answers with why, each time that somebody wants the end. `notify` is where systemd
+/// The same; `end` answers each time that somebody wants the end. `notify` is where systemd
 /// wants to be told.
 ///
 /// # Errors
@@ -92,7 +95,7 @@ pub async fn run_until<S, F>(
     config: Config,
     start: S,
     notify: Option<OsString>,
-    mut end: impl AsyncFnMut() -> &'static str,
+    mut end: impl AsyncFnMut() -> Ending,
 ) -> Result<()>
 where
     S: FnOnce(Parts) -> F,
@@ -123,7 +126,9 @@ where
         }
     };
     let snapshots = Arc::new(Snapshots::new(&config.state.join("snapshots"))?);
-    let listeners = listen(&config).await?;
+    // Behind the cgroups, which want us to be alone in ours.
+    let holder = Arc::new(Holding::begin(&config, state.root()));
+    let listeners = listen(&config, &holder).await.inspect_err(|_| holder.give_up())?;
     let policy = Policy::of(&config, admission::cores());
     let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
     let parts = Parts {
@@ -136,9 +141,10 @@ where
     };
     // A signal while the host starts ends it there: dropping the future gives up what it had begun.
     let host = tokio::select! {
-        host = start(parts) => host?,
-        why = end() => {
-            tracing::info!(why, "ending before the host had started");
+        host = start(parts) => host.inspect_err(|_| holder.give_up())?,
+        ending = end() => {
+            tracing::info!(ending.why, "ending before the host had started");
+            holder.part(ending).await;
             return Ok(());
         }
     };
@@ -152,12 +158,16 @@ where
     }
     let serving = tokio::spawn(http::serve(listeners, app, stop_rx));
     let reaping = tokio::spawn(reap(state));
+    if let Err(error) = holder.watch() {
+        tracing::warn!("watch the holder: {error}");
+    }
     tracing::info!(socket = %config.socket.display(), state = %config.state.display(), "ready");
     tell(notify.as_deref(), "READY=1");
 
-    let why = end().await;
-    tracing::info!(why, "ending");
+    let ending = end().await;
+    tracing::info!(ending.why, ending.successor, "ending");
     tell(notify.as_deref(), "STOPPING=1");
+    holder.part(ending).await;
     stop_tx.send_replace(true);
     let ending = async {
         if let Some(cluster) = &host.cluster {
@@ -174,21 +184,44 @@ where
     };
     tokio::select! {
         () = ending => tracing::info!("ended"),
-        why = end() => tracing::warn!(why, "ending at once; the next daemon clears away the rest"),
+        at_once = end() => {
+            tracing::warn!(at_once.why, "ending at once; the next daemon clears away the rest");
+            // For good after all, perhaps.
+            if !at_once.successor {
+                holder.part(at_once).await;
+            }
+        }
     }
     reaping.abort();
     Ok(())
 }
 
-async fn listen(config: &Config) -> Result<Listeners> {
+async fn listen(config: &Config, holder: &Holding) -> Result<Listeners> {
     if let Some(folder) = config.socket.parent() {
         fs::create_dir_all(folder)
             .with_context(|| format!("make the folder {}", folder.display()))?;
     }
-    let listeners = Listeners::unix(&config.socket, SocketOwner { gid: config.socket_gid }).await?;
+    let owner = SocketOwner { gid: config.socket_gid };
+    let listeners = match holder.take_unix(&config.socket, owner)? {
+        Some(listeners) => listeners,
+        None => Listeners::unix(&config.socket, owner).await?,
+    };
+    let listeners = listen_on_tcp(config, holder, listeners).await?;
+    holder.keep(config, &listeners).context("copy the sockets for a successor")?;
+    Ok(listeners)
+}
+
+async fn listen_on_tcp(
+    config: &Config,
+    holder: &Holding,
+    listeners: Listeners,
+) -> Result<Listeners> {
     let Some(tcp) = &config.tcp else { return Ok(listeners) };
     let token = Token::from_file(&tcp.token_file)?;
-    let listeners = listeners.and_tcp(tcp.address, token).await?;
+    let listeners = match holder.take_tcp(tcp.address) {
+        Some(socket) => listeners.and_tcp_taken_over(socket, tcp.address, token)?,
+        None => listeners.and_tcp(tcp.address, token).await?,
+    };
     if let Some(address) = listeners.tcp_address() {
         tracing::info!(%address, "serving on TCP to those who have the token");
         if !address.ip().is_loopback() {
@@ -229,6 +262,8 @@ async fn reap(state: Arc<State>) {
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    /// A successor follows.
+    restart: Signal,
 }
 
 impl Signals {
@@ -236,13 +271,15 @@ impl Signals {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
+            restart: signal(SignalKind::user_defined2())?,
         })
     }
 
-    async fn next(&mut self) -> &'static str {
+    async fn next(&mut self) -> Ending {
         tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.terminate.recv() => "SIGTERM".into(),
+            _ = self.interrupt.recv() => "SIGINT".into(),
+            _ = self.restart.recv() => Ending { why: "SIGUSR2", successor: true },
         }
     }
 }

@@ -5,13 +5,21 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::config::Endpoint;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a socket whose daemon has died is given to be served by the next one. A service manager
+/// starts that after a second.
+const SUCCESSOR_BOUND: Duration = Duration::from_secs(3);
+
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Debug)]
 pub(crate) enum Stream {
@@ -31,6 +39,47 @@ impl ConnectError {
     pub(crate) fn into_io(self) -> io::Error {
         match self {
             Self::Absent(error) | Self::Other(error) => error,
+        }
+    }
+}
+
+/// The same, to find out whether a daemon is there: when one dies, its socket still takes connections
+/// for a while, on which the next daemon answers. If none comes soon, there is none.
+pub(crate) async fn find(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
+    let deadline = Instant::now() + SUCCESSOR_BOUND;
+    loop {
+        let stream = connect(endpoint).await?;
+        if stream.is_served() {
+            return Ok(stream);
+        }
+        if Instant::now() >= deadline {
+            let text = "the daemon has died, and its socket waits for the next one";
+            return Err(ConnectError::Absent(io::Error::new(
+                io::ErrorKind::ConnectionRefused,
+                text,
+            )));
+        }
+        sleep(POLL_INTERVAL).await;
+    }
+}
+
+impl Stream {
+    /// The process that listens on the other side, or did when it died.
+    pub(crate) fn peer(&self) -> Option<Pid> {
+        let Self::Unix(stream) = self else { return None };
+        stream.peer_cred().ok()?.pid().and_then(Pid::from_raw)
+    }
+
+    /// Whether that process lives. Where the kernel does not tell, as across containers, it does.
+    fn is_served(&self) -> bool {
+        let Some(pid) = self.peer() else { return true };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(process) => {
+                // Readable from its end on, though its parent may not have taken note.
+                let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+                poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&at_once)) != Ok(1)
+            }
+            Err(error) => error != rustix::io::Errno::SRCH,
         }
     }
 }

@@ -1,6 +1,11 @@
-//! `vmfork daemon start|stop|status`.
+//! `vmfork daemon start|stop|restart|status`.
 
+use std::ffi::{OsStr, OsString};
+use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
@@ -11,10 +16,10 @@ use tokio::task::spawn_blocking;
 use vmfork_api::{HostInfo, Version};
 
 use super::ps;
-use crate::client::{Client, ConnectError, Query, Stream, connect, unreachable};
+use crate::client::{Client, ConnectError, Query, find, unreachable};
 use crate::config::{DaemonAction, Endpoint, Global};
 use crate::failure::{Exit, HintExt as _};
-use crate::start::{self, DAEMON, Started};
+use crate::start::{self, DAEMON, Launch, Started};
 
 /// The daemon ends its VMs before itself.
 const STOP_BOUND: Duration = Duration::from_secs(60);
@@ -33,6 +38,7 @@ pub(super) async fn run(global: &Global, action: DaemonAction) -> anyhow::Result
     match action {
         DaemonAction::Start => start(global).await,
         DaemonAction::Stop { force } => stop(global, force).await,
+        DaemonAction::Restart { force } => restart(global, force).await,
         DaemonAction::Status => status(global).await,
     }
 }
@@ -57,11 +63,11 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
         version: None,
         host: None,
     };
-    match connect(&global.endpoint).await {
+    match find(&global.endpoint).await {
         Err(ConnectError::Absent(_)) => {}
         Err(ConnectError::Other(error)) => return Err(unreachable(global, error)),
         Ok(stream) => {
-            status.pid = peer(&stream).map(|pid| pid.as_raw_nonzero().get());
+            status.pid = stream.peer().map(|pid| pid.as_raw_nonzero().get());
             drop(stream);
             let client = Client::unchecked(global);
             status.version = Some(client.get(Query::new("/v1/version")).await?);
@@ -96,57 +102,169 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
 }
 
 async fn stop(global: &Global, force: bool) -> anyhow::Result<Exit> {
-    let stream = match connect(&global.endpoint).await {
-        Err(ConnectError::Absent(_)) => {
-            if global.printer.json {
-                return status(global).await.map(|_| Exit::Done);
-            }
-            global.printer.note(&format!("No daemon answers at {}", global.endpoint));
-            return Ok(Exit::Done);
+    let Some(daemon) = Running::find(global).await? else {
+        if global.printer.json {
+            return status(global).await.map(|_| Exit::Done);
         }
-        Err(ConnectError::Other(error)) => return Err(unreachable(global, error)),
-        Ok(stream) => stream,
+        global.printer.note(&format!("No daemon answers at {}", global.endpoint));
+        return Ok(Exit::Done);
     };
-    if !matches!(global.endpoint, Endpoint::Unix(_)) {
-        return Err(anyhow!("a daemon behind {} can't be stopped from here", global.endpoint))
-            .hint("use `vmfork daemon stop` or systemctl on its own host");
-    }
-    let pid = peer(&stream).ok_or_else(|| anyhow!("the kernel does not say who listens"))?;
-    if pid == Pid::INIT {
-        return Err(anyhow!("systemd listens at {}", global.endpoint))
-            .hint("`systemctl list-sockets` names the unit, `systemctl stop UNIT` stops it");
-    }
-    // Pinned before anything else is asked, so that no other process can get its number.
-    let process = pidfd_open(pid, PidfdFlags::empty()).context("look at the daemon's process")?;
-    drop(stream);
     if !force {
-        let vms = ps::list(&Client::unchecked(global), false).await?;
-        let names: Vec<String> =
-            vms.into_iter().filter(|vm| !vm.state.has_ended()).map(|vm| vm.name).collect();
-        if !names.is_empty() {
-            return Err(anyhow!("these VMs would end with it: {}", names.join(" ")))
-                .context(format!("stop {DAEMON}"))
-                .hint("`vmfork kill` ends them; `vmfork daemon stop --force` does it all");
-        }
+        daemon.refuse_if_vms_run(global, "stop").await?;
     }
-    pidfd_send_signal(&process, Signal::TERM)
-        .context(format!("send SIGTERM to {DAEMON}"))
-        .hint("use sudo, if it is not yours")?;
-    let spinner = global.printer.spinner(format!("Stopping {DAEMON}"));
-    let ended = spawn_blocking(move || wait(&process)).await.context("wait for the daemon")?;
-    spinner.finish_and_clear();
-    if !ended.context("wait for the daemon")? {
-        bail!(
-            "{DAEMON} (pid {}) has not ended within {} s",
-            pid.as_raw_nonzero(),
-            STOP_BOUND.as_secs()
-        );
-    }
+    daemon.end(global, Signal::TERM).await?;
     if global.printer.json {
         return status(global).await.map(|_| Exit::Done);
     }
     global.printer.note(&format!("Stopped {DAEMON}"));
     Ok(Exit::Done)
+}
+
+/// Its sockets stay open: who asks something of it meanwhile waits.
+async fn restart(global: &Global, force: bool) -> anyhow::Result<Exit> {
+    let Some(daemon) = Running::find(global).await? else { return start(global).await };
+    if !force {
+        daemon.refuse_if_vms_run(global, "restart").await?;
+    }
+    let launch = daemon.launch(global)?;
+    let log = launch.log.clone();
+    // No other command shall start one between the two.
+    let lock = start::lock(global).await?;
+    daemon.end(global, Signal::USR2).await?;
+    start::launch(global, launch).await?;
+    drop(lock);
+    if global.printer.json {
+        return status(global).await;
+    }
+    global.printer.note(&format!("Restarted {DAEMON}, its log is {}", log.display()));
+    Ok(Exit::Done)
+}
+
+/// The daemon's process, pinned: no other can get its number.
+#[derive(Debug)]
+struct Running {
+    pid: Pid,
+    process: OwnedFd,
+}
+
+impl Running {
+    /// `None`: there is none.
+    async fn find(global: &Global) -> anyhow::Result<Option<Self>> {
+        let stream = match find(&global.endpoint).await {
+            Err(ConnectError::Absent(_)) => return Ok(None),
+            Err(ConnectError::Other(error)) => return Err(unreachable(global, error)),
+            Ok(stream) => stream,
+        };
+        if !matches!(global.endpoint, Endpoint::Unix(_)) {
+            return Err(anyhow!("a daemon behind {} can't be stopped from here", global.endpoint))
+                .hint("use `vmfork daemon stop` or systemctl on its own host");
+        }
+        let pid = stream.peer().ok_or_else(|| anyhow!("the kernel does not say who listens"))?;
+        if pid == Pid::INIT {
+            return Err(anyhow!("systemd listens at {}", global.endpoint))
+                .hint("`systemctl list-sockets` names the unit, `systemctl stop UNIT` stops it");
+        }
+        let process =
+            pidfd_open(pid, PidfdFlags::empty()).context("look at the daemon's process")?;
+        Ok(Some(Self { pid, process }))
+    }
+
+    async fn refuse_if_vms_run(&self, global: &Global, action: &str) -> anyhow::Result<()> {
+        let vms = ps::list(&Client::unchecked(global), false).await?;
+        let names: Vec<String> =
+            vms.into_iter().filter(|vm| !vm.state.has_ended()).map(|vm| vm.name).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(anyhow!("these VMs would end with it: {}", names.join(" ")))
+            .context(format!("{action} {DAEMON}"))
+            .hint(format!("`vmfork kill` ends them; `vmfork daemon {action} --force` does it all"))
+    }
+
+    /// Send it `signal`, and wait until it has ended.
+    async fn end(self, global: &Global, signal: Signal) -> anyhow::Result<()> {
+        let Self { pid, process } = self;
+        let name = if signal == Signal::USR2 { "SIGUSR2" } else { "SIGTERM" };
+        pidfd_send_signal(&process, signal)
+            .context(format!("send {name} to {DAEMON}"))
+            .hint("use sudo, if it is not yours")?;
+        let spinner = global.printer.spinner(format!("Stopping {DAEMON}"));
+        let ended = spawn_blocking(move || wait(&process)).await.context("wait for the daemon")?;
+        spinner.finish_and_clear();
+        if !ended.context("wait for the daemon")? {
+            bail!(
+                "{DAEMON} (pid {}) has not ended within {} s",
+                pid.as_raw_nonzero(),
+                STOP_BOUND.as_secs()
+            );
+        }
+        Ok(())
+    }
+
+    /// How it was started, so that its successor has the same flags and environment.
+    fn launch(&self, global: &Global) -> anyhow::Result<Launch> {
+        let process = PathBuf::from(format!("/proc/{}", self.pid.as_raw_nonzero()));
+        let read = |name: &str| {
+            fs::read(process.join(name))
+                .with_context(|| format!("look how {DAEMON} was started"))
+                .hint("use sudo, if it is not yours")
+        };
+        let environment = environment(&read("environ")?);
+        let pid = self.pid.as_raw_nonzero().to_string();
+        if environment.iter().any(|(key, value)| key == SYSTEMD_PID && *value == *pid) {
+            return Err(anyhow!("systemd has started {DAEMON}, and would not know the next one"))
+                .hint("`systemctl restart vmforkd` keeps the sockets, too");
+        }
+        let program = fs::read_link(process.join("exe")).context("look which program it is")?;
+        let folder = fs::read_link(process.join("cwd")).context("look where it runs")?;
+        Ok(Launch {
+            program: not_deleted(program),
+            args: arguments(&read("cmdline")?),
+            environment: Some(environment),
+            folder,
+            log: log_of(&process).unwrap_or_else(|| global.state_dir.join("vmforkd.log")),
+        })
+    }
+}
+
+/// Of the process that systemd itself has started.
+const SYSTEMD_PID: &str = "SYSTEMD_EXEC_PID";
+
+fn words(bytes: &[u8]) -> impl Iterator<Item = &OsStr> {
+    bytes.strip_suffix(b"\0").unwrap_or(bytes).split(|byte| *byte == 0).map(OsStr::from_bytes)
+}
+
+/// Without the program's name.
+fn arguments(cmdline: &[u8]) -> Vec<OsString> {
+    words(cmdline).skip(1).map(OsStr::to_owned).collect()
+}
+
+fn environment(environ: &[u8]) -> Vec<(OsString, OsString)> {
+    words(environ)
+        .filter_map(|entry| {
+            let entry = entry.as_bytes();
+            let at = entry.iter().position(|byte| *byte == b'=')?;
+            let (key, value) =
+                (OsStr::from_bytes(&entry[..at]), OsStr::from_bytes(&entry[at + 1..]));
+            Some((key.to_owned(), value.to_owned()))
+        })
+        .collect()
+}
+
+/// After an upgrade the old file is gone, and the new one is in its place.
+fn not_deleted(program: PathBuf) -> PathBuf {
+    let bytes = program.as_os_str().as_bytes();
+    match bytes.strip_suffix(b" (deleted)") {
+        Some(path) => PathBuf::from(OsStr::from_bytes(path)),
+        None => program,
+    }
+}
+
+/// The file that its errors go to, if it is one.
+fn log_of(process: &Path) -> Option<PathBuf> {
+    let path = fs::read_link(process.join("fd/2")).ok()?;
+    let is_file = fs::metadata(&path).is_ok_and(|file| file.is_file());
+    (path.is_absolute() && is_file).then_some(path)
 }
 
 /// Whether the process has ended in time.
@@ -162,9 +280,23 @@ fn wait(process: &std::os::fd::OwnedFd) -> io::Result<bool> {
     }
 }
 
-/// The process that listens on the other side.
-fn peer(stream: &Stream) -> Option<Pid> {
-    let Stream::Unix(stream) = stream else { return None };
-    let credentials = stream.peer_cred().ok()?;
-    credentials.pid().and_then(Pid::from_raw)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn how_a_process_was_started_is_read_as_the_kernel_writes_it() {
+        assert_eq!(arguments(b"vmforkd\0--state\0/a b\0"), ["--state", "/a b"]);
+        assert_eq!(arguments(b"vmforkd\0--quota\0\0"), ["--quota", ""]);
+        assert!(arguments(b"vmforkd\0").is_empty() && arguments(b"").is_empty());
+        let read = environment(b"A=1=2\0EMPTY=\0odd\0");
+        assert_eq!(read, [("A".into(), "1=2".into()), ("EMPTY".into(), "".into())]);
+    }
+
+    #[test]
+    fn a_program_that_was_replaced_is_found_at_its_place() {
+        let path = |text: &str| not_deleted(PathBuf::from(text));
+        assert_eq!(path("/usr/bin/vmforkd (deleted)"), Path::new("/usr/bin/vmforkd"));
+        assert_eq!(path("/usr/bin/vmforkd"), Path::new("/usr/bin/vmforkd"));
+    }
 }

@@ -12,7 +12,7 @@ use vmfork_guest_image::{
 };
 
 use super::{for_each, kill};
-use crate::client::{Client, ConnectError, Query, connect, unreachable};
+use crate::client::{Client, ConnectError, Query, find, unreachable};
 use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
 use crate::failure::{Exit, with};
 use crate::format;
@@ -146,7 +146,7 @@ async fn take_over(global: &Global, config: ImportConfig) -> anyhow::Result<Exit
 
 /// The daemon, if one runs.
 async fn daemon(global: &Global) -> anyhow::Result<Option<Client<'_>>> {
-    match connect(&global.endpoint).await {
+    match find(&global.endpoint).await {
         Ok(_) => Ok(Some(Client::unchecked(global))),
         Err(ConnectError::Absent(error)) => match &global.endpoint {
             crate::config::Endpoint::Unix(_) => Ok(None),

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use vmfork_api::Version;
 
-use crate::client::{Client, ConnectError, Query, connect};
+use crate::client::{Client, ConnectError, Query, find};
 use crate::config::Global;
 use crate::failure::Exit;
 
@@ -16,7 +16,7 @@ struct Versions {
 }
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
-    let daemon = match connect(&global.endpoint).await {
+    let daemon = match find(&global.endpoint).await {
         Err(ConnectError::Absent(_)) => Ok(None),
         _ => Client::unchecked(global).get::<Version>(Query::new("/v1/version")).await.map(Some),
     };

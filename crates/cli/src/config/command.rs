@@ -94,6 +94,7 @@ pub(crate) struct TopConfig {
 pub(crate) enum DaemonAction {
     Start,
     Stop { force: bool },
+    Restart { force: bool },
     Status,
 }
 
@@ -125,6 +126,7 @@ impl Command {
             RawCommand::Daemon(raw) => Self::Daemon(match raw {
                 RawDaemon::Start => DaemonAction::Start,
                 RawDaemon::Stop { force } => DaemonAction::Stop { force },
+                RawDaemon::Restart { force } => DaemonAction::Restart { force },
                 RawDaemon::Status => DaemonAction::Status,
             }),
             RawCommand::Completion { shell } => Self::Completion(shell),

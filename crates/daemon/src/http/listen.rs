@@ -3,8 +3,12 @@
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use rustix::net::sockopt;
@@ -17,6 +21,11 @@ use super::auth::Token;
 pub const SOCKET_PATH_BYTES_MAX: usize = 90;
 /// A daemon that does not accept within this is taken for alive all the same.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
+/// Of a socket that is taken over; what the library gives new ones.
+const BACKLOG: i32 = 1024;
+
+/// Device and inode of a socket's file.
+pub type FileId = (u64, u64);
 
 /// Owner and mode of the unix socket: 0660 root:root, but for the group.
 #[derive(Debug, Clone, Copy, Default)]
@@ -49,7 +58,7 @@ pub enum ListenError {
 pub struct Listeners {
     pub(super) unix: UnixListener,
     pub(super) tcp: Option<(TcpListener, Token)>,
-    pub(super) _file: SocketFile,
+    pub(super) file: SocketFile,
 }
 
 impl Listeners {
@@ -61,7 +70,33 @@ impl Listeners {
         make_room(path).await?;
         let (unix, file) = bind(path, owner)
             .map_err(|source| ListenError::Unix { path: path.to_owned(), source })?;
-        Ok(Self { unix, tcp: None, _file: file })
+        Ok(Self { unix, tcp: None, file })
+    }
+
+    /// Serve a unix socket that is listened on already and whose file at `path` is `file`. `None`:
+    /// it is not that file any more, so that no client would come here.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn taken_over(
+        socket: OwnedFd,
+        path: &Path,
+        file: FileId,
+        owner: SocketOwner,
+    ) -> Result<Option<Self>, ListenError> {
+        let failed = |source| ListenError::Unix { path: path.to_owned(), source };
+        let is_there = fs::symlink_metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == file);
+        if !is_there || !sockopt::socket_acceptconn(&socket).unwrap_or(false) {
+            return Ok(None);
+        }
+        let gid = owner.gid.unwrap_or_else(|| rustix::process::getegid().as_raw());
+        chown(path, None, Some(gid)).map_err(failed)?;
+        fs::set_permissions(path, Permissions::from_mode(0o660)).map_err(failed)?;
+        let unix = listen_again(socket)
+            .and_then(|socket| UnixListener::from_std(socket.into()))
+            .map_err(failed)?;
+        let file = SocketFile { path: path.to_owned(), file, leave: Arc::default() };
+        Ok(Some(Self { unix, tcp: None, file }))
     }
 
     /// Listen on TCP as well, for those who have the token.
@@ -76,6 +111,42 @@ impl Listeners {
         Ok(self)
     }
 
+    /// The same with a socket that is listened on already.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn and_tcp_taken_over(
+        mut self,
+        socket: OwnedFd,
+        address: SocketAddr,
+        token: Token,
+    ) -> Result<Self, ListenError> {
+        let listener = listen_again(socket)
+            .and_then(|socket| TcpListener::from_std(socket.into()))
+            .map_err(|source| ListenError::Tcp { address, source })?;
+        self.tcp = Some((listener, token));
+        Ok(self)
+    }
+
+    pub fn unix_fd(&self) -> BorrowedFd<'_> {
+        self.unix.as_fd()
+    }
+
+    pub fn tcp_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.tcp.as_ref().map(|(listener, _)| listener.as_fd())
+    }
+
+    /// The unix socket's file.
+    pub fn file_id(&self) -> FileId {
+        self.file.file
+    }
+
+    /// While it is true, the unix socket's file stays when the socket is closed here: somebody else
+    /// has the socket, too.
+    pub fn leave_file(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.file.leave)
+    }
+
     /// The port that was given, where 0 was asked for.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         self.tcp.as_ref().and_then(|(listener, _)| listener.local_addr().ok())
@@ -86,12 +157,16 @@ impl Listeners {
 #[derive(Debug)]
 pub(super) struct SocketFile {
     path: PathBuf,
-    inode: (u64, u64),
+    file: FileId,
+    leave: Arc<AtomicBool>,
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.inode) {
+        if self.leave.load(Relaxed) {
+            return;
+        }
+        if fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.file) {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -141,11 +216,19 @@ fn bind(path: &Path, owner: SocketOwner) -> io::Result<(UnixListener, SocketFile
         fs::set_permissions(&socket, Permissions::from_mode(0o660))?;
         let metadata = fs::symlink_metadata(&socket)?;
         fs::rename(&socket, path)?;
-        let inode = (metadata.dev(), metadata.ino());
-        Ok((listener, SocketFile { path: path.to_owned(), inode }))
+        let file = (metadata.dev(), metadata.ino());
+        Ok((listener, SocketFile { path: path.to_owned(), file, leave: Arc::default() }))
     })();
     let _ = fs::remove_dir_all(&made);
     result
+}
+
+/// By listening again, whoever connects from now on is told that it is us who listen (SO_PEERCRED of
+/// the other side), and not a daemon that is gone.
+fn listen_again(socket: OwnedFd) -> io::Result<OwnedFd> {
+    rustix::net::listen(&socket, BACKLOG)?;
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    Ok(socket)
 }
 
 /// Find out within about a minute that a client's machine is gone. A client that merely does not

@@ -56,7 +56,7 @@ pub use self::auth::{Token, TokenError};
 pub(crate) use self::elsewhere::PASSED_ON;
 pub use self::elsewhere::{Answered, Elsewhere};
 pub(crate) use self::listen::keep_alive;
-pub use self::listen::{ListenError, Listeners, SOCKET_PATH_BYTES_MAX, SocketOwner};
+pub use self::listen::{FileId, ListenError, Listeners, SOCKET_PATH_BYTES_MAX, SocketOwner};
 pub(crate) use self::server::connection;
 pub use self::server::serve;
 

@@ -36,7 +36,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// A connection whose client goes away is dropped at once, with what its handler awaits: HTTP/1 here
 /// knows no half-closed clients.
 pub async fn serve(listeners: Listeners, app: App, stop: watch::Receiver<bool>) {
-    let Listeners { unix, tcp, _file } = listeners;
+    let Listeners { unix, tcp, file: _file } = listeners;
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let open = router(app.clone());
     let over_tcp = tcp.map(|(listener, token)| (listener, router_with_token(app, token)));

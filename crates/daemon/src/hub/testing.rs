@@ -83,6 +83,7 @@ fn config(folder: &Path) -> Config {
         socket: folder.join("socket"),
         socket_gid: None,
         tcp: None,
+        holder_linger: std::time::Duration::ZERO,
         pool: 0,
         fill_unit_pages: 16,
         page_transfer: crate::config::PageTransfer::default(),

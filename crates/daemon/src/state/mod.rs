@@ -4,6 +4,7 @@
 //!   /var/lib/vmfork/          0711: QEMUs pass through
 //!   ├── vmforkd.lock          flock'ed while a daemon runs; holds its pid
 //!   ├── vmforkd.log           0600, if `vmfork` started the daemon
+//!   ├── holder.sock           0600: of the process that has a daemon's sockets while it restarts
 //!   ├── journal.jsonl         0600: what exists (see `journal`)
 //!   ├── images/               0700: guest images, which may hold secrets; the image store's
 //!   ├── snapshots/            0700: stored snapshots, which hold all that guests had in memory; their store's
@@ -13,7 +14,8 @@
 //! VMs do not survive their daemon: it holds the userfaultfds that their memory depends on. So a
 //! daemon that starts after one that died kills what that one left (by the journal, told apart from
 //! later processes by their beginnings; and by the mark in their environment, for what was started
-//! but not yet written down), removes its folders, and remembers which VMs were lost.
+//! but not yet written down), removes its folders, and remembers which VMs were lost. The holder
+//! bears another mark and is in no journal: it is to outlive daemons.
 //!
 //! Promises: no two daemons on one folder; nothing is killed that was not ours; a folder that is
 //! somebody else's is left as it is.
@@ -45,8 +47,16 @@ const JOURNAL: &str = "journal.jsonl";
 /// The log of a daemon that `vmfork` starts. It names VMs and what they are for.
 const LOG: &str = "vmforkd.log";
 /// What may be in a state folder that no daemon has had yet; the last is a new file system's.
-const EARLY: [&str; 7] =
-    ["images", "snapshots", "cache", LOG, "vmforkd.sock", "vmfork-start.lock", "lost+found"];
+const EARLY: [&str; 8] = [
+    "images",
+    "snapshots",
+    "cache",
+    LOG,
+    "vmforkd.sock",
+    vmfork_holder::SOCKET,
+    "vmfork-start.lock",
+    "lost+found",
+];
 /// How long killed leftovers may take to end. A QEMU with much memory takes a second or so.
 const KILL_WAIT: Duration = Duration::from_secs(10);
 
@@ -107,7 +117,7 @@ fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StateEr
 }
 
 /// Find out whether `root` may be made a state folder: it is missing or empty, has been one, or holds
-/// only what `vmfork` and image builds put there before the first daemon starts.
+/// only what `vmfork`, image builds and a holder put there before the first daemon starts.
 fn check_owner(root: &Path) -> Result<(), StateError> {
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -59,7 +59,8 @@ fn launch(
     };
     let notify = notify.map(|path| path.as_os_str().to_owned());
     let task = tokio::task::spawn_local(async move {
-        run_until(config, start, notify, async || ends.recv().await.unwrap_or("dropped")).await
+        let end = async || ends.recv().await.unwrap_or("dropped").into();
+        run_until(config, start, notify, end).await
     });
     Running { task, end, has_shut_down }
 }
