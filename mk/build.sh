@@ -4,6 +4,7 @@
 #   out/bin/{vmfork,vmforkd}
 #   out/lib/vmfork/libvmfork_tap.so   preloaded into QEMU
 #   out/lib/vmfork/vmfork-agent       static; /init of guest images
+#   out/lib/vmfork/vmfork-holder      keeps the daemon's sockets while it restarts
 #   out/lib/vmfork/guest/             laid over the root of guest images: C library, Python module
 #   out/lib/vmfork/images/*.json      specs of guest images
 #
@@ -22,7 +23,7 @@ place() {
 	mv "$3.new" "$3"
 }
 
-programs() { cargo build --release -p vmfork-daemon -p vmfork-cli; }
+programs() { cargo build --release -p vmfork-daemon -p vmfork-cli -p vmfork-holder; }
 shim() { cargo build --profile tap -p vmfork-tap; }
 # --target keeps RUSTFLAGS away from build scripts; a folder of its own keeps the rest from being
 # built anew each time.
@@ -31,12 +32,13 @@ agent() {
 		cargo build --profile guest --target "$triple" -p vmfork-agent --target-dir "$TARGET/guest"
 }
 
-step "building vmfork and vmforkd" programs
+step "building vmfork, vmforkd and its holder" programs
 step "building the shim" shim
 step "building the guest agent" agent
 place 755 "$TARGET/release/vmfork" "$OUT/bin/vmfork"
 place 755 "$TARGET/release/vmforkd" "$OUT/bin/vmforkd"
 place 644 "$TARGET/tap/libvmfork_tap.so" "$lib/libvmfork_tap.so"
+place 755 "$TARGET/release/vmfork-holder" "$lib/vmfork-holder"
 place 755 "$TARGET/guest/$triple/guest/vmfork-agent" "$lib/vmfork-agent"
 for spec in guest/image/*.json; do
 	place 644 "$spec" "$lib/images/$(basename "$spec")"

@@ -10,11 +10,12 @@ case $PREFIX in
 *) die "PREFIX=$PREFIX is no absolute path" "the systemd unit names the program by it" ;;
 esac
 to=$DESTDIR$PREFIX
-unit=$to/lib/systemd/system/vmforkd.service
+units=$to/lib/systemd/system
 man=share/man/man3
 
 if [ "${1:-}" = --remove ]; then
-	rm -f "$to/bin/vmfork" "$to/bin/vmforkd" "$unit" \
+	rm -f "$to/bin/vmfork" "$to/bin/vmforkd" \
+		"$units/vmforkd.service" "$units/vmfork-holder.service" \
 		"$to/share/bash-completion/completions/vmfork" \
 		"$to/share/zsh/site-functions/_vmfork" \
 		"$to/share/fish/vendor_completions.d/vmfork.fish"
@@ -28,7 +29,7 @@ if [ "${1:-}" = --remove ]; then
 fi
 
 [ -x "$OUT/bin/vmforkd" ] || die "nothing is built in $OUT" "make build"
-install -d "$to/bin" "$to/lib" "$(dirname "$unit")" "$to/$man"
+install -d "$to/bin" "$to/lib" "$units" "$to/$man"
 install -m 755 "$OUT/bin/vmfork" "$OUT/bin/vmforkd" "$to/bin/"
 # Swapped in whole: what an earlier version had and this one has not must go.
 rm -rf "$to/lib/vmfork.new" "$to/lib/vmfork.old"
@@ -37,8 +38,13 @@ if [ -d "$to/lib/vmfork" ]; then mv "$to/lib/vmfork" "$to/lib/vmfork.old"; fi
 mv "$to/lib/vmfork.new" "$to/lib/vmfork"
 rm -rf "$to/lib/vmfork.old"
 
-sed "s|^ExecStart=.*|ExecStart=$PREFIX/bin/vmforkd|" packaging/vmforkd.service >"$unit"
-chmod 644 "$unit"
+# unit NAME PROGRAM: with the program's place.
+unit() {
+	sed "s|^ExecStart=.*|ExecStart=$PREFIX/$2|" "packaging/$1" >"$units/$1"
+	chmod 644 "$units/$1"
+}
+unit vmforkd.service bin/vmforkd
+unit vmfork-holder.service lib/vmfork/vmfork-holder
 if [ -d "$OUT/lib/vmfork/guest/usr/$man" ]; then cp -P "$OUT/lib/vmfork/guest/usr/$man"/*.3 "$to/$man/"; fi
 completion() {
 	install -d "$to/$(dirname "$2")"

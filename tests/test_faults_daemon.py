@@ -47,9 +47,13 @@ def test_a_killed_daemon_leaves_nothing_and_the_next_tells_what_was_lost(world: 
     # Not even without a next daemon.
     eventually(nothing_runs, 15, "what the daemon had started is gone")
     assert not any(process.is_alive() for process in running)
-    with pytest.raises(vmfork.ConnectionFailed):
-        world.client.vms()
-    world.daemon.start()
+    with ThreadPoolExecutor(1) as pool:
+        # A client waits meanwhile.
+        asking = pool.submit(world.client.vms)
+        time.sleep(1)
+        assert not asking.done()
+        world.daemon.start()
+        assert asking.result(30) == []
     host = world.client.host()
     assert {vm.name for vm in host.lost} == names
     assert {vm.parent for vm in host.lost} == {None, "parent"}

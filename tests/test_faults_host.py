@@ -298,6 +298,8 @@ def test_a_full_disk_is_a_clear_error(make_daemon: MakeDaemon, image: str) -> No
     finally:
         if daemon.process is not None and daemon.process.poll() is None:
             daemon.kill()
+        # Its folder is busy as long as it has a holder.
+        assert daemon.end_holder() == []
         eventually(lambda: not leftovers.orphans(), 10, "what the daemon had started is gone")
         for mount in (daemon.state / "images", daemon.state):
             if mount.is_mount():

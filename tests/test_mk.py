@@ -24,18 +24,18 @@ def test_what_a_killed_daemon_left_is_ended_and_nothing_of_its_neighbours(tmp_pa
     # To the kernel a cgroup with processes is busy.
     (cgroups / "vm-4567" / "busy").touch()
 
-    def marked(owner: Path | str) -> subprocess.Popen[bytes]:
-        return leftovers.spawn(["sleep", "95"], env={**os.environ, "VMFORK_OWNER": str(owner)})
+    def marked(owner: Path | str, mark: str = "VMFORK_OWNER") -> subprocess.Popen[bytes]:
+        return leftovers.spawn(["sleep", "95"], env={**os.environ, mark: str(owner)})
 
-    ours = marked(state)
-    others = [marked(f"{state}2"), marked(state / "below"), marked(tmp_path)]
+    ours, holder = marked(state), marked(state, "VMFORK_HOLDER")
+    others = [marked(f"{state}2"), marked(state / "below"), marked(tmp_path), marked(tmp_path, "VMFORK_HOLDER")]
     try:
         _script("leftovers.sh", str(cgroups.parent), VMFORK_STATE=f"{state}/../state")
-        assert ours.wait(10) == -9
+        assert (ours.wait(10), holder.wait(10)) == (-9, -9)
         assert all(other.poll() is None for other in others)
         assert {one.name for one in cgroups.iterdir()} == {"vm-4567", "vm-89ab"}
     finally:
-        for process in (ours, *others):
+        for process in (ours, holder, *others):
             process.kill()
             process.wait(10)
 
@@ -51,11 +51,15 @@ def test_install_puts_a_whole_installation_and_uninstall_takes_it_away(tmp_path:
     unit = (prefix / "lib/systemd/system/vmforkd.service").read_text()
     (started,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert started == "ExecStart=/opt/vmfork/bin/vmforkd"
+    holder = (prefix / "lib/systemd/system/vmfork-holder.service").read_text()
+    (started,) = [line for line in holder.splitlines() if line.startswith("ExecStart=")]
+    assert started == "ExecStart=/opt/vmfork/lib/vmfork/vmfork-holder"
     for path in (
         "bin/vmfork",
         "bin/vmforkd",
         "lib/vmfork/libvmfork_tap.so",
         "lib/vmfork/vmfork-agent",
+        "lib/vmfork/vmfork-holder",
         "lib/vmfork/images/default.json",
         "share/bash-completion/completions/vmfork",
         "share/man/man3/vmfork.3",

@@ -130,6 +130,7 @@ class Daemon:
                     problems.append(f"vmforkd ended with {code} on SIGTERM")
             elif self.process is not None:
                 self._forget()
+            problems += self.end_holder()
             problems += self.left_behind(10.0)
             if problems:
                 raise AssertionError(f"left behind: {problems}\n{self.log_tail()}")
@@ -138,12 +139,34 @@ class Daemon:
                 process.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def holder(self) -> processes.Process | None:
+        """The process that keeps this daemon's sockets for the next one."""
+        return processes.holder_of(self.state)
+
+    def end_holder(self) -> list[str]:
+        """End the one of a daemon that did not end in good order; what of that failed."""
+        in_order = self.process is None or self.process.poll() in (None, 0)
+        if in_order or any(other.state == self.state for other in running):
+            return []
+        holder = self.holder()
+        if holder is None:
+            return []
+        holder.kill(signal.SIGTERM)
+        try:
+            eventually(lambda: not holder.is_alive(), 5, "the holder ends on SIGTERM")
+        except AssertionError as error:
+            holder.kill()
+            return [str(error)]
+        return []
+
     def left_behind(self, within_s: float) -> list[str]:
         """What the daemon has left on the host, once it had time to go away."""
         end = time.monotonic() + within_s
         while True:
             found = [str(process) for process in leftovers.orphans()]
             found += Host.now().added_since(self.before, self.folder)
+            holder = None if any(other.state == self.state for other in running) else self.holder()
+            found += [] if holder is None else [f"holder {holder}"]
             if self.socket.exists() and (self.process is None or self.process.returncode == 0):
                 found.append(f"socket file {self.socket}")
             if not found or time.monotonic() > end:
@@ -160,9 +183,10 @@ class Daemon:
         return "\n".join(text[-lines:])
 
     def processes(self) -> list[processes.Process]:
-        """All that descend from it and live: QEMUs and keepers."""
+        """All that descend from it and end with it: QEMUs and keepers."""
         assert self.process is not None
-        return [process for process in processes.below(self.process.pid) if process.state != "Z"]
+        found = processes.below(self.process.pid)
+        return [process for process in found if process.state != "Z" and not process.is_holder]
 
     def memfd_bytes(self) -> int:
         """Memory in the nameless files that its own process has open: the caches of images."""

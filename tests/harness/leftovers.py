@@ -21,9 +21,12 @@ def spawn(argv: list[str], **options: object) -> subprocess.Popen[bytes]:
 
 
 def orphans() -> list[processes.Process]:
-    """Live processes that outlived who started them."""
+    """Live processes that outlived who started them.
+
+    But holders: they outlive a daemon that was killed, on purpose. `Daemon.close` asserts their end.
+    """
     known = {pid for pid, process in started.items() if process.poll() is None}
-    return processes.orphans(known)
+    return [process for process in processes.orphans(known) if not process.is_holder]
 
 
 @dataclass(frozen=True)

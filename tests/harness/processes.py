@@ -50,6 +50,10 @@ class Process:
     def is_qemu(self) -> bool:
         return "qemu-system" in self.command.split("\0", 1)[0] or self.comm.startswith("qemu-system")
 
+    @property
+    def is_holder(self) -> bool:
+        return self.comm == "vmfork-holder"
+
     def __str__(self) -> str:
         return f"{self.pid} ({self.comm}, {self.state}) {self.command.replace(chr(0), ' ')[:160]}"
 
@@ -106,6 +110,13 @@ def orphans(known: set[int]) -> list[Process]:
         found.append(process)
         found.extend(other for other in below(process.pid) if other.state != "Z")
     return found
+
+
+def holder_of(state: Path) -> Process | None:
+    """The live process that keeps the sockets of the daemon with this state folder."""
+    words = ["--state", str(state.resolve())]
+    found = [one for one in everybody() if one.is_holder and one.state not in "ZX"]
+    return next((one for one in found if one.command.rstrip("\0").split("\0")[1:] == words), None)
 
 
 def cpu_ms(pid: int) -> float:

@@ -18,7 +18,7 @@ use rustix::fs::{FlockOperation, flock};
 use tokio::time::{Instant, sleep, timeout_at};
 use vmfork_api::Version;
 
-use crate::client::{Client, ConnectError, Query, find, unreachable};
+use crate::client::{Client, ConnectError, Query, find, find_now, unreachable};
 use crate::config::{Endpoint, Global};
 use crate::failure::HintExt as _;
 
@@ -61,7 +61,7 @@ pub(crate) async fn ensure(global: &Global) -> anyhow::Result<Started> {
 async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     let program = find_daemon().with_context(|| format!("start {DAEMON}"))?;
     let lock = lock(global).await?;
-    if find(&global.endpoint).await.is_ok() {
+    if find_now(&global.endpoint).await.is_ok() {
         return Ok(Started::WasThere);
     }
     let mut args: Vec<OsString> = vec!["--state".into(), global.state_dir.clone().into()];

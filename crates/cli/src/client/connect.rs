@@ -46,7 +46,16 @@ impl ConnectError {
 /// The same, to find out whether a daemon is there: when one dies, its socket still takes connections
 /// for a while, on which the next daemon answers. If none comes soon, there is none.
 pub(crate) async fn find(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
-    let deadline = Instant::now() + SUCCESSOR_BOUND;
+    find_within(endpoint, SUCCESSOR_BOUND).await
+}
+
+/// The same, without waiting for the next daemon.
+pub(crate) async fn find_now(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
+    find_within(endpoint, Duration::ZERO).await
+}
+
+async fn find_within(endpoint: &Endpoint, bound: Duration) -> Result<Stream, ConnectError> {
+    let deadline = Instant::now() + bound;
     loop {
         let stream = connect(endpoint).await?;
         if stream.is_served() {
@@ -54,10 +63,8 @@ pub(crate) async fn find(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
         }
         if Instant::now() >= deadline {
             let text = "the daemon has died, and its socket waits for the next one";
-            return Err(ConnectError::Absent(io::Error::new(
-                io::ErrorKind::ConnectionRefused,
-                text,
-            )));
+            let error = io::Error::new(io::ErrorKind::ConnectionRefused, text);
+            return Err(ConnectError::Absent(error));
         }
         sleep(POLL_INTERVAL).await;
     }

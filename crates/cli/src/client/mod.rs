@@ -9,7 +9,7 @@ mod exec;
 mod http;
 mod socket;
 
-pub(crate) use connect::{ConnectError, Stream, connect, find};
+pub(crate) use connect::{ConnectError, Stream, connect, find, find_now};
 pub(crate) use exec::{ExecEvent, ExecInput, ExecSession, exit_status};
 pub(crate) use http::{Answer, Body, Query, empty, is_not_found, understood, unreachable};
 pub(crate) use socket::{Incoming, Sender, Socket};

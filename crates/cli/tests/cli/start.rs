@@ -138,6 +138,40 @@ fn commands_at_once_start_one_daemon_and_stop_ends_it() {
 }
 
 #[test]
+fn restart_ends_the_daemon_and_starts_it_with_the_same_flags() {
+    let install = Install::new(GOOD);
+    assert_eq!(install.run(&["daemon", "start"]).code, Some(0));
+    let restarted = install.run(&["daemon", "restart", "--force"]);
+    assert_eq!(restarted.code, Some(0), "{restarted:?}");
+    assert!(restarted.stderr.starts_with("Restarted vmforkd, its log is "), "{restarted:?}");
+    let starts = std::fs::read_to_string(install.state().join("starts")).unwrap();
+    let started: Vec<&str> = starts.split_whitespace().collect();
+    install.run(&["daemon", "stop"]);
+    // Another process, of a session of its own as the first.
+    assert_eq!(started.len(), 4, "{starts}");
+    assert_ne!(started[0], started[2]);
+    assert_eq!(started[2], started[3]);
+    assert!(!answers(&socket(&install.state())));
+}
+
+#[test]
+fn stop_and_restart_want_force_while_vms_run() {
+    let daemon = crate::support::FakeDaemon::start();
+    for action in ["stop", "restart"] {
+        // Or this test would end: it is what listens.
+        let ran = daemon.run(&["daemon", action]);
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        assert!(
+            ran.stderr.starts_with(&format!(
+                "error: {action} vmforkd\n  caused by: these VMs would end with it: web"
+            )),
+            "{ran:?}"
+        );
+        assert!(ran.stderr.contains(&format!("`vmfork daemon {action} --force`")), "{ran:?}");
+    }
+}
+
+#[test]
 fn a_daemon_that_ends_at_once_is_told_by_its_last_words() {
     let install = Install::new(BAD);
     let ran = install.run(&["ps"]);
