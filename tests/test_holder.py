@@ -80,7 +80,7 @@ class Clients:
         time.sleep(0.5)
         begun, answered = self.begun, self.answered
         time.sleep(0.5)
-        assert (self.begun, self.answered) == (begun, answered), "somebody was answered, or refused"
+        assert (self.begun, self.answered) == (begun, answered), "a client was answered, or refused"
         assert self.failures == []
         assert len(self._threads) == count
 
@@ -124,7 +124,7 @@ def kill(daemon: Daemon, clients: Clients) -> None:
 
 
 @pytest.mark.limit(120)
-def test_nobody_is_refused_while_a_killed_daemon_has_no_successor_yet(make_daemon: MakeDaemon, token_file: Path) -> None:
+def test_no_client_is_refused_until_a_killed_daemon_has_a_successor(make_daemon: MakeDaemon, token_file: Path) -> None:
     port = free_port()
     daemon = make_daemon("--listen", f"127.0.0.1:{port}", "--token-file", str(token_file)).start()
     mode = daemon.socket.stat()

@@ -27,7 +27,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Cut in packets: two bytes of length, whose highest bit says that an fd comes along, and as many bytes.
+/// Cut in packets: two bytes of length, whose highest bit says that an fd comes along, and as many
+/// bytes.
 fn messages(mut data: &[u8]) -> impl Iterator<Item = (&[u8], Option<u16>)> {
     std::iter::from_fn(move || {
         let (head, rest) = data.split_first_chunk::<2>()?;

@@ -165,7 +165,8 @@ pub(crate) fn find_daemon() -> anyhow::Result<PathBuf> {
         .hint("install vmforkd beside vmfork, or set VMFORK_HOST to a daemon elsewhere")
 }
 
-/// That of those who start daemons of this state folder; taken until it is dropped. Never waits in the kernel, so that Ctrl-C is heard.
+/// That of those who start daemons of this state folder; taken until it is dropped. Never waits in
+/// the kernel, so that Ctrl-C is heard.
 pub(crate) async fn lock(global: &Global) -> anyhow::Result<File> {
     let state = &global.state_dir;
     fs::create_dir_all(state)

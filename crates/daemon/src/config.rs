@@ -54,8 +54,8 @@ pub struct Flags {
     #[arg(long, value_name = "PATH", env = "VMFORK_TOKEN_FILE")]
     pub token_file: Option<PathBuf>,
 
-    /// How long the sockets of a daemon that died wait for the next one, in seconds; 0: they end with
-    /// the daemon
+    /// How long the sockets of a daemon that died wait for the next one, in seconds; 0: they end
+    /// with the daemon
     #[arg(long, value_name = "SECONDS", env = "VMFORK_HOLDER_LINGER_S", default_value_t = 60,
           value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub holder_linger_s: u32,
@@ -132,7 +132,8 @@ pub struct Flags {
     #[arg(long, hide = true)]
     pub debug_faults: bool,
 
-    /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork beside the folder of vmforkd]
+    /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork beside the folder
+    /// of vmforkd]
     #[arg(long, value_name = "DIR", env = "VMFORK_LIBDIR")]
     pub libdir: Option<PathBuf>,
 }

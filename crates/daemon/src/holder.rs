@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Promises: a daemon that ends for good takes its holder with it; one that a successor follows, or
-//! that dies, leaves it its sockets. Without a holder a daemon serves as well, and says so once: its
-//! clients are then refused while it restarts.
+//! that dies, leaves it its sockets. Without a holder a daemon serves as well, and warns: its clients
+//! are then refused while it restarts.
 //!
 //! Left to others: the holder's own end ([`vmfork_holder`]). That there is one daemon to a state
 //! folder is the lock's promise ([`crate::state`]); it must be held before [`Holding::begin`].
@@ -182,7 +182,7 @@ impl Holding {
             inner.leave_file = Some(leave);
             return Ok(Some(listeners));
         }
-        // Nobody serves it any more.
+        // No daemon serves it any more.
         self.release(UNIX);
         if fs::symlink_metadata(noted).is_ok_and(|now| (now.dev(), now.ino()) == file) {
             let _ = fs::remove_file(noted);
@@ -363,7 +363,7 @@ impl Inner {
         }
     }
 
-    /// What a predecessor had and we don't: nobody would ever answer there.
+    /// Drop what a predecessor had and we don't: no daemon would ever answer there.
     fn drop_unclaimed(&mut self) -> Result<(), HolderError> {
         let Some(owner) = &mut self.owner else { return Ok(()) };
         for held in owner.list()? {

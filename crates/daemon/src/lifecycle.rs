@@ -1,8 +1,9 @@
 //! A daemon's life from its settings to its end.
 //!
 //! ```text
-//!   limits ─► State (lock, clear away) ─► holder ─► sockets ─► host starts ─► READY ─► serve … signal
-//!                                                                                         │
+//!   limits ─► State (lock, clear away) ─► holder ─► sockets ─► host starts ─► READY ─► serve
+//!                                                                                      signal
+//!                                                                                        │
 //!   exit ◄─ socket and lock given up ◄─ host shuts down ◄─ requests finish ◄─ holder ends ◄┘
 //! ```
 //!
@@ -86,7 +87,7 @@ where
     run_until(config, start, notify, async move || signals.next().await).await
 }
 
-/// The same; `end` answers each time that somebody wants the end. `notify` is where systemd
+/// The same; `end` answers each time that the daemon is told to end. `notify` is where systemd
 /// wants to be told.
 ///
 /// # Errors

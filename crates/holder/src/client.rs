@@ -55,7 +55,7 @@ pub enum HolderError {
 }
 
 impl HolderError {
-    /// Nobody is there, as opposed to somebody who does not answer well.
+    /// There is no holder, as opposed to one that does not answer well.
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Absent { .. })
     }

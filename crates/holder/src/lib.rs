@@ -6,15 +6,15 @@
 //!    (dies)                  ends: on End, by SIGTERM, or when no daemon came for the linger time
 //! ```
 //!
-//! One holder belongs to one state folder. [`proto`] is what is said (bytes, no I/O), [`Table`] decides
-//! (no I/O, no clock), [`serve`] is the program's loop, [`Owner`] the daemon's end of it.
+//! One holder belongs to one state folder. [`proto`] is what is said (bytes, no I/O), [`Table`]
+//! decides (no I/O, no clock), [`serve`] is the program's loop, [`Owner`] the daemon's end of it.
 //!
-//! Promises: an fd that was put is there for a successor until it is dropped, replaced, or the holder
-//! ends. Wrong input gets an error reply and changes nothing. All that it keeps is bounded.
+//! Promises: an fd that was put is there for a successor until it is dropped, replaced, or the
+//! holder ends. Wrong input gets an error reply and changes nothing. All that it keeps is bounded.
 //!
-//! Left to others: what the fds mean. The holder neither reads, writes, accepts nor closes anything
-//! but its own copies. Which daemon is the right one is settled by the lock of the state folder: the
-//! daemon that said hello last owns the entries.
+//! Left to others: what the fds mean. The holder reads, writes and accepts nothing, and closes its
+//! own copies only. The lock of the state folder says which daemon is the right one; here, the one
+//! that said hello last owns the entries.
 
 #![forbid(unsafe_code)]
 

@@ -87,8 +87,8 @@ fn fail(message: &str, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Say so to whoever started us. Then let go of what we have from there: a program that waits for
-/// the end of the daemon's output shall not wait for ours.
+/// Tell the process that started us. Then let go of its output: a program that waits for the end of
+/// the daemon's output shall not wait for ours.
 fn ready() {
     let _ = io::stdout().write_all(b"ready\n").and_then(|()| io::stdout().flush());
     let notify = env::var_os("NOTIFY_SOCKET");

@@ -62,8 +62,8 @@ impl Kind {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// The sender is the daemon of this state folder from now on. If it is gone for `linger_ms`, the
-    /// holder ends.
+    /// The sender is the daemon of this state folder from now on. If it is gone for `linger_ms`,
+    /// the holder ends.
     Hello { linger_ms: u32 },
     /// Keep the fd that comes along; it takes the place of one with the same name.
     Put { name: Name, kind: Kind, note: Vec<u8> },

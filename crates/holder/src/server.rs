@@ -145,7 +145,7 @@ impl Server {
         Ok(())
     }
 
-    /// Whether somebody wants to connect, and who has something to say or has gone.
+    /// Whether a peer wants to connect, and which have something to say or have gone.
     fn wait(&self) -> rustix::io::Result<(bool, Vec<PeerId>)> {
         let accept_in = self.accept_from.saturating_duration_since(Instant::now());
         let end_in = self.table.ends_at_ms().map(|end| end.saturating_sub(self.now_ms()));

@@ -12,7 +12,7 @@
 //! entry goes only by `Drop`, by a `Put` of the same name, or with the table. What is refused
 //! changes nothing.
 //!
-//! Left to others: times are passed in, in milliseconds since any one instant; `F` stands for an fd.
+//! Left to others: times are passed in, in milliseconds since any one instant. `F` is an fd.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;

@@ -71,7 +71,7 @@ fn a_successor_gets_the_very_socket_and_the_holder_ends_when_told() {
     let (ours, mut theirs) = UnixStream::pair().expect("a pair");
     first.put(&name("pair"), Kind(7), b"a note", ours.as_fd()).expect("put");
     drop((first, ours));
-    theirs.write_all(b"who is there").expect("somebody still has the other end");
+    theirs.write_all(b"who is there").expect("the holder has the other end");
 
     let mut second = Owner::hello(state, LONG).expect("hello");
     assert_eq!(second.generation(), 2);
@@ -164,7 +164,7 @@ fn raw(state: &Path) -> OwnedFd {
 }
 
 #[test]
-fn wrong_input_is_answered_and_harms_nobody() {
+fn wrong_input_is_answered_and_harms_no_one() {
     let folder = tempfile::tempdir().expect("temp dir");
     let _holder = Holder::start(folder.path());
     let mut owner = Owner::hello(folder.path(), LONG).expect("hello");

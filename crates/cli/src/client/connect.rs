@@ -43,8 +43,8 @@ impl ConnectError {
     }
 }
 
-/// The same, to find out whether a daemon is there: when one dies, its socket still takes connections
-/// for a while, on which the next daemon answers. If none comes soon, there is none.
+/// The same, to find out whether a daemon is there: when one dies, its socket still takes
+/// connections for a while, on which the next daemon answers. If none comes soon, there is none.
 pub(crate) async fn find(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
     find_within(endpoint, SUCCESSOR_BOUND).await
 }

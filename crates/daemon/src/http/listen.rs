@@ -141,8 +141,8 @@ impl Listeners {
         self.file.file
     }
 
-    /// While it is true, the unix socket's file stays when the socket is closed here: somebody else
-    /// has the socket, too.
+    /// While it is true, the unix socket's file stays when the socket is closed here: another
+    /// process has the socket, too.
     pub fn leave_file(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.file.leave)
     }
@@ -223,8 +223,8 @@ fn bind(path: &Path, owner: SocketOwner) -> io::Result<(UnixListener, SocketFile
     result
 }
 
-/// By listening again, whoever connects from now on is told that it is us who listen (SO_PEERCRED of
-/// the other side), and not a daemon that is gone.
+/// Listening again has the kernel name us, and not a daemon that is gone, to those who connect from
+/// now on (SO_PEERCRED).
 fn listen_again(socket: OwnedFd) -> io::Result<OwnedFd> {
     rustix::net::listen(&socket, BACKLOG)?;
     rustix::io::ioctl_fionbio(&socket, true)?;
