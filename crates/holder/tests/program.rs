@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
-    send, socket_with,
+    send, socket_with, sockopt,
 };
 use vmfork_holder::proto::{MESSAGE_BYTES_MAX, Refusal, Reply, Request};
 use vmfork_holder::{HolderError, Kind, Name, Owner, SOCKET, kill_other, list, start};
@@ -188,7 +188,10 @@ fn wrong_input_is_answered_and_harms_no_one() {
     let put = Request::Put { name: name("null"), kind: Kind(1), note: Vec::new() };
     assert_eq!(said(&put.to_bytes()), refused(Refusal::WrongFd));
     // Connections that say nothing do not keep a daemon out, nor throw the owner out.
-    let _idle: Vec<_> = (0..40).map(|_| raw(folder.path())).collect();
+    let idle: Vec<_> = (0..40).map(|_| raw(folder.path())).collect();
     assert_eq!(names(folder.path()), ["null"]);
+    sockopt::set_socket_timeout(&idle[0], sockopt::Timeout::Recv, Some(BOUND)).expect("a bound");
+    let (length, _) = recv(&idle[0], &mut [0; 1][..], RecvFlags::empty()).expect("the end");
+    assert_eq!(length, 0, "the oldest gives way");
     owner.get(&name("null")).expect("still the owner").expect("still there");
 }
