@@ -137,19 +137,23 @@ class Daemon:
         finally:
             for process in leftovers.orphans():
                 process.kill()
+            holder = self._own_holder()
+            if holder is not None:
+                holder.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def holder(self) -> processes.Process | None:
         """The process that keeps this daemon's sockets for the next one."""
         return processes.holder_of(self.state)
 
+    def _own_holder(self) -> processes.Process | None:
+        """The same, unless another daemon that runs has it."""
+        return None if any(other.state == self.state for other in running) else self.holder()
+
     def end_holder(self) -> list[str]:
         """End the one of a daemon that did not end in good order; what of that failed."""
-        in_order = self.process is None or self.process.poll() in (None, 0)
-        if in_order or any(other.state == self.state for other in running):
-            return []
-        holder = self.holder()
-        if holder is None:
+        holder = self._own_holder()
+        if holder is None or self.process is None or self.process.poll() in (None, 0):
             return []
         holder.kill(signal.SIGTERM)
         try:
@@ -165,7 +169,7 @@ class Daemon:
         while True:
             found = [str(process) for process in leftovers.orphans()]
             found += Host.now().added_since(self.before, self.folder)
-            holder = None if any(other.state == self.state for other in running) else self.holder()
+            holder = self._own_holder()
             found += [] if holder is None else [f"holder {holder}"]
             if self.socket.exists() and (self.process is None or self.process.returncode == 0):
                 found.append(f"socket file {self.socket}")
