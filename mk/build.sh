@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds everything and lays it out as an installation would:
+# mk/build.sh [tests]: builds everything and lays it out as an installation would. With `tests` the
+# programs are those of the tests' profile, in target/out in place of out.
 #
 #   out/bin/{vmfork,vmforkd}
 #   out/lib/vmfork/libvmfork_tap.so   preloaded into QEMU
@@ -9,6 +10,15 @@
 #
 # The programs find the rest at ../lib/vmfork from themselves, or where VMFORK_LIBDIR says.
 . "$(dirname "$0")/env.sh"
+
+if [ "${1:-}" = tests ]; then
+	OUT=$TEST_OUT
+	built=$TARGET/debug
+	programs() { tests_cargo --all-targets --no-run; }
+else
+	built=$TARGET/release
+	programs() { cargo build --release -p vmfork-daemon -p vmfork-cli; }
+fi
 
 triple=x86_64-unknown-linux-gnu
 lib=$OUT/lib/vmfork
@@ -22,7 +32,6 @@ place() {
 	mv "$3.new" "$3"
 }
 
-programs() { cargo build --release -p vmfork-daemon -p vmfork-cli; }
 shim() { cargo build --profile tap -p vmfork-tap; }
 # --target keeps RUSTFLAGS away from build scripts; a folder of its own keeps the rest from being
 # built anew each time.
@@ -31,11 +40,11 @@ agent() {
 		cargo build --profile guest --target "$triple" -p vmfork-agent --target-dir "$TARGET/guest"
 }
 
-step "building vmfork and vmforkd" programs
-step "building the shim" shim
-step "building the guest agent" agent
-place 755 "$TARGET/release/vmfork" "$OUT/bin/vmfork"
-place 755 "$TARGET/release/vmforkd" "$OUT/bin/vmforkd"
+step "programs" programs
+step "shim" shim
+step "guest agent" agent
+place 755 "$built/vmfork" "$OUT/bin/vmfork"
+place 755 "$built/vmforkd" "$OUT/bin/vmforkd"
 place 644 "$TARGET/tap/libvmfork_tap.so" "$lib/libvmfork_tap.so"
 place 755 "$TARGET/guest/$triple/guest/vmfork-agent" "$lib/vmfork-agent"
 for spec in guest/image/*.json; do
@@ -46,7 +55,7 @@ done
 rm -rf "$guest.new" "$guest.old"
 mkdir -p "$guest.new"
 if [ -f guest/c/Makefile ]; then
-	step "building the guest's C library" \
+	step "guest library: C" \
 		make --no-print-directory -C guest/c install BUILD="$TARGET/guest-c" DESTDIR="$guest.new" \
 		PREFIX=/usr LIBDIR=/usr/lib/x86_64-linux-gnu
 fi

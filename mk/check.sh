@@ -38,8 +38,8 @@ shell_scripts() {
 }
 
 step "format" cargo fmt --all --check
-step "lints" cargo clippy --workspace --all-targets --quiet -- -D warnings
+step "lints and build" tests_cargo --all-targets --no-run
 step "planes" planes
-step "unit tests" cargo test --workspace --quiet --lib --bins
+step "unit tests" tests_cargo --lib --bins
 step "Python SDK" sdk
 step "shell scripts" shell_scripts

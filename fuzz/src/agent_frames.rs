@@ -61,7 +61,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let to_guest = [exec, ToGuest::Cancel, ToGuest::Credit { kind: 3, bytes: 65_536 }];
     let to_host = [
-        ToHost::Hello { protocol: 1, agent_version: text("0.1.0"), kernel: text("6.1.0"), cpus: 2, firstboot: None },
+        ToHost::Hello {
+            protocol: 1,
+            agent_version: text("0.1.0"),
+            kernel: text("6.1.0"),
+            cpus: 2,
+            firstboot: None,
+        },
         ToHost::Exited { exit_code: 137, signal: Some(9) },
         ToHost::Recv { ticket: u64::MAX, vmid: None },
         ToHost::Abandon,

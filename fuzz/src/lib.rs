@@ -1,7 +1,8 @@
 //! What is fuzzed: one module per parser of bytes that others write.
 //!
 //! Each has `run`, which panics if a promise is broken, and `seeds`, real inputs to begin with.
-//! `fuzz_targets/` hands them to libFuzzer, `src/bin/random.rs` runs them on stable Rust.
+//! `fuzz_targets/` hands them to libFuzzer, [`random`] runs them on stable Rust: for moments in
+//! `tests/smoke.rs`, for as long as is wanted by `src/bin/random.rs`.
 
 pub mod agent_frames;
 pub mod page_datagrams;
@@ -10,6 +11,7 @@ pub mod page_tables;
 pub mod planted;
 pub mod profile;
 pub mod qmp_lines;
+pub mod random;
 pub mod store_chunk;
 pub mod store_descriptor;
 pub mod store_import;

@@ -254,8 +254,13 @@ async fn a_ticket_is_a_job_that_holds_nodes_and_ends_with_it() {
     // Given back, twice.
     allocator.release(&second.job).await.expect("given back");
     allocator.release(&second.job).await.expect("given back before");
-    let ended = allocator.ended(&second.job).await.expect("asked").expect("it ended");
-    assert!(ended.starts_with(&format!("Slurm ended job {}: CANCELLED", second.job)), "{ended}");
+    // Slurm says COMPLETING for a moment.
+    cluster
+        .wait("it is cancelled", async || {
+            let ended = allocator.ended(&second.job).await.expect("asked").expect("it ended");
+            ended.starts_with(&format!("Slurm ended job {}: CANCELLED", second.job))
+        })
+        .await;
 
     // Ended by the site.
     assert_eq!(allocator.ended(&first.job).await.expect("asked"), None, "it runs");
