@@ -94,7 +94,7 @@ def _shape(net: Hosts, rate: str) -> None:
 
 @contextlib.contextmanager
 def cluster(world: w.World, count: int, *, pool: int, more_flags: Sequence[str] = (), rate: str | None = RATE) -> Iterator[Cluster]:
-    """So many hosts that know each other, with links of such a rate."""
+    """Yield `count` hosts that know each other, with links of this rate."""
     with hosts(count) as net, contextlib.ExitStack() as stack:
         if rate is not None:
             _shape(net, rate)

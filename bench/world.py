@@ -110,7 +110,7 @@ class World:
         return vm
 
     def pool_is_full(self, client: vmfork.Client, count: int) -> None:
-        """Wait until so many QEMUs wait. The pool's shape is known from the first fork on."""
+        """Wait until the pool holds `count` QEMUs. The pool's shape is known from the first fork on."""
         eventually(lambda: client.host().pool.waiting >= count, 120, f"{count} QEMUs in the pool", every_s=0.05)
 
     def drained(self, vm: vmfork.VM) -> None:

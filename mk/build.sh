@@ -63,7 +63,7 @@ for source in guest/python guest/python/src; do
 	done
 done
 find "$packages" -name __pycache__ -prune -exec rm -rf {} +
-# Compiled here rather than by every VM; checked by nobody, since the image is read-only.
+# Compiled here rather than by every VM; never checked, since the image is read-only.
 "$PYTHON" -m compileall -q --invalidation-mode unchecked-hash -s "$guest.new" "$packages"
 find "$guest.new" -type d -exec chmod 755 {} +
 if [ -d "$guest" ]; then mv "$guest" "$guest.old"; fi

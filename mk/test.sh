@@ -21,7 +21,7 @@ loom() {
 		cargo test --quiet -p vmfork-memory -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
-# So many seconds for each target: enough to see that it runs and that old findings stay mended. On the
+# Seconds for each target: enough to see that it runs and that old findings stay mended. On the
 # stable toolchain, with seeds mutated at random, so that it is the same everywhere.
 FUZZ_SECONDS=3
 fuzz() {

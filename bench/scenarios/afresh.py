@@ -1,4 +1,4 @@
-"""What a host sends for a clone that allocates 1 GiB afresh on another one: what was there before matters to nobody.
+"""What a host sends for a clone that fills 1 GiB of new memory on another host: the old contents are not needed.
 
 With a parent that has never used that memory, and with one that has used and given it back; and of a parent's first fork, since what clones
 waited for goes along with later ones. Counted at the device of the parent's host,

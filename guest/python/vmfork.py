@@ -263,7 +263,7 @@ def _flush() -> None:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            pass  # Closed, or nobody reads: no reason not to fork or to exit.
+            pass  # Closed, or without a reader: no reason not to fork or to exit.
 
 
 def sf_exit() -> NoReturn:

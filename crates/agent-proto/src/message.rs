@@ -117,10 +117,10 @@ pub enum ToGuest {
         rows: u16,
         cols: u16,
     },
-    /// Nobody listens to this channel any more: SIGHUP to the program (SIGKILL after 2 s if it has not
-    /// ended), or abandon the transfer. The agent sends nothing more on it.
+    /// The daemon does not listen to this channel any more: SIGHUP to the program (SIGKILL after 2
+    /// s if it has not ended), or abandon the transfer. The agent sends nothing more on it.
     Cancel,
-    /// The daemon has consumed so many bytes of a stream `kind` of this channel.
+    /// The daemon has consumed this many bytes of a stream `kind` of this channel.
     Credit {
         kind: u8,
         bytes: u32,

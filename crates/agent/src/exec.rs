@@ -306,7 +306,7 @@ impl Exec {
         let group = master
             .and_then(|fd| tcgetpgrp(fd).ok())
             .map_or(self.pid, |group| group.as_raw_nonzero().get());
-        // Nobody there: it has ended, which its reaping will say.
+        // No such process: it has ended, which its reaping will say.
         let _ = sys::kill(-group, signal);
     }
 
@@ -323,7 +323,7 @@ impl Exec {
         self.ended = Some((ended, now));
     }
 
-    /// In a clone: nobody will type any more, and the windows are those of another daemon side.
+    /// In a clone: no input will come any more, and the windows are those of another daemon side.
     pub(crate) fn become_clone(&mut self) {
         if self.terminal {
             self.input.close();

@@ -24,7 +24,8 @@ pub(crate) struct Leftovers {
 }
 
 impl Leftovers {
-    /// Nobody listens to `exec` any more: hang it up. Its descriptors are the caller's to close.
+    /// The daemon does not listen to `exec` any more: hang it up. Its descriptors are the caller's
+    /// to close.
     pub(crate) fn hang_up(&mut self, exec: &Exec, now: Instant) {
         if exec.has_ended() {
             return;

@@ -32,7 +32,7 @@ use crate::port::Port;
 /// Most connections at a time; more wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 1024;
 const BACKLOG: i32 = 128;
-/// How long nobody is accepted after `EMFILE`.
+/// How long no connection is accepted after `EMFILE`.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Why a worker failed whose connection closed.
 const NO_EXIT: &str = "its process ended without sf_exit";
@@ -42,7 +42,7 @@ const NO_EXIT: &str = "its process ended without sf_exit";
 pub(crate) enum VmRole {
     /// It booted.
     Root,
-    /// A clone with so many workers from this number on.
+    /// A clone with `workers` workers, numbered from `vmid` on.
     Clone { vmid: u32, workers: u32 },
 }
 

@@ -170,11 +170,11 @@ impl Machine {
         self.overwrite(Path::new(path), bytes, mode)
     }
 
-    /// Write a small file in place: whoever reads meanwhile sees the old text or the new one, never an
-    /// empty file.
+    /// Write a small file in place: a program that reads meanwhile sees the old text or the new
+    /// one, never an empty file.
     fn overwrite(&self, path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
         let mut files = self.files.borrow_mut();
-        // Whoever removed or replaced the file gets a new one.
+        // If a program removed or replaced the file, it gets a new one.
         let stands =
             files.get(path).map(|(file, _)| file.metadata().map(|found| found.nlink() > 0));
         if !stands.transpose()?.unwrap_or(false) {

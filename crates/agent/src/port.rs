@@ -317,7 +317,7 @@ fn open(path: &PortPath) -> io::Result<OwnedFd> {
     }
 }
 
-/// Without udev nobody makes the link: look for the name in sysfs.
+/// Without udev there is no link: look for the name in sysfs.
 fn find_virtio_port() -> io::Result<PathBuf> {
     for entry in std::fs::read_dir("/sys/class/virtio-ports")? {
         let entry = entry?;

@@ -93,7 +93,7 @@ fn is_mounted(target: &str) -> bool {
 
 /// End everything and leave. Doesn't return: if the kernel refuses, PID 1 stays and reaps.
 pub(crate) fn stop(stop: Stop) -> ! {
-    // ESRCH: there is nobody.
+    // ESRCH: no process is left.
     for (signal, wait_at_most) in [(libc::SIGTERM, TERM_WAIT), (libc::SIGKILL, TERM_WAIT / 2)] {
         let _ = sys::kill(-1, libc::SIGCONT);
         let _ = sys::kill(-1, signal);

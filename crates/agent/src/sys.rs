@@ -51,9 +51,10 @@ pub(crate) fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()
     Ok(())
 }
 
-/// What whoever started this process had it ignore is ignored no longer, nor by the programs that it starts: a shell
-/// that ignores SIGINT at its start, as those in the background do, can't trap it. SIGPIPE is left as it is: std
-/// restores it in children. So are handlers: std has some, by which it tells that a stack overflowed.
+/// Signals that this process inherited as ignored are ignored no longer, nor by the programs that
+/// it starts. A shell that ignores SIGINT at its start, as those in the background do, can't trap
+/// it. SIGPIPE is left as it is: std restores it in children. So are handlers: std has some, by
+/// which it tells that a stack overflowed.
 pub(crate) fn ignore_no_signals() {
     for signal in (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE) {
         // SAFETY: an all-zero `sigaction` is a valid value.
@@ -89,7 +90,7 @@ pub(crate) fn signal_fd(signals: &[libc::c_int]) -> io::Result<OwnedFd> {
     let fd = check(unsafe {
         libc::signalfd(-1, &raw const set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC)
     })?;
-    // SAFETY: `fd` was just made and nobody else holds it.
+    // SAFETY: `fd` was just made and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -152,7 +153,7 @@ pub(crate) fn loopback_up() -> io::Result<()> {
 /// Signal a process (`pid` > 0), a process group (`pid` < -1) or everybody (-1).
 ///
 /// # Errors
-/// `ESRCH` if there is nobody, `EINVAL` for a bad signal.
+/// `ESRCH` if there is no such process, `EINVAL` for a bad signal.
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: no memory is passed.
     check(unsafe { libc::kill(pid, signal) })?;

@@ -70,8 +70,8 @@ pub struct StartRequest {
     pub force: bool,
     #[serde(default)]
     pub prefetch: Prefetch,
-    /// Bring in everything else in the background, at most so many MiB per second, until the VM depends on the store no
-    /// more; default 0: never.
+    /// Fetch everything else in the background, at most this many MiB per second, until the VM does
+    /// not depend on the store any more; default 0: never.
     #[serde(default)]
     pub hydrate_mib_per_s: u32,
     /// Bound on the whole call, in ms, at least 1; default 60000.

@@ -122,8 +122,8 @@ pub struct VmDetail {
     pub job: Option<String>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
-    /// The last fork of this VM that came to its end, whoever asked for it: a program in the guest (`sf_clone`)
-    /// has no other way to tell the host. Clones' states are those of that moment.
+    /// The last fork of this VM that ended, also one from inside: a program in the guest
+    /// (`sf_clone`) has no other way to tell the host. Clones' states are those of that moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_fork: Option<ForkReply>,
 }

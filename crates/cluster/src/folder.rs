@@ -103,7 +103,7 @@ impl FolderError {
                 Some("leave that cluster first, with `vmfork cluster leave`".to_owned())
             }
             Self::Open { path, .. } => Some(format!(
-                "if nobody else has seen them, `chmod go= {path}`; if in doubt, leave the cluster and join anew",
+                "if no other user has seen them, `chmod go= {path}`; if in doubt, leave the cluster and join again",
                 path = path.display()
             )),
             Self::NotOurs { path, user, .. } => Some(format!(
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_again_and_is_nobody_elses() {
+    fn what_was_written_is_read_again_and_is_private() {
         let (_dir, path, cluster) = made();
         assert_eq!(mode(&path), 0o700);
         let names: Vec<_> = fs::read_dir(&path).expect("there").flatten().collect();

@@ -7,7 +7,8 @@ use aws_lc_rs::digest::{SHA256, digest};
 use rustls::pki_types::{CertificateDer, DnsName, ServerName};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Below which every host has a name for certificates. Nobody resolves it: addresses are the membership's.
+/// Below which every host has a name for certificates. It is never resolved: addresses are the
+/// membership's.
 const DOMAIN: &str = ".vmfork.internal";
 
 /// A host of a cluster: 64 random bits, chosen when it makes or joins one, never used again. Shown as 16 hex digits.
@@ -39,7 +40,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], RandomError> {
 }
 
 impl HostId {
-    /// `None` for 0, which nobody is.
+    /// `None` for 0, which no host has.
     pub const fn new(id: u64) -> Option<Self> {
         if id == 0 { None } else { Some(Self(id)) }
     }

@@ -97,7 +97,7 @@ pub enum JoinError {
     },
     #[error("the answer is not for this host: it lacks {what}")]
     Answer { what: &'static str },
-    #[error("this host has left the cluster and admits nobody")]
+    #[error("this host has left the cluster and admits no other")]
     HasLeft,
     #[error(transparent)]
     Random(#[from] RandomError),
@@ -133,7 +133,7 @@ pub fn admit(
         return Err(JoinError::Version { whose: "newcomer", version: request.version });
     }
     let request_hash = hash(request);
-    // The token first: names of members are nobody else's business.
+    // The token first: only a holder of one may learn names of members.
     let used = tokens.look(&request.secret, now.unix_s)?.cloned();
     if members.has_left() {
         return Err(JoinError::HasLeft);
@@ -237,7 +237,7 @@ impl Newcomer {
         &self.request
     }
 
-    /// For the connection; it accepts the host that made the token, and nobody else.
+    /// For the connection; it accepts only the host that made the token.
     ///
     /// # Errors
     /// TLS can't be set up.

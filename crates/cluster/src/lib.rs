@@ -13,8 +13,8 @@
 //! any member can admit ([`admit`]) and remove, and says so in its next heartbeat; any can allocate ([`allocate`]),
 //! and each host decides itself what it gives.
 //!
-//! Promises: who is no member gets through no handshake ([`Tls`]); what peers say is bounded and checked; nothing is half
-//! written ([`Folder`]); no host promises more than it has, whoever asks.
+//! Promises: only a member gets through a handshake ([`Tls`]); what peers say is bounded and
+//! checked; nothing is half written ([`Folder`]); no host promises more than it has.
 //!
 //! Left to others: sockets, HTTP and clocks (the daemon's). Times are passed in; but for [`Folder`] and [`slurm`], nothing
 //! here does I/O. It knows neither pages nor QEMU.

@@ -28,7 +28,7 @@ const FIXED_BYTES: usize = 32 + SECRET_BYTES + 8;
 /// An address is at most 259 bytes long.
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// Most tokens that a host has out at a time: nobody needs more, and the book stays small.
+/// Most tokens that a host has out at a time: no cluster needs more, and the book stays small.
 pub const TOKENS_MAX: usize = 1024;
 
 /// 128 random bits that open the door once. Not shown by `Debug`.

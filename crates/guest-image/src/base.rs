@@ -27,7 +27,7 @@ const MMDEBSTRAP_MAX: Duration = Duration::from_secs(3600);
 const TAR_MAX: Duration = Duration::from_secs(900);
 /// Unpacked tree, its tar and the downloads of an image with a few large packages.
 pub(crate) const NEED_BYTES: u64 = 1536 << 20;
-/// What nobody used for so long goes from the cache.
+/// A base that was not used for this time is removed from the cache.
 const KEEP: Duration = Duration::from_secs(60 * 24 * 3600);
 
 /// A base in the cache.
@@ -395,7 +395,7 @@ fn touch(path: &Path) {
     let _ = File::open(path).and_then(|f| f.set_modified(SystemTime::now()));
 }
 
-/// Drop from the cache what nobody used for long.
+/// Drop from the cache what was not used for [`KEEP`].
 fn prune(shelf: &Shelf, except: &str) {
     let old = |path: &Path| {
         let age = fs::metadata(path).and_then(|m| m.modified()).map(|t| t.elapsed());

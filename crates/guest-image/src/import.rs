@@ -22,7 +22,7 @@ pub struct ImportOptions {
     pub cmdline: Option<String>,
     /// The user says that the vmfork agent runs in it.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
     /// Put it in place of an image of that name.
     pub replace: bool,
@@ -287,7 +287,7 @@ mod tests {
         assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
         sector[510..].copy_from_slice(&[0x55, 0xaa]);
         fs::write(&disk, &sector).unwrap();
-        assert!(!bring(&options).unwrap().agent, "nobody could speak with it");
+        assert!(!bring(&options).unwrap().agent, "there is no port to speak through");
         let files = store.open("tiny").unwrap();
         assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
     }

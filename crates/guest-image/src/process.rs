@@ -245,7 +245,7 @@ impl Drop for Group {
         let Some(pid) = self.pid().filter(|_| !self.done) else {
             return; // the leader is reaped: its number may be somebody else's by now
         };
-        // Any of these may find nobody left, which is what we want.
+        // Any of these may find no process left, which is what we want.
         let _ = rustix::process::kill_process_group(pid, Signal::TERM);
         self.leader_ended_within(pid, GRACE);
         let _ = rustix::process::kill_process_group(pid, Signal::KILL);

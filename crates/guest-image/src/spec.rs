@@ -32,7 +32,7 @@ pub struct Spec {
     pub mirror: Option<String>,
     /// Added to the kernel's command line.
     pub cmdline: Option<String>,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
 }
 

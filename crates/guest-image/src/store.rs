@@ -254,7 +254,7 @@ impl Store {
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     root: PathBuf,
-    /// Nobody else may look in.
+    /// No other user may look in.
     is_private: bool,
 }
 
@@ -263,7 +263,7 @@ impl Shelf {
         Self { root: root.into(), is_private: false }
     }
 
-    /// One whose entries are nobody else's business.
+    /// One whose entries no other user may see.
     pub(crate) fn private(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), is_private: true }
     }
@@ -409,7 +409,7 @@ impl Shelf {
 /// Make what a folder was filled with lasting, and readable to who gets it.
 fn settle(staging: &Staging) -> Result<(), StoreError> {
     // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
-    // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
+    // asks for the file's own mode. By path no other user gets here: the store's folder is closed.
     let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
     for entry in entries {
         let path = entry.map_err(StoreError::io("read", &staging.path))?.path();

@@ -8,16 +8,17 @@ use crate::{Origin, PageIdx, PageRange};
 
 /// A place that holds an image's own pages for good: a stored snapshot, another host.
 ///
-/// Whoever reads knows neither which place it is nor what form pages have there. A source is asked by several
-/// threads at a time.
+/// A reader knows neither which place it is nor what form pages have there. Several threads may ask
+/// a source at a time.
 pub trait PageSource: Debug + Send + Sync {
     /// What kind of place it is.
     fn origin(&self) -> Origin;
 
-    /// Pages that are best read together: those of an aligned window of so many. A power of two, 1 to 512.
+    /// Number of pages that are best read together, as an aligned window. A power of two, 1 to 512.
     fn unit_pages(&self) -> u64;
 
-    /// How many reads at a time that nobody waits for do it good: as many as it has processors or, far away, more.
+    /// How many background reads at a time suit it: as many as it has processors or, far away,
+    /// more.
     fn reads_ahead(&self) -> usize {
         2
     }
@@ -45,7 +46,7 @@ pub trait PageSource: Debug + Send + Sync {
         self.read(range, bytes)
     }
 
-    /// The same for pages that nobody waits for: gives way to what somebody does wait for.
+    /// The same as a background read: yields to demand reads.
     ///
     /// # Errors
     /// As [`PageSource::read`].
@@ -53,7 +54,7 @@ pub trait PageSource: Debug + Send + Sync {
         self.read(range, bytes)
     }
 
-    /// How many reads that nobody waits for had best be asked for together, by [`PageSource::read_ahead_all`].
+    /// How many background reads should be asked for together, by [`PageSource::read_ahead_all`].
     fn together(&self) -> usize {
         1
     }
@@ -70,13 +71,13 @@ pub trait PageSource: Debug + Send + Sync {
         }
     }
 
-    /// Where it matters in which order pages come that nobody waits for: who says.
+    /// Decides the order of background reads, where the order matters.
     fn order(&self) -> Option<&dyn AheadOrder> {
         None
     }
 }
 
-/// Pages that nobody waits for, and where they are to go.
+/// A background read: its pages, and where they are to go.
 #[derive(Debug)]
 pub struct AheadRead<'a> {
     pub range: PageRange,
@@ -84,7 +85,7 @@ pub struct AheadRead<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// Says which pages that nobody waits for are best read first.
+/// Decides which background reads are best done first.
 ///
 /// Several hosts that all bring the same pages in another order each can give each other what they lack.
 pub trait AheadOrder: Send + Sync {

@@ -177,9 +177,9 @@ fn a_runtime_that_ends_leaves_no_qemu() {
     drop(qemu);
 }
 
-/// `kill -9` of QEMU: everybody who waits hears of it at once, with the reason.
+/// `kill -9` of QEMU: every waiting call fails at once, with the reason.
 #[test]
-fn a_killed_qemu_fails_whoever_waits() {
+fn a_killed_qemu_fails_every_waiting_call() {
     runtime().block_on(async {
         let Some(bare) = Bare::new(64 * MIB, Accel::Tcg).await else { return };
         let qemu = bare.start(true).await;
@@ -234,7 +234,7 @@ fn qemus_end_with_the_daemon() {
     daemon.kill().expect("still there");
     assert_eq!(daemon.wait().expect("ours").signal(), Some(9));
     let began = Instant::now();
-    // Whoever adopts orphans reaps it; until then it is a zombie.
+    // The process that adopts orphans reaps it; until then it is a zombie.
     let gone = || match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat.contains(") Z "),
         Err(_) => true,

@@ -200,7 +200,7 @@ impl S3 {
     }
 }
 
-/// Whether the cause is that nobody was there, or not for long enough.
+/// Whether the cause is that no server answered, or not for long enough.
 fn is_unreachable(error: &object_store::Error) -> bool {
     let mut cause = error.source();
     while let Some(at) = cause {

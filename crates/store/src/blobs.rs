@@ -117,7 +117,7 @@ pub enum Failure {
     ReadOnly,
     /// A bucket or folder that isn't there.
     NoPlace,
-    /// Nobody answers, or not in time.
+    /// No server answers, or not in time.
     Unreachable,
     Other,
 }

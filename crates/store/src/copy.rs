@@ -284,7 +284,7 @@ impl Store {
         let _catalogue = lock(&self.inner.catalogue);
         for stored in missing {
             let descriptor = stored.descriptor();
-            // Another one, or the same adopted anew, has chunks that nobody has looked for.
+            // Another one, or the same adopted again, has chunks that were not looked for.
             if read_descriptor(self.inner.blobs(), &descriptor.name)? != *descriptor {
                 return Err(self.not_found(&descriptor.name));
             }

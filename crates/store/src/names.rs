@@ -10,8 +10,9 @@
 //! snapshots/NAME/ID-N.origin        only while chunks are still elsewhere: where
 //! ```
 //!
-//! `N` is drawn anew by whoever writes a snapshot. Of two that write one, whichever the descriptor names was first; the
-//! other can clear away what is its own, and what it leaves is never taken for the first one's.
+//! Each writer of a snapshot draws a new `N`. Of two that write one, the one that the descriptor
+//! names was first. The other can clear away what is its own, and what it leaves is never taken for
+//! the first one's.
 
 use blake3::Hash;
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   create ── pin ── is it there? ── (put) ── … ── descriptor ── unpin
-//!   collect     begin ── list ── who names what? ── delete what nobody names or pins ── end
+//!   collect     begin ── list ── who names what? ── delete what is neither named nor pinned ── end
 //! ```
 //!
 //! A collector looks at the snapshots once. What was pinned at any time while it runs, it leaves: the snapshot it was

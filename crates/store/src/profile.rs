@@ -134,7 +134,7 @@ fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
 
 impl Store {
     /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what there was. `read` gives
-    /// the bytes of any page, whoever owns it.
+    /// the bytes of any page, of any owner.
     ///
     /// # Errors
     /// The snapshot has been removed or is being written; pages beyond its end, that can't be read, or too many.

@@ -1,4 +1,4 @@
-//! Removing snapshots, and what nobody needs any more.
+//! Removing snapshots, and what no snapshot needs any more.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -26,18 +26,19 @@ pub struct Removed {
 /// What [`Store::collect`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Chunks that nobody named.
+    /// Chunks that no snapshot named.
     pub chunks: u64,
     /// Other files: of snapshots that were never finished, and of older tables.
     pub files: u64,
     pub freed_bytes: u64,
-    /// Snapshots that are damaged, so that nobody knows what chunks they have. As long as they are there, no chunk
-    /// is removed.
+    /// Snapshots that are damaged, so that it is not known which chunks they have. As long as they
+    /// are there, no chunk is removed.
     pub blocked_by: Vec<String>,
 }
 
 impl Store {
-    /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that nobody names any more.
+    /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that no snapshot names
+    /// any more.
     ///
     /// # Errors
     /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots of which it can't be
@@ -89,8 +90,8 @@ impl Store {
         Ok(removed)
     }
 
-    /// Remove all that no snapshot names and nobody is about to: what crashes and cancelled work have left, and
-    /// chunks of removed snapshots that had been open.
+    /// Remove all that no snapshot names and no writer is about to name: what crashes and cancelled
+    /// work have left, and chunks of removed snapshots that had been open.
     ///
     /// # Errors
     /// The store can't be listed or written.
@@ -140,7 +141,8 @@ impl Inner {
         Ok(collector.delete(self.blobs(), key)?.then_some(bytes))
     }
 
-    /// Delete those of `chunks` that nobody names. How many, their bytes, and who keeps them all from going.
+    /// Delete those of `chunks` that no snapshot names. How many, their bytes, and which snapshots
+    /// keep all from being removed.
     pub(crate) fn delete_unused(
         &self,
         collector: &Collector<'_>,

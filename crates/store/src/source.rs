@@ -93,7 +93,7 @@ impl StoredPages {
             .get(&window.hash, keep, || self.load(window))
             .map_err(StoreError::into_io)?;
         let from = usize::try_from(skipped).unwrap_or(usize::MAX);
-        // The length was checked when the chunk was loaded, by whoever did.
+        // The length was checked when the chunk was loaded.
         let found = raw.get(from..).and_then(|raw| raw.get(..bytes.len())).ok_or_else(not_own)?;
         bytes.copy_from_slice(found);
         Ok(())

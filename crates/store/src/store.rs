@@ -52,7 +52,7 @@ pub(crate) struct Inner {
 #[derive(Debug, Default)]
 pub(crate) struct Openers {
     pub(crate) count: u32,
-    /// It would have gone, had nobody had it open.
+    /// It would have been removed, had it not been open.
     pub(crate) is_leftover: bool,
 }
 

@@ -141,7 +141,7 @@ impl In<'_> {
             if self.raw(32, "the hash")? != hash.as_bytes() {
                 return Err(self.flaw("the hash at the end is not that of the stream"));
             }
-            // Until the end of the pipe: whoever writes to it isn't cut off.
+            // Until the end of the pipe: its writer isn't cut off.
             let mut more = Vec::new();
             let rest = (&mut self.from).take(1).read_to_end(&mut more);
             return match rest.map_err(StoreError::io("read the export"))? {

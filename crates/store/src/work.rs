@@ -8,7 +8,7 @@ use crate::error::StoreError;
 /// How a long operation is watched, and ended before it has finished.
 #[derive(Debug)]
 pub struct Work {
-    /// At most so many at a time; at least 1.
+    /// Most threads at a time; at least 1.
     pub threads: usize,
     /// Set it, and the operation ends with [`StoreError::Cancelled`] after the chunks that are in hand.
     pub cancelled: AtomicBool,

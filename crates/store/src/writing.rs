@@ -23,7 +23,7 @@ pub(crate) enum Commit {
     Replace,
 }
 
-/// As long as it lives, nobody else writes or removes that snapshot, or removes its base.
+/// As long as it lives, no other operation writes or removes that snapshot, or removes its base.
 #[derive(Debug)]
 pub(crate) struct Reserved<'a> {
     inner: &'a Inner,
@@ -52,9 +52,9 @@ impl Drop for Reserved<'_> {
     }
 }
 
-/// As long as it lives: nobody else writes a snapshot by that name, nobody removes its base, and nothing that it has
-/// put or found there is collected. Dropped without a commit it removes its sections, which nobody else's have the names
-/// of; chunks may stay, for `collect`.
+/// As long as it lives, no other operation writes a snapshot by that name or removes its base, and
+/// nothing that it has put or found there is collected. Dropped without a commit, it removes its
+/// sections, whose names no other writer uses. Chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {
     inner: &'a Inner,

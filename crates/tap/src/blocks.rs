@@ -78,7 +78,7 @@ impl<const N: usize> Blocks<N> {
         }
     }
 
-    /// RAM, of so many blocks, is mapped anew as a whole. Only while the VM is stopped.
+    /// RAM, of `blocks` blocks, is mapped again as a whole. Only while the VM is stopped.
     pub(crate) fn reset(&self, blocks: usize) {
         for state in self.0.iter().take(blocks) {
             state.store(FRESH, Release);

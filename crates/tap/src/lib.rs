@@ -14,7 +14,7 @@
 //! started by the constructor, before QEMU installs its own seccomp filter: `clone(CLONE_VM)` without
 //! `CLONE_FILES`, so it acts on QEMU's memory, holds none of QEMU's sockets, and outlives a killed QEMU
 //! together with the pages that were moved aside. It ends when `vmforkd` closes the control socket, and takes
-//! QEMU with it: nobody would be left to answer its faults.
+//! QEMU with it: no process would be left to answer its faults.
 //!
 //! Promises: hooks keep `errno`, take no locks, allocate nothing, never panic. What they don't understand
 //! passes through, and the count of RAM mappings (`Status`) tells `vmforkd` to refuse the VM.

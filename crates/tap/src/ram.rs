@@ -175,8 +175,8 @@ pub(crate) fn unregister(userfaultfd: c_int, at: usize, len: usize) -> Result<()
 pub(crate) fn zero_dropped(at: usize, len: usize) {
     install_zeros(at, len, |page| {
         let page: *mut u8 = core::ptr::with_exposed_provenance_mut(page);
-        // SAFETY: a page of RAM that the guest has given away, so that nobody else uses it. If it is missing, this
-        // waits for `vmforkd`, like any access of QEMU's.
+        // SAFETY: a page of RAM that the guest has given away, so that nothing else uses it. If it
+        // is missing, this waits for `vmforkd`, like any access of QEMU's.
         unsafe { page.write_bytes(0, PAGE_BYTES) };
     });
 }

@@ -44,7 +44,7 @@ fn arg(value: c_int) -> usize {
 }
 
 /// # Safety
-/// Replaces whatever is mapped in the range when `flags` has MAP_FIXED: nobody may rely on it.
+/// Replaces whatever is mapped in the range when `flags` has MAP_FIXED: no code may rely on it.
 pub(crate) unsafe fn mmap(
     at: usize,
     len: usize,
@@ -65,7 +65,7 @@ pub(crate) unsafe fn mremap(from: usize, len: usize, flags: u32, to: usize) -> R
 }
 
 /// # Safety
-/// Nobody may use the range any more.
+/// No code may use the range any more.
 pub(crate) unsafe fn munmap(at: usize, len: usize) -> Result {
     // SAFETY: the caller's promise.
     unsafe { syscall6(nr(libc::SYS_munmap), at, len, 0, 0, 0, 0) }

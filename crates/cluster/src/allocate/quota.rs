@@ -1,13 +1,14 @@
 //! What a user may have in the whole cluster.
 //!
 //! ```text
-//!   a host: VMs are to be admitted ── QuotaAsk ──► the user's keeper: Counts::take ──► so many may be
+//!   a host: VMs are to be admitted ── QuotaAsk ──► the user's keeper: Counts::take ──► how many may be
 //!           what it has of each user ── Tally, with every heartbeat ──► all hosts: Counts::heard
 //! ```
 //!
-//! One host counts for each user, the one that [`keeper_of`] names: it gives out what others have not, and takes down at
-//! once what it gave. All hosts hear what each has of whom, so that any can be the next keeper. So users never get beyond
-//! their quota, whoever asks when, as long as there is one keeper: one that has just become it first hears all others.
+//! One host counts for each user, the one that [`keeper_of`] names: it gives out what others have
+//! not, and takes down at once what it gave. All hosts hear what each has of each user, so that any
+//! can be the next keeper. So no user gets beyond the quota, on any host and in any order, as long
+//! as there is one keeper. A new keeper first hears all others.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,7 +46,7 @@ impl Amount {
     pub const ALL: Self =
         Self { vms: u32::MAX, room: Room { memory_bytes: u64::MAX, vcpus: u32::MAX } };
 
-    /// So many VMs of one shape.
+    /// `count` VMs of one shape.
     #[must_use]
     pub fn of(count: u32, shape: Room) -> Self {
         Self { vms: count, room: shape.times(count) }

@@ -101,8 +101,8 @@ impl Tls {
         self.finish_server(config, protocols)
     }
 
-    /// For connections of who wants to join: nobody has to show a certificate, and no protocol but [`JOIN_PROTOCOL`] is
-    /// spoken. Choose it by [`Tls::wants_to_join`].
+    /// For connections of hosts that want to join: no certificate is asked for, and no protocol but
+    /// [`JOIN_PROTOCOL`] is spoken. Choose it by [`Tls::wants_to_join`].
     ///
     /// # Errors
     /// TLS can't be set up.
@@ -134,8 +134,8 @@ impl Tls {
         hello.alpn().is_some_and(|mut protocols| protocols.any(|it| it == JOIN_PROTOCOL))
     }
 
-    /// For connections to members, for this protocol. Which member is wanted says the server name of each connection,
-    /// [`HostId::server_name`]; nobody else is accepted.
+    /// For connections to members, for this protocol. The server name of each connection,
+    /// [`HostId::server_name`], says which member is wanted; no other is accepted.
     ///
     /// # Errors
     /// TLS can't be set up.

@@ -15,7 +15,7 @@ use crate::room::Room;
 pub struct Timing {
     /// Between two heartbeats to one host. With 100 hosts each sends 100 small requests in this time.
     pub every: Duration,
-    /// Between two to a host that is gone: it may come back, but nobody waits for it.
+    /// Between two to a host that is gone: it may come back, but nothing waits for it.
     pub every_if_gone: Duration,
     /// Silence after which a host is suspect: three heartbeats or their answers were lost, or its daemon is stuck.
     pub suspect_after: Duration,
@@ -173,12 +173,14 @@ impl Membership {
         due.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// When the next heartbeat is to go, by the monotonic clock; `None` if there is nobody to send one to.
+    /// When the next heartbeat is due, by the monotonic clock; `None` if there is no host to send
+    /// one to.
     pub fn next_due(&self, now: Now) -> Option<Duration> {
         self.turns(now).map(|(at, _)| at).min()
     }
 
-    /// When each other member's turn is. Who has left tells each that, and then nobody anything.
+    /// When each other member's turn is. A host that has left tells each member so, and sends
+    /// nothing after that.
     fn turns(&self, now: Now) -> impl Iterator<Item = (Duration, HostId)> {
         let others = self.members().filter(move |entry| entry.id != self.own);
         let has_left = self.has_left();
@@ -205,8 +207,8 @@ impl Membership {
         Heartbeat { digest: self.digest, room, entries }
     }
 
-    /// By which a member learns that it is removed: that of a book in which it has left. It is sent before that is so here,
-    /// as nobody talks to who has left.
+    /// By which a member learns that it is removed: that of a book in which it has left. It is sent
+    /// before that is so here, since no host talks to one that has left.
     ///
     /// # Errors
     /// It is no member.
@@ -232,7 +234,7 @@ impl Membership {
     /// Takes a member's heartbeat; returns what to answer, and what that changed here.
     ///
     /// # Errors
-    /// It is from nobody that belongs here, or tells what can't be. Then nothing was changed.
+    /// It is not from a member, or tells what can't be. Then nothing was changed.
     pub fn on_heartbeat(
         &mut self,
         from: HostId,

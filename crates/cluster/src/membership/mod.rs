@@ -199,7 +199,7 @@ impl Membership {
             timing: Timing::default(),
             digest: Digest::default(),
         };
-        // Since before anything: nobody was heard in the life of this process.
+        // Since before anything: this process has heard no host yet.
         let start = Now { monotonic: Duration::ZERO, unix_s: 0 };
         it.peers = others.keys().map(|id| (*id, Peer::new(start))).collect();
         others.insert(own.id, own);
@@ -232,7 +232,7 @@ impl Membership {
         self.entries.get(&self.own).expect("a host is always in its own book")
     }
 
-    /// Whether this host was removed, or has left by itself. Nobody talks to it any more.
+    /// Whether this host was removed, or has left by itself. No member talks to it any more.
     pub fn has_left(&self) -> bool {
         self.own_entry().state.is_left()
     }
@@ -335,9 +335,10 @@ impl Membership {
         self.set_state(id, HostState::Active, now)
     }
 
-    /// Takes a member out for good: this host, or another that won't come back. Its certificate is refused at once here,
-    /// and elsewhere as they hear of it. A host that has left goes on with its heartbeats until [`Membership::due`] names
-    /// nobody any more, or its patience ends: that is how the others learn.
+    /// Takes a member out for good: this host, or another that won't come back. Its certificate is
+    /// refused at once here, and elsewhere as they hear of it. A host that has left continues its
+    /// heartbeats until [`Membership::due`] names no host any more, or its patience ends: that is
+    /// how the others learn.
     ///
     /// # Errors
     /// It is no member.
@@ -356,7 +357,7 @@ impl Membership {
         let incarnation = entry.incarnation.saturating_add(1);
         self.put(Entry { state, incarnation, ..entry.clone() }, now);
         if self.has_left() {
-            // Nobody knows yet.
+            // No peer knows yet.
             self.peers.values_mut().for_each(|peer| peer.agreed = None);
         }
         self.hurry();
@@ -435,7 +436,7 @@ impl Membership {
         let id = self.own.to_string();
         let kept = name.len().min(HOST_NAME_BYTES_MAX - 1 - SUFFIX_DIGITS);
         let candidate = format!("{}-{}", &name[..kept], &id[..SUFFIX_DIGITS]);
-        // Names are ASCII. Nobody else is called by this id.
+        // Names are ASCII. No other host is called by this id.
         if self.members().any(|entry| entry.name == candidate) { id } else { candidate }
     }
 
@@ -457,7 +458,8 @@ impl Membership {
         }
     }
 
-    /// Forgets tombstones that nobody needs any more. Whether there were any: then the book should be written down.
+    /// Forgets tombstones that are not needed any more. Whether there were any: then the book
+    /// should be written down.
     pub fn forget(&mut self, now: Now) -> bool {
         let members: Vec<&Peer> =
             self.members().filter_map(|entry| self.peers.get(&entry.id)).collect();

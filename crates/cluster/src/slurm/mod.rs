@@ -3,7 +3,7 @@
 //! ```text
 //!   hold:    scontrol show nodes ──► how many could be had
 //!            salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
-//!            scontrol show job   ──► so many places on these nodes; then each host grants, by its own books
+//!            scontrol show job   ──► how many places on which nodes; then each host grants, by its own books
 //!   ended:   scontrol show job: TIMEOUT, CANCELLED, NODE_FAIL, …
 //!   release: scancel
 //! ```
@@ -149,7 +149,8 @@ impl Slurm {
         if output.success { Ok(output.stdout) } else { Err(failed(program, &output)) }
     }
 
-    /// How many tasks could be had on all nodes together if nobody else asked, up to `most`; and the nodes that are of no use.
+    /// How many tasks all nodes together could take if there were no other requests, up to `most`;
+    /// and the nodes that are of no use.
     async fn estimate(
         &self,
         task: Task,
@@ -227,7 +228,7 @@ impl Slurm {
         arguments
     }
 
-    /// A job of up to so many tasks.
+    /// A job of up to `most` tasks.
     async fn salloc(
         &self,
         ask: &Ask,

@@ -55,7 +55,7 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// Memory of 256 GiB, which is all that the keeper maps; names and runs so many that they take 64 MiB at most.
+    /// Memory of 256 GiB, which is all that the keeper maps. Names and runs take 64 MiB at most.
     fn default() -> Self {
         Self { pages_max: 1 << 26, names_max: 1 << 16, runs_max: 1 << 22 }
     }

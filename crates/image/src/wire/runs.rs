@@ -98,7 +98,8 @@ pub(super) fn decode(
     Ok(Coded { units, names, runs })
 }
 
-/// How many of something follow, if there may be so many, and there is room for them in what is left.
+/// How many of something follow, if that is at most `most` and there is room for them in what is
+/// left.
 fn count(
     cursor: &mut Cursor<'_>,
     things: &str,

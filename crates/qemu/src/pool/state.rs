@@ -26,7 +26,7 @@ pub struct Limits {
     pub total_max: usize,
     /// Started at the same time. Two at a time cost 22 ms each on 2 cores.
     pub starting_max: usize,
-    /// A shape that nobody has wanted or claimed for so long loses its items.
+    /// A shape that was neither wanted nor claimed for this time loses its items.
     pub idle_after: Duration,
 }
 

@@ -77,7 +77,7 @@ fn a_shape_in_use_takes_places_from_one_that_is_not() {
 }
 
 #[test]
-fn a_shape_that_nobody_uses_expires_and_is_forgotten() {
+fn a_shape_that_is_not_used_expires_and_is_forgotten() {
     let mut pool = PoolState::new(limits(4));
     pool.want(&'a', 2, s(0));
     settle(&mut pool, s(0));
@@ -125,7 +125,7 @@ fn no_refill_is_put_off_for_longer_than_two_seconds_however_holds_follow_each_ot
                 assert!(pool.started(item));
             }
         }
-        // Nobody plans between one hold's end and the next one's begin.
+        // There is no planning between one hold's end and the next one's begin.
         pool.release();
     }
     let begun = begun.expect("the other shape's turn comes");

@@ -105,7 +105,7 @@ impl Shared {
                     let status = event.text("status").unwrap_or("unknown").to_owned();
                     self.migration.send_replace(Some(status));
                 }
-                // Nobody listening is fine.
+                // No listener is fine.
                 let _ = self.events.send(event);
             }
             Message::Greeting(_) => tracing::warn!("QEMU greeted twice"),

@@ -66,8 +66,9 @@ impl Qmp {
 
     /// Write the state of the stopped VM to the prepared fd, and wait until it is there.
     ///
-    /// Run it where it isn't dropped half-way: a migration that nobody waits for goes on. On QEMU 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout` it
-    /// is cancelled, so that the VM can go on.
+    /// Run it where it isn't dropped half-way: a migration continues without its caller. On QEMU
+    /// 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout`
+    /// it is cancelled, so that the VM can continue.
     ///
     /// # Errors
     /// [`QmpError::Migration`] with QEMU's words, or as [`Qmp::execute`].

@@ -116,8 +116,8 @@ fn clone_into(context: &mut Context) -> io::Result<Child> {
     let _masked = AllSignalsBlocked::new();
     // SAFETY:
     // - `child_main` has the signature that `clone` asks for and never returns.
-    // - `top` is the upper, 16-byte aligned end of a live buffer that nobody else uses, large enough for
-    //   `child_main`, which has a few words of locals and calls system-call wrappers only.
+    // - `top` is the upper, 16-byte aligned end of a live buffer with no other user, large enough
+    //   for `child_main`, which has a few words of locals and calls system-call wrappers only.
     // - CLONE_VFORK: this thread stands still until the child has called exec or exit, so that `context`, what
     //   its pointers point to, and the stack outlive the child's use, and nothing races on `context`.
     // - No signal handler runs in the child: all signals are blocked until it has reset their dispositions
@@ -134,7 +134,7 @@ fn clone_into(context: &mut Context) -> io::Result<Child> {
     if pid < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: CLONE_PIDFD has stored a new fd in `pidfd`, which nobody else owns.
+    // SAFETY: CLONE_PIDFD has stored a new fd in `pidfd`, which has no other owner.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     Ok(Child { pid, pidfd })
 }

@@ -156,7 +156,8 @@ fn channels(line: &mut Line, shape: &Shape) {
 fn devices(line: &mut Line, shape: &Shape) {
     if shape.disk.is_some() {
         let file = Slot::Disk.path();
-        // Many QEMUs read one file that nobody writes: no locks. The host's page cache is shared.
+        // Many QEMUs read one file that is never written: no locks. The host's page cache is
+        // shared.
         line.option(
             "-blockdev",
             format!("driver=file,filename={file},node-name=root,read-only=on,locking=off"),

@@ -45,7 +45,7 @@ fn launch_thread() -> io::Result<mpsc::Sender<Job>> {
             if answer.is_closed() {
                 continue; // given up while it waited
             }
-            // Nobody waits any more: what has come of it is killed.
+            // The caller does not wait any more: the child is killed.
             if let Err(Ok(child)) = answer.send(spawn(&plan)) {
                 abandon(&child);
             }

@@ -56,7 +56,7 @@ pub(crate) fn boot_sector(folder: &Path) -> Option<OwnedFd> {
     assembled.then(|| fs::File::open(&image).expect("just linked").into())
 }
 
-/// The user for QEMU: nobody's number, if we may become it.
+/// The user for QEMU: a number that no account has, if we may become it.
 pub(crate) fn unprivileged() -> Option<RunAs> {
     rustix::process::geteuid().is_root().then_some(RunAs { uid: 812_345, gid: 812_345 })
 }

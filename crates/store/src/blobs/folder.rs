@@ -21,7 +21,7 @@ const ATTEMPTS_MAX: u32 = 5;
 /// Deepest folder below the root: `snapshots/NAME`.
 const DEPTH_MAX: u32 = 4;
 
-/// Files below a folder that nobody else may look into: guests' memory holds their secrets.
+/// Files below a folder that no other user may read: guests' memory holds their secrets.
 ///
 /// A file appears whole, by a rename in its own folder. It outlasts a power cut from the next [`Blobs::sync`] on,
 /// which is one `syncfs`: an fsync for each of ten thousand chunks would take longer than writing them. What replaces

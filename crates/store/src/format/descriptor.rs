@@ -20,8 +20,8 @@ pub const SCHEMA: &str = "vmfork-snapshot/1";
 /// A descriptor has a page or two; what the daemon puts into `vm` may need more.
 pub const DESCRIPTOR_BYTES_MAX: u64 = 1 << 20;
 
-/// Names one snapshot for good: whoever has a base has written down its id, so that another snapshot by the same name
-/// is not taken for it. 32 hex digits.
+/// Names one snapshot for good. A delta has its base's id written down, so that another snapshot by
+/// the same name is not taken for the base. 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SnapshotId(pub [u8; 16]);

@@ -17,9 +17,10 @@
 //!       …   the frames, one after the other
 //! ```
 //!
-//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012, section 3.2), so that what
-//! is read first is there first; none overlaps another. The pages of all of them, whoever owns them, in that order, are cut
-//! into frames of 1 MiB, the last one shorter. A frame with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
+//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012,
+//! section 3.2), so that what is read first is there first; none overlaps another. Their pages, of
+//! any owner, in that order, are cut into frames of 1 MiB, the last one shorter. A frame with as
+//! many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
@@ -38,7 +39,7 @@ const MAGIC: [u8; 4] = *b"VFWS";
 const VERSION: u8 = 1;
 /// Up to the header's length, which says how much more of it there is.
 const FIXED_BYTES: u32 = 28;
-/// A header of so many bytes has five million runs.
+/// A header of this size has five million runs.
 const HEADER_BYTES_MAX: u32 = 32 << 20;
 
 /// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of it to check it.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["Endpoint", "Timeout", "find_endpoint"]
 
-#: The daemon's state folder where nobody says otherwise.
+#: The daemon's state folder, if no other is named.
 STATE_DEFAULT = "/var/lib/vmfork"
 
 #: Where a daemon listens that was not told otherwise.
