@@ -50,7 +50,8 @@ def add(world: w.World, name: str, found: Sequence[Between], **labels: object) -
             "sent once to all": to_all,
             "dropped, asked for in lockstep": group("served", "lockstep"),
             "dropped, too many waited": group("served", "refused"),
-            # To hosts that had missed it; and to those whose clones of earlier forks had it, and are gone.
+            # To hosts that had missed it; and to those whose clones of earlier forks had it, and
+            # are gone.
             "sent not for the first time": group("served", "resent"),
             "asked for again by receivers": group("asked", "repeated"),
             "of these lost, sent again": group("served", "lost"),

@@ -255,7 +255,7 @@ def python_comments(text: str) -> list[Block]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith("#!"):
             number, column = token.start
-            line = (number, token.string.lstrip("#").removeprefix(" "))
+            line = (number, re.sub(r"^#+:? ?", "", token.string))
             if last == (number - 1, column):
                 blocks[-1].append(line)
             else:
@@ -363,12 +363,12 @@ def numbers_of(path: str, text: str) -> dict[str, float]:
 
 
 # Before the text of a line: where it stands, the comment's mark, an item's mark.
-MARGIN = re.compile(r"(?P<mark>\s*(?://[/!]?|#(?!!))?\s*)(?P<item>(?:[-*+]|\d+[.)])\s+)?")
+MARGIN = re.compile(r"(?P<mark>\s*(?://[/!]?|#(?!!):?)?\s*)(?P<item>(?:[-*+]|\d+[.)])\s+)?")
 
 
 def is_fixed(path: str, line: str) -> bool:
     """Whether a line is no part of a paragraph: code, a row of a table, a picture, a heading."""
-    mark = {".md": r"", ".py": r"#", ".rs": r"//[/!]?", ".c": r"//", ".h": r"//", ".S": r"//"}.get(kind_of(path), "#")
+    mark = {".md": r"", ".py": r"#:?", ".rs": r"//[/!]?", ".c": r"//", ".h": r"//", ".S": r"//"}.get(kind_of(path), "#")
     comment = re.match(rf"\s*{mark}(?P<text>.*)", line)
     if not comment:
         return True
@@ -387,7 +387,7 @@ def wrapped(path: str, text: str) -> str:
     at = 0
     while at < len(lines):
         line = lines[at]
-        body = re.sub(r"^\s*(?://[/!]?|#)?\s*", "", line)
+        body = re.sub(r"^\s*(?://[/!]?|#:?)?\s*", "", line)
         if body.startswith(("```", "~~~")):
             fenced = not fenced
         if fenced or body.startswith(("```", "~~~")) or at + 1 not in comments or is_fixed(path, line):
@@ -425,8 +425,9 @@ def wrapped(path: str, text: str) -> str:
         at += len(paragraph)
     result = "\n".join(out)
     # Only marks of comments may come or go.
-    marks = {"//", "///", "//!", "#"}
-    assert [word for word in result.split() if word not in marks] == [word for word in text.split() if word not in marks], path
+    marks = {"//", "///", "//!", "#", "#:"}
+    kept, wanted = ([word for word in it.split() if word not in marks] for it in (result, text))
+    assert kept == wanted, path
     return result
 
 

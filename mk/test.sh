@@ -28,7 +28,8 @@ fuzz() {
 	VMFORK_FUZZ_STABLE=1 CARGO_TARGET_DIR=$TARGET/fuzz fuzz/smoke.sh "$FUZZ_SECONDS"
 }
 
-# Without a network and without the packages its tests are skipped, and counted as such; or fail, if they must not be.
+# Without a network and without the packages its tests are skipped, and counted as such; or fail, if
+# they must not be.
 other_qemu() {
 	mk/qemu-backports.sh && return
 	[ -z "${VMFORK_TEST_STRICT:-}" ] || die "the packages of bookworm-backports' QEMU are missing"

@@ -101,6 +101,13 @@ class Width(unittest.TestCase):
         self.assertEqual(prose.wrapped("a.rs", after), after)
 
 
+    def test_wrapping_keeps_the_marks_of_comments(self) -> None:
+        for path, mark in [("a.py", "#: "), ("a.py", "    # "), ("a.sh", "# "), ("a.rs", "//! "), ("a.md", "")]:
+            lines = prose.wrapped(path, mark + "word " * 40 + "\n").rstrip("\n").split("\n")
+            self.assertEqual(len(lines), 3 if path != "a.md" else 2, path)
+            self.assertTrue(all(line.startswith(f"{mark}word") for line in lines), lines)
+
+
 class Ratchet(unittest.TestCase):
     def test_a_number_may_only_shrink(self) -> None:
         limits = {"a": {"long": 2.0}}

@@ -58,6 +58,7 @@ def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, command: list[str],
         pages = served.value("vmfork_transfer_bytes_total", side="served", role=role)
         series("afresh_part_MiB", **labels, part=role).add(pages / MIB)
         rest_bytes -= pages
-    # What is told at the start (device state, page table, working set), heartbeats, headers of packets.
+    # What is told at the start (device state, page table, working set), heartbeats, headers of
+    # packets.
     series("afresh_part_MiB", **labels, part="other than pages").add(rest_bytes / MIB)
     w.end_all(fork)

@@ -36,7 +36,8 @@ def run(world: w.World) -> None:
     region_mib = world.pick((192,), (32,))[0]
     with cluster(world, 2, pool=0, rate=None) as made:
         for rest_us in (rest_us for _ in world.rounds("faults on another host", share=SHARE) for rest_us in RESTS_US):
-            # A VM that was never forked: what clones of earlier forks waited for would come before it is touched.
+            # A VM that was never forked: what clones of earlier forks waited for would come before
+            # it is touched.
             vm = world.run(made.clients[0], memory_mib=MEMORY_MIB)
             walk = w.put(vm, "pagewalk")
             rest(world, made, vm, empty=True)

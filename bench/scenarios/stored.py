@@ -26,7 +26,8 @@ TITLE = "Stored snapshots"
 #: MiB of a guest's memory, and of the data set in it where that can be chosen.
 SMALL, LARGE = (1024, 512), (4096, 1024)
 
-#: Whose jobs are compared one by one with those of a VM that never stops, which takes as long again.
+#: Whose jobs are compared one by one with those of a VM that never stops, which takes as long
+#: again.
 COMPARED = ("none", "fdw")
 
 

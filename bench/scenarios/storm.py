@@ -26,7 +26,8 @@ HOSTS = 4
 MEMORY_MIB = 256
 #: Of `spin`, for finding out how long one takes.
 UNITS_TRIED = 200
-#: How long a fork may take while others' clones keep all cores busy, and a job: far more than either does.
+#: How long a fork may take while others' clones keep all cores busy, and a job: far more than
+#: either does.
 FORK_S, WORK_S = 600.0, 1200.0
 #: Of clones that failed, at most this many different reasons are reported.
 REASONS_MAX = 3

@@ -18,7 +18,8 @@
 //! stream carries [`FLAG_END`] (it may be empty).
 //!
 //! **Boots.** The agent answers `Hello` at once, with what has become of the image's first-boot
-//! command; when that ends later, it says `Hello` once more. Until then the VM is up, but not ready.
+//! command; when that ends later, it says `Hello` once more. Until then the VM is up, but not
+//! ready.
 //!
 //! **Forks.** Both directions must stand at a frame boundary when the VM freezes, since each
 //! clone talks on over a socket of its own:
@@ -35,13 +36,13 @@
 //!
 //! In a clone all channels of the parent stay open on the guest's side: their programs run on, and
 //! what they print arrives as stream frames of channels that the clone's daemon side never opened;
-//! it goes to the clone's log, and is credited. Their windows begin anew, full, in a clone, since what
-//! was on its way at the freeze went to the parent's daemon side. Streams towards the guest are ended
-//! in a clone (a terminal stays open, without input); file transfers are given up.
+//! it goes to the clone's log, and is credited. Their windows begin anew, full, in a clone, since
+//! what was on its way at the freeze went to the parent's daemon side. Streams towards the guest
+//! are ended in a clone (a terminal stays open, without input); file transfers are given up.
 //! Channel numbers go on from the parent's: the daemon must not open one in a clone that the parent
-//! had open when it froze (the agent answers `Failed` with `EEXIST`).
-//! Replies to requests that a program of the parent had under way are not repeated in a clone: the
-//! agent fails them with `ECANCELED`, except for the `Clone` that made it.
+//! had open when it froze (the agent answers `Failed` with `EEXIST`). Replies to requests that a
+//! program of the parent had under way are not repeated in a clone: the agent fails them with
+//! `ECANCELED`, except for the `Clone` that made it.
 //!
 //! If neither `Continue` nor `Identity` comes within 30 s of guest time, the agent goes on as if
 //! `Continue` had come, and ignores that `Continue` if it still comes.

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! The program leads a session of its own, hence a process group of its own, which gets its
-//! signals. It has ended for the daemon when its process has been reaped and its outputs have ended.
-//! An output that something in the background holds open counts as ended when it has been silent
-//! for [`LINGER`]; it is then still read, and dropped, lest that something dies of SIGPIPE.
+//! signals. It has ended for the daemon when its process has been reaped and its outputs have
+//! ended. An output that something in the background holds open counts as ended when it has been
+//! silent for [`LINGER`]; it is then still read, and dropped, lest that something dies of SIGPIPE.
 //!
 //! No decisions about channels here: [`crate::server`] says which one a program has.
 

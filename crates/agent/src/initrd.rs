@@ -87,7 +87,8 @@ fn mount_at(source: &str, target: &str, kind: &str, options: &str) -> Result<(),
     }
 }
 
-/// Load the modules, in order. One that fails is named, and what depends on it will be missed later.
+/// Load the modules, in order. One that fails is named, and what depends on it will be missed
+/// later.
 fn load_modules() {
     let list = std::fs::read_to_string(MODULES).unwrap_or_default();
     for name in

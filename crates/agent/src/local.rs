@@ -207,7 +207,8 @@ impl Local {
         self.connections.retain(|_, connection| connection.fail(libc::ECONNRESET) == Outcome::Open);
     }
 
-    /// Take a clone's place: find who asked for it, make the other workers' sockets, cancel the rest.
+    /// Take a clone's place: find who asked for it, make the other workers' sockets, cancel the
+    /// rest.
     ///
     /// # Errors
     /// A sentence; `EMFILE` is the likely one. The clone must not be released.

@@ -1,8 +1,8 @@
 //! What a VM is to its programs: random pool, clock, host name, machine id, `vmid`.
 //!
 //! [`Machine`] applies an identity in the order that `ForkIdentity` promises and stops at the first
-//! failure. It runs between a clone's first instruction and its answer, so it makes few system calls:
-//! files are written in place, not replaced, and `/dev/urandom` is held open.
+//! failure. It runs between a clone's first instruction and its answer, so it makes few system
+//! calls: files are written in place, not replaced, and `/dev/urandom` is held open.
 //!
 //! With [`Effects::Dry`] every effect is a file under one folder (and a line in its `effects`, for
 //! the order), so that tests can look at it.
@@ -45,8 +45,9 @@ pub(crate) struct Machine {
     run_dir: PathBuf,
     /// `/dev/urandom`, with [`Effects::Real`].
     random: Option<File>,
-    /// The identity's files, open since the VM booted, with their lengths: a clone only writes. Opening them
-    /// anew would have each clone under TCG translate the way through the file systems.
+    /// The identity's files, open since the VM booted, with their lengths: a clone only writes.
+    /// Opening them anew would have each clone under TCG translate the way through the file
+    /// systems.
     files: RefCell<BTreeMap<PathBuf, (File, u64)>>,
 }
 

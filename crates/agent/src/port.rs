@@ -126,7 +126,8 @@ impl Port {
         self.sent = 0;
     }
 
-    /// Take back the frame that was queued last before [`Port::hold`], unless part of it has gone out.
+    /// Take back the frame that was queued last before [`Port::hold`], unless part of it has gone
+    /// out.
     pub(crate) fn take_back(&mut self, channel: u32, message: &ToHost) {
         let Ok(frame) = encode_message(channel, message) else { return };
         if self.writable().ends_with(&frame)

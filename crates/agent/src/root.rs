@@ -66,8 +66,9 @@ pub(crate) fn set_up() {
     }
 }
 
-/// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and needs not go
-/// through the overlay. `/etc/hostname` becomes one to what the kernel says, which a clone sets anyway.
+/// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and
+/// needs not go through the overlay. `/etc/hostname` becomes one to what the kernel says, which a
+/// clone sets anyway.
 fn link_identity() {
     for (target, link) in [(RUN_MACHINE_ID, ETC_MACHINE_ID), (KERNEL_HOSTNAME, ETC_HOSTNAME)] {
         let _ = std::fs::remove_file(link);

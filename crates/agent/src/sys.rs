@@ -1,5 +1,5 @@
-//! The system calls that `std` and `rustix` have no safe form of, each in a function that is safe to
-//! call. The only module of the agent with `unsafe` in it, but for the one `pre_exec` of `exec`.
+//! The system calls that `std` and `rustix` have no safe form of, each in a function that is safe
+//! to call. The only module of the agent with `unsafe` in it, but for the one `pre_exec` of `exec`.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -27,8 +27,8 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Mix `bytes` into the kernel's random pool, credit them in full, and make the generator draw a new
-/// key from it at once. `random` is an open `/dev/urandom`.
+/// Mix `bytes` into the kernel's random pool, credit them in full, and make the generator draw a
+/// new key from it at once. `random` is an open `/dev/urandom`.
 ///
 /// # Errors
 /// `EPERM` without CAP_SYS_ADMIN; `EINVAL` for more than 512 bytes.
@@ -59,8 +59,8 @@ pub(crate) fn ignore_no_signals() {
     for signal in (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE) {
         // SAFETY: an all-zero `sigaction` is a valid value.
         let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: a null second argument is allowed; `now` is ours and exclusively borrowed. The C library refuses
-        // the two or three signals that it keeps to itself.
+        // SAFETY: a null second argument is allowed; `now` is ours and exclusively borrowed. The C
+        // library refuses the two or three signals that it keeps to itself.
         let asked = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut now) };
         if asked == 0 && now.sa_sigaction == libc::SIG_IGN {
             // SAFETY: the default is no function of ours.
@@ -169,7 +169,8 @@ pub(crate) fn fork() -> io::Result<i32> {
     check(unsafe { libc::fork() })
 }
 
-/// Raise the limit of open files to `files`, as far as the hard limit allows. Returns the old limits.
+/// Raise the limit of open files to `files`, as far as the hard limit allows. Returns the old
+/// limits.
 ///
 /// # Errors
 /// Of `getrlimit`.
@@ -199,7 +200,8 @@ pub(crate) struct ChildSetup {
 }
 
 impl ChildSetup {
-    /// No blocked signals, own session, controlling terminal (standard input), limits, user, working directory.
+    /// No blocked signals, own session, controlling terminal (standard input), limits, user,
+    /// working directory.
     ///
     /// # Errors
     /// The first call that failed.

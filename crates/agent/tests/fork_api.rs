@@ -443,8 +443,8 @@ fn garbage_on_the_socket_ends_that_connection_alone() {
     });
 }
 
-/// Two programs ask for the clones of one ticket; one is granted, the other refused without having heard of it
-/// when the VM is forked.
+/// Two programs ask for the clones of one ticket; one is granted, the other refused without having
+/// heard of it when the VM is forked.
 #[test]
 fn the_program_whose_request_was_granted_becomes_the_worker() {
     let mut daemon = Daemon::start();

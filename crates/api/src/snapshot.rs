@@ -23,7 +23,8 @@ pub struct SnapshotRequest {
     /// Store zero pages like any others. Of use only to measure what leaving them out is worth.
     #[serde(default)]
     pub keep_zero_pages: bool,
-    /// How long to record at most which pages the VM touches after the snapshot, in ms; default 300000. 0: not at all.
+    /// How long to record at most which pages the VM touches after the snapshot, in ms; default
+    /// 300000. 0: not at all.
     #[serde(default)]
     pub record_ms: Option<u64>,
 }
@@ -36,8 +37,8 @@ pub enum Compression {
     Zstd,
 }
 
-/// Which pages come before anyone asks, in the letters of Twinkle's figure 7: `f` (zero pages are never fetched) is a
-/// matter of the snapshot, see `keep_zero_pages`.
+/// Which pages come before anyone asks, in the letters of Twinkle's figure 7: `f` (zero pages are
+/// never fetched) is a matter of the snapshot, see `keep_zero_pages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Prefetch {
@@ -65,7 +66,8 @@ pub struct StartRequest {
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself would try.
+    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself
+    /// would try.
     #[serde(default)]
     pub force: bool,
     #[serde(default)]
@@ -134,7 +136,8 @@ pub struct Snapshot {
     pub base: Option<String>,
     /// Guest memory whose bytes are stored with it; the rest is its base's, or zero.
     pub own_bytes: u64,
-    /// What that takes in the store, compressed; pages that others have stored already are not counted.
+    /// What that takes in the store, compressed; pages that others have stored already are not
+    /// counted.
     pub stored_bytes: u64,
     /// What it has in common with others in the store, compressed.
     pub shared_bytes: u64,

@@ -51,8 +51,8 @@ pub struct RunRequest {
     #[serde(default)]
     pub accel: Option<Accel>,
     /// How long to wait until the guest is ready, in ms: its agent has answered, and the image's
-    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the command.
-    /// 0: don't wait.
+    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the
+    /// command. 0: don't wait.
     #[serde(default)]
     pub boot_timeout_ms: Option<u64>,
 }

@@ -10,8 +10,8 @@
 //!   └── members.json       0600: the book (see `membership`); written last: with it the host is a member
 //! ```
 //!
-//! Promises: a file appears whole, and outlasts a power cut once its writer has returned; keys that others could have read
-//! are not used. Left to others: that no two daemons use one folder.
+//! Promises: a file appears whole, and outlasts a power cut once its writer has returned; keys that
+//! others could have read are not used. Left to others: that no two daemons use one folder.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -130,11 +130,12 @@ impl Folder {
         path.join(MEMBERS).symlink_metadata().is_ok()
     }
 
-    /// Puts a new membership into `path`, which is made if it isn't there: [`Cluster::init`]'s, or what
-    /// [`crate::Newcomer::finish`] gave.
+    /// Puts a new membership into `path`, which is made if it isn't there: [`Cluster::init`]'s, or
+    /// what [`crate::Newcomer::finish`] gave.
     ///
     /// # Errors
-    /// There is one already, others can look into the folder, or it can't be written. Then the folder holds no membership.
+    /// There is one already, others can look into the folder, or it can't be written. Then the
+    /// folder holds no membership.
     pub fn create(path: impl Into<PathBuf>, cluster: &Cluster) -> Result<Self, FolderError> {
         let it = Self { path: path.into() };
         if Self::is_used(&it.path) {
@@ -212,7 +213,8 @@ impl Folder {
         Self { path: path.into() }.remove()
     }
 
-    /// Removes all that was written here, and the folder if nothing else is in it: this host is no member any more.
+    /// Removes all that was written here, and the folder if nothing else is in it: this host is no
+    /// member any more.
     ///
     /// # Errors
     /// Something can't be removed.

@@ -11,7 +11,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// membership's.
 const DOMAIN: &str = ".vmfork.internal";
 
-/// A host of a cluster: 64 random bits, chosen when it makes or joins one, never used again. Shown as 16 hex digits.
+/// A host of a cluster: 64 random bits, chosen when it makes or joins one, never used again. Shown
+/// as 16 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(u64);
 
@@ -102,7 +103,8 @@ impl FromStr for HostId {
     }
 }
 
-/// SHA-256 of a certificate's DER, as `openssl x509 -fingerprint -sha256` shows it, but for the colons.
+/// SHA-256 of a certificate's DER, as `openssl x509 -fingerprint -sha256` shows it, but for the
+/// colons.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint([u8; 32]);
 

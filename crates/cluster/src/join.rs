@@ -9,9 +9,10 @@
 //!   Newcomer::finish: checks ──► Cluster
 //! ```
 //!
-//! The newcomer gets the authority's key, so that it can admit others in its turn: there is no host that the cluster can't
-//! do without. A token is good for one host; the same request may come again, if its answer was lost, and gets the same
-//! answer. Left to others: carrying the two messages, writing down what changed.
+//! The newcomer gets the authority's key, so that it can admit others in its turn: there is no host
+//! that the cluster can't do without. A token is good for one host; the same request may come
+//! again, if its answer was lost, and gets the same answer. Left to others: carrying the two
+//! messages, writing down what changed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -117,8 +118,8 @@ impl JoinError {
     }
 }
 
-/// Lets a newcomer in, if its token is good and nothing else speaks against it. A request that is refused changes nothing.
-/// Tokens and members should be written down before the answer goes.
+/// Lets a newcomer in, if its token is good and nothing else speaks against it. A request that is
+/// refused changes nothing. Tokens and members should be written down before the answer goes.
 ///
 /// # Errors
 /// Why not. Tell the newcomer: who has no token learns no more than that.
@@ -200,7 +201,8 @@ impl Cluster {
     }
 }
 
-/// A host that wants in. Keep it until an answer came: the same request may be sent again, a new one needs a new token.
+/// A host that wants in. Keep it until an answer came: the same request may be sent again, a new
+/// one needs a new token.
 #[derive(Debug)]
 pub struct Newcomer {
     token: JoinToken,
@@ -245,7 +247,8 @@ impl Newcomer {
         join_client(self.token.issuer)
     }
 
-    /// The server name for that connection. It is not looked at: the token does not say the host's id.
+    /// The server name for that connection. It is not looked at: the token does not say the host's
+    /// id.
     pub fn server_name() -> ServerName<'static> {
         let name = DnsName::try_from("join.vmfork.internal");
         ServerName::DnsName(name.expect("it is a DNS name"))

@@ -1,6 +1,6 @@
-//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with the
-//! kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was asked
-//! for, so that the next image of that kind needs neither network nor the half minute.
+//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with
+//! the kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was
+//! asked for, so that the next image of that kind needs neither network nor the half minute.
 //!
 //! ```text
 //!   <cache>/base/HASH/{root.tar, kernel.deb, epoch}
@@ -106,7 +106,8 @@ fn make(
     let before = script(&out, "before-install", include_str!("hooks/before-install.sh"))?;
     let after = script(&out, "after-install", include_str!("hooks/after-install.sh"))?;
     let root = out.join("root");
-    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs inside.
+    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs
+    // inside.
     let temporary = out.join("tmp");
     fs::create_dir_all(&temporary).map_err(BuildError::io("make", &temporary))?;
 

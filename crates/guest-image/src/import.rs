@@ -1,5 +1,5 @@
-//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that boots by
-//! itself.
+//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that
+//! boots by itself.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -47,7 +47,8 @@ impl Default for ImportOptions {
 pub enum Brought<'a> {
     /// A kernel, and at least one of the others.
     Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
-    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no agent.
+    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no
+    /// agent.
     BootDisk(&'a Path),
 }
 
@@ -79,7 +80,8 @@ impl<'a> Brought<'a> {
     }
 }
 
-/// Copy the files into the store as image `name`. Holes in them stay holes where the file system can.
+/// Copy the files into the store as image `name`. Holes in them stay holes where the file system
+/// can.
 ///
 /// # Errors
 /// A file that is not what it should be, or cannot be read; a name that is taken.

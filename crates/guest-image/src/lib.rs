@@ -15,9 +15,10 @@
 //!        └► kernel package (unpacked) ─► modules ─► newc archive ───────────┴─► Store::commit
 //! ```
 //!
-//! Promises: an image is there whole or not at all, whatever dies when; a build that would yield what
-//! is there already does nothing; no file system is mounted; a cancelled build leaves neither processes
-//! nor files. Everything blocks, and every wait has a bound: call it from a thread that may wait.
+//! Promises: an image is there whole or not at all, whatever dies when; a build that would yield
+//! what is there already does nothing; no file system is mounted; a cancelled build leaves neither
+//! processes nor files. Everything blocks, and every wait has a bound: call it from a thread that
+//! may wait.
 //!
 //! Left to others: what runs as `/init` (`vmfork-agent`), QEMU's own arguments (`vmfork-qemu`), who
 //! may remove an image in use (the daemon).

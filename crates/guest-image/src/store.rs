@@ -40,10 +40,11 @@ pub struct ImageFiles {
     pub kernel: Option<File>,
     /// Absent only in imported images.
     pub initrd: Option<File>,
-    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the disk
-    /// that is booted. Absent only in imported images.
+    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the
+    /// disk that is booted. Absent only in imported images.
     pub root: Option<File>,
-    /// The folder that they are in. Another build may put other files there at any time: use the fds.
+    /// The folder that they are in. Another build may put other files there at any time: use the
+    /// fds.
     pub folder: PathBuf,
 }
 
@@ -61,7 +62,8 @@ impl ImageFiles {
 }
 
 impl Store {
-    /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
+    /// The store in `root` (`<state>/images`). The folder is made when something is first put
+    /// there.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { shelf: Shelf::private(root) }
     }
@@ -153,8 +155,8 @@ impl Store {
         Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
     }
 
-    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else the first by name.
-    /// `None`: there is none that is whole.
+    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else
+    /// the first by name. `None`: there is none that is whole.
     ///
     /// # Errors
     /// The folder or a file cannot be read.

@@ -23,15 +23,17 @@ pub trait PageSource: Debug + Send + Sync {
         2
     }
 
-    /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as long. May take as long
-    /// as a network does, but has a bound. What it returns has been verified.
+    /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as
+    /// long. May take as long as a network does, but has a bound. What it returns has been
+    /// verified.
     ///
     /// # Errors
     /// The pages can't be had, or are not what was stored: says which, where, and why.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
 
-    /// The same for pages of which one is waited for, `page`: `came` is told of its bytes, if they come before the others, as soon as they have
-    /// been verified. That may be although the others can't be had, and more than once.
+    /// The same for pages of which one is waited for, `page`: `came` is told of its bytes, if they
+    /// come before the others, as soon as they have been verified. That may be although the others
+    /// can't be had, and more than once.
     ///
     /// # Errors
     /// As [`PageSource::read`].
@@ -59,7 +61,8 @@ pub trait PageSource: Debug + Send + Sync {
         1
     }
 
-    /// Several of [`PageSource::read_ahead`]: `done` is told of each once, with its place, when it has come or failed.
+    /// Several of [`PageSource::read_ahead`]: `done` is told of each once, with its place, when it
+    /// has come or failed.
     fn read_ahead_all(
         &self,
         reads: &mut [AheadRead<'_>],
@@ -87,12 +90,14 @@ pub struct AheadRead<'a> {
 
 /// Decides which background reads are best done first.
 ///
-/// Several hosts that all bring the same pages in another order each can give each other what they lack.
+/// Several hosts that all bring the same pages in another order each can give each other what they
+/// lack.
 pub trait AheadOrder: Send + Sync {
     /// The place of a piece in this host's own order: the lowest first.
     fn place(&self, piece: PageRange) -> u64;
 
-    /// The same where there is an order in which they are wanted, and this one is number `at`: near there.
+    /// The same where there is an order in which they are wanted, and this one is number `at`: near
+    /// there.
     fn place_near(&self, at: u64, piece: PageRange) -> u64;
 
     /// Which of `pieces`, those that come first in that order and are not there yet, to read now.

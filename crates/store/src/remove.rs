@@ -19,7 +19,8 @@ use crate::work::{Work, lock};
 pub struct Removed {
     /// Deltas before what they are deltas on.
     pub names: Vec<String>,
-    /// Of files that are gone. Chunks of a snapshot that is open stay until it is closed, for [`Store::collect`].
+    /// Of files that are gone. Chunks of a snapshot that is open stay until it is closed, for
+    /// [`Store::collect`].
     pub freed_bytes: u64,
 }
 
@@ -41,8 +42,8 @@ impl Store {
     /// any more.
     ///
     /// # Errors
-    /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots of which it can't be
-    /// told whether they are; one of them is being written, or on it.
+    /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots
+    /// of which it can't be told whether they are; one of them is being written, or on it.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
         check_name(name)?;
         let inner = &*self.inner;
@@ -68,7 +69,8 @@ impl Store {
                 let name = name.to_owned();
                 return Err(StoreError::UnknownDependants { name, unreadable });
             }
-            // Those furthest up go first, so that a crash in between leaves nothing without its base.
+            // Those furthest up go first, so that a crash in between leaves nothing without its
+            // base.
             removed.names = dependants.into_iter().rev().chain([name.to_owned()]).collect();
             inner.check_not_written(&removed.names)?;
             for name in &removed.names {
@@ -160,8 +162,8 @@ impl Inner {
             &chunks,
             || Ok(()),
             |(), hash| {
-                // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
-                // before: meanwhile one may have been opened and removed.
+                // In this order: once no snapshot names it, none can be opened any more that has
+                // it. And now, not before: meanwhile one may have been opened and removed.
                 if lock(&self.references).is_used(hash) {
                     return Ok(None);
                 }

@@ -21,8 +21,8 @@ const READS_AHEAD_MIN: usize = 2;
 pub struct SourceOptions {
     /// Shared by all sources of a host.
     pub hot: Arc<HotChunks>,
-    /// Of the store where a chunk is got from that isn't here, or is damaged here. It is kept. Nothing is asked of it
-    /// before that.
+    /// Of the store where a chunk is got from that isn't here, or is damaged here. It is kept.
+    /// Nothing is asked of it before that.
     pub remote: Option<Arc<dyn Blobs>>,
 }
 
@@ -132,7 +132,8 @@ impl PageSource for StoredPages {
     }
 }
 
-/// The content of the chunk `hash`, of which `file` is the file in `blobs`, and which has `pages` if that is known.
+/// The content of the chunk `hash`, of which `file` is the file in `blobs`, and which has `pages`
+/// if that is known.
 pub(crate) fn decode_chunk(
     blobs: &dyn Blobs,
     file: &[u8],

@@ -193,7 +193,8 @@ impl<'a> Writing<'a> {
         Ok(FileRef::of(file, content))
     }
 
-    /// Put all small files of a snapshot there, and let `descriptor` name them. Returns their bytes.
+    /// Put all small files of a snapshot there, and let `descriptor` name them. Returns their
+    /// bytes.
     pub(crate) fn put_sections(
         &self,
         descriptor: &mut Descriptor,
@@ -240,8 +241,8 @@ impl<'a> Writing<'a> {
             }
         }
         let key = snapshot_key(&self.name, DESCRIPTOR);
-        // An error doesn't say that it isn't there: an answer may have been lost on its way. The sections stay, then,
-        // for `collect`, which looks.
+        // An error doesn't say that it isn't there: an answer may have been lost on its way. The
+        // sections stay, then, for `collect`, which looks.
         let sections = std::mem::take(&mut *lock(&self.sections));
         if self.commit == Commit::Replace {
             blobs.put(&key, &file)?;

@@ -16,7 +16,8 @@ pub enum Policy {
     /// On all hosts, each by what it has free: most cores for a parallel job.
     #[default]
     Spread,
-    /// On as few as can be; first where the parent is, then where others of its family are: least to send.
+    /// On as few as can be; first where the parent is, then where others of its family are: least
+    /// to send.
     Pack,
 }
 
@@ -161,7 +162,8 @@ impl Plan {
         shares
     }
 
-    /// The nearest first; of those as near, the smallest that can have all of the rest, or else the largest.
+    /// The nearest first; of those as near, the smallest that can have all of the rest, or else the
+    /// largest.
     fn pack(&self, missing: u32) -> BTreeMap<HostId, u32> {
         let mut open: Vec<(HostId, &Candidate)> = self.open().collect();
         let mut shares = BTreeMap::new();

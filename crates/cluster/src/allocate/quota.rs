@@ -20,9 +20,10 @@ use crate::room::Room;
 /// Most users of whom a host may tell. Each costs some 100 bytes.
 const USERS_MAX: usize = 4096;
 
-/// The host that counts what a user has: every member finds the same one, and if members come or go, few users get
-/// another. Highest random weight, or rendezvous, hashing (Thaler and Ravishankar, "Using name-based mappings to increase
-/// hit rates", IEEE/ACM Transactions on Networking 6 (1), 1998).
+/// The host that counts what a user has: every member finds the same one, and if members come or
+/// go, few users get another. Highest random weight, or rendezvous, hashing (Thaler and
+/// Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on
+/// Networking 6 (1), 1998).
 ///
 /// Of `members` those that are not gone should be given.
 pub fn keeper_of(user: &str, members: impl IntoIterator<Item = HostId>) -> Option<HostId> {
@@ -327,8 +328,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes when, and however many tallies are lost or late: no user gets beyond the quota; and what has ended
-        /// can be had again once that is told.
+        /// Whatever comes when, and however many tallies are lost or late: no user gets beyond the
+        /// quota; and what has ended can be had again once that is told.
         #[test]
         fn no_take_goes_beyond_the_quota(
             steps in prop::collection::vec((0..3usize, 0..5u8, 1..8u32, any::<prop::sample::Index>()), 1..80),

@@ -13,11 +13,13 @@ use crate::room::Room;
 /// When heartbeats go, and when silence means what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timing {
-    /// Between two heartbeats to one host. With 100 hosts each sends 100 small requests in this time.
+    /// Between two heartbeats to one host. With 100 hosts each sends 100 small requests in this
+    /// time.
     pub every: Duration,
     /// Between two to a host that is gone: it may come back, but nothing waits for it.
     pub every_if_gone: Duration,
-    /// Silence after which a host is suspect: three heartbeats or their answers were lost, or its daemon is stuck.
+    /// Silence after which a host is suspect: three heartbeats or their answers were lost, or its
+    /// daemon is stuck.
     pub suspect_after: Duration,
     /// Silence after which it is gone.
     pub gone_after: Duration,
@@ -95,7 +97,8 @@ impl<'de> Deserialize<'de> for Digest {
     }
 }
 
-/// What one member tells another every second, and what that answers. About 120 bytes if they agree.
+/// What one member tells another every second, and what that answers. About 120 bytes if they
+/// agree.
 ///
 /// Whom it is from is for the connection's certificate to say, not for the message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,7 +162,8 @@ impl Membership {
         self.peers.get(&id)?.room
     }
 
-    /// Up to `most` members to send a heartbeat to now, those first who have waited longest. They count as sent.
+    /// Up to `most` members to send a heartbeat to now, those first who have waited longest. They
+    /// count as sent.
     pub fn due(&mut self, now: Now, most: usize) -> Vec<HostId> {
         let mut due: Vec<(Duration, HostId)> =
             self.turns(now).filter(|(at, _)| *at <= now.monotonic).collect();
@@ -251,8 +255,8 @@ impl Membership {
         Ok((Heartbeat { digest: self.digest, room, entries }, merged))
     }
 
-    /// Takes what a member answered to a heartbeat; returns what that changed here. If they still differ, the member's
-    /// turn is at once.
+    /// Takes what a member answered to a heartbeat; returns what that changed here. If they still
+    /// differ, the member's turn is at once.
     ///
     /// # Errors
     /// As [`Membership::on_heartbeat`].
@@ -262,8 +266,9 @@ impl Membership {
         answer: &Heartbeat,
         now: Now,
     ) -> Result<Merged, HeartbeatError> {
-        // Whether the heartbeat that this answers carried our entries. If it did and we still differ, the next one has to
-        // wait for its turn, or two that can't agree would go on as fast as the network lets them.
+        // Whether the heartbeat that this answers carried our entries. If it did and we still
+        // differ, the next one has to wait for its turn, or two that can't agree would go on as
+        // fast as the network lets them.
         let had_entries = self.knows_to_differ(from);
         let merged = self.hear(from, answer, now)?;
         if !had_entries

@@ -9,21 +9,24 @@
 //!                  on_heartbeat, on_answer ──► alive ─► suspect ─► gone, by when the peer was heard last
 //! ```
 //!
-//! Every member holds an [`Entry`] for every host, and may change any: there is no centre. Of two sayings about a host the
-//! later stands (by incarnation; that it left is always later), so members that have heard the same
-//! hold the same, whatever the order. Each sends every other a heartbeat, with a [`Digest`] of all who are members; only
-//! where digests differ do entries travel, both ways.
+//! Every member holds an [`Entry`] for every host, and may change any: there is no centre. Of two
+//! sayings about a host the later stands (by incarnation; that it left is always later), so members
+//! that have heard the same hold the same, whatever the order. Each sends every other a heartbeat,
+//! with a [`Digest`] of all who are members; only where digests differ do entries travel, both
+//! ways.
 //!
-//! A host that left stays in the book, as a *tombstone*, so that a member that missed it can't bring it back. It goes when
-//! `TOMBSTONE_S` have passed *and* every member has since shown that it agrees on who is there.
+//! A host that left stays in the book, as a *tombstone*, so that a member that missed it can't
+//! bring it back. It goes when `TOMBSTONE_S` have passed *and* every member has since shown that it
+//! agrees on who is there.
 //!
-//! Of itself a host knows best: if others say another address or certificate of it than it has, or if two have
-//! got one name while they could not hear each other, it says it anew, with a higher incarnation. That it was removed
-//! it accepts.
+//! Of itself a host knows best: if others say another address or certificate of it than it has, or
+//! if two have got one name while they could not hear each other, it says it anew, with a higher
+//! incarnation. That it was removed it accepts.
 //!
-//! Promises: `merge` is commutative, associative and idempotent; nothing of a peer's that can't be is taken; entries are
-//! bounded. Left to others: sending, encryption, who is at the other end of a connection (`crate::keys`), when to write to
-//! disk (whenever [`Merged::changed`] is not empty). No I/O, no clock: times are passed in.
+//! Promises: `merge` is commutative, associative and idempotent; nothing of a peer's that can't be
+//! is taken; entries are bounded. Left to others: sending, encryption, who is at the other end of a
+//! connection (`crate::keys`), when to write to disk (whenever [`Merged::changed`] is not empty).
+//! No I/O, no clock: times are passed in.
 
 mod entry;
 mod heartbeat;
@@ -41,14 +44,15 @@ pub use entry::{Entry, EntryError, HOST_NAME_BYTES_MAX, HostState, check_address
 pub use heartbeat::{Digest, Heartbeat, HeartbeatError, Liveness, Timing};
 pub use persist::LoadError;
 
-/// Most hosts that an instance knows, tombstones included. Each costs about 300 bytes, here and in a heartbeat that
-/// carries them.
+/// Most hosts that an instance knows, tombstones included. Each costs about 300 bytes, here and in
+/// a heartbeat that carries them.
 pub const HOSTS_MAX: usize = 4096;
 
 /// How long a tombstone stays at least: `cluster ls --all` tells what became of a host for a week.
 const TOMBSTONE_S: u64 = 7 * 24 * 3600;
 
-/// What time it is, twice: liveness goes by a clock that never jumps, tombstones and tokens by one that hosts share.
+/// What time it is, twice: liveness goes by a clock that never jumps, tombstones and tokens by one
+/// that hosts share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Since any fixed instant of this process.
@@ -70,7 +74,8 @@ pub struct Membership {
     digest: Digest,
 }
 
-/// What this process has seen of another host. Not written down: after a start all have to be heard anew.
+/// What this process has seen of another host. Not written down: after a start all have to be heard
+/// anew.
 #[derive(Debug, Clone)]
 struct Peer {
     /// When it was first known here; for a tombstone, when that came.
@@ -99,7 +104,8 @@ impl Peer {
 /// What a merge did.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Merged {
-    /// The hosts of which something else is known now. If there are any, the book should be written down.
+    /// The hosts of which something else is known now. If there are any, the book should be written
+    /// down.
     pub changed: BTreeSet<HostId>,
     /// This host was removed from the cluster by another member.
     pub removed: bool,
@@ -215,7 +221,8 @@ impl Membership {
         self
     }
 
-    /// This process begins now: who was not heard since counts from here. Call it once, after a load.
+    /// This process begins now: who was not heard since counts from here. Call it once, after a
+    /// load.
     pub fn begin(&mut self, now: Now) {
         for peer in self.peers.values_mut() {
             *peer = Peer::new(now);

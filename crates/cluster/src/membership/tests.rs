@@ -412,7 +412,8 @@ proptest! {
 
     #[test]
     fn who_hear_each_other_come_to_agree_and_none_comes_back(steps in steps(), admits in any::<bool>()) {
-        // Hosts 1 to 4 run; 5 is in the book from the start, and is silent, as those that are admitted.
+        // Hosts 1 to 4 run; 5 is in the book from the start, and is silent, as those that are
+        // admitted.
         let first = book(5);
         let mut nodes: Vec<Membership> =
             (1..=NODES as u64).map(|id| book_of(&first, id)).collect();

@@ -1,4 +1,5 @@
-//! Runs of something that each belong to a named image or to none: what page tables and homes have in common.
+//! Runs of something that each belong to a named image or to none: what page tables and homes have
+//! in common.
 
 use std::collections::HashMap;
 

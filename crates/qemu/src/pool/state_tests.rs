@@ -1,4 +1,5 @@
-//! The pool's decisions against a model of the world: items that start, fail, die and are claimed in any order.
+//! The pool's decisions against a model of the world: items that start, fail, die and are claimed
+//! in any order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -245,8 +246,9 @@ fn nth<K: Copy, V>(map: &BTreeMap<K, V>, n: usize) -> Option<K> {
 }
 
 proptest! {
-    /// In any order of events: bounds are kept when something starts, only what exists is handed out or
-    /// discarded, nothing is forgotten while it exists, and left alone the pool reaches its targets.
+    /// In any order of events: bounds are kept when something starts, only what exists is handed
+    /// out or discarded, nothing is forgotten while it exists, and left alone the pool reaches its
+    /// targets.
     #[test]
     fn whatever_happens_the_pool_keeps_its_bounds(steps in prop::collection::vec(step(), 1..120)) {
         let mut pool = PoolState::new(limits(5));

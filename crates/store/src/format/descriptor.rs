@@ -1,7 +1,8 @@
 //! `descriptor.json`: what a snapshot is, in words, and the hashes of its other files.
 //!
-//! The file is one JSON object. Its last member is `check`, on a line of its own: blake3 of all bytes of the file
-//! before that line. So a changed digit is noticed, and the file can still be read by anything that reads JSON.
+//! The file is one JSON object. Its last member is `check`, on a line of its own: blake3 of all
+//! bytes of the file before that line. So a changed digit is noticed, and the file can still be
+//! read by anything that reads JSON.
 
 use std::fmt;
 use std::str::FromStr;
@@ -156,8 +157,8 @@ pub struct Files {
 }
 
 impl Files {
-    /// The file that ends in `ending` of those that were put there with the device state, which stays the same for as
-    /// long as the snapshot is there.
+    /// The file that ends in `ending` of those that were put there with the device state, which
+    /// stays the same for as long as the snapshot is there.
     pub(crate) fn beside(&self, ending: &str) -> String {
         let state = &self.state.file;
         let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);
@@ -242,7 +243,8 @@ impl Descriptor {
             let what = format!("{} bytes, where {DESCRIPTOR_BYTES_MAX} are the most", file.len());
             return Err(Flaw::at(0, what));
         }
-        // A version that is not known may have its check elsewhere: that it is unknown is the better answer.
+        // A version that is not known may have its check elsewhere: that it is unknown is the
+        // better answer.
         if let Ok(Head { schema }) = serde_json::from_slice(file)
             && schema != SCHEMA
         {
