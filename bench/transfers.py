@@ -1,7 +1,9 @@
-"""Requests for pages against pages that were sent, by form: what is asked for in lockstep, asked again, lost.
+"""Requests for pages against pages that were sent, by form: what is asked for in lockstep, asked
+again, lost.
 
-As the daemons count them between two moments; that of the VM's host is the first. Pages that come in an answer were asked for: over
-connections (TCP) nothing is lost, and what fails there is asked of another host.
+As the daemons count them between two moments; that of the VM's host is the first. Pages that come
+in an answer were asked for: over connections (TCP) nothing is lost, and what fails there is asked
+of another host.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ place() {
 programs() { cargo build --release -p vmfork-daemon -p vmfork-cli; }
 shim() { cargo build --profile tap -p vmfork-tap; }
 # --target keeps RUSTFLAGS away from build scripts; a folder of its own keeps the rest from being
-# built anew each time.
+# built again each time.
 agent() {
 	RUSTFLAGS='-C target-feature=+crt-static' \
 		cargo build --profile guest --target "$triple" -p vmfork-agent --target-dir "$TARGET/guest"
@@ -42,7 +42,7 @@ for spec in guest/image/*.json; do
 	place 644 "$spec" "$lib/images/$(basename "$spec")"
 done
 
-# The guest's folder is made anew and swapped in: what was removed from the sources must go.
+# The guest's folder is built again and swapped in: what was removed from the sources must go.
 rm -rf "$guest.new" "$guest.old"
 mkdir -p "$guest.new"
 if [ -f guest/c/Makefile ]; then

@@ -16,8 +16,8 @@ Rules, and where they apply:
     wide     a comment line of more than 100 columns, a document line of more than 120
     mean     a document's mean words per sentence, above 16
 
-The limits are a ratchet: a number may only shrink, and one that shrank must be recorded. A new file has
-no allowance.
+The limits are a ratchet: a number may only shrink, and one that shrank must be recorded. A new file
+has no allowance.
 
 Left to others: spelling (codespell), layout of code (rustfmt), whether a text is true.
 """
@@ -137,7 +137,8 @@ def sentences_of(text: str) -> list[str]:
 
 
 def paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str, bool]]:
-    """Of Markdown's (number, line): each paragraph, list item and table cell; → (line, text, is a cell).
+    """Of Markdown's (number, line): each paragraph, list item and table cell; → (line, text, is a
+    cell).
 
     Left out: code blocks, headings, rules, HTML comments, link definitions.
     """
@@ -261,15 +262,16 @@ def python_comments(text: str) -> list[Block]:
             else:
                 blocks.append([line])
             last = (number, column)
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            lines = ast.get_docstring(node, clean=True)
-            assert lines is not None
-            blocks.append([(first.lineno + n, line) for n, line in enumerate(lines.split("\n"))])
+    for first, lines in docstrings(text):
+        blocks.append([(first.lineno + n, line) for n, line in enumerate(lines.split("\n"))])
     return blocks
+
+
+def docstrings(text: str) -> Iterator[tuple[ast.stmt, str]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if lines := ast.get_docstring(node, clean=True):
+                yield node.body[0], lines
 
 
 def kind_of(path: str) -> str:
@@ -363,11 +365,14 @@ def numbers_of(path: str, text: str) -> dict[str, float]:
 
 
 # Before the text of a line: where it stands, the comment's mark, an item's mark.
-MARGIN = re.compile(r"(?P<mark>\s*(?://[/!]?|#(?!!):?)?\s*)(?P<item>(?:[-*+]|\d+[.)])\s+)?")
+MARGIN = re.compile(r'(?P<mark>\s*(?://[/!]?|#(?!!):?|""")?\s*)(?P<item>(?:[-*+]|\d+[.)])\s+)?')
+UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|[kMG]B|[mµn]?s|%)(?![\w]))")
 
 
-def is_fixed(path: str, line: str) -> bool:
+def is_fixed(path: str, line: str, docstring: bool) -> bool:
     """Whether a line is no part of a paragraph: code, a row of a table, a picture, a heading."""
+    if docstring:
+        return line.strip() in ("", '"""') or bool(re.match(r"\s*(?:[|>]|\S+  )", line))
     mark = {".md": r"", ".py": r"#:?", ".rs": r"//[/!]?", ".c": r"//", ".h": r"//", ".S": r"//"}.get(kind_of(path), "#")
     comment = re.match(rf"\s*{mark}(?P<text>.*)", line)
     if not comment:
@@ -377,11 +382,16 @@ def is_fixed(path: str, line: str) -> bool:
 
 
 def wrapped(path: str, text: str) -> str:
-    """The text with each paragraph wrapped that has too wide a line; comments after code stay as they are."""
+    """The text with each paragraph wrapped that has too wide a line; comments after code stay as
+    they are."""
     columns = DOCUMENT_COLUMNS if kind_of(path) in DOCUMENT else COMMENT_COLUMNS
     lines = text.split("\n")
     wide = {number for number, _ in wide_lines(path, text)}
     comments = {number for block in blocks_of(path, text) for number, _ in block}
+    strings: dict[int, int] = {}
+    if kind_of(path) == ".py":
+        for first, _ in docstrings(text):
+            strings |= dict.fromkeys(range(first.lineno, (first.end_lineno or 0) + 1), first.col_offset)
     out: list[str] = []
     fenced = False
     at = 0
@@ -390,14 +400,19 @@ def wrapped(path: str, text: str) -> str:
         body = re.sub(r"^\s*(?://[/!]?|#:?)?\s*", "", line)
         if body.startswith(("```", "~~~")):
             fenced = not fenced
-        if fenced or body.startswith(("```", "~~~")) or at + 1 not in comments or is_fixed(path, line):
+        if fenced or body.startswith(("```", "~~~")) or at + 1 not in comments or is_fixed(path, line, at + 1 in strings):
             out.append(line)
             at += 1
             continue
         margin = MARGIN.match(line)
         assert margin is not None
         mark, item = margin["mark"], margin["item"] or ""
-        rest = mark + " " * len(item)
+        rest = mark.replace('"""', "") + " " * len(item)
+        if at + 1 in strings and len(mark.replace('"""', "")) > strings[at + 1]:
+            # Indented in a docstring: an example, or a table of terms.
+            out.append(line)
+            at += 1
+            continue
         paragraph = [line]
         while at + len(paragraph) < len(lines):
             number = at + len(paragraph)
@@ -405,23 +420,26 @@ def wrapped(path: str, text: str) -> str:
             found = MARGIN.match(after)
             assert found is not None
             body = after[found.end() :]
-            if number + 1 not in comments or is_fixed(path, after) or found["item"] or body.startswith(("```", "~~~")):
+            fixed = is_fixed(path, after, number + 1 in strings)
+            if number + 1 not in comments or fixed or found["item"] or body.startswith(("```", "~~~")):
                 break
-            if found["mark"].rstrip() != mark.rstrip() or len(found["mark"]) != len(rest):
+            if found["mark"].rstrip() != rest.rstrip() or len(found["mark"]) != len(rest):
                 break
             paragraph.append(after)
         if wide.isdisjoint(range(at + 1, at + len(paragraph) + 1)):
             out += paragraph
         else:
             words = " ".join([paragraph[0][margin.end() :]] + [one[len(rest) :] for one in paragraph[1:]])
-            out += textwrap.wrap(
-                words,
+            # A number stays with its unit.
+            folded = textwrap.wrap(
+                UNIT.sub("\N{NO-BREAK SPACE}", words),
                 columns,
                 initial_indent=mark + item,
                 subsequent_indent=rest,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
+            out += [line.replace("\N{NO-BREAK SPACE}", " ") for line in folded]
         at += len(paragraph)
     result = "\n".join(out)
     # Only marks of comments may come or go.
@@ -465,7 +483,8 @@ def as_json(numbers: Numbers) -> str:
 
 
 def tracked() -> list[str]:
-    """Files with prose that git knows or would add; a file that is being deleted is not among them."""
+    """Files with prose that git knows or would add; a file that is being deleted is not among
+    them."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     kinds = DOCUMENT | HASH | SLASHES | {".py"}

@@ -100,12 +100,39 @@ class Width(unittest.TestCase):
         self.assertEqual(lines[-8:], text.split("\n")[-8:])
         self.assertEqual(prose.wrapped("a.rs", after), after)
 
-
     def test_wrapping_keeps_the_marks_of_comments(self) -> None:
         for path, mark in [("a.py", "#: "), ("a.py", "    # "), ("a.sh", "# "), ("a.rs", "//! "), ("a.md", "")]:
             lines = prose.wrapped(path, mark + "word " * 40 + "\n").rstrip("\n").split("\n")
             self.assertEqual(len(lines), 3 if path != "a.md" else 2, path)
             self.assertTrue(all(line.startswith(f"{mark}word") for line in lines), lines)
+
+    def test_wrapping_keeps_a_number_with_its_unit(self) -> None:
+        for gap in range(80, 101):
+            after = prose.wrapped("a.rs", f"// {'x' * (gap - 5)} 12 MiB, 3 s {'y' * 20}\n")
+            self.assertIn("12 MiB,", after)
+            self.assertIn("3 s", after)
+
+    def test_wrapping_of_docstrings(self) -> None:
+        long = "word " * 25 + "end"
+        text = f'''def f():
+    """One {long}
+    two.
+
+    - item {long}
+      more
+
+        example {long}
+    last {long}."""
+    return 1  # {long}
+'''
+        after = prose.wrapped("a.py", text)
+        self.assertEqual(after.split(), text.split())
+        self.assertEqual(compile(after, "a", "exec").co_names, compile(text, "a", "exec").co_names)
+        wide = [line.split()[0] for line in after.split("\n") if len(line) > 100]
+        self.assertEqual(wide, ["example", "return"])
+        self.assertIn("\n    - item word", after)
+        self.assertIn("\n      word", after)
+        self.assertEqual(prose.wrapped("a.py", after), after)
 
 
 class Ratchet(unittest.TestCase):

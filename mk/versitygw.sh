@@ -5,7 +5,7 @@
 . "$(dirname "$0")/env.sh"
 
 # What the tests were written against. The folder has the version, so that another one is built
-# anew.
+# again.
 version=v1.8.0
 to=$CACHE/versitygw-$version
 [ ! -x "$to/versitygw" ] || exit 0

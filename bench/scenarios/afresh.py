@@ -1,8 +1,10 @@
-"""What a host sends for a clone that fills 1 GiB of new memory on another host: the old contents are not needed.
+"""What a host sends for a clone that fills 1 GiB of new memory on another host: the old contents
+are not needed.
 
-With a parent that has never used that memory, and with one that has used and given it back; and of a parent's first fork, since what clones
-waited for goes along with later ones. Counted at the device of the parent's host,
-beside a clone that does nothing; what the parent's host served, and for whom, is the daemon's count.
+With a parent that has never used that memory, and with one that has used and given it back. Also
+of a parent's first fork, since what clones waited for goes along with later ones. Counted at the
+device of the parent's host, beside a clone that does nothing. What the parent's host served, and
+for which purpose, is the daemon's count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How long the parent stands still, by its memory and by what it is doing; and where that time goes."""
+"""How long the parent stands still, by its memory and by what it is doing; and where that time
+goes."""
 
 from __future__ import annotations
 

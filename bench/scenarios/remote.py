@@ -1,8 +1,11 @@
-"""What a fault costs whose page is on another host, beyond what the link takes: nothing else is on the link.
+"""What a fault costs whose page is on another host, beyond what the link takes: nothing else is on
+the link.
 
-Each fault brings 16 pages that do not compress, the one that is waited for before the others, over links that nothing holds back. Beside
-it, in the same round, over the same link: a question of 32 bytes, and as an answer the bytes of a page, with plain TCP. Both rest before each: shortly, or so long that processors fall asleep,
-which on a machine that is a guest itself takes longer to be over than all else.
+Each fault brings 16 pages that do not compress, the one that is waited for before the others, over
+links that nothing holds back. Beside it, in the same round, over the same link: a question of 32
+bytes, and as an answer the bytes of a page, with plain TCP. Both rest before each: shortly, or so
+long that processors fall asleep, which on a machine that is a guest itself takes longer to be over
+than all else.
 """
 
 from __future__ import annotations
@@ -107,7 +110,8 @@ _FLOOR = re.compile(r"^ *(\d+) pages(' bytes, plain TCP)? +p50 +([\d.]+) ", re.M
 
 
 def _floor(world: w.World, made: Cluster) -> None:
-    """Page transfer alone over the same link, without VMs and engines: `cargo run --example fault`."""
+    """Page transfer alone over the same link, without VMs and engines: `cargo run --example
+    fault`."""
     program = _example()
     if program is None:
         world.note("no cargo: page transfer without VMs is not measured")

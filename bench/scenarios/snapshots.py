@@ -1,7 +1,8 @@
 """A hundred live snapshots of one family: what the host holds for them, over what was written.
 
-A snapshot lives as long as a clone of it; so a hundred clones live. What their guests hold is the caches
-of all images and every VM's private pages. What the family held before the first fork is taken off.
+A snapshot lives as long as a clone of it; so a hundred clones live. What their guests hold is the
+caches of all images and every VM's private pages. What the family held before the first fork is
+taken off.
 """
 
 from __future__ import annotations

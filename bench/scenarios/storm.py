@@ -1,8 +1,10 @@
-"""Several VMs that fork onto all hosts again and again, all at once, over the same jobs in VMs that are ready-made.
+"""Several VMs that fork onto all hosts again and again, all at once, over the same jobs in VMs that
+are ready-made.
 
-After SnowFlock's figure 6: each VM forks, its clones do a job each and end, and it forks anew. The ready-made ones are as many clones, which
-ran already and have the program: what they take is what the cores and the jobs take. Beside it what forks must not do to each other: how long
-the longest fault waited, how much memory was in use, and how many clones failed.
+After SnowFlock's figure 6: each VM forks, its clones do a job each and end, and it forks anew. The
+ready-made ones are as many clones, which ran already and have the program: what they take is what
+the cores and the jobs take. Beside it what forks must not do to each other: how long the longest
+fault waited, how much memory was in use, and how many clones failed.
 """
 
 from __future__ import annotations

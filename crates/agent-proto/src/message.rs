@@ -24,8 +24,8 @@ pub struct FileInfo {
 }
 
 /// What a clone is to become. Applied in this order: random pool, clock, host name, machine id,
-/// `/run/vmfork/vmid` and `/run/vmfork/identity.json`; then confirmed; only then does the program
-/// that called `sf_clone` go on.
+/// `/run/vmfork/vmid` and `/run/vmfork/identity.json`. Then it is confirmed. Only then does the
+/// program that called `sf_clone` continue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkIdentity {
     /// The number of `Prepare`.
@@ -117,8 +117,9 @@ pub enum ToGuest {
         rows: u16,
         cols: u16,
     },
-    /// The daemon does not listen to this channel any more: SIGHUP to the program (SIGKILL after 2
-    /// s if it has not ended), or abandon the transfer. The agent sends nothing more on it.
+    /// The daemon does not listen to this channel any more. The agent sends SIGHUP to the program,
+    /// and SIGKILL after 2 s if it has not ended, or abandons the transfer. It sends nothing more
+    /// on the channel.
     Cancel,
     /// The daemon has consumed this many bytes of a stream `kind` of this channel.
     Credit {
@@ -160,7 +161,7 @@ pub enum ToGuest {
     /// To `Recv`: a stream of kind `Data` of that length follows.
     Incoming(MessageInfo),
     /// To a `Send` whose stream has ended and been stored, to `ExitClone`, to a `Clone` in the
-    /// parent (the workers that did start are in `Ticket`'s state: see `sf_join`).
+    /// parent. The workers that did start are in `Ticket`'s state: see `sf_join`.
     Ok {
         value: u64,
     },

@@ -7,8 +7,8 @@
 //!
 //! The program leads a session of its own, hence a process group of its own, which gets its
 //! signals. It has ended for the daemon when its process has been reaped and its outputs have
-//! ended. An output that something in the background holds open counts as ended when it has been
-//! silent for [`LINGER`]; it is then still read, and dropped, lest that something dies of SIGPIPE.
+//! ended. An output that a background process holds open counts as ended when it has been silent
+//! for [`LINGER`]. It is still read then, and dropped, so that the process does not die of SIGPIPE.
 //!
 //! No decisions about channels here: [`crate::server`] says which one a program has.
 

@@ -1,11 +1,11 @@
 //! PID 1 of the initrd: from the kernel's first process to the root file system.
 //!
 //! ```text
-//!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent again, or vmfork.init
+//!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent, or vmfork.init
 //!                                      tmpfs ───┘
 //! ```
 //!
-//! The root file system is shared by all VMs and never written; what a guest writes is in a tmpfs,
+//! The root file system is shared by all VMs and never written. What a guest writes is in a tmpfs,
 //! that is, in its memory, so that a fork captures it. The tmpfs may fill memory: what doesn't
 //! fit gets `ENOSPC`. The agent needs no file in the root: it holds its own program open.
 //!

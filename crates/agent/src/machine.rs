@@ -2,10 +2,10 @@
 //!
 //! [`Machine`] applies an identity in the order that `ForkIdentity` promises and stops at the first
 //! failure. It runs between a clone's first instruction and its answer, so it makes few system
-//! calls: files are written in place, not replaced, and `/dev/urandom` is held open.
+//! calls. It writes files in place instead of replacing them, and holds `/dev/urandom` open.
 //!
-//! With [`Effects::Dry`] every effect is a file under one folder (and a line in its `effects`, for
-//! the order), so that tests can look at it.
+//! With [`Effects::Dry`] every effect is a file under one folder, so that tests can look at it. A
+//! line in the folder's `effects` tells the order.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -46,7 +46,7 @@ pub(crate) struct Machine {
     /// `/dev/urandom`, with [`Effects::Real`].
     random: Option<File>,
     /// The identity's files, open since the VM booted, with their lengths: a clone only writes.
-    /// Opening them anew would have each clone under TCG translate the way through the file
+    /// Opening them again would have each clone under TCG translate the way through the file
     /// systems.
     files: RefCell<BTreeMap<PathBuf, (File, u64)>>,
 }

@@ -7,8 +7,8 @@
 //!      └──────────────────┘
 //! ```
 //!
-//! A virtio port whose host side is not connected reports POLLHUP for as long as that lasts, so a
-//! plain `poll` would spin: such a port is watched edge-triggered instead.
+//! A virtio port reports POLLHUP for as long as its host side is not connected. A plain `poll`
+//! would spin, so such a port is watched edge-triggered instead.
 //!
 //! Output waits in one buffer of whole frames. Senders of streams ask [`Port::has_room`] first, so
 //! that it stays short: everything in it goes out before a fork. When the port is *held*, what is
@@ -212,7 +212,7 @@ impl Port {
     /// The host side has gone (`POLLHUP`).
     ///
     /// # Errors
-    /// A socket's other end won't come back: the port is closed, and opened anew later.
+    /// A socket's other end won't come back: the port is closed, and opened again later.
     pub(crate) fn hang_up(&mut self, now: Instant) -> Result<(), Lost> {
         let State::Connected(fd) = self.take_state() else { return Ok(()) };
         let edge = if is_socket(&fd) { Err(Errno::NOTCONN) } else { edge_of(&fd) };
@@ -225,7 +225,7 @@ impl Port {
         }
     }
 
-    /// Close the port; it is opened anew a moment later.
+    /// Close the port; it is opened again a moment later.
     pub(crate) fn close(&mut self, why: &str) -> Lost {
         self.state = State::Absent { tries: 1, retry_at: Some(Instant::now() + ABSENT_RETRY[0]) };
         self.clear();

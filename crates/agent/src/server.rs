@@ -7,13 +7,13 @@
 //!      └───────────────────┴──────────────────────────────┘
 //! ```
 //!
-//! From `Prepare` on no program is read and no file carried on, so what waits for the port is
-//! short; `Prepared` goes out behind it, then nothing at all. In a clone `Identity` is applied, the
-//! inherited channels are cut from the parent's daemon side, `Confirmed` is written, and only then
-//! does the program that called `sf_clone` get its answer.
+//! From `Prepare` on no program is read and no file transfer continues, so what waits for the port
+//! is short. `Prepared` goes out behind it, then nothing at all. In a clone `Identity` is applied,
+//! the inherited channels are cut from the parent's daemon side, and `Confirmed` is written. Only
+//! then does the program that called `sf_clone` get its answer.
 //!
-//! Promises: the loop never blocks on a program, a file of odd kind or the host; what a peer may
-//! make it hold is bounded; bad frames cost the connection, not the agent.
+//! Promises: the loop never blocks on a program, a file of odd kind or the host. What a peer may
+//! make it hold is bounded. Bad frames cost the connection, not the agent.
 
 use std::collections::BTreeMap;
 use std::io;

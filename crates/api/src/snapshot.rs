@@ -37,8 +37,8 @@ pub enum Compression {
     Zstd,
 }
 
-/// Which pages come before anyone asks, in the letters of Twinkle's figure 7: `f` (zero pages are
-/// never fetched) is a matter of the snapshot, see `keep_zero_pages`.
+/// Which pages are prefetched, in the letters of Twinkle's figure 7. The letter `f` (zero pages are
+/// never fetched) is a property of the snapshot: see `keep_zero_pages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Prefetch {
@@ -72,8 +72,8 @@ pub struct StartRequest {
     pub force: bool,
     #[serde(default)]
     pub prefetch: Prefetch,
-    /// Fetch everything else in the background, at most this many MiB per second, until the VM does
-    /// not depend on the store any more; default 0: never.
+    /// Fetch everything else in the background, at most this many MiB per second. Then the VM does
+    /// not depend on the store any more. Default 0: never.
     #[serde(default)]
     pub hydrate_mib_per_s: u32,
     /// Bound on the whole call, in ms, at least 1; default 60000.
@@ -118,7 +118,7 @@ pub enum SnapshotState {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
     pub name: String,
-    /// Unique for ever, 32 hex digits; absent while it is being written.
+    /// Never used again, 32 hex digits; absent while it is being written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     pub state: SnapshotState,

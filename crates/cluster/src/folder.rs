@@ -7,7 +7,7 @@
 //!   ├── host.pem           this host's certificate
 //!   ├── host-key.pem       0600
 //!   ├── tokens.json        0600: hashes of what lets others in (see `token`)
-//!   └── members.json       0600: the book (see `membership`); written last: with it the host is a member
+//!   └── members.json       0600: the book (see `membership`), written last: it makes a member
 //! ```
 //!
 //! Promises: a file appears whole, and outlasts a power cut once its writer has returned; keys that
@@ -116,7 +116,7 @@ impl FolderError {
             | Self::OtherCertificate { .. }
             | Self::TooLong { .. }
             | Self::NoText { .. } => Some(
-                "restore the file, or remove the folder, have another member remove this host, and join anew"
+                "restore the file, or remove the folder, have another member remove this host, and join again"
                     .to_owned(),
             ),
             Self::Io { .. } => None,

@@ -4,7 +4,7 @@
 //!   newcomer                                   host that made the token
 //!   Newcomer::new: id, key
 //!     ─── TLS: that host's certificate, by the token's fingerprint; none of its own ───►
-//!     ─── JoinRequest: secret, name, address, signing request ───►  admit: checks, certifies, takes it in
+//!     ─── JoinRequest: secret, name, address, signing request ───►  admit: check, certify, take in
 //!     ◄── JoinAnswer: certificate, authority with its key, members ───
 //!   Newcomer::finish: checks ──► Cluster
 //! ```

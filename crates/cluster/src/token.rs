@@ -5,11 +5,11 @@
 //!                 fingerprint 32 │ secret 16 │ expiry 8 │ address … │ check 4
 //! ```
 //!
-//! The fingerprint is that of the *certificate of the host that made the token*: the newcomer knows
-//! by it whom it tells the secret. (Not that of the authority, whose key every host has, one that
-//! has left too.) Numbers are big-endian; the expiry is in seconds since 1970; the check is the
-//! beginning of the SHA-256 of what stands before it, so that a token that was cut off or mistyped
-//! is told from a wrong one.
+//! The fingerprint is that of the *certificate of the host that made the token*. By it the newcomer
+//! knows which host gets the secret. (It is not the authority's fingerprint: every host has that
+//! key, also a host that has left.) Numbers are big-endian. The expiry is in seconds since 1970.
+//! The check is the beginning of the SHA-256 of what stands before it. It tells a token that was
+//! cut off or mistyped from a wrong one.
 
 use std::collections::BTreeMap;
 use std::fmt;

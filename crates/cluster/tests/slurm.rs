@@ -2,7 +2,7 @@
 //! ports of this machine.
 //!
 //! Skipped, with the missing thing named, where they are not installed (Debian: `apt install
-//! slurm-wlm munge`) or the test does not run as root; `VMFORK_TEST_STRICT=1` makes that a failure.
+//! slurm-wlm munge`) or the test does not run as root. `VMFORK_TEST_STRICT=1` makes that a failure.
 
 use std::fs::{self, File, Permissions};
 use std::net::TcpListener;

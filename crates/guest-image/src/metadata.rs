@@ -37,8 +37,8 @@ pub struct Metadata {
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
     /// Absent in imported images.
     pub input_hash: Option<String>,
-    /// Hash over the root file system's tree (names, modes, owners, contents), which two builds of
-    /// one state of the archive have in common even where the file system's bytes differ.
+    /// Hash over the root file system's tree: names, modes, owners, contents. Two builds of one
+    /// state of the archive have it in common even where the file system's bytes differ.
     pub tree_hash: Option<String>,
     /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
     pub files: BTreeMap<String, FileInfo>,

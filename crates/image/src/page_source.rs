@@ -31,9 +31,9 @@ pub trait PageSource: Debug + Send + Sync {
     /// The pages can't be had, or are not what was stored: says which, where, and why.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
 
-    /// The same for pages of which one is waited for, `page`: `came` is told of its bytes, if they
-    /// come before the others, as soon as they have been verified. That may be although the others
-    /// can't be had, and more than once.
+    /// The same, with a demand read for `page`: `came` gets its bytes as soon as they have been
+    /// verified, if they come before the others. That may happen although the others are not
+    /// available, and more than once.
     ///
     /// # Errors
     /// As [`PageSource::read`].

@@ -192,8 +192,8 @@ impl KvmFacts {
 }
 
 /// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which
-/// is Intel's, where the host is none: KVM offers it there all the same, but not all of its
-/// backends take it, and QEMU ends if they don't. (QEMU leaves it out itself from 10.1 on.)
+/// is Intel's, where the host is not Intel. KVM offers it there all the same, but not all of its
+/// backends take it, and then QEMU ends. (QEMU leaves it out itself from 10.1 on.)
 pub(crate) fn kvm_cpu() -> &'static str {
     static MODEL: LazyLock<&str> =
         LazyLock::new(|| kvm_cpu_of(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()));

@@ -32,9 +32,9 @@ impl fmt::Display for Accel {
 /// QEMU's machine type.
 ///
 /// Only `pc`: it boots a stock kernel in 26 of 26 tries and its state is 12 kB of devices beside
-/// the ROMs. `microvm` would save 1 ms per save and load (37 kB of state), but hangs in 2 to 4 of
-/// 10 boots under TCG unless the kernel is told the TSC's rate, and has no IDE, PCI or ACPI power
-/// button; `q35` brings a larger state (AHCI, PCIe root) and nothing that is used here.
+/// the ROMs. `microvm` would save 1 ms per save and load (37 kB of state). But it hangs in 2 to 4
+/// of 10 boots under TCG unless the kernel is told the TSC's rate. It also has no IDE, PCI or ACPI
+/// power button. `q35` brings a larger state (AHCI, PCIe root) and nothing that is used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 #[non_exhaustive]
 pub enum Machine {

@@ -12,8 +12,8 @@
 //! attempts. An error tells what isn't there from what isn't allowed, can't be reached, or has no
 //! bucket.
 //!
-//! Calls block, on the runtime whose handle they were given: they come from plain threads, never
-//! from a thread of a runtime, where they would panic.
+//! Calls block, on the runtime whose handle they were given. They come from plain threads: on a
+//! thread of a runtime they would panic.
 
 #![deny(unsafe_code)]
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Half of the pages are programs and libraries of this machine as they lie in a page cache, half
-//! the heap of a Python process; they alternate with as many zero pages, which are left out, in
+//! the heap of a Python process. They alternate with as many zero pages, which are left out, in
 //! runs of 4 to 64. One thread; files are in the page cache. Times are the thread's own, so that a
 //! busy machine shows the same.
 

@@ -1,9 +1,9 @@
 //! Snapshots from one store to another: push, and pull in two parts.
 //!
-//! Pull: [`Store::adopt_from`] brings what is small, and the snapshot is there: it can be started,
-//! its chunks come from the remote store as they are wanted ([`crate::SourceOptions::remote`]).
-//! [`Store::fetch_chunks`] brings the rest, and from then on the snapshot depends on the remote
-//! store no more.
+//! Pull: [`Store::adopt_from`] copies what is small. Then the snapshot can be started, and its
+//! chunks come from the remote store as they are wanted ([`crate::SourceOptions::remote`]).
+//! [`Store::fetch_chunks`] copies the rest. From then on the snapshot does not depend on the remote
+//! store.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -248,9 +248,9 @@ impl Store {
         }
     }
 
-    /// Bring what is missing of the chunks of snapshot `name`, and of all that it is a delta on,
-    /// from `remote`, which they were adopted from. Each is verified; one that is damaged here is
-    /// replaced. Then it is complete here.
+    /// Copy the missing chunks of snapshot `name`, and of all its bases, from `remote`, which they
+    /// were adopted from. Each is verified; one that is damaged here is replaced. Then the snapshot
+    /// is complete here.
     ///
     /// # Errors
     /// No such snapshot, or it was removed meanwhile; `remote` can't be reached, lacks a chunk or

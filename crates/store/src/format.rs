@@ -1,7 +1,7 @@
 //! The bytes of a store's files: what docs/format.md describes.
 //!
-//! Readers take any bytes: they check order, bounds and hashes before they believe a number, take
-//! no memory that the file's own length does not warrant, and answer with a [`Flaw`]: what is
+//! Readers take any bytes. They check order, bounds and hashes before they use a number, and take
+//! no memory that the file's own length does not warrant. They answer with a [`Flaw`]: what is
 //! wrong, and at which byte.
 
 pub mod chunk;

@@ -39,8 +39,8 @@ pub(crate) const WORKING_SET: &str = "working-set";
 pub(crate) const PROFILE: &str = "profile";
 pub(crate) const ORIGIN: &str = "origin";
 
-/// Most bytes of what is under a key: who gets a chunk of a store that somebody else writes to
-/// takes no more memory than a chunk may need.
+/// Most bytes of what is under a key. A reader of a store that others write to takes no more memory
+/// than a chunk may need.
 pub fn bytes_max(key: &str) -> u64 {
     if key.starts_with(CHUNKS) {
         return CHUNK_FILE_BYTES_MAX;

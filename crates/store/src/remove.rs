@@ -42,8 +42,9 @@ impl Store {
     /// any more.
     ///
     /// # Errors
-    /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots
-    /// of which it can't be told whether they are; one of them is being written, or on it.
+    /// There is no such snapshot. There are deltas on it, which are all named. Unless `cascade`,
+    /// there are snapshots of which it can't be told whether they are its deltas. One of these, or
+    /// a delta on it, is being written.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
         check_name(name)?;
         let inner = &*self.inner;
@@ -92,8 +93,8 @@ impl Store {
         Ok(removed)
     }
 
-    /// Remove all that no snapshot names and no writer is about to name: what crashes and cancelled
-    /// work have left, and chunks of removed snapshots that had been open.
+    /// Remove all that no snapshot names and no writer is about to name. That is what crashes and
+    /// cancelled work have left, and chunks of removed snapshots that had been open.
     ///
     /// # Errors
     /// The store can't be listed or written.

@@ -141,8 +141,8 @@ impl Store {
         let _first = self.inner.on_leftovers.set(OnLeftovers(Box::new(call)));
     }
 
-    /// Whether a snapshot by this name is on its way into the store, or about to be replaced, by
-    /// whomever in this process.
+    /// Whether any operation of this process is writing a snapshot by this name into the store, or
+    /// is about to replace it.
     #[must_use]
     pub fn is_being_written(&self, name: &str) -> bool {
         lock(&self.inner.writing).contains_key(name)

@@ -8,14 +8,14 @@
 //!    8   …  entries: 1 kind, 1 bytes of the name, the name, 8 payload bytes, the payload
 //!           for each snapshot, the one without a base first:
 //!             kind 1  descriptor.json, by the snapshot's name
-//!             kind 2  page table, device state, working set, profile, by their names beside that descriptor
+//!             kind 2  page table, device state, working set, profile, by their names beside it
 //!           then kind 3, each chunk of any of them once, by its hash in hex
 //!   -33   1  0, the kind of the end
 //!   -32  32  blake3 of all before
 //! ```
 //!
-//! Tables come before chunks, so that who imports knows what to expect, keeps no more in memory
-//! than a few chunks, and leaves what it has already.
+//! Tables come before chunks. So the importing side knows what to expect, keeps only a few chunks
+//! in memory, and skips what it has already.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};

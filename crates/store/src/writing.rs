@@ -52,8 +52,8 @@ impl Drop for Reserved<'_> {
     }
 }
 
-/// As long as it lives, no other operation writes a snapshot by that name or removes its base, and
-/// nothing that it has put or found there is collected. Dropped without a commit, it removes its
+/// As long as it lives, no other operation writes a snapshot by that name or removes its base. What
+/// it has put or found there is not collected. Dropped without a commit, it removes its
 /// sections, whose names no other writer uses. Chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {

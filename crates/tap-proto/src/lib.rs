@@ -100,9 +100,9 @@ impl Op {
     }
 }
 
-/// What the VM touches of this view is to be told page by page: the kernel maps no pages beside
-/// those that it touches, if it can leave that (Linux 5.19 and later, where files in memory can be
-/// registered for write protection).
+/// Report what the VM touches of this view page by page. The kernel then maps no pages beside those
+/// that the VM touches, if it can. It can in Linux 5.19 and later, where files in memory can be
+/// registered for write protection.
 pub const ATTACH_BY_PAGE: u64 = 1;
 
 /// RAM was marked mergeable (KSM) in spite of `mem-merge=off`: a freeze would walk every page.

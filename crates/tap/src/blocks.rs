@@ -13,8 +13,8 @@
 //! ```
 //!
 //! Both leave FRESH by compare-and-swap, so one of them wins. A hook that meets MAPPING does not
-//! wait: it leaves the pages alone, which costs a fetch and nothing else, since the VM never
-//! touched them before.
+//! wait. It leaves the pages alone, which costs only a fetch, since the VM never touched them
+//! before.
 //!
 //! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-tap --lib loom --target-dir target/loom`
 
@@ -120,7 +120,7 @@ mod loom_tests {
     const ZEROS: u64 = 1;
     const MAPPED_CACHE: u64 = 2;
 
-    /// What QEMU installed is never lost under a mapping: a hook that may install is either before
+    /// What QEMU installed is never lost under a mapping. A hook that may install is either before
     /// the claim, which then fails, or after the mapping.
     #[test]
     fn loom_the_keeper_never_maps_over_what_a_hook_installed() {

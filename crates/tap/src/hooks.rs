@@ -227,7 +227,7 @@ pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: libc::m
         };
     }
     let address = real(&OPEN, c"open64");
-    // SAFETY: `address` is libc's open64; on x86-64 passing the third argument always is how a
-    // variadic call with it looks, and open64 ignores it where it is not wanted.
+    // SAFETY: `address` is libc's open64. On x86-64 a call that always passes the third argument
+    // looks like a variadic call with it. open64 ignores it where it is not wanted.
     unsafe { core::mem::transmute::<usize, Open>(address)(path, flags, mode) }
 }

@@ -238,9 +238,9 @@ impl Keeper {
         let began = sys::monotonic_ns();
         let aside = reserve(start, bytes)?;
         if ram::is_view() {
-            // Else the registration would move along, and this would wait for somebody to read so.
-            // Besides, Linux (since 6.14) moves a registered range page by page instead of by whole
-            // page tables: 20 ns for each that the VM has touched.
+            // Else the registration would move along, and this would wait until that event is read.
+            // Linux (since 6.14) also moves a registered range page by page instead of by whole
+            // page tables. That takes 20 ns for each page that the VM has touched.
             if let Err(errno) = ram::unregister(self.userfaultfd, start, bytes) {
                 return Err(self.give_back(start, aside, 0, errno));
             }
@@ -250,7 +250,7 @@ impl Keeper {
             Err((moved, errno)) => return Err(self.give_back(start, aside, moved, errno)),
         };
         let between = sys::monotonic_ns();
-        // Who goes on in the new view touches it anew, and is not watched.
+        // The VM that continues in the new view touches it again, and is not watched.
         ram::set_by_page(false);
         if let Err(errno) = self.map_view(cache, start, bytes) {
             return Err(self.give_back(start, aside, moved, errno));
@@ -332,9 +332,9 @@ impl Keeper {
     }
 
     /// Map a cache over a range of a running VM's RAM. A vCPU that touches it meanwhile finds
-    /// either what was there or the new mapping *with* its registration: without, it would be given
-    /// a hole of the cache, as zeros. So the cache is mapped and registered elsewhere, and moved
-    /// here. `vmforkd` has to read the event of that.
+    /// either the old contents or the new mapping *with* its registration. Without it, the vCPU
+    /// would get a hole of the cache, as zeros. So the cache is mapped and registered elsewhere,
+    /// and moved here. `vmforkd` has to read the event of that.
     fn move_over(&self, at: usize, len: usize, cache: c_int) -> Result<(), u32> {
         if cache < 0 {
             return Err(libc::EBADF.unsigned_abs());

@@ -171,10 +171,10 @@ pub(crate) fn unregister(userfaultfd: c_int, at: usize, len: usize) -> Result<()
     unsafe { sys::ioctl(userfaultfd, UFFDIO_UNREGISTER, argument.expose_provenance()) }.map(|_| ())
 }
 
-/// Zeros in a page-aligned range of a view whose pages were dropped just now. A page that is not
-/// missing any more (the kernel mapped it beside another, from the cache), or that can't be given
-/// the zero page now (a mapping is under way), is overwritten: else it would read as what the
-/// snapshot had.
+/// Zeros in a page-aligned range of a view whose pages were dropped just now. A page may not be
+/// missing any more, since the kernel mapped it beside another, from the cache. Or it can't get the
+/// zero page now, since a mapping is in progress. Such a page is overwritten. Otherwise it would
+/// read as what the snapshot had.
 pub(crate) fn zero_dropped(at: usize, len: usize) {
     install_zeros(at, len, |page| {
         let page: *mut u8 = core::ptr::with_exposed_provenance_mut(page);
@@ -191,8 +191,8 @@ pub(crate) fn zero_missing(at: usize, len: usize) {
     install_zeros(at, len, |_| {});
 }
 
-/// Install the zero page wherever nothing is installed yet; `refused` is called for each page of
-/// which that could not be done, except where the kernel serves zeros by itself. Bounded: every
+/// Install the zero page wherever nothing is installed yet. `refused` is called for each page where
+/// that failed, except where the kernel serves zeros by itself. Bounded: every
 /// step advances.
 fn install_zeros(at: usize, len: usize, refused: impl Fn(usize)) {
     let end = at + len;

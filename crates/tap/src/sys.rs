@@ -22,7 +22,7 @@ unsafe fn syscall6(
 ) -> Result {
     let ret: isize;
     // SAFETY: the x86-64 Linux convention: number in rax, arguments in these registers, rcx and r11
-    // clobbered. What the call does to memory is the caller's affair (see above).
+    // clobbered. The caller answers for what the call does to memory (see above).
     unsafe {
         asm!("syscall", inlateout("rax") nr => ret, in("rdi") a, in("rsi") b, in("rdx") c,
              in("r10") d, in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _,

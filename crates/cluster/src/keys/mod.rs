@@ -1,9 +1,11 @@
 //! Keys and certificates: the cluster's own authority, each host's identity, and TLS with them.
 //!
 //! ```text
-//!   Authority ── certify ──► certificate of HOSTID.vmfork.internal ──► Identity ──► Tls ──► ServerConfig, ClientConfig
-//!       ▲                                                                            │
-//!   every member has its key: any can admit                           Roster: who is a member now
+//!   Authority ── certify ──► certificate of HOSTID.vmfork.internal ──► Identity ──► Tls
+//!       ▲                                                                            ▲
+//!   every member has its key: any can admit              Roster: who is a member now ┘
+//!
+//!   Tls ──► ServerConfig, ClientConfig
 //! ```
 //!
 //! A certificate of the authority is not enough: its fingerprint must be a member's, at the moment

@@ -267,8 +267,8 @@ impl Membership {
         now: Now,
     ) -> Result<Merged, HeartbeatError> {
         // Whether the heartbeat that this answers carried our entries. If it did and we still
-        // differ, the next one has to wait for its turn, or two that can't agree would go on as
-        // fast as the network lets them.
+        // differ, the next one has to wait for its turn. Otherwise two hosts that can't agree would
+        // exchange heartbeats as fast as the network allows.
         let had_entries = self.knows_to_differ(from);
         let merged = self.hear(from, answer, now)?;
         if !had_entries

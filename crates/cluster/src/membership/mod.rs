@@ -6,22 +6,22 @@
 //!                              ▼                        │
 //!   due ──► heartbeat_to ──► digest, and entries if the peer's digest was another
 //!                              │
-//!                  on_heartbeat, on_answer ──► alive ─► suspect ─► gone, by when the peer was heard last
+//!                  on_heartbeat, on_answer ──► alive ─► suspect ─► gone, by silence
 //! ```
 //!
 //! Every member holds an [`Entry`] for every host, and may change any: there is no centre. Of two
-//! sayings about a host the later stands (by incarnation; that it left is always later), so members
-//! that have heard the same hold the same, whatever the order. Each sends every other a heartbeat,
-//! with a [`Digest`] of all who are members; only where digests differ do entries travel, both
-//! ways.
+//! entries of a host the later one wins: by incarnation, and an entry that says that it left is
+//! always later. So members that have heard the same hold the same, in whatever order. Each sends
+//! every other a heartbeat, with a [`Digest`] of all members. Only where digests differ do entries
+//! travel, both ways.
 //!
 //! A host that left stays in the book, as a *tombstone*, so that a member that missed it can't
 //! bring it back. It goes when `TOMBSTONE_S` have passed *and* every member has since shown that it
 //! agrees on who is there.
 //!
-//! Of itself a host knows best: if others say another address or certificate of it than it has, or
-//! if two have got one name while they could not hear each other, it says it anew, with a higher
-//! incarnation. That it was removed it accepts.
+//! A host knows itself best. Others may report a wrong address or certificate of it, or two hosts
+//! may have got one name while they could not hear each other. Then it publishes its entry again,
+//! with a higher incarnation. It accepts that it was removed.
 //!
 //! Promises: `merge` is commutative, associative and idempotent; nothing of a peer's that can't be
 //! is taken; entries are bounded. Left to others: sending, encryption, who is at the other end of a
@@ -75,7 +75,7 @@ pub struct Membership {
 }
 
 /// What this process has seen of another host. Not written down: after a start all have to be heard
-/// anew.
+/// again.
 #[derive(Debug, Clone)]
 struct Peer {
     /// When it was first known here; for a tombstone, when that came.
@@ -417,7 +417,7 @@ impl Membership {
         Ok(merged)
     }
 
-    /// Says anew what others have wrong of this host.
+    /// Publishes again what others have wrong of this host.
     fn settle(&mut self, now: Now, merged: &mut Merged) {
         let mut own = self.own_entry().clone();
         if own.state.is_left() {

@@ -3,15 +3,15 @@
 //! ```text
 //!   hold:    scontrol show nodes ──► how many could be had
 //!            salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
-//!            scontrol show job   ──► how many places on which nodes; then each host grants, by its own books
+//!            scontrol show job   ──► how many places on which nodes; then each host grants
 //!   ended:   scontrol show job: TIMEOUT, CANCELLED, NODE_FAIL, …
 //!   release: scancel
 //! ```
 //!
-//! Slurm keeps the site's quotas, priorities and time limits, and others' jobs off the nodes; hosts
-//! still grant by their own books, so that what it does not know (memory that snapshots use) is
-//! never promised twice. A node is the member of the cluster that has its `NodeName` as its name. A
-//! clone is a task, or several are ([`Settings::clones_per_task`]), since Slurm counts cores and
+//! Slurm keeps the site's quotas, priorities and time limits, and other jobs off the nodes. Hosts
+//! still grant by their own books, so that what Slurm does not know (memory that snapshots use) is
+//! never promised twice. A node is the member of the cluster that has its `NodeName` as its name.
+//! One clone is a task, or several clones are ([`Settings::clones_per_task`]): Slurm counts cores,
 //! vmfork counts CPUs that mostly wait.
 //!
 //! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs

@@ -9,13 +9,13 @@
 //!              8 bytes  image, little endian
 //!   varint   number of runs, then each:
 //!              varint  pages, or blocks; at least 1
-//!              varint  0: none (pages that are zero, blocks without a home); k: the k-th name, from 1
+//!              varint  0: none (zero pages, blocks without a home); k: the k-th name, from 1
 //! ```
 //!
 //! A *varint* is LEB128 in its shortest form. Names are in the order in which runs first say them,
-//! each once; no two neighbours among the runs say the same; together the runs are all pages. So
-//! equal tables have equal bytes. A run takes two bytes, or three from 128 pages on: a table of 1
-//! GiB in 3,000 runs is about 7 kB. There is no checksum: who sends the bytes authenticates them.
+//! each once. No two neighbours among the runs say the same. Together the runs are all pages. So
+//! equal tables have equal bytes. A run takes two bytes, or three from 128 pages on: a table of
+//! 1 GiB in 3,000 runs is about 7 kB. There is no checksum: the sender authenticates the bytes.
 //!
 //! An [`ImageId`] means something on its own host only; on the wire images have [`ImageName`]s.
 //! [`decode`] gives those, and the reader says which images they are to him

@@ -7,9 +7,9 @@
 //!   lost(item)   ┘                    └─► Order::Discard
 //! ```
 //!
-//! How many of each: shapes get places in the order of their last use, newest first, each up to its
-//! target, until the total is used up. What a shape has beyond that is discarded. So a family in
-//! use takes places from one that isn't, and never the other way round.
+//! How many of each: shapes get places in the order of their last use, newest first. Each gets up
+//! to its target, until the total is used up. What a shape has beyond that is discarded. So a
+//! family in use takes places from one that isn't, and never the other way round.
 //!
 //! In which order: by turns, so a shape that is used up as fast as it is refilled doesn't keep the
 //! others waiting.
@@ -202,8 +202,8 @@ impl<K: Clone + Eq> PoolState<K> {
         pause
     }
 
-    /// A start failed, and all others of that shape would: it is left alone until somebody wants it
-    /// anew.
+    /// A start failed, and all others of that shape would: it is left alone until it is wanted
+    /// again.
     pub fn given_up(&mut self, item: ItemId) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.starting.contains(&item)) {
             entry.starting.retain(|other| *other != item);

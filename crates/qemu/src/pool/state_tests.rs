@@ -246,8 +246,8 @@ fn nth<K: Copy, V>(map: &BTreeMap<K, V>, n: usize) -> Option<K> {
 }
 
 proptest! {
-    /// In any order of events: bounds are kept when something starts, only what exists is handed
-    /// out or discarded, nothing is forgotten while it exists, and left alone the pool reaches its
+    /// In any order of events, bounds are kept when something starts. Only what exists is handed
+    /// out or discarded, and nothing is forgotten while it exists. Left alone, the pool reaches its
     /// targets.
     #[test]
     fn whatever_happens_the_pool_keeps_its_bounds(steps in prop::collection::vec(step(), 1..120)) {

@@ -2,8 +2,8 @@
 //!
 //! `xen-save-devices-state` is always there, Xen or not. It writes all state that is not RAM on
 //! QEMU's main thread, and is done when it answers. What it writes lacks the sections that a
-//! migration begins with, which do not change while a VM runs (machine, capabilities, the list of
-//! RAM blocks, ROMs). Those come from an ordinary migration of the same VM or of one that it is a
+//! migration begins with: machine, capabilities, the list of RAM blocks, ROMs. They do not change
+//! while a VM runs. They come from an ordinary migration of the same VM or of one that it is a
 //! clone of, and `migrate-incoming` loads both in one:
 //!
 //! ```text
@@ -49,7 +49,7 @@ impl Qmp {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::CLOEXEC;
         let write_only = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| {
-            let desc = format!("open the file anew: {}", io::Error::from(errno));
+            let desc = format!("open the file again: {}", io::Error::from(errno));
             QmpError::Migration { operation: "save", desc }
         })?;
         let set = json!({"fdset-id": FD_SET});

@@ -138,7 +138,7 @@ impl Qmp {
     }
 }
 
-/// Open a state file anew for reading: own offset, at the start.
+/// Open a state file again for reading: own offset, at the start.
 ///
 /// # Errors
 /// If `/proc` is missing or the process has no fd left.

@@ -1,8 +1,8 @@
 //! Lines of QMP: bytes in, [`Message`]s out. No I/O, and no panic on any bytes.
 //!
-//! Unknown keys, events and enum values pass through as they are: QEMU adds some with every
+//! Unknown keys, events and enum values pass through as they are. QEMU adds some with every
 //! release, and one of them must not cost the connection. What isn't JSON, or is longer than
-//! [`LINE_BYTES_MAX`], does cost it: replies are matched by their order, so a lost line would give
+//! [`LINE_BYTES_MAX`], does cost it. Replies are matched by their order, so a lost line would give
 //! every later caller a wrong answer.
 
 use serde_json::{Map, Value};

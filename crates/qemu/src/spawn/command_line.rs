@@ -42,7 +42,7 @@ impl Slot {
         self as i32
     }
 
-    /// A path that opens the file anew, inside QEMU.
+    /// A path that opens the file again, inside QEMU.
     pub fn path(self) -> String {
         format!("/proc/self/fd/{}", self.number())
     }
@@ -60,12 +60,12 @@ pub enum Begin<'a> {
 }
 
 /// Bytes of translated code, MiB, that a vCPU's TCG keeps. QEMU's own default of 1 GiB would let
-/// every clone grow to that; a Debian guest that boots and runs a few programs fills less than 64.
+/// every clone grow to that. A Debian guest that boots and runs a few programs fills less than 64.
 const TB_MIB_FIRST_CPU: u32 = 64;
 const TB_MIB_MORE_CPUS: u32 = 32;
 const TB_MIB_MAX: u32 = 512;
 
-/// Of all virtio devices. A modern one saves 1024 queues, 45 kB of zeros, field by field: the four
+/// Of all virtio devices. A modern one saves 1024 queues, 45 kB of zeros, field by field. The four
 /// of them would make two thirds of the time that the device state takes (decision 0009).
 const VIRTIO: &str = "disable-modern=on";
 

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! QEMU gets the fds that it needs, at fixed numbers ([`Slot`]), and the environment that the shim
-//! needs; nothing else. As another user it can open no file of the daemon's: files come as fds, but
-//! QEMU opens them anew by `/proc/self/fd/N`, so *their own* mode must let that user read them
+//! needs; nothing else. As another user it can open no file of the daemon's. Files come as fds, but
+//! QEMU opens them again by `/proc/self/fd/N`. So *their own* mode must let that user read them
 //! (memfds do).
 
 mod child;

@@ -144,7 +144,7 @@ fn last_lines(text: &str) -> String {
 #[expect(unsafe_code, reason = "the fd has to stay open while it is registered")]
 fn watch_pidfd(pidfd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     // SAFETY: the `AsyncFd` holds a reference to the `OwnedFd`, which stays open and keeps its
-    // number until the last reference is gone; no code takes it out of the `Arc`.
+    // number until the last reference is dropped. No code takes it out of the `Arc`.
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, tokio::io::Interest::READABLE) }?)
 }
 

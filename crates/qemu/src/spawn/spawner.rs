@@ -2,8 +2,8 @@
 //!
 //! It has to be one and the same: a QEMU's parent-death signal comes when the *thread* that made it
 //! ends. It sits in an empty network namespace of its own, made once, which all its children
-//! inherit: that costs a QEMU nothing, where one namespace each would cost 0.3 ms, or 90 at worst,
-//! and its clean-up.
+//! inherit. That costs a QEMU nothing. One namespace each would cost 0.3 ms, or 90 at worst, and
+//! its clean-up.
 
 use std::io;
 use std::sync::OnceLock;

@@ -25,7 +25,7 @@ const DEPTH_MAX: u32 = 4;
 /// Files below a folder that no other user may read: guests' memory holds their secrets.
 ///
 /// A file appears whole, by a rename in its own folder. It outlasts a power cut from the next
-/// [`Blobs::sync`] on, which is one `syncfs`: an fsync for each of ten thousand chunks would take
+/// [`Blobs::sync`] on. That is one `syncfs`: an fsync for each of ten thousand chunks would take
 /// longer than writing them. What replaces something is on the medium before it does.
 #[derive(Debug)]
 pub struct Folder {

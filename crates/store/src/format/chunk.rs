@@ -8,7 +8,7 @@
 //!    6   2  pages, 1 to 512
 //!    8   4  raw bytes, 4096 × pages
 //!   12   4  payload bytes
-//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and, if it is compressed, the payload
+//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and, if compressed, the payload
 //!   24   …  payload
 //! ```
 //!

@@ -157,8 +157,8 @@ pub struct Files {
 }
 
 impl Files {
-    /// The file that ends in `ending` of those that were put there with the device state, which
-    /// stays the same for as long as the snapshot is there.
+    /// The file beside the device state that ends in `ending`. The device state's file stays the
+    /// same for as long as the snapshot exists.
     pub(crate) fn beside(&self, ending: &str) -> String {
         let state = &self.state.file;
         let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);

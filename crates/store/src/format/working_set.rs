@@ -18,10 +18,10 @@
 //!       …   the frames, one after the other
 //! ```
 //!
-//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012,
-//! section 3.2), so that what is read first is there first; none overlaps another. Their pages, of
-//! any owner, in that order, are cut into frames of 1 MiB, the last one shorter. A frame with as
-//! many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
+//! Runs are in the order in which their pages are needed, so that what is read first is needed
+//! first. So are vmTorrent's profiles (CoNEXT 2012, section 3.2). None overlaps another. Their
+//! pages, of any owner, in that order, are cut into frames of 1 MiB, the last one shorter. A frame
+//! with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};

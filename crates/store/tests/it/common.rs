@@ -91,9 +91,9 @@ impl Memory {
         self.map.lock().expect("no panic").clone()
     }
 
-    /// What is left if the power goes: of a file that is new since the last sync only the name, and
-    /// what was deleted since is there again, unless `deleted` says that it was quicker. What
-    /// replaces something is whole, as [`vmfork_store::Folder`] has it.
+    /// What is left after a power cut. Of a file that is new since the last sync only the name is
+    /// left. What was deleted since exists again, unless `deleted` says that the deletion was
+    /// quicker. What replaces something is whole, as [`vmfork_store::Folder`] has it.
     pub(crate) fn after_power_cut(&self, deleted: bool) -> BTreeMap<String, Vec<u8>> {
         let mut left = self.synced.lock().expect("no panic").clone();
         let now = self.copy();

@@ -1,4 +1,4 @@
-//! The process ends, or the power goes, at each step of an operation: what was there before is
+//! The process ends, or the power fails, at each step of an operation. What existed before is
 //! whole, and what is left is cleared away.
 
 use std::io::Read;

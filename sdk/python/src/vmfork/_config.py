@@ -1,8 +1,8 @@
 """Where the daemon is, and how long to wait for it.
 
 The daemon is looked for in this order: what the client was given (``socket``, ``state`` or
-``host``), then ``VMFORK_HOST``, ``VMFORK_SOCKET``, ``VMFORK_STATE``, then the place where a daemon
-listens by default. Nothing is ever started from here.
+``host``), then ``VMFORK_HOST``, ``VMFORK_SOCKET``, ``VMFORK_STATE``. If none is set, it
+is the place where a daemon listens by default. Nothing is ever started from here.
 """
 
 from __future__ import annotations
