@@ -16,7 +16,8 @@ say() { printf '%s\n' "$*" >&2; }
 # A run still there so long after its time hangs; machines under load are slow.
 hang_s=120
 
-# bounded SECONDS PROGRAM…: in this group of processes; in one of its own the terminal's Ctrl-C would not reach it.
+# bounded SECONDS PROGRAM…: in this group of processes; in one of its own the terminal's Ctrl-C
+# would not reach it.
 bounded() {
     bound_s=$(($1 + hang_s))
     shift

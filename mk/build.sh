@@ -34,7 +34,7 @@ place() {
 
 shim() { cargo build --profile tap -p vmfork-tap; }
 # --target keeps RUSTFLAGS away from build scripts; a folder of its own keeps the rest from being
-# built anew each time.
+# built again each time.
 agent() {
 	RUSTFLAGS='-C target-feature=+crt-static' \
 		cargo build --profile guest --target "$triple" -p vmfork-agent --target-dir "$TARGET/guest"
@@ -51,7 +51,7 @@ for spec in guest/image/*.json; do
 	place 644 "$spec" "$lib/images/$(basename "$spec")"
 done
 
-# The guest's folder is made anew and swapped in: what was removed from the sources must go.
+# The guest's folder is built again and swapped in: what was removed from the sources must go.
 rm -rf "$guest.new" "$guest.old"
 mkdir -p "$guest.new"
 if [ -f guest/c/Makefile ]; then
@@ -72,7 +72,7 @@ for source in guest/python guest/python/src; do
 	done
 done
 find "$packages" -name __pycache__ -prune -exec rm -rf {} +
-# Compiled here rather than by every VM; checked by nobody, since the image is read-only.
+# Compiled here rather than by every VM; never checked, since the image is read-only.
 "$PYTHON" -m compileall -q --invalidation-mode unchecked-hash -s "$guest.new" "$packages"
 find "$guest.new" -type d -exec chmod 755 {} +
 if [ -d "$guest" ]; then mv "$guest" "$guest.old"; fi

@@ -37,9 +37,19 @@ shell_scripts() {
 	fi
 }
 
+# Lock files and traces are not written by people.
+spelling() { git ls-files -z -- . ':!*.lock' ':!*.trace' | xargs -0 codespell -I mk/codespell.words; }
+
+prose() {
+	"$PYTHON" -m unittest -q mk/test_prose.py
+	"$PYTHON" mk/prose.py
+}
+
 step "format" cargo fmt --all --check
 step "lints and build" tests_cargo --all-targets --no-run
 step "planes" planes
 step "unit tests" tests_cargo --lib --bins
 step "Python SDK" sdk
 step "shell scripts" shell_scripts
+step "spelling" spelling
+step "prose" prose

@@ -24,7 +24,7 @@ TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
 TEST_OUT=$TARGET/out
 
 # A state folder of this checkout's own. Not inside it: a checkout below /root is closed to the
-# unprivileged user that QEMU runs as, and the path of a unix socket has at most 107 bytes.
+# unprivileged user that QEMU runs as. And the path of a unix socket has at most 107 bytes.
 checkout=$(printf %s "$ROOT" | cksum | cut -d ' ' -f 1)
 : "${VMFORK_STATE:=/var/lib/vmfork-dev/$checkout}"
 : "${VMFORK_SOCKET:=$VMFORK_STATE/vmforkd.sock}"

@@ -6,7 +6,7 @@ use vmfork_agent_proto::{
     Decoder, Frame, FrameError, Kind, TerminalSize, ToGuest, ToHost, encode, encode_message,
 };
 
-/// Frames do not depend on how their bytes arrive, are the bytes that came in, and a message that
+/// Frames do not depend on how their bytes arrive, and are the bytes that came in. A message that
 /// is understood means the same when it is sent on.
 pub fn run(data: &[u8]) {
     let (stream, reads) = crate::reads(data);

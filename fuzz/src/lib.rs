@@ -50,8 +50,8 @@ pub const TARGETS: [Target; 14] = [
     Target { name: "planted", run: planted::run, seeds: planted::seeds },
 ];
 
-/// `data` with the hash of all of it behind it, as several of a store's files end: what is in them has to be read with
-/// care even if the hash is right, which anybody can compute.
+/// `data` with the hash of all of it behind it, as several of a store's files end. Their contents
+/// have to be read with care even if the hash is right: anyone can compute it.
 fn sealed(data: &[u8]) -> Vec<u8> {
     [data, blake3::hash(data).as_bytes()].concat()
 }

@@ -10,7 +10,8 @@ use vmfork_transfer::{Scratch, receive};
 const PAGE: usize = 4096;
 const PAGES: u64 = 5;
 
-/// Requests have one encoding; an answer is read as far as it says, and makes all the pages or none.
+/// Requests have one encoding; an answer is read as far as it says, and makes all the pages or
+/// none.
 pub fn run(data: &[u8]) {
     if let Some((preamble, rest)) = data.split_first_chunk::<{ PREAMBLE.len() }>()
         && proto::check_preamble(preamble).is_ok()

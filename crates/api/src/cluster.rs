@@ -31,7 +31,7 @@ pub struct ClusterTokenRequest {
     pub ttl_s: Option<u64>,
 }
 
-/// Lets one host join. Whoever has it may.
+/// Lets one host join: any host that has it.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct ClusterToken {
     pub schema: String,

@@ -15,8 +15,8 @@ pub struct ForkRequest {
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Bound on the whole call, in ms, at least 1; default 60000. Clones that are not ready by then are
-    /// killed and reported as errors.
+    /// Bound on the whole call, in ms, at least 1; default 60000. Clones that are not ready by then
+    /// are killed and reported as errors.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
     /// Where the clones go, in a cluster; default `spread`.
@@ -25,8 +25,8 @@ pub struct ForkRequest {
     /// Of those hosts alone, by name or id; default: all that take clones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hosts: Option<Vec<String>>,
-    /// How fast clones on other hosts get all of their memory, whether they ask for it or not, in MiB per second;
-    /// default 0: not before they ask.
+    /// How fast clones on other hosts get all of their memory without asking for it, in MiB per
+    /// second; default 0: only on demand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hydrate_mib_per_s: Option<u64>,
 }
@@ -71,7 +71,7 @@ pub struct ForkStages {
     pub quiesce_ms: f64,
     /// QMP `stop`.
     pub stop_ms: f64,
-    /// RAM moved aside and mapped anew.
+    /// RAM moved aside and mapped again.
     pub freeze_ms: f64,
     /// The device state written.
     pub state_ms: f64,

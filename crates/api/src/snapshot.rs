@@ -23,7 +23,8 @@ pub struct SnapshotRequest {
     /// Store zero pages like any others. Of use only to measure what leaving them out is worth.
     #[serde(default)]
     pub keep_zero_pages: bool,
-    /// How long to record at most which pages the VM touches after the snapshot, in ms; default 300000. 0: not at all.
+    /// How long to record at most which pages the VM touches after the snapshot, in ms; default
+    /// 300000. 0: not at all.
     #[serde(default)]
     pub record_ms: Option<u64>,
 }
@@ -36,8 +37,8 @@ pub enum Compression {
     Zstd,
 }
 
-/// Which pages come before anyone asks, in the letters of Twinkle's figure 7: `f` (zero pages are never fetched) is a
-/// matter of the snapshot, see `keep_zero_pages`.
+/// Which pages are prefetched, in the letters of Twinkle's figure 7. The letter `f` (zero pages are
+/// never fetched) is a property of the snapshot: see `keep_zero_pages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Prefetch {
@@ -65,13 +66,14 @@ pub struct StartRequest {
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself would try.
+    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself
+    /// would try.
     #[serde(default)]
     pub force: bool,
     #[serde(default)]
     pub prefetch: Prefetch,
-    /// Bring in everything else in the background, at most so many MiB per second, until the VM depends on the store no
-    /// more; default 0: never.
+    /// Fetch everything else in the background, at most this many MiB per second. Then the VM does
+    /// not depend on the store any more. Default 0: never.
     #[serde(default)]
     pub hydrate_mib_per_s: u32,
     /// Bound on the whole call, in ms, at least 1; default 60000.
@@ -116,7 +118,7 @@ pub enum SnapshotState {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
     pub name: String,
-    /// Unique for ever, 32 hex digits; absent while it is being written.
+    /// Never used again, 32 hex digits; absent while it is being written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     pub state: SnapshotState,
@@ -134,7 +136,8 @@ pub struct Snapshot {
     pub base: Option<String>,
     /// Guest memory whose bytes are stored with it; the rest is its base's, or zero.
     pub own_bytes: u64,
-    /// What that takes in the store, compressed; pages that others have stored already are not counted.
+    /// What that takes in the store, compressed; pages that others have stored already are not
+    /// counted.
     pub stored_bytes: u64,
     /// What it has in common with others in the store, compressed.
     pub shared_bytes: u64,

@@ -51,15 +51,15 @@ pub struct RunRequest {
     #[serde(default)]
     pub accel: Option<Accel>,
     /// How long to wait until the guest is ready, in ms: its agent has answered, and the image's
-    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the command.
-    /// 0: don't wait.
+    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the
+    /// command. 0: don't wait.
     #[serde(default)]
     pub boot_timeout_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Vm {
-    /// Unique for ever, 16 hex digits.
+    /// Never used again, 16 hex digits.
     pub id: String,
     pub name: String,
     pub image: String,
@@ -122,8 +122,9 @@ pub struct VmDetail {
     pub job: Option<String>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
-    /// The last fork of this VM that came to its end, whoever asked for it: a program in the guest (`sf_clone`)
-    /// has no other way to tell the host. Clones' states are those of that moment.
+    /// The last fork of this VM that ended. It may have been asked for by a program in the guest
+    /// (`sf_clone`), which has no other way to tell the host. Clones' states are those of that
+    /// moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_fork: Option<ForkReply>,
 }

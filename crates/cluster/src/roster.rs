@@ -1,4 +1,5 @@
-//! The membership, shared: by who changes it and by who must know, at each handshake, who belongs here.
+//! The membership, shared: by who changes it and by who must know, at each handshake, who belongs
+//! here.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -14,9 +15,11 @@ impl Roster {
         Self(Arc::new(RwLock::new(membership)))
     }
 
-    /// Looks something up. Short, and without waiting for anything: handshakes wait meanwhile if somebody writes.
+    /// Looks something up. Short, and without waiting for anything: handshakes wait meanwhile if
+    /// somebody writes.
     pub fn read<T>(&self, look: impl FnOnce(&Membership) -> T) -> T {
-        // A panic in `change` may have lost that change; the book is whole between any two of its own steps.
+        // A panic in `change` may have lost that change; the book is whole between any two of its
+        // own steps.
         look(&self.0.read().unwrap_or_else(PoisonError::into_inner))
     }
 

@@ -1,7 +1,8 @@
-//! The allocator on a real Slurm: munged, slurmctld and three slurmd in a temporary folder, on free ports of this machine.
+//! The allocator on a real Slurm: munged, slurmctld and three slurmd in a temporary folder, on free
+//! ports of this machine.
 //!
-//! Skipped, with the missing thing named, where they are not installed (Debian: `apt install slurm-wlm munge`) or the test
-//! does not run as root; `VMFORK_TEST_STRICT=1` makes that a failure.
+//! Skipped, with the missing thing named, where they are not installed (Debian: `apt install
+//! slurm-wlm munge`) or the test does not run as root. `VMFORK_TEST_STRICT=1` makes that a failure.
 
 use std::fs::{self, File, Permissions};
 use std::net::TcpListener;

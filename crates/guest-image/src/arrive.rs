@@ -1,4 +1,5 @@
-//! An image that comes from another host: file by file, out of sight, and there once all of it is what it was said to be.
+//! An image that comes from another host, file by file and out of sight. It appears once all of it
+//! is verified.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -84,8 +85,9 @@ impl Arrival {
         Ok(())
     }
 
-    /// Let the image appear: under its own name or, if another image has that, with the beginning of its root disk's hash
-    /// behind it. → what it is called here. An image that is there is never replaced.
+    /// Let the image appear: under its own name or, if another image has that, with the beginning
+    /// of its root disk's hash behind it. → what it is called here. An image that is there is never
+    /// replaced.
     ///
     /// # Errors
     /// A file has not come; both names are taken; the folder cannot be written.

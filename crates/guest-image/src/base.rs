@@ -1,6 +1,7 @@
-//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with the
-//! kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was asked
-//! for, so that the next image of that kind needs neither network nor the half minute.
+//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with
+//! the kernel's package beside it. The program mmdebstrap makes it, and the cache keeps it under
+//! the hash of what was asked for. So the next image of that kind needs neither network nor the
+//! half minute.
 //!
 //! ```text
 //!   <cache>/base/HASH/{root.tar, kernel.deb, epoch}
@@ -27,7 +28,7 @@ const MMDEBSTRAP_MAX: Duration = Duration::from_secs(3600);
 const TAR_MAX: Duration = Duration::from_secs(900);
 /// Unpacked tree, its tar and the downloads of an image with a few large packages.
 pub(crate) const NEED_BYTES: u64 = 1536 << 20;
-/// What nobody used for so long goes from the cache.
+/// A base that was not used for this time is removed from the cache.
 const KEEP: Duration = Duration::from_secs(60 * 24 * 3600);
 
 /// A base in the cache.
@@ -106,7 +107,8 @@ fn make(
     let before = script(&out, "before-install", include_str!("hooks/before-install.sh"))?;
     let after = script(&out, "after-install", include_str!("hooks/after-install.sh"))?;
     let root = out.join("root");
-    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs inside.
+    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs
+    // inside.
     let temporary = out.join("tmp");
     fs::create_dir_all(&temporary).map_err(BuildError::io("make", &temporary))?;
 
@@ -395,7 +397,7 @@ fn touch(path: &Path) {
     let _ = File::open(path).and_then(|f| f.set_modified(SystemTime::now()));
 }
 
-/// Drop from the cache what nobody used for long.
+/// Drop from the cache what was not used for [`KEEP`].
 fn prune(shelf: &Shelf, except: &str) {
     let old = |path: &Path| {
         let age = fs::metadata(path).and_then(|m| m.modified()).map(|t| t.elapsed());

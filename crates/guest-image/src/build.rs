@@ -99,7 +99,7 @@ pub fn build(
     base::check_room(staging.path(), base::NEED_BYTES / 2)?;
     let mut last = None;
     let mut progress = |news: Progress| {
-        // A stage comes once, whoever tells.
+        // A stage is reported once, by whichever source is first.
         if let Progress::Stage(stage) = &news {
             if last.is_some_and(|l| l >= *stage) {
                 return;

@@ -1,5 +1,5 @@
-//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that boots by
-//! itself.
+//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that
+//! boots by itself.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,7 +22,7 @@ pub struct ImportOptions {
     pub cmdline: Option<String>,
     /// The user says that the vmfork agent runs in it.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
     /// Put it in place of an image of that name.
     pub replace: bool,
@@ -47,7 +47,8 @@ impl Default for ImportOptions {
 pub enum Brought<'a> {
     /// A kernel, and at least one of the others.
     Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
-    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no agent.
+    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no
+    /// agent.
     BootDisk(&'a Path),
 }
 
@@ -79,7 +80,8 @@ impl<'a> Brought<'a> {
     }
 }
 
-/// Copy the files into the store as image `name`. Holes in them stay holes where the file system can.
+/// Copy the files into the store as image `name`. Holes in them stay holes where the file system
+/// can.
 ///
 /// # Errors
 /// A file that is not what it should be, or cannot be read; a name that is taken.
@@ -287,7 +289,7 @@ mod tests {
         assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
         sector[510..].copy_from_slice(&[0x55, 0xaa]);
         fs::write(&disk, &sector).unwrap();
-        assert!(!bring(&options).unwrap().agent, "nobody could speak with it");
+        assert!(!bring(&options).unwrap().agent, "there is no port to speak through");
         let files = store.open("tiny").unwrap();
         assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
     }

@@ -20,19 +20,20 @@ pub struct Spec {
     pub suite: String,
     /// Package that brings the kernel; its newest version is taken.
     pub kernel: String,
-    /// Packages besides the minimal system. Their dependencies come along, their recommendations not.
+    /// Packages besides the minimal system. Their dependencies come along, their recommendations
+    /// not.
     pub packages: Vec<String>,
     /// Files and folders of the host.
     pub files: Vec<ExtraFile>,
-    /// Shell command that the agent runs once after each boot, before the VM counts as ready. Clones
-    /// go on where their parent stood, so it does not run in them again.
+    /// Shell command that the agent runs once after each boot, before the VM counts as ready.
+    /// Clones go on where their parent stood, so it does not run in them again.
     pub firstboot: Option<String>,
     /// Where Debian is: a URL, a line for sources.list, or a file. Without one the host's own apt
     /// sources for `suite` are used.
     pub mirror: Option<String>,
     /// Added to the kernel's command line.
     pub cmdline: Option<String>,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
 }
 
@@ -196,8 +197,8 @@ impl Spec {
         hash.done()
     }
 
-    /// Hash of all that decides about the image; `files_hash` covers the contents of the extra files,
-    /// `artifacts_hash` those of agent and libraries.
+    /// Hash of all that decides about the image; `files_hash` covers the contents of the extra
+    /// files, `artifacts_hash` those of agent and libraries.
     pub(crate) fn input_hash(&self, files_hash: &str, artifacts_hash: &str) -> blake3::Hash {
         let mut hash = Fields::new("image");
         hash.add(self.base_hash().to_hex().as_str());

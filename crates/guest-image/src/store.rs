@@ -40,10 +40,11 @@ pub struct ImageFiles {
     pub kernel: Option<File>,
     /// Absent only in imported images.
     pub initrd: Option<File>,
-    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the disk
-    /// that is booted. Absent only in imported images.
+    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the
+    /// disk that is booted. Absent only in imported images.
     pub root: Option<File>,
-    /// The folder that they are in. Another build may put other files there at any time: use the fds.
+    /// The folder that they are in. Another build may put other files there at any time: use the
+    /// fds.
     pub folder: PathBuf,
 }
 
@@ -61,7 +62,8 @@ impl ImageFiles {
 }
 
 impl Store {
-    /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
+    /// The store in `root` (`<state>/images`). The folder is made when something is first put
+    /// there.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { shelf: Shelf::private(root) }
     }
@@ -153,8 +155,8 @@ impl Store {
         Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
     }
 
-    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else the first by name.
-    /// `None`: there is none that is whole.
+    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else
+    /// the first by name. `None`: there is none that is whole.
     ///
     /// # Errors
     /// The folder or a file cannot be read.
@@ -254,7 +256,7 @@ impl Store {
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     root: PathBuf,
-    /// Nobody else may look in.
+    /// No other user may look in.
     is_private: bool,
 }
 
@@ -263,7 +265,7 @@ impl Shelf {
         Self { root: root.into(), is_private: false }
     }
 
-    /// One whose entries are nobody else's business.
+    /// One whose entries no other user may see.
     pub(crate) fn private(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), is_private: true }
     }
@@ -409,7 +411,7 @@ impl Shelf {
 /// Make what a folder was filled with lasting, and readable to who gets it.
 fn settle(staging: &Staging) -> Result<(), StoreError> {
     // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
-    // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
+    // asks for the file's own mode. By path no other user gets here: the store's folder is closed.
     let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
     for entry in entries {
         let path = entry.map_err(StoreError::io("read", &staging.path))?.path();

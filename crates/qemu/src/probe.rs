@@ -78,7 +78,8 @@ pub enum ProbeError {
     TooOld { path: PathBuf, version: Version },
 }
 
-/// Find QEMU: the configured path, or the first in `PATH`. A version is asked for once per file and change of it.
+/// Find QEMU: the configured path, or the first in `PATH`. A version is asked for once per file and
+/// change of it.
 ///
 /// # Errors
 /// [`ProbeError`].
@@ -190,9 +191,9 @@ impl KvmFacts {
     }
 }
 
-/// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which is Intel's, where the host is none:
-/// KVM offers it there all the same, but not all of its backends take it, and QEMU ends if they don't. (QEMU leaves it out itself
-/// from 10.1 on.)
+/// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which
+/// is Intel's, where the host is not Intel. KVM offers it there all the same, but not all of its
+/// backends take it, and then QEMU ends. (QEMU leaves it out itself from 10.1 on.)
 pub(crate) fn kvm_cpu() -> &'static str {
     static MODEL: LazyLock<&str> =
         LazyLock::new(|| kvm_cpu_of(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()));
@@ -208,8 +209,8 @@ fn kvm_cpu_of(cpuinfo: &str) -> &'static str {
     }
 }
 
-/// Choose. `wanted`: the user insists on one. KVM that is insisted on needs the device only: small guests
-/// of their own kind run on any backend.
+/// Choose. `wanted`: the user insists on one. KVM that is insisted on needs the device only: small
+/// guests of their own kind run on any backend.
 ///
 /// # Errors
 /// [`NoKvm`] if KVM is wanted and its device doesn't open.

@@ -28,7 +28,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// What is larger is sent in parts, several at a time.
 const PART_BYTES: usize = 8 << 20;
 const PARTS_IN_FLIGHT: usize = 4;
-/// Requests that are under way at a time: each is answered after 10 ms or more, and a core has little to do meanwhile.
+/// Requests that are under way at a time: each is answered after 10 ms or more, and a core has
+/// little to do meanwhile.
 const IN_FLIGHT: usize = 16;
 /// Slower than 1 MiB/s, and a transfer has failed, though it shows signs of life.
 const BYTES_PER_S_MIN: u64 = 1 << 20;
@@ -200,7 +201,7 @@ impl S3 {
     }
 }
 
-/// Whether the cause is that nobody was there, or not for long enough.
+/// Whether the cause is that no server answered, or not for long enough.
 fn is_unreachable(error: &object_store::Error) -> bool {
     let mut cause = error.source();
     while let Some(at) = cause {
@@ -292,8 +293,8 @@ impl Blobs for S3 {
             upload.complete().await.map(drop)
         });
         if put.is_err() {
-            // Or the server keeps the parts, and has them paid for. If it doesn't hear this either, a rule of the bucket
-            // has to (docs/format.md).
+            // Or the server keeps the parts, and has them paid for. If it doesn't hear this either,
+            // a rule of the bucket has to (docs/format.md).
             let _left = self.call("put", key, 0, upload.abort());
         }
         put

@@ -7,10 +7,11 @@ use blake3::Hash;
 
 use crate::work::lock;
 
-/// Decompressed chunks, shared by all sources, bounded in bytes; who was not wanted for longest goes first.
+/// Decompressed chunks, shared by all sources, bounded in bytes; who was not wanted for longest
+/// goes first.
 ///
-/// Two threads that want one chunk at the same time decompress it once. A chunk of which all was read isn't kept: the
-/// pages are in an image's cache by then.
+/// Two threads that want one chunk at the same time decompress it once. A chunk of which all was
+/// read isn't kept: the pages are in an image's cache by then.
 #[derive(Debug)]
 pub struct HotChunks {
     capacity_bytes: u64,
@@ -93,7 +94,8 @@ impl HotChunks {
 
     /// The chunk's content, and whether it was there. `keep`: it will be wanted again.
     ///
-    /// Who waits for a thread that then fails loads it itself: each waits at most once for every other thread.
+    /// Who waits for a thread that then fails loads it itself: each waits at most once for every
+    /// other thread.
     pub(crate) fn get<E>(
         &self,
         hash: &Hash,

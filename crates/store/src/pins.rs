@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   create ── pin ── is it there? ── (put) ── … ── descriptor ── unpin
-//!   collect     begin ── list ── who names what? ── delete what nobody names or pins ── end
+//!   collect     begin ── list ── who names what? ── delete what is neither named nor pinned ── end
 //! ```
 //!
-//! A collector looks at the snapshots once. What was pinned at any time while it runs, it leaves: the snapshot it was
-//! pinned for may have appeared after the collector looked. A pin waits while its key is being deleted, so that who
-//! pins and then finds the key there may rely on it.
+//! A collector looks at the snapshots once. What was pinned at any time while it runs, it leaves:
+//! the snapshot it was pinned for may have appeared after the collector looked. A pin waits while
+//! its key is being deleted, so that who pins and then finds the key there may rely on it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Condvar, Mutex, PoisonError};

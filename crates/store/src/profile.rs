@@ -22,7 +22,8 @@ use crate::writing::Reserved;
 /// Written once, read at each start: worth no more than what keeps up with memory.
 const LEVEL: i32 = 1;
 
-/// A stored working set, opened: its runs are known, its pages are read by [`WorkingSetReader::for_each`].
+/// A stored working set, opened: its runs are known, its pages are read by
+/// [`WorkingSetReader::for_each`].
 #[derive(Debug)]
 pub struct WorkingSetReader {
     frames: Frames<'static>,
@@ -45,11 +46,12 @@ impl WorkingSetReader {
         self.runs().iter().map(PageRange::len).sum()
     }
 
-    /// Hand all pages to `each`, while they are read: one sequential read, decompressed on several threads, each of
-    /// which calls `each` with what it has. Pages come about in order.
+    /// Hand all pages to `each`, while they are read: one sequential read, decompressed on several
+    /// threads, each of which calls `each` with what it has. Pages come about in order.
     ///
     /// # Errors
-    /// It is damaged, can't be read, or `each` has failed; pages that had come before may have been handed over.
+    /// It is damaged, can't be read, or `each` has failed; pages that had come before may have been
+    /// handed over.
     pub fn for_each(
         self,
         each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
@@ -133,11 +135,12 @@ fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
 }
 
 impl Store {
-    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what there was. `read` gives
-    /// the bytes of any page, whoever owns it.
+    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what
+    /// there was. `read` gives the bytes of any page, of any owner.
     ///
     /// # Errors
-    /// The snapshot has been removed or is being written; pages beyond its end, that can't be read, or too many.
+    /// The snapshot has been removed or is being written; pages beyond its end, that can't be read,
+    /// or too many.
     pub fn put_working_set(
         &self,
         stored: &Stored,

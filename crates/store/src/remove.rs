@@ -1,4 +1,4 @@
-//! Removing snapshots, and what nobody needs any more.
+//! Removing snapshots, and what no snapshot needs any more.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -19,29 +19,32 @@ use crate::work::{Work, lock};
 pub struct Removed {
     /// Deltas before what they are deltas on.
     pub names: Vec<String>,
-    /// Of files that are gone. Chunks of a snapshot that is open stay until it is closed, for [`Store::collect`].
+    /// Of files that are gone. Chunks of a snapshot that is open stay until it is closed, for
+    /// [`Store::collect`].
     pub freed_bytes: u64,
 }
 
 /// What [`Store::collect`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Chunks that nobody named.
+    /// Chunks that no snapshot named.
     pub chunks: u64,
     /// Other files: of snapshots that were never finished, and of older tables.
     pub files: u64,
     pub freed_bytes: u64,
-    /// Snapshots that are damaged, so that nobody knows what chunks they have. As long as they are there, no chunk
-    /// is removed.
+    /// Snapshots that are damaged, so that it is not known which chunks they have. As long as they
+    /// are there, no chunk is removed.
     pub blocked_by: Vec<String>,
 }
 
 impl Store {
-    /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that nobody names any more.
+    /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that no snapshot names
+    /// any more.
     ///
     /// # Errors
-    /// There is none; there are deltas on it, which are all named, or, unless `cascade`, snapshots of which it can't be
-    /// told whether they are; one of them is being written, or on it.
+    /// There is no such snapshot. There are deltas on it, which are all named. Unless `cascade`,
+    /// there are snapshots of which it can't be told whether they are its deltas. One of these, or
+    /// a delta on it, is being written.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
         check_name(name)?;
         let inner = &*self.inner;
@@ -67,7 +70,8 @@ impl Store {
                 let name = name.to_owned();
                 return Err(StoreError::UnknownDependants { name, unreadable });
             }
-            // Those furthest up go first, so that a crash in between leaves nothing without its base.
+            // Those furthest up go first, so that a crash in between leaves nothing without its
+            // base.
             removed.names = dependants.into_iter().rev().chain([name.to_owned()]).collect();
             inner.check_not_written(&removed.names)?;
             for name in &removed.names {
@@ -89,8 +93,8 @@ impl Store {
         Ok(removed)
     }
 
-    /// Remove all that no snapshot names and nobody is about to: what crashes and cancelled work have left, and
-    /// chunks of removed snapshots that had been open.
+    /// Remove all that no snapshot names and no writer is about to name. That is what crashes and
+    /// cancelled work have left, and chunks of removed snapshots that had been open.
     ///
     /// # Errors
     /// The store can't be listed or written.
@@ -140,7 +144,8 @@ impl Inner {
         Ok(collector.delete(self.blobs(), key)?.then_some(bytes))
     }
 
-    /// Delete those of `chunks` that nobody names. How many, their bytes, and who keeps them all from going.
+    /// Delete those of `chunks` that no snapshot names. How many, their bytes, and which snapshots
+    /// keep all from being removed.
     pub(crate) fn delete_unused(
         &self,
         collector: &Collector<'_>,
@@ -158,8 +163,8 @@ impl Inner {
             &chunks,
             || Ok(()),
             |(), hash| {
-                // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
-                // before: meanwhile one may have been opened and removed.
+                // In this order: once no snapshot names it, none can be opened any more that has
+                // it. And now, not before: meanwhile one may have been opened and removed.
                 if lock(&self.references).is_used(hash) {
                     return Ok(None);
                 }

@@ -13,7 +13,8 @@ use crate::source::{SourceOptions, StoredPages};
 use crate::store::{Store, read_section};
 use crate::work::lock;
 
-/// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the store.
+/// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the
+/// store.
 #[derive(Debug)]
 pub struct Stored {
     store: Store,
@@ -61,7 +62,8 @@ impl Stored {
         self.descriptor.base.as_ref()
     }
 
-    /// Where its chunks are, if they were not all here when it was opened: what was given to [`Store::adopt_from`].
+    /// Where its chunks are, if they were not all here when it was opened: what was given to
+    /// [`Store::adopt_from`].
     pub fn origin(&self) -> Option<&str> {
         self.origin.as_deref()
     }

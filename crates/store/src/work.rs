@@ -8,9 +8,10 @@ use crate::error::StoreError;
 /// How a long operation is watched, and ended before it has finished.
 #[derive(Debug)]
 pub struct Work {
-    /// At most so many at a time; at least 1.
+    /// Most threads at a time; at least 1.
     pub threads: usize,
-    /// Set it, and the operation ends with [`StoreError::Cancelled`] after the chunks that are in hand.
+    /// Set it, and the operation ends with [`StoreError::Cancelled`] after the chunks that are in
+    /// hand.
     pub cancelled: AtomicBool,
     /// Raw bytes of pages that are done with. Grows.
     pub done_bytes: AtomicU64,
@@ -47,8 +48,8 @@ impl Work {
         self.total_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Call `each` with every item, on several threads, each with a state of its own from `begin`. Answers in the order
-    /// of the items. After the first error no more are begun.
+    /// Call `each` with every item, on several threads, each with a state of its own from `begin`.
+    /// Answers in the order of the items. After the first error no more are begun.
     pub(crate) fn for_each<T: Sync, S, R: Send>(
         &self,
         items: &[T],

@@ -23,7 +23,7 @@ pub(crate) enum Commit {
     Replace,
 }
 
-/// As long as it lives, nobody else writes or removes that snapshot, or removes its base.
+/// As long as it lives, no other operation writes or removes that snapshot, or removes its base.
 #[derive(Debug)]
 pub(crate) struct Reserved<'a> {
     inner: &'a Inner,
@@ -52,9 +52,9 @@ impl Drop for Reserved<'_> {
     }
 }
 
-/// As long as it lives: nobody else writes a snapshot by that name, nobody removes its base, and nothing that it has
-/// put or found there is collected. Dropped without a commit it removes its sections, which nobody else's have the names
-/// of; chunks may stay, for `collect`.
+/// As long as it lives, no other operation writes a snapshot by that name or removes its base. What
+/// it has put or found there is not collected. Dropped without a commit, it removes its
+/// sections, whose names no other writer uses. Chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {
     inner: &'a Inner,
@@ -193,7 +193,8 @@ impl<'a> Writing<'a> {
         Ok(FileRef::of(file, content))
     }
 
-    /// Put all small files of a snapshot there, and let `descriptor` name them. Returns their bytes.
+    /// Put all small files of a snapshot there, and let `descriptor` name them. Returns their
+    /// bytes.
     pub(crate) fn put_sections(
         &self,
         descriptor: &mut Descriptor,
@@ -240,8 +241,8 @@ impl<'a> Writing<'a> {
             }
         }
         let key = snapshot_key(&self.name, DESCRIPTOR);
-        // An error doesn't say that it isn't there: an answer may have been lost on its way. The sections stay, then,
-        // for `collect`, which looks.
+        // An error doesn't say that it isn't there: an answer may have been lost on its way. The
+        // sections stay, then, for `collect`, which looks.
         let sections = std::mem::take(&mut *lock(&self.sections));
         if self.commit == Commit::Replace {
             blobs.put(&key, &file)?;

@@ -11,7 +11,8 @@ pub const HOST_NAME_BYTES_MAX: usize = 63;
 /// Longest host part of an address: that of a DNS name.
 const ADDRESS_HOST_BYTES_MAX: usize = 253;
 
-/// Whether a host takes part. Later is greater: of two sayings of one incarnation, the greater stands.
+/// Whether a host takes part. Later is greater: of two sayings of one incarnation, the greater
+/// stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HostState {
@@ -70,9 +71,10 @@ pub enum EntryError {
 }
 
 impl Entry {
-    /// Whether `self` replaces `other`, of the same host: what says that it left, then the higher incarnation, then,
-    /// since it must be one of them and everywhere the same, the greater by state and the rest. A total order, so that
-    /// the greatest of any sayings is the same in whatever order they come, and however often.
+    /// Whether `self` replaces `other`, of the same host. An entry that says that the host left
+    /// wins, then the higher incarnation. Otherwise the greater by state and the rest wins, since
+    /// every host must choose the same one. This is a total order: the greatest of any entries is
+    /// the same in whatever order they come, and however often.
     pub(super) fn supersedes(&self, other: &Self) -> bool {
         fn key(entry: &Entry) -> (bool, u64, HostState, &Fingerprint, &str, &str) {
             let Entry { id: _, name, address, fingerprint, state, incarnation } = entry;

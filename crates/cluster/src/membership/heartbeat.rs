@@ -13,11 +13,13 @@ use crate::room::Room;
 /// When heartbeats go, and when silence means what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timing {
-    /// Between two heartbeats to one host. With 100 hosts each sends 100 small requests in this time.
+    /// Between two heartbeats to one host. With 100 hosts each sends 100 small requests in this
+    /// time.
     pub every: Duration,
-    /// Between two to a host that is gone: it may come back, but nobody waits for it.
+    /// Between two to a host that is gone: it may come back, but nothing waits for it.
     pub every_if_gone: Duration,
-    /// Silence after which a host is suspect: three heartbeats or their answers were lost, or its daemon is stuck.
+    /// Silence after which a host is suspect: three heartbeats or their answers were lost, or its
+    /// daemon is stuck.
     pub suspect_after: Duration,
     /// Silence after which it is gone.
     pub gone_after: Duration,
@@ -95,7 +97,8 @@ impl<'de> Deserialize<'de> for Digest {
     }
 }
 
-/// What one member tells another every second, and what that answers. About 120 bytes if they agree.
+/// What one member tells another every second, and what that answers. About 120 bytes if they
+/// agree.
 ///
 /// Whom it is from is for the connection's certificate to say, not for the message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,7 +162,8 @@ impl Membership {
         self.peers.get(&id)?.room
     }
 
-    /// Up to `most` members to send a heartbeat to now, those first who have waited longest. They count as sent.
+    /// Up to `most` members to send a heartbeat to now, those first who have waited longest. They
+    /// count as sent.
     pub fn due(&mut self, now: Now, most: usize) -> Vec<HostId> {
         let mut due: Vec<(Duration, HostId)> =
             self.turns(now).filter(|(at, _)| *at <= now.monotonic).collect();
@@ -173,12 +177,14 @@ impl Membership {
         due.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// When the next heartbeat is to go, by the monotonic clock; `None` if there is nobody to send one to.
+    /// When the next heartbeat is due, by the monotonic clock; `None` if there is no host to send
+    /// one to.
     pub fn next_due(&self, now: Now) -> Option<Duration> {
         self.turns(now).map(|(at, _)| at).min()
     }
 
-    /// When each other member's turn is. Who has left tells each that, and then nobody anything.
+    /// When each other member's turn is. A host that has left tells each member so, and sends
+    /// nothing after that.
     fn turns(&self, now: Now) -> impl Iterator<Item = (Duration, HostId)> {
         let others = self.members().filter(move |entry| entry.id != self.own);
         let has_left = self.has_left();
@@ -205,8 +211,8 @@ impl Membership {
         Heartbeat { digest: self.digest, room, entries }
     }
 
-    /// By which a member learns that it is removed: that of a book in which it has left. It is sent before that is so here,
-    /// as nobody talks to who has left.
+    /// By which a member learns that it is removed: that of a book in which it has left. It is sent
+    /// before that is so here, since no host talks to one that has left.
     ///
     /// # Errors
     /// It is no member.
@@ -232,7 +238,7 @@ impl Membership {
     /// Takes a member's heartbeat; returns what to answer, and what that changed here.
     ///
     /// # Errors
-    /// It is from nobody that belongs here, or tells what can't be. Then nothing was changed.
+    /// It is not from a member, or tells what can't be. Then nothing was changed.
     pub fn on_heartbeat(
         &mut self,
         from: HostId,
@@ -249,8 +255,8 @@ impl Membership {
         Ok((Heartbeat { digest: self.digest, room, entries }, merged))
     }
 
-    /// Takes what a member answered to a heartbeat; returns what that changed here. If they still differ, the member's
-    /// turn is at once.
+    /// Takes what a member answered to a heartbeat; returns what that changed here. If they still
+    /// differ, the member's turn is at once.
     ///
     /// # Errors
     /// As [`Membership::on_heartbeat`].
@@ -260,8 +266,9 @@ impl Membership {
         answer: &Heartbeat,
         now: Now,
     ) -> Result<Merged, HeartbeatError> {
-        // Whether the heartbeat that this answers carried our entries. If it did and we still differ, the next one has to
-        // wait for its turn, or two that can't agree would go on as fast as the network lets them.
+        // Whether the heartbeat that this answers carried our entries. If it did and we still
+        // differ, the next one has to wait for its turn. Otherwise two hosts that can't agree would
+        // exchange heartbeats as fast as the network allows.
         let had_entries = self.knows_to_differ(from);
         let merged = self.hear(from, answer, now)?;
         if !had_entries

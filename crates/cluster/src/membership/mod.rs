@@ -6,24 +6,27 @@
 //!                              ▼                        │
 //!   due ──► heartbeat_to ──► digest, and entries if the peer's digest was another
 //!                              │
-//!                  on_heartbeat, on_answer ──► alive ─► suspect ─► gone, by when the peer was heard last
+//!                  on_heartbeat, on_answer ──► alive ─► suspect ─► gone, by silence
 //! ```
 //!
-//! Every member holds an [`Entry`] for every host, and may change any: there is no centre. Of two sayings about a host the
-//! later stands (by incarnation; that it left is always later), so members that have heard the same
-//! hold the same, whatever the order. Each sends every other a heartbeat, with a [`Digest`] of all who are members; only
-//! where digests differ do entries travel, both ways.
+//! Every member holds an [`Entry`] for every host, and may change any: there is no centre. Of two
+//! entries of a host the later one wins: by incarnation, and an entry that says that it left is
+//! always later. So members that have heard the same hold the same, in whatever order. Each sends
+//! every other a heartbeat, with a [`Digest`] of all members. Only where digests differ do entries
+//! travel, both ways.
 //!
-//! A host that left stays in the book, as a *tombstone*, so that a member that missed it can't bring it back. It goes when
-//! `TOMBSTONE_S` have passed *and* every member has since shown that it agrees on who is there.
+//! A host that left stays in the book, as a *tombstone*, so that a member that missed it can't
+//! bring it back. It goes when `TOMBSTONE_S` have passed *and* every member has since shown that it
+//! agrees on who is there.
 //!
-//! Of itself a host knows best: if others say another address or certificate of it than it has, or if two have
-//! got one name while they could not hear each other, it says it anew, with a higher incarnation. That it was removed
-//! it accepts.
+//! A host knows itself best. Others may report a wrong address or certificate of it, or two hosts
+//! may have got one name while they could not hear each other. Then it publishes its entry again,
+//! with a higher incarnation. It accepts that it was removed.
 //!
-//! Promises: `merge` is commutative, associative and idempotent; nothing of a peer's that can't be is taken; entries are
-//! bounded. Left to others: sending, encryption, who is at the other end of a connection (`crate::keys`), when to write to
-//! disk (whenever [`Merged::changed`] is not empty). No I/O, no clock: times are passed in.
+//! Promises: `merge` is commutative, associative and idempotent; nothing of a peer's that can't be
+//! is taken; entries are bounded. Left to others: sending, encryption, who is at the other end of a
+//! connection (`crate::keys`), when to write to disk (whenever [`Merged::changed`] is not empty).
+//! No I/O, no clock: times are passed in.
 
 mod entry;
 mod heartbeat;
@@ -41,14 +44,15 @@ pub use entry::{Entry, EntryError, HOST_NAME_BYTES_MAX, HostState, check_address
 pub use heartbeat::{Digest, Heartbeat, HeartbeatError, Liveness, Timing};
 pub use persist::LoadError;
 
-/// Most hosts that an instance knows, tombstones included. Each costs about 300 bytes, here and in a heartbeat that
-/// carries them.
+/// Most hosts that an instance knows, tombstones included. Each costs about 300 bytes, here and in
+/// a heartbeat that carries them.
 pub const HOSTS_MAX: usize = 4096;
 
 /// How long a tombstone stays at least: `cluster ls --all` tells what became of a host for a week.
 const TOMBSTONE_S: u64 = 7 * 24 * 3600;
 
-/// What time it is, twice: liveness goes by a clock that never jumps, tombstones and tokens by one that hosts share.
+/// What time it is, twice: liveness goes by a clock that never jumps, tombstones and tokens by one
+/// that hosts share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Since any fixed instant of this process.
@@ -70,7 +74,8 @@ pub struct Membership {
     digest: Digest,
 }
 
-/// What this process has seen of another host. Not written down: after a start all have to be heard anew.
+/// What this process has seen of another host. Not written down: after a start all have to be heard
+/// again.
 #[derive(Debug, Clone)]
 struct Peer {
     /// When it was first known here; for a tombstone, when that came.
@@ -99,7 +104,8 @@ impl Peer {
 /// What a merge did.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Merged {
-    /// The hosts of which something else is known now. If there are any, the book should be written down.
+    /// The hosts of which something else is known now. If there are any, the book should be written
+    /// down.
     pub changed: BTreeSet<HostId>,
     /// This host was removed from the cluster by another member.
     pub removed: bool,
@@ -199,7 +205,7 @@ impl Membership {
             timing: Timing::default(),
             digest: Digest::default(),
         };
-        // Since before anything: nobody was heard in the life of this process.
+        // Since before anything: this process has heard no host yet.
         let start = Now { monotonic: Duration::ZERO, unix_s: 0 };
         it.peers = others.keys().map(|id| (*id, Peer::new(start))).collect();
         others.insert(own.id, own);
@@ -215,7 +221,8 @@ impl Membership {
         self
     }
 
-    /// This process begins now: who was not heard since counts from here. Call it once, after a load.
+    /// This process begins now: who was not heard since counts from here. Call it once, after a
+    /// load.
     pub fn begin(&mut self, now: Now) {
         for peer in self.peers.values_mut() {
             *peer = Peer::new(now);
@@ -232,7 +239,7 @@ impl Membership {
         self.entries.get(&self.own).expect("a host is always in its own book")
     }
 
-    /// Whether this host was removed, or has left by itself. Nobody talks to it any more.
+    /// Whether this host was removed, or has left by itself. No member talks to it any more.
     pub fn has_left(&self) -> bool {
         self.own_entry().state.is_left()
     }
@@ -335,9 +342,10 @@ impl Membership {
         self.set_state(id, HostState::Active, now)
     }
 
-    /// Takes a member out for good: this host, or another that won't come back. Its certificate is refused at once here,
-    /// and elsewhere as they hear of it. A host that has left goes on with its heartbeats until [`Membership::due`] names
-    /// nobody any more, or its patience ends: that is how the others learn.
+    /// Takes a member out for good: this host, or another that won't come back. Its certificate is
+    /// refused at once here, and elsewhere as they hear of it. A host that has left continues its
+    /// heartbeats until [`Membership::due`] names no host any more, or its patience ends: that is
+    /// how the others learn.
     ///
     /// # Errors
     /// It is no member.
@@ -356,7 +364,7 @@ impl Membership {
         let incarnation = entry.incarnation.saturating_add(1);
         self.put(Entry { state, incarnation, ..entry.clone() }, now);
         if self.has_left() {
-            // Nobody knows yet.
+            // No peer knows yet.
             self.peers.values_mut().for_each(|peer| peer.agreed = None);
         }
         self.hurry();
@@ -409,7 +417,7 @@ impl Membership {
         Ok(merged)
     }
 
-    /// Says anew what others have wrong of this host.
+    /// Publishes again what others have wrong of this host.
     fn settle(&mut self, now: Now, merged: &mut Merged) {
         let mut own = self.own_entry().clone();
         if own.state.is_left() {
@@ -435,7 +443,7 @@ impl Membership {
         let id = self.own.to_string();
         let kept = name.len().min(HOST_NAME_BYTES_MAX - 1 - SUFFIX_DIGITS);
         let candidate = format!("{}-{}", &name[..kept], &id[..SUFFIX_DIGITS]);
-        // Names are ASCII. Nobody else is called by this id.
+        // Names are ASCII. No other host is called by this id.
         if self.members().any(|entry| entry.name == candidate) { id } else { candidate }
     }
 
@@ -457,7 +465,8 @@ impl Membership {
         }
     }
 
-    /// Forgets tombstones that nobody needs any more. Whether there were any: then the book should be written down.
+    /// Forgets tombstones that are not needed any more. Whether there were any: then the book
+    /// should be written down.
     pub fn forget(&mut self, now: Now) -> bool {
         let members: Vec<&Peer> =
             self.members().filter_map(|entry| self.peers.get(&entry.id)).collect();

@@ -1,4 +1,5 @@
-//! One connection: a reader task, a queue of waiters, and writes that are whole or end the connection.
+//! One connection: a reader task, a queue of waiters, and writes that are whole or end the
+//! connection.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -105,7 +106,7 @@ impl Shared {
                     let status = event.text("status").unwrap_or("unknown").to_owned();
                     self.migration.send_replace(Some(status));
                 }
-                // Nobody listening is fine.
+                // No listener is fine.
                 let _ = self.events.send(event);
             }
             Message::Greeting(_) => tracing::warn!("QEMU greeted twice"),
@@ -122,8 +123,8 @@ impl Shared {
         }
     }
 
-    /// Send what the socket takes of `line`. With the first bytes the waiter takes its place in the queue,
-    /// under the lock, or the reply could come before it.
+    /// Send what the socket takes of `line`. With the first bytes the waiter takes its place in the
+    /// queue, under the lock, or the reply could come before it.
     fn send_some(
         &self,
         line: &[u8],
@@ -145,7 +146,8 @@ impl Shared {
     }
 }
 
-/// A line that was sent in part can't be taken back: if the caller goes away, so does the connection.
+/// A line that was sent in part can't be taken back: if the caller goes away, so does the
+/// connection.
 struct WholeLine<'a> {
     shared: &'a Shared,
     begun: bool,

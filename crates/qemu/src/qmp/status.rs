@@ -74,8 +74,8 @@ impl Qmp {
         self.ask("stop", None).await.map(drop)
     }
 
-    /// Let the vCPUs run. Right after a migration QEMU may refuse for a moment ("not finalized yet");
-    /// that is waited for, 5 s at most.
+    /// Let the vCPUs run. Right after a migration QEMU may refuse for a moment ("not finalized
+    /// yet"); that is waited for, 5 s at most.
     ///
     /// # Errors
     /// As [`Qmp::execute`].
@@ -105,8 +105,9 @@ impl Qmp {
         }
     }
 
-    /// Wait until a saved VM is in `postmigrate`, where block devices may be changed (`blockdev-snapshot`).
-    /// [`Qmp::cont`] doesn't need it. There is no event for it: asked again until then, 5 s at most.
+    /// Wait until a saved VM is in `postmigrate`, where block devices may be changed
+    /// (`blockdev-snapshot`). [`Qmp::cont`] doesn't need it. There is no event for it: asked again
+    /// until then, 5 s at most.
     ///
     /// # Errors
     /// As [`Qmp::execute`]; `Timeout`.

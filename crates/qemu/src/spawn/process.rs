@@ -19,7 +19,8 @@ use super::child::Child;
 const STDERR_BYTES_MAX: usize = 16 << 10;
 /// Lines of it in an error.
 const STDERR_LINES: usize = 5;
-/// After QEMU's end, its stderr may be held open by the shim's keeper: wait no longer than this for its end.
+/// After QEMU's end, its stderr may be held open by the shim's keeper: wait no longer than this for
+/// its end.
 const STDERR_DRAIN: Duration = Duration::from_millis(200);
 /// How long a runtime that shuts down waits for a killed QEMU to be reaped.
 const REAP_SECONDS: i64 = 5;
@@ -142,8 +143,8 @@ fn last_lines(text: &str) -> String {
 
 #[expect(unsafe_code, reason = "the fd has to stay open while it is registered")]
 fn watch_pidfd(pidfd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
-    // SAFETY: the `AsyncFd` holds a reference to the `OwnedFd`, which stays open and keeps its number until the
-    // last reference is gone; nobody gets it out of the `Arc`.
+    // SAFETY: the `AsyncFd` holds a reference to the `OwnedFd`, which stays open and keeps its
+    // number until the last reference is dropped. No code takes it out of the `Arc`.
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, tokio::io::Interest::READABLE) }?)
 }
 

@@ -1,4 +1,5 @@
-//! The pages that a snapshot's clones touch first, stored apart so that one sequential read brings them all in.
+//! The pages that a snapshot's clones touch first, stored apart so that one sequential read brings
+//! them all in.
 //!
 //! ```text
 //!    0   4  "VFWS"
@@ -17,9 +18,10 @@
 //!       …   the frames, one after the other
 //! ```
 //!
-//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012, section 3.2), so that what
-//! is read first is there first; none overlaps another. The pages of all of them, whoever owns them, in that order, are cut
-//! into frames of 1 MiB, the last one shorter. A frame with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
+//! Runs are in the order in which their pages are needed, so that what is read first is needed
+//! first. So are vmTorrent's profiles (CoNEXT 2012, section 3.2). None overlaps another. Their
+//! pages, of any owner, in that order, are cut into frames of 1 MiB, the last one shorter. A frame
+//! with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
@@ -38,10 +40,11 @@ const MAGIC: [u8; 4] = *b"VFWS";
 const VERSION: u8 = 1;
 /// Up to the header's length, which says how much more of it there is.
 const FIXED_BYTES: u32 = 28;
-/// A header of so many bytes has five million runs.
+/// A header of this size has five million runs.
 const HEADER_BYTES_MAX: u32 = 32 << 20;
 
-/// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of it to check it.
+/// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of
+/// it to check it.
 pub(crate) const WORKING_SET_BYTES_MAX: u64 = 1 << 30;
 
 /// Raw bytes of a frame.
@@ -69,7 +72,8 @@ fn unzigzag(from: u64, distance: u64) -> Option<u64> {
     }
 }
 
-/// The file. `runs` do not overlap, and none begins where the one before ends; `frames` hold their pages.
+/// The file. `runs` do not overlap, and none begins where the one before ends; `frames` hold their
+/// pages.
 pub(crate) fn encode(id: SnapshotId, runs: &[PageRange], frames: &[Vec<u8>]) -> Vec<u8> {
     let mut file = MAGIC.to_vec();
     file.extend_from_slice(&[VERSION, 0, 0, 0]);
@@ -270,8 +274,9 @@ impl<'a> Frames<'a> {
         self.header.frames.len()
     }
 
-    /// Read the next frame and hand over its pages, run by run. Returns its raw bytes. Several threads may do so: one
-    /// reads while the others decompress. With [`Frames::len`] calls all is read, and checked to end there.
+    /// Read the next frame and hand over its pages, run by run. Returns its raw bytes. Several
+    /// threads may do so: one reads while the others decompress. With [`Frames::len`] calls all is
+    /// read, and checked to end there.
     pub(crate) fn next(
         &self,
         each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
@@ -316,8 +321,8 @@ impl<'a> Frames<'a> {
     }
 }
 
-/// What is wrong with the working set of snapshot `id`, which has `pages`, if anything is: all of it is read and thrown
-/// away.
+/// What is wrong with the working set of snapshot `id`, which has `pages`, if anything is: all of
+/// it is read and thrown away.
 ///
 /// # Errors
 /// [`StoreError::Cancelled`].
@@ -377,7 +382,8 @@ mod tests {
         flaw_of(file, id, PAGES, &Work::new(1)).expect("not cancelled").map_or(Ok(()), Err)
     }
 
-    /// Gaps and lengths, made into runs, the second half of them first; each page filled with its number.
+    /// Gaps and lengths, made into runs, the second half of them first; each page filled with its
+    /// number.
     fn file_of(pieces: &[(u64, u64)]) -> (Vec<PageRange>, Vec<u8>) {
         let (mut runs, mut raw, mut end) = (Vec::new(), Vec::new(), 0);
         for (gap, len) in pieces {

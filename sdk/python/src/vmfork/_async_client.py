@@ -43,8 +43,8 @@ __all__ = ["AsyncClient", "AsyncForkResult", "AsyncStartResult", "AsyncVM"]
 T = TypeVar("T")
 
 #: Bodies leave in pieces of at most this many bytes. The kernel takes a write to a unix socket that
-#: fits one of its buffers (48 KiB) whole or not at all; and anyio 3.6, which Debian 12 has below
-#: httpx, repeats the beginning of a write that was taken in part: the daemon would get wrong bytes.
+#: fits one of its buffers (48 KiB) whole or not at all. anyio 3.6, which Debian 12 has below httpx,
+#: repeats the beginning of a write that was taken in part. The daemon would get wrong bytes.
 ASYNC_PIECE_BYTES = 32 * 1024
 
 
@@ -292,9 +292,9 @@ class AsyncVM:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
         With ``all_or_nothing`` the whole call fails if not all of them fit. In a cluster, ``place``
-        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and
-        ``hosts`` are the only ones to be used; with ``hydrate_mib_per_s`` clones on other hosts get
-        all of their memory at that rate, and then need this host no more.
+        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
+        ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
+        at that rate, and then do not need this host any more.
         """
         call = protocol.fork(
             self._ref,

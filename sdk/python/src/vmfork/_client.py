@@ -281,9 +281,9 @@ class VM:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
         With ``all_or_nothing`` the whole call fails if not all of them fit. In a cluster, ``place``
-        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and
-        ``hosts`` are the only ones to be used; with ``hydrate_mib_per_s`` clones on other hosts get
-        all of their memory at that rate, and then need this host no more.
+        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
+        ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
+        at that rate, and then do not need this host any more.
         """
         call = protocol.fork(
             self._ref,
