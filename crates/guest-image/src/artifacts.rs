@@ -21,7 +21,7 @@ pub struct Artifacts {
 pub enum ArtifactsError {
     #[error("the guest agent is not at {}", path.display())]
     NoAgent { path: PathBuf },
-    #[error("the guest agent {} is no static x86-64 program", path.display())]
+    #[error("the guest agent {} is not a static x86-64 program", path.display())]
     NotStatic { path: PathBuf },
     #[error("read {}", path.display())]
     Io {
@@ -35,7 +35,10 @@ impl ArtifactsError {
     /// What the user can do about it, one line.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
-        Some("`make build` puts agent and libraries next to the programs; VMFORK_LIBDIR names another folder".into())
+        Some(
+            "build it with `make build`, or set VMFORK_LIBDIR to the folder of agent and libraries"
+                .into(),
+        )
     }
 }
 

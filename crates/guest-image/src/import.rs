@@ -145,14 +145,14 @@ fn check_kernel(path: &Path) -> Result<String, ImportError> {
     if head.starts_with(b"\x7fELF") {
         return match head.get(4..6) {
             Some([2, 1]) if head.get(18..20) == Some(&[62, 0]) => Ok(String::new()),
-            _ => refuse("an ELF for another machine"),
+            _ => refuse("an ELF of another architecture"),
         };
     }
     if head.get(0x1fe..0x200) != Some(&[0x55, 0xaa]) || head.get(0x202..0x206) != Some(b"HdrS") {
         return refuse("neither a bzImage nor an ELF");
     }
     // kernel_version of the setup header: where the text is, less 0x200.
-    let Some(&[low, high]) = head.get(0x20e..0x210) else { return refuse("cut short") };
+    let Some(&[low, high]) = head.get(0x20e..0x210) else { return refuse("truncated") };
     let at = usize::from(u16::from_le_bytes([low, high])) + 0x200;
     let text = head.get(at..).unwrap_or_default();
     let version: Vec<u8> =
@@ -176,7 +176,7 @@ fn check_initrd(path: &Path) -> Result<(), ImportError> {
     if MAGIC.iter().any(|m| head.starts_with(m)) {
         Ok(())
     } else {
-        Err(ImportError::NotAnInitrd { path: path.into(), why: "no archive the kernel knows" })
+        Err(ImportError::NotAnInitrd { path: path.into(), why: "unknown archive format" })
     }
 }
 
@@ -184,11 +184,11 @@ fn check_root(path: &Path) -> Result<(), ImportError> {
     let (head, bytes) = head(path, 16)?;
     let refuse = |why| Err(ImportError::NotADisk { path: path.into(), why });
     if head.is_empty() {
-        refuse("no file, or an empty one")
+        refuse("not a file, or empty")
     } else if head.starts_with(b"QFI\xfb") {
         refuse("a qcow2 image")
     } else if bytes % 512 != 0 {
-        refuse("its length is no multiple of 512 bytes")
+        refuse("its length is not a multiple of 512 bytes")
     } else {
         Ok(())
     }

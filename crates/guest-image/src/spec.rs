@@ -74,7 +74,7 @@ pub enum SpecError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is no image spec", path.display())]
+    #[error("{} is not an image spec", path.display())]
     Parse {
         path: PathBuf,
         #[source]
@@ -91,7 +91,7 @@ impl SpecError {
         match self {
             Self::Read { .. } => Some("check the path".into()),
             Self::Parse { .. } => Some(
-                "`guest/image/default.json` is an example with every field explained in docs"
+                "compare it with `guest/image/default.json`; docs/configuration.md explains the fields"
                     .into(),
             ),
             Self::Bad { .. } => None,

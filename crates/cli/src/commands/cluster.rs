@@ -25,7 +25,7 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
             } else {
                 printer.data(&format!("{}\n", token.token))?;
                 printer.note(
-                    "It lets one host join: `vmfork cluster join TOKEN --address HOST:PORT` there",
+                    "It lets one host join: run `vmfork cluster join TOKEN --address HOST:PORT` there",
                 );
             }
             return Ok(Exit::Done);
@@ -42,7 +42,7 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
     } else if let Some(note) = info.note {
         printer.note(&note);
     } else if info.here.is_none() {
-        printer.note("This host is in no cluster: `vmfork cluster init` makes one");
+        printer.note("This host is in no cluster; create one with `vmfork cluster init`");
     } else {
         let header = ["HOST", "ADDRESS", "STATE", "LIVENESS", "ADMISSIBLE", "VCPUS", "ID"];
         printer.table(&header, info.hosts.iter().map(row).collect())?;

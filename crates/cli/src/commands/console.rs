@@ -19,7 +19,7 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     let Socket { tx, mut rx } = client.open_socket(&format!("/v1/vms/{vm}/console")).await?;
     let raw = RawMode::enter().context("set the terminal up")?;
     if raw.is_some() {
-        global.printer.note(&format!("Console of `{vm}`; Ctrl-] leaves\r"));
+        global.printer.note(&format!("Console of `{vm}`; Ctrl-] detaches\r"));
     }
     let mut stdout = Outflow::new(stdout_stream()?);
     let typing = type_into(tx, raw.is_some());
@@ -42,9 +42,9 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     };
     drop(raw);
     global.printer.note(&if ended {
-        format!("The console of `{vm}` was closed")
+        format!("The console of `{vm}` has closed")
     } else {
-        format!("\nLeft the console of `{vm}`")
+        format!("\nDetached from the console of `{vm}`")
     });
     Ok(Exit::Done)
 }

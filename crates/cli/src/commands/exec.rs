@@ -130,7 +130,10 @@ async fn whole(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exit> 
         let mut stdin = tokio::io::stdin().take(POST_STDIN_BYTES_MAX + 1);
         stdin.read_to_end(&mut bytes).await.context("read standard input")?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len > POST_STDIN_BYTES_MAX) {
-            bail!("with --json standard input can be {} MiB long", POST_STDIN_BYTES_MAX >> 20);
+            bail!(
+                "standard input exceeds {} MiB, the limit with --json; leave --json out",
+                POST_STDIN_BYTES_MAX >> 20
+            );
         }
         config.request.stdin_base64 = Some(BASE64.encode(bytes));
     }
@@ -158,7 +161,7 @@ pub(super) async fn ask(
     let stderr = BASE64
         .decode(&reply.stderr_base64)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
-        .context("the daemon's answer is not base64")?;
+        .context("the output in the reply of the daemon is not base64")?;
     let stderr = String::from_utf8_lossy(&stderr).trim().to_owned();
     Ok((exit_status(reply.exit_code, reply.signal), stderr))
 }

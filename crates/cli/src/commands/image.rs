@@ -18,7 +18,7 @@ use crate::failure::{Exit, with};
 use crate::format;
 use crate::printer::Field;
 
-/// News of a build that nobody has looked at yet.
+/// Progress messages of a build that wait to be printed.
 const NEWS_QUEUE_LEN: usize = 64;
 
 #[derive(Serialize)]
@@ -126,7 +126,7 @@ fn report(global: &Global, metadata: &Metadata, fresh: bool) -> anyhow::Result<E
     global.printer.note(&if fresh {
         format!("`{}` is ready ({size})", image.name)
     } else {
-        format!("`{}` was there already, made of the same ({size})", image.name)
+        format!("`{}` is unchanged: its inputs are the same ({size})", image.name)
     });
     Ok(Exit::Done)
 }

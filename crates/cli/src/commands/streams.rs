@@ -116,7 +116,7 @@ impl Upload {
                 return std::future::pending().await;
             }
             while timeout(bound, moved.notified()).await.is_ok() {}
-            anyhow!("nothing has moved for {} s", bound.as_secs())
+            anyhow!("no data was transferred for {} s", bound.as_secs())
         };
         (body, stalled)
     }

@@ -22,8 +22,9 @@ const STACK_BYTES: usize = 256 << 20;
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     let client = Client::new(global).await?;
     let document = client.get_of_all(Query::new("/v1/tree"), MISSING).await?;
-    let text = String::from_utf8(document.to_vec()).context("the daemon's tree is not UTF-8")?;
-    let lines = deep(document).await.context("the daemon's tree is not understood")?;
+    let text = String::from_utf8(document.to_vec())
+        .context("the tree in the reply of the daemon is not UTF-8")?;
+    let lines = deep(document).await.context("the tree in the reply of the daemon is malformed")?;
     if global.printer.json {
         global.printer.line(&format!("{{\"schema\":\"{SCHEMA}\",\"families\":{text}}}"))?;
         return Ok(Exit::Done);

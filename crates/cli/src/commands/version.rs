@@ -27,7 +27,7 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     }
     printer.line(&format!("vmfork   {VERSION}"))?;
     match daemon? {
-        None => printer.note(&format!("No daemon answers at {}", global.endpoint)),
+        None => printer.note(&format!("No daemon is running at {}", global.endpoint)),
         Some(daemon) => {
             printer.line(&format!("vmforkd  {} (API {})", daemon.vmforkd, daemon.api))?;
             printer

@@ -81,7 +81,11 @@ impl Global {
                 Some(token) if token.bytes().all(|b| b.is_ascii_graphic()) => {
                     Some(token.to_owned())
                 }
-                _ => return misuse("VMFORK_TOKEN holds characters that a token can't have"),
+                _ => {
+                    return misuse(
+                        "VMFORK_TOKEN: a token has printable ASCII characters only; check its value",
+                    );
+                }
             },
         };
         let may_start = !raw.no_start && matches!(endpoint, Endpoint::Unix(_));
@@ -143,7 +147,7 @@ fn unix(path: &Path) -> Result<Endpoint, Misuse> {
     let len = path.as_os_str().len();
     if len > SOCKET_PATH_BYTES_MAX {
         return misuse(format!(
-            "the socket's path {} has {len} bytes; the kernel takes {SOCKET_PATH_BYTES_MAX}",
+            "the path of the socket {} has {len} bytes; use at most {SOCKET_PATH_BYTES_MAX}",
             path.display()
         ));
     }
@@ -163,7 +167,7 @@ fn tcp(host: &OsString) -> Result<Endpoint, Misuse> {
         _ => match text.strip_prefix("unix://") {
             Some(path) => unix(Path::new(path)),
             None => misuse(format!(
-                "VMFORK_HOST={text}: write it like tcp://127.0.0.1:7070 or unix:///PATH"
+                "VMFORK_HOST={text}: write it as tcp://127.0.0.1:7070 or unix:///PATH"
             )),
         },
     }

@@ -55,17 +55,17 @@ pub(super) fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
     let image = match of_snapshots.as_slice() {
         [] => Ok(boot),
         given => {
-            misuse(format!("run: `{name}` is an image, and {} for snapshots only", are(given)))
+            misuse(format!("run: `{name}` is an image, but {} for snapshots only", are(given)))
         }
     };
     let snapshot = match of_images.as_slice() {
         [] if start.bound.is_zero() => misuse(format!(
-            "--timeout 0: `{name}` is a snapshot, and none of its VMs can be ready by then"
+            "--timeout 0: `{name}` is a snapshot, and no VM can be ready in time; use a longer time"
         )),
         [] => Ok(start),
         given => misuse(format!(
-            "run: `{name}` is a snapshot, and {} for images only: its VMs have the memory, the \
-             vCPUs and the accelerator that it was taken with",
+            "run: `{name}` is a snapshot, but {} for images only; a snapshot fixes the memory, the \
+             vCPUs and the accelerator of its VMs",
             are(given)
         )),
     };
@@ -113,7 +113,7 @@ fn are(options: &[&str]) -> String {
 
 fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
     if let Some(cpus) = raw.cpus.filter(|cpus| !(1..=CPUS_MAX).contains(cpus)) {
-        return misuse(format!("--cpus {cpus}: a VM can have 1 to {CPUS_MAX}"));
+        return misuse(format!("--cpus {cpus}: out of range; use 1 to {CPUS_MAX}"));
     }
     let timeout = timeout(raw)?;
     let request = RunRequest {

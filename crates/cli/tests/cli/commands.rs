@@ -239,7 +239,7 @@ fn hosts_that_do_not_answer_are_named_apart_from_the_document() {
         assert_eq!(part.code, Some(0), "{args:?}: {part:?}");
         let warnings: Vec<_> = part.stderr.lines().filter(|it| it.contains("warning")).collect();
         assert_eq!(warnings.len(), 1, "{args:?}: {part:?}");
-        assert!(warnings[0].starts_with("warning: no answer from h2, h3: "), "{args:?}: {part:?}");
+        assert!(warnings[0].starts_with("warning: no reply from h2, h3: "), "{args:?}: {part:?}");
         if !args.contains(&"--json") {
             assert_eq!(part.text(), whole.text(), "{args:?}");
         } else {
