@@ -105,8 +105,8 @@ pub struct Flags {
     pub ticket_place: TicketPlace,
 
     /// Limits of a user over all hosts: `USER=vms:N,memory:SIZE,cores:N`, each part optional. USER
-    /// is a name, a number, `token` (clients over TCP) or `default` (all others). For several users,
-    /// repeat it or separate them with `;`
+    /// is a name, a number, `token` (clients over TCP) or `default` (all others). For several
+    /// users, repeat it or separate them with `;`
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
     pub quota: Vec<String>,
 

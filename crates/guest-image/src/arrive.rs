@@ -1,11 +1,12 @@
-//! An image that comes from another host: file by file, out of sight, and there once all of it is what it was said to be.
+//! An image that comes from another host: file by file, out of sight, and there once all of it is
+//! what it was said to be.
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom, Write as _};
 use std::path::PathBuf;
 
-use crate::error::ArrivalError;
+use crate::error::{ArrivalError, AtPath as _};
 use crate::metadata::{FileInfo, Metadata, SCHEMA};
 use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Staging, Store};
 
@@ -84,8 +85,9 @@ impl Arrival {
         Ok(())
     }
 
-    /// Let the image appear: under its own name or, if another image has that, with the beginning of its root disk's hash
-    /// behind it. → what it is called here. An image that is there is never replaced.
+    /// Let the image appear: under its own name or, if another image has that, with the beginning
+    /// of its root disk's hash behind it. → what it is called here. An image that is there is never
+    /// replaced.
     ///
     /// # Errors
     /// A file has not come; both names are taken; the folder cannot be written.

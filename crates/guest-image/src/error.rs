@@ -1,4 +1,7 @@
-//! Errors, one enum per family of operations, each with its remedy.
+//! Errors, one enum per family of operations, each with its [`Remedy`].
+//!
+//! [`PathError`] is the part that all of them share: an operation on a file or a folder that
+//! failed.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,6 +9,46 @@ use std::path::PathBuf;
 use crate::artifacts::ArtifactsError;
 use crate::process::RunError;
 use crate::spec::SpecError;
+
+/// What the user can do about an error.
+pub trait Remedy: std::error::Error {
+    /// One line in the imperative; `None` if there is nothing to advise.
+    fn remedy(&self) -> Option<String>;
+}
+
+/// An operation on a file or a folder that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{action} {}", path.display())]
+pub struct PathError {
+    action: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl Remedy for PathError {
+    fn remedy(&self) -> Option<String> {
+        let remedy = match self.source.kind() {
+            io::ErrorKind::PermissionDenied => "run it as root, for example with `sudo`",
+            io::ErrorKind::StorageFull => "free space on the file system",
+            io::ErrorKind::ReadOnlyFilesystem => "use a writable state folder",
+            io::ErrorKind::NotFound => "check the path",
+            _ => return None,
+        };
+        Some(remedy.to_owned())
+    }
+}
+
+/// Makes any of the enums from an [`io::Error`].
+pub(crate) trait AtPath: From<PathError> {
+    /// For `map_err`: `action` on `path` failed.
+    fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| PathError { action, path, source }.into()
+    }
+}
+
+impl<E: From<PathError>> AtPath for E {}
 
 /// Opening, listing, removing and storing images.
 #[derive(Debug, thiserror::Error)]
@@ -17,30 +60,14 @@ pub enum StoreError {
     NotFound { name: String },
     #[error("image `{name}` is damaged: {why}")]
     Damaged { name: String, why: String },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error("the image store {} is locked by another process for {seconds} s", path.display())]
     Busy { path: PathBuf, seconds: u64 },
 }
 
-impl StoreError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for StoreError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::BadName { .. } => Some(format!(
                 "use 1 to {} of a-z A-Z 0-9 . _ -, starting with a letter or digit",
@@ -53,7 +80,7 @@ impl StoreError {
             Self::Damaged { name, .. } => {
                 Some(format!("remove it with `vmfork image rm {name}` and build it again"))
             }
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Busy { .. } => Some("try again when the other build has ended".into()),
         }
     }
@@ -92,13 +119,8 @@ pub enum BuildError {
         #[source]
         source: RunError,
     },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]
@@ -107,19 +129,8 @@ pub enum BuildError {
     Store(#[from] StoreError),
 }
 
-impl BuildError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for BuildError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::NotRoot => Some("run it as root, for example with `sudo`".into()),
             Self::MissingTool { package, .. } => {
@@ -146,7 +157,7 @@ impl BuildError {
                 "set `kernel` in the spec to `linux-image-cloud-amd64`, the Debian kernel".into(),
             ),
             Self::Tool { .. } => None,
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Spec(e) => e.remedy(),
             Self::Artifacts(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
@@ -172,30 +183,14 @@ pub enum ImportError {
     Exists { name: String },
     #[error("cancelled")]
     Cancelled,
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-impl ImportError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for ImportError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::NotAKernel { .. } => {
                 Some("use a bzImage (such as /boot/vmlinuz-…) or an uncompressed vmlinux".into())
@@ -215,7 +210,7 @@ impl ImportError {
                 "remove it with `vmfork image rm {name}`, or replace it with --replace"
             )),
             Self::Cancelled => None,
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
         }
     }
@@ -235,30 +230,14 @@ pub enum ArrivalError {
     Missing { file: String },
     #[error("other images already have the names `{}`", names.join("` and `"))]
     Names { names: Vec<String> },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-impl ArrivalError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for ArrivalError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::NoImage { .. } => {
                 Some("check that both hosts run the same version of vmfork".to_owned())
@@ -270,18 +249,8 @@ impl ArrivalError {
             Self::Names { names } => {
                 Some(format!("remove one of them: `vmfork image rm {}`", names.join(" ")))
             }
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
         }
-    }
-}
-
-fn io_remedy(error: &io::Error) -> Option<&'static str> {
-    match error.kind() {
-        io::ErrorKind::PermissionDenied => Some("run it as root, for example with `sudo`"),
-        io::ErrorKind::StorageFull => Some("free space on the file system"),
-        io::ErrorKind::ReadOnlyFilesystem => Some("use a writable state folder"),
-        io::ErrorKind::NotFound => Some("check the path"),
-        _ => None,
     }
 }

@@ -1,5 +1,5 @@
-//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that boots by
-//! itself.
+//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that
+//! boots by itself.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
 use crate::build::{file_info, now_unix_ms};
-use crate::error::{ImportError, StoreError};
+use crate::error::{AtPath as _, ImportError, StoreError};
 use crate::metadata::{Metadata, SCHEMA};
 use crate::process::Cancel;
 use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Store};
@@ -22,7 +22,7 @@ pub struct ImportOptions {
     pub cmdline: Option<String>,
     /// The user says that the vmfork agent runs in it.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
     /// Put it in place of an image of that name.
     pub replace: bool,
@@ -47,7 +47,8 @@ impl Default for ImportOptions {
 pub enum Brought<'a> {
     /// A kernel, and at least one of the others.
     Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
-    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no agent.
+    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no
+    /// agent.
     BootDisk(&'a Path),
 }
 
@@ -79,7 +80,8 @@ impl<'a> Brought<'a> {
     }
 }
 
-/// Copy the files into the store as image `name`. Holes in them stay holes where the file system can.
+/// Copy the files into the store as image `name`. Holes in them stay holes where the file system
+/// can.
 ///
 /// # Errors
 /// A file that is not what it should be, or cannot be read; a name that is taken.
@@ -236,6 +238,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::error::Remedy as _;
 
     fn bzimage() -> Vec<u8> {
         let mut kernel = vec![0_u8; 0x1000];
@@ -287,7 +290,7 @@ mod tests {
         assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
         sector[510..].copy_from_slice(&[0x55, 0xaa]);
         fs::write(&disk, &sector).unwrap();
-        assert!(!bring(&options).unwrap().agent, "nobody could speak with it");
+        assert!(!bring(&options).unwrap().agent, "no agent could reply");
         let files = store.open("tiny").unwrap();
         assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
     }

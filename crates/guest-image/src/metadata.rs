@@ -28,10 +28,10 @@ pub struct Metadata {
     pub packages: Vec<String>,
     /// Whether the vmfork agent runs in it: without one a VM can be forked, but not `exec`ed in.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
-    /// Whether the kernel has a driver for the vmgenid device; absent where it could not be told. Without
-    /// one the device does nothing but have every clone interpret ACPI code.
+    /// Whether the kernel has a driver for the vmgenid device; absent where it could not be told.
+    /// Without one the device does nothing but have every clone interpret ACPI code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmgenid: Option<bool>,
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.

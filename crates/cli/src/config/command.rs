@@ -133,7 +133,7 @@ impl Command {
 }
 
 impl Command {
-    /// How long it may take to undo what is half done, once it is interrupted.
+    /// Time to undo partial work after an interrupt.
     pub(crate) fn unwind_bound(&self) -> Duration {
         match self {
             // A build's own processes end, and its folder goes.

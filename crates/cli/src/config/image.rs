@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec, SpecError};
+use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec};
 
 use super::{misuse, value};
 use crate::args::{RawImage, RawImageBuild, RawImageImport};
-use crate::failure::{Misuse, with};
+use crate::failure::{Misuse, with_remedy};
 
 /// Name and contents of the image that is built when nothing is said.
 const DEFAULT_NAME: &str = "default";
@@ -123,7 +123,7 @@ impl BuildConfig {
     /// The spec with what the command line adds to it.
     pub(crate) fn spec(&self) -> anyhow::Result<Spec> {
         let mut spec = match &self.spec_file {
-            Some(path) => Spec::read(path).map_err(with(SpecError::remedy))?,
+            Some(path) => Spec::read(path).map_err(with_remedy)?,
             None => serde_json::from_str(DEFAULT_SPEC)?,
         };
         spec.packages.extend(self.packages.iter().cloned());

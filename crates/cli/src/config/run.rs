@@ -1,5 +1,5 @@
-//! What `vmfork run` is to do. Whether its NAME is an image's or a snapshot's may be for the daemon to say, so the
-//! options are read as both, and what does not fit one of them is held against it only then.
+//! The options of `vmfork run`. Only the daemon may know whether NAME is an image or a snapshot, so
+//! the options are read as both, and the error of the wrong reading is dropped.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ pub(super) fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
     }
 }
 
-/// Those of the options given that say something about an image's VM alone.
+/// The given options that apply to images only.
 fn of_images(raw: &RawRun) -> Vec<&'static str> {
     let given = [
         (raw.memory.is_some(), "--memory"),

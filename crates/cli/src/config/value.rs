@@ -24,8 +24,8 @@ pub(super) fn name(name: String, what: &str) -> Result<String, Misuse> {
     ))
 }
 
-/// How many VMs are to be started together, and their names if any were given: as many, and no two alike. `what` are
-/// they.
+/// How many VMs are to be started together, and their names if any were given: as many, and no two
+/// alike. `what` are they.
 pub(super) fn several(
     count: Option<u32>,
     names: Vec<String>,
