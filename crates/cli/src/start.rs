@@ -1,7 +1,7 @@
 //! Starts the daemon on demand.
 //!
-//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon gets
-//! a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
+//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon
+//! gets a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
 
 use std::env;
 use std::ffi::OsString;
@@ -30,13 +30,13 @@ const LOCK_BOUND: Duration = Duration::from_secs(12);
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How much of the log's end is told when the daemon ends at once.
+/// The part of the log's end that an error shows when the daemon exits during its start.
 const LOG_TAIL_BYTES: u64 = 8 << 10;
 const LOG_TAIL_LINES: usize = 5;
 
 pub(crate) const DAEMON: &str = "vmforkd";
 
-/// The first word of the command line by which this program is told to [`become_detached`].
+/// The first argument that makes this program [`become_detached`].
 pub(crate) const DETACHED: &str = "__detached";
 
 /// What had to be done.
@@ -78,7 +78,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
         .with_context(|| format!("open {}", log_path.display()))
         .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let log_start = log.metadata().map(|metadata| metadata.len()).unwrap_or_default();
-    // This very program, also where its file has been replaced meanwhile.
+    // This program, even if its file has been replaced.
     let mut child = tokio::process::Command::new("/proc/self/exe")
         .arg(DETACHED)
         .arg(&program)

@@ -4,8 +4,8 @@
 //!   ExecInput ──queue──► writer task ──► daemon ──► ExecSession::next ──► ExecEvent
 //! ```
 //!
-//! The queue is short: whoever feeds standard input waits while the program does not read it. What
-//! the program prints is not held up by that.
+//! The queue is short: the task that feeds standard input waits while the program does not read it.
+//! The output of the program does not wait for that.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ enum ToGuest {
     Control(ExecClientMessage),
 }
 
-/// The way in. Cloned by whoever feeds the program.
+/// The input side. Each task that feeds the program has a clone.
 #[derive(Debug, Clone)]
 pub(crate) struct ExecInput(mpsc::Sender<ToGuest>);
 

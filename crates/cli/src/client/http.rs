@@ -122,7 +122,8 @@ impl Client<'_> {
         self.call(Method::GET, path, None::<&()>, QUICK).await
     }
 
-    /// A document that all hosts have a part in, as it came; who did not give theirs is told, with what follows from that.
+    /// A document with a part from each host, unparsed. Hosts without a reply are named in a
+    /// warning, with the consequence `so`.
     pub(crate) async fn get_of_all(&self, path: Query, so: &str) -> anyhow::Result<Bytes> {
         let answer = self.send(Method::GET, &path, empty(), QUICK).await?;
         self.warn_of_missing(&answer, so);
@@ -161,7 +162,7 @@ impl Client<'_> {
         self.call(Method::POST, path, Some(document), bound.saturating_add(SLACK)).await
     }
 
-    /// A `POST` that has nothing to say but its path.
+    /// A `POST` without a body.
     pub(crate) async fn act<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -170,7 +171,7 @@ impl Client<'_> {
         self.call(Method::POST, path, None::<&()>, bound.saturating_add(SLACK)).await
     }
 
-    /// `None` if the daemon knows no such thing.
+    /// `None` if the daemon replies `not_found`.
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: Query) -> anyhow::Result<Option<T>> {
         match self.get(path).await {
             Ok(found) => Ok(Some(found)),
@@ -179,7 +180,8 @@ impl Client<'_> {
         }
     }
 
-    /// A `POST` of bytes that come as a stream. `bound`: how long the daemon may take for it, the stream included.
+    /// A `POST` of bytes that come as a stream. `bound`: how long the daemon may take for it, the
+    /// stream included.
     pub(crate) async fn upload<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -196,7 +198,7 @@ impl Client<'_> {
         Ok(())
     }
 
-    /// A `DELETE` that says what is gone.
+    /// A `DELETE` whose reply lists what was removed.
     pub(crate) async fn remove<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -220,7 +222,7 @@ impl Client<'_> {
         understood(&path, &answer.collect().await?)
     }
 
-    /// The answer's head must come within `bound` after the body has gone out.
+    /// The head of the reply must arrive within `bound` after the request was sent.
     pub(crate) async fn send(
         &self,
         method: Method,
@@ -310,7 +312,7 @@ fn never(never: Infallible) -> io::Error {
     match never {}
 }
 
-/// What a failed answer says; something else than the daemon may have written it.
+/// The error in a failed reply, which may come from a proxy instead of the daemon.
 pub(super) fn api_error(status: StatusCode, body: &[u8]) -> ApiError {
     ApiError(serde_json::from_slice::<ErrorBody>(body).unwrap_or_else(|_| {
         let text = String::from_utf8_lossy(&body[..body.len().min(300)]);

@@ -32,7 +32,7 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
                 Some(Incoming::Text(text)) => stdout.push(text.into()),
                 Some(Incoming::Binary(bytes)) => stdout.push(bytes),
             },
-            // Beside the keys: Ctrl-] is heard while nobody takes the output.
+            // In parallel with the keys: Ctrl-] works even while no reader takes the output.
             written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
             end = &mut typing, if !typed => match end {
                 Typing::Left => break false,

@@ -1,8 +1,8 @@
 //! `vmfork exec`: a program in a guest, as if it ran here.
 //!
-//! Its output, input, exit code and signals pass through. The first Ctrl-C is the program's; a second
-//! one leaves it (the daemon hangs it up). On a terminal (`-t`) keys go to the program one by one,
-//! Ctrl-C among them.
+//! Its output, input, exit code and signals pass through. The first Ctrl-C is the program's; a
+//! second one leaves it (the daemon hangs it up). On a terminal (`-t`) keys go to the program one
+//! by one, Ctrl-C among them.
 
 use std::io;
 use std::time::Duration;
@@ -60,9 +60,9 @@ async fn streamed(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exi
                 ExecEvent::Stderr(bytes) => stderr.push(bytes),
                 ExecEvent::Exited(code) => return Ok(Exit::Program(code)),
             },
-            // Beside the signals, which are heard while nobody takes the output.
+            // In parallel with signals, which work even while no reader takes the output.
             written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
-            // Nobody may be there to read it, which is no reason to end the program.
+            // A failed write to stderr does not end the program.
             _ = stderr.drain(), if stderr.is_under_way() => {}
             signal = signals.next() => {
                 let ends = signal == SignalKind::interrupt() || signal == SignalKind::terminate();
@@ -111,7 +111,8 @@ async fn feed(input: &ExecInput) {
     loop {
         buffer.reserve(STDIN_CHUNK_BYTES);
         match stdin.read_buf(&mut buffer).await {
-            // An input that can't be read any further has ended, as far as the program is concerned.
+            // An input that can't be read any further has ended, as far as the program is
+            // concerned.
             Ok(0) | Err(_) => return,
             Ok(_) => {
                 if !input.stdin(Bytes::from(buffer.split())).await {

@@ -16,7 +16,7 @@ use crate::failure::Exit;
 use crate::format;
 use crate::printer::Field;
 
-/// Enough for some 10,000 generations; only what is touched is ever backed.
+/// Enough for about 10,000 generations; the kernel backs only the pages that are touched.
 const STACK_BYTES: usize = 256 << 20;
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {

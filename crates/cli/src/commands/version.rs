@@ -1,4 +1,4 @@
-//! `vmfork version`: ours, and the daemon's if one runs. Starts none.
+//! `vmfork version`: of this program, and of the daemon if it is running. Starts no daemon.
 
 use serde::Serialize;
 use vmfork_api::Version;

@@ -44,8 +44,8 @@ impl Install {
         std::fs::create_dir(&bin).unwrap();
         let text = dir.path().join("text");
         std::fs::write(&text, vmforkd).unwrap();
-        // Not by ourselves: a program that another test starts meanwhile would inherit the fd for a moment, and a
-        // file that somebody may write to can't be run.
+        // Not by ourselves: a program that another test starts meanwhile would inherit the fd for a
+        // moment, and a file that is open for writing can't be run.
         let install = |from: &Path, name: &str| {
             let mut command = Command::new("install");
             assert!(

@@ -1,5 +1,5 @@
-//! `vmfork cp`: files through the daemon's file routes, folders as a tar stream through `tar` in the
-//! guest.
+//! `vmfork cp`: files through the daemon's file routes, folders as a tar stream through `tar` in
+//! the guest.
 //!
 //! A target that is a folder gets the source into it, as with `cp`.
 
@@ -70,8 +70,8 @@ fn target(path: String, is_folder: bool, name: Option<&str>) -> anyhow::Result<S
     Ok(format!("{}/{name}", path.trim_end_matches('/')))
 }
 
-/// Asks `test` in the guest. A guest that has none is taken to be asked for a file, and the transfer
-/// itself tells what is wrong; a VM that is not there is told here.
+/// Asks `test` in the guest. A guest that has none is taken to be asked for a file, and the
+/// transfer itself tells what is wrong; a VM that is not there is told here.
 async fn is_guest_folder(client: &Client<'_>, vm: &str, path: &str) -> anyhow::Result<bool> {
     match exec::ask(client, vm, &["test", "-d", path], LOOK_BOUND).await {
         Ok((code, _)) => Ok(code == 0),

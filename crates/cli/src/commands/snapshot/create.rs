@@ -1,4 +1,4 @@
-//! `vmfork snapshot create`: says how long the VM stood still and, once it is stored, what it takes.
+//! `vmfork snapshot create`: prints the pause of the VM and, once stored, the size of the snapshot.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ pub(super) async fn run(global: &Global, request: SnapshotRequest) -> anyhow::Re
     Ok(if state == SnapshotState::Failed { Exit::Failed } else { Exit::Done })
 }
 
-/// What a person is told.
+/// The lines for a person.
 fn lines(
     vm: &str,
     taken: &Snapshot,

@@ -1,4 +1,5 @@
-//! `vmfork snapshot export` and `import`: a snapshot, with what it depends on, as one stream of bytes.
+//! `vmfork snapshot export` and `import`: a snapshot, with what it depends on, as one stream of
+//! bytes.
 
 use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
