@@ -1,4 +1,4 @@
-//! `vmfork tree`: the families, drawn.
+//! `vmfork tree`: the families, drawn; in a cluster, with the host of each VM.
 //!
 //! A chain of forks can be as deep as its user likes, and the document nests twice per generation.
 //! So it is read, and drawn, on a thread with a stack for it instead of being refused at serde's
@@ -9,7 +9,7 @@ use bytes::Bytes;
 use serde::Deserialize as _;
 use vmfork_api::{SCHEMA, TreeNode, Vm};
 
-use super::ps::{MISSING, add_snapshots, memory_fields};
+use super::ps::{MISSING, add_column, add_snapshots, memory_fields};
 use crate::client::{Client, Query};
 use crate::config::Global;
 use crate::failure::Exit;
@@ -43,6 +43,8 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     let mut rows: Vec<Vec<Field>> = lines.iter().map(row).collect();
     let origins: Vec<Option<&str>> = lines.iter().map(|(_, vm)| vm.snapshot.as_deref()).collect();
     add_snapshots(&mut header, &mut rows, &origins);
+    let hosts: Vec<Option<&str>> = lines.iter().map(|(_, vm)| vm.host.as_deref()).collect();
+    add_column("HOST", &mut header, &mut rows, &hosts);
     global.printer.table(&header, rows)?;
     Ok(Exit::Done)
 }
