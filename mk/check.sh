@@ -13,6 +13,7 @@ planes() {
 }
 
 sdk() {
+	(cd sdk/python && "$PYTHON" generate_sync.py --check)
 	(cd sdk/python && "$PYTHON" -m pytest -q -p no:cacheprovider)
 	if "$PYTHON" -c 'import mypy' 2>/dev/null; then
 		(cd sdk/python && "$PYTHON" -m mypy --cache-dir "$CACHE/mypy")

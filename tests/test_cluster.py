@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +13,9 @@ import pytest
 import vmfork
 
 from harness import metrics
+from harness.cli import Cli
 from harness.cluster import PORT, Cluster, cluster_of
+from harness.daemon import Daemon
 from harness.metrics import Between
 from harness.waits import eventually, settles, stays
 
@@ -24,6 +26,8 @@ SLACK_BYTES = 6 * MIB
 FRESH_S = 60.0
 
 READ = "sha256sum /dev/shm/data"
+
+MakeDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,14 @@ def parent(cluster: Cluster, image: str) -> vmfork.VM:
     return vm
 
 
+def test_a_poor_host_name_is_warned_of(make_daemon: MakeDaemon) -> None:
+    cli = Cli(make_daemon().start())
+    for name, is_poor in (("localhost", True), ("h0", False)):
+        told = cli("cluster", "init", "--address", f"127.0.0.1:{PORT}", "--name", name).stderr.decode()
+        assert ("warning: the name of this host" in told and "--name NAME" in told) == is_poor, told
+        cli("cluster", "leave")
+
+
 @pytest.mark.limit(240)
 def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
@@ -97,7 +109,8 @@ def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Clu
         assert there.vm(clone.name).read_file("/run/mine") == clone.name.encode()
     assert there.vm("web").exec("cat /run/secret", check=True).stdout == b"kept\n"
     tree = cluster.clis[1].text("tree")
-    assert all(clone.name in tree for clone in fork), tree
+    drawn = {line.split()[-1] for line in tree.splitlines() if "web" in line}
+    assert all(clone.name in tree for clone in fork) and drawn == {"h0", "h1", "h2"}, tree
     assert "web.1" in cluster.clis[0].text("ps")
     # The next names are free on all hosts.
     with parent.fork(2).raise_for_errors() as more:

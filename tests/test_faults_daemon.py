@@ -58,7 +58,7 @@ def test_a_killed_daemon_leaves_nothing_and_the_next_tells_what_was_lost(world: 
     # The command line tells too, until told that it is known.
     cli = Cli(world.daemon)
     told = cli("ps", "-a").stderr.decode()
-    assert all(f"lost when an earlier daemon ended: {name} " in told for name in names), told
+    assert all(f"lost when the previous daemon ended: {name} " in told for name in names), told
     assert clones[0].name in cli.text("daemon", "status")
     cli("rm", clones[0].name)
     assert {vm.name for vm in world.client.host().lost} == names - {clones[0].name}

@@ -1,7 +1,7 @@
 //! Starts the daemon on demand.
 //!
-//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon gets
-//! a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
+//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon
+//! gets a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
 
 use std::env;
 use std::ffi::OsString;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow};
 use rustix::fs::{FlockOperation, flock};
 use tokio::time::{Instant, sleep, timeout_at};
 use vmfork_api::Version;
@@ -30,13 +30,13 @@ const LOCK_BOUND: Duration = Duration::from_secs(12);
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How much of the log's end is told when the daemon ends at once.
+/// The part of the log's end that an error shows when the daemon exits during its start.
 const LOG_TAIL_BYTES: u64 = 8 << 10;
 const LOG_TAIL_LINES: usize = 5;
 
 pub(crate) const DAEMON: &str = "vmforkd";
 
-/// The first word of the command line by which this program is told to [`become_detached`].
+/// The first argument that makes this program [`become_detached`].
 pub(crate) const DETACHED: &str = "__detached";
 
 /// What had to be done.
@@ -62,8 +62,8 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     let state = &global.state_dir;
     let program = find_daemon().with_context(|| format!("start {DAEMON}"))?;
     fs::create_dir_all(state)
-        .with_context(|| format!("make the state folder {}", state.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .with_context(|| format!("create the state folder {}", state.display()))
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let lock = lock(state).await?;
     if connect(&global.endpoint).await.is_ok() {
         return Ok(Started::WasThere);
@@ -76,9 +76,9 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
         .mode(0o600)
         .open(&log_path)
         .with_context(|| format!("open {}", log_path.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let log_start = log.metadata().map(|metadata| metadata.len()).unwrap_or_default();
-    // This very program, also where its file has been replaced meanwhile.
+    // This program, even if its file has been replaced.
     let mut child = tokio::process::Command::new("/proc/self/exe")
         .arg(DETACHED)
         .arg(&program)
@@ -88,7 +88,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
         .arg(socket)
         .current_dir("/")
         .stdin(Stdio::null())
-        .stdout(log.try_clone().context("hand out the log")?)
+        .stdout(log.try_clone().context("duplicate the descriptor of the log")?)
         .stderr(log)
         .spawn()
         .with_context(|| format!("start {}", program.display()))?;
@@ -97,8 +97,8 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     loop {
         if let Some(status) = child.try_wait().with_context(|| format!("wait for {DAEMON}"))? {
             return Err(anyhow!("{}", log_tail(&log_path, log_start)))
-                .with_context(|| format!("{DAEMON} ended at once ({status})"))
-                .hint(format!("the whole log is in {}", log_path.display()));
+                .with_context(|| format!("{DAEMON} exited during its start ({status})"))
+                .hint(format!("see the whole log in {}", log_path.display()));
         }
         let client = Client::unchecked(global);
         if let Ok(Ok(_)) =
@@ -107,7 +107,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
             break;
         }
         if Instant::now() >= deadline {
-            // Ours, and of no use to anyone.
+            // This command started it, and it serves no request.
             if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
                 && let Some(pid) = rustix::process::Pid::from_raw(pid)
             {
@@ -117,13 +117,13 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
                 .with_context(|| {
                     format!("{DAEMON} did not answer within {} s", START_BOUND.as_secs())
                 })
-                .hint(format!("the whole log is in {}", log_path.display()));
+                .hint(format!("see the whole log in {}", log_path.display()));
         }
         sleep(POLL_INTERVAL).await;
     }
     drop(lock);
     spinner.finish_and_clear();
-    global.printer.note(&format!("Started {DAEMON}, its log is {}", log_path.display()));
+    global.printer.note(&format!("Started {DAEMON}; its log is {}", log_path.display()));
     Ok(Started::Now { pid })
 }
 
@@ -139,8 +139,8 @@ pub(crate) fn find_daemon() -> anyhow::Result<PathBuf> {
             fs::metadata(path)
                 .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
         })
-        .ok_or_else(|| anyhow!("neither next to this program nor in PATH is a {DAEMON}"))
-        .hint("install vmforkd beside vmfork, or set VMFORK_HOST to a daemon elsewhere")
+        .ok_or_else(|| anyhow!("{DAEMON} is neither next to this program nor in PATH"))
+        .hint("install vmforkd next to vmfork, or set VMFORK_HOST to a remote daemon")
 }
 
 /// Taken until it is dropped. Never waits in the kernel, so that Ctrl-C is heard.
@@ -152,7 +152,7 @@ async fn lock(state: &Path) -> anyhow::Result<File> {
         .write(true)
         .open(&path)
         .with_context(|| format!("open {}", path.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let deadline = Instant::now() + LOCK_BOUND;
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -161,7 +161,9 @@ async fn lock(state: &Path) -> anyhow::Result<File> {
             Err(error) => return Err(error).with_context(|| format!("lock {}", path.display())),
         }
         if Instant::now() >= deadline {
-            bail!("another command has been starting {DAEMON} for {} s", LOCK_BOUND.as_secs());
+            return Err(anyhow!("another command still holds it after {} s", LOCK_BOUND.as_secs()))
+                .with_context(|| format!("lock {}", path.display()))
+                .hint(format!("another `vmfork` command is starting {DAEMON}; try again"));
         }
         sleep(POLL_INTERVAL).await;
     }
@@ -189,7 +191,7 @@ fn log_tail(path: &Path, start: u64) -> String {
 /// `vmfork __detached PROGRAM ARGS…`: a new session, then `PROGRAM`. Returns only if that fails.
 pub(crate) fn become_detached(argv: &[OsString]) -> anyhow::Error {
     let Some((program, args)) = argv.split_first() else {
-        return anyhow!("no program to run");
+        return anyhow!("no program is named");
     };
     if let Err(error) = rustix::process::setsid() {
         return anyhow::Error::new(error).context("leave the session");

@@ -111,6 +111,7 @@ impl JoinError {
         match self {
             Self::Token(_) => Some("make a new one with `vmfork cluster token` on a member"),
             Self::Member(error) => error.remedy(),
+            Self::Entry(error) => Some(error.remedy()),
             Self::Version { .. } => Some("install the same version of vmfork on all hosts"),
             Self::HasLeft => Some("use a token of a host that is still a member"),
             _ => None,
@@ -373,8 +374,8 @@ mod tests {
             (with(|it| it.signing_request = "?".into()), "no base64"),
             (with(|it| it.signing_request = "AAAA".into()), "signing request is not"),
             (with(|it| it.signing_request = "A".repeat(100_000)), "100000 bytes"),
-            (with(|it| it.name = "b b".into()), "no name of a host"),
-            (with(|it| it.address = "b".into()), "no address"),
+            (with(|it| it.name = "b b".into()), "not a valid host name"),
+            (with(|it| it.address = "b".into()), "not a valid host address"),
         ] {
             let error = host.admit(&bad, 1001).expect_err(text).to_string();
             assert!(error.contains(text), "{error}");

@@ -62,9 +62,9 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
-    #[error("`{program}` ended with {}{}", describe(*status), indent(tail))]
+    #[error("`{program}` exited with {}{}", describe(*status), indent(tail))]
     Failed { program: String, status: ExitStatus, tail: Vec<String> },
-    #[error("`{program}` was still running after {} s{}", limit.as_secs(), indent(tail))]
+    #[error("`{program}` did not exit within {} s{}", limit.as_secs(), indent(tail))]
     TimedOut { program: String, limit: Duration, tail: Vec<String> },
     #[error("cancelled")]
     Cancelled,
@@ -83,9 +83,8 @@ fn indent(tail: &[String]) -> String {
 }
 
 /// Run `command` to its end, handing each line of its stdout and stderr, mixed as they come, to
-/// `on_line`. The program gets a process group of its own. The whole group is ended when `cancel`
-/// is set, when `limit` has passed, or when this function fails. The program gets a signal when
-/// this thread dies.
+/// `on_line`. The program gets a process group of its own, which is ended whole when `cancel` says
+/// so, when `limit` has passed, or when this function fails; and a signal when this thread dies.
 ///
 /// # Errors
 /// See [`RunError`]; an exit code other than 0 is one.
@@ -98,8 +97,8 @@ pub(crate) fn run(
     start(command, &[], cancel, limit, on_line)
 }
 
-/// The same for a program that starts many others and mounts things. It gets process and mount
-/// namespaces of its own, so that nothing of it continues when it ends or we die. Needs root.
+/// The same for a program that starts many others and mounts things: it gets process and mount
+/// namespaces of its own, so that when it ends, or we die, nothing of it goes on. Needs root.
 ///
 /// # Errors
 /// See [`run`].
@@ -247,9 +246,9 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         let Some(pid) = self.pid().filter(|_| !self.done) else {
-            return; // the leader is reaped: its number may be somebody else's by now
+            return; // the leader is reaped: another process may have its pid
         };
-        // Any of these may find no process left, which is what we want.
+        // Any of these may fail because the group has ended, which is the goal.
         let _ = rustix::process::kill_process_group(pid, Signal::TERM);
         self.leader_ended_within(pid, GRACE);
         let _ = rustix::process::kill_process_group(pid, Signal::KILL);

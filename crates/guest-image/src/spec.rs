@@ -5,6 +5,8 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{AtPath as _, PathError, Remedy};
+
 /// More than any sensible image has; keeps a command line within what the kernel takes.
 const PACKAGES_MAX: usize = 2000;
 const FILES_MAX: usize = 10_000;
@@ -69,13 +71,9 @@ impl Default for Spec {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
-    #[error("read the image spec {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("{} is no image spec", path.display())]
+    #[error(transparent)]
+    Path(#[from] PathError),
+    #[error("{} is not an image spec", path.display())]
     Parse {
         path: PathBuf,
         #[source]
@@ -85,14 +83,12 @@ pub enum SpecError {
     Bad { what: &'static str, value: String, why: String },
 }
 
-impl SpecError {
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for SpecError {
+    fn remedy(&self) -> Option<String> {
         match self {
-            Self::Read { .. } => Some("check the path".into()),
+            Self::Path(e) => e.remedy(),
             Self::Parse { .. } => Some(
-                "`guest/image/default.json` is an example with every field explained in docs"
+                "compare it with `guest/image/default.json`; docs/configuration.md explains the fields"
                     .into(),
             ),
             Self::Bad { .. } => None,
@@ -110,7 +106,7 @@ impl Spec {
     /// # Errors
     /// The file cannot be read, is no JSON of this form, or fails [`Spec::check`].
     pub fn read(path: &Path) -> Result<Self, SpecError> {
-        let fail = |source| SpecError::Read { path: path.into(), source };
+        let fail = |source| SpecError::io("read the image spec", path)(source);
         let size_bytes = std::fs::metadata(path).map_err(fail)?.len();
         if size_bytes > SPEC_BYTES_MAX {
             return Err(fail(io::Error::from(io::ErrorKind::FileTooLarge)));

@@ -43,7 +43,7 @@ async fn start(global: &Global) -> anyhow::Result<Exit> {
         return status(global).await;
     }
     if started == Started::WasThere {
-        global.printer.note(&format!("{DAEMON} already answers at {}", global.endpoint));
+        global.printer.note(&format!("{DAEMON} is already running at {}", global.endpoint));
     }
     Ok(Exit::Done)
 }
@@ -76,7 +76,7 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
     } else if let (Some(version), Some(host)) = (&status.version, &status.host) {
         let pid = status.pid.map(|pid| format!(", pid {pid}")).unwrap_or_default();
         printer.line(&format!(
-            "{DAEMON} {} answers at {}{pid}: {}, {} admissible of {}, {} of {} virtual CPUs",
+            "{DAEMON} {} is running at {}{pid}: {}, {} of {} memory admissible, {} of {} vCPUs",
             version.vmforkd,
             status.endpoint,
             crate::format::plural(u64::from(host.vms), "VM"),
@@ -87,10 +87,10 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
         ))?;
         if !host.lost.is_empty() {
             let names: Vec<&str> = host.lost.iter().map(|vm| vm.name.as_str()).collect();
-            printer.line(&format!("lost when an earlier daemon ended: {}", names.join(" ")))?;
+            printer.line(&format!("lost when the previous daemon ended: {}", names.join(" ")))?;
         }
     } else {
-        printer.line(&format!("no daemon answers at {}", status.endpoint))?;
+        printer.line(&format!("no daemon is running at {}", status.endpoint))?;
     }
     Ok(exit)
 }
@@ -101,43 +101,48 @@ async fn stop(global: &Global, force: bool) -> anyhow::Result<Exit> {
             if global.printer.json {
                 return status(global).await.map(|_| Exit::Done);
             }
-            global.printer.note(&format!("No daemon answers at {}", global.endpoint));
+            global.printer.note(&format!("No daemon is running at {}", global.endpoint));
             return Ok(Exit::Done);
         }
         Err(ConnectError::Other(error)) => return Err(unreachable(global, error)),
         Ok(stream) => stream,
     };
     if !matches!(global.endpoint, Endpoint::Unix(_)) {
-        return Err(anyhow!("a daemon behind {} can't be stopped from here", global.endpoint))
-            .hint("use `vmfork daemon stop` or systemctl on its own host");
+        return Err(anyhow!(
+            "the daemon at {} is remote, and a remote daemon cannot be stopped",
+            global.endpoint
+        ))
+        .hint("run `vmfork daemon stop` or systemctl on its host");
     }
-    let pid = peer(&stream).ok_or_else(|| anyhow!("the kernel does not say who listens"))?;
+    let pid =
+        peer(&stream).ok_or_else(|| anyhow!("the kernel does not report which process listens"))?;
     if pid == Pid::INIT {
-        return Err(anyhow!("systemd listens at {}", global.endpoint))
-            .hint("`systemctl list-sockets` names the unit, `systemctl stop UNIT` stops it");
+        return Err(anyhow!("systemd owns the socket {}", global.endpoint)).hint(
+            "find the unit with `systemctl list-sockets`, and stop it with `systemctl stop UNIT`",
+        );
     }
     // Pinned before anything else is asked, so that no other process can get its number.
-    let process = pidfd_open(pid, PidfdFlags::empty()).context("look at the daemon's process")?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).context("open the process of the daemon")?;
     drop(stream);
     if !force {
         let vms = ps::list(&Client::unchecked(global), false).await?;
         let names: Vec<String> =
             vms.into_iter().filter(|vm| !vm.state.has_ended()).map(|vm| vm.name).collect();
         if !names.is_empty() {
-            return Err(anyhow!("these VMs would end with it: {}", names.join(" ")))
+            return Err(anyhow!("these VMs are running: {}", names.join(" ")))
                 .context(format!("stop {DAEMON}"))
-                .hint("`vmfork kill` ends them; `vmfork daemon stop --force` does it all");
+                .hint("stop them with `vmfork kill`, or use `vmfork daemon stop --force`");
         }
     }
     pidfd_send_signal(&process, Signal::TERM)
         .context(format!("send SIGTERM to {DAEMON}"))
-        .hint("use sudo, if it is not yours")?;
+        .hint("use sudo if another user started it")?;
     let spinner = global.printer.spinner(format!("Stopping {DAEMON}"));
     let ended = spawn_blocking(move || wait(&process)).await.context("wait for the daemon")?;
     spinner.finish_and_clear();
     if !ended.context("wait for the daemon")? {
         bail!(
-            "{DAEMON} (pid {}) has not ended within {} s",
+            "{DAEMON} (pid {}) did not exit within {} s; see its log",
             pid.as_raw_nonzero(),
             STOP_BOUND.as_secs()
         );

@@ -178,7 +178,7 @@ fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What there is to say where pages have gone between hosts.
+/// The lines about pages that other hosts sent or received.
 fn between_hosts(bytes: &BytesBetweenHosts) -> Option<(&'static str, String)> {
     let BytesBetweenHosts { demand, ahead, given } = *bytes;
     (demand + ahead + given > 0).then(|| {
@@ -192,7 +192,7 @@ fn between_hosts(bytes: &BytesBetweenHosts) -> Option<(&'static str, String)> {
     })
 }
 
-/// What there is to say where pages come from a store.
+/// The lines about pages that come from a store.
 fn store(memory: &MemoryInfo) -> [(&'static str, String); 2] {
     let faults = &memory.store_faults;
     [

@@ -61,13 +61,22 @@ pub struct Entry {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EntryError {
     #[error(
-        "`{name}` is no name of a host: 1 to {HOST_NAME_BYTES_MAX} of a-z A-Z 0-9 . _ -, the first a letter or digit"
+        "`{name}` is not a valid host name: use 1 to {HOST_NAME_BYTES_MAX} of a-z A-Z 0-9 . _ -, starting with a letter or digit"
     )]
     Name { name: String },
-    #[error(
-        "`{address}` is no address of a host: {why}; it looks like `host:port` or `[ipv6]:port`"
-    )]
+    #[error("`{address}` is not a valid host address: {why}; use `host:port` or `[ipv6]:port`")]
     Address { address: String, why: &'static str },
+}
+
+impl EntryError {
+    /// What the user can do about it, one line.
+    #[must_use]
+    pub fn remedy(&self) -> &'static str {
+        match self {
+            Self::Name { .. } => "give this host a name with `--name`",
+            Self::Address { .. } => "give an address that the other hosts reach with `--address`",
+        }
+    }
 }
 
 impl Entry {
@@ -148,7 +157,7 @@ mod tests {
         let error = check_address("a:0").expect_err("no port").to_string();
         assert_eq!(
             error,
-            "`a:0` is no address of a host: its port is not one of 1 to 65535; it looks like `host:port` or `[ipv6]:port`"
+            "`a:0` is not a valid host address: its port is not one of 1 to 65535; use `host:port` or `[ipv6]:port`"
         );
     }
 

@@ -158,7 +158,7 @@ impl MemberError {
             Self::HasLeft { .. } => {
                 Some("it can come back with `vmfork cluster join` and a new token")
             }
-            Self::Entry(_) => None,
+            Self::Entry(error) => Some(error.remedy()),
         }
     }
 }
