@@ -32,8 +32,8 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    return parent_of(cluster, image)
+def parent(cluster: Cluster) -> vmfork.VM:
+    return parent_of(cluster)
 
 
 def read_at_once(clones: vmfork.ForkResult, expected: bytes) -> None:
@@ -125,8 +125,15 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
         flood(cluster, number, on=True)
 
 
-@pytest.mark.limit(240)
-def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
+@pytest.mark.limit(2400)
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, soak: int, times: int) -> None:
+    for _ in range(times * soak):
+        _bring_with_loss(cluster, parent_of(cluster))
+        cluster.clear()
+
+
+def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
     sent, counted = Sent(cluster), Counted(cluster)
     with lossy(cluster, 2):

@@ -15,6 +15,8 @@ from harness.waits import eventually
 
 PROGRAM = Path(__file__).parent / "guest" / "away.py"
 COUNT = 4
+#: Each test has a cluster of its own, or the one of all.
+SPREAD = True
 #: How long the hosts of a ticket wait for one that is silent, and what they take to notice.
 LOST_S = 45
 
@@ -26,9 +28,9 @@ def cluster(image: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
+def parent(cluster: Cluster) -> vmfork.VM:
     """A VM on the first host, with the program."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    vm = cluster.warm(0, name="web", memory_mib=256)
     vm.copy_in(PROGRAM, "/run/away.py")
     return vm
 

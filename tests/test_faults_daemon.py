@@ -9,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import vmfork
 
-from harness import leftovers
+from harness import guests, leftovers
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
 from harness.world import World
 
 MakeDaemon = Callable[..., Daemon]
+
+#: Each test has a daemon of its own.
+SPREAD = True
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def world(make_daemon: MakeDaemon, image: str) -> Iterator[World]:
     daemon.add_image(image)
     daemon.start()
     with daemon.client() as client:
-        yield World(daemon, client, client.run(image, name="parent", memory_mib=256))
+        yield World(daemon, client, guests.warm(client, image, name="parent", memory_mib=256))
 
 
 def nothing_runs() -> bool:

@@ -16,9 +16,9 @@ DATA_MIB = 60
 READ = "sha256sum /dev/shm/data"
 
 
-def parent_of(cluster: Cluster, image: str) -> vmfork.VM:
+def parent_of(cluster: Cluster) -> vmfork.VM:
     """A VM on the first host, with such pages."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    vm = cluster.warm(0, name="web", memory_mib=256)
     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
     return vm
 
