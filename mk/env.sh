@@ -19,7 +19,7 @@ CACHE=$ROOT/.cache
 PYTHON=/usr/bin/python3
 # shellcheck disable=SC2034
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
-# What black-box tests run: laid out as $OUT is, of the programs that the other tests were built with.
+# What black-box tests run: laid out as $OUT is, with the programs of the tests' profile.
 # shellcheck disable=SC2034
 TEST_OUT=$TARGET/out
 
@@ -56,8 +56,8 @@ step() {
 	if [ -d "$TIMES" ]; then printf '%5s s  %s\n' "$step_took" "$step_name" >>"$TIMES/steps"; fi
 }
 
-# Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All that tests build and run goes
-# through here: with other flags or other packages cargo would build most of it again.
+# Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All tests go through here:
+# with other flags or other packages cargo would build most of the workspace again.
 tests_cargo() {
 	RUSTC_WORKSPACE_WRAPPER=$ROOT/mk/lint-rustc.sh cargo test --workspace --quiet "$@"
 }

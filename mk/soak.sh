@@ -1,9 +1,10 @@
 #!/bin/sh
-# What takes hours: all tests with ten times the repetitions and cases, the long black-box tests, a real
-# S3 server, a second QEMU, long fuzzing. One small case of each is in mk/test.sh.
+# The long tests: ten times the repetitions and cases, the long black-box tests, a real S3 server, a
+# second QEMU, long fuzzing. mk/test.sh has one small case of each.
 #
-#   VMFORK_TEST_SEED=N       repeat a run: it prints its seed first
-#   VMFORK_SOAK_MINUTES=N    begin new rounds, each with the next seed, until so much time has passed; 0 is one round
+#   VMFORK_TEST_SEED=N       repeat the run that printed this seed
+#   VMFORK_SOAK_MINUTES=N    begin new rounds, each with the next seed, for N minutes.
+#                            0, the default, is one round.
 . "$(dirname "$0")/env.sh"
 
 TIMES=$TARGET/soak-times

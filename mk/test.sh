@@ -1,6 +1,6 @@
 #!/bin/sh
-# Everything: the quick part, then what takes a kernel or a guest, then the built programs from outside.
-# pytest's arguments may be given. What takes hours is in mk/soak.sh.
+# All tests: the quick part, then what takes a kernel or a guest, then the built programs from
+# outside. Arguments go to pytest. mk/soak.sh has the long tests.
 . "$(dirname "$0")/env.sh"
 
 VMFORK_TEST_CACHE=$VMFORK_CACHE
@@ -26,7 +26,7 @@ documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --q
 
 guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from harness import images; images.build()'); }
 
-# What needs processors, beside Rust's tests, which mostly wait. Its words come when it is joined.
+# Runs beside Rust's tests, which mostly wait.
 beside() {
 	step "guest image" guest_image
 	step "documentation" documentation

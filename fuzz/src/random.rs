@@ -8,8 +8,8 @@ use crate::Target;
 /// Longest input that is tried, in bytes.
 const INPUT_BYTES_MAX: usize = 4096;
 
-/// Runs a target for `limit` on its seeds and on mutations of them that follow from `seed`. Returns how
-/// many inputs it withstood.
+/// Runs a target for `limit`: on its seeds, then on mutations of them that follow from `seed`.
+/// Returns the number of mutations.
 ///
 /// # Errors
 /// The first input on which the target panics.
