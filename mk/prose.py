@@ -366,7 +366,8 @@ def numbers_of(path: str, text: str) -> dict[str, float]:
 
 # Before the text of a line: where it stands, the comment's mark, an item's mark.
 MARGIN = re.compile(r'(?P<mark>\s*(?://[/!]?|#(?!!):?|""")?\s*)(?P<item>(?:[-*+]|\d+[.)])\s+)?')
-UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|[kMG]B|[mµn]?s|%)(?![\w]))")
+# A number stays with its unit, a piece of code in one line.
+JOINED = re.compile(r"(?<=\d) (?=(?:[KMG]iB|[kMG]B|[mµn]?s|%)(?![\w]))|`[^`]{1,60}`")
 
 
 def is_fixed(path: str, line: str, docstring: bool) -> bool:
@@ -430,9 +431,8 @@ def wrapped(path: str, text: str) -> str:
             out += paragraph
         else:
             words = " ".join([paragraph[0][margin.end() :]] + [one[len(rest) :] for one in paragraph[1:]])
-            # A number stays with its unit.
             folded = textwrap.wrap(
-                UNIT.sub("\N{NO-BREAK SPACE}", words),
+                JOINED.sub(lambda part: part[0].replace(" ", "\N{NO-BREAK SPACE}"), words),
                 columns,
                 initial_indent=mark + item,
                 subsequent_indent=rest,

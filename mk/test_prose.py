@@ -106,11 +106,13 @@ class Width(unittest.TestCase):
             self.assertEqual(len(lines), 3 if path != "a.md" else 2, path)
             self.assertTrue(all(line.startswith(f"{mark}word") for line in lines), lines)
 
-    def test_wrapping_keeps_a_number_with_its_unit(self) -> None:
+    def test_wrapping_keeps_together_what_belongs_together(self) -> None:
         for gap in range(80, 101):
             after = prose.wrapped("a.rs", f"// {'x' * (gap - 5)} 12 MiB, 3 s {'y' * 20}\n")
             self.assertIn("12 MiB,", after)
             self.assertIn("3 s", after)
+            after = prose.wrapped("a.rs", f"// {'x' * (gap - 5)} `code of three` {'y' * 20}\n")
+            self.assertIn("`code of three`", after)
 
     def test_wrapping_of_docstrings(self) -> None:
         long = "word " * 25 + "end"
