@@ -1,33 +1,38 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{Name, NewVmNames};
 use crate::{ErrorBody, VmState};
 
 /// Fork a running VM into `count` clones.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ForkRequest {
-    /// 1 to 1024.
+    #[schema(minimum = 1, maximum = 1024)]
     pub count: u32,
     /// Names for the clones, `count` of them; default `PARENT.N` with the next free numbers.
     #[serde(default)]
+    #[schema(value_type = Option<NewVmNames>)]
     pub names: Option<Vec<String>>,
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Bound on the whole call, in ms, at least 1; default 60000. Clones that are not ready by then are
-    /// killed and reported as errors.
+    /// Bound on the whole call, in ms; default 60000. Clones that are not ready by then are killed and
+    /// reported as errors.
     #[serde(default)]
+    #[schema(minimum = 1, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,
     /// Where the clones go, in a cluster; default `spread`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub place: Option<Place>,
     /// Of those hosts alone, by name or id; default: all that take clones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Name>>)]
     pub hosts: Option<Vec<String>>,
     /// How fast clones on other hosts get all of their memory, whether they ask for it or not, in MiB per second;
     /// default 0: not before they ask.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 0, maximum = 4_294_967_295_u32)]
     pub hydrate_mib_per_s: Option<u64>,
 }
 
