@@ -1,6 +1,8 @@
 //! The membership, shared: by who changes it and by who must know, at each handshake, who belongs here.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
 
 use crate::id::{Fingerprint, HostId};
 use crate::membership::Membership;
@@ -17,12 +19,12 @@ impl Roster {
     /// Looks something up. Short, and without waiting for anything: handshakes wait meanwhile if somebody writes.
     pub fn read<T>(&self, look: impl FnOnce(&Membership) -> T) -> T {
         // A panic in `change` may have lost that change; the book is whole between any two of its own steps.
-        look(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+        look(&self.0.read())
     }
 
     /// Changes something. Short, as [`Roster::read`].
     pub fn change<T>(&self, change: impl FnOnce(&mut Membership) -> T) -> T {
-        change(&mut self.0.write().unwrap_or_else(PoisonError::into_inner))
+        change(&mut self.0.write())
     }
 
     /// The member that shows this certificate now.

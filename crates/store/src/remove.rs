@@ -12,7 +12,7 @@ use crate::names::{
 use crate::pins::Collector;
 use crate::references::{References, files_by_snapshot};
 use crate::store::{Inner, Store, check_name, read_descriptor};
-use crate::work::{Work, lock};
+use crate::work::Work;
 
 /// What [`Store::remove`] did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -49,8 +49,8 @@ impl Store {
         let mut removed = Removed::default();
         let mut candidates = HashSet::new();
         {
-            let _catalogue = lock(&inner.catalogue);
-            let mut references = lock(&inner.references);
+            let _catalogue = inner.catalogue.lock();
+            let mut references = inner.references.lock();
             references.refresh(inner.blobs())?;
             let files = files_by_snapshot(inner.blobs())?;
             if !files.get(name).is_some_and(|files| files.contains(DESCRIPTOR)) {
@@ -101,7 +101,7 @@ impl Store {
         // First what is there, then who names it.
         let sections = inner.blobs().list(SNAPSHOTS)?;
         let chunks = inner.blobs().list(CHUNKS)?.iter().filter_map(|key| chunk_of(key)).collect();
-        lock(&inner.references).refresh(inner.blobs())?;
+        inner.references.lock().refresh(inner.blobs())?;
         let named = inner.named_files(&sections)?;
         for key in sections.iter().filter(|key| !named.contains(*key)) {
             if let Some(bytes) = inner.delete_counted(&collector, key)? {
@@ -120,7 +120,7 @@ impl Store {
 impl Inner {
     /// That none of `names` is being written or about to become a base.
     fn check_not_written(&self, names: &[String]) -> Result<(), StoreError> {
-        let writing = lock(&self.writing);
+        let writing = self.writing.lock();
         let in_the_way = |(name, base): &(&String, &Option<String>)| {
             names.contains(name) || base.as_ref().is_some_and(|base| names.contains(base))
         };
@@ -146,7 +146,7 @@ impl Inner {
         collector: &Collector<'_>,
         chunks: HashSet<Hash>,
     ) -> Result<(u64, u64, Vec<String>), StoreError> {
-        let damaged: Vec<_> = lock(&self.references).damaged().map(str::to_owned).collect();
+        let damaged: Vec<_> = self.references.lock().damaged().map(str::to_owned).collect();
         if !damaged.is_empty() {
             tracing::warn!(snapshots = ?damaged, "no chunk is removed: these are damaged, and may need any");
             return Ok((0, 0, damaged));
@@ -160,10 +160,10 @@ impl Inner {
             |(), hash| {
                 // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
                 // before: meanwhile one may have been opened and removed.
-                if lock(&self.references).is_used(hash) {
+                if self.references.lock().is_used(hash) {
                     return Ok(None);
                 }
-                if let Some(users) = lock(&self.open).get_mut(hash) {
+                if let Some(users) = self.open.lock().get_mut(hash) {
                     users.is_leftover = true;
                     return Ok(None);
                 }

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blake3::Hash;
+use parking_lot::Mutex;
 
 use crate::copy::Sections;
 use crate::error::StoreError;
@@ -13,7 +13,6 @@ use crate::format::chunk;
 use crate::format::descriptor::{Attempt, BaseRef, Counts, Descriptor, FileRef, Files, SnapshotId};
 use crate::names::{DESCRIPTOR, STATE, TABLE, chunk_key, snapshot_key};
 use crate::store::{Inner, base_error, check_base, check_name, read_descriptor};
-use crate::work::lock;
 
 /// Whether a snapshot by the name may be there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +35,7 @@ impl<'a> Reserved<'a> {
         name: &str,
         base: Option<&BaseRef>,
     ) -> Result<Self, StoreError> {
-        match lock(&inner.writing).entry(name.to_owned()) {
+        match inner.writing.lock().entry(name.to_owned()) {
             Entry::Occupied(_) => Err(StoreError::Busy { name: name.to_owned() }),
             Entry::Vacant(entry) => {
                 entry.insert(base.map(|base| base.name.clone()));
@@ -48,7 +47,7 @@ impl<'a> Reserved<'a> {
 
 impl Drop for Reserved<'_> {
     fn drop(&mut self) {
-        lock(&self.inner.writing).remove(&self.name);
+        self.inner.writing.lock().remove(&self.name);
     }
 }
 
@@ -82,7 +81,7 @@ impl<'a> Writing<'a> {
     ) -> Result<Self, StoreError> {
         check_name(name)?;
         let attempt = Attempt::random().map_err(StoreError::io("get a random number"))?;
-        let catalogue = lock(&inner.catalogue);
+        let catalogue = inner.catalogue.lock();
         let found = inner.blobs().size(&snapshot_key(name, DESCRIPTOR))?;
         if commit == Commit::New && found.is_some() {
             let place = inner.blobs().describe();
@@ -103,13 +102,13 @@ impl<'a> Writing<'a> {
             shared_bytes: AtomicU64::new(0),
             sections: Mutex::default(),
         };
-        lock(&inner.references).refresh(inner.blobs())?;
+        inner.references.lock().refresh(inner.blobs())?;
         Ok(it)
     }
 
     fn pin(&self, key: &str) {
         self.inner.pins.pin(key.to_owned());
-        lock(&self.pinned).push(key.to_owned());
+        self.pinned.lock().push(key.to_owned());
     }
 
     /// See to it that the chunk is there. `file` makes the file, if it has to be written.
@@ -143,7 +142,7 @@ impl<'a> Writing<'a> {
         find: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
         file: impl FnOnce() -> Result<Vec<u8>, StoreError>,
     ) -> Result<(), StoreError> {
-        if let Entry::Vacant(entry) = lock(&self.chunks).entry(*hash) {
+        if let Entry::Vacant(entry) = self.chunks.lock().entry(*hash) {
             entry.insert(None);
         } else {
             return Ok(()); // Another thread is at it. Should it fail, all fails.
@@ -158,7 +157,7 @@ impl<'a> Writing<'a> {
             }
         };
         counter.fetch_add(bytes, Ordering::Relaxed);
-        lock(&self.chunks).insert(*hash, Some(bytes));
+        self.chunks.lock().insert(*hash, Some(bytes));
         Ok(())
     }
 
@@ -166,7 +165,7 @@ impl<'a> Writing<'a> {
     pub(crate) fn find_chunk(&self, hash: &Hash, key: &str) -> Result<Option<u64>, StoreError> {
         // First pinned, then looked for: what is found then stays.
         self.pin(key);
-        if !lock(&self.inner.references).is_whole(hash) {
+        if !self.inner.references.lock().is_whole(hash) {
             return Ok(None);
         }
         Ok(self.inner.blobs().size(key)?)
@@ -174,7 +173,7 @@ impl<'a> Writing<'a> {
 
     /// The bytes of a chunk's file that was kept.
     pub(crate) fn chunk_bytes(&self, hash: &Hash) -> Option<u64> {
-        lock(&self.chunks).get(hash).copied().flatten()
+        self.chunks.lock().get(hash).copied().flatten()
     }
 
     /// Put one of the files of snapshot `id` there: which, `ending` says.
@@ -187,7 +186,7 @@ impl<'a> Writing<'a> {
         let file = self.attempt.file(id, ending);
         let key = snapshot_key(&self.name, &file);
         self.pin(&key);
-        lock(&self.sections).push(key.clone());
+        self.sections.lock().push(key.clone());
         self.inner.blobs().put(&key, content)?;
         self.stored_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
         Ok(FileRef::of(file, content))
@@ -230,7 +229,7 @@ impl<'a> Writing<'a> {
         let blobs = self.inner.blobs();
         // What the descriptor names is on the medium before it is.
         blobs.sync()?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         if let Some(base) = &self.base {
             let wrong = |why| base_error(&self.name, base, why);
             match read_descriptor(blobs, &base.name) {
@@ -242,13 +241,13 @@ impl<'a> Writing<'a> {
         let key = snapshot_key(&self.name, DESCRIPTOR);
         // An error doesn't say that it isn't there: an answer may have been lost on its way. The sections stay, then,
         // for `collect`, which looks.
-        let sections = std::mem::take(&mut *lock(&self.sections));
+        let sections = std::mem::take(&mut *self.sections.lock());
         if self.commit == Commit::Replace {
             blobs.put(&key, &file)?;
             blobs.sync()?;
         } else if !blobs.put_new(&key, &file)? {
             // By another process.
-            *lock(&self.sections) = sections;
+            *self.sections.lock() = sections;
             let place = blobs.describe();
             return Err(StoreError::Exists { name: self.name.clone(), place });
         }
@@ -258,11 +257,11 @@ impl<'a> Writing<'a> {
 
 impl Drop for Writing<'_> {
     fn drop(&mut self) {
-        for key in std::mem::take(&mut *lock(&self.sections)) {
+        for key in std::mem::take(&mut *self.sections.lock()) {
             if let Err(error) = self.inner.blobs().delete(&key) {
                 tracing::warn!(%error, "left for collect");
             }
         }
-        self.inner.pins.unpin(std::mem::take(&mut *lock(&self.pinned)));
+        self.inner.pins.unpin(std::mem::take(&mut *self.pinned.lock()));
     }
 }
