@@ -174,7 +174,8 @@ impl Membership {
     }
 
     /// When the next heartbeat is to go, by the monotonic clock; `None` if there is nobody to send one to.
-    pub fn next_due(&self, now: Now) -> Option<Duration> {
+    #[cfg(test)]
+    pub(crate) fn next_due(&self, now: Now) -> Option<Duration> {
         self.turns(now).map(|(at, _)| at).min()
     }
 

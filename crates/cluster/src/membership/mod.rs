@@ -208,13 +208,6 @@ impl Membership {
         it
     }
 
-    /// With other times than the usual.
-    #[must_use]
-    pub fn with_timing(mut self, timing: Timing) -> Self {
-        self.timing = timing;
-        self
-    }
-
     /// This process begins now: who was not heard since counts from here. Call it once, after a load.
     pub fn begin(&mut self, now: Now) {
         for peer in self.peers.values_mut() {
@@ -367,7 +360,8 @@ impl Membership {
     ///
     /// # Errors
     /// It can't be an address.
-    pub fn set_own_address(&mut self, address: &str, now: Now) -> Result<bool, EntryError> {
+    #[cfg(test)]
+    pub(crate) fn set_own_address(&mut self, address: &str, now: Now) -> Result<bool, EntryError> {
         check_address(address)?;
         address.clone_into(&mut self.address);
         let changed = self.own_entry().address != address;
