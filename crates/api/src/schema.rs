@@ -11,14 +11,14 @@ use utoipa::{PartialSchema, ToSchema};
 
 /// A string that matches a pattern (ECMA-262), as a component of the document.
 macro_rules! text {
-    ($name:ident, $pattern:expr, $description:literal) => {
+    ($name:ident, $pattern:expr, $description:literal $(, max_length = $max_length:expr)?) => {
         #[doc = $description]
         #[derive(Debug)]
         pub enum $name {}
 
         impl PartialSchema for $name {
             fn schema() -> RefOr<Schema> {
-                string($pattern, $description).into()
+                string($pattern, $description)$(.max_length(Some($max_length)))?.into()
             }
         }
 
@@ -66,11 +66,22 @@ text!(
     ),
     "Bytes in base64 (RFC 4648, with padding)."
 );
-text!(GuestPath, r"^/[^\x00]{0,4094}$", "An absolute path in the guest, shorter than 4096 bytes.");
+text!(
+    GuestPath,
+    r"^/[^\x00]*$",
+    "An absolute path in the guest, shorter than 4096 bytes.",
+    max_length = 4095
+);
 text!(
     GuestFilePath,
-    r"^(?=[^\x00]{2,4095}$)/(?:[^\x00]*/)?(?!\.{1,2}$)[^/\x00]+$",
-    "An absolute path of a file in the guest, shorter than 4096 bytes."
+    r"^/(?:[^/\x00]*/)*(?:[^/\x00.][^/\x00]*|\.[^/\x00.][^/\x00]*|\.\.[^/\x00]+)$",
+    "An absolute path of a file in the guest, shorter than 4096 bytes.",
+    max_length = 4095
+);
+text!(
+    Switch,
+    "^(?:|0|1|false|true)$",
+    "On if empty, `1` or `true`; off if `0`, `false` or absent."
 );
 text!(FileMode, "^0?[0-7]{1,4}$", "Permission bits in octal, at most 7777.");
 

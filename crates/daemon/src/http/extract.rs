@@ -72,6 +72,13 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
             .remedy("send a JSON object; its fields are in /v1/openapi.json")
             .into());
     }
+    // serde takes an array for an object, its fields in their order.
+    if bytes.trim_ascii_start().starts_with(b"[") {
+        return Err(bad_request("the request's body is not what this route takes")
+            .cause("invalid type: array, expected an object")
+            .remedy("send a JSON object; its fields are in /v1/openapi.json")
+            .into());
+    }
     serde_json::from_slice(bytes)
         .or_else(|error| with_whole_numbers(bytes).map_err(|_| error))
         .map_err(|error| {
@@ -194,6 +201,14 @@ mod tests {
     use vmfork_api::KillRequest;
 
     use super::*;
+
+    #[test]
+    fn an_array_is_no_object() {
+        assert!(parse::<KillRequest>(b"{}").is_ok());
+        assert!(
+            parse::<KillRequest>(b" []").is_err() && parse::<KillRequest>(b"[1, true]").is_err()
+        );
+    }
 
     #[test]
     fn a_whole_number_may_be_written_with_a_fraction() {

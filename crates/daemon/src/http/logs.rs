@@ -8,7 +8,7 @@ use futures_util::{StreamExt, stream};
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmfork_api::ErrorBody;
-use vmfork_api::schema::Name;
+use vmfork_api::schema::{Name, Switch};
 
 use super::error::ApiError;
 use super::extract::{Params, VmRef, switch};
@@ -20,7 +20,7 @@ use super::{App, stopped};
 pub(super) struct LogParams {
     /// Go on until the VM ends.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     follow: bool,
 }
 

@@ -123,7 +123,8 @@ impl App {
         vmfork_api::schema::FileMode,
         vmfork_api::schema::GuestFilePath,
         vmfork_api::schema::GuestPath,
-        vmfork_api::schema::Name
+        vmfork_api::schema::Name,
+        vmfork_api::schema::Switch
     )),
     tags(
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),

@@ -5,7 +5,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmfork_api::schema::Name;
+use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
     ErrorBody, ProfileInfo, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotRequest,
     StartReply, StartRequest, TransferReply, TransferRequest, VerifyReply,
@@ -23,7 +23,7 @@ use super::files::{body_of, content_of};
 pub(super) struct RemoveParams {
     /// The snapshots that are deltas of it, too.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     cascade: bool,
 }
 

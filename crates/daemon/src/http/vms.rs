@@ -3,7 +3,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmfork_api::schema::Name;
+use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
     ErrorBody, ForkReply, ForkRequest, KillRequest, RunRequest, TreeNode, Vm, VmDetail,
 };
@@ -21,7 +21,7 @@ use crate::control::Killed;
 pub(super) struct ListParams {
     /// With the VMs that have ended.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     all: bool,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct ListParams {
 pub(super) struct RemoveParams {
     /// Kill it first.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     force: bool,
 }
 
