@@ -367,7 +367,7 @@ async fn a_host_that_describes_another_image_is_refused() {
     let mut other = described.clone();
     other.files.insert("../evil".to_owned(), described.files["kernel"].clone());
     let text = refused(other).await;
-    assert!(text.ends_with("can take in: images have no `../evil`"), "{text}");
+    assert!(text.ends_with("cannot receive the image: an image has no file `../evil`"), "{text}");
     let mut other = described.clone();
     other.files.insert("root.img".to_owned(), described.files["kernel"].clone());
     let text = refused(other).await;
