@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{Name, NewVmNames, StoreLocation};
 use crate::{Accel, CloneResult, ErrorBody};
 
 /// Keep a running VM as a stored snapshot.
@@ -8,8 +9,10 @@ use crate::{Accel, CloneResult, ErrorBody};
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRequest {
     /// The VM, by name or id. It pauses as in a fork, and runs on.
+    #[schema(value_type = Name)]
     pub vm: String,
     /// What to call the snapshot.
+    #[schema(value_type = Name)]
     pub name: String,
     /// Answer when it is stored, not when the VM runs on.
     #[serde(default)]
@@ -26,6 +29,7 @@ pub struct SnapshotRequest {
     /// How long to record at most which pages the VM touches after the snapshot, in ms; default
     /// 300000. 0: not at all.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 86_400_000)]
     pub record_ms: Option<u64>,
 }
 
@@ -57,11 +61,13 @@ pub enum Prefetch {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StartRequest {
-    /// How many, 1 to 1024.
+    /// How many.
     #[serde(default = "one")]
+    #[schema(minimum = 1, maximum = 1024)]
     pub count: u32,
     /// Names for them, `count` of them; default `SNAPSHOT.N` with the next free numbers.
     #[serde(default)]
+    #[schema(value_type = Option<NewVmNames>)]
     pub names: Option<Vec<String>>,
     /// If not all of them fit, start none.
     #[serde(default)]
@@ -75,9 +81,11 @@ pub struct StartRequest {
     /// Fetch everything else in the background, at most this many MiB per second. Then the VM does
     /// not depend on the store any more. Default 0: never.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 4_294_967_295_u32)]
     pub hydrate_mib_per_s: u32,
-    /// Bound on the whole call, in ms, at least 1; default 60000.
+    /// Bound on the whole call, in ms; default 60000.
     #[serde(default)]
+    #[schema(minimum = 1, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,
 }
 
@@ -234,6 +242,7 @@ pub struct VerifyReply {
 #[serde(deny_unknown_fields)]
 pub struct TransferRequest {
     /// The other store: `s3://BUCKET/PREFIX`, or a folder of the daemon's host.
+    #[schema(value_type = StoreLocation)]
     pub location: String,
     /// Pulling: answer when all pages are here, not when it can be started.
     #[serde(default)]

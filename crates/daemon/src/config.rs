@@ -211,8 +211,7 @@ pub struct Tcp {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error(
-        "--listen {address} without --token-file: any client that reaches the port would have full \
-         control; add --token-file"
+        "--listen {address} needs --token-file: without a token, any client that reaches the port is root"
     )]
     ListenWithoutToken { address: SocketAddr },
     #[error("--token-file without --listen: the unix socket uses no token; add --listen")]
@@ -449,7 +448,7 @@ mod tests {
     fn a_port_is_served_with_a_token_only() {
         assert_eq!(
             refusal(&["--listen", "127.0.0.1:7070"]),
-            "--listen 127.0.0.1:7070 without --token-file: any client that reaches the port would have full control; add --token-file"
+            "--listen 127.0.0.1:7070 needs --token-file: without a token, any client that reaches the port is root"
         );
         assert!(refusal(&["--token-file", "/t"]).starts_with("--token-file without --listen"));
         let config = config(&["--listen", "127.0.0.1:7070", "--token-file", "/t"]).expect("ok");

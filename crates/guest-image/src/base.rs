@@ -434,7 +434,7 @@ mod tests {
             explained(&["  Temporary failure resolving 'x.test'"]),
             "the package archive cannot be reached: Temporary failure resolving 'x.test'"
         );
-        assert!(explained(&["cp: write: No space left on device"]).starts_with("not enough room"));
+        assert!(explained(&["cp: write: No space left on device"]).starts_with("not enough space"));
         assert_eq!(explained(&["?"]), "install the base system");
     }
 

@@ -270,7 +270,7 @@ mod tests {
         files.root.as_mut().unwrap().read_to_end(&mut copy).unwrap();
         assert!(copy == root);
         let again = import(&store, "mine", whole, &options).unwrap_err();
-        assert_eq!(again.to_string(), "an image named `mine` is there already");
+        assert_eq!(again.to_string(), "an image named `mine` already exists");
         let replace = ImportOptions { replace: true, ..options };
         let no_initrd = Brought::Kernel { kernel: &k, initrd: None, root: Some(&r) };
         import(&store, "mine", no_initrd, &replace).unwrap();
@@ -304,7 +304,7 @@ mod tests {
         let text = |e: ImportError| e.to_string();
         assert_eq!(
             text(check_kernel(&path).unwrap_err()),
-            format!("{what} is no kernel for x86-64: neither a bzImage nor an ELF")
+            format!("{what} is not an x86-64 kernel: neither a bzImage nor an ELF")
         );
         let error = check_root(&path).unwrap_err();
         assert!(error.remedy().unwrap().contains("qemu-img convert"));

@@ -62,7 +62,7 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
-    #[error("`{program}` exited with {}{}", describe(*status), indent(tail))]
+    #[error("`{program}` ended with {}{}", describe(*status), indent(tail))]
     Failed { program: String, status: ExitStatus, tail: Vec<String> },
     #[error("`{program}` did not exit within {} s{}", limit.as_secs(), indent(tail))]
     TimedOut { program: String, limit: Duration, tail: Vec<String> },

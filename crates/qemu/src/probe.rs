@@ -8,8 +8,10 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
 use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
 
 use crate::shape::Accel;
 
@@ -111,7 +113,7 @@ async fn version_of(path: &Path) -> Result<Version, ProbeError> {
     let not_runnable = |source| ProbeError::NotRunnable { path: path.to_owned(), source };
     let changed = fs::metadata(path).and_then(|meta| meta.modified()).map_err(not_runnable)?;
     let key = (path.to_owned(), changed);
-    if let Some(version) = KNOWN.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+    if let Some(version) = KNOWN.lock().get(&key) {
         return Ok(*version);
     }
     let command = tokio::process::Command::new(path)
@@ -128,7 +130,7 @@ async fn version_of(path: &Path) -> Result<Version, ProbeError> {
         path: path.to_owned(),
         answer: answer.chars().take(200).collect(),
     })?;
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(key, version);
+    KNOWN.lock().insert(key, version);
     Ok(version)
 }
 

@@ -21,7 +21,7 @@ use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
 use crate::store::{Store, check_name, read_descriptor, read_section};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
 /// What [`Store::copy_to`] did.
@@ -106,7 +106,7 @@ impl Store {
 
     /// The snapshot with this id, whatever its name.
     pub(crate) fn find_by_id(&self, id: SnapshotId) -> Result<Option<Descriptor>, StoreError> {
-        let mut references = lock(&self.inner.references);
+        let mut references = self.inner.references.lock();
         references.refresh(self.inner.blobs())?;
         Ok(references.descriptors().find(|found| found.id == id).cloned())
     }
@@ -286,7 +286,7 @@ impl Store {
         )?;
         // On the medium before the snapshot says that it is complete.
         self.inner.blobs().sync()?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         for stored in missing {
             let descriptor = stored.descriptor();
             // Another one, or the same adopted again, has chunks that were not looked for.

@@ -14,7 +14,7 @@ use crate::names::{TABLE, chunk_key, snapshot_key};
 use crate::source::{SourceOptions, StoredPages, decode_chunk};
 use crate::store::Store;
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
 /// Windows of different layers overlap where their sizes differ: what was decompressed for one
@@ -188,7 +188,7 @@ impl Store {
     fn drop_old_table(&self, old: &Descriptor, table: &Table) -> Result<(), StoreError> {
         let Descriptor { name, files, .. } = old;
         let collector = self.inner.pins.collector();
-        lock(&self.inner.references).refresh(self.inner.blobs())?;
+        self.inner.references.lock().refresh(self.inner.blobs())?;
         collector.delete(self.inner.blobs(), &snapshot_key(name, &files.table.file))?;
         let chunks = table.windows().iter().map(|window| window.hash).collect();
         self.inner.delete_unused(&collector, chunks)?;

@@ -1,11 +1,10 @@
 //! Decompressed chunks that are likely to be wanted again.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
 use blake3::Hash;
-
-use crate::work::lock;
+use parking_lot::{Condvar, Mutex};
 
 /// Decompressed chunks, shared by all sources, bounded in bytes; who was not wanted for longest
 /// goes first.
@@ -76,7 +75,7 @@ struct Loading<'a> {
 impl Drop for Loading<'_> {
     fn drop(&mut self) {
         if !self.is_done {
-            lock(&self.hot.state).chunks.remove(&self.hash);
+            self.hot.state.lock().chunks.remove(&self.hash);
         }
         self.hot.loaded.notify_all();
     }
@@ -89,7 +88,7 @@ impl HotChunks {
 
     /// Bytes that are kept.
     pub fn bytes(&self) -> u64 {
-        lock(&self.state).bytes
+        self.state.lock().bytes
     }
 
     /// The chunk's content, and whether it was there. `keep`: it will be wanted again.
@@ -102,7 +101,7 @@ impl HotChunks {
         keep: bool,
         load: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<(Arc<[u8]>, bool), E> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(raw) = state.touch(hash) {
                 return Ok((raw, true));
@@ -111,13 +110,13 @@ impl HotChunks {
                 Some(Slot::Loading { waiting }) => *waiting += 1,
                 _ => break,
             }
-            state = self.loaded.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.loaded.wait(&mut state);
         }
         state.chunks.insert(*hash, Slot::Loading { waiting: 0 });
         drop(state);
         let mut mark = Loading { hot: self, hash: *hash, is_done: false };
         let raw: Arc<[u8]> = load()?.into();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let awaited = matches!(state.chunks.remove(hash), Some(Slot::Loading { waiting: 1.. }));
         mark.is_done = true;
         if keep || awaited {
@@ -165,7 +164,7 @@ mod tests {
         assert_eq!(hot.bytes(), 0);
         let none = HotChunks::new(0);
         assert!(!get(&none, 1, true) && !get(&none, 1, true));
-        assert_eq!((none.bytes(), lock(&none.state).by_age.len()), (0, 0));
+        assert_eq!((none.bytes(), none.state.lock().by_age.len()), (0, 0));
     }
 
     #[test]
@@ -188,7 +187,7 @@ mod tests {
                     });
                 }
             });
-            let state = lock(&hot.state);
+            let state = hot.state.lock();
             let loaded = state.chunks.values().filter(|slot| matches!(slot, Slot::Loaded { .. }));
             assert_eq!(state.bytes, 100 * loaded.count() as u64);
             assert_eq!(state.by_age.len(), state.chunks.len());
@@ -201,7 +200,7 @@ mod tests {
         const THREADS: u32 = 8;
         let hot = HotChunks::new(1 << 20);
         let loads = AtomicU32::new(0);
-        let all_others_wait = || match lock(&hot.state).chunks.get(&hash(1)) {
+        let all_others_wait = || match hot.state.lock().chunks.get(&hash(1)) {
             Some(Slot::Loading { waiting }) => *waiting == THREADS - 1,
             _ => true,
         };

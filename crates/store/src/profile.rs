@@ -16,7 +16,7 @@ use crate::format::working_set::{
 use crate::names::{PROFILE, WORKING_SET};
 use crate::store::{Store, check_name, read_descriptor};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::Reserved;
 
 /// Written once, read at each start: worth no more than what keeps up with memory.
@@ -246,7 +246,7 @@ impl Store {
         }
         let file = seal(SealedKind::Profile, profile);
         // So that the snapshot isn't removed in between.
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
         Ok(self.inner.blobs().put_for_good(&key, &file)?)
     }
@@ -257,7 +257,7 @@ impl Store {
     /// No such snapshot.
     pub fn remove_profile(&self, name: &str) -> Result<(), StoreError> {
         check_name(name)?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
         self.inner.blobs().delete(&descriptor.key_beside(WORKING_SET))?;
         Ok(self.inner.blobs().delete(&descriptor.key_beside(PROFILE))?)
@@ -270,7 +270,7 @@ impl Store {
         id: SnapshotId,
     ) -> Result<(Reserved<'_>, Descriptor), StoreError> {
         // Or it could be removed in between.
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         match read_descriptor(self.inner.blobs(), name) {
             Ok(found) if found.id == id => Ok((Reserved::new(&self.inner, name, None)?, found)),
             Ok(_) => Err(self.not_found(name)),

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use blake3::Hash;
+use parking_lot::Mutex;
 
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
@@ -16,7 +17,7 @@ use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, ORIGIN, name_is_valid, s
 use crate::pins::Pins;
 use crate::references::{References, files_by_snapshot};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 
 /// Most snapshots from one down to the one that has no base.
 pub const CHAIN_MAX: usize = 1024;
@@ -145,7 +146,7 @@ impl Store {
     /// is about to replace it.
     #[must_use]
     pub fn is_being_written(&self, name: &str) -> bool {
-        lock(&self.inner.writing).contains_key(name)
+        self.inner.writing.lock().contains_key(name)
     }
 
     pub(crate) fn not_found(&self, name: &str) -> StoreError {
@@ -198,7 +199,7 @@ impl Store {
     /// There is none, or it is damaged.
     pub fn open(&self, name: &str) -> Result<Arc<Stored>, StoreError> {
         check_name(name)?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
         let table = read_table(self.inner.blobs(), &descriptor)?;
         let origin = read_origin(self.inner.blobs(), &descriptor)?;

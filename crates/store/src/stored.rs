@@ -11,7 +11,6 @@ use crate::format::table::{Extent, Table};
 use crate::names::snapshot_key;
 use crate::source::{SourceOptions, StoredPages};
 use crate::store::{Store, read_section};
-use crate::work::lock;
 
 /// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the
 /// store.
@@ -31,7 +30,7 @@ impl Stored {
         table: Table,
         origin: Option<String>,
     ) -> Self {
-        let mut open = lock(&store.inner.open);
+        let mut open = store.inner.open.lock();
         for window in table.windows() {
             open.entry(window.hash).or_default().count += 1;
         }
@@ -102,7 +101,7 @@ impl Stored {
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        let mut open = lock(&self.store.inner.open);
+        let mut open = self.store.inner.open.lock();
         let mut are_left = false;
         for window in self.table.windows() {
             match open.get_mut(&window.hash) {

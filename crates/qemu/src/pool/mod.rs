@@ -14,9 +14,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -76,7 +77,7 @@ struct Shared<K, T, E> {
 
 impl<K, T, E> Shared<K, T, E> {
     fn inner(&self) -> MutexGuard<'_, Inner<K, T>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     fn now(&self) -> Duration {

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::client::ANSWER_TIMEOUT;
-use super::wire::{Greeting, greeting};
 use super::{Qmp, QmpError};
 
 /// How long [`Qmp::cont`] waits for a migration's last steps; a few hundred µs are usual.
@@ -123,12 +122,6 @@ impl Qmp {
             back_off(attempt).await;
         }
         Ok(())
-    }
-
-    /// # Errors
-    /// As [`Qmp::execute`].
-    pub async fn query_version(&self) -> Result<Greeting, QmpError> {
-        Ok(greeting(&self.ask("query-version", None).await?))
     }
 
     /// Press the power button: a guest that listens shuts down.

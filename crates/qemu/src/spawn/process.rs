@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_send_signal, waitid};
 use tokio::io::unix::AsyncFd;
@@ -109,7 +110,7 @@ impl Process {
 
     /// The end of what it wrote to stderr.
     pub fn stderr_tail(&self) -> String {
-        self.stderr.lock().unwrap_or_else(PoisonError::into_inner).text()
+        self.stderr.lock().text()
     }
 
     /// The last few lines of stderr, complete once the process has ended; joined by `; `.
@@ -207,7 +208,7 @@ async fn keep_tail(stderr: pipe::Receiver, tail: Arc<Mutex<Tail>>, done: watch::
             Ok(0) => break,
             Ok(count) => {
                 let text = bytes.get(..count).unwrap_or_default();
-                tail.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+                tail.lock().push(text);
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(_) => break,

@@ -4,8 +4,8 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
 
+use parking_lot::RwLock;
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags};
 use rustix::io::Errno;
 
@@ -106,7 +106,7 @@ impl Folder {
 
     fn write_once(&self, target: &Path, bytes: &[u8], existing: Existing) -> io::Result<bool> {
         let folder = target.parent().ok_or_else(not_a_file)?;
-        let tidying = self.tidying.read().unwrap_or_else(PoisonError::into_inner);
+        let tidying = self.tidying.read();
         let temporary = Temporary::create(folder)?;
         drop(tidying);
         let mut file = &temporary.file;
@@ -296,7 +296,7 @@ impl Blobs for Folder {
         if let Some(folder) = path.parent()
             && folder != self.root
         {
-            let _tidying = self.tidying.write().unwrap_or_else(PoisonError::into_inner);
+            let _tidying = self.tidying.write();
             let _ = fs::remove_dir(folder);
         }
         Ok(())
@@ -317,7 +317,7 @@ impl Blobs for Folder {
             }
             // A live writer holds a lock on it, which dies with it.
             let Ok(file) = File::open(path) else { return Ok(()) };
-            let _tidying = self.tidying.write().unwrap_or_else(PoisonError::into_inner);
+            let _tidying = self.tidying.write();
             if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
                 freed_bytes += file.metadata()?.len();
                 tracing::info!(path = %path.display(), "removing what a dead writer left");

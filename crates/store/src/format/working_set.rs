@@ -25,15 +25,15 @@
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
-use std::sync::Mutex;
 
 use blake3::Hash;
+use parking_lot::Mutex;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use super::chunk::unzstd;
 use super::descriptor::SnapshotId;
 use crate::error::StoreError;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use vmfork_image::bytes::{Cursor, Flaw, put_varint};
 
 const MAGIC: [u8; 4] = *b"VFWS";
@@ -282,7 +282,7 @@ impl<'a> Frames<'a> {
         each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
     ) -> Result<u64, ReadError> {
         let (at, offset, stored) = {
-            let mut next = lock(&self.next);
+            let mut next = self.next.lock();
             let Some(frame) = self.header.frames.get(next.frame) else { return Ok(0) };
             let (at, offset) = (next.frame, next.offset);
             let mut stored = Vec::new();
@@ -426,12 +426,12 @@ mod tests {
                         assert_eq!(bytes[PAGE_LEN - 1], page.0.to_le_bytes()[0]);
                     }
                     assert_eq!(bytes.len() as u64, range.byte_len());
-                    lock(&read).extend(range.pages());
+                    read.lock().extend(range.pages());
                     Ok(())
                 }).expect("as written");
             }
             let all: Vec<_> = runs.iter().flat_map(PageRange::pages).collect();
-            prop_assert_eq!(&*lock(&read), &all);
+            prop_assert_eq!(&*read.lock(), &all);
             prop_assert_eq!(check(&file, ID), Ok(()));
             prop_assert!(check(&file, SnapshotId([8; 16])).is_err());
             prop_assert!(check(&[&file[..], &[0]].concat(), ID).is_err());
