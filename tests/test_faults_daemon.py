@@ -17,9 +17,6 @@ from harness.world import World
 
 MakeDaemon = Callable[..., Daemon]
 
-#: Each test has a daemon of its own.
-SPREAD = True
-
 
 @pytest.fixture
 def world(make_daemon: MakeDaemon, image: str) -> Iterator[World]:
