@@ -5,8 +5,8 @@ nothing of it is left: no process, mount, socket, cgroup or file in /dev/shm. Ev
 limit (`@pytest.mark.limit(seconds)`). What cannot run here is skipped with the missing thing named, and
 counted at the end; VMFORK_TEST_STRICT=1 makes failures of skips.
 
-Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. A module is one group, and stays in one
-process, unless it sets `SPREAD = True`: its tests share nothing. `@pytest.mark.alone` keeps other tests from running
+Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. Those that share a fixture of their module
+are one group and stay in one process; each other test is its own. `@pytest.mark.alone` keeps other tests from running
 meanwhile, for tests that measure the whole host. `LONGEST` names the modules that start first.
 
 `-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names a file that gets the
@@ -46,20 +46,21 @@ LIMIT_TEARDOWN_S = 120.0
 #: The groups that take longest start first, so that no process ends long after the others. By `VMFORK_TEST_TIMES`.
 LONGEST = (
     "test_readme",
-    "test_ctrl_c",
     "three_hosts",
+    "test_snapshots",
+    "test_fork",
+    "test_faults",
     "test_cluster_multicast",
     "test_cluster_page_transfer",
-    "test_cluster_faults",
-    "test_freepages",
     "test_cluster_slurm",
-    "test_cluster_images",
-    "test_snapshots",
-    "test_faults",
-    "test_fork",
-    "test_cluster_tickets",
+    "test_freepages",
     "test_forkapi",
+    "test_ctrl_c",
+    "test_cluster_faults",
+    "test_cluster_quotas",
+    "test_cluster_images",
     "test_lifecycle",
+    "test_cluster_tickets",
 )
 
 
@@ -72,23 +73,43 @@ def pytest_configure(config: pytest.Config) -> None:
     processes.become_subreaper()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat tests with long cases. Each turn is a test of its own, with its own seed and time limit."""
+    turns = int(os.environ.get("VMFORK_SOAK", 1))
+    sets = (one for mark in metafunc.definition.iter_markers("parametrize") for one in mark.args[1])
+    cases = (mark for one in sets for mark in getattr(one, "marks", ()))
+    if turns > 1 and any(mark.name == "soak" for mark in (*metafunc.definition.iter_markers(), *cases)):
+        metafunc.fixturenames.append("soak_turn")
+        metafunc.parametrize("soak_turn", range(1, turns + 1), indirect=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A group for each module, and the longest first. The same in all processes."""
     for item in items:
-        module = item.getparent(pytest.Module)
-        assert module is not None
+        if item.get_closest_marker("xdist_group"):
+            continue
         if "three_hosts" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("three_hosts"))
-        elif not getattr(module.obj, "SPREAD", False):
-            item.add_marker(pytest.mark.xdist_group(module.obj.__name__))
+        elif _shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(_module(item)))
 
     def rank(item: pytest.Item) -> int:
         mark = item.get_closest_marker("xdist_group")
-        name = mark.args[0] if mark else item.getparent(pytest.Module).obj.__name__  # type: ignore[union-attr]
+        name = mark.args[0] if mark else _module(item)
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=rank)
+
+
+def _module(item: pytest.Item) -> str:
+    return item.path.stem
+
+
+def _shares_with_its_module(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(one.scope == "module" for used in definitions for one in used)
 
 
 # -- tests that want the host for themselves ---------------------------------------------------------
@@ -206,10 +227,11 @@ def seed() -> Iterator[int]:
     yield seed
 
 
-@pytest.fixture(scope="session")
-def soak() -> int:
-    """How many times as often long cases repeat what they do."""
-    return int(os.environ.get("VMFORK_SOAK", 1))
+@pytest.fixture
+def soak_turn(request: pytest.FixtureRequest) -> int:
+    """Which repetition of a long case this is."""
+    turn: int = request.param
+    return turn
 
 
 # -- the daemon ----------------------------------------------------------------------------------

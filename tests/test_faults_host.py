@@ -20,9 +20,6 @@ from harness.world import complete, refused
 
 MakeDaemon = Callable[..., Daemon]
 
-#: Each test has a daemon of its own.
-SPREAD = True
-
 MIB = 1 << 20
 
 

@@ -48,7 +48,7 @@ def _owned(folder: Path, *vm_ids: str, uid_base: int = UIDS_OURS) -> leftovers.O
 
 
 def test_mounts_and_files_in_shared_memory_are_seen_and_only_by_the_daemon_that_left_them(tmp_path: Path) -> None:
-    ours, others = tmp_path / "one", tmp_path / "one2"
+    ours, others = tmp_path / "one2", tmp_path / "one"
     before = leftovers.Host.now()
     left = Path(f"/dev/shm/left-{os.getpid()}")
     left.write_bytes(b"")

@@ -63,8 +63,10 @@ def processes_of(state: Path) -> list[processes.Process]:
     # The daemon resolves the folder before it marks what it starts.
     ours = {str(state), os.path.realpath(state)}
     here = orphans()
+    # Those of a daemon that runs are in use: another one may have been refused the same folder.
+    in_use = {one.pid for pid, process in list(started.items()) if process.poll() is None for one in processes.below(pid)}
     marked = [one for one in processes.everybody() if one.state not in "ZX" and owner(one) in ours]
-    found = {one.pid: one for one in marked if not _is_daemon(one)}
+    found = {one.pid: one for one in marked if one.pid not in in_use and not _is_daemon(one)}
     found.update({one.pid: one for one in here if owner(one) is None})
     return list(found.values())
 
