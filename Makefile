@@ -2,7 +2,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check setup install-deps build image install uninstall clean distclean
+.PHONY: help demo test soak bench check setup install-deps build image install uninstall clean distclean
 
 PREFIX ?= /usr/local
 export PREFIX DESTDIR
@@ -13,8 +13,11 @@ help: ## list these targets
 demo: build ## build everything, then fork a running VM and do a real job on its clones
 	@mk/demo.sh $(ARGS)
 
-test: build ## everything that is tested: check, then the built programs from outside
+test: setup ## all tests, in under 20 minutes: check, then the built programs from outside
 	@mk/test.sh
+
+soak: setup ## the long tests, for hours: VMFORK_TEST_SEED=N repeats a run
+	@mk/soak.sh
 
 bench: build ## measure; writes JSON, a table and an HTML report
 	@mk/bench.sh

@@ -74,7 +74,8 @@ def inside(net: Hosts, number: int, act: Callable[[], T]) -> T:
 
 
 def rest(world: w.World, made: Cluster, vm: w.vmfork.VM, *, empty: bool = False) -> None:
-    """Wait until nothing of what was before is under way; with ``empty`` until other hosts have none of the VM's pages any more."""
+    """Wait until earlier work has ended; with ``empty`` until other hosts have none of the VM's
+    pages any more."""
     world.drained(vm)
     for client in made.clients:
         world.pool_is_full(client, made.pool)
@@ -94,7 +95,7 @@ def _shape(net: Hosts, rate: str) -> None:
 
 @contextlib.contextmanager
 def cluster(world: w.World, count: int, *, pool: int, more_flags: Sequence[str] = (), rate: str | None = RATE) -> Iterator[Cluster]:
-    """So many hosts that know each other, with links of such a rate."""
+    """Yield `count` hosts that know each other, with links of this rate."""
     with hosts(count) as net, contextlib.ExitStack() as stack:
         if rate is not None:
             _shape(net, rate)

@@ -1,4 +1,5 @@
-"""Programs in stored snapshots: kept with their working set, started again from a store that is not in memory."""
+"""Programs in stored snapshots: kept with their working set, started again from a store that is not
+in memory."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def timed(vm: w.vmfork.VM, job: str, answer: bytes) -> float:
 
 @dataclass
 class Yardstick:
-    """A VM like the one that is kept, which is never stopped and does the same job beside each run that is measured.
+    """A VM like the one that is kept, which is never stopped and does the same job beside each run
+    that is measured.
 
     A host's speed changes by a third within minutes: what is far apart in time can't be compared.
     """
@@ -77,7 +79,8 @@ class Yardstick:
         return cls(vm, program.job, answer, timed(vm, program.job, answer), w.now_ms())
 
     def measure(self, vm: w.vmfork.VM, answer: bytes) -> tuple[float, float]:
-        """The ms that the job takes in another VM, and how many times those it takes here, right before and right after."""
+        """The ms that the job takes in another VM, and how many times those it takes here, right
+        before and right after."""
         if w.now_ms() > self.measured_ms + STALE_MS:
             self._measure_here()
         before, took = self.last_ms, timed(vm, self.job, answer)
@@ -97,7 +100,8 @@ def started(
     prefetch: str,
     before: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[w.vmfork.VM, float, float]]:
-    """A VM of a snapshot, from a store that is not in memory: with the ms until its vCPUs ran, and until it answered.
+    """A VM of a snapshot, from a store that is not in memory: with the ms until its vCPUs ran, and
+    until it answered.
 
     ``before`` is done first, and counts for the answer.
     """
@@ -121,7 +125,8 @@ def started(
 
 
 def _forget_files(folder: Path) -> None:
-    """Take the store's files out of the host's page cache, as if they had not been read for long."""
+    """Take the store's files out of the host's page cache, as if they had not been read for
+    long."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""Plain QEMU without vmfork, for the baseline: boot, stop, save to a file in memory, load elsewhere.
+"""Plain QEMU without vmfork, for the baseline: boot, stop, save to a file in memory, load
+elsewhere.
 
 The guest is the same image, with the same agent; the few frames of its protocol that are needed are
 spoken here (`crates/agent-proto`).

@@ -84,8 +84,8 @@ def _slowdown(mode: str, summary: Callable[[list[float]], float]) -> Callable[[F
 
 
 def _beyond_cores(figures: Figures) -> float:
-    """All hosts share this machine's processors. What the other hosts had to do would be done by their own, at the same time; what the
-    parent's daemon did would not."""
+    """All hosts share this machine's processors. What the other hosts had to do would be done by
+    their own, at the same time; what the parent's daemon did would not."""
     last = {clones: _p50("hosts_last_ready_ms", clones=clones)(figures) for clones in ("one", "one each")}
     others = {clones: _p50("hosts_start_busy_ms", clones=clones, by="all others")(figures) for clones in last}
     return (last["one each"] - (others["one each"] - others["one"])) / last["one"]

@@ -1,8 +1,8 @@
 """Measures vmfork, and what it is to be compared with, on this machine in one run.
 
 Writes `results.json` (every single value), `results.txt` (tables) and `report.html` (plots) into a
-folder, and prints the tables. A scenario that fails is reported and does not stop the others; the exit
-code is then 1. Figures that were to be reached are marked; missing one is no failure.
+folder, and prints the tables. A scenario that fails is reported and does not stop the others; the
+exit code is then 1. Figures that were to be reached are marked; missing one is no failure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Records what real clones touch, for `crates/sim`: `python3 -m bench.traces`.
 
-A VM forks onto another host (two daemons in network namespaces on this machine), and the clone does a job. The daemon there tells, at the log level
-`trace`, of each page that the clone waits for; while it does, pages come one by one and none ahead, so that all first touches are seen.
-How long pages take to come is left out: what is written is the time in which the clone waited for none. What is left of a fault's cost, some 50 us
-until the guest goes on, is in it.
+A VM forks onto another host (two daemons in network namespaces on this machine), and the clone does
+a job. The daemon there tells, at the log level `trace`, of each page that the clone waits for;
+while it does, pages come one by one and none ahead, so that all first touches are seen. How long
+pages take to come is left out: what is written is the time in which the clone waited for none. What
+is left of a fault's cost, some 50 us until the guest goes on, is in it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ _EVENT = re.compile(r"(?P<at>\S+Z) TRACE .*touches: (?P<what>waits|came) view=(?
 
 
 def touches(log: Iterable[str], ended: datetime) -> list[Touch]:
-    """What a log tells of: each page once, in time that stands still while anything is waited for. The last one is touched again at the end."""
+    """What a log tells of: each page once, in time that stands still while anything is waited for.
+    The last one is touched again at the end."""
     found: list[Touch] = []
     seen: set[int] = set()
     waits: set[tuple[str, str]] = set()
@@ -125,7 +127,8 @@ def text(job: Job, all_touches: list[Touch]) -> str:
 
 
 def record(world: w.World, made: Cluster, job: Job) -> str:
-    """A VM that never forked: what clones of earlier forks waited for would come before it is touched."""
+    """A VM that never forked: what clones of earlier forks waited for would come before it is
+    touched."""
     vm = world.run(made.clients[0], memory_mib=MEMORY_MIB)
     try:
         vm.write_file("/run/job.py", _PYTHON.encode())

@@ -1,7 +1,9 @@
-"""Requests for pages against pages that were sent, by form: what is asked for in lockstep, asked again, lost.
+"""Requests for pages against pages that were sent, by form: what is asked for in lockstep, asked
+again, lost.
 
-As the daemons count them between two moments; that of the VM's host is the first. Pages that come in an answer were asked for: over
-connections (TCP) nothing is lost, and what fails there is asked of another host.
+As the daemons count them between two moments; that of the VM's host is the first. Pages that come
+in an answer were asked for: over connections (TCP) nothing is lost, and what fails there is asked
+of another host.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def add(world: w.World, name: str, found: Sequence[Between], **labels: object) -
             "sent once to all": to_all,
             "dropped, asked for in lockstep": group("served", "lockstep"),
             "dropped, too many waited": group("served", "refused"),
-            # To hosts that had missed it; and to those whose clones of earlier forks had it, and are gone.
+            # To hosts that had missed it; and to those whose clones of earlier forks had it, and
+            # are gone.
             "sent not for the first time": group("served", "resent"),
             "asked for again by receivers": group("asked", "repeated"),
             "of these lost, sent again": group("served", "lost"),

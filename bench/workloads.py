@@ -1,8 +1,10 @@
-"""Programs with a warm data set in a guest, and a fixed job on each, for what starts from stored snapshots.
+"""Programs with a warm data set in a guest, and a fixed job on each, for what starts from stored
+snapshots.
 
-With the character of those that Twinkle (INFOCOM 2011, section 5) was measured with: one that is bound by memory as mcf is, and
-ordinary ones. All are Debian's, from `guest/image/bench.json`. A job takes some ten seconds under TCG and prints an answer, the
-same each time, so that a run that went wrong is not taken for a fast one.
+With the character of those that Twinkle (INFOCOM 2011, section 5) was measured with: one that is
+bound by memory as mcf is, and ordinary ones. All are Debian's, from `guest/image/bench.json`. A job
+takes some ten seconds under TCG and prints an answer, the same each time, so that a run that went
+wrong is not taken for a fast one.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class World:
         return vm
 
     def pool_is_full(self, client: vmfork.Client, count: int) -> None:
-        """Wait until so many QEMUs wait. The pool's shape is known from the first fork on."""
+        """Wait until the pool holds `count` QEMUs. The pool's shape is known from the first fork
+        on."""
         eventually(lambda: client.host().pool.waiting >= count, 120, f"{count} QEMUs in the pool", every_s=0.05)
 
     def drained(self, vm: vmfork.VM) -> None:
@@ -175,12 +176,14 @@ def _read_if_there(path: Path) -> str:
 
 
 def stolen_ms() -> float:
-    """Processor time that the hypervisor has given to others while this machine wanted it, in steps of 10 ms."""
+    """Processor time that the hypervisor has given to others while this machine wanted it, in steps
+    of 10 ms."""
     return _processors_ms()["steal"]
 
 
 def busy_ms() -> float:
-    """Time in which this machine's processors had something to do, over all of them, in steps of 10 ms."""
+    """Time in which this machine's processors had something to do, over all of them, in steps of
+    10 ms."""
     times = _processors_ms()
     return sum(times[kind] for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
@@ -192,7 +195,8 @@ def _processors_ms() -> dict[str, float]:
 
 
 def at_rest() -> None:
-    """Wait until the processors have had little to do for a while: what ended before is put away."""
+    """Wait until the processors have had little to do for a while: what ended before is put
+    away."""
 
     def is_idle() -> bool:
         begin, busy = now_ms(), busy_ms()

@@ -4,8 +4,8 @@
 
     demo.py [--workers N] [--reads N] [--memory MIB] [--output FILE] [--keep]
 
-Boots a VM, in which demo_guest.py loads a genome's index and 10,000 reads, aligns them alone, and
-then forks the VM from inside into workers that each align a share. This program shows what goes on,
+Boots a VM. In it demo_guest.py loads a genome's index and 10,000 reads and aligns them alone. Then
+it forks the VM from inside into workers that each align a share. This program shows what goes on,
 watches the memory of the VMs meanwhile, and compares the two answers byte for byte. It needs the
 image `demo` and `vmfork` in PATH; mk/demo.sh sees to that. A daemon that was not there before is
 stopped in the end.
@@ -98,7 +98,8 @@ class GuestProgram:
         self.complaints = self.process.stderr.read().strip().splitlines()
 
     def __iter__(self):
-        """(when, event) as they come, and (now, None) at least every tenth of a second between them."""
+        """(when, event) as they come, and (now, None) at least every tenth of a second between
+        them."""
         last = time.monotonic()
         while True:
             try:
@@ -397,7 +398,8 @@ def demonstrate(client, display, vm, options):
 
 @contextmanager
 def interrupts():
-    """SIGTERM and SIGHUP interrupt us as Ctrl-C does; afterwards, while we clean up, none of them."""
+    """SIGTERM and SIGHUP interrupt us as Ctrl-C does; afterwards, while we clean up, none of
+    them."""
 
     def interrupt(_number, _frame):
         raise KeyboardInterrupt

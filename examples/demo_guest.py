@@ -4,10 +4,10 @@
 
     demo_guest.py WORKERS READS FOLDER
 
-Loads the genome's index and the reads into memory, aligns all reads here, then forks this very VM:
-each clone finds index and reads in its memory, aligns its share and sends its SAM records back. Both
-answers are written to FOLDER, `alone.sam` and `merged.sam`. What goes on is told on standard output,
-a JSON object a line, which demo.py on the host shows.
+Loads the genome's index and the reads into memory, aligns all reads here, then forks this very VM.
+Each clone finds index and reads in its memory, aligns its share and sends its SAM records back.
+Both answers are written to FOLDER, `alone.sam` and `merged.sam`. What goes on is told on standard
+output, a JSON object a line, which demo.py on the host shows.
 
 The aligner is Bowtie 2, the data is that of Debian's package bowtie2-examples.
 """
@@ -97,7 +97,8 @@ def feed(pipe, reads):
 
 
 def split(sam):
-    """Header and records. The header's @PG line quotes the command and would differ by nothing else."""
+    """Header and records. The header's @PG line quotes the command and would differ by nothing
+    else."""
     lines = sam.splitlines(keepends=True)
     header = [line for line in lines if line.startswith(b"@") and not line.startswith(b"@PG")]
     return b"".join(header), [line for line in lines if not line.startswith(b"@")]

@@ -1,11 +1,12 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: Apache-2.0
-"""Branching, from outside: fork a VM, let every clone try something else, keep the best and fork that.
+"""Branching, from outside: fork a VM, let every clone try something else, keep the best and fork
+that.
 
     sdk.py VM [CLONES]
 
-Runs on the host, with the Python SDK (`sdk/python`). The VM draws a number; in each round every clone
-adds one of its own, and the clone with the largest sum is the parent of the next round.
+Runs on the host, with the Python SDK (`sdk/python`). The VM draws a number. In each round every
+clone adds one of its own. The clone with the largest sum is the parent of the next round.
 """
 
 import sys

@@ -16,7 +16,8 @@ say() { printf '%s\n' "$*" >&2; }
 # A run still there so long after its time hangs; machines under load are slow.
 hang_s=120
 
-# bounded SECONDS PROGRAM…: in this group of processes; in one of its own the terminal's Ctrl-C would not reach it.
+# bounded SECONDS PROGRAM…: in this group of processes; in one of its own the terminal's Ctrl-C
+# would not reach it.
 bounded() {
     bound_s=$(($1 + hang_s))
     shift
@@ -27,8 +28,8 @@ bounded() {
 }
 
 # `random` writes the seeds and lists the targets, whatever runs them.
-cargo build --quiet --release --no-default-features --bin random --target-dir "$target_dir/stable"
-random=$target_dir/stable/release/random
+cargo build --quiet --bin random --target-dir "$target_dir/stable"
+random=$target_dir/stable/debug/random
 "$random" seeds corpus
 
 if [ "${VMFORK_FUZZ_STABLE:-}" != 1 ] && cargo +nightly --version >/dev/null 2>&1 &&
@@ -40,7 +41,8 @@ if [ "${VMFORK_FUZZ_STABLE:-}" != 1 ] && cargo +nightly --version >/dev/null 2>&
     coverage="$coverage -Cllvm-args=-sanitizer-coverage-trace-compares"
     # With --target, the flags do not reach build scripts.
     RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 $coverage" \
-        cargo +nightly build --quiet --release --target "$triple" --target-dir "$target_dir/nightly"
+        cargo +nightly build --quiet --release -p vmfork-fuzz --features libfuzzer --config profile.release.debug-assertions=true \
+        --config profile.release.overflow-checks=true --target "$triple" --target-dir "$target_dir/nightly"
     run() {
         mkdir -p "artifacts/$1" "corpus/$1"
         bounded "$2" "$target_dir/nightly/$triple/release/$1" "corpus/$1" -max_total_time="$2" \

@@ -13,6 +13,7 @@ planes() {
 }
 
 sdk() {
+	(cd sdk/python && "$PYTHON" generate_sync.py --check)
 	(cd sdk/python && "$PYTHON" -m pytest -q -p no:cacheprovider)
 	if "$PYTHON" -c 'import mypy' 2>/dev/null; then
 		(cd sdk/python && "$PYTHON" -m mypy --cache-dir "$CACHE/mypy")
@@ -37,9 +38,19 @@ shell_scripts() {
 	fi
 }
 
+# Lock files and traces are not written by people.
+spelling() { git ls-files -z -- . ':!*.lock' ':!*.trace' | xargs -0 codespell -I mk/codespell.words; }
+
+prose() {
+	"$PYTHON" -m unittest -q mk/test_prose.py
+	"$PYTHON" mk/prose.py
+}
+
 step "format" cargo fmt --all --check
-step "lints" cargo clippy --workspace --all-targets --quiet -- -D warnings
+step "lints and build" tests_cargo --all-targets --no-run
 step "planes" planes
-step "unit tests" cargo test --workspace --quiet --lib --bins
+step "unit tests" tests_cargo --lib --bins
 step "Python SDK" sdk
 step "shell scripts" shell_scripts
+step "spelling" spelling
+step "prose" prose

@@ -19,9 +19,12 @@ CACHE=$ROOT/.cache
 PYTHON=/usr/bin/python3
 # shellcheck disable=SC2034
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
+# What black-box tests run: laid out as $OUT is, with the programs of the tests' profile.
+# shellcheck disable=SC2034
+TEST_OUT=$TARGET/out
 
 # A state folder of this checkout's own. Not inside it: a checkout below /root is closed to the
-# unprivileged user that QEMU runs as, and the path of a unix socket has at most 107 bytes.
+# unprivileged user that QEMU runs as. And the path of a unix socket has at most 107 bytes.
 checkout=$(printf %s "$ROOT" | cksum | cut -d ' ' -f 1)
 : "${VMFORK_STATE:=/var/lib/vmfork-dev/$checkout}"
 : "${VMFORK_SOCKET:=$VMFORK_STATE/vmforkd.sock}"
@@ -38,11 +41,23 @@ die() {
 	exit 1
 }
 
-# step TEXT COMMAND…: says what begins, and how long it took.
+# Where a test run keeps the time of each step, and pytest that of each test.
+TIMES=$TARGET/test-times
+
+# step TEXT COMMAND…: says what begins and how long it took; keeps the latter in $TIMES/steps.
 step() {
 	say "$1"
+	step_name=$1
 	shift
 	step_began=$(date +%s)
 	"$@"
-	printf -- '--- %s s\n' "$(($(date +%s) - step_began))" >&2
+	step_took=$(($(date +%s) - step_began))
+	printf -- '--- %s s\n' "$step_took" >&2
+	if [ -d "$TIMES" ]; then printf '%5s s  %s\n' "$step_took" "$step_name" >>"$TIMES/steps"; fi
+}
+
+# Lints and builds in one pass: mk/lint-rustc.sh stands in for rustc. All tests go through here:
+# with other flags or other packages cargo would build most of the workspace again.
+tests_cargo() {
+	RUSTC_WORKSPACE_WRAPPER=$ROOT/mk/lint-rustc.sh cargo test --workspace --quiet "$@"
 }

@@ -1,5 +1,6 @@
 #!/bin/sh
-# mk/install.sh [--remove]: what mk/build.sh laid out, below $DESTDIR$PREFIX. State is elsewhere, and stays.
+# mk/install.sh [--remove]: what mk/build.sh laid out, below $DESTDIR$PREFIX. State is elsewhere,
+# and stays.
 . "$(dirname "$0")/env.sh"
 
 : "${PREFIX:=/usr/local}" "${DESTDIR:=}"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Ends what a killed daemon of this state folder left: processes, cgroups, mounts. Nothing of another's.
-# mk/leftovers.sh [CGROUPS]: where the cgroup hierarchy is.
+# Ends what a killed daemon of this state folder left: processes, cgroups, mounts. Nothing of
+# another's. mk/leftovers.sh [CGROUPS]: where the cgroup hierarchy is.
 . "$(dirname "$0")/env.sh"
 
 cgroups=${1:-/sys/fs/cgroup}/vmfork
@@ -55,7 +55,8 @@ done
 # Another daemon would miss it.
 if [ "$other_daemons" = 0 ]; then rmdir "$cgroups" 2>/dev/null || true; fi
 
-# Mounts below the state folder, innermost first. The daemon unmounts its own; this is for one that died.
+# Mounts below the state folder, innermost first. The daemon unmounts its own; this is for one that
+# died.
 awk '{ print $5 }' /proc/self/mountinfo | grep -F "$state/" | sort -r | while read -r mount; do
 	umount "$mount"
 done

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Gets the QEMU of bookworm-backports for the tests: its packages, into .cache, from where this machine gets its
-# own; installed is nothing. Once there, no network is needed.
+# Gets the QEMU of bookworm-backports for the tests: its packages, into .cache, from where this
+# machine gets its own; installed is nothing. Once there, no network is needed.
 . "$(dirname "$0")/env.sh"
 
 packages="qemu-system-x86 qemu-system-common qemu-system-data seabios"

@@ -1,9 +1,11 @@
 #!/bin/sh
-# Gets versitygw, an S3 server, for the tests of crates/store-s3: built from source into .cache, installed is nothing.
-# Once there, no network is needed. Without Go or a network it says so, and those tests are left out.
+# Gets versitygw, an S3 server, for the tests of crates/store-s3: built from source into .cache,
+# installed is nothing. Once there, no network is needed. Without Go or a network it says so, and
+# those tests are left out.
 . "$(dirname "$0")/env.sh"
 
-# What the tests were written against. The folder has the version, so that another one is built anew.
+# What the tests were written against. The folder has the version, so that another one is built
+# again.
 version=v1.8.0
 to=$CACHE/versitygw-$version
 [ ! -x "$to/versitygw" ] || exit 0

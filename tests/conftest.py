@@ -1,14 +1,24 @@
-"""Fixtures of the black-box tests: `daemon`, `client`, `image`, `booted`, `vm`, `cli`.
+"""Fixtures of the black-box tests: `daemon`, `client`, `image`, `booted`, `vm`, `cli`, `three_hosts`.
 
 They run what was built (`out/`, or VMFORK_OUT) as users do, and assert at the end of every daemon that
 nothing of it is left: no process, mount, socket, cgroup or file in /dev/shm. Every test has a time
 limit (`@pytest.mark.limit(seconds)`). What cannot run here is skipped with the missing thing named, and
 counted at the end; VMFORK_TEST_STRICT=1 makes failures of skips.
+
+Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. Those that share a fixture of their module
+are one group and stay in one process; each other test is its own. `@pytest.mark.alone` keeps other tests from running
+meanwhile, for tests that measure the whole host. `LONGEST` names the modules that start first.
+
+`-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names a file that gets the
+time of each test.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import fcntl
+import json
 import os
 import random
 import sys
@@ -23,8 +33,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "sdk" / "python" / "src")]
 import vmfork  # noqa: E402
 
 from harness import daemon as daemons  # noqa: E402
-from harness import images, processes  # noqa: E402
+from harness import guests, images, places, processes  # noqa: E402
 from harness.cli import Cli  # noqa: E402
+from harness.cluster import Cluster, cluster_of  # noqa: E402
 from harness.daemon import Daemon  # noqa: E402
 from harness.waits import LimitExceeded, limit  # noqa: E402
 
@@ -32,13 +43,98 @@ LIMIT_DEFAULT_S = 180.0
 LIMIT_SETUP_S = 1500.0  # the image may have to be built
 LIMIT_TEARDOWN_S = 120.0
 
-_skipped: collections.Counter[str] = collections.Counter()
+#: The groups that take longest start first, so that no process ends long after the others. By `VMFORK_TEST_TIMES`.
+LONGEST = (
+    "test_readme",
+    "three_hosts",
+    "test_snapshots",
+    "test_fork",
+    "test_faults",
+    "test_cluster_multicast",
+    "test_cluster_page_transfer",
+    "test_cluster_slurm",
+    "test_freepages",
+    "test_forkapi",
+    "test_ctrl_c",
+    "test_cluster_faults",
+    "test_cluster_quotas",
+    "test_cluster_images",
+    "test_lifecycle",
+    "test_cluster_tickets",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the test may take")
-    config.addinivalue_line("markers", "slow: takes minutes; left out by `-m 'not slow'`")
+    config.addinivalue_line("markers", "soak: a long case; run by `-m soak`, left out without")
+    config.addinivalue_line("markers", "alone: no test of another process runs meanwhile")
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process")
     processes.become_subreaper()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat tests with long cases. Each turn is a test of its own, with its own seed and time limit."""
+    turns = int(os.environ.get("VMFORK_SOAK", 1))
+    sets = (one for mark in metafunc.definition.iter_markers("parametrize") for one in mark.args[1])
+    cases = (mark for one in sets for mark in getattr(one, "marks", ()))
+    if turns > 1 and any(mark.name == "soak" for mark in (*metafunc.definition.iter_markers(), *cases)):
+        metafunc.fixturenames.append("soak_turn")
+        metafunc.parametrize("soak_turn", range(1, turns + 1), indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A group for each module, and the longest first. The same in all processes."""
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        if "three_hosts" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("three_hosts"))
+        elif _shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(_module(item)))
+
+    def rank(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("xdist_group")
+        name = mark.args[0] if mark else _module(item)
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
+
+
+def _module(item: pytest.Item) -> str:
+    return item.path.stem
+
+
+def _shares_with_its_module(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(one.scope == "module" for used in definitions for one in used)
+
+
+# -- tests that want the host for themselves ---------------------------------------------------------
+
+
+def _lock(name: str, how: int) -> contextlib.closing[object]:
+    folder = places.CACHE / "test-locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / name).open("w")
+    fcntl.flock(file, how)
+    return contextlib.closing(file)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests share the host, and those that are marked `alone` wait until they have it."""
+    if item.get_closest_marker("alone"):
+        # At the gate no others start, so that the wait ends with those that run.
+        with _lock("gate", fcntl.LOCK_EX), _lock("host", fcntl.LOCK_EX):
+            yield
+    else:
+        with _lock("gate", fcntl.LOCK_SH):
+            lock = _lock("host", fcntl.LOCK_SH)
+        with lock:
+            yield
 
 
 # -- time limits ---------------------------------------------------------------------------------
@@ -74,19 +170,38 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    # Here, and not where the thing was missed: tests that share a fixture are skipped one by one.
-    if call.excinfo is not None and isinstance(call.excinfo.value, pytest.skip.Exception):
-        _skipped[str(call.excinfo.value.msg)] += 1
     if report.failed:
         for daemon in daemons.running:
             report.sections.append((f"log of vmforkd in {daemon.folder}", daemon.log_tail()))
+            for name, text in daemon.consoles().items():
+                report.sections.append((f"console of {name} in {daemon.folder}", text))
+
+
+#: Seconds by test and phase; in the process that the others report to.
+_times: dict[str, dict[str, float]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _times.setdefault(report.nodeid, {})[report.when or ""] = round(report.duration, 3)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("VMFORK_TEST_TIMES")
+    if path and not hasattr(session.config, "workerinput"):
+        part = Path(f"{path}.new")
+        part.write_text(json.dumps(_times, indent=1) + "\n")
+        part.replace(path)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _skipped:
+    # From the reports, and not where the thing was missed: tests that share a fixture are skipped one by one, and some
+    # of them in other processes.
+    reasons = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+    skipped = collections.Counter(str(reason[2]) for reason in reasons if isinstance(reason, tuple))
+    if skipped:
         terminalreporter.section("not tested here", yellow=True)
-        for why, count in _skipped.most_common():
-            terminalreporter.write_line(f"{count} skipped: {why}")
+        for why, count in skipped.most_common():
+            terminalreporter.write_line(f"{count} skipped: {why.removeprefix('Skipped: ')}")
 
 
 def _need(condition: object, what: str) -> None:
@@ -110,6 +225,13 @@ def seed() -> Iterator[int]:
     # pytest shows this where the test fails.
     print(f"VMFORK_TEST_SEED={seed}")
     yield seed
+
+
+@pytest.fixture
+def soak_turn(request: pytest.FixtureRequest) -> int:
+    """Which repetition of a long case this is."""
+    turn: int = request.param
+    return turn
 
 
 # -- the daemon ----------------------------------------------------------------------------------
@@ -172,10 +294,16 @@ def client(daemon: Daemon) -> Iterator[vmfork.Client]:
 
 
 @pytest.fixture(scope="module")
-def booted(daemon: Daemon, image: str) -> Iterator[vmfork.VM]:
-    """A VM that booted, shared by a module's tests: fork it, don't change it."""
+def booted(request: pytest.FixtureRequest, daemon: Daemon, image: str) -> Iterator[vmfork.VM]:
+    """A VM shared by a module's tests: fork it, don't change it.
+
+    It comes from a store, where a VM of its shape was put that had booted. With `BOOTS = True` in the module it boots here.
+    """
     with daemon.client() as client:
-        vm = client.run(image, name="base", memory_mib=512)
+        if getattr(request.module, "BOOTS", False):
+            vm = client.run(image, name="base", memory_mib=512)
+        else:
+            vm = guests.warm(client, image, name="base")
         yield vm
         try:
             vm.remove(force=True)
@@ -197,3 +325,11 @@ def cli(daemon: Daemon) -> Cli:
     return Cli(daemon)
 
 
+# -- hosts of a cluster --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def three_hosts(image: str) -> Iterator[Cluster]:
+    """One cluster with the default settings, for all tests that leave its hosts as they are."""
+    with cluster_of(3, image) as made:
+        yield made

@@ -1,11 +1,11 @@
-"""Hosts that fork onto each other, as network namespaces with a daemon each. All tests have the same three of them."""
+"""Hosts that fork onto each other, as network namespaces with a daemon each: the cluster that all such tests share."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +13,9 @@ import pytest
 import vmfork
 
 from harness import metrics
-from harness.cluster import PORT, Cluster, cluster_of
+from harness.cli import Cli
+from harness.cluster import PORT, Cluster
+from harness.daemon import Daemon
 from harness.metrics import Between
 from harness.waits import eventually, settles, stays
 
@@ -25,11 +27,12 @@ FRESH_S = 60.0
 
 READ = "sha256sum /dev/shm/data"
 
+MakeDaemon = Callable[..., Daemon]
+
 
 @pytest.fixture(scope="module")
-def made(image: str) -> Iterator[Cluster]:
-    with cluster_of(3, image) as made:
-        yield made
+def made(three_hosts: Cluster) -> Cluster:
+    return three_hosts
 
 
 @dataclass
@@ -46,9 +49,9 @@ class Borrower:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def borrower(made: Cluster, image: str) -> Borrower:
+def borrower(made: Cluster) -> Borrower:
     """Made first, since a loan takes its time to end."""
-    lender = made.clients[2].run(image, name="lender", memory_mib=128)
+    lender = made.warm(2, name="lender", memory_mib=128)
     lender.exec("head -c 8M /dev/urandom > /dev/shm/early; head -c 8M /dev/urandom > /dev/shm/late", check=True)
     files = ("/dev/shm/early", "/dev/shm/late")
     sums = {file: lender.exec(f"sha256sum {file}", check=True).stdout for file in files}
@@ -65,11 +68,28 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
+def parent(cluster: Cluster) -> vmfork.VM:
     """A VM on the first host, with something to remember."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+    return _with_data(cluster.warm(0, name="web", memory_mib=256))
+
+
+@pytest.fixture
+def counted(cluster: Cluster) -> vmfork.VM:
+    """The same, but it boots: a store's pages come another way, and here bytes are counted."""
+    return _with_data(cluster.clients[0].run(cluster.image, name="web", memory_mib=256))
+
+
+def _with_data(vm: vmfork.VM) -> vmfork.VM:
     vm.exec("head -c 20M /dev/urandom > /dev/shm/data; echo kept > /run/secret", check=True)
     return vm
+
+
+def test_a_poor_host_name_is_warned_of(make_daemon: MakeDaemon) -> None:
+    cli = Cli(make_daemon().start())
+    for name, is_poor in (("localhost", True), ("h0", False)):
+        told = cli("cluster", "init", "--address", f"127.0.0.1:{PORT}", "--name", name).stderr.decode()
+        assert ("warning: the name of this host" in told and "--name NAME" in told) == is_poor, told
+        cli("cluster", "leave")
 
 
 @pytest.mark.limit(240)
@@ -97,7 +117,8 @@ def test_one_call_forks_onto_all_hosts_and_vms_are_reached_from_any(cluster: Clu
         assert there.vm(clone.name).read_file("/run/mine") == clone.name.encode()
     assert there.vm("web").exec("cat /run/secret", check=True).stdout == b"kept\n"
     tree = cluster.clis[1].text("tree")
-    assert all(clone.name in tree for clone in fork), tree
+    drawn = {line.split()[-1] for line in tree.splitlines() if "web" in line}
+    assert all(clone.name in tree for clone in fork) and drawn == {"h0", "h1", "h2"}, tree
     assert "web.1" in cluster.clis[0].text("ps")
     # The next names are free on all hosts.
     with parent.fork(2).raise_for_errors() as more:
@@ -139,7 +160,8 @@ for at in range(0, 20 << 20, 64 << 10):
 
 
 @pytest.mark.limit(240)
-def test_who_reads_most_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(cluster: Cluster, parent: vmfork.VM) -> None:
+def test_who_reads_most_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(cluster: Cluster, counted: vmfork.VM) -> None:
+    parent = counted
     # So that the clone, too, need not look for the program on the disk.
     parent.exec(READ_MOST, check=True)
     expected = parent.exec(READ, check=True).stdout
@@ -166,7 +188,8 @@ def test_who_reads_most_of_a_part_of_memory_gets_the_rest_of_it_without_waiting(
 
 
 @pytest.mark.limit(240)
-def test_a_page_crosses_to_a_host_once(cluster: Cluster, parent: vmfork.VM) -> None:
+def test_a_page_crosses_to_a_host_once(cluster: Cluster, counted: vmfork.VM) -> None:
+    parent = counted
     def came() -> int:
         return cluster.net.received(1)
 
@@ -191,7 +214,8 @@ def test_a_page_crosses_to_a_host_once(cluster: Cluster, parent: vmfork.VM) -> N
 
 
 @pytest.mark.limit(240)
-def test_hosts_that_bring_the_same_image_take_it_from_each_other(cluster: Cluster, parent: vmfork.VM) -> None:
+def test_hosts_that_bring_the_same_image_take_it_from_each_other(cluster: Cluster, counted: vmfork.VM) -> None:
+    parent = counted
     parent.exec("head -c 60M /dev/urandom > /dev/shm/more", check=True)
     expected = parent.exec("sha256sum /dev/shm/more", check=True).stdout
     before = cluster.net.sent(0)

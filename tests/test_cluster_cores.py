@@ -27,9 +27,9 @@ def cluster(image: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
+def parent(cluster: Cluster) -> vmfork.VM:
     """A VM on the first host, with the program."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=128)
+    vm = cluster.warm(0, name="web", memory_mib=128)
     vm.copy_in(PROGRAM, "/run/away.py")
     return vm
 

@@ -31,9 +31,9 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    """A VM on the first host, with something to remember."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+def parent(cluster: Cluster) -> vmfork.VM:
+    """A VM on the first host, with something to remember. It boots: what comes to other hosts is counted."""
+    vm = cluster.clients[0].run(cluster.image, name="web", memory_mib=256)
     vm.exec("head -c 20M /dev/urandom > /dev/shm/data; echo kept > /run/secret; sha256sum /dev/shm/data > /run/sum", check=True)
     return vm
 

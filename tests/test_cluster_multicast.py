@@ -32,8 +32,8 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    return parent_of(cluster, image)
+def parent(cluster: Cluster) -> vmfork.VM:
+    return parent_of(cluster)
 
 
 def read_at_once(clones: vmfork.ForkResult, expected: bytes) -> None:
@@ -47,6 +47,7 @@ def needed(clones: vmfork.ForkResult) -> int:
     return max(clone.inspect().memory.source.peer for clone in clones)
 
 
+@pytest.mark.alone
 @pytest.mark.limit(240)
 def test_what_two_hosts_bring_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
@@ -60,6 +61,7 @@ def test_what_two_hosts_bring_is_sent_about_once(cluster: Cluster, parent: vmfor
     read_at_once(fork, expected)
 
 
+@pytest.mark.alone
 @pytest.mark.limit(240)
 def test_what_vms_of_two_hosts_read_at_once_is_sent_about_once(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
@@ -125,8 +127,15 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
         flood(cluster, number, on=True)
 
 
-@pytest.mark.limit(240)
-def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, parent: vmfork.VM) -> None:
+@pytest.mark.limit(480)
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, times: int) -> None:
+    for _ in range(times):
+        _bring_with_loss(cluster, parent_of(cluster))
+        cluster.clear()
+
+
+def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> None:
     expected = parent.exec(READ, check=True).stdout
     sent, counted = Sent(cluster), Counted(cluster)
     with lossy(cluster, 2):

@@ -33,8 +33,8 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    return parent_of(cluster, image)
+def parent(cluster: Cluster) -> vmfork.VM:
+    return parent_of(cluster)
 
 
 def fork_whole(parent: vmfork.VM, hosts: list[str]) -> int:

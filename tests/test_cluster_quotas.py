@@ -33,7 +33,7 @@ def live(cluster: Cluster) -> int:
 
 @pytest.mark.limit(300)
 def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image: str) -> None:
-    parent = cluster.clients[0].run(image, name="web", memory_mib=128)
+    parent = cluster.warm(0, name="web", memory_mib=128)
     parent.copy_in(PROGRAM, "/run/away.py")
     fork = parent.fork(8)
     failed = [result for result in fork.results if result.error]
@@ -56,7 +56,7 @@ def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image:
 
     # What has ended on one host can be had on another at once.
     cluster.clear(keep=frozenset({"web"}))
-    other = cluster.clients[1].run(image, name="other", memory_mib=128)
+    other = cluster.warm(1, name="other", memory_mib=128)
     # Both at once: what one gets the other does not.
     with ThreadPoolExecutor() as pool:
         forks = list(pool.map(lambda vm: outcome(vm), (parent, other)))

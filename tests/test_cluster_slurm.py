@@ -47,8 +47,8 @@ def cluster(made: tuple[Cluster, Slurm]) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    vm = cluster.clients[0].run(image, name="web", memory_mib=128)
+def parent(cluster: Cluster) -> vmfork.VM:
+    vm = cluster.warm(0, name="web", memory_mib=128)
     vm.copy_in(PROGRAM, "/run/away.py")
     return vm
 

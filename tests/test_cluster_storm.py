@@ -22,7 +22,6 @@ MIB = 1 << 20
 HOSTS = 3
 PARENTS = 4
 CLONES = 8
-TIMES = 2
 MEMORY_MIB = 768
 #: What VMs may have on each host: not nearly all that are asked for fit, since each is promised all of its memory.
 MAY_MIB = 6144
@@ -44,6 +43,12 @@ def made(image: str, need: Callable[[object, str], None]) -> Iterator[Cluster]:
     flags = ["--clone-growth-percent", "100", "--memory-reserve-mib", str(available_mib - MAY_MIB)]
     with cluster_of(HOSTS, image, flags) as made:
         yield made
+
+
+@pytest.fixture
+def cluster(made: Cluster) -> Iterator[Cluster]:
+    yield made
+    made.clear()
 
 
 @contextlib.contextmanager
@@ -75,11 +80,11 @@ def anonymous_bytes(pid: int) -> int:
     return 0
 
 
-def storm(parent: vmfork.VM) -> tuple[int, int]:
+def storm(parent: vmfork.VM, times: int) -> tuple[int, int]:
     """Fork it as often as it is to be, each clone reads what its parent knows. → how many ran, how many found no place."""
     expected = parent.exec(READ, check=True).stdout
     ran = refused = 0
-    for _ in range(TIMES):
+    for _ in range(times):
         try:
             fork = parent.fork(CLONES, hydrate_mib_per_s=1000)
         except vmfork.ApiError as error:
@@ -98,18 +103,21 @@ def storm(parent: vmfork.VM) -> tuple[int, int]:
     return ran, refused
 
 
+@pytest.mark.alone
 @pytest.mark.limit(240)
-def test_a_storm_of_forks_is_weathered(made: Cluster, image: str) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_storm_of_forks_is_weathered(cluster: Cluster, times: int) -> None:
+    made = cluster
     parents = []
     for number in range(PARENTS):
-        vm = made.clients[number % HOSTS].run(image, name=f"web{number}", memory_mib=MEMORY_MIB)
+        vm = made.warm(number % HOSTS, name=f"web{number}", memory_mib=MEMORY_MIB)
         vm.exec("head -c 16M /dev/urandom > /dev/shm/data", check=True)
         parents.append(vm)
     before = [metrics.read(daemon) for daemon in made.daemons]
     with most_in_use(made) as most, ThreadPoolExecutor(PARENTS) as pool:
-        outcomes = list(pool.map(storm, parents))
+        outcomes = list(pool.map(lambda parent: storm(parent, times), parents))
     ran, refused = (sum(counts) for counts in zip(*outcomes, strict=True))
-    assert ran + refused == PARENTS * CLONES * TIMES
+    assert ran + refused == PARENTS * CLONES * times
     assert refused > 0, "more was promised than there is"
     assert ran >= CLONES, outcomes
     assert all(bytes_most <= (MAY_MIB + BESIDE_MIB) * MIB for bytes_most in most), most

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
-from harness import images, initrd, leftovers, programs
+from harness import guests, images, initrd, leftovers, programs
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
@@ -210,6 +210,7 @@ def _available_mib() -> int:
 
 
 @pytest.mark.limit(120)
+@pytest.mark.alone
 def test_what_does_not_fit_into_memory_is_refused_with_the_figures(
     make_daemon: MakeDaemon, image: str, need: Callable[[object, str], None]
 ) -> None:
@@ -226,7 +227,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_the_figures(
         assert "8192 MiB" in text
         assert text.count("MiB") >= 3, text  # what was asked for, what there is, what is promised
         assert client.vms(ended=True) == []
-        vm = client.run(image, name="web", memory_mib=512)
+        vm = guests.warm(client, image, name="web", memory_mib=512)
         text = refused(lambda: vm.fork(40, all_or_nothing=True), "no_capacity")
         assert "MiB" in text
         assert vm.inspect().clones == 0
@@ -248,7 +249,7 @@ def test_guests_make_their_family_no_larger_than_they_may(make_daemon: MakeDaemo
     daemon.start()
     ask = "import vmfork; print(vmfork.sf_request_ticket(50).granted)"
     with daemon.client() as client:
-        vm = client.run(image, name="web", memory_mib=256)
+        vm = guests.warm(client, image, name="web", memory_mib=256)
         outside = vm.fork(1).raise_for_errors()[0]
         asked = vm.exec(["python3", "-c", ask], check=True)
         assert asked.stdout_text == "2\n", "two of four are there already"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
-from harness import places, programs
+from harness import guests, places, programs
 from harness.waits import eventually
 
 SOURCES = Path(__file__).parent / "guest"
@@ -61,7 +61,7 @@ def test_messages_of_one_worker_can_be_taken_alone(run: Callable[[str, str], str
 
 @pytest.mark.parametrize("language", ["c", "python"])
 def test_hierarchical_puts_a_worker_on_each_vcpu(client: vmfork.Client, image: str, language: str) -> None:
-    with client.run(image, memory_mib=256, cpus=2) as vm:
+    with guests.warm(client, image, memory_mib=256, cpus=2) as vm:
         lines = [line.split() for line in run_in(vm, language, "hierarchical").splitlines()]
         assert sorted(int(vmid) for vmid, _pid, _id in lines) == [1, 2, 3, 4]
         by_vm: dict[str, set[str]] = {}

@@ -6,9 +6,13 @@ import json
 import time
 from collections.abc import Callable
 
+import pytest
 import vmfork
 
 from harness.programs import Memcheck
+
+#: A VM that booted has another identity than one from a store.
+BOOTS = True
 
 
 def _distinct(values: list[str]) -> bool:
@@ -86,6 +90,7 @@ def _clock_error_s(vm: vmfork.VM) -> float:
     return best
 
 
+@pytest.mark.alone
 def test_clocks_are_within_50_ms_of_the_host(booted: vmfork.VM, vm: vmfork.VM) -> None:
     assert _clock_error_s(vm) < 0.05
     with vm.fork(2) as clones:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
+from harness import guests
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
@@ -211,7 +212,7 @@ def test_a_file_of_200_mib_goes_both_ways(
     with source.open("wb") as file:
         for i in range(200):
             file.write(i.to_bytes(8, "little") + block[8:])
-    with client.run(image, memory_mib=1024) as vm:
+    with guests.warm(client, image, memory_mib=1024) as vm:
         vm.copy_in(source, "/dev/shm/big")
         assert vm.copy_out("/dev/shm/big", back) == 200 << 20
     with source.open("rb") as one, back.open("rb") as other:
@@ -308,7 +309,7 @@ def test_inspect_adds_up(vm: vmfork.VM, booted: vmfork.VM, cli: Cli) -> None:
     memory = detail.memory
     assert memory.pages == booted.inspect().memory_mib * 256
     assert detail.parent == booted.name
-    assert detail.family == booted.id
+    assert detail.family == booted.inspect().family
     assert detail.vmid >= 1
     assert memory.image is not None
     assert memory.image_views >= 1

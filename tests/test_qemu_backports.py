@@ -61,6 +61,7 @@ def test_memory_is_exact_on_it(vm: vmfork.VM, seed: int) -> None:
     assert all(clone.vm.inspect().qemu_version == vm.inspect().qemu_version for clone in family.members)
 
 
+@pytest.mark.soak
 @pytest.mark.limit(300)
 def test_a_program_forks_its_vm_on_it(vm: vmfork.VM) -> None:
     vm.copy_in(places.ROOT / "examples/python/parallel.py", "/run/parallel.py")
@@ -69,6 +70,7 @@ def test_a_program_forks_its_vm_on_it(vm: vmfork.VM) -> None:
     assert total == alone
 
 
+@pytest.mark.soak
 def test_what_its_guest_reports_free_costs_nothing(vm: vmfork.VM) -> None:
     mib = 80
     vm.exec(f"head -c {mib}M /dev/zero | tr '\\0' x > /dev/shm/f", check=True)

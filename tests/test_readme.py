@@ -83,6 +83,8 @@ def same_shape(shown: list[str], printed: list[str]) -> bool:
     return re.fullmatch(pattern, text) is not None
 
 
+#: They build the same images.
+@pytest.mark.xdist_group("test_readme")
 @pytest.mark.limit(1500)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_do_what_the_document_shows(

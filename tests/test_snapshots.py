@@ -22,6 +22,9 @@ from harness.waits import eventually
 
 MakeDaemon = Callable[..., Daemon]
 
+#: What a store holds is counted and damaged here: it holds nothing of another test's.
+BOOTS = True
+
 #: 5 MiB, of which a third repeats.
 DATA = b"".join(hashlib.sha256(f"{n}".encode()).digest() * (1 + n % 2) for n in range(110_000))
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -108,7 +111,7 @@ def test_a_snapshot_outlives_its_vm_and_its_daemon(own: Daemon) -> None:
 
 
 @pytest.mark.limit(900)
-@pytest.mark.parametrize("cpus", [1, 2])
+@pytest.mark.parametrize("cpus", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_memory_is_that_of_the_instant(make_daemon: MakeDaemon, image: str, seed: int, cpus: int) -> None:
     """As for forks in `test_memory_exact.py`: every byte is known at any instant."""
     daemon = make_daemon()

@@ -3,7 +3,8 @@
  *
  * Fills MIB, then waits for this VM to become a clone (/run/vmfork/vmid changes). The clone with vmid
  * 1 walks at once, others (with REST_US all) when /run/pagewalk.go appears: one read of every 16th page, in an order that
- * no neighbour follows, each timed. With REST_US of every 128th, so few that nobody predicts the next, and a rest after each.
+ * no neighbour follows, each timed. With REST_US of every 128th, too few for the next to be predicted, and a rest
+ * after each.
  * What it fills does not compress. The times go to /run/pagewalk.out, ns, one a line, and the file
  * appears when it is whole.
  */

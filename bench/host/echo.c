@@ -1,5 +1,6 @@
 /*
- * echo serve ADDRESS PORT BYTES: answers each request of 32 bytes with so many, on one connection after the other.
+ * echo serve ADDRESS PORT BYTES: answers each request of 32 bytes with BYTES bytes,
+ * on one connection after the other.
  * echo ask ADDRESS PORT BYTES ROUNDS REST_US: how long each round took, µs, one a line; rests in between.
  *
  * What a link takes for a question and an answer, with nothing but TCP.

@@ -1,4 +1,5 @@
-"""One module per question. Each has `TITLE` and `run(world)`, which adds series to `world.figures`."""
+"""One module per question. Each has `TITLE` and `run(world)`, which adds series to
+`world.figures`."""
 
 from types import ModuleType
 

@@ -1,8 +1,10 @@
-"""What a host sends for a clone that allocates 1 GiB afresh on another one: what was there before matters to nobody.
+"""What a host sends for a clone that fills 1 GiB of new memory on another host: the old contents
+are not needed.
 
-With a parent that has never used that memory, and with one that has used and given it back; and of a parent's first fork, since what clones
-waited for goes along with later ones. Counted at the device of the parent's host,
-beside a clone that does nothing; what the parent's host served, and for whom, is the daemon's count.
+With a parent that has never used that memory, and with one that has used and given it back. Also
+of a parent's first fork, since what clones waited for goes along with later ones. Counted at the
+device of the parent's host, beside a clone that does nothing. What the parent's host served, and
+for which purpose, is the daemon's count.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, command: list[str],
         pages = served.value("vmfork_transfer_bytes_total", side="served", role=role)
         series("afresh_part_MiB", **labels, part=role).add(pages / MIB)
         rest_bytes -= pages
-    # What is told at the start (device state, page table, working set), heartbeats, headers of packets.
+    # What is told at the start (device state, page table, working set), heartbeats, headers of
+    # packets.
     series("afresh_part_MiB", **labels, part="other than pages").add(rest_bytes / MIB)
     w.end_all(fork)

@@ -41,8 +41,8 @@ def _cpu(world: w.World) -> None:
     """Processor time of the daemon during a fork and of the clone's QEMU, per clone.
 
     Read when the fork is answered: a clone's agent has by then taken its identity. What the guest
-    executed for that, and for its first command, is told apart. The pool's refill, in QEMUs that are
-    nobody's clone yet, does not count.
+    executed for that, and for its first command, is told apart. The pool's refill, in QEMUs that
+    are no clones yet, does not count.
     """
     count = 4
     with world.daemon(pool=count) as (daemon, client):

@@ -1,8 +1,10 @@
-"""The same end by copying: a VM is suspended, all of its state copied to other hosts, and resumed there.
+"""The same end by copying: a VM is suspended, all of its state copied to other hosts, and resumed
+there.
 
-With plain QEMU, whose processes wait already, as those of the pool do. The state goes over the same links: *to each* host by itself, as from
-an NFS server, and *once*, as the best multicast would do it: to one host, and all others are taken to have it by then. Each then runs a
-command and answers, as clones do.
+With plain QEMU, whose processes wait already, as those of the pool do. The state goes over the same
+links in two ways. *To each*: to each host by itself, as from an NFS server. *Once*: to one host,
+and all others are taken to have it by then, as with the best multicast. Each then runs a command
+and answers, as clones do.
 """
 
 from __future__ import annotations

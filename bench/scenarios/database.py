@@ -1,9 +1,11 @@
-"""Clones on many hosts that each read all of what their parent had in memory, as SnowFlock's BLAST does (figure 4c): by form, over unicast.
+"""Clones on many hosts that each read all of what their parent had in memory, as SnowFlock's BLAST
+does (figure 4c): by form, over unicast.
 
-Each round has a VM that never forked, for a first fork (pages come as they are read), and a second one of the same VM (what clones of the first
-touched goes along); no host has any page before. All hosts share this machine's processors, which each page costs time at both ends, so their busy time stands
-beside what is seen; and what links by themselves would take, as if nothing else took time: the bytes that the busiest one carried in
-one direction, at its rate.
+Each round has a VM that never forked. Its first fork gets pages as they are read. In a second one
+of the same VM, what clones of the first touched goes along. No host has any page before. All hosts
+share this machine's processors, which each page costs time at both ends, so the figures include
+their busy time. They also include what the links alone would take: the bytes that the busiest one
+carried in one direction, at its rate.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def _read(world: w.World, made: Cluster, vm: w.vmfork.VM, hosts: int, labels: di
 
 
 def _speedups(world: w.World, hosts: int) -> None:
-    """Over unicast to as many hosts, by the medians; and over as many times what one host takes, which is what near-linear would come to."""
+    """Over unicast to as many hosts, by the medians; and over as many times what one host takes,
+    which is what near-linear would come to."""
     for fork in FORKS:
         for time in (SEEN, LINKS):
 

@@ -1,8 +1,10 @@
-"""What the first touch of a page costs in a clone: fetched with its neighbours, and once a sibling has it.
+"""What the first touch of a page costs in a clone: fetched with its neighbours, and once a sibling
+has it.
 
-Measured inside the guest (`guest/pagewalk.c`), by its own processor's counter: translated code, address
-translation and all. The drain races with the walk, so that some of the first clone's touches find
-their page; the daemon's counters tell how many were fetched, and those are the slowest ones.
+Measured inside the guest (`guest/pagewalk.c`), by its own processor's counter: translated code,
+address translation and all. The drain races with the walk, so that some of the first clone's
+touches find their page. The daemon's counters tell how many were fetched, and those are the slowest
+ones.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def run(world: w.World) -> None:
         vm = world.run(client, memory_mib=MEMORY_MIB)
         walk = w.put(vm, "pagewalk")
         for _ in world.rounds("faults", share=0.34):
-            # Started anew each time: its pages are then this VM's own, and go aside at the freeze.
+            # Started again each time: its pages are then this VM's own, and go aside at the freeze.
             vm.exec("rm -f /run/pagewalk.*")
             with w.background(vm, f"{walk} {REGION_MIB}"):
                 w.eventually(lambda: vm.exec("test -e /run/pagewalk.ready").exit_code == 0, 120, "the region is filled")

@@ -1,7 +1,8 @@
-"""Forks onto other hosts: how soon clones answer, whether more hosts cost more, what a start costs by form, and what the parent's host sends.
+"""Forks onto other hosts: how soon clones answer, whether more hosts cost more, what a start costs
+by form, and what the parent's host sends.
 
-Hosts are network namespaces with links of 1 Gbit/s on this machine: its cores are shared by all of them, so starts are compared with
-as many on one host.
+Hosts are network namespaces with links of 1 Gbit/s on this machine. All of them share its cores, so
+starts are compared with as many on one host.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _answers(world: w.World) -> None:
 
 
 def _starts(world: w.World) -> None:
-    """One clone each on other hosts, by form; by the first over as many on one, and over a single one."""
+    """One clone each on other hosts, by form; by the first over as many on one, and over a single
+    one."""
     for form in ALL_FORMS:
         _starts_by(world, form)
 

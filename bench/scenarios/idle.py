@@ -29,8 +29,9 @@ def run(world: w.World) -> None:
 
 
 def _idle(world: w.World, vm: w.vmfork.VM, mib: int, labels: dict[str, str]) -> None:
-    """What a first fork's clone and parent touch is the image's own, and comes with 15 neighbours; that of later ones was in the
-    image before, and comes with 3 or not at all. The figure has both VMs' share."""
+    """What a first fork's clone and parent touch is the image's own, and comes with 15 neighbours;
+    that of later ones was in the image before, and comes with 3 or not at all. The figure has both
+    VMs' share."""
     world.drained(vm)
     fork = vm.fork(1).raise_for_errors()
     time.sleep(IDLE_S)

@@ -1,4 +1,5 @@
-"""How long the parent stands still, by its memory and by what it is doing; and where that time goes."""
+"""How long the parent stands still, by its memory and by what it is doing; and where that time
+goes."""
 
 from __future__ import annotations
 
@@ -42,14 +43,16 @@ def _measure(
         world.drained(vm)
         if before:
             vm.exec(before, check=True)
-        # What the last round left to do is none of this one's: the pool's refill, and the end of a QEMU.
+        # What the last round left to do is none of this one's: the pool's refill, and the end of a
+        # QEMU.
         world.pool_is_full(client, POOL)
         time.sleep(SETTLE_S)
         stolen = w.stolen_ms()
         fork = vm.fork(1).raise_for_errors()
         world.figures.series("pause_ms", **labels).add(fork.pause_ms)
         if w.stolen_ms() == stolen:
-            # The others are longer by what others did on this processor, which says nothing of vmfork.
+            # The others are longer by what others did on this processor, which says nothing of
+            # vmfork.
             world.figures.series("pause_undisturbed_ms", **labels).add(fork.pause_ms)
         for stage in STAGES:
             value = getattr(fork.stages, stage)

@@ -1,8 +1,11 @@
-"""What a fault costs whose page is on another host, beyond what the link takes: nothing else is on the link.
+"""What a fault costs whose page is on another host, beyond what the link takes: nothing else is on
+the link.
 
-Each fault brings 16 pages that do not compress, the one that is waited for before the others, over links that nothing holds back. Beside
-it, in the same round, over the same link: a question of 32 bytes, and as an answer the bytes of a page, with plain TCP. Both rest before each: shortly, or so long that processors fall asleep,
-which on a machine that is a guest itself takes longer to be over than all else.
+Each fault brings 16 pages that do not compress, the one that is waited for before the others, over
+links that nothing holds back. Beside it, in the same round, over the same link: a question of 32
+bytes, and as an answer the bytes of a page, with plain TCP. Both rest before each: shortly, or so
+long that processors fall asleep, which on a machine that is a guest itself takes longer to be over
+than all else.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ def run(world: w.World) -> None:
     region_mib = world.pick((192,), (32,))[0]
     with cluster(world, 2, pool=0, rate=None) as made:
         for rest_us in (rest_us for _ in world.rounds("faults on another host", share=SHARE) for rest_us in RESTS_US):
-            # A VM that was never forked: what clones of earlier forks waited for would come before it is touched.
+            # A VM that was never forked: what clones of earlier forks waited for would come before
+            # it is touched.
             vm = world.run(made.clients[0], memory_mib=MEMORY_MIB)
             walk = w.put(vm, "pagewalk")
             rest(world, made, vm, empty=True)
@@ -106,7 +110,8 @@ _FLOOR = re.compile(r"^ *(\d+) pages(' bytes, plain TCP)? +p50 +([\d.]+) ", re.M
 
 
 def _floor(world: w.World, made: Cluster) -> None:
-    """Page transfer alone over the same link, without VMs and engines: `cargo run --example fault`."""
+    """Page transfer alone over the same link, without VMs and engines: `cargo run --example
+    fault`."""
     program = _example()
     if program is None:
         world.note("no cargo: page transfer without VMs is not measured")

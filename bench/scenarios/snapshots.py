@@ -1,7 +1,8 @@
 """A hundred live snapshots of one family: what the host holds for them, over what was written.
 
-A snapshot lives as long as a clone of it; so a hundred clones live. What their guests hold is the caches
-of all images and every VM's private pages. What the family held before the first fork is taken off.
+A snapshot lives as long as a clone of it; so a hundred clones live. What their guests hold is the
+caches of all images and every VM's private pages. What the family held before the first fork is
+taken off.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def run(world: w.World) -> None:
             members = [vm]
             for number in range(count):
                 world.say(f"{shape}: snapshot {number + 1} of {count}", fleeting=True)
-                # A chain: the newest is forked. A tree: the oldest that has fewer than three children.
+                # A chain: the newest is forked. A tree: the oldest that has fewer than three
+                # children.
                 parent = members[-1] if shape == "chain" else members[number // 3]
                 parent.exec(f"{dirty} /dev/shm/region {REGION_MIB} 0 scatter {WRITTEN_MIB} {number}", check=True)
                 members += parent.fork(1).raise_for_errors()

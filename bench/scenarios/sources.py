@@ -1,7 +1,8 @@
-"""Where a stored snapshot comes from: files that are not compressed, files that are, and an S3 server that answers after 1 and 10 ms.
+"""Where a stored snapshot comes from: files that are not compressed, files that are, and an S3
+server that answers after 1 and 10 ms.
 
-From the server it is pulled each time, and starts while it comes. The job is compared with the same in a VM that never stops, right
-before and right after.
+From the server it is pulled each time, and starts while it comes. The job is compared with the same
+in a VM that never stops, right before and right after.
 """
 
 from __future__ import annotations

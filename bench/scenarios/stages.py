@@ -1,7 +1,8 @@
-"""Where the time of a fork onto other hosts goes, stage by stage, until clones have run a command; and what crosses the links for it, by form.
+"""Where the time of a fork onto other hosts goes, stage by stage, until clones have run a command;
+and what crosses the links for it, by form.
 
-The mean of each stage over the clones and hosts of a fork, as the daemons count them: the parent's, and those of the clones' hosts. And requests
-against pages that were sent, repeats and loss.
+The mean of each stage over the clones and hosts of a fork, as the daemons count them: the parent's,
+and those of the clones' hosts. And requests against pages that were sent, repeats and loss.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""Stored snapshots: how soon a VM runs, and how fast its program goes on, by what is brought in before it asks.
+"""Stored snapshots: how soon a VM runs, and how fast its program goes on, by what is brought in
+before it asks.
 
-After Twinkle (INFOCOM 2011), tables I and II, figures 6 and 7, with the programs of `bench/workloads.py`. For each: a VM with a warm
-data set is kept as a snapshot and ended; then it is started again and again, each time with the host's page cache dropped, under
+After Twinkle (INFOCOM 2011), tables I and II, figures 6 and 7, with the programs of
+`bench/workloads.py`. For each: a VM with a warm data set is kept as a snapshot and ended; then it
+is started again and again, each time with the host's page cache dropped, under
 
 - *none*: zero pages stored and fetched like any others, everything on demand;
 - *f*: zero pages never travel; on demand;
 - *fd*: with demand prediction;
 - *fdw*: with the working set loaded beside the start, too.
 
-What is compared with: the same job in a VM like it that never stops, right before and right after each run (`never stopped`). What that
-comparison is worth is told by comparing one with a second such VM (`twin`). For contrast, a clone, whose memory is all there but
-whose code TCG has to translate anew as it has to after a start (`clone`); and QEMU's own restore of all memory, from a file in memory.
+What is compared with: the same job in a VM like it that never stops, right before and right after
+each run (`never stopped`). What that comparison is worth is told by comparing one with a second
+such VM (`twin`). For contrast, a clone, whose memory is all there but whose code TCG has to
+translate anew as it has to after a start (`clone`); and QEMU's own restore of all memory, from a
+file in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ TITLE = "Stored snapshots"
 #: MiB of a guest's memory, and of the data set in it where that can be chosen.
 SMALL, LARGE = (1024, 512), (4096, 1024)
 
-#: Whose jobs are compared one by one with those of a VM that never stops, which takes as long again.
+#: Whose jobs are compared one by one with those of a VM that never stops, which takes as long
+#: again.
 COMPARED = ("none", "fdw")
 
 

@@ -1,8 +1,10 @@
-"""Several VMs that fork onto all hosts again and again, all at once, over the same jobs in VMs that are ready-made.
+"""Several VMs that fork onto all hosts again and again, all at once, over the same jobs in VMs that
+are ready-made.
 
-After SnowFlock's figure 6: each VM forks, its clones do a job each and end, and it forks anew. The ready-made ones are as many clones, which
-ran already and have the program: what they take is what the cores and the jobs take. Beside it what forks must not do to each other: how long
-the longest fault waited, how much memory was in use, and how many clones failed.
+After SnowFlock's figure 6: each VM forks, its clones do a job each and end, and it forks anew. The
+ready-made ones are as many clones, which ran already and have the program: what they take is what
+the cores and the jobs take. Beside it what forks must not do to each other: how long the longest
+fault waited, how much memory was in use, and how many clones failed.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ HOSTS = 4
 MEMORY_MIB = 256
 #: Of `spin`, for finding out how long one takes.
 UNITS_TRIED = 200
-#: How long a fork may take while others' clones keep all cores busy, and a job: far more than either does.
+#: How long a fork may take while others' clones keep all cores busy, and a job: far more than
+#: either does.
 FORK_S, WORK_S = 600.0, 1200.0
-#: Of clones that failed, so many different reasons are told.
+#: Of clones that failed, at most this many different reasons are reported.
 REASONS_MAX = 3
 
 MIB = 1 << 20

@@ -30,7 +30,8 @@ def run(world: w.World) -> None:
                     w.end_all(fork)
                     before = _rate(parents, begin - WINDOW_MS, begin)
                     ratios["parent"].add(_rate(parents, begin, begin + WINDOW_MS) / before)
-                    # The clone's clock is stepped at its start: its first whole slot counts from there.
+                    # The clone's clock is stepped at its start: its first whole slot counts from
+                    # there.
                     ratios["clone"].add(_rate(clones, after + 100, after + WINDOW_MS) / before)
 
 

@@ -41,7 +41,7 @@ static uint32_t search(int piece)
 	return primes;
 }
 
-/* The @nth piece that nobody has, or -1. */
+/* The @nth piece that no worker has, or -1. */
 static int open_piece(int nth)
 {
 	int piece;

@@ -23,7 +23,7 @@ static int fail(const char *what, int error)
 	return 1;
 }
 
-/* The code nobody trusts. */
+/* The untrusted code. */
 static void untrusted(int hangs)
 {
 	const char *answer = hangs ? "working on it" : "42";

@@ -26,7 +26,7 @@ def in_sandbox(code):
     ticket = sf_request_ticket(1)
     if sf_clone(ticket) > 0:
         scope = {**globals(), "send": lambda text: sf_send(text.encode()), "answer": None}
-        exec(code, scope)  # Nobody trusts it; that is what the clone is for.
+        exec(code, scope)  # It is untrusted; that is what the clone is for.
         sf_send(str(scope["answer"]).encode())
         sf_exit()
     _, message = sf_recv(ticket, 1)

@@ -6,7 +6,7 @@ use vmfork_agent_proto::{
     Decoder, Frame, FrameError, Kind, TerminalSize, ToGuest, ToHost, encode, encode_message,
 };
 
-/// Frames do not depend on how their bytes arrive, are the bytes that came in, and a message that
+/// Frames do not depend on how their bytes arrive, and are the bytes that came in. A message that
 /// is understood means the same when it is sent on.
 pub fn run(data: &[u8]) {
     let (stream, reads) = crate::reads(data);
@@ -61,7 +61,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let to_guest = [exec, ToGuest::Cancel, ToGuest::Credit { kind: 3, bytes: 65_536 }];
     let to_host = [
-        ToHost::Hello { protocol: 1, agent_version: text("0.1.0"), kernel: text("6.1.0"), cpus: 2, firstboot: None },
+        ToHost::Hello {
+            protocol: 1,
+            agent_version: text("0.1.0"),
+            kernel: text("6.1.0"),
+            cpus: 2,
+            firstboot: None,
+        },
         ToHost::Exited { exit_code: 137, signal: Some(9) },
         ToHost::Recv { ticket: u64::MAX, vmid: None },
         ToHost::Abandon,

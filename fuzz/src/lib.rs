@@ -1,7 +1,8 @@
 //! What is fuzzed: one module per parser of bytes that others write.
 //!
 //! Each has `run`, which panics if a promise is broken, and `seeds`, real inputs to begin with.
-//! `fuzz_targets/` hands them to libFuzzer, `src/bin/random.rs` runs them on stable Rust.
+//! `fuzz_targets/` hands them to libFuzzer, [`random`] runs them on stable Rust: for moments in
+//! `tests/smoke.rs`, for as long as is wanted by `src/bin/random.rs`.
 
 pub mod agent_frames;
 pub mod holder_messages;
@@ -11,6 +12,7 @@ pub mod page_tables;
 pub mod planted;
 pub mod profile;
 pub mod qmp_lines;
+pub mod random;
 pub mod store_chunk;
 pub mod store_descriptor;
 pub mod store_import;
@@ -50,8 +52,8 @@ pub const TARGETS: [Target; 15] = [
     Target { name: "planted", run: planted::run, seeds: planted::seeds },
 ];
 
-/// `data` with the hash of all of it behind it, as several of a store's files end: what is in them has to be read with
-/// care even if the hash is right, which anybody can compute.
+/// `data` with the hash of all of it behind it, as several of a store's files end. Their contents
+/// have to be read with care even if the hash is right: anyone can compute it.
 fn sealed(data: &[u8]) -> Vec<u8> {
     [data, blake3::hash(data).as_bytes()].concat()
 }

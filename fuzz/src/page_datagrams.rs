@@ -7,7 +7,8 @@ use vmfork_transfer::multicast::datagram::{
     PARTIAL_PAGES_MAX, REQUEST_PAGES_MAX, REQUESTS_MAX, Record, decode_records,
 };
 
-/// Heads and requests have one encoding; parts make whole pages or none, and wait for each other in bounded room.
+/// Heads and requests have one encoding; parts make whole pages or none, and wait for each other in
+/// bounded room.
 pub fn run(data: &[u8]) {
     if let Some((bytes, body)) = data.split_first_chunk::<HEAD_BYTES>()
         && let Some(head) = Head::decode(bytes)

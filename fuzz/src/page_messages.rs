@@ -2,14 +2,16 @@
 
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_transfer::proto::{
-    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Refusal, Request, Route, Run, Urgency,
+    self, HEAD_BYTES, Head, Op, PREAMBLE, ProtoError, REQUEST_BYTES, Refusal, Request, Route, Run,
+    Urgency,
 };
 use vmfork_transfer::{Scratch, receive};
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 5;
 
-/// Requests have one encoding; an answer is read as far as it says, and makes all the pages or none.
+/// Requests have one encoding; an answer is read as far as it says, and makes all the pages or
+/// none.
 pub fn run(data: &[u8]) {
     if let Some((preamble, rest)) = data.split_first_chunk::<{ PREAMBLE.len() }>()
         && proto::check_preamble(preamble).is_ok()
@@ -93,7 +95,16 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let range = PageRange::new(PageIdx(9), PAGES).expect("small");
     let image = ImageName { host: 1, image: 2 };
     let (urgency, route, may_compress) = (Urgency::Ahead, Route::Direct, true);
-    let request = Request { image, range, op: Op::Read, urgency, route, may_compress, first: None, sequence: 0 };
+    let request = Request {
+        image,
+        range,
+        op: Op::Read,
+        urgency,
+        route,
+        may_compress,
+        first: None,
+        sequence: 0,
+    };
     // Five pages, of which the last is there: as it is, and as an lz4 block of one byte 4096 times.
     let lz4 = [&[0x1f, 7, 1, 0][..], &[0xff; 15], &[0xf6, 0x50, 7, 7, 7, 7, 7]].concat();
     let len = u8::try_from(lz4.len()).expect("short");

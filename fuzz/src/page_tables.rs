@@ -3,7 +3,7 @@
 use vmfork_image::wire::{self, Limits};
 use vmfork_image::{ImageId, ImageName};
 
-/// So many pages that a table with a run of all of them, and one with none, are quick to make.
+/// Few enough pages that a table with a run of all of them, and one with none, are quick to make.
 const LIMITS: Limits = Limits { pages_max: 1 << 22, names_max: 64, runs_max: 1 << 12 };
 
 /// Bytes that are a table are its only encoding, and the table that is made of them says the same.

@@ -3,8 +3,8 @@
 use vmfork_store::Compression;
 use vmfork_store::format::chunk::{ChunkEncoder, HEADER_BYTES, decode};
 
-/// What is read is the content with the hash that was asked for, whatever the file says; also of one whose seal is
-/// right.
+/// What is read is the content with the hash that was asked for, whatever the file says; also of
+/// one whose seal is right.
 pub fn run(data: &[u8]) {
     let mut file = data.to_vec();
     for _ in 0..2 {

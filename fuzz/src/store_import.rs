@@ -65,7 +65,8 @@ impl Blobs for Memory {
     }
 }
 
-/// An import is refused and leaves no snapshot, or what it took is whole; also a stream that ends as it should.
+/// An import is refused and leaves no snapshot, or what it took is whole; also a stream that ends
+/// as it should.
 pub fn run(data: &[u8]) {
     let ended = crate::sealed(&[data, &[0]].concat());
     for stream in [data, &ended] {

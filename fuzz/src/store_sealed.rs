@@ -4,7 +4,8 @@ use vmfork_store::format::sealed::{SealedKind, seal, unseal};
 
 const KINDS: [SealedKind; 2] = [SealedKind::State, SealedKind::Profile];
 
-/// What is read is no more than its kind may have, and can be sealed and read again; also one whose hash is right.
+/// What is read is no more than its kind may have, and can be sealed and read again; also one whose
+/// hash is right.
 pub fn run(data: &[u8]) {
     let mut file = data.to_vec();
     for _ in 0..2 {

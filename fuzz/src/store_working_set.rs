@@ -7,7 +7,7 @@ use vmfork_store::{SnapshotId, Work};
 pub fn run(data: &[u8]) {
     let check = |file: &[u8]| {
         let found = flaw_of(file, SnapshotId([7; 16]), 64, &Work::new(1));
-        found.expect("nobody cancels").is_none()
+        found.expect("never cancelled").is_none()
     };
     check(data);
     let mut header = data.to_vec();

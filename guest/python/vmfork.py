@@ -204,7 +204,8 @@ def _become_worker(connection: socket.socket, vmid: int) -> None:
 
 
 def sf_clone(ticket: Ticket) -> int:
-    """Fork this VM, once per ticket: 0 in the parent, a number from 1 to ``granted`` in each worker.
+    """Fork this VM, once per ticket: 0 in the parent, a number from 1 to ``granted`` in each
+    worker.
 
     Standard output and error are flushed before. With a hierarchical ticket the other workers of a
     clone are children of this process, by `os.fork`.
@@ -263,7 +264,7 @@ def _flush() -> None:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            pass  # Closed, or nobody reads: no reason not to fork or to exit.
+            pass  # Closed, or without a reader: no reason not to fork or to exit.
 
 
 def sf_exit() -> NoReturn:
@@ -313,7 +314,8 @@ def sf_kill(ticket: Ticket) -> List[Worker]:
 
 
 def sf_send(data: Union[bytes, bytearray, memoryview]) -> None:
-    """In a clone: send a message to the parent, 256 MiB at most. It is stored on the host when this returns.
+    """In a clone: send a message to the parent, 256 MiB at most. It is stored on the host when this
+    returns.
 
     Waits while much that was sent has not been received: 64 MiB of this worker, 256 MiB of all.
     """

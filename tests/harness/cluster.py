@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import vmfork
 
+from . import guests
 from .cli import Cli
 from .daemon import Daemon
 from .hosts import Hosts, hosts
@@ -29,9 +30,9 @@ class Cluster:
         self.daemons: list[Daemon] = []
         self.clis: list[Cli] = []
         self.clients: list[vmfork.Client] = []
+        self.image = image
         for number in range(len(net.names)):
-            base = 1_879_100_000 + 100_000 * number
-            flags = ["--pool", "1", "--qemu-uid-base", str(base), *more_flags]
+            flags = ["--pool", "1", *more_flags]
             cores = sorted(os.sched_getaffinity(0))
             on_core = ["taskset", "--cpu-list", str(cores[number % len(cores)])] if one_core else []
             daemon = Daemon(flags, prefix=[*net.prefix(number), *on_core])
@@ -41,6 +42,10 @@ class Cluster:
             self.daemons.append(daemon)
             self.clis.append(Cli(daemon))
             self.clients.append(stack.enter_context(daemon.client()))
+
+    def warm(self, number: int, *, name: str, memory_mib: int) -> vmfork.VM:
+        """A VM on one of the hosts that has booted before."""
+        return guests.warm(self.clients[number], self.image, name=name, memory_mib=memory_mib)
 
     def address(self, number: int) -> str:
         return f"{self.net.addresses[number]}:{PORT}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import vmfork
 
 from . import images, leftovers, places, processes
-from .leftovers import Host
+from .leftovers import Host, Owned
 from .waits import eventually
 
 START_S = 20.0
@@ -29,6 +30,25 @@ FLAG_POOL = "--pool"
 
 #: Daemons that run now, for reports of failures.
 running: list[Daemon] = []
+
+#: QEMU's users: a range for each daemon of a test process, and ranges of their own for each test process.
+_UID_FIRST = 1_880_000_000
+_UIDS_A_DAEMON = 100_000
+_DAEMONS_A_WORKER = 500
+_numbers = itertools.count()
+
+
+def _next_uid_base() -> int:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 5
+    return _UID_FIRST + (worker * _DAEMONS_A_WORKER + next(_numbers) % _DAEMONS_A_WORKER) * _UIDS_A_DAEMON
+
+
+class Client(vmfork.Client):
+    """A client of one daemon on this host, whose folder it knows."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        super().__init__(socket=daemon.socket, timeout=daemon.timeout)
+        self.state = daemon.state
 
 
 class Daemon:
@@ -55,6 +75,9 @@ class Daemon:
         for name in ("VMFORK_HOST", "VMFORK_SOCKET", "VMFORK_STATE", "VMFORK_TOKEN"):
             if env is None or name not in env:
                 self.env.pop(name, None)
+        self.uid_base = _next_uid_base()
+        self.env["VMFORK_QEMU_UID_BASE"] = str(self.uid_base)
+        self.vm_ids: set[str] = set()
         self.process: subprocess.Popen[bytes] | None = None
         self.timeout = vmfork.Timeout(request_s=30, boot_s=180, fork_s=60, exec_s=300, slack_s=15)
 
@@ -64,6 +87,7 @@ class Daemon:
         """Start the process, and wait for nothing."""
         where = [FLAG_STATE, str(self.state), FLAG_SOCKET, str(self.socket)]
         argv = [*self.prefix, str(places.VMFORKD), *where, *self.flags]
+        self._note_vms()
         with self.log.open("ab") as log:
             self.process = leftovers.spawn(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, cwd="/"
@@ -88,8 +112,8 @@ class Daemon:
         eventually(answers, START_S, "vmforkd answers")
         return self
 
-    def client(self) -> vmfork.Client:
-        return vmfork.Client(socket=self.socket, timeout=self.timeout)
+    def client(self) -> Client:
+        return Client(self)
 
     def add_image(self, name: str) -> None:
         """Put an image of the shared store into this daemon's."""
@@ -119,7 +143,7 @@ class Daemon:
         if self in running:
             running.remove(self)
 
-    def close(self) -> None:
+    def close(self, within_s: float = 10.0) -> None:
         """Stop it if it runs, assert that nothing is left, and remove the folder."""
         code = 0
         problems: list[str] = []
@@ -131,11 +155,11 @@ class Daemon:
             elif self.process is not None:
                 self._forget()
             problems += self.end_holder()
-            problems += self.left_behind(10.0)
+            problems += self.left_behind(within_s)
             if problems:
                 raise AssertionError(f"left behind: {problems}\n{self.log_tail()}")
         finally:
-            for process in leftovers.orphans():
+            for process in leftovers.processes_of(self.state):
                 process.kill()
             holder = self._own_holder()
             if holder is not None:
@@ -166,9 +190,11 @@ class Daemon:
     def left_behind(self, within_s: float) -> list[str]:
         """What the daemon has left on the host, once it had time to go away."""
         end = time.monotonic() + within_s
+        self._note_vms()
+        owned = Owned(self.folder, self.uid_base, self.vm_ids)
         while True:
-            found = [str(process) for process in leftovers.orphans()]
-            found += Host.now().added_since(self.before, self.folder)
+            found = [str(process) for process in leftovers.processes_of(self.state)]
+            found += Host.now().added_since(self.before, owned)
             holder = self._own_holder()
             found += [] if holder is None else [f"holder {holder}"]
             if self.socket.exists() and (self.process is None or self.process.returncode == 0):
@@ -176,6 +202,10 @@ class Daemon:
             if not found or time.monotonic() > end:
                 return found
             time.sleep(0.05)
+
+    def _note_vms(self) -> None:
+        """A daemon that starts writes its journal anew, without what has ended."""
+        self.vm_ids |= leftovers.vm_ids(self.state)
 
     # -- sight -----------------------------------------------------------------------------------
 
@@ -185,6 +215,15 @@ class Daemon:
         except FileNotFoundError:
             return "(no log)"
         return "\n".join(text[-lines:])
+
+    def consoles(self, lines: int = 30) -> dict[str, str]:
+        """The last lines of each VM's console, by the VM's id."""
+        found: dict[str, str] = {}
+        for log in sorted((self.state / "vms").glob("*/*log*")):
+            with contextlib.suppress(OSError):
+                text = log.read_text(errors="replace").splitlines()
+                found[f"{log.parent.name}/{log.name}"] = "\n".join(text[-lines:])
+        return found
 
     def processes(self) -> list[processes.Process]:
         """All that descend from it and end with it: QEMUs and keepers."""

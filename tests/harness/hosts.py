@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +11,9 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+
+#: Several can be there at a time, in this test process and in others.
+_numbers = itertools.count()
 
 #: What each host's network is made with.
 NEEDS = ("ip", "nsenter")
@@ -29,7 +33,7 @@ class Hosts:
         for program in NEEDS:
             if shutil.which(program) is None:
                 pytest.skip(f"`{program}` is missing: no hosts as network namespaces")
-        mark = f"vf{os.getpid() % 100_000}"
+        mark = f"vf{os.getpid()}x{next(_numbers)}"
         self.switch = f"{mark}-s"
         self.names = [f"{mark}-{number}" for number in range(1, count + 1)]
         self.addresses = [f"10.86.0.{number}" for number in range(1, count + 1)]

@@ -16,9 +16,9 @@ DATA_MIB = 60
 READ = "sha256sum /dev/shm/data"
 
 
-def parent_of(cluster: Cluster, image: str) -> vmfork.VM:
-    """A VM on the first host, with such pages."""
-    vm = cluster.clients[0].run(image, name="web", memory_mib=256)
+def parent_of(cluster: Cluster) -> vmfork.VM:
+    """A VM on the first host, with such pages. It boots: bytes are counted, and a store's pages come another way."""
+    vm = cluster.clients[0].run(cluster.image, name="web", memory_mib=256)
     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
     return vm
 

@@ -24,8 +24,8 @@ pub struct FileInfo {
 }
 
 /// What a clone is to become. Applied in this order: random pool, clock, host name, machine id,
-/// `/run/vmfork/vmid` and `/run/vmfork/identity.json`; then confirmed; only then does the program
-/// that called `sf_clone` go on.
+/// `/run/vmfork/vmid` and `/run/vmfork/identity.json`. Then it is confirmed. Only then does the
+/// program that called `sf_clone` continue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkIdentity {
     /// The number of `Prepare`.
@@ -51,8 +51,8 @@ pub struct TicketClone {
     /// How many workers this VM holds: 1, or up to its vCPUs with `hierarchical`. Their numbers are
     /// `vmid`, `vmid + 1`, …
     pub workers: u32,
-    /// The channel on which `Clone` was asked. Another program may have asked for the same ticket, and been
-    /// refused without having heard of it yet.
+    /// The channel on which `Clone` was asked. Another program may have asked for the same ticket,
+    /// and been refused without having heard of it yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub channel: Option<u32>,
 }
@@ -86,8 +86,8 @@ pub enum Firstboot {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToGuest {
-    /// The first message in a VM that boots; the answer is [`ToHost::Hello`]. Sent again once a second
-    /// until answered.
+    /// The first message in a VM that boots; the answer is [`ToHost::Hello`]. Sent again once a
+    /// second until answered.
     Hello {
         protocol: u32,
         name: String,
@@ -117,10 +117,11 @@ pub enum ToGuest {
         rows: u16,
         cols: u16,
     },
-    /// Nobody listens to this channel any more: SIGHUP to the program (SIGKILL after 2 s if it has not
-    /// ended), or abandon the transfer. The agent sends nothing more on it.
+    /// The daemon does not listen to this channel any more. The agent sends SIGHUP to the program,
+    /// and SIGKILL after 2 s if it has not ended, or abandons the transfer. It sends nothing more
+    /// on the channel.
     Cancel,
-    /// The daemon has consumed so many bytes of a stream `kind` of this channel.
+    /// The daemon has consumed this many bytes of a stream `kind` of this channel.
     Credit {
         kind: u8,
         bytes: u32,
@@ -130,8 +131,9 @@ pub enum ToGuest {
     ReadFile {
         path: String,
     },
-    /// Then a stream of kind `File` follows at once. → `Written` | `Failed`. Written beside the target and
-    /// renamed over it at the end. A `path` that is a folder: `EISDIR`. Parent folders must exist.
+    /// Then a stream of kind `File` follows at once. → `Written` | `Failed`. Written beside the
+    /// target and renamed over it at the end. A `path` that is a folder: `EISDIR`. Parent folders
+    /// must exist.
     WriteFile {
         path: String,
         mode: u32,
@@ -158,8 +160,8 @@ pub enum ToGuest {
     },
     /// To `Recv`: a stream of kind `Data` of that length follows.
     Incoming(MessageInfo),
-    /// To a `Send` whose stream has ended and been stored, to `ExitClone`, to a `Clone` in the parent
-    /// (the workers that did start are in `Ticket`'s state: see `sf_join`).
+    /// To a `Send` whose stream has ended and been stored, to `ExitClone`, to a `Clone` in the
+    /// parent. The workers that did start are in `Ticket`'s state: see `sf_join`.
     Ok {
         value: u64,
     },
@@ -239,7 +241,8 @@ pub enum ToHost {
         ticket: u64,
     },
     /// `sf_exit` in a clone, once per worker → `Ok`. `error` is set when the worker's process ended
-    /// without `sf_exit`, or never began. When the last worker of the VM has exited, the VM is ended.
+    /// without `sf_exit`, or never began. When the last worker of the VM has exited, the VM is
+    /// ended.
     ExitClone {
         vmid: u32,
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -250,8 +253,9 @@ pub enum ToHost {
         vmid: u32,
         length_bytes: u64,
     },
-    /// `sf_recv` in the parent: the next message of worker `vmid`, or of any. Waits until there is one.
-    /// → `Incoming` + stream | `Error` (`EPIPE`: that worker, or all, have ended and nothing is left).
+    /// `sf_recv` in the parent: the next message of worker `vmid`, or of any. Waits until there is
+    /// one. → `Incoming` + stream | `Error` (`EPIPE`: that worker, or all, have ended and nothing
+    /// is left).
     Recv {
         ticket: u64,
         vmid: Option<u32>,

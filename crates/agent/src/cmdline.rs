@@ -9,7 +9,8 @@ pub(crate) struct Cmdline {
     pub(crate) root: Option<String>,
     /// `vmfork.rootfstype=NAME`: default `ext4`.
     pub(crate) root_type: Option<String>,
-    /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the host.
+    /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the
+    /// host.
     pub(crate) reporting_order: Option<u32>,
 }
 

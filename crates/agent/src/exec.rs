@@ -6,9 +6,9 @@
 //! ```
 //!
 //! The program leads a session of its own, hence a process group of its own, which gets its
-//! signals. It has ended for the daemon when its process has been reaped and its outputs have ended.
-//! An output that something in the background holds open counts as ended when it has been silent
-//! for [`LINGER`]; it is then still read, and dropped, lest that something dies of SIGPIPE.
+//! signals. It has ended for the daemon when its process has been reaped and its outputs have
+//! ended. An output that a background process holds open counts as ended when it has been silent
+//! for [`LINGER`]. It is still read then, and dropped, so that the process does not die of SIGPIPE.
 //!
 //! No decisions about channels here: [`crate::server`] says which one a program has.
 
@@ -306,7 +306,7 @@ impl Exec {
         let group = master
             .and_then(|fd| tcgetpgrp(fd).ok())
             .map_or(self.pid, |group| group.as_raw_nonzero().get());
-        // Nobody there: it has ended, which its reaping will say.
+        // No such process: it has ended, which its reaping will say.
         let _ = sys::kill(-group, signal);
     }
 
@@ -323,7 +323,7 @@ impl Exec {
         self.ended = Some((ended, now));
     }
 
-    /// In a clone: nobody will type any more, and the windows are those of another daemon side.
+    /// In a clone: no input will come any more, and the windows are those of another daemon side.
     pub(crate) fn become_clone(&mut self) {
         if self.terminal {
             self.input.close();

@@ -1,6 +1,6 @@
 //! `/etc/vmfork/firstboot`: a command that the image's owner wants to run when a VM boots, with its
-//! output on the console. The VM is not ready before it has ended: the agent tells the daemon, which
-//! holds forks back until then and fails the start of a VM in which it failed.
+//! output on the console. The VM is not ready before it has ended. The agent reports its end to the
+//! daemon, which holds forks back until then. If it failed, the daemon fails the VM's start.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;

@@ -1,11 +1,11 @@
 //! PID 1 of the initrd: from the kernel's first process to the root file system.
 //!
 //! ```text
-//!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent again, or vmfork.init
+//!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent, or vmfork.init
 //!                                      tmpfs ───┘
 //! ```
 //!
-//! The root file system is shared by all VMs and never written; what a guest writes is in a tmpfs,
+//! The root file system is shared by all VMs and never written. What a guest writes is in a tmpfs,
 //! that is, in its memory, so that a fork captures it. The tmpfs may fill memory: what doesn't
 //! fit gets `ENOSPC`. The agent needs no file in the root: it holds its own program open.
 //!
@@ -87,7 +87,8 @@ fn mount_at(source: &str, target: &str, kind: &str, options: &str) -> Result<(),
     }
 }
 
-/// Load the modules, in order. One that fails is named, and what depends on it will be missed later.
+/// Load the modules, in order. One that fails is named, and what depends on it will be missed
+/// later.
 fn load_modules() {
     let list = std::fs::read_to_string(MODULES).unwrap_or_default();
     for name in

@@ -1,5 +1,5 @@
-//! What programs leave behind when their channel is gone: processes that were hung up and have not
-//! ended yet, and outputs that something in the background still holds open.
+//! What programs leave behind when their channel is closed. That is processes that have not ended
+//! yet after their hang-up, and outputs that a background process holds open.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,7 +24,8 @@ pub(crate) struct Leftovers {
 }
 
 impl Leftovers {
-    /// Nobody listens to `exec` any more: hang it up. Its descriptors are the caller's to close.
+    /// The daemon does not listen to `exec` any more: hang it up. Its descriptors are the caller's
+    /// to close.
     pub(crate) fn hang_up(&mut self, exec: &Exec, now: Instant) {
         if exec.has_ended() {
             return;

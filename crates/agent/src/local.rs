@@ -32,7 +32,7 @@ use crate::port::Port;
 /// Most connections at a time; more wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 1024;
 const BACKLOG: i32 = 128;
-/// How long nobody is accepted after `EMFILE`.
+/// How long no connection is accepted after `EMFILE`.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Why a worker failed whose connection closed.
 const NO_EXIT: &str = "its process ended without sf_exit";
@@ -42,7 +42,7 @@ const NO_EXIT: &str = "its process ended without sf_exit";
 pub(crate) enum VmRole {
     /// It booted.
     Root,
-    /// A clone with so many workers from this number on.
+    /// A clone with `workers` workers, numbered from `vmid` on.
     Clone { vmid: u32, workers: u32 },
 }
 
@@ -207,7 +207,8 @@ impl Local {
         self.connections.retain(|_, connection| connection.fail(libc::ECONNRESET) == Outcome::Open);
     }
 
-    /// Take a clone's place: find who asked for it, make the other workers' sockets, cancel the rest.
+    /// Take a clone's place: find who asked for it, make the other workers' sockets, cancel the
+    /// rest.
     ///
     /// # Errors
     /// A sentence; `EMFILE` is the likely one. The clone must not be released.

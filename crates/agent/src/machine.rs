@@ -1,11 +1,11 @@
 //! What a VM is to its programs: random pool, clock, host name, machine id, `vmid`.
 //!
 //! [`Machine`] applies an identity in the order that `ForkIdentity` promises and stops at the first
-//! failure. It runs between a clone's first instruction and its answer, so it makes few system calls:
-//! files are written in place, not replaced, and `/dev/urandom` is held open.
+//! failure. It runs between a clone's first instruction and its answer, so it makes few system
+//! calls. It writes files in place instead of replacing them, and holds `/dev/urandom` open.
 //!
-//! With [`Effects::Dry`] every effect is a file under one folder (and a line in its `effects`, for
-//! the order), so that tests can look at it.
+//! With [`Effects::Dry`] every effect is a file under one folder, so that tests can look at it. A
+//! line in the folder's `effects` tells the order.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -45,8 +45,9 @@ pub(crate) struct Machine {
     run_dir: PathBuf,
     /// `/dev/urandom`, with [`Effects::Real`].
     random: Option<File>,
-    /// The identity's files, open since the VM booted, with their lengths: a clone only writes. Opening them
-    /// anew would have each clone under TCG translate the way through the file systems.
+    /// The identity's files, open since the VM booted, with their lengths: a clone only writes.
+    /// Opening them again would have each clone under TCG translate the way through the file
+    /// systems.
     files: RefCell<BTreeMap<PathBuf, (File, u64)>>,
 }
 
@@ -170,11 +171,11 @@ impl Machine {
         self.overwrite(Path::new(path), bytes, mode)
     }
 
-    /// Write a small file in place: whoever reads meanwhile sees the old text or the new one, never an
-    /// empty file.
+    /// Write a small file in place: a program that reads meanwhile sees the old text or the new
+    /// one, never an empty file.
     fn overwrite(&self, path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
         let mut files = self.files.borrow_mut();
-        // Whoever removed or replaced the file gets a new one.
+        // If a program removed or replaced the file, it gets a new one.
         let stands =
             files.get(path).map(|(file, _)| file.metadata().map(|found| found.nlink() > 0));
         if !stands.transpose()?.unwrap_or(false) {

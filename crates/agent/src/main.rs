@@ -7,8 +7,9 @@
 //! | `vmfork-agent beside-init` | the agent beside another init; the initrd starts it so |
 //! | `vmfork-agent serve …` | the agent as a service, or in a test ([`options`]) |
 //!
-//! [`server`] owns the loop; [`port`] talks to the daemon, [`exec`] and [`transfer`] do its bidding,
-//! [`local`] speaks to programs that fork their VM, [`machine`] is what a clone's identity changes.
+//! [`server`] owns the loop. [`port`] talks to the daemon, and [`exec`] and [`transfer`] carry out
+//! its requests. [`local`] talks to programs that fork their VM. [`machine`] applies a clone's
+//! identity.
 
 mod cmdline;
 mod connection;

@@ -94,8 +94,8 @@ impl Sink {
         Ok(())
     }
 
-    /// Write what fits; returns how many bytes are done with, and may be credited. A reader that has
-    /// gone takes everything.
+    /// Write what fits; returns how many bytes are done with, and may be credited. A reader that
+    /// has gone takes everything.
     pub(crate) fn write(&mut self) -> u32 {
         let mut done = 0;
         while let Some(waiting) = self.buffer.get(self.written..).filter(|bytes| !bytes.is_empty())

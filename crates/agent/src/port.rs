@@ -7,8 +7,8 @@
 //!      └──────────────────┘
 //! ```
 //!
-//! A virtio port whose host side is not connected reports POLLHUP for as long as that lasts, so a
-//! plain `poll` would spin: such a port is watched edge-triggered instead.
+//! A virtio port reports POLLHUP for as long as its host side is not connected. A plain `poll`
+//! would spin, so such a port is watched edge-triggered instead.
 //!
 //! Output waits in one buffer of whole frames. Senders of streams ask [`Port::has_room`] first, so
 //! that it stays short: everything in it goes out before a fork. When the port is *held*, what is
@@ -126,7 +126,8 @@ impl Port {
         self.sent = 0;
     }
 
-    /// Take back the frame that was queued last before [`Port::hold`], unless part of it has gone out.
+    /// Take back the frame that was queued last before [`Port::hold`], unless part of it has gone
+    /// out.
     pub(crate) fn take_back(&mut self, channel: u32, message: &ToHost) {
         let Ok(frame) = encode_message(channel, message) else { return };
         if self.writable().ends_with(&frame)
@@ -211,7 +212,7 @@ impl Port {
     /// The host side has gone (`POLLHUP`).
     ///
     /// # Errors
-    /// A socket's other end won't come back: the port is closed, and opened anew later.
+    /// A socket's other end won't come back: the port is closed, and opened again later.
     pub(crate) fn hang_up(&mut self, now: Instant) -> Result<(), Lost> {
         let State::Connected(fd) = self.take_state() else { return Ok(()) };
         let edge = if is_socket(&fd) { Err(Errno::NOTCONN) } else { edge_of(&fd) };
@@ -224,7 +225,7 @@ impl Port {
         }
     }
 
-    /// Close the port; it is opened anew a moment later.
+    /// Close the port; it is opened again a moment later.
     pub(crate) fn close(&mut self, why: &str) -> Lost {
         self.state = State::Absent { tries: 1, retry_at: Some(Instant::now() + ABSENT_RETRY[0]) };
         self.clear();
@@ -317,7 +318,7 @@ fn open(path: &PortPath) -> io::Result<OwnedFd> {
     }
 }
 
-/// Without udev nobody makes the link: look for the name in sysfs.
+/// Without udev there is no link: look for the name in sysfs.
 fn find_virtio_port() -> io::Result<PathBuf> {
     for entry in std::fs::read_dir("/sys/class/virtio-ports")? {
         let entry = entry?;

@@ -66,8 +66,9 @@ pub(crate) fn set_up() {
     }
 }
 
-/// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and needs not go
-/// through the overlay. `/etc/hostname` becomes one to what the kernel says, which a clone sets anyway.
+/// `/etc/machine-id` becomes a link to `/run/machine-id`: a clone writes one file, on a tmpfs, and
+/// needs not go through the overlay. `/etc/hostname` becomes one to what the kernel says, which a
+/// clone sets anyway.
 fn link_identity() {
     for (target, link) in [(RUN_MACHINE_ID, ETC_MACHINE_ID), (KERNEL_HOSTNAME, ETC_HOSTNAME)] {
         let _ = std::fs::remove_file(link);
@@ -93,7 +94,7 @@ fn is_mounted(target: &str) -> bool {
 
 /// End everything and leave. Doesn't return: if the kernel refuses, PID 1 stays and reaps.
 pub(crate) fn stop(stop: Stop) -> ! {
-    // ESRCH: there is nobody.
+    // ESRCH: no process is left.
     for (signal, wait_at_most) in [(libc::SIGTERM, TERM_WAIT), (libc::SIGKILL, TERM_WAIT / 2)] {
         let _ = sys::kill(-1, libc::SIGCONT);
         let _ = sys::kill(-1, signal);

@@ -7,13 +7,13 @@
 //!      └───────────────────┴──────────────────────────────┘
 //! ```
 //!
-//! From `Prepare` on no program is read and no file carried on, so what waits for the port is
-//! short; `Prepared` goes out behind it, then nothing at all. In a clone `Identity` is applied, the
-//! inherited channels are cut from the parent's daemon side, `Confirmed` is written, and only then
-//! does the program that called `sf_clone` get its answer.
+//! From `Prepare` on no program is read and no file transfer continues, so what waits for the port
+//! is short. `Prepared` goes out behind it, then nothing at all. In a clone `Identity` is applied,
+//! the inherited channels are cut from the parent's daemon side, and `Confirmed` is written. Only
+//! then does the program that called `sf_clone` get its answer.
 //!
-//! Promises: the loop never blocks on a program, a file of odd kind or the host; what a peer may
-//! make it hold is bounded; bad frames cost the connection, not the agent.
+//! Promises: the loop never blocks on a program, a file of odd kind or the host. What a peer may
+//! make it hold is bounded. Bad frames cost the connection, not the agent.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,7 +41,7 @@ use crate::transfer::{Incoming, Outgoing};
 
 /// Most channels that the daemon may have open.
 const CHANNELS_MAX: usize = 1024;
-/// Open files that so many channels and connections may need.
+/// Open files that [`CHANNELS_MAX`] channels and the connections may need.
 const FILES_MAX: u64 = 8192;
 
 /// A fork that is under way.
@@ -341,7 +341,8 @@ impl Server {
             if let Some(exec) = self.execs.values_mut().find(|e| e.pid() == pid && !e.has_ended()) {
                 exec.reaped(Ended { exit_code, signal }, now);
             } else if self.firstboot.reaped(pid, exit_code) {
-                // Before the host's first `Hello` nobody waits, and its answer will say so.
+                // Before the host's first `Hello` the daemon does not wait, and the answer to it
+                // will say so.
                 if self.has_greeted && self.has_session {
                     self.say_hello();
                 }

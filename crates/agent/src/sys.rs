@@ -1,5 +1,5 @@
-//! The system calls that `std` and `rustix` have no safe form of, each in a function that is safe to
-//! call. The only module of the agent with `unsafe` in it, but for the one `pre_exec` of `exec`.
+//! The system calls that `std` and `rustix` have no safe form of, each in a function that is safe
+//! to call. The only module of the agent with `unsafe` in it, but for the one `pre_exec` of `exec`.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -27,8 +27,8 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Mix `bytes` into the kernel's random pool, credit them in full, and make the generator draw a new
-/// key from it at once. `random` is an open `/dev/urandom`.
+/// Mix `bytes` into the kernel's random pool, credit them in full, and make the generator draw a
+/// new key from it at once. `random` is an open `/dev/urandom`.
 ///
 /// # Errors
 /// `EPERM` without CAP_SYS_ADMIN; `EINVAL` for more than 512 bytes.
@@ -51,15 +51,16 @@ pub(crate) fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()
     Ok(())
 }
 
-/// What whoever started this process had it ignore is ignored no longer, nor by the programs that it starts: a shell
-/// that ignores SIGINT at its start, as those in the background do, can't trap it. SIGPIPE is left as it is: std
-/// restores it in children. So are handlers: std has some, by which it tells that a stack overflowed.
+/// Signals that this process inherited as ignored are ignored no longer, nor by the programs that
+/// it starts. A shell that ignores SIGINT at its start, as those in the background do, can't trap
+/// it. SIGPIPE is left as it is: std restores it in children. So are handlers: std has some, by
+/// which it tells that a stack overflowed.
 pub(crate) fn ignore_no_signals() {
     for signal in (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE) {
         // SAFETY: an all-zero `sigaction` is a valid value.
         let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: a null second argument is allowed; `now` is ours and exclusively borrowed. The C library refuses
-        // the two or three signals that it keeps to itself.
+        // SAFETY: a null second argument is allowed; `now` is ours and exclusively borrowed. The C
+        // library refuses the two or three signals that it keeps to itself.
         let asked = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut now) };
         if asked == 0 && now.sa_sigaction == libc::SIG_IGN {
             // SAFETY: the default is no function of ours.
@@ -89,7 +90,7 @@ pub(crate) fn signal_fd(signals: &[libc::c_int]) -> io::Result<OwnedFd> {
     let fd = check(unsafe {
         libc::signalfd(-1, &raw const set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC)
     })?;
-    // SAFETY: `fd` was just made and nobody else holds it.
+    // SAFETY: `fd` was just made and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -152,7 +153,7 @@ pub(crate) fn loopback_up() -> io::Result<()> {
 /// Signal a process (`pid` > 0), a process group (`pid` < -1) or everybody (-1).
 ///
 /// # Errors
-/// `ESRCH` if there is nobody, `EINVAL` for a bad signal.
+/// `ESRCH` if there is no such process, `EINVAL` for a bad signal.
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: no memory is passed.
     check(unsafe { libc::kill(pid, signal) })?;
@@ -168,7 +169,8 @@ pub(crate) fn fork() -> io::Result<i32> {
     check(unsafe { libc::fork() })
 }
 
-/// Raise the limit of open files to `files`, as far as the hard limit allows. Returns the old limits.
+/// Raise the limit of open files to `files`, as far as the hard limit allows. Returns the old
+/// limits.
 ///
 /// # Errors
 /// Of `getrlimit`.
@@ -198,7 +200,8 @@ pub(crate) struct ChildSetup {
 }
 
 impl ChildSetup {
-    /// No blocked signals, own session, controlling terminal (standard input), limits, user, working directory.
+    /// No blocked signals, own session, controlling terminal (standard input), limits, user,
+    /// working directory.
     ///
     /// # Errors
     /// The first call that failed.

@@ -2,7 +2,7 @@
 //!
 //! Only regular files are moved: everything else may block, or be endless, and the agent has one
 //! thread. A file that comes in is written beside its target and takes the target's name at the
-//! end, so that the target is the old file or the new one at any moment, also after a failure.
+//! end. So the target is the old file or the new one at any moment, also after a failure.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Read, Write};

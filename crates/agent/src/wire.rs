@@ -23,10 +23,10 @@
 //!
 //! One request at a time on a connection. A program that closes it gives its request up.
 //!
-//! **Workers.** In a clone the connection that asked for `Clone` is the first worker's from then on,
-//! and the sockets that came beside the answer are the others': the library forks, and each process
-//! keeps one. A worker whose connection closes without `Exit` has failed. So no worker can be lost
-//! between its birth and its first call.
+//! **Workers.** In a clone the connection that asked for `Clone` belongs to the first worker from
+//! then on. The sockets that came beside the answer belong to the others: the library forks, and
+//! each process keeps one. A worker whose connection closes without `Exit` has failed. So no worker
+//! can be lost between its birth and its first call.
 
 /// Version of this protocol: the library and the agent of one image belong together.
 pub(crate) const VERSION: u16 = 1;

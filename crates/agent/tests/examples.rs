@@ -1,7 +1,7 @@
 //! The programs under `examples/`, without VMs.
 //!
-//! A fork is played by running the program again: the second run is answered like the first up to
-//! the fork in question, then it gets a clone's identity. Its workers' messages go to the first
+//! A fork is played by running the program again. The second run is answered like the first up to
+//! the fork in question. Then it gets a clone's identity. Its workers' messages go to the first
 //! run. That works because the examples do the same every time.
 
 mod support;

@@ -337,7 +337,7 @@ fn a_program_that_goes_away_abandons_its_request() {
     assert_eq!(message, ToHost::Recv { ticket: 77, vmid: Some(3) });
     probe.child.kill().expect("ours");
     assert_eq!(daemon.message_on(channel), ToHost::Abandon);
-    // A late answer finds nobody, and harms nobody.
+    // A late answer finds no receiver, and does no harm.
     daemon.send(channel, &ToGuest::Incoming(MessageInfo { vmid: 3, length_bytes: 1 }));
     daemon.stream(Kind::Data, channel, true, b"x");
     daemon.send(0, &ToGuest::Ping { token: 1 });
@@ -366,7 +366,7 @@ fn the_hosts_errors_and_the_loss_of_the_host_reach_the_program() {
         daemon.reconnect();
         assert_eq!(probe.rest().0, format!("join -{}\n", libc::ECONNRESET));
 
-        // In a parent there is nobody to send to, however much it was.
+        // In a parent there is no receiver, however much is sent.
         for call in ["exit", "send"] {
             let probe = Probe::start(&daemon, language, call);
             assert_eq!(probe.rest().0, format!("{call} -{}\n", libc::EPERM));
@@ -443,8 +443,8 @@ fn garbage_on_the_socket_ends_that_connection_alone() {
     });
 }
 
-/// Two programs ask for the clones of one ticket; one is granted, the other refused without having heard of it
-/// when the VM is forked.
+/// Two programs ask for the clones of one ticket; one is granted, the other refused without having
+/// heard of it when the VM is forked.
 #[test]
 fn the_program_whose_request_was_granted_becomes_the_worker() {
     let mut daemon = Daemon::start();

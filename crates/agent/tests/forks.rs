@@ -63,7 +63,7 @@ fn a_first_boot_command_that_ends_before_the_host_comes_is_told_in_the_answer() 
     let (mut daemon, folder) = booting("touch $(dirname $0)/done");
     wait_until("the command's end", || folder.path().join("done").exists());
     pause(SILENCE);
-    assert_eq!(daemon.frame_within(Duration::ZERO), None, "nobody has asked");
+    assert_eq!(daemon.frame_within(Duration::ZERO), None, "it was not asked");
     daemon.send(0, &hello());
     assert_eq!(firstboot(&mut daemon), Some(Firstboot::Ended { exit_code: 0 }));
 }
@@ -119,7 +119,7 @@ fn between_prepared_and_continue_nothing_is_written() {
 }
 
 #[test]
-fn a_fork_that_nobody_ends_ends_by_itself() {
+fn a_fork_that_is_not_ended_ends_by_itself() {
     let mut daemon = Daemon::start_with(&["--fork-limit-ms", "3000"]);
     daemon.prepare(7);
     daemon.send(0, &ToGuest::Ping { token: 4 });
@@ -155,7 +155,7 @@ fn a_clone_takes_its_identity_in_order_then_confirms() {
     let json: serde_json::Value =
         serde_json::from_str(&daemon.effect("run/identity.json")).expect("JSON");
     assert_eq!((json["vmid"].as_u64(), json["fork"].as_u64()), (Some(5), Some(3)));
-    assert!(json.get("entropy").is_none(), "the entropy is nobody's to read");
+    assert!(json.get("entropy").is_none(), "the entropy must not be readable");
 }
 
 #[test]
@@ -258,7 +258,7 @@ fn nonsense_costs_the_connection_and_nothing_else() {
     // Half a frame, then the end.
     daemon.send_raw(&[1, 0, 0]);
     daemon.reconnect();
-    // Frames of channels that nobody opened are old news.
+    // Frames of channels that were not opened are old news.
     for kind in [Kind::Stdin, Kind::Stdout, Kind::File, Kind::Data] {
         daemon.stream(kind, 77, true, b"x");
     }

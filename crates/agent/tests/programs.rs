@@ -29,10 +29,7 @@ fn a_program_that_cannot_start_says_why() {
         (exec(&[]), libc::EINVAL),
         (exec(&["a\0b"]), libc::EINVAL),
         (with(exec(&["true"]), |_, cwd, _| *cwd = Some("/no/such/folder".into())), libc::ENOENT),
-        (
-            with(exec(&["true"]), |_, _, user| *user = Some("nobody-by-that-name".into())),
-            libc::ENOENT,
-        ),
+        (with(exec(&["true"]), |_, _, user| *user = Some("no-such-user".into())), libc::ENOENT),
     ];
     for (request, errno) in failing {
         daemon.send(2, &request);
@@ -109,7 +106,7 @@ fn output_stops_at_the_window_and_goes_on_with_credit() {
 }
 
 #[test]
-fn a_program_that_never_reads_holds_up_nobody_and_takes_one_window() {
+fn a_program_that_never_reads_holds_up_no_other_and_takes_one_window() {
     let mut daemon = Daemon::start();
     daemon.exec(2, &["sleep", "1000"]);
     for _ in 0..WINDOW / 4096 {
@@ -139,7 +136,7 @@ fn programs_ignore_no_signal_and_the_agent_keeps_its_handlers() {
 
     let mut daemon = Daemon::start();
     daemon.exec(2, &["cat", "/proc/self/status"]);
-    // The C library keeps 32 to 34 to itself: whoever runs the tests may have it ignore them.
+    // The C library keeps 32 to 34 to itself: the tests' parent process may have it ignore them.
     let ignored = mask(&daemon.finish(2).text(), "SigIgn:") & !(0b111 << 31);
     assert_eq!(ignored, 0, "{ignored:x}");
     // By these std tells that a stack overflowed.
@@ -184,7 +181,8 @@ fn a_terminal_is_one() {
 fn on_a_terminal_control_c_interrupts_and_end_of_input_is_seen() {
     let mut daemon = Daemon::start();
     for (input, end, exit_code) in [(&b"\x03"[..], false, 130), (b"", true, 5)] {
-        // Whoever says that it is ready is ended by the signal, wherever the outer shell is by then.
+        // The program that prints `ready` is ended by the signal, wherever the outer shell is by
+        // then.
         let mut request =
             sh("trap 'exit 130' INT; sh -c 'trap - INT; echo ready; exec cat'; exit 5");
         if let ToGuest::Exec { tty, .. } = &mut request {

@@ -1,14 +1,18 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{HostAddress, JoinToken, Name};
+
 /// Make a cluster of this host alone, which others can join.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterInitRequest {
     /// `HOST:PORT` at which other hosts reach this one; pages are served at the next port.
+    #[schema(value_type = HostAddress)]
     pub address: String,
     /// What the others call this host; default: its host name.
     #[serde(default)]
+    #[schema(value_type = Option<Name>)]
     pub name: Option<String>,
 }
 
@@ -16,22 +20,26 @@ pub struct ClusterInitRequest {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterJoinRequest {
+    #[schema(value_type = JoinToken)]
     pub token: String,
     /// As in [`ClusterInitRequest`].
+    #[schema(value_type = HostAddress)]
     pub address: String,
     #[serde(default)]
+    #[schema(value_type = Option<Name>)]
     pub name: Option<String>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterTokenRequest {
-    /// How long it is good, in s, 1 to 604800; default 3600.
+    /// Its lifetime, in s; default 3600.
     #[serde(default)]
+    #[schema(minimum = 1, maximum = 604_800)]
     pub ttl_s: Option<u64>,
 }
 
-/// Lets one host join. Whoever has it may.
+/// Lets one host join: any host that has it.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct ClusterToken {
     pub schema: String,
@@ -44,6 +52,7 @@ pub struct ClusterToken {
 #[serde(deny_unknown_fields)]
 pub struct ClusterHostRequest {
     #[serde(default)]
+    #[schema(value_type = Option<Name>)]
     pub host: Option<String>,
 }
 

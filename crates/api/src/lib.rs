@@ -51,6 +51,7 @@ mod error;
 mod fork;
 mod host;
 mod memory;
+pub mod schema;
 mod session;
 mod snapshot;
 mod vm;

@@ -18,7 +18,8 @@ pub struct MemoryInfo {
     pub demand_bytes: u64,
     /// Frozen pages of the image not yet drained.
     pub undrained_pages: u64,
-    /// Pages of the image that are in no cache here yet: in a store, on another host, or not drained.
+    /// Pages of the image that are in no cache here yet: in a store, on another host, or not
+    /// drained.
     #[serde(default)]
     pub missing_pages: u64,
     /// The id of the image that the VM is a view of; absent in a VM that booted.
@@ -36,7 +37,8 @@ pub struct MemoryInfo {
     /// Of the VM's image and those that it descends from.
     #[serde(default)]
     pub hosts: BytesBetweenHosts,
-    /// The caches that the bytes of the VM's image are in: its own, and those of the images that it descends from.
+    /// The caches that the bytes of the VM's image are in: its own, and those of the images that it
+    /// descends from.
     #[serde(default)]
     pub caches: Vec<CacheInfo>,
 }
@@ -48,7 +50,8 @@ pub struct CacheInfo {
     pub image: String,
     /// Host memory that it takes.
     pub resident_bytes: u64,
-    /// Pages of the asked VM's image that this image changed last; null while the page table is being derived.
+    /// Pages of the asked VM's image that this image changed last; null while the page table is
+    /// being derived.
     pub pages: Option<u64>,
     /// Names of the live VMs that may read from it: with the last of them it goes.
     pub vms: Vec<String>,

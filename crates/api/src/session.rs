@@ -3,26 +3,34 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{Argv, Base64, Environment, Plain};
+
 /// Run a program in the guest. Over `POST …/exec` stdin is whole and the output comes back whole;
 /// over the WebSocket it streams.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExecRequest {
     /// The program and its arguments; looked up in the guest's PATH.
+    #[schema(value_type = Argv)]
     pub argv: Vec<String>,
     /// Added to the guest's default environment.
     #[serde(default)]
+    #[schema(value_type = Environment)]
     pub env: BTreeMap<String, String>,
     #[serde(default)]
+    #[schema(value_type = Option<Plain>)]
     pub cwd: Option<String>,
     /// A user name in the guest; default root.
     #[serde(default)]
+    #[schema(value_type = Option<Plain>)]
     pub user: Option<String>,
     /// Standard input, base64 (`POST` only).
     #[serde(default)]
+    #[schema(value_type = Option<Base64>)]
     pub stdin_base64: Option<String>,
     /// Kill it after so long, in ms; default: never (WebSocket), 600000 (`POST`).
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,
     /// Run it on a terminal (WebSocket only).
     #[serde(default)]

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{Name, NewVmNames, StoreLocation};
 use crate::{Accel, CloneResult, ErrorBody};
 
 /// Keep a running VM as a stored snapshot.
@@ -8,8 +9,10 @@ use crate::{Accel, CloneResult, ErrorBody};
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRequest {
     /// The VM, by name or id. It pauses as in a fork, and runs on.
+    #[schema(value_type = Name)]
     pub vm: String,
     /// What to call the snapshot.
+    #[schema(value_type = Name)]
     pub name: String,
     /// Answer when it is stored, not when the VM runs on.
     #[serde(default)]
@@ -23,8 +26,10 @@ pub struct SnapshotRequest {
     /// Store zero pages like any others. Of use only to measure what leaving them out is worth.
     #[serde(default)]
     pub keep_zero_pages: bool,
-    /// How long to record at most which pages the VM touches after the snapshot, in ms; default 300000. 0: not at all.
+    /// How long to record at most which pages the VM touches after the snapshot, in ms; default
+    /// 300000. 0: not at all.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 86_400_000)]
     pub record_ms: Option<u64>,
 }
 
@@ -36,8 +41,8 @@ pub enum Compression {
     Zstd,
 }
 
-/// Which pages come before anyone asks, in the letters of Twinkle's figure 7: `f` (zero pages are never fetched) is a
-/// matter of the snapshot, see `keep_zero_pages`.
+/// Which pages are prefetched, in the letters of Twinkle's figure 7. The letter `f` (zero pages are
+/// never fetched) is a property of the snapshot: see `keep_zero_pages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Prefetch {
@@ -56,26 +61,31 @@ pub enum Prefetch {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StartRequest {
-    /// How many, 1 to 1024.
+    /// How many.
     #[serde(default = "one")]
+    #[schema(minimum = 1, maximum = 1024)]
     pub count: u32,
     /// Names for them, `count` of them; default `SNAPSHOT.N` with the next free numbers.
     #[serde(default)]
+    #[schema(value_type = Option<NewVmNames>)]
     pub names: Option<Vec<String>>,
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself would try.
+    /// Start although the snapshot was taken on another QEMU, machine or CPU, where QEMU itself
+    /// would try.
     #[serde(default)]
     pub force: bool,
     #[serde(default)]
     pub prefetch: Prefetch,
-    /// Bring in everything else in the background, at most so many MiB per second, until the VM depends on the store no
-    /// more; default 0: never.
+    /// Fetch everything else in the background, at most this many MiB per second. Then the VM does
+    /// not depend on the store any more. Default 0: never.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 4_294_967_295_u32)]
     pub hydrate_mib_per_s: u32,
-    /// Bound on the whole call, in ms, at least 1; default 60000.
+    /// Bound on the whole call, in ms; default 60000.
     #[serde(default)]
+    #[schema(minimum = 1, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,
 }
 
@@ -116,7 +126,7 @@ pub enum SnapshotState {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
     pub name: String,
-    /// Unique for ever, 32 hex digits; absent while it is being written.
+    /// Never used again, 32 hex digits; absent while it is being written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     pub state: SnapshotState,
@@ -134,7 +144,8 @@ pub struct Snapshot {
     pub base: Option<String>,
     /// Guest memory whose bytes are stored with it; the rest is its base's, or zero.
     pub own_bytes: u64,
-    /// What that takes in the store, compressed; pages that others have stored already are not counted.
+    /// What that takes in the store, compressed; pages that others have stored already are not
+    /// counted.
     pub stored_bytes: u64,
     /// What it has in common with others in the store, compressed.
     pub shared_bytes: u64,
@@ -231,6 +242,7 @@ pub struct VerifyReply {
 #[serde(deny_unknown_fields)]
 pub struct TransferRequest {
     /// The other store: `s3://BUCKET/PREFIX`, or a folder of the daemon's host.
+    #[schema(value_type = StoreLocation)]
     pub location: String,
     /// Pulling: answer when all pages are here, not when it can be started.
     #[serde(default)]

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::schema::{Name, NewVmName};
 use crate::{ForkReply, MemoryInfo};
 
 /// How the guest's instructions are executed.
@@ -37,29 +38,34 @@ impl VmState {
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RunRequest {
+    #[schema(value_type = Name)]
     pub image: String,
     /// Default: made from the image's name and a number.
     #[serde(default)]
+    #[schema(value_type = Option<NewVmName>)]
     pub name: Option<String>,
-    /// Guest memory in MiB, 64 to 262144 and even; default 512.
+    /// Guest memory in MiB; default 512.
     #[serde(default)]
+    #[schema(minimum = 64, maximum = 262_144, multiple_of = 2)]
     pub memory_mib: Option<u64>,
-    /// vCPUs, 1 to 64; default 1.
+    /// vCPUs; default 1.
     #[serde(default)]
+    #[schema(minimum = 1, maximum = 64)]
     pub cpus: Option<u32>,
     /// Insist on one; default: KVM where it runs stock kernels, else TCG.
     #[serde(default)]
     pub accel: Option<Accel>,
     /// How long to wait until the guest is ready, in ms: its agent has answered, and the image's
-    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the command.
-    /// 0: don't wait.
+    /// first-boot command has ended. Default 120000 for the answer, and 600000 more for the
+    /// command. 0: don't wait.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 86_400_000)]
     pub boot_timeout_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Vm {
-    /// Unique for ever, 16 hex digits.
+    /// Never used again, 16 hex digits.
     pub id: String,
     pub name: String,
     pub image: String,
@@ -122,8 +128,9 @@ pub struct VmDetail {
     pub job: Option<String>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
-    /// The last fork of this VM that came to its end, whoever asked for it: a program in the guest (`sf_clone`)
-    /// has no other way to tell the host. Clones' states are those of that moment.
+    /// The last fork of this VM that ended. It may have been asked for by a program in the guest
+    /// (`sf_clone`), which has no other way to tell the host. Clones' states are those of that
+    /// moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_fork: Option<ForkReply>,
 }
@@ -133,6 +140,7 @@ pub struct VmDetail {
 pub struct KillRequest {
     /// First ask the guest to power off, and wait this long, in ms; 0 or absent: at once.
     #[serde(default)]
+    #[schema(minimum = 0, maximum = 86_400_000)]
     pub grace_ms: u64,
     /// With all VMs that descend from it.
     #[serde(default)]

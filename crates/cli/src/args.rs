@@ -11,7 +11,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 #[command(
     after_help = "Environment: VMFORK_SOCKET, VMFORK_STATE, VMFORK_HOST=tcp://HOST:PORT with \
                         VMFORK_TOKEN, NO_COLOR, VMFORK_NO_PROGRESS.\n\
-                        Exit status: 0 done, 1 failed, 2 misuse; `exec` ends with the program's own."
+                        Exit status: 0 success, 1 failure, 2 usage error; `exec`: that of the program."
 )]
 pub(crate) struct RawArgs {
     #[command(flatten)]
@@ -26,16 +26,16 @@ pub(crate) struct RawGlobal {
     /// Print one JSON document instead of text
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// The daemon's unix socket
+    /// Unix socket of the daemon
     #[arg(long, global = true, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
-    /// The daemon's state folder [default: /var/lib/vmfork]
+    /// State folder of the daemon [default: /var/lib/vmfork]
     #[arg(long, global = true, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
-    /// Do not start a daemon if none answers
+    /// Do not start the daemon if it is not running
     #[arg(long, global = true)]
     pub(crate) no_start: bool,
-    /// Say what is asked of the daemon
+    /// Print each request to the daemon
     #[arg(short, long, global = true)]
     pub(crate) verbose: bool,
     /// Print data and errors only
@@ -45,44 +45,44 @@ pub(crate) struct RawGlobal {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawCommand {
-    /// Start a VM from an image, or VMs from a stored snapshot
+    /// Start a VM from an image, or VMs from a snapshot
     Run(RawRun),
     /// Run a program in a VM
     Exec(RawExec),
-    /// Copy a file or a folder into a VM or out of it
+    /// Copy a file or a folder to or from a VM
     Cp(RawCp),
     /// Fork a running VM into clones
     Fork(RawFork),
     /// List the VMs
     Ps(RawPs),
-    /// Show the families of VMs
+    /// Show each VM below its parent
     Tree,
     /// Show everything about a VM
     Inspect(RawVm),
-    /// Print what a VM's console and detached programs have printed
+    /// Print the output of a VM's console and detached programs
     Logs(RawLogs),
-    /// Attach to a VM's serial console (Ctrl-] leaves)
+    /// Attach to a VM's serial console (Ctrl-] detaches)
     Console(RawVm),
-    /// End VMs
+    /// Stop VMs
     Kill(RawKill),
-    /// Forget ended VMs
+    /// Remove ended VMs from the list
     Rm(RawRm),
-    /// Watch the VMs' memory, faults and processor time
+    /// Watch the memory, faults and CPU time of VMs
     Top(RawTop),
-    /// Check what this host offers
+    /// Check that this host can run VMs
     Doctor,
-    /// Print the versions of vmfork and of the daemon
+    /// Print the versions of vmfork and the daemon
     Version,
     /// Build, list, import and remove guest images
     #[command(subcommand)]
     Image(RawImage),
-    /// Keep VMs as stored snapshots, and look after those
+    /// Store VMs as snapshots, and manage snapshots
     #[command(subcommand)]
     Snapshot(RawSnapshot),
-    /// Join hosts that fork onto each other
+    /// Manage a cluster of hosts
     #[command(subcommand)]
     Cluster(RawCluster),
-    /// Start, stop or look at the daemon
+    /// Start, stop or check the daemon
     #[command(subcommand)]
     Daemon(RawDaemon),
     /// Print a completion script for a shell
@@ -109,57 +109,57 @@ pub(crate) enum RawAccel {
 pub(crate) struct RawRun {
     /// Name of a guest image (`vmfork image ls`) or of a snapshot (`vmfork snapshot ls`)
     pub(crate) name: String,
-    /// NAME is an image's, even if there is a snapshot of that name
+    /// Treat NAME as an image, even if a snapshot has the same name
     #[arg(long, conflicts_with = "snapshot")]
     pub(crate) image: bool,
-    /// NAME is a snapshot's, even if there is an image of that name
+    /// Treat NAME as a snapshot, even if an image has the same name
     #[arg(long)]
     pub(crate) snapshot: bool,
-    /// Name of the VM [default: made from NAME]; of several, repeated or separated by commas
+    /// Name of the VM; for several, repeat it or separate names with commas [default: from NAME]
     #[arg(long = "name", value_name = "VM", value_delimiter = ',', action = ArgAction::Append)]
     pub(crate) names: Vec<String>,
-    /// How long the VM may take until it is ready: 90s, 2m [default: 60s from a snapshot; 120s from
-    /// an image, and 600s more for its first-boot command; 0 does not wait for that]
+    /// Timeout until the VM is ready: 90s, 2m [default: 60s for a snapshot; 120s for an image, plus
+    /// 600s for its first-boot command; 0: do not wait]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
     /// Guest memory: 512, 512M, 2G [default: 512M]
     #[arg(short, long, value_name = "SIZE", help_heading = OF_IMAGES)]
     pub(crate) memory: Option<String>,
-    /// vCPUs [default: 1]
+    /// Number of vCPUs [default: 1]
     #[arg(short, long, value_name = "N", help_heading = OF_IMAGES)]
     pub(crate) cpus: Option<u32>,
-    /// Insist on an accelerator [default: KVM where it runs stock kernels, else TCG]
+    /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
-    /// How many VMs [default: as many as names, or 1]
+    /// Number of VMs [default: number of names, or 1]
     #[arg(short = 'n', long = "count", value_name = "N", help_heading = OF_SNAPSHOTS)]
     pub(crate) count: Option<u32>,
-    /// Start none if not all of them fit
+    /// Start no VM unless all fit
     #[arg(long, help_heading = OF_SNAPSHOTS)]
     pub(crate) all_or_nothing: bool,
-    /// Start although it was taken on another QEMU, machine or processor, where QEMU would try
+    /// Start even if the snapshot comes from another QEMU version, machine type or processor
     #[arg(long, help_heading = OF_SNAPSHOTS)]
     pub(crate) force: bool,
-    /// Which pages come before the guest asks for them [default: all]
+    /// Pages to prefetch [default: all]
     #[arg(long, value_name = "WHICH", help_heading = OF_SNAPSHOTS)]
     pub(crate) prefetch: Option<RawPrefetch>,
-    /// Bring in all other pages too, in the background, until the VM depends on the store no more; at
-    /// most so many MiB per second, if given
+    /// Load all remaining pages in the background, so that the VM no longer needs the store; limit
+    /// in MiB per second [default: no limit]
     #[arg(long, value_name = "MIB_PER_S", num_args = 0..=1, help_heading = OF_SNAPSHOTS)]
     pub(crate) hydrate: Option<Option<u32>>,
 }
 
-const OF_IMAGES: &str = "Of images only";
-const OF_SNAPSHOTS: &str = "Of snapshots only";
+const OF_IMAGES: &str = "For images only";
+const OF_SNAPSHOTS: &str = "For snapshots only";
 const OF_CLUSTERS: &str = "In a cluster";
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RawPrefetch {
-    /// None
+    /// No prefetch
     None,
-    /// What the faults so far predict
+    /// Pages that recent faults predict
     Demand,
-    /// What earlier VMs of the snapshot touched first
+    /// Pages that earlier VMs of the snapshot touched first
     WorkingSet,
     /// Both
     All,
@@ -169,22 +169,22 @@ pub(crate) enum RawPrefetch {
 pub(crate) struct RawExec {
     /// Name or id of a VM
     pub(crate) vm: String,
-    /// Pass standard input on to the program
+    /// Pass standard input to the program
     #[arg(short, long)]
     pub(crate) interactive: bool,
-    /// Run the program on a terminal (implies -i)
+    /// Run the program in a terminal (implies -i)
     #[arg(short, long)]
     pub(crate) tty: bool,
-    /// A user of the guest [default: root]
+    /// User in the guest [default: root]
     #[arg(short, long)]
     pub(crate) user: Option<String>,
     /// Working folder in the guest
     #[arg(short, long, value_name = "DIR")]
     pub(crate) workdir: Option<String>,
-    /// Set a variable: KEY=VALUE, or KEY to pass on one of ours
+    /// Set an environment variable: KEY=VALUE, or KEY to copy its value from here
     #[arg(short, long, value_name = "KEY=VALUE", action = ArgAction::Append)]
     pub(crate) env: Vec<String>,
-    /// Kill the program after so long: 500ms, 30s, 2m
+    /// Kill the program after this time: 500ms, 30s, 2m
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
     /// The program and its arguments
@@ -204,88 +204,89 @@ pub(crate) struct RawCp {
 pub(crate) struct RawFork {
     /// Name or id of a running VM
     pub(crate) vm: String,
-    /// How many clones [default: as many as names, or 1]
+    /// Number of clones [default: number of names, or 1]
     #[arg(short = 'n', long = "count", value_name = "N")]
     pub(crate) count: Option<u32>,
-    /// Names of the clones, repeated or separated by commas [default: VM.1, VM.2 …]
+    /// Name of a clone; repeat it or separate names with commas [default: VM.1, VM.2 …]
     #[arg(long = "name", value_name = "NAME", value_delimiter = ',', action = ArgAction::Append)]
     pub(crate) names: Vec<String>,
-    /// Start none if not all of them fit
+    /// Start no clone unless all fit
     #[arg(long)]
     pub(crate) all_or_nothing: bool,
-    /// Bound on the whole fork: 500ms, 30s, 2m [default: 60s]
+    /// Timeout of the whole fork: 500ms, 30s, 2m [default: 60s]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
-    /// Where in the cluster the clones go [default: spread]
+    /// Placement of clones in the cluster [default: spread]
     #[arg(long, value_name = "WHERE", help_heading = OF_CLUSTERS)]
     pub(crate) place: Option<RawPlace>,
-    /// Only these hosts, by name or id, repeated or separated by commas [default: all]
+    /// Use only this host (name or id); repeat it or separate hosts with commas [default: all]
     #[arg(long = "host", value_name = "HOST", value_delimiter = ',', action = ArgAction::Append, help_heading = OF_CLUSTERS)]
     pub(crate) hosts: Vec<String>,
-    /// Bring clones on other hosts all of their memory, so fast, in MiB per second; then they don't need this host any more
+    /// Copy all memory to remote clones in the background, so that they no longer need this host;
+    /// limit in MiB per second
     #[arg(long, value_name = "MIB", help_heading = OF_CLUSTERS)]
     pub(crate) hydrate: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RawPlace {
-    /// On the VM's host
+    /// All on the parent's host
     Here,
-    /// As many on each host
+    /// Evenly over the hosts
     Spread,
-    /// On as few hosts as they fit on, the VM's first
+    /// On as few hosts as possible, the parent's host first
     Pack,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawCluster {
-    /// Make a cluster of this host
+    /// Create a cluster with this host as its first member
     Init(RawAddress),
-    /// Print a token by which one host can join
+    /// Print a token that lets one host join
     Token {
-        /// How long it is good: 10m, 3600s [default: 1 hour, at most 7 days]
+        /// Lifetime of the token: 10m, 3600s; at most 7 days [default: 1 hour]
         #[arg(long, value_name = "TIME")]
         ttl: Option<String>,
     },
-    /// Become a member of the cluster that the token is of
+    /// Join a cluster
     Join {
-        /// What `vmfork cluster token` has printed on a member
+        /// Token that `vmfork cluster token` printed on a member
         token: String,
         #[command(flatten)]
         address: RawAddress,
     },
     /// List the hosts
     Ls,
-    /// Take a host out, this one if none is named
+    /// Remove a host from the cluster
     Leave {
-        /// Name or id
+        /// Name or id of the host [default: this host]
         host: Option<String>,
     },
-    /// Give a host no more clones, this one if none is named
+    /// Stop placing clones on a host
     Drain {
-        /// Name or id
+        /// Name or id of the host [default: this host]
         host: Option<String>,
     },
-    /// Take a host back into use that was drained
+    /// Place clones on a drained host again
     Activate {
-        /// Name or id
+        /// Name or id of the host [default: this host]
         host: Option<String>,
     },
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RawAddress {
-    /// Where other hosts reach this one; pages are served at the next port
+    /// Address of this host for the other hosts; the next port serves pages
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) address: String,
-    /// What others call this host [default: its host name]
-    #[arg(long)]
+    /// Name of this host in the cluster, unique and easy to tell apart [default: its host name]
+    #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RawPs {
-    /// Show the ended ones too
+    /// Include ended VMs
     #[arg(short, long)]
     pub(crate) all: bool,
 }
@@ -300,7 +301,7 @@ pub(crate) struct RawVm {
 pub(crate) struct RawLogs {
     /// Name or id of a VM
     pub(crate) vm: String,
-    /// Go on until the VM ends
+    /// Follow the output until the VM ends
     #[arg(short, long)]
     pub(crate) follow: bool,
 }
@@ -310,10 +311,10 @@ pub(crate) struct RawKill {
     /// Names or ids of VMs
     #[arg(required = true, value_name = "VM")]
     pub(crate) vms: Vec<String>,
-    /// First ask the guest to power off, and wait so long: 500ms, 10s
+    /// Ask the guest to power off first, and wait this long: 500ms, 10s
     #[arg(long, value_name = "TIME")]
     pub(crate) grace: Option<String>,
-    /// With all VMs that descend from them
+    /// Stop their descendants too
     #[arg(long)]
     pub(crate) family: bool,
 }
@@ -323,45 +324,46 @@ pub(crate) struct RawRm {
     /// Names or ids of VMs
     #[arg(required = true, value_name = "VM")]
     pub(crate) vms: Vec<String>,
-    /// Kill those that still run
+    /// Stop running VMs first
     #[arg(short, long)]
     pub(crate) force: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RawTop {
-    /// Print one frame and end
+    /// Print one frame and exit
     #[arg(long)]
     pub(crate) once: bool,
-    /// Time between two frames: 500ms, 2s [default: 1s]
+    /// Refresh interval: 500ms, 2s [default: 1s]
     #[arg(long, value_name = "TIME")]
     pub(crate) interval: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawDaemon {
-    /// Start the daemon, if none answers
+    /// Start the daemon if it is not running
     Start,
-    /// End the daemon
+    /// Stop the daemon
     Stop {
-        /// Even if VMs run
+        /// Stop it even if VMs are running
         #[arg(short, long)]
         force: bool,
     },
-    /// End the daemon and start it anew, with the same flags; its clients wait meanwhile. VMs end
-    /// with it
+    /// Restart the daemon with the same flags; VMs end with it
+    ///
+    /// Clients wait until the new daemon answers.
     Restart {
-        /// Even if VMs run
+        /// Restart it even if VMs are running
         #[arg(short, long)]
         force: bool,
     },
-    /// Say whether the daemon runs (exit status 1: it does not)
+    /// Print whether the daemon is running (exit status 1: it is not)
     Status,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawImage {
-    /// Build an image from Debian's packages
+    /// Build an image from Debian packages
     Build(RawImageBuild),
     /// List the images
     Ls,
@@ -370,117 +372,117 @@ pub(crate) enum RawImage {
         #[arg(required = true, value_name = "IMAGE")]
         images: Vec<String>,
     },
-    /// Take over a kernel, an initrd and a root file system of yours, or a disk that boots
+    /// Import a kernel with an initrd or a root file system, or a bootable disk
     Import(RawImageImport),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RawImageBuild {
-    /// The image's name [default: the spec's file name, or `default`]
+    /// Name of the image [default: file name of the spec, or `default`]
     #[arg(value_name = "IMAGE")]
     pub(crate) name: Option<String>,
-    /// A JSON file that says what goes in [default: the default image's]
+    /// JSON file that describes the image [default: the built-in spec]
     #[arg(long, value_name = "FILE")]
     pub(crate) spec: Option<PathBuf>,
-    /// One more Debian package, repeated or separated by commas
+    /// Add a Debian package; repeat it or separate packages with commas
     #[arg(long = "package", value_name = "NAME", value_delimiter = ',', action = ArgAction::Append)]
     pub(crate) packages: Vec<String>,
-    /// One more file or folder of this host: FROM:TO, TO absolute in the guest
+    /// Add a file or folder: FROM on this host, TO an absolute path in the guest
     #[arg(long = "file", value_name = "FROM:TO", action = ArgAction::Append)]
     pub(crate) files: Vec<String>,
-    /// A shell command for the guest to run once after each boot
+    /// Shell command that the guest runs once after each boot
     #[arg(long, value_name = "COMMAND")]
     pub(crate) run: Option<String>,
-    /// Where Debian is [default: as this host's apt has it]
+    /// Debian mirror [default: the apt sources of this host]
     #[arg(long, value_name = "URL")]
     pub(crate) mirror: Option<String>,
-    /// Build anew, from the archive as it is today
+    /// Rebuild with the current packages of the archive
     #[arg(long)]
     pub(crate) refresh: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RawImageImport {
-    /// The image's name
+    /// Name of the image
     #[arg(value_name = "IMAGE")]
     pub(crate) name: String,
-    /// bzImage or ELF
+    /// Kernel: bzImage or ELF
     #[arg(long, value_name = "FILE", required_unless_present = "boot_disk")]
     pub(crate) kernel: Option<PathBuf>,
-    /// Instead of a kernel: a raw disk with a boot sector; its VMs have no agent
+    /// Raw disk with a boot sector, instead of a kernel; its VMs have no agent
     #[arg(long, value_name = "FILE",
           conflicts_with_all = ["kernel", "initrd", "root", "cmdline", "agent"])]
     pub(crate) boot_disk: Option<PathBuf>,
-    /// An initrd
+    /// Initrd: a newc archive, compressed or not
     #[arg(long, value_name = "FILE", required_unless_present_any = ["root", "boot_disk"])]
     pub(crate) initrd: Option<PathBuf>,
-    /// A raw file system, read-only to all VMs
+    /// Root file system, raw; read-only in all VMs
     #[arg(long, value_name = "FILE")]
     pub(crate) root: Option<PathBuf>,
-    /// The kernel's command line [default: serial console, root on the first disk]
+    /// Kernel command line [default: serial console, root on the first disk]
     #[arg(long)]
     pub(crate) cmdline: Option<String>,
-    /// The vmfork agent runs in it
+    /// The image runs the vmfork agent
     #[arg(long)]
     pub(crate) agent: bool,
-    /// Memory of a VM for which nobody says: 512M, 2G [default: 512M]
+    /// Default guest memory: 512M, 2G [default: 512M]
     #[arg(short, long, value_name = "SIZE")]
     pub(crate) memory: Option<String>,
-    /// Put it in place of an image of that name
+    /// Replace an image of the same name
     #[arg(long)]
     pub(crate) replace: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawSnapshot {
-    /// Keep a running VM as a snapshot; it pauses as in a fork, and runs on
+    /// Store a running VM as a snapshot; the VM pauses as in a fork, then continues
     Create(RawSnapshotCreate),
     /// List the snapshots
     Ls,
     /// Show everything about a snapshot
     Inspect(RawSnapshotName),
-    /// Remove snapshots; one that is being written or pulled is given up
+    /// Remove snapshots, and cancel those that are being written or pulled
     Rm {
         #[arg(required = true, value_name = "SNAPSHOT")]
         snapshots: Vec<String>,
-        /// With the snapshots that are deltas of them
+        /// Remove the snapshots that depend on them too
         #[arg(long)]
         cascade: bool,
     },
-    /// Read and check all that is here of a snapshot, and of what it depends on (exit status 1: it is damaged)
+    /// Check the local data of a snapshot and of those it depends on (exit status 1: damaged)
     Verify(RawSnapshotName),
-    /// Make a delta whole, so that it depends on no other snapshot
+    /// Make a snapshot independent of the snapshots it depends on
     Flatten(RawSnapshotName),
-    /// Write a snapshot, with what it depends on, to one file
+    /// Write a snapshot and those it depends on to one file
     Export {
         snapshot: String,
         /// A path, or - for standard output
         file: String,
     },
-    /// Store what was exported
+    /// Store an exported snapshot
     Import {
         /// A path, or - for standard input
         file: String,
-        /// What to call the snapshot [default: as it was called]
+        /// Name of the snapshot [default: its name when exported]
         #[arg(long, value_name = "SNAPSHOT")]
         name: Option<String>,
     },
-    /// Copy a snapshot, with what it depends on, to another store
+    /// Copy a snapshot and those it depends on to another store
     Push {
         snapshot: String,
-        /// s3://BUCKET/PREFIX, or a folder of the daemon's host
+        /// s3://BUCKET/PREFIX, or a folder on the daemon's host
         location: String,
     },
-    /// Bring a snapshot from another store; it can be started before its pages are here
+    /// Copy a snapshot from another store; VMs can start before its pages arrive
     Pull {
         snapshot: String,
-        /// s3://BUCKET/PREFIX, or a folder of the daemon's host
+        /// s3://BUCKET/PREFIX, or a folder on the daemon's host
         location: String,
-        /// Until all of its pages are here
+        /// Wait until all pages have arrived
         #[arg(long)]
         wait: bool,
     },
-    /// What is known of the pages that a snapshot's VMs touch first
+    /// Show or reset the pages that a snapshot's VMs touch first
     #[command(subcommand)]
     Profile(RawProfile),
 }
@@ -495,31 +497,30 @@ pub(crate) struct RawSnapshotName {
 pub(crate) struct RawSnapshotCreate {
     /// Name or id of a running VM
     pub(crate) vm: String,
-    /// The snapshot's name
+    /// Name of the snapshot
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) name: String,
-    /// Until it is stored, not only until the VM runs on; Ctrl-C then gives it up
+    /// Wait until the snapshot is stored; Ctrl-C then cancels it [default: until the VM continues]
     #[arg(long)]
     pub(crate) wait: bool,
-    /// Store pages as they are
+    /// Store pages without compression
     #[arg(long)]
     pub(crate) no_compression: bool,
-    /// Store all that is not zero, even if the VM was started from a snapshot
+    /// Store all pages, even if the VM was started from a snapshot
     #[arg(long)]
     pub(crate) full: bool,
-    /// Store zero pages like any others, to measure what leaving them out is worth
+    /// Store zero pages too, to measure what leaving them out saves
     #[arg(long)]
     pub(crate) keep_zero_pages: bool,
-    /// How long to record which pages the VM touches after it: 60, 60s, 2m; 0 does not [default:
-    /// 300s]
+    /// Time to record the pages that the VM touches first: 60, 60s, 2m; 0: off [default: 300s]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) record: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawProfile {
-    /// Show it
+    /// Show the recorded pages
     Show(RawSnapshotName),
-    /// Forget it
+    /// Delete the record
     Reset(RawSnapshotName),
 }

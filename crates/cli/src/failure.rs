@@ -3,6 +3,7 @@
 use std::fmt;
 
 use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_guest_image::Remedy;
 
 /// How a command ended, other than by an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +27,7 @@ impl fmt::Display for ApiError {
 
 impl std::error::Error for ApiError {}
 
-/// The words on the command line don't fit together: exit status 2.
+/// The options contradict each other: exit status 2.
 #[derive(Debug)]
 pub(crate) struct Misuse(pub(crate) String);
 
@@ -38,7 +39,7 @@ impl fmt::Display for Misuse {
 
 impl std::error::Error for Misuse {}
 
-/// Whoever read our standard output has left. Not a failure: exit status 0.
+/// The reader closed our standard output. Not a failure: exit status 0.
 #[derive(Debug)]
 pub(crate) struct StdoutClosed;
 
@@ -50,7 +51,7 @@ impl fmt::Display for StdoutClosed {
 
 impl std::error::Error for StdoutClosed {}
 
-/// An error with a word on what to do about it.
+/// An error with its remedy.
 #[derive(Debug)]
 struct Hinted {
     hint: String,
@@ -80,12 +81,9 @@ impl<T, E: Into<anyhow::Error>> HintExt<T> for Result<T, E> {
     }
 }
 
-/// The same for a library's error, which brings its remedy along: `.map_err(with(E::remedy))`.
-pub(crate) fn with<E>(remedy: impl Fn(&E) -> Option<String>) -> impl Fn(E) -> anyhow::Error
-where
-    E: std::error::Error + Send + Sync + 'static,
-{
-    move |error| match remedy(&error) {
+/// Turns a library's error into one of ours, its remedy into the hint.
+pub(crate) fn with_remedy(error: impl Remedy + Send + Sync + 'static) -> anyhow::Error {
+    match error.remedy() {
         Some(hint) => Hinted { hint, error: error.into() }.into(),
         None => error.into(),
     }

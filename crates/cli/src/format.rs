@@ -52,8 +52,8 @@ pub(crate) fn age_since(unix_ms: u64) -> String {
     age(now.saturating_sub(Duration::from_millis(unix_ms)))
 }
 
-/// A duration given in milliseconds, with two or three digits that say something: `3.4 ms`, `31 ms`,
-/// `1.25 s`, `2m05s`.
+/// A duration given in milliseconds, with two or three digits that say something: `3.4 ms`, `31
+/// ms`, `1.25 s`, `2m05s`.
 pub(crate) fn millis(ms: f64) -> String {
     if !ms.is_finite() || ms < 0.0 {
         return "-".to_owned();

@@ -5,9 +5,9 @@
 //!                                                            └──────► Printer ──► stdout, stderr
 //! ```
 //!
-//! Promises: data on stdout, all else on stderr; exit status 0 done, 1 failed, 2 misuse, the program's
-//! own for `exec`; a reader who closes our stdout ends us with 0; Ctrl-C ends us with 130 within a
-//! quarter of a second at any moment, with the terminal as it was.
+//! Promises: data on stdout, all else on stderr; exit status 0 done, 1 failed, 2 misuse, the
+//! program's own for `exec`; a reader who closes our stdout ends us with 0; Ctrl-C ends us with 130
+//! within a quarter of a second at any moment, with the terminal as it was.
 
 #![deny(unsafe_code)]
 
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     let raw = match RawArgs::try_parse() {
         Ok(raw) => raw,
         Err(error) => {
-            // Help and version too; if nobody reads them, nobody does.
+            // Help and version come here too. A failed write of them is ignored.
             let _ = error.print();
             return ExitCode::from(if error.use_stderr() { MISUSE } else { 0 });
         }
@@ -105,7 +105,7 @@ async fn supervise(global: Global, command: Command) -> anyhow::Result<Exit> {
             ended.unwrap_or_else(|panic| Err(anyhow!(panic).context("a bug of vmfork")))
         }
         signal = signal => {
-            // Dropping the request closes its connection, and the daemon undoes what is half done.
+            // Dropping the request closes its connection, and the daemon undoes its partial work.
             task.abort();
             let _ = tokio::time::timeout(UNWIND_BOUND, task).await;
             Ok(Exit::Program(client::exit_status(0, Some(signal.as_raw_value()))))

@@ -1,7 +1,7 @@
 //! The one place that writes: data to stdout, all else to stderr.
 //!
-//! Every line reads well without colour. A reader of stdout who has left is [`StdoutClosed`], which
-//! ends the command with status 0; one of stderr who has left is nobody's loss.
+//! Every line reads well without colour. A closed stdout is [`StdoutClosed`], which ends the
+//! command with status 0; a closed stderr is ignored.
 
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd as _;
@@ -200,8 +200,9 @@ fn bar_style(template: &str) -> ProgressStyle {
         .progress_chars("━╸ ")
 }
 
-/// Standard output for bytes that come as a stream. Not `tokio::io::stdout()`: that goes through std's line buffer,
-/// which is written out when the program exits, and then Ctrl-C would wait for a reader who does not read.
+/// Standard output for bytes that come as a stream. Not `tokio::io::stdout()`: that goes through
+/// std's line buffer, which is written out when the program exits, and then Ctrl-C would wait for a
+/// reader who does not read.
 pub(crate) fn stdout_stream() -> anyhow::Result<tokio::fs::File> {
     let fd = io::stdout().as_fd().try_clone_to_owned().map_err(stdout_error)?;
     Ok(tokio::fs::File::from_std(fd.into()))

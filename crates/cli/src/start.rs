@@ -1,7 +1,7 @@
 //! Starts the daemon on demand.
 //!
-//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon gets
-//! a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
+//! A lock in the state folder sees to it that two commands at once start one daemon. The daemon
+//! gets a session of its own, so that neither Ctrl-C nor the end of the terminal reaches it.
 
 use std::env;
 use std::ffi::OsString;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow};
 use rustix::fs::{FlockOperation, flock};
 use tokio::time::{Instant, sleep, timeout_at};
 use vmfork_api::Version;
@@ -30,13 +30,13 @@ const LOCK_BOUND: Duration = Duration::from_secs(12);
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How much of the log's end is told when the daemon ends at once.
+/// The part of the log's end that an error shows when the daemon exits during its start.
 const LOG_TAIL_BYTES: u64 = 8 << 10;
 const LOG_TAIL_LINES: usize = 5;
 
 pub(crate) const DAEMON: &str = "vmforkd";
 
-/// The first word of the command line by which this program is told to [`become_detached`].
+/// The first argument that makes this program [`become_detached`].
 pub(crate) const DETACHED: &str = "__detached";
 
 /// What had to be done.
@@ -70,7 +70,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     let how = Launch { program, args, environment: None, folder: "/".into(), log: log.clone() };
     let pid = launch(global, how).await?;
     drop(lock);
-    global.printer.note(&format!("Started {DAEMON}, its log is {}", log.display()));
+    global.printer.note(&format!("Started {DAEMON}; its log is {}", log.display()));
     Ok(Started::Now { pid })
 }
 
@@ -79,7 +79,7 @@ async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
 pub(crate) struct Launch {
     pub(crate) program: PathBuf,
     pub(crate) args: Vec<OsString>,
-    /// `None`: ours.
+    /// `None`: the environment of this program.
     pub(crate) environment: Option<Vec<(OsString, OsString)>>,
     pub(crate) folder: PathBuf,
     /// Where its output goes.
@@ -96,9 +96,9 @@ pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u3
         .mode(0o600)
         .open(&log_path)
         .with_context(|| format!("open {}", log_path.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let log_start = log.metadata().map(|metadata| metadata.len()).unwrap_or_default();
-    // This very program, also where its file has been replaced meanwhile.
+    // This program, even if its file has been replaced.
     let mut command = tokio::process::Command::new("/proc/self/exe");
     if let Some(environment) = environment {
         command.env_clear().envs(environment);
@@ -109,7 +109,7 @@ pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u3
         .args(args)
         .current_dir(folder)
         .stdin(Stdio::null())
-        .stdout(log.try_clone().context("hand out the log")?)
+        .stdout(log.try_clone().context("duplicate the descriptor of the log")?)
         .stderr(log)
         .spawn()
         .with_context(|| format!("start {}", program.display()))?;
@@ -118,7 +118,7 @@ pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u3
     let client = Client::unchecked(global);
     let answer = async {
         loop {
-            // Where an earlier daemon's socket waits for this one, so does this request.
+            // If an earlier daemon's socket waits for this daemon, so does this request.
             if client.get::<Version>(Query::new("/v1/version")).await.is_ok() {
                 return;
             }
@@ -129,13 +129,13 @@ pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u3
         status = child.wait() => {
             let status = status.with_context(|| format!("wait for {DAEMON}"))?;
             return Err(anyhow!("{}", log_tail(&log_path, log_start)))
-                .with_context(|| format!("{DAEMON} ended at once ({status})"))
-                .hint(format!("the whole log is in {}", log_path.display()));
+                .with_context(|| format!("{DAEMON} exited during its start ({status})"))
+                .hint(format!("see the whole log in {}", log_path.display()));
         }
         answered = timeout_at(deadline, answer) => answered,
     };
     if answered.is_err() {
-        // Ours, and of no use to anyone.
+        // This command started it, and it serves no request.
         if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok())
             && let Some(pid) = rustix::process::Pid::from_raw(pid)
         {
@@ -143,7 +143,7 @@ pub(crate) async fn launch(global: &Global, launch: Launch) -> anyhow::Result<u3
         }
         return Err(anyhow!("{}", log_tail(&log_path, log_start)))
             .with_context(|| format!("{DAEMON} did not answer within {} s", START_BOUND.as_secs()))
-            .hint(format!("the whole log is in {}", log_path.display()));
+            .hint(format!("see the whole log in {}", log_path.display()));
     }
     spinner.finish_and_clear();
     Ok(pid)
@@ -161,17 +161,17 @@ pub(crate) fn find_daemon() -> anyhow::Result<PathBuf> {
             fs::metadata(path)
                 .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
         })
-        .ok_or_else(|| anyhow!("neither next to this program nor in PATH is a {DAEMON}"))
-        .hint("install vmforkd beside vmfork, or set VMFORK_HOST to a daemon elsewhere")
+        .ok_or_else(|| anyhow!("{DAEMON} is neither next to this program nor in PATH"))
+        .hint("install vmforkd next to vmfork, or set VMFORK_HOST to a remote daemon")
 }
 
-/// That of those who start daemons of this state folder; taken until it is dropped. Never waits in
-/// the kernel, so that Ctrl-C is heard.
+/// Taken until it is dropped, by each command that starts a daemon of this state folder. Never
+/// waits in the kernel, so that Ctrl-C is heard.
 pub(crate) async fn lock(global: &Global) -> anyhow::Result<File> {
     let state = &global.state_dir;
     fs::create_dir_all(state)
-        .with_context(|| format!("make the state folder {}", state.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .with_context(|| format!("create the state folder {}", state.display()))
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let path = state.join("vmfork-start.lock");
     let file = OpenOptions::new()
         .create(true)
@@ -179,7 +179,7 @@ pub(crate) async fn lock(global: &Global) -> anyhow::Result<File> {
         .write(true)
         .open(&path)
         .with_context(|| format!("open {}", path.display()))
-        .hint("use sudo, or name a folder of yours with --state or VMFORK_STATE")?;
+        .hint("use sudo, or set --state or VMFORK_STATE to a folder that you own")?;
     let deadline = Instant::now() + LOCK_BOUND;
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -188,7 +188,9 @@ pub(crate) async fn lock(global: &Global) -> anyhow::Result<File> {
             Err(error) => return Err(error).with_context(|| format!("lock {}", path.display())),
         }
         if Instant::now() >= deadline {
-            bail!("another command has been starting {DAEMON} for {} s", LOCK_BOUND.as_secs());
+            return Err(anyhow!("another command still holds it after {} s", LOCK_BOUND.as_secs()))
+                .with_context(|| format!("lock {}", path.display()))
+                .hint(format!("another `vmfork` command is starting {DAEMON}; try again"));
         }
         sleep(POLL_INTERVAL).await;
     }
@@ -216,7 +218,7 @@ fn log_tail(path: &Path, start: u64) -> String {
 /// `vmfork __detached PROGRAM ARGS…`: a new session, then `PROGRAM`. Returns only if that fails.
 pub(crate) fn become_detached(argv: &[OsString]) -> anyhow::Error {
     let Some((program, args)) = argv.split_first() else {
-        return anyhow!("no program to run");
+        return anyhow!("no program is named");
     };
     if let Err(error) = rustix::process::setsid() {
         return anyhow::Error::new(error).context("leave the session");

@@ -4,8 +4,8 @@
 //! `main` calls last, in case a guard sits in a task that could not be ended.
 
 use std::io::{self, IsTerminal, Write};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use rustix::termios::{self, OptionalActions, Termios};
 
 #[derive(Default)]
@@ -22,7 +22,7 @@ const SCREEN_LEAVE: &[u8] = b"\x1b[?25h\x1b[?1049l";
 
 /// Puts back all that was changed. Does nothing a second time.
 pub(crate) fn restore() {
-    let mut changed = CHANGED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut changed = CHANGED.lock();
     if std::mem::take(&mut changed.screen) {
         let mut stderr = io::stderr().lock();
         let _ = stderr.write_all(SCREEN_LEAVE).and_then(|()| stderr.flush());
@@ -44,7 +44,7 @@ impl RawMode {
         if !stdin.is_terminal() {
             return Ok(None);
         }
-        let mut changed = CHANGED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changed = CHANGED.lock();
         let before = termios::tcgetattr(&stdin)?;
         let mut raw = before.clone();
         raw.make_raw();
@@ -73,7 +73,7 @@ impl Screen {
             return Ok(None);
         }
         let Some(raw) = RawMode::enter()? else { return Ok(None) };
-        CHANGED.lock().unwrap_or_else(PoisonError::into_inner).screen = true;
+        CHANGED.lock().screen = true;
         let mut stderr = io::stderr().lock();
         stderr.write_all(SCREEN_ENTER)?;
         stderr.flush()?;

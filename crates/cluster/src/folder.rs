@@ -7,11 +7,11 @@
 //!   ├── host.pem           this host's certificate
 //!   ├── host-key.pem       0600
 //!   ├── tokens.json        0600: hashes of what lets others in (see `token`)
-//!   └── members.json       0600: the book (see `membership`); written last: with it the host is a member
+//!   └── members.json       0600: the book (see `membership`), written last: it makes a member
 //! ```
 //!
-//! Promises: a file appears whole, and outlasts a power cut once its writer has returned; keys that others could have read
-//! are not used. Left to others: that no two daemons use one folder.
+//! Promises: a file appears whole, and outlasts a power cut once its writer has returned; keys that
+//! others could have read are not used. Left to others: that no two daemons use one folder.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -103,7 +103,7 @@ impl FolderError {
                 Some("leave that cluster first, with `vmfork cluster leave`".to_owned())
             }
             Self::Open { path, .. } => Some(format!(
-                "if nobody else has seen them, `chmod go= {path}`; if in doubt, leave the cluster and join anew",
+                "if no other user has seen them, `chmod go= {path}`; if in doubt, leave the cluster and join again",
                 path = path.display()
             )),
             Self::NotOurs { path, user, .. } => Some(format!(
@@ -116,7 +116,7 @@ impl FolderError {
             | Self::OtherCertificate { .. }
             | Self::TooLong { .. }
             | Self::NoText { .. } => Some(
-                "restore the file, or remove the folder, have another member remove this host, and join anew"
+                "restore the file, or remove the folder, have another member remove this host, and join again"
                     .to_owned(),
             ),
             Self::Io { .. } => None,
@@ -130,11 +130,12 @@ impl Folder {
         path.join(MEMBERS).symlink_metadata().is_ok()
     }
 
-    /// Puts a new membership into `path`, which is made if it isn't there: [`Cluster::init`]'s, or what
-    /// [`crate::Newcomer::finish`] gave.
+    /// Puts a new membership into `path`, which is made if it isn't there: [`Cluster::init`]'s, or
+    /// what [`crate::Newcomer::finish`] gave.
     ///
     /// # Errors
-    /// There is one already, others can look into the folder, or it can't be written. Then the folder holds no membership.
+    /// There is one already, others can look into the folder, or it can't be written. Then the
+    /// folder holds no membership.
     pub fn create(path: impl Into<PathBuf>, cluster: &Cluster) -> Result<Self, FolderError> {
         let it = Self { path: path.into() };
         if Self::is_used(&it.path) {
@@ -212,7 +213,8 @@ impl Folder {
         Self { path: path.into() }.remove()
     }
 
-    /// Removes all that was written here, and the folder if nothing else is in it: this host is no member any more.
+    /// Removes all that was written here, and the folder if nothing else is in it: this host is no
+    /// member any more.
     ///
     /// # Errors
     /// Something can't be removed.
@@ -347,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_again_and_is_nobody_elses() {
+    fn what_was_written_is_read_again_and_is_private() {
         let (_dir, path, cluster) = made();
         assert_eq!(mode(&path), 0o700);
         let names: Vec<_> = fs::read_dir(&path).expect("there").flatten().collect();

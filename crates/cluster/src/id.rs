@@ -7,10 +7,12 @@ use aws_lc_rs::digest::{SHA256, digest};
 use rustls::pki_types::{CertificateDer, DnsName, ServerName};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Below which every host has a name for certificates. Nobody resolves it: addresses are the membership's.
+/// Below which every host has a name for certificates. It is never resolved: addresses are the
+/// membership's.
 const DOMAIN: &str = ".vmfork.internal";
 
-/// A host of a cluster: 64 random bits, chosen when it makes or joins one, never used again. Shown as 16 hex digits.
+/// A host of a cluster: 64 random bits, chosen when it makes or joins one, never used again. Shown
+/// as 16 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(u64);
 
@@ -39,7 +41,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], RandomError> {
 }
 
 impl HostId {
-    /// `None` for 0, which nobody is.
+    /// `None` for 0, which no host has.
     pub const fn new(id: u64) -> Option<Self> {
         if id == 0 { None } else { Some(Self(id)) }
     }
@@ -101,7 +103,8 @@ impl FromStr for HostId {
     }
 }
 
-/// SHA-256 of a certificate's DER, as `openssl x509 -fingerprint -sha256` shows it, but for the colons.
+/// SHA-256 of a certificate's DER, as `openssl x509 -fingerprint -sha256` shows it, but for the
+/// colons.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint([u8; 32]);
 

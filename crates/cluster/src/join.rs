@@ -4,14 +4,15 @@
 //!   newcomer                                   host that made the token
 //!   Newcomer::new: id, key
 //!     ─── TLS: that host's certificate, by the token's fingerprint; none of its own ───►
-//!     ─── JoinRequest: secret, name, address, signing request ───►  admit: checks, certifies, takes it in
+//!     ─── JoinRequest: secret, name, address, signing request ───►  admit: check, certify, take in
 //!     ◄── JoinAnswer: certificate, authority with its key, members ───
 //!   Newcomer::finish: checks ──► Cluster
 //! ```
 //!
-//! The newcomer gets the authority's key, so that it can admit others in its turn: there is no host that the cluster can't
-//! do without. A token is good for one host; the same request may come again, if its answer was lost, and gets the same
-//! answer. Left to others: carrying the two messages, writing down what changed.
+//! The newcomer gets the authority's key, so that it can admit others in its turn: there is no host
+//! that the cluster can't do without. A token is good for one host; the same request may come
+//! again, if its answer was lost, and gets the same answer. Left to others: carrying the two
+//! messages, writing down what changed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -97,7 +98,7 @@ pub enum JoinError {
     },
     #[error("the answer is not for this host: it lacks {what}")]
     Answer { what: &'static str },
-    #[error("this host has left the cluster and admits nobody")]
+    #[error("this host has left the cluster and admits no other")]
     HasLeft,
     #[error(transparent)]
     Random(#[from] RandomError),
@@ -110,6 +111,7 @@ impl JoinError {
         match self {
             Self::Token(_) => Some("make a new one with `vmfork cluster token` on a member"),
             Self::Member(error) => error.remedy(),
+            Self::Entry(error) => Some(error.remedy()),
             Self::Version { .. } => Some("install the same version of vmfork on all hosts"),
             Self::HasLeft => Some("use a token of a host that is still a member"),
             _ => None,
@@ -117,8 +119,8 @@ impl JoinError {
     }
 }
 
-/// Lets a newcomer in, if its token is good and nothing else speaks against it. A request that is refused changes nothing.
-/// Tokens and members should be written down before the answer goes.
+/// Lets a newcomer in, if its token is good and nothing else speaks against it. A request that is
+/// refused changes nothing. Tokens and members should be written down before the answer goes.
 ///
 /// # Errors
 /// Why not. Tell the newcomer: who has no token learns no more than that.
@@ -133,7 +135,7 @@ pub fn admit(
         return Err(JoinError::Version { whose: "newcomer", version: request.version });
     }
     let request_hash = hash(request);
-    // The token first: names of members are nobody else's business.
+    // The token first: only a holder of one may learn names of members.
     let used = tokens.look(&request.secret, now.unix_s)?.cloned();
     if members.has_left() {
         return Err(JoinError::HasLeft);
@@ -200,7 +202,8 @@ impl Cluster {
     }
 }
 
-/// A host that wants in. Keep it until an answer came: the same request may be sent again, a new one needs a new token.
+/// A host that wants in. Keep it until an answer came: the same request may be sent again, a new
+/// one needs a new token.
 #[derive(Debug)]
 pub struct Newcomer {
     token: JoinToken,
@@ -237,7 +240,7 @@ impl Newcomer {
         &self.request
     }
 
-    /// For the connection; it accepts the host that made the token, and nobody else.
+    /// For the connection; it accepts only the host that made the token.
     ///
     /// # Errors
     /// TLS can't be set up.
@@ -245,7 +248,8 @@ impl Newcomer {
         join_client(self.token.issuer)
     }
 
-    /// The server name for that connection. It is not looked at: the token does not say the host's id.
+    /// The server name for that connection. It is not looked at: the token does not say the host's
+    /// id.
     pub fn server_name() -> ServerName<'static> {
         let name = DnsName::try_from("join.vmfork.internal");
         ServerName::DnsName(name.expect("it is a DNS name"))
@@ -370,8 +374,8 @@ mod tests {
             (with(|it| it.signing_request = "?".into()), "no base64"),
             (with(|it| it.signing_request = "AAAA".into()), "signing request is not"),
             (with(|it| it.signing_request = "A".repeat(100_000)), "100000 bytes"),
-            (with(|it| it.name = "b b".into()), "no name of a host"),
-            (with(|it| it.address = "b".into()), "no address"),
+            (with(|it| it.name = "b b".into()), "not a valid host name"),
+            (with(|it| it.address = "b".into()), "not a valid host address"),
         ] {
             let error = host.admit(&bad, 1001).expect_err(text).to_string();
             assert!(error.contains(text), "{error}");

@@ -9,15 +9,15 @@
 //!   Ask ──► Allocator: BuiltIn, Slurm ◄────┘ who has how much ──► Ticket: leases of hosts
 //! ```
 //!
-//! A **host** has a [`HostId`], a certificate and an entry in the [`Membership`] that every host keeps. There is no centre:
-//! any member can admit ([`admit`]) and remove, and says so in its next heartbeat; any can allocate ([`allocate`]),
-//! and each host decides itself what it gives.
+//! A **host** has a [`HostId`], a certificate and an entry in the [`Membership`] that every host
+//! keeps. There is no centre. Any member can admit ([`admit`]) and remove, and says so in its next
+//! heartbeat. Any member can allocate ([`allocate`]), and each host decides itself what it gives.
 //!
-//! Promises: who is no member gets through no handshake ([`Tls`]); what peers say is bounded and checked; nothing is half
-//! written ([`Folder`]); no host promises more than it has, whoever asks.
+//! Promises: only a member completes a handshake ([`Tls`]). What peers say is bounded and checked.
+//! Nothing is half written ([`Folder`]). No host promises more than it has.
 //!
-//! Left to others: sockets, HTTP and clocks (the daemon's). Times are passed in; but for [`Folder`] and [`slurm`], nothing
-//! here does I/O. It knows neither pages nor QEMU.
+//! Left to others: sockets, HTTP and clocks (the daemon's). Times are passed in; but for [`Folder`]
+//! and [`slurm`], nothing here does I/O. It knows neither pages nor QEMU.
 
 #![deny(unsafe_code)]
 

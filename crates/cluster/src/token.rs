@@ -5,10 +5,11 @@
 //!                 fingerprint 32 │ secret 16 │ expiry 8 │ address … │ check 4
 //! ```
 //!
-//! The fingerprint is that of the *certificate of the host that made the token*: the newcomer knows by it whom it tells the
-//! secret. (Not that of the authority, whose key every host has, one that has left too.) Numbers are big-endian; the
-//! expiry is in seconds since 1970; the check is the beginning of the SHA-256 of what stands before it, so that a token
-//! that was cut off or mistyped is told from a wrong one.
+//! The fingerprint is that of the *certificate of the host that made the token*. By it the newcomer
+//! knows which host gets the secret. (It is not the authority's fingerprint: every host has that
+//! key, also a host that has left.) Numbers are big-endian. The expiry is in seconds since 1970.
+//! The check is the beginning of the SHA-256 of what stands before it. It tells a token that was
+//! cut off or mistyped from a wrong one.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -28,7 +29,7 @@ const FIXED_BYTES: usize = 32 + SECRET_BYTES + 8;
 /// An address is at most 259 bytes long.
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// Most tokens that a host has out at a time: nobody needs more, and the book stays small.
+/// Most tokens that a host has out at a time: no cluster needs more, and the book stays small.
 pub const TOKENS_MAX: usize = 1024;
 
 /// 128 random bits that open the door once. Not shown by `Debug`.
@@ -136,7 +137,8 @@ impl FromStr for JoinToken {
     }
 }
 
-/// The tokens that this host has out, by the hashes of their secrets: who reads the book can't join by it.
+/// The tokens that this host has out, by the hashes of their secrets: who reads the book can't join
+/// by it.
 #[derive(Debug, Default, Clone)]
 pub struct Tokens {
     issued: BTreeMap<[u8; 32], Issued>,
@@ -148,8 +150,8 @@ struct Issued {
     used: Option<Used>,
 }
 
-/// What a token was used for. Kept as long as the token would have been good, so that a newcomer that did not get the
-/// answer can ask again.
+/// What a token was used for. Kept as long as the token would have been good, so that a newcomer
+/// that did not get the answer can ask again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Used {
     /// Of the whole request.
@@ -212,8 +214,8 @@ pub enum RedeemError {
 }
 
 impl Tokens {
-    /// A token to join by, at this address of this host, for `ttl_s` seconds. The book should be written down before
-    /// anybody gets it.
+    /// A token to join by, at this address of this host, for `ttl_s` seconds. The book should be
+    /// written down before anybody gets it.
     ///
     /// # Errors
     /// There are too many, or no random bytes.

@@ -1,7 +1,8 @@
-//! The allocator on a real Slurm: munged, slurmctld and three slurmd in a temporary folder, on free ports of this machine.
+//! The allocator on a real Slurm: munged, slurmctld and three slurmd in a temporary folder, on free
+//! ports of this machine.
 //!
-//! Skipped, with the missing thing named, where they are not installed (Debian: `apt install slurm-wlm munge`) or the test
-//! does not run as root; `VMFORK_TEST_STRICT=1` makes that a failure.
+//! Skipped, with the missing thing named, where they are not installed (Debian: `apt install
+//! slurm-wlm munge`) or the test does not run as root. `VMFORK_TEST_STRICT=1` makes that a failure.
 
 use std::fs::{self, File, Permissions};
 use std::net::TcpListener;
@@ -254,8 +255,13 @@ async fn a_ticket_is_a_job_that_holds_nodes_and_ends_with_it() {
     // Given back, twice.
     allocator.release(&second.job).await.expect("given back");
     allocator.release(&second.job).await.expect("given back before");
-    let ended = allocator.ended(&second.job).await.expect("asked").expect("it ended");
-    assert!(ended.starts_with(&format!("Slurm ended job {}: CANCELLED", second.job)), "{ended}");
+    // Slurm says COMPLETING for a moment.
+    cluster
+        .wait("it is cancelled", async || {
+            let ended = allocator.ended(&second.job).await.expect("asked").expect("it ended");
+            ended.starts_with(&format!("Slurm ended job {}: CANCELLED", second.job))
+        })
+        .await;
 
     // Ended by the site.
     assert_eq!(allocator.ended(&first.job).await.expect("asked"), None, "it runs");

@@ -1,4 +1,4 @@
-//! What the daemon is told: flags and environment ([`Flags`]), checked into a [`Config`].
+//! The daemon's settings: flags and environment ([`Flags`]), checked into a [`Config`].
 
 mod slurm;
 
@@ -22,148 +22,145 @@ const STATE_DEFAULT: &str = "/var/lib/vmfork";
 const SOCKET_DEFAULT: &str = "/run/vmfork/vmforkd.sock";
 const QEMU_DEFAULT: &str = "qemu-system-x86_64";
 
-/// How many user ids may follow the base, one for each VM that runs at the same time.
+/// Number of user ids from the base on, one per running VM.
 pub const QEMU_UIDS: u32 = 65_536;
 
 /// The flags as given.
 #[derive(Debug, Clone, Parser)]
-#[command(
-    name = "vmforkd",
-    version,
-    about = "Fork running virtual machines: the daemon of one host"
-)]
+#[command(name = "vmforkd", version, about = "Fork running virtual machines: the daemon of a host")]
 pub struct Flags {
-    /// Folder for images, logs and the journal [default: /var/lib/vmfork]
+    /// State folder: images, snapshots, logs and the journal [default: /var/lib/vmfork]
     #[arg(long, value_name = "DIR", env = "VMFORK_STATE")]
     pub state: Option<PathBuf>,
 
-    /// Unix socket of the REST API [default: vmforkd.sock in the folder of --state, else
+    /// Unix socket of the REST API [default: vmforkd.sock in the --state folder, else
     /// /run/vmfork/vmforkd.sock]
     #[arg(long, value_name = "PATH", env = "VMFORK_SOCKET")]
     pub socket: Option<PathBuf>,
 
-    /// Group, by name or number, that may use the socket besides its owner
+    /// Group that may use the socket besides its owner: name or number
     #[arg(long, value_name = "GROUP", env = "VMFORK_SOCKET_GROUP")]
     pub socket_group: Option<String>,
 
-    /// Serve the REST API on TCP as well, to those who have the token
+    /// Serve the REST API on TCP too, to clients that have the token
     #[arg(long, value_name = "IP:PORT", env = "VMFORK_LISTEN")]
     pub listen: Option<SocketAddr>,
 
-    /// File with the token for --listen; must not be readable by everybody
+    /// File that holds the token for --listen; must not be world-readable
     #[arg(long, value_name = "PATH", env = "VMFORK_TOKEN_FILE")]
     pub token_file: Option<PathBuf>,
 
-    /// How long the sockets of a daemon that died wait for the next one, in seconds; 0: they end
-    /// with the daemon
+    /// Time for which the sockets of a daemon that died wait for the next one, in seconds; 0: they
+    /// end with the daemon
     #[arg(long, value_name = "SECONDS", env = "VMFORK_HOLDER_LINGER_S", default_value_t = 60,
           value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub holder_linger_s: u32,
 
-    /// Started QEMUs that wait for clones, for each machine shape in use; 0: none
+    /// QEMU processes kept ready for clones, per machine shape in use; 0: none
     #[arg(long, value_name = "N", env = "VMFORK_POOL", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub pool: u32,
 
-    /// Pages that one fault brings into a cache, with their neighbours
+    /// Pages that one fault loads into the cache, neighbours included
     #[arg(long, value_name = "N", env = "VMFORK_FILL_UNIT_PAGES", default_value_t = 16,
           value_parser = clap::value_parser!(u32).range(1..=512))]
     pub fill_unit_pages: u32,
 
-    /// The QEMU to run VMs in [default: qemu-system-x86_64 in PATH]
+    /// QEMU program that runs VMs [default: qemu-system-x86_64 in PATH]
     #[arg(long, value_name = "PATH", env = "VMFORK_QEMU")]
     pub qemu: Option<PathBuf>,
 
-    /// First of 65,536 user and group ids that QEMUs run as, one each
+    /// First of 65,536 user and group ids for QEMU processes, one id per process
     #[arg(long, value_name = "UID", env = "VMFORK_QEMU_UID_BASE", default_value_t = 1_879_100_000)]
     pub qemu_uid_base: u32,
 
-    /// Memory that VMs never get, for the rest of the host
+    /// Memory reserved for the rest of the host, in MiB
     #[arg(long, value_name = "MIB", env = "VMFORK_MEMORY_RESERVE_MIB", default_value_t = 512)]
     pub memory_reserve_mib: u64,
 
-    /// How much of its memory a clone is expected to write, in percent; 100: never overcommit
+    /// Expected share of its memory that a clone writes, in percent; 100: never overcommit
     #[arg(long, value_name = "N", env = "VMFORK_CLONE_GROWTH_PERCENT", default_value_t = 10,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub clone_growth_percent: u8,
 
-    /// How pages get to clones on other hosts
+    /// How pages reach clones on other hosts
     #[arg(long, value_name = "FORM", env = "VMFORK_PAGE_TRANSFER", value_enum, default_value_t)]
     pub page_transfer: PageTransfer,
 
-    /// How many VMs a family may have for its guests to get more by tickets; forks from outside may go beyond
+    /// Most VMs of a family that guests can reach by tickets; forks from outside may exceed it
     #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VMS_MAX", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub family_vms_max: u32,
 
-    /// How much of the memory that VMs may have on this host guests may get for their family by tickets, in percent
+    /// Share of the host's VM memory that a family can reach by tickets, in percent
     #[arg(long, value_name = "N", env = "VMFORK_FAMILY_MEMORY_PERCENT", default_value_t = 75,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_memory_percent: u8,
 
-    /// How many of the virtual CPUs that VMs may have on this host guests may get for their family by tickets, in percent
+    /// Share of the host's vCPUs that a family can reach by tickets, in percent
     #[arg(long, value_name = "N", env = "VMFORK_FAMILY_VCPUS_PERCENT", default_value_t = 75,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub family_vcpus_percent: u8,
 
-    /// How many virtual CPUs all VMs of this host may have together, for each of its cores; 1: a core for each
+    /// Most vCPUs of all VMs per core of this host; 1: never overcommit
     #[arg(long, value_name = "N", env = "VMFORK_VCPUS_PER_CORE", default_value_t = 64,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub vcpus_per_core: u32,
 
-    /// Where in a cluster the clones are put that guests of this host get by tickets
+    /// Placement in the cluster of clones that guests of this host fork by tickets
     #[arg(long, value_name = "HOW", env = "VMFORK_TICKET_PLACE", value_enum, default_value_t)]
     pub ticket_place: TicketPlace,
 
-    /// What a user may have on all hosts together: `USER=vms:N,memory:SIZE,cores:N`, each part may be left out. USER is a
-    /// name, a number, `token` (who comes over TCP) or `default` (all others). More than one: several times, or with `;`
+    /// Limits of a user over all hosts: `USER=vms:N,memory:SIZE,cores:N`, each part optional. USER
+    /// is a name, a number, `token` (clients over TCP) or `default` (all others). For several
+    /// users, repeat it or separate them with `;`
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
     pub quota: Vec<String>,
 
     #[command(flatten)]
     pub allocator: AllocatorFlags,
 
-    /// What is logged: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
+    /// Log level: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
 
-    /// Serve `POST /v1/debug/vms/{vm}/engine-panic`, which makes the page engine of a VM's image panic. For
-    /// tests of what happens then
+    /// Serve `POST /v1/debug/vms/{vm}/engine-panic`, which makes the page engine of a VM's image
+    /// panic; for tests
     #[arg(long, hide = true)]
     pub debug_faults: bool,
 
-    /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork beside the folder
-    /// of vmforkd]
+    /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork, relative to
+    /// vmforkd]
     #[arg(long, value_name = "DIR", env = "VMFORK_LIBDIR")]
     pub libdir: Option<PathBuf>,
 }
 
-/// How pages get to clones on other hosts. What a host sends and what it asks for both go by its own setting.
+/// How pages reach clones on other hosts. Each host sends and requests pages by its own setting.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum PageTransfer {
-    /// From the parent's host, to each alone
+    /// Each clone's host reads from the parent's host
     Unicast,
-    /// From whoever has them
+    /// Hosts also read from each other
     #[default]
     Swarm,
-    /// Once to all who need them, where that is heard; else from whoever has them
+    /// Pages are sent once to all hosts by multicast; otherwise as swarm
     Multicast,
 }
 
-/// Where the clones of tickets are put. It is the setting of the host of the VM that asks that counts.
+/// Where clones of tickets are placed. The setting of the requesting VM's host counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum TicketPlace {
-    /// On all hosts, each by what it has left
+    /// Over all hosts, by their free capacity
     #[default]
     Spread,
-    /// On as few hosts as they fit on, the parent's first
+    /// On as few hosts as possible, the parent's host first
     Pack,
-    /// On the parent's host alone
+    /// On the parent's host only
     Here,
 }
 
 impl TicketPlace {
-    /// How a plan for all hosts lays them out; `None`: there is none, they stay.
+    /// The placement policy over all hosts; `None`: clones stay on the parent's host.
     pub fn policy(self) -> Option<Policy> {
         match self {
             Self::Spread => Some(Policy::Spread),
@@ -180,37 +177,37 @@ pub struct Config {
     pub socket: PathBuf,
     pub socket_gid: Option<u32>,
     pub tcp: Option<Tcp>,
-    /// How long a holder waits for the next daemon; zero: there is none.
+    /// How long a holder waits for the next daemon; zero: no holder.
     pub holder_linger: Duration,
-    /// Waiting QEMUs for each machine shape; 0: no pool.
+    /// Ready QEMU processes per machine shape; 0: no pool.
     pub pool: u32,
     /// 1 to 512.
     pub fill_unit_pages: u32,
-    /// Absolute if it was found; else the bare name, and `doctor` says that it is missing.
+    /// Absolute if found; otherwise the bare name, which `doctor` reports as missing.
     pub qemu: PathBuf,
-    /// [`QEMU_UIDS`] ids from here on are QEMU's.
+    /// First of [`QEMU_UIDS`] ids for QEMU processes.
     pub qemu_uid_base: u32,
     pub memory_reserve_bytes: u64,
     /// 1 to 100.
     pub clone_growth_percent: u8,
     pub page_transfer: PageTransfer,
-    /// VMs that guests may make of a family.
+    /// Most VMs of a family that guests can reach by tickets.
     pub family_vms_max: u32,
     /// 1 to 100.
     pub family_memory_percent: u8,
     /// 1 to 100.
     pub family_vcpus_percent: u8,
-    /// Virtual CPUs that VMs may have for each core of the host; at least 1.
+    /// vCPUs per core of the host; at least 1.
     pub vcpus_per_core: u32,
     pub ticket_place: TicketPlace,
-    /// What users may have on all hosts.
+    /// Limits of users over all hosts.
     pub quotas: Bounds,
-    /// How Slurm is asked for hosts; `None`: the hosts decide themselves.
+    /// Settings of the Slurm allocator; `None`: the built-in allocator.
     pub slurm: Option<Settings>,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
     pub libdir: PathBuf,
-    /// Whether faults may be asked for, by `/v1/debug`.
+    /// Whether `/v1/debug` is served.
     pub debug_faults: bool,
 }
 
@@ -220,20 +217,23 @@ pub struct Tcp {
     pub token_file: PathBuf,
 }
 
-/// A setting that can't be. The text names the flag.
+/// A setting that is refused. The text names the flag.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    #[error("--listen {address} without --token-file: whoever reaches the port could do anything")]
+    #[error(
+        "--listen {address} needs --token-file: without a token, any client that reaches the port is root"
+    )]
     ListenWithoutToken { address: SocketAddr },
-    #[error("--token-file without --listen: the unix socket takes no token")]
+    #[error("--token-file without --listen: the unix socket uses no token; add --listen")]
     TokenWithoutListen,
     #[error(
-        "--socket {path}: {bytes} bytes; a socket's path may have at most {SOCKET_PATH_BYTES_MAX}"
+        "--socket {path}: the path has {bytes} bytes, and at most {SOCKET_PATH_BYTES_MAX} are allowed; \
+         choose a shorter one"
     )]
     SocketTooLong { path: PathBuf, bytes: usize },
-    #[error("--socket-group {group}: no such group")]
+    #[error("--socket-group {group}: /etc/group has no such group; use its name or number")]
     NoGroup { group: String },
-    #[error("--socket-group {group}: read /etc/group")]
+    #[error("--socket-group {group}: cannot read /etc/group")]
     Groups {
         group: String,
         #[source]
@@ -242,24 +242,25 @@ pub enum ConfigError {
     #[error("--qemu-uid-base {base}: must be 1000 to {}", UID_BASE_MAX)]
     UidBase { base: u32 },
     #[error(
-        "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host; `spread` and `pack` go with it"
+        "--ticket-place here: with --allocator slurm, Slurm chooses the hosts of a ticket's job; use \
+         `spread` or `pack`"
     )]
     TicketsWithoutJobs,
-    #[error("--memory-reserve-mib {mib}: more than any host has")]
+    #[error("--memory-reserve-mib {mib}: larger than any host's memory; use a smaller value")]
     Reserve { mib: u64 },
-    #[error("--log-level {filter}")]
+    #[error("--log-level {filter}: not a valid filter; use a level such as `info`")]
     LogFilter {
         filter: String,
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
-    #[error("--slurm-node {text}: it has the form NODE=HOST, once for each node")]
+    #[error("--slurm-node {text}: write it as NODE=HOST, once per node")]
     SlurmNode { text: String },
     #[error(transparent)]
     Quota(#[from] QuotaError),
-    #[error("find the folder we are in")]
+    #[error("cannot find the working folder, to which paths are relative")]
     WorkingFolder(#[source] io::Error),
-    #[error("find our own executable, for --libdir")]
+    #[error("cannot find the path of vmforkd; set --libdir")]
     Executable(#[source] io::Error),
 }
 
@@ -268,7 +269,7 @@ const UID_BASE_MAX: u32 = (1 << 31) - QEMU_UIDS;
 
 impl Flags {
     /// # Errors
-    /// If a value can't be, alone or with another.
+    /// A value is out of range, or contradicts another.
     pub fn check(self) -> Result<Config, ConfigError> {
         let absolute = |path: &Path| std::path::absolute(path).map_err(ConfigError::WorkingFolder);
         let state = absolute(self.state.as_deref().unwrap_or(Path::new(STATE_DEFAULT)))?;
@@ -388,7 +389,7 @@ mod tests {
     use super::*;
 
     fn config(flags: &[&str]) -> Result<Config, ConfigError> {
-        // Not those of whoever runs the tests: `mk/env.sh` sets some of them.
+        // Ignore the environment of the test run: `mk/env.sh` sets some of these variables.
         let command = Flags::command().mut_args(|arg| arg.env(Resettable::Reset));
         let matches = command.try_get_matches_from([&["vmforkd"], flags].concat());
         let flags = Flags::from_arg_matches(&matches.expect("flags that parse"));
@@ -404,7 +405,8 @@ mod tests {
         assert!(config(&["--ticket-place", "here"]).is_ok());
         assert_eq!(
             refusal(&["--allocator", "slurm", "--ticket-place", "here"]),
-            "--ticket-place here: with --allocator slurm a ticket is a job, which may be on any host; `spread` and `pack` go with it"
+            "--ticket-place here: with --allocator slurm, Slurm chooses the hosts of a ticket's job; use \
+         `spread` or `pack`"
         );
     }
 
@@ -457,7 +459,7 @@ mod tests {
     fn a_port_is_served_with_a_token_only() {
         assert_eq!(
             refusal(&["--listen", "127.0.0.1:7070"]),
-            "--listen 127.0.0.1:7070 without --token-file: whoever reaches the port could do anything"
+            "--listen 127.0.0.1:7070 needs --token-file: without a token, any client that reaches the port is root"
         );
         assert!(refusal(&["--token-file", "/t"]).starts_with("--token-file without --listen"));
         let config = config(&["--listen", "127.0.0.1:7070", "--token-file", "/t"]).expect("ok");

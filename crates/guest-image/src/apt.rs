@@ -1,4 +1,4 @@
-//! The host's own apt configuration, as far as a guest image is built with it: no host name of an
+//! The host's own apt configuration, as far as a guest image is built with it. No host name of an
 //! archive is written anywhere in vmfork.
 
 use std::fs;

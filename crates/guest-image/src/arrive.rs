@@ -1,11 +1,12 @@
-//! An image that comes from another host: file by file, out of sight, and there once all of it is what it was said to be.
+//! An image that comes from another host: file by file, out of sight, and there once all of it is
+//! what it was said to be.
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom, Write as _};
 use std::path::PathBuf;
 
-use crate::error::ArrivalError;
+use crate::error::{ArrivalError, AtPath as _};
 use crate::metadata::{FileInfo, Metadata, SCHEMA};
 use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Staging, Store};
 
@@ -60,7 +61,7 @@ impl Arrival {
     /// The image has none of that name, or it cannot be written.
     pub fn begin(&self, name: &str) -> Result<ArrivingFile, ArrivalError> {
         let Some((name, expected)) = self.metadata.files.get_key_value(name) else {
-            return Err(ArrivalError::NoImage { why: format!("it has no `{name}`") });
+            return Err(ArrivalError::NoImage { why: format!("it has no file `{name}`") });
         };
         let path = self.staging.path().join(name);
         let file = File::create(&path).map_err(ArrivalError::io("make", &path))?;
@@ -84,8 +85,9 @@ impl Arrival {
         Ok(())
     }
 
-    /// Let the image appear: under its own name or, if another image has that, with the beginning of its root disk's hash
-    /// behind it. → what it is called here. An image that is there is never replaced.
+    /// Let the image appear: under its own name or, if another image has that, with the beginning
+    /// of its root disk's hash behind it. → what it is called here. An image that is there is never
+    /// replaced.
     ///
     /// # Errors
     /// A file has not come; both names are taken; the folder cannot be written.
@@ -160,14 +162,14 @@ fn check(metadata: &Metadata) -> Result<(), String> {
         return Err(format!("its layout is {}, not {SCHEMA}", metadata.schema));
     }
     if !vmfork_api::name_is_valid(&metadata.name) {
-        return Err(format!("`{}` is no image name", metadata.name));
+        return Err(format!("`{}` is not a valid image name", metadata.name));
     }
     for (name, info) in &metadata.files {
         if ![KERNEL_FILE, INITRD_FILE, ROOT_FILE].contains(&name.as_str()) {
-            return Err(format!("images have no `{name}`"));
+            return Err(format!("an image has no file `{name}`"));
         }
         if blake3::Hash::from_hex(&info.blake3).is_err() {
-            return Err(format!("`{}` is no hash", info.blake3));
+            return Err(format!("`{}` is not a hash", info.blake3));
         }
     }
     if !metadata.boots() {

@@ -103,7 +103,7 @@ fn another_image_of_that_name_stays_and_the_new_one_gets_another() {
     let word = &info(b"three").blake3[..12];
     take(&store, &format!("web-{word}"), &[("root.img", b"four")]).unwrap();
     let error = take(&store, "web", three).unwrap_err();
-    let text = format!("there are other images named `web` and `web-{word}` already");
+    let text = format!("other images already have the names `web` and `web-{word}`");
     assert_eq!(error.to_string(), text);
     assert_eq!(entries(&store).iter().filter(|name| name.starts_with('.')).count(), 0);
 }
@@ -118,14 +118,14 @@ fn what_is_not_as_described_leaves_nothing() {
         let mut file = arrival.begin("root.img").unwrap();
         file.write(bytes).and_then(|()| arrival.end(file)).unwrap_err().to_string()
     };
-    assert_eq!(end_with(b"righ"), "`root.img` has 5 bytes, 4 have come");
-    assert_eq!(end_with(b"rights"), "`root.img` has 5 bytes, 6 have come");
-    assert!(end_with(b"wrong").starts_with("`root.img` came damaged: its hash is "));
+    assert_eq!(end_with(b"righ"), "`root.img` has 5 bytes, but 4 bytes arrived");
+    assert_eq!(end_with(b"rights"), "`root.img` has 5 bytes, but 6 bytes arrived");
+    assert!(end_with(b"wrong").starts_with("`root.img` arrived damaged: its hash is "));
     let mut arrival = begin().unwrap();
     let mut file = arrival.begin("root.img").unwrap();
     file.write(content).unwrap();
     arrival.end(file).unwrap();
-    assert_eq!(arrival.commit().unwrap_err().to_string(), "`kernel` has not come");
+    assert_eq!(arrival.commit().unwrap_err().to_string(), "`kernel` did not arrive");
     assert!(entries(&store).is_empty());
     assert!(store.list().unwrap().is_empty());
 }
@@ -138,16 +138,16 @@ fn a_description_of_no_image_is_refused() {
         error => panic!("{error}"),
     };
     let good = || described("web", &[("kernel", b"k")]);
-    assert_eq!(why(Metadata { name: "../x".into(), ..good() }), "`../x` is no image name");
+    assert_eq!(why(Metadata { name: "../x".into(), ..good() }), "`../x` is not a valid image name");
     let other = Metadata { schema: "vmfork-guest-image/9".into(), ..good() };
     assert_eq!(why(other), "its layout is vmfork-guest-image/9, not vmfork-guest-image/1");
     for name in ["../evil", "image.json", "", "/etc/passwd"] {
         let files: [(&str, &[u8]); 2] = [("kernel", b"k"), (name, b"x")];
-        assert_eq!(why(described("web", &files)), format!("images have no `{name}`"));
+        assert_eq!(why(described("web", &files)), format!("an image has no file `{name}`"));
     }
     let no_hash = FileInfo { size_bytes: 1, blake3: "../../é".into() };
     let files = BTreeMap::from([("kernel".to_owned(), no_hash)]);
-    assert_eq!(why(Metadata { files, ..good() }), "`../../é` is no hash");
+    assert_eq!(why(Metadata { files, ..good() }), "`../../é` is not a hash");
     assert_eq!(why(described("web", &[("initrd", b"i")])), "it has no kernel");
     assert_eq!(why(described("web", &[])), "it has no kernel");
     let arrival = store.arrive(good()).unwrap();

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::error::{AtPath as _, PathError, Remedy};
 use crate::tree;
 
 /// Where the built pieces are, on the host.
@@ -21,21 +22,18 @@ pub struct Artifacts {
 pub enum ArtifactsError {
     #[error("the guest agent is not at {}", path.display())]
     NoAgent { path: PathBuf },
-    #[error("the guest agent {} is no static x86-64 program", path.display())]
+    #[error("the guest agent {} is not a static x86-64 program", path.display())]
     NotStatic { path: PathBuf },
-    #[error("read {}", path.display())]
-    Io {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
 }
 
-impl ArtifactsError {
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
-        Some("`make build` puts agent and libraries next to the programs; VMFORK_LIBDIR names another folder".into())
+impl Remedy for ArtifactsError {
+    fn remedy(&self) -> Option<String> {
+        Some(
+            "build it with `make build`, or set VMFORK_LIBDIR to the folder of agent and libraries"
+                .into(),
+        )
     }
 }
 
@@ -73,7 +71,7 @@ impl Artifacts {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 return Err(ArtifactsError::NoAgent { path: path() });
             }
-            Err(source) => return Err(ArtifactsError::Io { path: path(), source }),
+            Err(source) => return Err(ArtifactsError::io("read", path())(source)),
         };
         if is_static_elf(&bytes) {
             Ok(bytes)
@@ -87,8 +85,7 @@ impl Artifacts {
         let mut hash = blake3::Hasher::new();
         hash.update(blake3::hash(&self.read_agent()?).as_bytes());
         if let Some(overlay) = &self.overlay {
-            let tree = tree::hash_of(overlay)
-                .map_err(|source| ArtifactsError::Io { path: overlay.clone(), source })?;
+            let tree = tree::hash_of(overlay).map_err(ArtifactsError::io("read", overlay))?;
             hash.update(tree.as_bytes());
         }
         Ok(hash.finalize().to_hex().to_string())

@@ -1,6 +1,6 @@
-//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with the
-//! kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was asked
-//! for, so that the next image of that kind needs neither network nor the half minute.
+//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with
+//! the kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was
+//! asked for, so that the next image of that kind needs neither network nor the half minute.
 //!
 //! ```text
 //!   <cache>/base/HASH/{root.tar, kernel.deb, epoch}
@@ -15,7 +15,7 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use crate::apt;
-use crate::error::BuildError;
+use crate::error::{AtPath as _, BuildError};
 use crate::process::{self, Cancel, RunError};
 use crate::progress::{OutputReader, Progress};
 use crate::spec::Spec;
@@ -27,7 +27,7 @@ const MMDEBSTRAP_MAX: Duration = Duration::from_secs(3600);
 const TAR_MAX: Duration = Duration::from_secs(900);
 /// Unpacked tree, its tar and the downloads of an image with a few large packages.
 pub(crate) const NEED_BYTES: u64 = 1536 << 20;
-/// What nobody used for so long goes from the cache.
+/// Base systems unused for this time leave the cache.
 const KEEP: Duration = Duration::from_secs(60 * 24 * 3600);
 
 /// A base in the cache.
@@ -85,10 +85,8 @@ pub(crate) fn ensure(
     make(spec, cache_dir, staging.path(), cancel, progress)?;
     shelf.commit(staging, &name)?;
     prune(&shelf, &name);
-    Base::open(shelf.path(&name)).ok_or_else(|| BuildError::Io {
-        action: "read back",
-        path: shelf.path(&name),
-        source: io::Error::from(io::ErrorKind::InvalidData),
+    Base::open(shelf.path(&name)).ok_or_else(|| {
+        BuildError::io("read back", shelf.path(&name))(io::ErrorKind::InvalidData.into())
     })
 }
 
@@ -106,7 +104,8 @@ fn make(
     let before = script(&out, "before-install", include_str!("hooks/before-install.sh"))?;
     let after = script(&out, "after-install", include_str!("hooks/after-install.sh"))?;
     let root = out.join("root");
-    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs inside.
+    // mmdebstrap leaves its key rings behind when it is stopped; it keeps this from what it runs
+    // inside.
     let temporary = out.join("tmp");
     fs::create_dir_all(&temporary).map_err(BuildError::io("make", &temporary))?;
 
@@ -167,11 +166,10 @@ fn make(
 fn finish(out: &Path, root: &Path, cancel: &Cancel) -> Result<(), BuildError> {
     let path = out.join("epoch");
     let epoch = fs::read_to_string(&path).map_err(BuildError::io("read", &path))?;
-    let epoch_s: i64 = epoch.trim().parse().map_err(|_| BuildError::Io {
-        action: "read",
-        path,
-        source: io::Error::from(io::ErrorKind::InvalidData),
-    })?;
+    let epoch_s: i64 = epoch
+        .trim()
+        .parse()
+        .map_err(|_| BuildError::io("read", path)(io::ErrorKind::InvalidData.into()))?;
     Tree::open(root).and_then(|t| tidy(&t, epoch_s)).map_err(BuildError::io("tidy", root))?;
     let mut tar = Command::new("tar");
     tar.args(["--create", "--sort=name", "--numeric-owner", "--xattrs", "--xattrs-include=*"])
@@ -207,7 +205,7 @@ fn finish(out: &Path, root: &Path, cancel: &Cancel) -> Result<(), BuildError> {
     Ok(())
 }
 
-/// Take out what is of the build and not of the system: identity, logs, caches, dates of the day.
+/// Remove what belongs to the build: identity, logs, caches, today's dates.
 fn tidy(tree: &Tree, epoch_s: i64) -> io::Result<()> {
     for file in [
         "/etc/apt/apt.conf.d/99mmdebstrap", // the host's proxies
@@ -277,7 +275,7 @@ fn quote(path: &Path) -> String {
     format!("'{}'", path.display().to_string().replace('\'', "'\\''"))
 }
 
-/// What the output said about the cause, since the exit code says nothing.
+/// The cause of a failure according to the output: the exit code does not tell.
 #[derive(Debug, Default)]
 struct Trouble {
     unknown_package: Option<String>,
@@ -395,7 +393,7 @@ fn touch(path: &Path) {
     let _ = File::open(path).and_then(|f| f.set_modified(SystemTime::now()));
 }
 
-/// Drop from the cache what nobody used for long.
+/// Remove base systems from the cache that were unused for [`KEEP`].
 fn prune(shelf: &Shelf, except: &str) {
     let old = |path: &Path| {
         let age = fs::metadata(path).and_then(|m| m.modified()).map(|t| t.elapsed());
@@ -436,7 +434,7 @@ mod tests {
             explained(&["  Temporary failure resolving 'x.test'"]),
             "the package archive cannot be reached: Temporary failure resolving 'x.test'"
         );
-        assert!(explained(&["cp: write: No space left on device"]).starts_with("not enough room"));
+        assert!(explained(&["cp: write: No space left on device"]).starts_with("not enough space"));
         assert_eq!(explained(&["?"]), "install the base system");
     }
 

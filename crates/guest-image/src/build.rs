@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::artifacts::Artifacts;
 use crate::base::{self, Base};
-use crate::error::BuildError;
+use crate::error::{AtPath as _, BuildError};
 use crate::kernel::Kernel;
 use crate::metadata::{FileInfo, Metadata, SCHEMA};
 use crate::process::{self, Cancel};
@@ -45,18 +45,6 @@ pub struct BuildOptions {
     pub refresh: bool,
     /// Ends it from elsewhere.
     pub cancel: Cancel,
-}
-
-impl BuildOptions {
-    /// Where downloads are kept unless somebody says otherwise: `VMFORK_CACHE`, or `cache` in the
-    /// daemon's state folder.
-    #[must_use]
-    pub fn default_cache_dir(state_dir: &Path) -> PathBuf {
-        match std::env::var_os("VMFORK_CACHE") {
-            Some(dir) if !dir.is_empty() => dir.into(),
-            _ => state_dir.join("cache"),
-        }
-    }
 }
 
 /// What came of a build.
@@ -99,7 +87,7 @@ pub fn build(
     base::check_room(staging.path(), base::NEED_BYTES / 2)?;
     let mut last = None;
     let mut progress = |news: Progress| {
-        // A stage comes once, whoever tells.
+        // Report each stage once: several sources announce it.
         if let Progress::Stage(stage) = &news {
             if last.is_some_and(|l| l >= *stage) {
                 return;

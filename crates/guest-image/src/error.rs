@@ -1,4 +1,7 @@
-//! What can go wrong, per family of operations, with what to do about it.
+//! Errors, one enum per family of operations, each with its [`Remedy`].
+//!
+//! [`PathError`] is the part that all of them share: an operation on a file or a folder that
+//! failed.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,53 +10,78 @@ use crate::artifacts::ArtifactsError;
 use crate::process::RunError;
 use crate::spec::SpecError;
 
+/// What the user can do about an error.
+pub trait Remedy: std::error::Error {
+    /// One line in the imperative; `None` if there is nothing to advise.
+    fn remedy(&self) -> Option<String>;
+}
+
+/// An operation on a file or a folder that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{action} {}", path.display())]
+pub struct PathError {
+    action: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl Remedy for PathError {
+    fn remedy(&self) -> Option<String> {
+        let remedy = match self.source.kind() {
+            io::ErrorKind::PermissionDenied => "run it as root, for example with `sudo`",
+            io::ErrorKind::StorageFull => "free space on the file system",
+            io::ErrorKind::ReadOnlyFilesystem => "use a writable state folder",
+            io::ErrorKind::NotFound => "check the path",
+            _ => return None,
+        };
+        Some(remedy.to_owned())
+    }
+}
+
+/// Makes any of the enums from an [`io::Error`].
+pub(crate) trait AtPath: From<PathError> {
+    /// For `map_err`: `action` on `path` failed.
+    fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| PathError { action, path, source }.into()
+    }
+}
+
+impl<E: From<PathError>> AtPath for E {}
+
 /// Opening, listing, removing and storing images.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    #[error("`{name}` is no image name")]
+    #[error("`{name}` is not a valid image name")]
     BadName { name: String },
     #[error("no image named `{name}`")]
     NotFound { name: String },
     #[error("image `{name}` is damaged: {why}")]
     Damaged { name: String, why: String },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("another process holds the image store {} for {seconds} s", path.display())]
+    #[error(transparent)]
+    Path(#[from] PathError),
+    #[error("the image store {} is locked by another process for {seconds} s", path.display())]
     Busy { path: PathBuf, seconds: u64 },
 }
 
-impl StoreError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for StoreError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::BadName { .. } => Some(format!(
-                "use 1 to {} of a-z A-Z 0-9 . _ -, the first a letter or digit",
+                "use 1 to {} of a-z A-Z 0-9 . _ -, starting with a letter or digit",
                 vmfork_api::NAME_BYTES_MAX
             )),
-            Self::NotFound { .. } => {
-                Some("`vmfork image ls` lists the images; `vmfork image build` makes one".into())
-            }
+            Self::NotFound { .. } => Some(
+                "list the images with `vmfork image ls`, or build one with `vmfork image build`"
+                    .into(),
+            ),
             Self::Damaged { name, .. } => {
                 Some(format!("remove it with `vmfork image rm {name}` and build it again"))
             }
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
-            Self::Busy { .. } => Some("wait for the other build to end, then try again".into()),
+            Self::Path(e) => e.remedy(),
+            Self::Busy { .. } => Some("try again when the other build has ended".into()),
         }
     }
 }
@@ -62,12 +90,12 @@ impl StoreError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
-    #[error("building a guest image needs root, to keep file owners")]
+    #[error("a build of a guest image needs root, to keep file owners")]
     NotRoot,
     #[error("`{program}` is not installed")]
     MissingTool { program: String, package: &'static str },
     #[error(
-        "not enough room in {}: {} MiB free, about {} MiB needed",
+        "not enough space in {}: {} MiB free, about {} MiB needed",
         path.display(), free_bytes >> 20, need_bytes >> 20
     )]
     DiskFull { path: PathBuf, free_bytes: u64, need_bytes: u64 },
@@ -75,13 +103,13 @@ pub enum BuildError {
     NoNetwork { detail: String },
     #[error("Debian {suite} has no package named `{package}`")]
     UnknownPackage { package: String, suite: String },
-    #[error("the archive's signature does not check out: {detail}")]
+    #[error("the signature of the package archive is not valid: {detail}")]
     Keyring { detail: String },
     #[error("this host has no apt source for Debian {suite}")]
     NoSources { suite: String },
     #[error("cancelled")]
     Cancelled,
-    #[error("the kernel package holds no {what}")]
+    #[error("the kernel package does not contain {what}")]
     Kernel { what: String },
     #[error("kernel {version} has no module `{module}`")]
     NoModule { version: String, module: String },
@@ -91,13 +119,8 @@ pub enum BuildError {
         #[source]
         source: RunError,
     },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]
@@ -106,45 +129,35 @@ pub enum BuildError {
     Store(#[from] StoreError),
 }
 
-impl BuildError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for BuildError {
+    fn remedy(&self) -> Option<String> {
         match self {
-            Self::NotRoot => Some("run it as root, for instance with `sudo`".into()),
-            Self::MissingTool { package, .. } => Some(format!("`apt-get install {package}`")),
+            Self::NotRoot => Some("run it as root, for example with `sudo`".into()),
+            Self::MissingTool { package, .. } => {
+                Some(format!("install it with `apt-get install {package}`"))
+            }
             Self::DiskFull { path, .. } => Some(format!(
-                "free some space on the file system of {}, or use another state folder",
+                "free space on the file system of {}, or use another state folder",
                 path.display()
             )),
-            Self::NoNetwork { .. } => Some(
-                "check the network and /etc/apt; a set of packages that was built before needs none"
-                    .into(),
-            ),
-            Self::UnknownPackage { package, .. } => Some(format!(
-                "check the spelling: `apt-cache policy {package}` shows what the archive has"
-            )),
+            Self::NoNetwork { .. } => {
+                Some("check the network and /etc/apt; packages in the cache need no network".into())
+            }
+            Self::UnknownPackage { package, .. } => {
+                Some(format!("check the name with `apt-cache policy {package}`"))
+            }
             Self::Keyring { .. } => {
-                Some("`apt-get install --reinstall debian-archive-keyring`".into())
+                Some("run `apt-get install --reinstall debian-archive-keyring`".into())
             }
             Self::NoSources { .. } => {
-                Some("give the image's spec a `mirror`, or choose the host's own suite".into())
+                Some("set `mirror` in the spec, or use the suite of the host".into())
             }
             Self::Cancelled => None,
-            Self::Kernel { .. } | Self::NoModule { .. } => {
-                Some("use Debian's own `linux-image-cloud-amd64` as the spec's `kernel`".into())
-            }
+            Self::Kernel { .. } | Self::NoModule { .. } => Some(
+                "set `kernel` in the spec to `linux-image-cloud-amd64`, the Debian kernel".into(),
+            ),
             Self::Tool { .. } => None,
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Spec(e) => e.remedy(),
             Self::Artifacts(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
@@ -152,11 +165,11 @@ impl BuildError {
     }
 }
 
-/// Importing files that the user brings.
+/// Importing files of the user.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportError {
-    #[error("{} is no kernel for x86-64: {why}", path.display())]
+    #[error("{} is not an x86-64 kernel: {why}", path.display())]
     NotAKernel { path: PathBuf, why: &'static str },
     #[error("{} cannot be a root file system: {why}", path.display())]
     NotADisk { path: PathBuf, why: &'static str },
@@ -164,123 +177,80 @@ pub enum ImportError {
     NotAnInitrd { path: PathBuf, why: &'static str },
     #[error("{} has no boot sector", path.display())]
     NotBootable { path: PathBuf },
-    #[error("neither an initrd nor a root file system was given")]
+    #[error("the image has neither an initrd nor a root file system")]
     NothingToBoot,
-    #[error("an image named `{name}` is there already")]
+    #[error("an image named `{name}` already exists")]
     Exists { name: String },
     #[error("cancelled")]
     Cancelled,
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-impl ImportError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for ImportError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::NotAKernel { .. } => {
-                Some("give a bzImage (Debian's /boot/vmlinuz-…) or an uncompressed vmlinux".into())
+                Some("use a bzImage (such as /boot/vmlinuz-…) or an uncompressed vmlinux".into())
             }
             Self::NotADisk { .. } => Some(
-                "give a raw file system image; `qemu-img convert -O raw` makes one of a qcow2"
+                "use a raw file system image; convert a qcow2 with `qemu-img convert -O raw`"
                     .into(),
             ),
             Self::NotBootable { .. } => Some(
-                "give a raw disk whose first sector ends in the bytes 55 aa; without one, bring a --kernel"
-                    .into(),
+                "use a raw disk whose first sector ends in the bytes 55 aa, or add --kernel".into(),
             ),
             Self::NotAnInitrd { .. } => {
-                Some("give a newc archive, compressed or not (Debian's /boot/initrd.img-…)".into())
+                Some("use a newc archive, compressed or not (such as /boot/initrd.img-…)".into())
             }
             Self::NothingToBoot => Some("add --initrd or --root".into()),
-            Self::Exists { name } => {
-                Some(format!("remove it first with `vmfork image rm {name}`, or ask to replace it"))
-            }
+            Self::Exists { name } => Some(format!(
+                "remove it with `vmfork image rm {name}`, or replace it with --replace"
+            )),
             Self::Cancelled => None,
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
         }
     }
 }
 
-/// Taking in an image from another host.
+/// Receiving an image from another host.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArrivalError {
-    #[error("it is no image that this version can take in: {why}")]
+    #[error("this version cannot receive the image: {why}")]
     NoImage { why: String },
-    #[error("`{file}` has {wanted} bytes, {found} have come")]
+    #[error("`{file}` has {wanted} bytes, but {found} bytes arrived")]
     Size { file: String, wanted: u64, found: u64 },
-    #[error("`{file}` came damaged: its hash is {found}, not {wanted}")]
+    #[error("`{file}` arrived damaged: its hash is {found}, not {wanted}")]
     Hash { file: String, wanted: String, found: String },
-    #[error("`{file}` has not come")]
+    #[error("`{file}` did not arrive")]
     Missing { file: String },
-    #[error("there are other images named `{}` already", names.join("` and `"))]
+    #[error("other images already have the names `{}`", names.join("` and `"))]
     Names { names: Vec<String> },
-    #[error("{action} {}", path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-impl ArrivalError {
-    /// For `map_err`: what was being done to which path.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| Self::Io { action, path, source }
-    }
-
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for ArrivalError {
+    fn remedy(&self) -> Option<String> {
         match self {
             Self::NoImage { .. } => {
-                Some("do both hosts run the same version of vmfork?".to_owned())
+                Some("check that both hosts run the same version of vmfork".to_owned())
             }
-            Self::Size { .. } | Self::Hash { .. } => Some(
-                "is the image whole where it comes from? build or import it again there".into(),
-            ),
+            Self::Size { .. } | Self::Hash { .. } => {
+                Some("check the image on its host; build or import it there again".into())
+            }
             Self::Missing { .. } => None,
             Self::Names { names } => {
-                Some(format!("remove one of them with `vmfork image rm {}`", names.join(" ")))
+                Some(format!("remove one of them: `vmfork image rm {}`", names.join(" ")))
             }
-            Self::Io { source, .. } => io_remedy(source).map(str::to_owned),
+            Self::Path(e) => e.remedy(),
             Self::Store(e) => e.remedy(),
         }
-    }
-}
-
-fn io_remedy(error: &io::Error) -> Option<&'static str> {
-    match error.kind() {
-        io::ErrorKind::PermissionDenied => Some("run it as root, for instance with `sudo`"),
-        io::ErrorKind::StorageFull => Some("free some space on that file system"),
-        io::ErrorKind::ReadOnlyFilesystem => Some("use a state folder that can be written"),
-        io::ErrorKind::NotFound => Some("check the path"),
-        _ => None,
     }
 }

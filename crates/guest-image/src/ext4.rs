@@ -6,14 +6,14 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::base::{check_room, tool_error};
-use crate::error::BuildError;
+use crate::error::{AtPath as _, BuildError};
 use crate::process::{self, Cancel};
 use crate::tree::Size;
 
 const MKE2FS_MAX: Duration = Duration::from_secs(900);
-/// Same UUID and hash seed in every image, so that equal trees give equal bytes as far as mke2fs goes:
-/// one VM sees only one such file system. (Not even then quite: mke2fs 1.47.0 writes inode change
-/// times and takes folders in the host's order.)
+/// Same UUID and hash seed in every image, so that equal trees give equal bytes as far as mke2fs
+/// goes: one VM sees only one such file system. (Not even then quite: mke2fs 1.47.0 writes inode
+/// change times and takes folders in the host's order.)
 const UUID: &str = "766d666f-726b-4000-8000-726f6f746673";
 const INODE_BYTES: u64 = 256;
 /// Superblocks, bitmaps, folders that hash larger than on the host.

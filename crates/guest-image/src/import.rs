@@ -1,5 +1,5 @@
-//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that boots by
-//! itself.
+//! Takes over what the user brings: a kernel with an initrd and a root file system, or a disk that
+//! boots by itself.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
 use crate::build::{file_info, now_unix_ms};
-use crate::error::{ImportError, StoreError};
+use crate::error::{AtPath as _, ImportError, StoreError};
 use crate::metadata::{Metadata, SCHEMA};
 use crate::process::Cancel;
 use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Store};
@@ -22,7 +22,7 @@ pub struct ImportOptions {
     pub cmdline: Option<String>,
     /// The user says that the vmfork agent runs in it.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
     /// Put it in place of an image of that name.
     pub replace: bool,
@@ -47,7 +47,8 @@ impl Default for ImportOptions {
 pub enum Brought<'a> {
     /// A kernel, and at least one of the others.
     Kernel { kernel: &'a Path, initrd: Option<&'a Path>, root: Option<&'a Path> },
-    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no agent.
+    /// A disk with a boot sector. Its VMs have no devices but the disk and a serial port, and no
+    /// agent.
     BootDisk(&'a Path),
 }
 
@@ -79,7 +80,8 @@ impl<'a> Brought<'a> {
     }
 }
 
-/// Copy the files into the store as image `name`. Holes in them stay holes where the file system can.
+/// Copy the files into the store as image `name`. Holes in them stay holes where the file system
+/// can.
 ///
 /// # Errors
 /// A file that is not what it should be, or cannot be read; a name that is taken.
@@ -145,14 +147,14 @@ fn check_kernel(path: &Path) -> Result<String, ImportError> {
     if head.starts_with(b"\x7fELF") {
         return match head.get(4..6) {
             Some([2, 1]) if head.get(18..20) == Some(&[62, 0]) => Ok(String::new()),
-            _ => refuse("an ELF for another machine"),
+            _ => refuse("an ELF of another architecture"),
         };
     }
     if head.get(0x1fe..0x200) != Some(&[0x55, 0xaa]) || head.get(0x202..0x206) != Some(b"HdrS") {
         return refuse("neither a bzImage nor an ELF");
     }
     // kernel_version of the setup header: where the text is, less 0x200.
-    let Some(&[low, high]) = head.get(0x20e..0x210) else { return refuse("cut short") };
+    let Some(&[low, high]) = head.get(0x20e..0x210) else { return refuse("truncated") };
     let at = usize::from(u16::from_le_bytes([low, high])) + 0x200;
     let text = head.get(at..).unwrap_or_default();
     let version: Vec<u8> =
@@ -176,7 +178,7 @@ fn check_initrd(path: &Path) -> Result<(), ImportError> {
     if MAGIC.iter().any(|m| head.starts_with(m)) {
         Ok(())
     } else {
-        Err(ImportError::NotAnInitrd { path: path.into(), why: "no archive the kernel knows" })
+        Err(ImportError::NotAnInitrd { path: path.into(), why: "unknown archive format" })
     }
 }
 
@@ -184,11 +186,11 @@ fn check_root(path: &Path) -> Result<(), ImportError> {
     let (head, bytes) = head(path, 16)?;
     let refuse = |why| Err(ImportError::NotADisk { path: path.into(), why });
     if head.is_empty() {
-        refuse("no file, or an empty one")
+        refuse("not a file, or empty")
     } else if head.starts_with(b"QFI\xfb") {
         refuse("a qcow2 image")
     } else if bytes % 512 != 0 {
-        refuse("its length is no multiple of 512 bytes")
+        refuse("its length is not a multiple of 512 bytes")
     } else {
         Ok(())
     }
@@ -236,6 +238,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::error::Remedy as _;
 
     fn bzimage() -> Vec<u8> {
         let mut kernel = vec![0_u8; 0x1000];
@@ -267,7 +270,7 @@ mod tests {
         files.root.as_mut().unwrap().read_to_end(&mut copy).unwrap();
         assert!(copy == root);
         let again = import(&store, "mine", whole, &options).unwrap_err();
-        assert_eq!(again.to_string(), "an image named `mine` is there already");
+        assert_eq!(again.to_string(), "an image named `mine` already exists");
         let replace = ImportOptions { replace: true, ..options };
         let no_initrd = Brought::Kernel { kernel: &k, initrd: None, root: Some(&r) };
         import(&store, "mine", no_initrd, &replace).unwrap();
@@ -287,7 +290,7 @@ mod tests {
         assert!(error.to_string().ends_with("disk has no boot sector"), "{error}");
         sector[510..].copy_from_slice(&[0x55, 0xaa]);
         fs::write(&disk, &sector).unwrap();
-        assert!(!bring(&options).unwrap().agent, "nobody could speak with it");
+        assert!(!bring(&options).unwrap().agent, "no agent could reply");
         let files = store.open("tiny").unwrap();
         assert!(files.kernel.is_none() && files.initrd.is_none() && files.root.is_some());
     }
@@ -301,7 +304,7 @@ mod tests {
         let text = |e: ImportError| e.to_string();
         assert_eq!(
             text(check_kernel(&path).unwrap_err()),
-            format!("{what} is no kernel for x86-64: neither a bzImage nor an ELF")
+            format!("{what} is not an x86-64 kernel: neither a bzImage nor an ELF")
         );
         let error = check_root(&path).unwrap_err();
         assert!(error.remedy().unwrap().contains("qemu-img convert"));

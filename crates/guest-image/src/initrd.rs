@@ -1,7 +1,8 @@
-//! Puts the initrd together: the agent as `/init`, the modules it loads, the places it mounts things.
+//! Puts the initrd together: the agent as `/init`, the modules it loads, the places it mounts
+//! things.
 //!
-//! Not compressed: QEMU hands the 2.5 MB to the guest by DMA. With gzip or zstd a boot under TCG took as
-//! much CPU time as without (3.1 to 3.4 s to the agent's first word, whichever).
+//! Not compressed: QEMU hands the 2.5 MB to the guest by DMA. With gzip or zstd a boot under TCG
+//! took as much CPU time as without (3.1 to 3.4 s to the agent's first word, whichever).
 
 use std::fs::File;
 use std::io::{self, BufWriter};

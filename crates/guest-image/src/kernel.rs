@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::base::tool_error;
-use crate::error::BuildError;
+use crate::error::{AtPath as _, BuildError};
 use crate::modules::{ModuleIndex, WANTED};
 use crate::process::{self, Cancel};
 

@@ -22,23 +22,23 @@ pub struct Metadata {
     pub origin: String,
     /// As `uname -r` says it in the guest; empty where it could not be told.
     pub kernel_version: String,
-    /// The kernel's command line. Whoever starts the VM may append to it.
+    /// The kernel's command line. A start of a VM may append to it.
     pub cmdline: String,
     /// Packages that were asked for beyond the minimal system.
     pub packages: Vec<String>,
     /// Whether the vmfork agent runs in it: without one a VM can be forked, but not `exec`ed in.
     pub agent: bool,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
-    /// Whether the kernel has a driver for the vmgenid device; absent where it could not be told. Without
-    /// one the device does nothing but have every clone interpret ACPI code.
+    /// Whether the kernel has a driver for the vmgenid device; absent where it could not be told.
+    /// Without one the device does nothing but have every clone interpret ACPI code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmgenid: Option<bool>,
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
     /// Absent in imported images.
     pub input_hash: Option<String>,
-    /// Hash over the root file system's tree (names, modes, owners, contents), which two builds of
-    /// one state of the archive have in common even where the file system's bytes differ.
+    /// Hash over the root file system's tree: names, modes, owners, contents. Two builds of one
+    /// state of the archive have it in common even where the file system's bytes differ.
     pub tree_hash: Option<String>,
     /// Size and hash of `kernel`, `initrd`, `root.img`, as far as present.
     pub files: BTreeMap<String, FileInfo>,

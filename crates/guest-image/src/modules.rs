@@ -47,7 +47,8 @@ impl ModuleIndex {
         index
     }
 
-    /// Paths to load, each after all that it needs; `Err` names a module that must be there and is not.
+    /// Paths to load, each after all that it needs; `Err` names a module that must be there and is
+    /// not.
     pub(crate) fn load_order(&self, wanted: &[(&str, Need)]) -> Result<Vec<String>, String> {
         let mut order = Vec::new();
         for (name, need) in wanted {
@@ -63,8 +64,8 @@ impl ModuleIndex {
         Ok(order)
     }
 
-    /// Depth first. `path` may be one that modules.dep mentions without an entry of its own: it loads
-    /// all the same. A cycle, which depmod never writes, is cut.
+    /// Depth first. `path` may be one that modules.dep mentions without an entry of its own: it
+    /// loads all the same. A cycle, which depmod never writes, is cut.
     fn visit(&self, path: &str, order: &mut Vec<String>, open: &mut BTreeSet<String>) {
         if order.iter().any(|p| p == path) || !open.insert(path.to_owned()) {
             return;

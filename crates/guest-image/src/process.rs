@@ -1,4 +1,5 @@
-//! Runs other programs: output line by line, a bound in time, and an end that takes their children too.
+//! Runs other programs: output line by line, a bound in time, and an end that takes their children
+//! too.
 
 use std::collections::VecDeque;
 use std::io::{self, Read as _};
@@ -14,7 +15,8 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 /// How long a look for cancellation and exit may be late.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// From the polite signal to the other one. mmdebstrap ends its own children in well under a second.
+/// From the polite signal to the other one. mmdebstrap ends its own children in well under a
+/// second.
 const GRACE: Duration = Duration::from_secs(5);
 /// After the kill, for the kernel to hand over the status.
 const REAP_MAX: Duration = Duration::from_secs(5);
@@ -23,7 +25,8 @@ const TAIL_LINES_MAX: usize = 30;
 /// A line longer than this is cut into several.
 const LINE_BYTES_MAX: usize = 4096;
 
-/// Ends a build or an import from another thread or from a signal handler's helper. Clones share the flag.
+/// Ends a build or an import from another thread or from a signal handler's helper. Clones share
+/// the flag.
 #[derive(Debug, Clone, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
@@ -61,7 +64,7 @@ pub enum RunError {
     },
     #[error("`{program}` ended with {}{}", describe(*status), indent(tail))]
     Failed { program: String, status: ExitStatus, tail: Vec<String> },
-    #[error("`{program}` was still running after {} s{}", limit.as_secs(), indent(tail))]
+    #[error("`{program}` did not exit within {} s{}", limit.as_secs(), indent(tail))]
     TimedOut { program: String, limit: Duration, tail: Vec<String> },
     #[error("cancelled")]
     Cancelled,
@@ -80,8 +83,8 @@ fn indent(tail: &[String]) -> String {
 }
 
 /// Run `command` to its end, handing each line of its stdout and stderr, mixed as they come, to
-/// `on_line`. The program gets a process group of its own, which is ended whole when `cancel` says so,
-/// when `limit` has passed, or when this function fails; and a signal when this thread dies.
+/// `on_line`. The program gets a process group of its own, which is ended whole when `cancel` says
+/// so, when `limit` has passed, or when this function fails; and a signal when this thread dies.
 ///
 /// # Errors
 /// See [`RunError`]; an exit code other than 0 is one.
@@ -197,8 +200,8 @@ pub(crate) fn on_path(program: &str) -> bool {
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
-/// The same command behind `wrapper`, killed by the kernel when we die. `setpriv` and `unshare` are in
-/// util-linux, which every Debian has.
+/// The same command behind `wrapper`, killed by the kernel when we die. `setpriv` and `unshare` are
+/// in util-linux, which every Debian has.
 fn dies_with_us(command: Command, wrapper: &[&str]) -> Command {
     let mut wrapped = Command::new("setpriv");
     wrapped.args(["--pdeathsig", "KILL", "--"]).args(wrapper);
@@ -232,8 +235,8 @@ impl Group {
         i32::try_from(self.child.id()).ok().and_then(Pid::from_raw)
     }
 
-    /// Wait until the leader has ended, without reaping it: that would free its number, which is the
-    /// group's name.
+    /// Wait until the leader has ended, without reaping it: that would free its number, which is
+    /// the group's name.
     fn leader_ended_within(&self, pid: Pid, limit: Duration) -> bool {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         within(limit, || !matches!(rustix::process::waitid(WaitId::Pid(pid), options), Ok(None)))
@@ -243,9 +246,9 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         let Some(pid) = self.pid().filter(|_| !self.done) else {
-            return; // the leader is reaped: its number may be somebody else's by now
+            return; // the leader is reaped: another process may have its pid
         };
-        // Any of these may find nobody left, which is what we want.
+        // Any of these may fail because the group has ended, which is the goal.
         let _ = rustix::process::kill_process_group(pid, Signal::TERM);
         self.leader_ended_within(pid, GRACE);
         let _ = rustix::process::kill_process_group(pid, Signal::KILL);

@@ -1,4 +1,4 @@
-//! What a build tells while it goes on, and the reading of it from mmdebstrap's and apt's output.
+//! The progress messages of a build, and their parser for the output of mmdebstrap and apt.
 
 /// The steps of a build, in their order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -61,7 +61,7 @@ impl Stage {
     }
 }
 
-/// One piece of news.
+/// One progress message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Progress {
@@ -149,7 +149,7 @@ mod tests {
             "I: installing essential packages...",
             "Unpacking gcc-12-base:amd64 (12.2.0-14) ...",
             "Setting up gcc-12-base:amd64 (12.2.0-14) ...",
-            "a line nobody knows",
+            "an unknown line",
         ] {
             reader.line(line, &mut |p| seen.push(p));
         }

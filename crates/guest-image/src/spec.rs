@@ -5,6 +5,8 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{AtPath as _, PathError, Remedy};
+
 /// More than any sensible image has; keeps a command line within what the kernel takes.
 const PACKAGES_MAX: usize = 2000;
 const FILES_MAX: usize = 10_000;
@@ -20,19 +22,20 @@ pub struct Spec {
     pub suite: String,
     /// Package that brings the kernel; its newest version is taken.
     pub kernel: String,
-    /// Packages besides the minimal system. Their dependencies come along, their recommendations not.
+    /// Packages besides the minimal system. Their dependencies come along, their recommendations
+    /// not.
     pub packages: Vec<String>,
     /// Files and folders of the host.
     pub files: Vec<ExtraFile>,
-    /// Shell command that the agent runs once after each boot, before the VM counts as ready. Clones
-    /// go on where their parent stood, so it does not run in them again.
+    /// Shell command that the agent runs once after each boot, before the VM counts as ready.
+    /// Clones go on where their parent stood, so it does not run in them again.
     pub firstboot: Option<String>,
     /// Where Debian is: a URL, a line for sources.list, or a file. Without one the host's own apt
     /// sources for `suite` are used.
     pub mirror: Option<String>,
     /// Added to the kernel's command line.
     pub cmdline: Option<String>,
-    /// Memory of a VM for which nobody says, in MiB.
+    /// Default guest memory, in MiB.
     pub default_memory_mib: u32,
 }
 
@@ -68,13 +71,9 @@ impl Default for Spec {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
-    #[error("read the image spec {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("{} is no image spec", path.display())]
+    #[error(transparent)]
+    Path(#[from] PathError),
+    #[error("{} is not an image spec", path.display())]
     Parse {
         path: PathBuf,
         #[source]
@@ -84,14 +83,12 @@ pub enum SpecError {
     Bad { what: &'static str, value: String, why: String },
 }
 
-impl SpecError {
-    /// What the user can do about it, one line.
-    #[must_use]
-    pub fn remedy(&self) -> Option<String> {
+impl Remedy for SpecError {
+    fn remedy(&self) -> Option<String> {
         match self {
-            Self::Read { .. } => Some("check the path".into()),
+            Self::Path(e) => e.remedy(),
             Self::Parse { .. } => Some(
-                "`guest/image/default.json` is an example with every field explained in docs"
+                "compare it with `guest/image/default.json`; docs/configuration.md explains the fields"
                     .into(),
             ),
             Self::Bad { .. } => None,
@@ -109,7 +106,7 @@ impl Spec {
     /// # Errors
     /// The file cannot be read, is no JSON of this form, or fails [`Spec::check`].
     pub fn read(path: &Path) -> Result<Self, SpecError> {
-        let fail = |source| SpecError::Read { path: path.into(), source };
+        let fail = |source| SpecError::io("read the image spec", path)(source);
         let size_bytes = std::fs::metadata(path).map_err(fail)?.len();
         if size_bytes > SPEC_BYTES_MAX {
             return Err(fail(io::Error::from(io::ErrorKind::FileTooLarge)));
@@ -196,8 +193,8 @@ impl Spec {
         hash.done()
     }
 
-    /// Hash of all that decides about the image; `files_hash` covers the contents of the extra files,
-    /// `artifacts_hash` those of agent and libraries.
+    /// Hash of all that decides about the image; `files_hash` covers the contents of the extra
+    /// files, `artifacts_hash` those of agent and libraries.
     pub(crate) fn input_hash(&self, files_hash: &str, artifacts_hash: &str) -> blake3::Hash {
         let mut hash = Fields::new("image");
         hash.add(self.base_hash().to_hex().as_str());

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, OFlags, RenameFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::error::StoreError;
+use crate::error::{AtPath as _, StoreError};
 use crate::metadata::{Metadata, SCHEMA};
 
 /// The lock is held for renames and removals, never for a build.
@@ -22,7 +22,7 @@ pub(crate) const METADATA_FILE: &str = "image.json";
 pub(crate) const KERNEL_FILE: &str = "kernel";
 pub(crate) const INITRD_FILE: &str = "initrd";
 pub(crate) const ROOT_FILE: &str = "root.img";
-/// `image.json` is a page; anything larger is not ours.
+/// `image.json` has about a page; a larger file is not one.
 const METADATA_BYTES_MAX: u64 = 1 << 20;
 
 /// All images of one host.
@@ -40,10 +40,11 @@ pub struct ImageFiles {
     pub kernel: Option<File>,
     /// Absent only in imported images.
     pub initrd: Option<File>,
-    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the disk
-    /// that is booted. Absent only in imported images.
+    /// Raw file system, to be attached read-only as the first virtio disk; without a kernel, the
+    /// disk that is booted. Absent only in imported images.
     pub root: Option<File>,
-    /// The folder that they are in. Another build may put other files there at any time: use the fds.
+    /// The folder that they are in. Another build may put other files there at any time: use the
+    /// fds.
     pub folder: PathBuf,
 }
 
@@ -61,7 +62,8 @@ impl ImageFiles {
 }
 
 impl Store {
-    /// The store in `root` (`<state>/images`). The folder is made when something is first put there.
+    /// The store in `root` (`<state>/images`). The folder is made when something is first put
+    /// there.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { shelf: Shelf::private(root) }
     }
@@ -153,8 +155,8 @@ impl Store {
         Ok(ImageFiles { kernel, initrd, root, folder: folder.clone(), metadata })
     }
 
-    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else the first by name.
-    /// `None`: there is none that is whole.
+    /// Open the image that has this root disk, whatever it is called: image `name` if it has, else
+    /// the first by name. `None`: there is none that is whole.
     ///
     /// # Errors
     /// The folder or a file cannot be read.
@@ -263,7 +265,7 @@ impl Shelf {
         Self { root: root.into(), is_private: false }
     }
 
-    /// One whose entries are nobody else's business.
+    /// One whose entries other users cannot read.
     pub(crate) fn private(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), is_private: true }
     }
@@ -337,7 +339,7 @@ impl Shelf {
             Err(e) => return Err(StoreError::io("remove", &from)(e)),
         }
         self.sync()?;
-        // Gone already for everybody; were we to die here, the next sweep does the rest.
+        // No longer visible as an image. After a crash here, the next sweep removes it.
         fs::remove_dir_all(&to).map_err(StoreError::io("remove", &to))?;
         Ok(true)
     }
@@ -406,10 +408,11 @@ impl Shelf {
     }
 }
 
-/// Make what a folder was filled with lasting, and readable to who gets it.
+/// Make the files of a folder durable, and readable to QEMU.
 fn settle(staging: &Staging) -> Result<(), StoreError> {
     // QEMU runs as another user and gets these files as fds; it re-opens them through /proc, which
-    // asks for the file's own mode. By path nobody gets here: the store's folder is closed.
+    // checks the mode of the file. Other users cannot reach it by path: the store's folder is
+    // closed.
     let entries = fs::read_dir(&staging.path).map_err(StoreError::io("read", &staging.path))?;
     for entry in entries {
         let path = entry.map_err(StoreError::io("read", &staging.path))?.path();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::error::Remedy as _;
 use crate::metadata::FileInfo;
 
 fn metadata(name: &str, kernel: &[u8]) -> Metadata {
@@ -107,7 +108,7 @@ fn the_next_build_sweeps_away_what_a_dead_one_left_but_not_a_live_one() {
 }
 
 #[test]
-fn files_are_readable_by_everybody() {
+fn files_are_world_readable() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::new(dir.path());
     let staging = store.stage("web").unwrap();

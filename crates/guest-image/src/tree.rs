@@ -205,7 +205,8 @@ fn sorted(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(entries)
 }
 
-/// Visit everything below `root` and `root` itself, parents first, siblings by name, links not followed.
+/// Visit everything below `root` and `root` itself, parents first, siblings by name, links not
+/// followed.
 fn walk(
     root: &Path,
     visit: &mut dyn FnMut(&Path, &fs::Metadata) -> io::Result<()>,
@@ -224,8 +225,8 @@ fn walk(
     Ok(())
 }
 
-/// Hash over names, kinds, modes, owners, link targets and contents below `root`, not over times and
-/// extended attributes. A lone file is its own tree.
+/// Hash over names, kinds, modes, owners, link targets and contents below `root`, not over times
+/// and extended attributes. A lone file is its own tree.
 pub(crate) fn hash_of(root: &Path) -> io::Result<String> {
     let mut hash = blake3::Hasher::new();
     let mut buffer = vec![0_u8; 1 << 16];

@@ -1,9 +1,10 @@
-//! A minimal image, built from Debian's packages and booted under TCG, reaches its root file system;
-//! a second build has nothing to do, a third needs no network, and what fails leaves nothing behind.
+//! A minimal image, built from Debian's packages and booted under TCG, reaches its root file
+//! system; a second build has nothing to do, a third needs no network, and what fails leaves
+//! nothing behind.
 //!
 //! Takes a minute or two. Needs root, mmdebstrap, QEMU, a C compiler and, with a cold cache, the
-//! network; says so and passes where they are missing. `VMFORK_TEST_CACHE` names a cache folder that
-//! outlives the run.
+//! network; says so and passes where they are missing. `VMFORK_TEST_CACHE` names a cache folder
+//! that outlives the run.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -12,7 +13,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use vmfork_guest_image::{
-    Artifacts, BuildError, BuildOptions, Cancel, ExtraFile, Progress, Spec, Stage, Store, build,
+    Artifacts, BuildError, BuildOptions, Cancel, ExtraFile, Progress, Remedy as _, Spec, Stage,
+    Store, build,
 };
 
 /// Under TCG on a busy machine; 4 s on an idle one.

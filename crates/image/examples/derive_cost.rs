@@ -1,4 +1,5 @@
-//! What deriving a table of 4 GiB costs: `cargo run --release -p vmfork-image --example derive_cost`.
+//! What deriving a table of 4 GiB costs: `cargo run --release -p vmfork-image --example
+//! derive_cost`.
 
 #![expect(clippy::print_stdout, reason = "a table for people is all it makes")]
 

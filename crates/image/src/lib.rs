@@ -9,9 +9,9 @@
 //! ```
 //!
 //! An image is an immutable array of pages, of memory or of a disk: nothing here knows which. A
-//! freeze *derives* the new image's [`PageTable`] from the one its VM began with; both share what
-//! did not change, so that a table costs what was written and neither its image's size nor the
-//! depth of its ancestry.
+//! freeze *derives* the new image's [`PageTable`] from the one its VM began with. Both share what
+//! did not change. So a table costs what was written, and neither its image's size nor the depth of
+//! its ancestry.
 //!
 //! Left to others: the bytes themselves (`vmfork-memory`), which to fetch next (`vmfork-policy`).
 //! No I/O, no threads, no clock, no unsafe code.

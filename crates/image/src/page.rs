@@ -11,7 +11,7 @@ pub const BLOCK_PAGES: u64 = 512;
 /// Bytes of a block.
 pub const BLOCK_BYTES: u64 = PAGE_BYTES * BLOCK_PAGES;
 
-/// Most pages an image may have: so many that every byte offset in it fits a `u64`.
+/// Most pages an image may have: every byte offset in it fits a `u64`.
 pub const PAGES_MAX: u64 = u64::MAX / PAGE_BYTES;
 
 /// The number of a page in its image, from 0.

@@ -8,29 +8,32 @@ use crate::{Origin, PageIdx, PageRange};
 
 /// A place that holds an image's own pages for good: a stored snapshot, another host.
 ///
-/// Whoever reads knows neither which place it is nor what form pages have there. A source is asked by several
-/// threads at a time.
+/// A reader knows neither which place it is nor what form pages have there. Several threads may ask
+/// a source at a time.
 pub trait PageSource: Debug + Send + Sync {
     /// What kind of place it is.
     fn origin(&self) -> Origin;
 
-    /// Pages that are best read together: those of an aligned window of so many. A power of two, 1 to 512.
+    /// Number of pages that are best read together, as an aligned window. A power of two, 1 to 512.
     fn unit_pages(&self) -> u64;
 
-    /// How many reads at a time that nobody waits for do it good: as many as it has processors or, far away, more.
+    /// How many background reads at a time suit it: as many as it has processors or, far away,
+    /// more.
     fn reads_ahead(&self) -> usize {
         2
     }
 
-    /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as long. May take as long
-    /// as a network does, but has a bound. What it returns has been verified.
+    /// Read `range`, of which every page is the image's own, into `bytes`, which is exactly as
+    /// long. May take as long as a network does, but has a bound. What it returns has been
+    /// verified.
     ///
     /// # Errors
     /// The pages can't be had, or are not what was stored: says which, where, and why.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()>;
 
-    /// The same for pages of which one is waited for, `page`: `came` is told of its bytes, if they come before the others, as soon as they have
-    /// been verified. That may be although the others can't be had, and more than once.
+    /// The same, with a demand read for `page`: `came` gets its bytes as soon as they have been
+    /// verified, if they come before the others. That may happen although the others are not
+    /// available, and more than once.
     ///
     /// # Errors
     /// As [`PageSource::read`].
@@ -45,7 +48,7 @@ pub trait PageSource: Debug + Send + Sync {
         self.read(range, bytes)
     }
 
-    /// The same for pages that nobody waits for: gives way to what somebody does wait for.
+    /// The same as a background read: yields to demand reads.
     ///
     /// # Errors
     /// As [`PageSource::read`].
@@ -53,12 +56,13 @@ pub trait PageSource: Debug + Send + Sync {
         self.read(range, bytes)
     }
 
-    /// How many reads that nobody waits for had best be asked for together, by [`PageSource::read_ahead_all`].
+    /// How many background reads should be asked for together, by [`PageSource::read_ahead_all`].
     fn together(&self) -> usize {
         1
     }
 
-    /// Several of [`PageSource::read_ahead`]: `done` is told of each once, with its place, when it has come or failed.
+    /// Several of [`PageSource::read_ahead`]: `done` is told of each once, with its place, when it
+    /// has come or failed.
     fn read_ahead_all(
         &self,
         reads: &mut [AheadRead<'_>],
@@ -70,13 +74,13 @@ pub trait PageSource: Debug + Send + Sync {
         }
     }
 
-    /// Where it matters in which order pages come that nobody waits for: who says.
+    /// Decides the order of background reads, where the order matters.
     fn order(&self) -> Option<&dyn AheadOrder> {
         None
     }
 }
 
-/// Pages that nobody waits for, and where they are to go.
+/// A background read: its pages, and where they are to go.
 #[derive(Debug)]
 pub struct AheadRead<'a> {
     pub range: PageRange,
@@ -84,14 +88,16 @@ pub struct AheadRead<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// Says which pages that nobody waits for are best read first.
+/// Decides which background reads are best done first.
 ///
-/// Several hosts that all bring the same pages in another order each can give each other what they lack.
+/// Several hosts that all bring the same pages in another order each can give each other what they
+/// lack.
 pub trait AheadOrder: Send + Sync {
     /// The place of a piece in this host's own order: the lowest first.
     fn place(&self, piece: PageRange) -> u64;
 
-    /// The same where there is an order in which they are wanted, and this one is number `at`: near there.
+    /// The same where there is an order in which they are wanted, and this one is number `at`: near
+    /// there.
     fn place_near(&self, at: u64, piece: PageRange) -> u64;
 
     /// Which of `pieces`, those that come first in that order and are not there yet, to read now.

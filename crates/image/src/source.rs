@@ -62,9 +62,9 @@ impl FromStr for ImageId {
 
 /// What a page table says of a page: whose bytes it holds.
 ///
-/// Not where they are: image k's own pages are in k's cache, or still with one of k's
-/// [`Origin`]s. That is k's affair and may change (by draining, by a lost host) while the many
-/// tables that name k stay as they are.
+/// Not where they are: image k's own pages are in k's cache, or still with one of k's [`Origin`]s.
+/// Image k decides that, and it may change (by draining, by a lost host) while the many tables that
+/// name k stay as they are.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Source {
     /// All bytes are 0; nothing is stored anywhere.

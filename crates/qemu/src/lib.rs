@@ -14,11 +14,12 @@
 //! | [`probe`] | which QEMU is installed, whether KVM is of use |
 //! | [`pool`] | QEMUs started beforehand; its decisions are a pure state machine |
 //!
-//! Promises: every wait has a bound; a QEMU that ends makes every pending call fail with the reason, and
-//! what it said last on stderr is in the error; a dropped handle leaves no process behind.
+//! Promises: every wait has a bound. A QEMU that ends makes every pending call fail with the
+//! reason, and its last words on stderr are in the error. A dropped handle leaves no process
+//! behind.
 //!
-//! Left to others: guest memory (the `memory` crate talks to the shim over the control socket that passes
-//! through here unread), pages, hosts, tickets.
+//! Left to others: guest memory (the `memory` crate talks to the shim over the control socket that
+//! passes through here unread), pages, hosts, tickets.
 
 #![deny(unsafe_code)]
 

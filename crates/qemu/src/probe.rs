@@ -8,8 +8,10 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
 use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
 
 use crate::shape::Accel;
 
@@ -78,7 +80,8 @@ pub enum ProbeError {
     TooOld { path: PathBuf, version: Version },
 }
 
-/// Find QEMU: the configured path, or the first in `PATH`. A version is asked for once per file and change of it.
+/// Find QEMU: the configured path, or the first in `PATH`. A version is asked for once per file and
+/// change of it.
 ///
 /// # Errors
 /// [`ProbeError`].
@@ -110,7 +113,7 @@ async fn version_of(path: &Path) -> Result<Version, ProbeError> {
     let not_runnable = |source| ProbeError::NotRunnable { path: path.to_owned(), source };
     let changed = fs::metadata(path).and_then(|meta| meta.modified()).map_err(not_runnable)?;
     let key = (path.to_owned(), changed);
-    if let Some(version) = KNOWN.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+    if let Some(version) = KNOWN.lock().get(&key) {
         return Ok(*version);
     }
     let command = tokio::process::Command::new(path)
@@ -127,7 +130,7 @@ async fn version_of(path: &Path) -> Result<Version, ProbeError> {
         path: path.to_owned(),
         answer: answer.chars().take(200).collect(),
     })?;
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(key, version);
+    KNOWN.lock().insert(key, version);
     Ok(version)
 }
 
@@ -190,9 +193,9 @@ impl KvmFacts {
     }
 }
 
-/// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which is Intel's, where the host is none:
-/// KVM offers it there all the same, but not all of its backends take it, and QEMU ends if they don't. (QEMU leaves it out itself
-/// from 10.1 on.)
+/// The model of a guest's processor under KVM: the host's own. Without `arch-capabilities`, which
+/// is Intel's, where the host is not Intel. KVM offers it there all the same, but not all of its
+/// backends take it, and then QEMU ends. (QEMU leaves it out itself from 10.1 on.)
 pub(crate) fn kvm_cpu() -> &'static str {
     static MODEL: LazyLock<&str> =
         LazyLock::new(|| kvm_cpu_of(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()));
@@ -208,8 +211,8 @@ fn kvm_cpu_of(cpuinfo: &str) -> &'static str {
     }
 }
 
-/// Choose. `wanted`: the user insists on one. KVM that is insisted on needs the device only: small guests
-/// of their own kind run on any backend.
+/// Choose. `wanted`: the user insists on one. KVM that is insisted on needs the device only: small
+/// guests of their own kind run on any backend.
 ///
 /// # Errors
 /// [`NoKvm`] if KVM is wanted and its device doesn't open.

@@ -1,7 +1,8 @@
-//! What a QEMU is like, as far as a device state cares: two QEMUs of equal [`Shape`] can exchange states.
+//! What a QEMU is like, as far as a device state cares: two QEMUs of equal [`Shape`] can exchange
+//! states.
 //!
-//! The shape is also the pool's key, so it holds the root disk's identity too: a QEMU that waits has its disk
-//! open already.
+//! The shape is also the pool's key, so it holds the root disk's identity too: a QEMU that waits
+//! has its disk open already.
 
 use std::fmt;
 use std::io;
@@ -30,10 +31,10 @@ impl fmt::Display for Accel {
 
 /// QEMU's machine type.
 ///
-/// Only `pc`: it boots a stock kernel in 26 of 26 tries and its state is 12 kB of devices beside the ROMs.
-/// `microvm` would save 1 ms per save and load (37 kB of state), but hangs in 2 to 4 of 10 boots under TCG unless
-/// the kernel is told the TSC's rate, and has no IDE, PCI or ACPI power button; `q35` brings a larger
-/// state (AHCI, PCIe root) and nothing that is used here.
+/// Only `pc`: it boots a stock kernel in 26 of 26 tries and its state is 12 kB of devices beside
+/// the ROMs. `microvm` would save 1 ms per save and load (37 kB of state). But it hangs in 2 to 4
+/// of 10 boots under TCG unless the kernel is told the TSC's rate. It also has no IDE, PCI or ACPI
+/// power button. `q35` brings a larger state (AHCI, PCIe root) and nothing that is used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 #[non_exhaustive]
 pub enum Machine {
@@ -131,8 +132,8 @@ impl Shape {
         Ok(Self { memory_bytes, cpus, accel, machine: Machine::Pc, guest, disk, vmgenid: true })
     }
 
-    /// Leave the vmgenid device out: a guest without a driver for it would still interpret ACPI code at the
-    /// start of every clone.
+    /// Leave the vmgenid device out: a guest without a driver for it would still interpret ACPI
+    /// code at the start of every clone.
     #[must_use]
     pub fn without_vmgenid(mut self) -> Self {
         self.vmgenid = false;

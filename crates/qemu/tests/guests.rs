@@ -81,8 +81,8 @@ fn read_until(serial: &OwnedFd, found: impl Fn(&str) -> bool) -> String {
     text
 }
 
-/// A stock kernel boots from fds, as another user, in the sandbox; its parent is killed, and a QEMU without kernel
-/// takes it over.
+/// A stock kernel boots from fds, as another user, in the sandbox; its parent is killed, and a QEMU
+/// without kernel takes it over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn linux_boots_and_moves() {
     let Some(kernel) = std::env::var_os("VMFORK_TEST_KERNEL") else {
@@ -136,7 +136,8 @@ async fn linux_boots_and_moves() {
     assert_eq!(waiting.qmp.vm_generation_id().await.expect("a vmgenid"), before);
 }
 
-/// A library for `LD_PRELOAD`, in a folder that QEMU's user can't enter, finds its fds by the environment.
+/// A library for `LD_PRELOAD`, in a folder that QEMU's user can't enter, finds its fds by the
+/// environment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_shim_is_loaded_and_finds_its_fds() {
     const SOURCE: &str = r#"

@@ -1,4 +1,5 @@
-//! How long the steps take, printed; `cargo test -p vmfork-qemu --test latency -- --ignored --nocapture`.
+//! How long the steps take, printed; `cargo test -p vmfork-qemu --test latency -- --ignored
+//! --nocapture`.
 
 mod support;
 

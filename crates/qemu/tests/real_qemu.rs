@@ -30,7 +30,8 @@ fn proc_file(qemu: &Qemu, name: &str) -> String {
     fs::read_to_string(format!("/proc/{}/{name}", qemu.process.pid())).expect("it runs")
 }
 
-/// A VM is saved while stopped, its state loads in one that waits, and both go on from the very same count.
+/// A VM is saved while stopped, its state loads in one that waits, and both go on from the very
+/// same count.
 #[test]
 fn a_state_goes_from_one_qemu_to_another_without_ram() {
     runtime().block_on(async {
@@ -177,9 +178,9 @@ fn a_runtime_that_ends_leaves_no_qemu() {
     drop(qemu);
 }
 
-/// `kill -9` of QEMU: everybody who waits hears of it at once, with the reason.
+/// `kill -9` of QEMU: every waiting call fails at once, with the reason.
 #[test]
-fn a_killed_qemu_fails_whoever_waits() {
+fn a_killed_qemu_fails_every_waiting_call() {
     runtime().block_on(async {
         let Some(bare) = Bare::new(64 * MIB, Accel::Tcg).await else { return };
         let qemu = bare.start(true).await;
@@ -234,7 +235,7 @@ fn qemus_end_with_the_daemon() {
     daemon.kill().expect("still there");
     assert_eq!(daemon.wait().expect("ours").signal(), Some(9));
     let began = Instant::now();
-    // Whoever adopts orphans reaps it; until then it is a zombie.
+    // The process that adopts orphans reaps it; until then it is a zombie.
     let gone = || match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat.contains(") Z "),
         Err(_) => true,
@@ -307,7 +308,8 @@ fn a_state_that_does_not_load_says_why() {
     });
 }
 
-/// Everything a Linux guest has: two QEMUs differ in the generation id, before and after a state was loaded.
+/// Everything a Linux guest has: two QEMUs differ in the generation id, before and after a state
+/// was loaded.
 #[test]
 fn a_linux_machine_moves_and_keeps_its_own_generation_id() {
     runtime().block_on(async {
@@ -385,7 +387,8 @@ fn a_pooled_qemu_takes_over_a_state() {
     });
 }
 
-/// Devices saved without a migration, behind the lead of one: as often as one likes, and a clone of a clone, too.
+/// Devices saved without a migration, behind the lead of one: as often as one likes, and a clone of
+/// a clone, too.
 #[test]
 fn a_state_saved_without_a_migration_is_loaded_by_one() {
     runtime().block_on(async {

@@ -4,14 +4,16 @@
 //!   vmfork-store ──► Blobs for S3 ──► Handle::block_on ──► object_store ──► HTTP
 //! ```
 //!
-//! [`S3`] is [`vmfork_store::Blobs`] below a prefix of a bucket. Keys are as docs/format.md has them. A descriptor
-//! appears by a PUT with `If-None-Match: *`, so that of two hosts that push one name, one is told.
+//! [`S3`] is [`vmfork_store::Blobs`] below a prefix of a bucket. Keys are as docs/format.md has
+//! them. A descriptor appears by a PUT with `If-None-Match: *`, so that of two hosts that push one
+//! name, one is told.
 //!
-//! Promises: every call ends, within [`Settings::patience`] of the last sign of life, times a few attempts. An error
-//! tells what isn't there from what isn't allowed, can't be reached, or has no bucket.
+//! Promises: every call ends, within [`Settings::patience`] of the last sign of life, times a few
+//! attempts. An error tells what isn't there from what isn't allowed, can't be reached, or has no
+//! bucket.
 //!
-//! Calls block, on the runtime whose handle they were given: they come from plain threads, never from a thread of a
-//! runtime, where they would panic.
+//! Calls block, on the runtime whose handle they were given. They come from plain threads: on a
+//! thread of a runtime they would panic.
 
 #![deny(unsafe_code)]
 

@@ -38,8 +38,8 @@ impl fmt::Debug for Settings {
 }
 
 impl Settings {
-    /// From the environment: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_ENDPOINT_URL`,
-    /// `AWS_REGION` or `AWS_DEFAULT_REGION`, `AWS_ALLOW_HTTP`.
+    /// From the environment: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`,
+    /// `AWS_ENDPOINT_URL`, `AWS_REGION` or `AWS_DEFAULT_REGION`, `AWS_ALLOW_HTTP`.
     ///
     /// # Errors
     /// No credentials, or an endpoint without encryption that isn't allowed.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::{self, BoxStream};
-use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::aws::AmazonS3Builder;
 use object_store::client::{HttpError, HttpErrorKind};
 use object_store::path::Path;
 use object_store::{
@@ -28,14 +28,15 @@ const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// What is larger is sent in parts, several at a time.
 const PART_BYTES: usize = 8 << 20;
 const PARTS_IN_FLIGHT: usize = 4;
-/// Requests that are under way at a time: each is answered after 10 ms or more, and a core has little to do meanwhile.
+/// Requests that are under way at a time: each is answered after 10 ms or more, and a core has
+/// little to do meanwhile.
 const IN_FLIGHT: usize = 16;
 /// Slower than 1 MiB/s, and a transfer has failed, though it shows signs of life.
 const BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// A store's blobs below a prefix of a bucket.
 pub struct S3 {
-    objects: AmazonS3,
+    objects: Box<dyn ObjectStore>,
     prefix: Path,
     runtime: Handle,
     place: String,
@@ -89,7 +90,7 @@ impl S3 {
             place = format!("{place} at {endpoint}");
         }
         let setup = |e: String| OpenError::Settings { why: e };
-        let objects = builder.build().map_err(|e| setup(e.to_string()))?;
+        let objects = Box::new(builder.build().map_err(|e| setup(e.to_string()))?);
         let prefix = Path::parse(&location.prefix).map_err(|e| setup(e.to_string()))?;
         Ok(Self { objects, prefix, runtime, place, call_max, patience: settings.patience })
     }
@@ -200,7 +201,7 @@ impl S3 {
     }
 }
 
-/// Whether the cause is that nobody was there, or not for long enough.
+/// Whether the cause is that no server answered, or not for long enough.
 fn is_unreachable(error: &object_store::Error) -> bool {
     let mut cause = error.source();
     while let Some(at) = cause {
@@ -292,8 +293,8 @@ impl Blobs for S3 {
             upload.complete().await.map(drop)
         });
         if put.is_err() {
-            // Or the server keeps the parts, and has them paid for. If it doesn't hear this either, a rule of the bucket
-            // has to (docs/format.md).
+            // Or the server keeps the parts, and has them paid for. If it doesn't hear this either,
+            // a rule of the bucket has to (docs/format.md).
             let _left = self.call("put", key, 0, upload.abort());
         }
         put
@@ -366,5 +367,60 @@ impl Blobs for S3 {
     /// Each PUT is durable when it has been answered.
     fn sync(&self) -> Result<(), BlobError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+
+    /// Blobs in objects in memory, below `prefix`, and the threads that serve them.
+    fn blobs(prefix: &str) -> (S3, tokio::runtime::Runtime) {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_time().build();
+        let runtime = runtime.expect("threads");
+        let most = Duration::from_secs(20);
+        let blobs = S3 {
+            objects: Box::new(InMemory::new()),
+            prefix: Path::parse(prefix).expect("a path"),
+            runtime: runtime.handle().clone(),
+            place: "memory".into(),
+            call_max: most,
+            patience: most,
+        };
+        (blobs, runtime)
+    }
+
+    #[test]
+    fn objects_are_blobs_below_a_prefix() {
+        let (blobs, _runtime) = blobs("some/where");
+        assert!(blobs.get("a/b").expect_err("nothing").is_not_found());
+        blobs.put("a/b", b"one").expect("put");
+        blobs.put("a/b", b"two!").expect("put");
+        assert_eq!(blobs.get("a/b").expect("there"), b"two!");
+        assert_eq!(blobs.size("a/b").expect("told"), Some(4));
+        assert!(!blobs.put_new("a/b", b"three").expect("told"));
+        assert!(blobs.put_new("a/d", b"").expect("put"));
+        let mut keys = blobs.list("").expect("listed");
+        keys.sort();
+        assert_eq!(keys, ["a/b", "a/d"]);
+        blobs.delete("a/b").expect("deleted");
+        blobs.delete("a/b").expect("again");
+        assert_eq!(blobs.list("a/").expect("listed"), ["a/d"]);
+        for key in ["../x", "a//b", "/a", "a/.hidden", ""] {
+            assert!(matches!(blobs.get(key), Err(BlobError::BadKey { .. })), "{key}");
+        }
+    }
+
+    #[test]
+    fn a_large_blob_goes_in_parts_and_comes_back_whole() {
+        let (blobs, _runtime) = blobs("");
+        let bytes: Vec<u8> = (0..20_000_001u32).map(|i| (i >> 7).to_le_bytes()[0]).collect();
+        blobs.put("large", &bytes).expect("put");
+        assert!(blobs.get("large").expect("there") == bytes);
+        let mut read = Vec::new();
+        blobs.reader("large").expect("there").read_to_end(&mut read).expect("reads");
+        assert!(read == bytes);
     }
 }

@@ -1,12 +1,14 @@
-//! Measures what chunk size and zstd level cost, on bytes like those of guests: the table in docs/format.md.
+//! Measures what chunk size and zstd level cost, on bytes like those of guests: the table in
+//! docs/format.md.
 //!
 //! ```text
 //! cargo run --release -p vmfork-store --example chunk_sizes [MIB]
 //! ```
 //!
-//! Half of the pages are programs and libraries of this machine as they lie in a page cache, half the heap of a Python
-//! process; they alternate with as many zero pages, which are left out, in runs of 4 to 64. One thread; files are in
-//! the page cache. Times are the thread's own, so that a busy machine shows the same.
+//! Half of the pages are programs and libraries of this machine as they lie in a page cache, half
+//! the heap of a Python process. They alternate with as many zero pages, which are left out, in
+//! runs of 4 to 64. One thread; files are in the page cache. Times are the thread's own, so that a
+//! busy machine shows the same.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
 

@@ -7,19 +7,22 @@ use std::io::{self, Read};
 
 pub use folder::Folder;
 
-/// Most bytes that are read or written in one piece. The largest file is a working set: 1 GiB, and what says which pages
-/// those are.
+/// Most bytes that are read or written in one piece. The largest file is a working set: 1 GiB, and
+/// what says which pages those are.
 pub(crate) const BLOB_BYTES_MAX: u64 = (1 << 30) + (32 << 20);
 
-/// A place for byte strings by key. Calls block, and each has a bound in time. Every error names key and place.
+/// A place for byte strings by key. Calls block, and each has a bound in time. Every error names
+/// key and place.
 ///
-/// Keys are parts of `a-z A-Z 0-9 . _ -` between slashes, each part beginning with a letter or digit.
+/// Keys are parts of `a-z A-Z 0-9 . _ -` between slashes, each part beginning with a letter or
+/// digit.
 pub trait Blobs: Debug + Send + Sync {
     /// Where it is, for messages: a folder's path, an object store's location.
     fn describe(&self) -> String;
 
     /// # Errors
-    /// [`BlobError::NotFound`] is told apart. More than [`crate::bytes_max`] of the key are not read.
+    /// [`BlobError::NotFound`] is told apart. More than [`crate::bytes_max`] of the key are not
+    /// read.
     fn get(&self, key: &str) -> Result<Vec<u8>, BlobError>;
 
     /// The same, piece by piece.
@@ -34,14 +37,16 @@ pub trait Blobs: Debug + Send + Sync {
     /// It isn't there; what was there before still is.
     fn put(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
 
-    /// The same, and what is there outlasts a power cut once this returns: whole, or what was there before.
+    /// The same, and what is there outlasts a power cut once this returns: whole, or what was there
+    /// before.
     ///
     /// # Errors
     /// As `put`; it may be there all the same.
     fn put_for_good(&self, key: &str, bytes: &[u8]) -> Result<(), BlobError>;
 
-    /// Put it there if nothing is, for good once this returns. `false`: there is something else already, which stays
-    /// as it is. If what is there is just this, it may be what an attempt put whose answer was lost: `true`.
+    /// Put it there if nothing is, for good once this returns. `false`: there is something else
+    /// already, which stays as it is. If what is there is just this, it may be what an attempt put
+    /// whose answer was lost: `true`.
     ///
     /// # Errors
     /// It may or may not be there.
@@ -71,7 +76,8 @@ pub trait Blobs: Debug + Send + Sync {
     /// It may not.
     fn sync(&self) -> Result<(), BlobError>;
 
-    /// How many calls at a time are worth it though they wait rather than compute: a network's, not a disk's.
+    /// How many calls at a time are worth it though they wait rather than compute: a network's, not
+    /// a disk's.
     fn in_flight(&self) -> usize {
         1
     }
@@ -117,7 +123,7 @@ pub enum Failure {
     ReadOnly,
     /// A bucket or folder that isn't there.
     NoPlace,
-    /// Nobody answers, or not in time.
+    /// No server answers, or not in time.
     Unreachable,
     Other,
 }

@@ -1,8 +1,9 @@
 //! Snapshots from one store to another: push, and pull in two parts.
 //!
-//! Pull: [`Store::adopt_from`] brings what is small, and the snapshot is there: it can be started, its chunks come from
-//! the remote store as they are wanted ([`crate::SourceOptions::remote`]). [`Store::fetch_chunks`] brings the rest, and
-//! from then on the snapshot depends on the remote store no more.
+//! Pull: [`Store::adopt_from`] copies what is small. Then the snapshot can be started, and its
+//! chunks come from the remote store as they are wanted ([`crate::SourceOptions::remote`]).
+//! [`Store::fetch_chunks`] copies the rest. From then on the snapshot does not depend on the remote
+//! store.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
 use crate::store::{Store, check_name, read_descriptor, read_section};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
 /// What [`Store::copy_to`] did.
@@ -51,7 +52,8 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged. With what its name ends in.
+    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged. With
+    /// what its name ends in.
     pub(crate) fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
         let extras = [(WORKING_SET, &self.working_set), (PROFILE, &self.profile)];
         extras.into_iter().filter_map(|(name, file)| Some((name, file.as_deref()?)))
@@ -104,7 +106,7 @@ impl Store {
 
     /// The snapshot with this id, whatever its name.
     pub(crate) fn find_by_id(&self, id: SnapshotId) -> Result<Option<Descriptor>, StoreError> {
-        let mut references = lock(&self.inner.references);
+        let mut references = self.inner.references.lock();
         references.refresh(self.inner.blobs())?;
         Ok(references.descriptors().find(|found| found.id == id).cloned())
     }
@@ -117,12 +119,14 @@ impl Store {
         Ok(file)
     }
 
-    /// Copy snapshot `name` and all that it is a delta on to `other`: bases first, and only what `other` lacks. What
-    /// was learnt about a snapshot that is there already is copied if nothing was learnt there.
+    /// Copy snapshot `name` and all that it is a delta on to `other`: bases first, and only what
+    /// `other` lacks. What was learnt about a snapshot that is there already is copied if nothing
+    /// was learnt there.
     ///
     /// # Errors
-    /// No such snapshot; damage; chunks that are not here themselves; a name that is taken in `other`;
-    /// [`StoreError::Cancelled`]. Snapshots that were copied before that are in `other`, whole.
+    /// No such snapshot; damage; chunks that are not here themselves; a name that is taken in
+    /// `other`; [`StoreError::Cancelled`]. Snapshots that were copied before that are in `other`,
+    /// whole.
     pub fn copy_to(&self, name: &str, other: &Store, work: &Work) -> Result<Copied, StoreError> {
         let chain = self.open_chain(name)?;
         chain.iter().try_for_each(|stored| stored.check_is_here())?;
@@ -148,8 +152,8 @@ impl Store {
         Ok(copied)
     }
 
-    /// What was learnt elsewhere about a snapshot that is here, as far as nothing was learnt here: that may be from more
-    /// runs. Returns the bytes.
+    /// What was learnt elsewhere about a snapshot that is here, as far as nothing was learnt here:
+    /// that may be from more runs. Returns the bytes.
     fn add_extras(&self, here: &Descriptor, sections: &Sections) -> Result<u64, StoreError> {
         let (_reserved, here) = self.reserve(&here.name, here.id)?;
         let blobs = self.inner.blobs();
@@ -203,13 +207,13 @@ impl Store {
         writing.commit(&descriptor)
     }
 
-    /// Let snapshot `name` of `remote`, and all that it is a delta on, be here too, with all but their chunks. `origin`
-    /// says where `remote` is, in the caller's words; [`Stored::origin`] gives it back. What is here already, by its
-    /// id, stays as it is.
+    /// Let snapshot `name` of `remote`, and all that it is a delta on, be here too, with all but
+    /// their chunks. `origin` says where `remote` is, in the caller's words; [`Stored::origin`]
+    /// gives it back. What is here already, by its id, stays as it is.
     ///
     /// # Errors
-    /// No such snapshot there, or one that isn't all there; damage; a name that is taken here by another;
-    /// [`StoreError::Cancelled`].
+    /// No such snapshot there, or one that isn't all there; damage; a name that is taken here by
+    /// another; [`StoreError::Cancelled`].
     pub fn adopt_from(
         &self,
         name: &str,
@@ -244,12 +248,13 @@ impl Store {
         }
     }
 
-    /// Bring what is missing of the chunks of snapshot `name`, and of all that it is a delta on, from `remote`, which
-    /// they were adopted from. Each is verified; one that is damaged here is replaced. Then it is complete here.
+    /// Copy the missing chunks of snapshot `name`, and of all its bases, from `remote`, which they
+    /// were adopted from. Each is verified; one that is damaged here is replaced. Then the snapshot
+    /// is complete here.
     ///
     /// # Errors
-    /// No such snapshot, or it was removed meanwhile; `remote` can't be reached, lacks a chunk or has it damaged;
-    /// [`StoreError::Cancelled`]. Chunks that had come by then are kept.
+    /// No such snapshot, or it was removed meanwhile; `remote` can't be reached, lacks a chunk or
+    /// has it damaged; [`StoreError::Cancelled`]. Chunks that had come by then are kept.
     pub fn fetch_chunks(&self, name: &str, remote: &Store, work: &Work) -> Result<(), StoreError> {
         check_name(name)?;
         let chain = self.open_chain(name)?;
@@ -281,10 +286,10 @@ impl Store {
         )?;
         // On the medium before the snapshot says that it is complete.
         self.inner.blobs().sync()?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         for stored in missing {
             let descriptor = stored.descriptor();
-            // Another one, or the same adopted anew, has chunks that nobody has looked for.
+            // Another one, or the same adopted again, has chunks that were not looked for.
             if read_descriptor(self.inner.blobs(), &descriptor.name)? != *descriptor {
                 return Err(self.not_found(&descriptor.name));
             }

@@ -118,8 +118,8 @@ pub(crate) struct WindowWriter<'a> {
 }
 
 impl WindowWriter<'_> {
-    /// Store the pages of `runs`, which are the own pages of a window. The hash of its chunk, if it needs one, and
-    /// the pages that turned out zero.
+    /// Store the pages of `runs`, which are the own pages of a window. The hash of its chunk, if it
+    /// needs one, and the pages that turned out zero.
     pub(crate) fn write(
         &mut self,
         runs: &[PageRange],
@@ -171,13 +171,14 @@ pub(crate) fn now_unix_ms() -> u64 {
 }
 
 impl Store {
-    /// Write a new snapshot. `read` gives the bytes of own pages; what of them is all zero is stored as zero, unless
-    /// the draft says otherwise. Until this returns, the snapshot isn't there.
+    /// Write a new snapshot. `read` gives the bytes of own pages; what of them is all zero is
+    /// stored as zero, unless the draft says otherwise. Until this returns, the snapshot isn't
+    /// there.
     ///
     /// # Errors
-    /// A name that is taken or a draft that is no snapshot, before any work. A base that isn't there; pages that can't
-    /// be read; a store that can't be written; [`StoreError::Cancelled`]. Chunks that no snapshot names may be left,
-    /// for [`Store::collect`].
+    /// A name that is taken or a draft that is no snapshot, before any work. A base that isn't
+    /// there; pages that can't be read; a store that can't be written; [`StoreError::Cancelled`].
+    /// Chunks that no snapshot names may be left, for [`Store::collect`].
     pub fn create(
         &self,
         draft: Draft,

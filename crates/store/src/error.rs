@@ -132,7 +132,7 @@ impl StoreError {
             )),
             Self::Busy { .. } => Some("wait until it is ready, then try again".into()),
             Self::Damaged(_) => Some(
-                "`vmfork snapshot verify` shows all that is damaged; restore the file, pull or import the snapshot anew, or remove it"
+                "`vmfork snapshot verify` shows all that is damaged; restore the file, pull or import the snapshot again, or remove it"
                     .into(),
             ),
             Self::Foreign { .. } => {

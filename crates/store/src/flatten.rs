@@ -14,10 +14,11 @@ use crate::names::{TABLE, chunk_key, snapshot_key};
 use crate::source::{SourceOptions, StoredPages, decode_chunk};
 use crate::store::Store;
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
-/// Windows of different layers overlap where their sizes differ: what was decompressed for one serves the next.
+/// Windows of different layers overlap where their sizes differ: what was decompressed for one
+/// serves the next.
 const HOT_BYTES: u64 = 64 << 20;
 
 /// Who has a run of pages: one of the chain, by number from the top.
@@ -83,8 +84,8 @@ impl Flattening<'_> {
             .map(move |layer| Layer { range: layer.range.intersect(&window), ..*layer })
     }
 
-    /// The chunk of window `index`: one that is there already, if a single layer has all of the pages and nothing else
-    /// in its window.
+    /// The chunk of window `index`: one that is there already, if a single layer has all of the
+    /// pages and nothing else in its window.
     fn write(&self, writer: &mut WindowWriter<'_>, index: u64) -> Result<blake3::Hash, StoreError> {
         let top = self.chain[0].table();
         let window = top.window_range(index);
@@ -118,12 +119,13 @@ impl Flattening<'_> {
 }
 
 impl Store {
-    /// Make snapshot `name`, which is a delta, whole: it takes over the pages that it had of its bases, and depends on
-    /// them no more. Its content and id stay, so its own deltas stay right. What is whole already stays as it is.
+    /// Make snapshot `name`, which is a delta, whole: it takes over the pages that it had of its
+    /// bases, and depends on them no more. Its content and id stay, so its own deltas stay right.
+    /// What is whole already stays as it is.
     ///
     /// # Errors
-    /// No such snapshot; it or a base is damaged, being written, or not all here; [`StoreError::Cancelled`]. It is
-    /// as it was, then.
+    /// No such snapshot; it or a base is damaged, being written, or not all here;
+    /// [`StoreError::Cancelled`]. It is as it was, then.
     pub fn flatten(&self, name: &str, work: &Work) -> Result<Descriptor, StoreError> {
         let top = self.open(name)?;
         if top.base().is_none() {
@@ -186,7 +188,7 @@ impl Store {
     fn drop_old_table(&self, old: &Descriptor, table: &Table) -> Result<(), StoreError> {
         let Descriptor { name, files, .. } = old;
         let collector = self.inner.pins.collector();
-        lock(&self.inner.references).refresh(self.inner.blobs())?;
+        self.inner.references.lock().refresh(self.inner.blobs())?;
         collector.delete(self.inner.blobs(), &snapshot_key(name, &files.table.file))?;
         let chunks = table.windows().iter().map(|window| window.hash).collect();
         self.inner.delete_unused(&collector, chunks)?;

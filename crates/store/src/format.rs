@@ -1,7 +1,8 @@
 //! The bytes of a store's files: what docs/format.md describes.
 //!
-//! Readers take any bytes: they check order, bounds and hashes before they believe a number, take no memory that the
-//! file's own length does not warrant, and answer with a [`Flaw`]: what is wrong, and at which byte.
+//! Readers take any bytes. They check order, bounds and hashes before they use a number, and take
+//! no memory that the file's own length does not warrant. They answer with a [`Flaw`]: what is
+//! wrong, and at which byte.
 
 pub mod chunk;
 pub mod descriptor;
@@ -14,7 +15,8 @@ pub use vmfork_image::bytes::Flaw;
 /// Most pages of a window: 2 MiB, one block of an image.
 pub const CHUNK_PAGES_MAX: u64 = vmfork_image::BLOCK_PAGES;
 
-/// Most pages of an image, 4 TiB: who opens one keeps something for each of them, so a few bytes must not promise more.
+/// Most pages of an image, 4 TiB: who opens one keeps something for each of them, so a few bytes
+/// must not promise more.
 pub const IMAGE_PAGES_MAX: u64 = 1 << 30;
 
 /// A page's bytes, for slices.

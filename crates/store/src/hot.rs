@@ -1,16 +1,16 @@
 //! Decompressed chunks that are likely to be wanted again.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
 use blake3::Hash;
+use parking_lot::{Condvar, Mutex};
 
-use crate::work::lock;
-
-/// Decompressed chunks, shared by all sources, bounded in bytes; who was not wanted for longest goes first.
+/// Decompressed chunks, shared by all sources, bounded in bytes; who was not wanted for longest
+/// goes first.
 ///
-/// Two threads that want one chunk at the same time decompress it once. A chunk of which all was read isn't kept: the
-/// pages are in an image's cache by then.
+/// Two threads that want one chunk at the same time decompress it once. A chunk of which all was
+/// read isn't kept: the pages are in an image's cache by then.
 #[derive(Debug)]
 pub struct HotChunks {
     capacity_bytes: u64,
@@ -75,7 +75,7 @@ struct Loading<'a> {
 impl Drop for Loading<'_> {
     fn drop(&mut self) {
         if !self.is_done {
-            lock(&self.hot.state).chunks.remove(&self.hash);
+            self.hot.state.lock().chunks.remove(&self.hash);
         }
         self.hot.loaded.notify_all();
     }
@@ -88,19 +88,20 @@ impl HotChunks {
 
     /// Bytes that are kept.
     pub fn bytes(&self) -> u64 {
-        lock(&self.state).bytes
+        self.state.lock().bytes
     }
 
     /// The chunk's content, and whether it was there. `keep`: it will be wanted again.
     ///
-    /// Who waits for a thread that then fails loads it itself: each waits at most once for every other thread.
+    /// Who waits for a thread that then fails loads it itself: each waits at most once for every
+    /// other thread.
     pub(crate) fn get<E>(
         &self,
         hash: &Hash,
         keep: bool,
         load: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<(Arc<[u8]>, bool), E> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(raw) = state.touch(hash) {
                 return Ok((raw, true));
@@ -109,13 +110,13 @@ impl HotChunks {
                 Some(Slot::Loading { waiting }) => *waiting += 1,
                 _ => break,
             }
-            state = self.loaded.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.loaded.wait(&mut state);
         }
         state.chunks.insert(*hash, Slot::Loading { waiting: 0 });
         drop(state);
         let mut mark = Loading { hot: self, hash: *hash, is_done: false };
         let raw: Arc<[u8]> = load()?.into();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let awaited = matches!(state.chunks.remove(hash), Some(Slot::Loading { waiting: 1.. }));
         mark.is_done = true;
         if keep || awaited {
@@ -163,7 +164,7 @@ mod tests {
         assert_eq!(hot.bytes(), 0);
         let none = HotChunks::new(0);
         assert!(!get(&none, 1, true) && !get(&none, 1, true));
-        assert_eq!((none.bytes(), lock(&none.state).by_age.len()), (0, 0));
+        assert_eq!((none.bytes(), none.state.lock().by_age.len()), (0, 0));
     }
 
     #[test]
@@ -186,7 +187,7 @@ mod tests {
                     });
                 }
             });
-            let state = lock(&hot.state);
+            let state = hot.state.lock();
             let loaded = state.chunks.values().filter(|slot| matches!(slot, Slot::Loaded { .. }));
             assert_eq!(state.bytes, 100 * loaded.count() as u64);
             assert_eq!(state.by_age.len(), state.chunks.len());
@@ -199,7 +200,7 @@ mod tests {
         const THREADS: u32 = 8;
         let hot = HotChunks::new(1 << 20);
         let loads = AtomicU32::new(0);
-        let all_others_wait = || match lock(&hot.state).chunks.get(&hash(1)) {
+        let all_others_wait = || match hot.state.lock().chunks.get(&hash(1)) {
             Some(Slot::Loading { waiting }) => *waiting == THREADS - 1,
             _ => true,
         };

@@ -4,21 +4,22 @@
 //!   Store ──── create ──► chunks, table, state, then the descriptor: with it the snapshot is there
 //!     │  open
 //!     ▼
-//!   Stored ─── source ──► StoredPages, a PageSource: window ──► HotChunks ──► chunk here ──► chunk elsewhere
+//!   Stored ─── source ──► StoredPages, a PageSource: window ──► HotChunks ──► chunk, local or remote
 //!     │
 //!   Blobs ──── Folder, or an object store (crate `store-s3`)
 //! ```
 //!
-//! A snapshot is its own pages, cut into windows and stored as chunks under the hash of their content, so that equal
-//! ones are stored once across all snapshots; a page table that says which pages those are, which are zero, and
-//! which are the base's; device state; and a descriptor. docs/format.md has the bytes.
+//! A snapshot has four parts. Its own pages are cut into windows and stored as chunks under the
+//! hash of their content. So equal ones are stored once across all snapshots. A page table
+//! says which pages those are, which are zero, and which are the base's. The others are device
+//! state and a descriptor. docs/format.md has the bytes.
 //!
-//! Promises: a snapshot is there whole or not at all, whatever crashes when. What is read was verified. No file,
-//! whatever it says, makes a reader panic or take more memory than the file's length warrants. What one operation
-//! needs, another of the same process doesn't remove.
+//! Promises: a snapshot is there whole or not at all, whatever crashes when. What is read was
+//! verified. No file, whatever it says, makes a reader panic or take more memory than the file's
+//! length warrants. What one operation needs, another of the same process doesn't remove.
 //!
-//! Left to others: what is in a snapshot's device state and `vm` (the daemon), when pages are read (`vmfork-policy`).
-//! Threads and files, no async runtime.
+//! Left to others: what is in a snapshot's device state and `vm` (the daemon), when pages are read
+//! (`vmfork-policy`). Threads and files, no async runtime.
 
 #![deny(unsafe_code)]
 

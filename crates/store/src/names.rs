@@ -10,8 +10,9 @@
 //! snapshots/NAME/ID-N.origin        only while chunks are still elsewhere: where
 //! ```
 //!
-//! `N` is drawn anew by whoever writes a snapshot. Of two that write one, whichever the descriptor names was first; the
-//! other can clear away what is its own, and what it leaves is never taken for the first one's.
+//! Each writer of a snapshot draws a new `N`. Of two that write one, the one that the descriptor
+//! names was first. The other can clear away what is its own, and what it leaves is never taken for
+//! the first one's.
 
 use blake3::Hash;
 
@@ -38,8 +39,8 @@ pub(crate) const WORKING_SET: &str = "working-set";
 pub(crate) const PROFILE: &str = "profile";
 pub(crate) const ORIGIN: &str = "origin";
 
-/// Most bytes of what is under a key: who gets a chunk of a store that somebody else writes to takes no more memory than
-/// a chunk may need.
+/// Most bytes of what is under a key. A reader of a store that others write to takes no more memory
+/// than a chunk may need.
 pub fn bytes_max(key: &str) -> u64 {
     if key.starts_with(CHUNKS) {
         return CHUNK_FILE_BYTES_MAX;

@@ -16,13 +16,14 @@ use crate::format::working_set::{
 use crate::names::{PROFILE, WORKING_SET};
 use crate::store::{Store, check_name, read_descriptor};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use crate::writing::Reserved;
 
 /// Written once, read at each start: worth no more than what keeps up with memory.
 const LEVEL: i32 = 1;
 
-/// A stored working set, opened: its runs are known, its pages are read by [`WorkingSetReader::for_each`].
+/// A stored working set, opened: its runs are known, its pages are read by
+/// [`WorkingSetReader::for_each`].
 #[derive(Debug)]
 pub struct WorkingSetReader {
     frames: Frames<'static>,
@@ -45,11 +46,12 @@ impl WorkingSetReader {
         self.runs().iter().map(PageRange::len).sum()
     }
 
-    /// Hand all pages to `each`, while they are read: one sequential read, decompressed on several threads, each of
-    /// which calls `each` with what it has. Pages come about in order.
+    /// Hand all pages to `each`, while they are read: one sequential read, decompressed on several
+    /// threads, each of which calls `each` with what it has. Pages come about in order.
     ///
     /// # Errors
-    /// It is damaged, can't be read, or `each` has failed; pages that had come before may have been handed over.
+    /// It is damaged, can't be read, or `each` has failed; pages that had come before may have been
+    /// handed over.
     pub fn for_each(
         self,
         each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
@@ -133,11 +135,12 @@ fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
 }
 
 impl Store {
-    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what there was. `read` gives
-    /// the bytes of any page, whoever owns it.
+    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what
+    /// there was. `read` gives the bytes of any page, of any owner.
     ///
     /// # Errors
-    /// The snapshot has been removed or is being written; pages beyond its end, that can't be read, or too many.
+    /// The snapshot has been removed or is being written; pages beyond its end, that can't be read,
+    /// or too many.
     pub fn put_working_set(
         &self,
         stored: &Stored,
@@ -243,7 +246,7 @@ impl Store {
         }
         let file = seal(SealedKind::Profile, profile);
         // So that the snapshot isn't removed in between.
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
         Ok(self.inner.blobs().put_for_good(&key, &file)?)
     }
@@ -254,7 +257,7 @@ impl Store {
     /// No such snapshot.
     pub fn remove_profile(&self, name: &str) -> Result<(), StoreError> {
         check_name(name)?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
         self.inner.blobs().delete(&descriptor.key_beside(WORKING_SET))?;
         Ok(self.inner.blobs().delete(&descriptor.key_beside(PROFILE))?)
@@ -267,7 +270,7 @@ impl Store {
         id: SnapshotId,
     ) -> Result<(Reserved<'_>, Descriptor), StoreError> {
         // Or it could be removed in between.
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         match read_descriptor(self.inner.blobs(), name) {
             Ok(found) if found.id == id => Ok((Reserved::new(&self.inner, name, None)?, found)),
             Ok(_) => Err(self.not_found(name)),

@@ -10,13 +10,14 @@ use crate::format::descriptor::Descriptor;
 use crate::names::{DESCRIPTOR, ORIGIN, SNAPSHOTS, snapshot_of};
 use crate::store::{read_descriptor, read_table};
 
-/// Kept from one operation to the next and brought up to date at the beginning of each: tables never change, so each
-/// is read once.
+/// Kept from one operation to the next and brought up to date at the beginning of each: tables
+/// never change, so each is read once.
 #[derive(Debug, Default)]
 pub(crate) struct References {
     snapshots: BTreeMap<String, Known>,
     users: HashMap<Hash, Users>,
-    /// Those of which it isn't known what chunks they have, with the descriptor if that can be read.
+    /// Those of which it isn't known what chunks they have, with the descriptor if that can be
+    /// read.
     damaged: BTreeMap<String, Option<Descriptor>>,
 }
 
@@ -127,8 +128,8 @@ impl References {
         self.users.contains_key(hash)
     }
 
-    /// Whether the chunk, if its file is there, is whole: a snapshot was committed with it. Of a file that no snapshot
-    /// names one can't tell; it may be what a power cut left.
+    /// Whether the chunk, if its file is there, is whole: a snapshot was committed with it. Of a
+    /// file that no snapshot names one can't tell; it may be what a power cut left.
     pub(crate) fn is_whole(&self, hash: &Hash) -> bool {
         self.users.get(hash).is_some_and(|users| users.whole > 0)
     }

@@ -21,8 +21,8 @@ const READS_AHEAD_MIN: usize = 2;
 pub struct SourceOptions {
     /// Shared by all sources of a host.
     pub hot: Arc<HotChunks>,
-    /// Of the store where a chunk is got from that isn't here, or is damaged here. It is kept. Nothing is asked of it
-    /// before that.
+    /// Of the store where a chunk is got from that isn't here, or is damaged here. It is kept.
+    /// Nothing is asked of it before that.
     pub remote: Option<Arc<dyn Blobs>>,
 }
 
@@ -93,7 +93,7 @@ impl StoredPages {
             .get(&window.hash, keep, || self.load(window))
             .map_err(StoreError::into_io)?;
         let from = usize::try_from(skipped).unwrap_or(usize::MAX);
-        // The length was checked when the chunk was loaded, by whoever did.
+        // The length was checked when the chunk was loaded.
         let found = raw.get(from..).and_then(|raw| raw.get(..bytes.len())).ok_or_else(not_own)?;
         bytes.copy_from_slice(found);
         Ok(())
@@ -132,7 +132,8 @@ impl PageSource for StoredPages {
     }
 }
 
-/// The content of the chunk `hash`, of which `file` is the file in `blobs`, and which has `pages` if that is known.
+/// The content of the chunk `hash`, of which `file` is the file in `blobs`, and which has `pages`
+/// if that is known.
 pub(crate) fn decode_chunk(
     blobs: &dyn Blobs,
     file: &[u8],

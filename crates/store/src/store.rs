@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use blake3::Hash;
+use parking_lot::Mutex;
 
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
@@ -16,7 +17,7 @@ use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, ORIGIN, name_is_valid, s
 use crate::pins::Pins;
 use crate::references::{References, files_by_snapshot};
 use crate::stored::Stored;
-use crate::work::{Work, lock};
+use crate::work::Work;
 
 /// Most snapshots from one down to the one that has no base.
 pub const CHAIN_MAX: usize = 1024;
@@ -26,8 +27,9 @@ pub type Listed = (String, Result<Descriptor, StoreError>);
 
 /// A place with snapshots in it. Clones are the same store.
 ///
-/// Operations of one process may run at the same time, on any names: what one needs, another doesn't remove. Two
-/// processes that use one store are to see to it that neither removes while the other writes.
+/// Operations of one process may run at the same time, on any names: what one needs, another
+/// doesn't remove. Two processes that use one store are to see to it that neither removes while the
+/// other writes.
 #[derive(Debug, Clone)]
 pub struct Store {
     pub(crate) inner: Arc<Inner>,
@@ -36,8 +38,8 @@ pub struct Store {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) blobs: Arc<dyn Blobs>,
-    /// Held while a snapshot appears, is opened or vanishes: never for as long as chunks take. Taken before the locks
-    /// below.
+    /// Held while a snapshot appears, is opened or vanishes: never for as long as chunks take.
+    /// Taken before the locks below.
     pub(crate) catalogue: Mutex<()>,
     pub(crate) references: Mutex<References>,
     /// What is being written, and its base.
@@ -52,7 +54,7 @@ pub(crate) struct Inner {
 #[derive(Debug, Default)]
 pub(crate) struct Openers {
     pub(crate) count: u32,
-    /// It would have gone, had nobody had it open.
+    /// It would have been removed, had it not been open.
     pub(crate) is_leftover: bool,
 }
 
@@ -133,17 +135,18 @@ impl Store {
         Self::new(Arc::new(folder))
     }
 
-    /// Have `call` called whenever the last is closed that kept chunks of a removed snapshot: it is time for
-    /// [`Store::collect`]. It is called by who closes, whom it must not keep waiting. Only the first `call` counts.
+    /// Have `call` called whenever the last is closed that kept chunks of a removed snapshot: it is
+    /// time for [`Store::collect`]. It is called by who closes, whom it must not keep waiting. Only
+    /// the first `call` counts.
     pub fn on_leftovers(&self, call: impl Fn() + Send + Sync + 'static) {
         let _first = self.inner.on_leftovers.set(OnLeftovers(Box::new(call)));
     }
 
-    /// Whether a snapshot by this name is on its way into the store, or about to be replaced, by whomever in this
-    /// process.
+    /// Whether any operation of this process is writing a snapshot by this name into the store, or
+    /// is about to replace it.
     #[must_use]
     pub fn is_being_written(&self, name: &str) -> bool {
-        lock(&self.inner.writing).contains_key(name)
+        self.inner.writing.lock().contains_key(name)
     }
 
     pub(crate) fn not_found(&self, name: &str) -> StoreError {
@@ -189,14 +192,14 @@ impl Store {
         read_origin(self.inner.blobs(), &read_descriptor(self.inner.blobs(), name)?)
     }
 
-    /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay as long as the
-    /// answer lives, even if it is removed.
+    /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay
+    /// as long as the answer lives, even if it is removed.
     ///
     /// # Errors
     /// There is none, or it is damaged.
     pub fn open(&self, name: &str) -> Result<Arc<Stored>, StoreError> {
         check_name(name)?;
-        let _catalogue = lock(&self.inner.catalogue);
+        let _catalogue = self.inner.catalogue.lock();
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
         let table = read_table(self.inner.blobs(), &descriptor)?;
         let origin = read_origin(self.inner.blobs(), &descriptor)?;
@@ -206,7 +209,8 @@ impl Store {
     /// Open `name` and all that it is a delta on: itself first, the one without a base last.
     ///
     /// # Errors
-    /// As `open`, of any of them; a base that isn't there, is another snapshot by that name, or doesn't fit.
+    /// As `open`, of any of them; a base that isn't there, is another snapshot by that name, or
+    /// doesn't fit.
     pub fn open_chain(&self, name: &str) -> Result<Vec<Arc<Stored>>, StoreError> {
         let mut chain = vec![self.open(name)?];
         while let Some(top) = chain.last()

@@ -11,9 +11,9 @@ use crate::format::table::{Extent, Table};
 use crate::names::snapshot_key;
 use crate::source::{SourceOptions, StoredPages};
 use crate::store::{Store, read_section};
-use crate::work::lock;
 
-/// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the store.
+/// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the
+/// store.
 #[derive(Debug)]
 pub struct Stored {
     store: Store,
@@ -30,7 +30,7 @@ impl Stored {
         table: Table,
         origin: Option<String>,
     ) -> Self {
-        let mut open = lock(&store.inner.open);
+        let mut open = store.inner.open.lock();
         for window in table.windows() {
             open.entry(window.hash).or_default().count += 1;
         }
@@ -61,7 +61,8 @@ impl Stored {
         self.descriptor.base.as_ref()
     }
 
-    /// Where its chunks are, if they were not all here when it was opened: what was given to [`Store::adopt_from`].
+    /// Where its chunks are, if they were not all here when it was opened: what was given to
+    /// [`Store::adopt_from`].
     pub fn origin(&self) -> Option<&str> {
         self.origin.as_deref()
     }
@@ -100,7 +101,7 @@ impl Stored {
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        let mut open = lock(&self.store.inner.open);
+        let mut open = self.store.inner.open.lock();
         let mut are_left = false;
         for window in self.table.windows() {
             match open.get_mut(&window.hash) {

@@ -8,14 +8,14 @@
 //!    8   …  entries: 1 kind, 1 bytes of the name, the name, 8 payload bytes, the payload
 //!           for each snapshot, the one without a base first:
 //!             kind 1  descriptor.json, by the snapshot's name
-//!             kind 2  page table, device state, working set, profile, by their names beside that descriptor
+//!             kind 2  page table, device state, working set, profile, by their names beside it
 //!           then kind 3, each chunk of any of them once, by its hash in hex
 //!   -33   1  0, the kind of the end
 //!   -32  32  blake3 of all before
 //! ```
 //!
-//! Tables come before chunks, so that who imports knows what to expect, keeps no more in memory than a few chunks, and
-//! leaves what it has already.
+//! Tables come before chunks. So the importing side knows what to expect, keeps only a few chunks
+//! in memory, and skips what it has already.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
@@ -141,7 +141,7 @@ impl In<'_> {
             if self.raw(32, "the hash")? != hash.as_bytes() {
                 return Err(self.flaw("the hash at the end is not that of the stream"));
             }
-            // Until the end of the pipe: whoever writes to it isn't cut off.
+            // Until the end of the pipe: its writer isn't cut off.
             let mut more = Vec::new();
             let rest = (&mut self.from).take(1).read_to_end(&mut more);
             return match rest.map_err(StoreError::io("read the export"))? {
@@ -196,7 +196,8 @@ impl Store {
     /// Write snapshot `name` and all that it is a delta on into `out`.
     ///
     /// # Errors
-    /// No such snapshot; damage; chunks that are not all here; `out` takes no more; [`StoreError::Cancelled`].
+    /// No such snapshot; damage; chunks that are not all here; `out` takes no more;
+    /// [`StoreError::Cancelled`].
     pub fn export(&self, name: &str, out: &mut dyn Write, work: &Work) -> Result<(), StoreError> {
         let chain = self.open_chain(name)?;
         chain.iter().try_for_each(|stored| stored.check_is_here())?;
@@ -228,12 +229,14 @@ impl Store {
         out.end()
     }
 
-    /// Take the snapshots of an export into this store: the last one by the name `name`, if one is given, the others by
-    /// their own. Those that are here already, by their id, are left out. All is verified before any of them is there.
+    /// Take the snapshots of an export into this store: the last one by the name `name`, if one is
+    /// given, the others by their own. Those that are here already, by their id, are left out. All
+    /// is verified before any of them is there.
     ///
     /// # Errors
-    /// A stream that is damaged, cut or something else; a name that is taken; the last snapshot is here already, under
-    /// whatever name; [`StoreError::Cancelled`]. No snapshot has appeared then, unless the store fails at the very end.
+    /// A stream that is damaged, cut or something else; a name that is taken; the last snapshot is
+    /// here already, under whatever name; [`StoreError::Cancelled`]. No snapshot has appeared then,
+    /// unless the store fails at the very end.
     pub fn import(
         &self,
         input: &mut dyn Read,

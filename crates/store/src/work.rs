@@ -1,16 +1,18 @@
 //! Doing many things of a kind with a few threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::error::StoreError;
 
 /// How a long operation is watched, and ended before it has finished.
 #[derive(Debug)]
 pub struct Work {
-    /// At most so many at a time; at least 1.
+    /// Most threads at a time; at least 1.
     pub threads: usize,
-    /// Set it, and the operation ends with [`StoreError::Cancelled`] after the chunks that are in hand.
+    /// Set it, and the operation ends with [`StoreError::Cancelled`] after the chunks that are in
+    /// hand.
     pub cancelled: AtomicBool,
     /// Raw bytes of pages that are done with. Grows.
     pub done_bytes: AtomicU64,
@@ -47,8 +49,8 @@ impl Work {
         self.total_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Call `each` with every item, on several threads, each with a state of its own from `begin`. Answers in the order
-    /// of the items. After the first error no more are begun.
+    /// Call `each` with every item, on several threads, each with a state of its own from `begin`.
+    /// Answers in the order of the items. After the first error no more are begun.
     pub(crate) fn for_each<T: Sync, S, R: Send>(
         &self,
         items: &[T],
@@ -82,10 +84,10 @@ impl Work {
         let all = Mutex::new(Vec::with_capacity(items.len()));
         let failed: Mutex<Option<StoreError>> = Mutex::new(None);
         let run = || match one_thread() {
-            Ok(answers) => lock(&all).extend(answers),
+            Ok(answers) => all.lock().extend(answers),
             Err(error) => {
                 stop.store(true, Ordering::Relaxed);
-                lock(&failed).get_or_insert(error);
+                failed.lock().get_or_insert(error);
             }
         };
         std::thread::scope(|scope| {
@@ -100,18 +102,13 @@ impl Work {
             run();
         });
         self.check()?;
-        if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(error) = failed.into_inner() {
             return Err(error);
         }
-        let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut all = all.into_inner();
         all.sort_unstable_by_key(|(at, _)| *at);
         Ok(all.into_iter().map(|(_, answer)| answer).collect())
     }
-}
-
-/// What is behind these locks is right between any two statements that could panic.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -1,11 +1,13 @@
 //! Messages between `vmforkd` and the *keeper*, the process that the shim starts beside QEMU.
 //!
-//! One SOCK_SEQPACKET socket. Each request is one packet of [`Request`], each answered by one packet of
-//! [`Reply`]; file descriptors travel beside them. Native byte order and layout: both ends are built from
-//! this file and run on one host; [`VERSION`] guards against a shim of another build.
+//! One SOCK_SEQPACKET socket. Each request is one packet of [`Request`], each answered by one
+//! packet of [`Reply`]; file descriptors travel beside them. Native byte order and layout: both
+//! ends are built from this file and run on one host; [`VERSION`] guards against a shim of another
+//! build.
 //!
 //! The shim learns of its surroundings from the environment, each a number of an inherited fd:
-//! [`ENV_CONTROL`], [`ENV_USERFAULTFD`], [`ENV_RAM`], [`ENV_KVM`]; and its [`Role`] from [`ENV_ROLE`].
+//! [`ENV_CONTROL`], [`ENV_USERFAULTFD`], [`ENV_RAM`], [`ENV_KVM`]; and its [`Role`] from
+//! [`ENV_ROLE`].
 
 #![no_std]
 
@@ -13,8 +15,8 @@
 pub const ENV_CONTROL: &str = "VMFORK_TAP_CONTROL";
 /// An open `/dev/userfaultfd`.
 pub const ENV_USERFAULTFD: &str = "VMFORK_TAP_USERFAULTFD";
-/// The placeholder file that QEMU is told its RAM is (`mem-path=/proc/self/fd/N`): a memfd of RAM's size
-/// that is never written. The shim knows RAM's mapping by this file's inode.
+/// The placeholder file that QEMU is told its RAM is (`mem-path=/proc/self/fd/N`): a memfd of RAM's
+/// size that is never written. The shim knows RAM's mapping by this file's inode.
 pub const ENV_RAM: &str = "VMFORK_TAP_RAM";
 /// An open `/dev/kvm`, given to QEMU when it opens that path; absent without KVM.
 pub const ENV_KVM: &str = "VMFORK_TAP_KVM";
@@ -55,21 +57,24 @@ impl Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// → values: [`VERSION`], keeper's pid, RAM's address, RAM's size in bytes, how many mappings of the RAM
-    /// file QEMU has made (must be 1), flags ([`STATUS_MERGEABLE`]); fd: the userfaultfd.
+    /// → values: [`VERSION`], keeper's pid, RAM's address, RAM's size in bytes, how many mappings
+    /// of the RAM file QEMU has made (must be 1), flags ([`STATUS_MERGEABLE`]); fd: the
+    /// userfaultfd.
     Status = 1,
-    /// Map the cache in the fd over RAM, private, and register it for missing faults. args: [`ATTACH_BY_PAGE`], or 0.
+    /// Map the cache in the fd over RAM, private, and register it for missing faults. args:
+    /// [`ATTACH_BY_PAGE`], or 0.
     Attach = 2,
-    /// Move RAM's pages aside, then as [`Op::Attach`] with the new image's cache in the fd.
-    /// QEMU must have been stopped (SIGSTOP): its threads look into RAM even when its vCPUs stand still.
-    /// → values: the address of the moved pages, ns spent moving, ns spent mapping and registering, mappings moved,
-    /// the address of a word that can be read for as long as QEMU's memory is there.
+    /// Move RAM's pages aside, then as [`Op::Attach`] with the new image's cache in the fd. QEMU
+    /// must have been stopped (SIGSTOP): its threads look into RAM even when its vCPUs stand still.
+    /// → values: the address of the moved pages, ns spent moving, ns spent mapping and registering,
+    /// mappings moved, the address of a word that can be read for as long as QEMU's memory is
+    /// there.
     Freeze = 3,
-    /// Map a run of another cache over a part of the view that no page was ever installed in, and register it.
-    /// args: offset in bytes (also the offset in the cache), length in bytes; fd: the cache.
-    /// Its UFFD_EVENT_REMAP must be read from the userfaultfd before the answer comes.
-    /// EBUSY: QEMU itself has installed pages in a block of the run (a disk read, a balloon); nothing was mapped.
-    /// → values: that block's number.
+    /// Map a run of another cache over a part of the view that no page was ever installed in, and
+    /// register it. args: offset in bytes (also the offset in the cache), length in bytes; fd: the
+    /// cache. Its UFFD_EVENT_REMAP must be read from the userfaultfd before the answer comes.
+    /// EBUSY: QEMU itself has installed pages in a block of the run (a disk read, a balloon);
+    /// nothing was mapped. → values: that block's number.
     MapCache = 4,
     /// Map zeros (anonymous memory) over such a part; not registered: the kernel serves it alone.
     /// args: offset, length in bytes. EBUSY: as for `MapCache`.
@@ -95,8 +100,9 @@ impl Op {
     }
 }
 
-/// What the VM touches of this view is to be told page by page: the kernel maps no pages beside those that it touches,
-/// if it can leave that (Linux 5.19 and later, where files in memory can be registered for write protection).
+/// Report what the VM touches of this view page by page. The kernel then maps no pages beside those
+/// that the VM touches, if it can. It can in Linux 5.19 and later, where files in memory can be
+/// registered for write protection.
 pub const ATTACH_BY_PAGE: u64 = 1;
 
 /// RAM was marked mergeable (KSM) in spite of `mem-merge=off`: a freeze would walk every page.

@@ -1,8 +1,9 @@
-//! What has been done to each block of a view, so that the keeper never maps over pages that QEMU installed.
+//! What has been done to each block of a view, so that the keeper never maps over pages that QEMU
+//! installed.
 //!
-//! The page engine asks for a run of another cache to be mapped over blocks *it* never installed anything in.
-//! QEMU's own threads may install pages there, too: zeros, before a disk read or after a balloon's report. Per
-//! block:
+//! The page engine asks for a run of another cache to be mapped over blocks *it* never installed
+//! anything in. QEMU's own threads may install pages there, too: zeros, before a disk read or after
+//! a balloon's report. Per block:
 //!
 //! ```text
 //!            hook                          keeper
@@ -11,8 +12,9 @@
 //!                                    └─────────────────┘
 //! ```
 //!
-//! Both leave FRESH by compare-and-swap, so one of them wins. A hook that meets MAPPING does not wait: it
-//! leaves the pages alone, which costs a fetch and nothing else, since the VM never touched them before.
+//! Both leave FRESH by compare-and-swap, so one of them wins. A hook that meets MAPPING does not
+//! wait. It leaves the pages alone, which costs only a fetch, since the VM never touched them
+//! before.
 //!
 //! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-tap --lib loom --target-dir target/loom`
 
@@ -57,7 +59,8 @@ impl<const N: usize> Blocks<N> {
         }
     }
 
-    /// The keeper wants to map over blocks. Err: QEMU has touched this one of them; none is claimed.
+    /// The keeper wants to map over blocks. Err: QEMU has touched this one of them; none is
+    /// claimed.
     pub(crate) fn claim(&self, first: usize, end: usize) -> Result<(), usize> {
         for block in first..end {
             let won = self.0.get(block).is_some_and(|state| {
@@ -78,7 +81,7 @@ impl<const N: usize> Blocks<N> {
         }
     }
 
-    /// RAM, of so many blocks, is mapped anew as a whole. Only while the VM is stopped.
+    /// RAM, of `blocks` blocks, is mapped again as a whole. Only while the VM is stopped.
     pub(crate) fn reset(&self, blocks: usize) {
         for state in self.0.iter().take(blocks) {
             state.store(FRESH, Release);
@@ -117,8 +120,8 @@ mod loom_tests {
     const ZEROS: u64 = 1;
     const MAPPED_CACHE: u64 = 2;
 
-    /// What QEMU installed is never lost under a mapping: a hook that may install is either before the claim, which
-    /// then fails, or after the mapping.
+    /// What QEMU installed is never lost under a mapping. A hook that may install is either before
+    /// the claim, which then fails, or after the mapping.
     #[test]
     fn loom_the_keeper_never_maps_over_what_a_hook_installed() {
         loom::model(|| {

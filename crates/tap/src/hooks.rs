@@ -39,7 +39,8 @@ pub(crate) fn resolve() {
     }
 }
 
-/// The real function's address: from the cell, or looked up now (a hook may run before the constructor).
+/// The real function's address: from the cell, or looked up now (a hook may run before the
+/// constructor).
 fn real(cell: &AtomicUsize, name: &CStr) -> usize {
     let known = cell.load(Relaxed);
     if known != 0 {
@@ -127,7 +128,8 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, len: size_t, advice: c_int) ->
             }
             // A clone is to hold what it touches, not the 2 MiB around it.
             libc::MADV_HUGEPAGE if ram::waits() => return 0,
-            // Balloon and free page reports: the guest wants zeros, or what was there; not the cache's page.
+            // Balloon and free page reports: the guest wants zeros, or what was there; not the
+            // cache's page.
             libc::MADV_DONTNEED | libc::MADV_REMOVE | libc::MADV_FREE => {
                 // SAFETY: QEMU asked for these pages to be dropped.
                 if let Err(errno) = unsafe { sys::madvise(start, len, libc::MADV_DONTNEED) } {
@@ -145,7 +147,8 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, len: size_t, advice: c_int) ->
     unsafe { core::mem::transmute::<usize, Madvise>(address)(at, len, advice) }
 }
 
-/// Holes in RAM are made by the `madvise` that QEMU always calls beside this; the file is a placeholder.
+/// Holes in RAM are made by the `madvise` that QEMU always calls beside this; the file is a
+/// placeholder.
 ///
 /// # Safety
 /// As fallocate(2).
@@ -224,7 +227,7 @@ pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: libc::m
         };
     }
     let address = real(&OPEN, c"open64");
-    // SAFETY: `address` is libc's open64; on x86-64 passing the third argument always is how a variadic call
-    // with it looks, and open64 ignores it where it is not wanted.
+    // SAFETY: `address` is libc's open64. On x86-64 a call that always passes the third argument
+    // looks like a variadic call with it. open64 ignores it where it is not wanted.
     unsafe { core::mem::transmute::<usize, Open>(address)(path, flags, mode) }
 }

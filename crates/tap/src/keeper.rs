@@ -26,7 +26,8 @@ const EINVAL: u32 = libc::EINVAL.unsigned_abs();
 /// RAM is in a state in which the VM must not go on.
 const HALF_DONE: u32 = libc::ENOTRECOVERABLE.unsigned_abs();
 
-/// Start the keeper on this control socket. If it can't be started, the socket closes, and `vmforkd` knows.
+/// Start the keeper on this control socket. If it can't be started, the socket closes, and
+/// `vmforkd` knows.
 pub(crate) fn start(control: c_int) {
     let Some(pidfd) = sys::pidfd_open(sys::getpid()).ok().and_then(|fd| c_int::try_from(fd).ok())
     else {
@@ -44,8 +45,8 @@ pub(crate) fn start(control: c_int) {
     let top: *mut c_void = core::ptr::with_exposed_provenance_mut(stack + STACK_BYTES);
     // SAFETY:
     // - `top` is the 16-byte aligned end of a stack that nothing else uses and nothing unmaps.
-    // - `serve` never returns, unwinds, allocates or touches thread-local storage, which it shares with the
-    //   calling thread, and makes system calls only by `sys`.
+    // - `serve` never returns, unwinds, allocates or touches thread-local storage, which it shares
+    //   with the calling thread, and makes system calls only by `sys`.
     // - CLONE_PARENT makes it a child of vmforkd, which reaps it.
     unsafe {
         libc::clone(
@@ -60,8 +61,8 @@ pub(crate) fn start(control: c_int) {
 
 extern "C" fn serve(_: *mut c_void) -> c_int {
     sys::block_signals();
-    // The three fds that it needs get the lowest numbers, the rest is closed: QEMU's sockets must not stay
-    // open when QEMU is gone.
+    // The three fds that it needs get the lowest numbers, the rest is closed: QEMU's sockets must
+    // not stay open when QEMU is gone.
     let keep = [CONTROL.load(Relaxed), ram::userfaultfd(), QEMU_PIDFD.load(Relaxed)];
     let mut kept = [-1; 3];
     for (to, from) in kept.iter_mut().zip(keep) {
@@ -75,7 +76,8 @@ extern "C" fn serve(_: *mut c_void) -> c_int {
     sys::close_range(0, (least - 1).unsigned_abs());
     sys::close_range((most + 1).unsigned_abs(), u32::MAX);
     let [control, userfaultfd, pidfd] = kept;
-    // In this process's fd table; QEMU's hooks go on using their own number, which stays in the static.
+    // In this process's fd table; QEMU's hooks go on using their own number, which stays in the
+    // static.
     let keeper = Keeper { control, userfaultfd };
     if seccomp::confine() {
         while keeper.answer_one() {}
@@ -236,9 +238,9 @@ impl Keeper {
         let began = sys::monotonic_ns();
         let aside = reserve(start, bytes)?;
         if ram::is_view() {
-            // Else the registration would move along, and this would wait for somebody to read so. Besides, Linux
-            // (since 6.14) moves a registered range page by page instead of by whole page tables: 20 ns for each
-            // that the VM has touched.
+            // Else the registration would move along, and this would wait until that event is read.
+            // Linux (since 6.14) also moves a registered range page by page instead of by whole
+            // page tables. That takes 20 ns for each page that the VM has touched.
             if let Err(errno) = ram::unregister(self.userfaultfd, start, bytes) {
                 return Err(self.give_back(start, aside, 0, errno));
             }
@@ -248,7 +250,7 @@ impl Keeper {
             Err((moved, errno)) => return Err(self.give_back(start, aside, moved, errno)),
         };
         let between = sys::monotonic_ns();
-        // Who goes on in the new view touches it anew, and is not watched.
+        // The VM that continues in the new view touches it again, and is not watched.
         ram::set_by_page(false);
         if let Err(errno) = self.map_view(cache, start, bytes) {
             return Err(self.give_back(start, aside, moved, errno));
@@ -259,8 +261,9 @@ impl Keeper {
         Ok([aside as u64, between - began, end - between, stretches, ram::witness() as u64, 0])
     }
 
-    /// Undo a freeze that failed half-way: the first `moved` bytes go back where they were. Returns the errno to
-    /// report: the one given, or ENOTRECOVERABLE if RAM could not be restored (QEMU must be killed then).
+    /// Undo a freeze that failed half-way: the first `moved` bytes go back where they were. Returns
+    /// the errno to report: the one given, or ENOTRECOVERABLE if RAM could not be restored (QEMU
+    /// must be killed then).
     fn give_back(&self, start: usize, aside: usize, moved: usize, errno: u32) -> u32 {
         for (offset, len) in Stretches::of(moved) {
             // SAFETY: puts a stretch of RAM back to its own place, which is mapped but empty.
@@ -272,7 +275,8 @@ impl Keeper {
             }
         }
         let (_, bytes) = ram::range();
-        // Runs of zeros, too, are registered from now on: the page engine answers their faults as well.
+        // Runs of zeros, too, are registered from now on: the page engine answers their faults as
+        // well.
         if ram::is_view() && ram::register(self.userfaultfd, start, bytes).is_err() {
             return HALF_DONE;
         }
@@ -327,9 +331,10 @@ impl Keeper {
         }
     }
 
-    /// Map a cache over a range of a running VM's RAM. A vCPU that touches it meanwhile finds either what was there
-    /// or the new mapping *with* its registration: without, it would be given a hole of the cache, as zeros. So the
-    /// cache is mapped and registered elsewhere, and moved here. `vmforkd` has to read the event of that.
+    /// Map a cache over a range of a running VM's RAM. A vCPU that touches it meanwhile finds
+    /// either the old contents or the new mapping *with* its registration. Without it, the vCPU
+    /// would get a hole of the cache, as zeros. So the cache is mapped and registered elsewhere,
+    /// and moved here. `vmforkd` has to read the event of that.
     fn move_over(&self, at: usize, len: usize, cache: c_int) -> Result<(), u32> {
         if cache < 0 {
             return Err(libc::EBADF.unsigned_abs());
@@ -341,13 +346,14 @@ impl Keeper {
         let elsewhere = unsafe { sys::mmap(0, len, prot, flags, cache, at - start)? };
         let moved = ram::register(self.userfaultfd, elsewhere, len).and_then(|()| {
             let flags = MREMAP_MAYMOVE | MREMAP_FIXED;
-            // SAFETY: the source is the mapping made just now, and the target lies in RAM, whose contents the
-            // request gives up: nothing was installed there.
+            // SAFETY: the source is the mapping made just now, and the target lies in RAM, whose
+            // contents the request gives up: nothing was installed there.
             let moved = unsafe { sys::mremap(elsewhere, len, flags, at) };
-            // SAFETY: advice that changes nothing: it is what every mapping begins with. It is refused where
-            // something is not mapped.
+            // SAFETY: advice that changes nothing: it is what every mapping begins with. It is
+            // refused where something is not mapped.
             let is_whole = || unsafe { sys::madvise(at, len, libc::MADV_NORMAL) }.is_ok();
-            // A process with as many mappings as it may have is refused before anything has changed.
+            // A process with as many mappings as it may have is refused before anything has
+            // changed.
             moved.map_err(|errno| if is_whole() { errno } else { HALF_DONE })
         });
         if moved.is_err() {
@@ -366,7 +372,8 @@ impl Keeper {
         {
             return Err(EINVAL);
         }
-        // SAFETY: vmforkd names parts of ranges that `freeze` moved aside, of which nothing in QEMU knows.
+        // SAFETY: vmforkd names parts of ranges that `freeze` moved aside, of which nothing in QEMU
+        // knows.
         unsafe { sys::munmap(address, len) }.map(|_| ())
     }
 }
@@ -379,8 +386,8 @@ fn map_cache(cache: c_int, at: usize, len: usize) -> Result<(), u32> {
     let (start, _) = ram::range();
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    // SAFETY: the range lies in RAM, whose contents the request gives up: nothing was installed there, or it
-    // was moved aside just now.
+    // SAFETY: the range lies in RAM, whose contents the request gives up: nothing was installed
+    // there, or it was moved aside just now.
     unsafe { sys::mmap(at, len, prot, flags, cache, at - start) }.map(|_| ())
 }
 
@@ -399,7 +406,8 @@ fn set_boundary(block: usize) {
     }
 }
 
-/// The first block at or after `from`, below `end`, where a mapping may begin; `end` if there is none.
+/// The first block at or after `from`, below `end`, where a mapping may begin; `end` if there is
+/// none.
 fn next_boundary(from: usize, end: usize) -> usize {
     let mut block = from;
     while block < end {
@@ -429,9 +437,9 @@ fn reserve(start: usize, bytes: usize) -> Result<usize, u32> {
     Ok(aside)
 }
 
-/// Move every mapping of RAM aside. → how many; on failure, how many bytes had been moved, and the errno. RAM's
-/// own range stays mapped (MREMAP_DONTUNMAP), so that no other thread of QEMU can be given a part of it in the
-/// meantime.
+/// Move every mapping of RAM aside. → how many; on failure, how many bytes had been moved, and the
+/// errno. RAM's own range stays mapped (MREMAP_DONTUNMAP), so that no other thread of QEMU can be
+/// given a part of it in the meantime.
 fn move_mappings(start: usize, bytes: usize, aside: usize) -> Result<u64, (usize, u32)> {
     let mut stretches = 0;
     for (offset, len) in Stretches::of(bytes) {

@@ -9,15 +9,17 @@
 //!   └───────────────────────────┘        └──────────────────────────────┘
 //! ```
 //!
-//! QEMU believes that its RAM is a shared file; what it really gets is a private mapping, so that it can be
-//! frozen by moving its pages aside and go on as a view of a cache (design.md §3.1, §3.3). The *keeper* is
-//! started by the constructor, before QEMU installs its own seccomp filter: `clone(CLONE_VM)` without
-//! `CLONE_FILES`, so it acts on QEMU's memory, holds none of QEMU's sockets, and outlives a killed QEMU
-//! together with the pages that were moved aside. It ends when `vmforkd` closes the control socket, and takes
-//! QEMU with it: nobody would be left to answer its faults.
+//! QEMU believes that its RAM is a shared file. What it really gets is a private mapping. So a
+//! freeze can move its pages aside, and the VM can continue as a view of a cache. The constructor
+//! starts the *keeper*, before QEMU installs its own seccomp filter. It does so by
+//! `clone(CLONE_VM)` without `CLONE_FILES`. So the keeper acts on QEMU's memory, holds none of
+//! QEMU's sockets, and outlives a killed QEMU together with the pages that were moved aside. It
+//! ends when `vmforkd` closes the control socket, and takes QEMU with it: no process would be left
+//! to answer its faults.
 //!
-//! Promises: hooks keep `errno`, take no locks, allocate nothing, never panic. What they don't understand
-//! passes through, and the count of RAM mappings (`Status`) tells `vmforkd` to refuse the VM.
+//! Promises: hooks keep `errno`, take no locks, allocate nothing, never panic. What they don't
+//! understand passes through, and the count of RAM mappings (`Status`) tells `vmforkd` to refuse
+//! the VM.
 //!
 //! Left to others: which pages go where (crate `memory`), when to freeze (crate `daemon`).
 
@@ -74,8 +76,8 @@ extern "C" fn init() {
 static INIT: extern "C" fn() = init;
 
 fn env(name: &CStr) -> Option<&'static CStr> {
-    // SAFETY: a constructor runs before any other thread exists; the name is a C string, and the value, if
-    // there is one, is a C string of the process's environment.
+    // SAFETY: a constructor runs before any other thread exists. The name is a C string, and the
+    // value, if there is one, is a C string of the process's environment.
     unsafe {
         let value = libc::getenv(name.as_ptr());
         if value.is_null() { None } else { Some(CStr::from_ptr(value)) }

@@ -1,7 +1,7 @@
 //! What the shim knows of the guest's RAM, shared between QEMU's threads (hooks) and the keeper.
 //!
-//! Everything is an atomic in static memory. The keeper changes it only while the VM is stopped, or for
-//! parts of RAM that no guest access can reach.
+//! Everything is an atomic in static memory. The keeper changes it only while the VM is stopped, or
+//! for parts of RAM that no guest access can reach.
 
 use core::ffi::c_int;
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -39,8 +39,8 @@ static IS_VIEW: AtomicBool = AtomicBool::new(false);
 static CAN_BY_PAGE: AtomicBool = AtomicBool::new(false);
 static BY_PAGE: AtomicBool = AtomicBool::new(false);
 
-/// Remember the RAM file, and make the userfaultfd for this address space. False: something is missing, and
-/// the shim stays out of QEMU's way.
+/// Remember the RAM file, and make the userfaultfd for this address space. False: something is
+/// missing, and the shim stays out of QEMU's way.
 pub(crate) fn init(userfaultfd_device: c_int, ram_file: c_int, waits: bool) -> bool {
     let Some((dev, ino)) = sys::identity(ram_file) else { return false };
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK).cast_unsigned() as usize;
@@ -54,7 +54,8 @@ pub(crate) fn init(userfaultfd_device: c_int, ram_file: c_int, waits: bool) -> b
         return false;
     };
     sys::close(low);
-    // With it a registration moves along with its mapping; `vmforkd` is told, and the mover waits until it has read so.
+    // With it a registration moves along with its mapping; `vmforkd` is told, and the mover waits
+    // until it has read so.
     let moves = u64::from(UFFD_FEATURE_EVENT_REMAP);
     if begin(fd, moves | u64::from(UFFD_FEATURE_WP_HUGETLBFS_SHMEM)).is_ok() {
         CAN_BY_PAGE.store(true, Relaxed);
@@ -132,8 +133,8 @@ pub(crate) fn set_view() {
     IS_VIEW.store(true, Release);
 }
 
-/// From now on ranges are registered so that the kernel maps only pages that are touched, or as it likes. Around a
-/// registration for write protection it maps none ahead; nothing is ever protected.
+/// From now on ranges are registered so that the kernel maps only pages that are touched, or as it
+/// likes. Around a registration for write protection it maps none ahead; nothing is ever protected.
 pub(crate) fn set_by_page(by_page: bool) {
     BY_PAGE.store(by_page && CAN_BY_PAGE.load(Relaxed), Relaxed);
 }
@@ -143,7 +144,8 @@ pub(crate) fn witness() -> usize {
     (&raw const START).expose_provenance()
 }
 
-/// Register a range for missing faults. `userfaultfd` is the number in the calling process's own table.
+/// Register a range for missing faults. `userfaultfd` is the number in the calling process's own
+/// table.
 pub(crate) fn register(userfaultfd: c_int, at: usize, len: usize) -> Result<(), u32> {
     let more = if BY_PAGE.load(Relaxed) { UFFDIO_REGISTER_MODE_WP } else { 0 };
     let mut request = uffdio_register {
@@ -169,26 +171,29 @@ pub(crate) fn unregister(userfaultfd: c_int, at: usize, len: usize) -> Result<()
     unsafe { sys::ioctl(userfaultfd, UFFDIO_UNREGISTER, argument.expose_provenance()) }.map(|_| ())
 }
 
-/// Zeros in a page-aligned range of a view whose pages were dropped just now. A page that is not missing any more
-/// (the kernel mapped it beside another, from the cache), or that can't be given the zero page now (a mapping is
-/// under way), is overwritten: else it would read as what the snapshot had.
+/// Zeros in a page-aligned range of a view whose pages were dropped just now. A page may not be
+/// missing any more, since the kernel mapped it beside another, from the cache. Or it can't get the
+/// zero page now, since a mapping is in progress. Such a page is overwritten. Otherwise it would
+/// read as what the snapshot had.
 pub(crate) fn zero_dropped(at: usize, len: usize) {
     install_zeros(at, len, |page| {
         let page: *mut u8 = core::ptr::with_exposed_provenance_mut(page);
-        // SAFETY: a page of RAM that the guest has given away, so that nobody else uses it. If it is missing, this
-        // waits for `vmforkd`, like any access of QEMU's.
+        // SAFETY: a page of RAM that the guest has given away, so that nothing else uses it. If it
+        // is missing, this waits for `vmforkd`, like any access of QEMU's.
         unsafe { page.write_bytes(0, PAGE_BYTES) };
     });
 }
 
-/// Zeros in a page-aligned range of a view that is about to be overwritten, wherever nothing is installed yet, which
-/// spares a fetch. Pages that are present, or can't be given the zero page now, stay as they are.
+/// Zeros in a page-aligned range of a view that is about to be overwritten, wherever nothing is
+/// installed yet, which spares a fetch. Pages that are present, or can't be given the zero page
+/// now, stay as they are.
 pub(crate) fn zero_missing(at: usize, len: usize) {
     install_zeros(at, len, |_| {});
 }
 
-/// Install the zero page wherever nothing is installed yet; `refused` is called for each page of which that could not
-/// be done, except where the kernel serves zeros by itself. Bounded: every step advances.
+/// Install the zero page wherever nothing is installed yet. `refused` is called for each page where
+/// that failed, except where the kernel serves zeros by itself. Bounded: every
+/// step advances.
 fn install_zeros(at: usize, len: usize, refused: impl Fn(usize)) {
     let end = at + len;
     let (start, _) = range();
@@ -208,7 +213,8 @@ fn install_zeros(at: usize, len: usize, refused: impl Fn(usize)) {
             zeropage: 0,
         };
         let argument: *mut uffdio_zeropage = &raw mut request;
-        // SAFETY: UFFDIO_ZEROPAGE takes a `uffdio_zeropage`, alive here; it fills missing pages only.
+        // SAFETY: UFFDIO_ZEROPAGE takes a `uffdio_zeropage`, alive here; it fills missing pages
+        // only.
         let done =
             unsafe { sys::ioctl(userfaultfd(), UFFDIO_ZEROPAGE, argument.expose_provenance()) };
         let filled = usize::try_from(request.zeropage).unwrap_or(0);

@@ -1,7 +1,8 @@
 //! The keeper's system-call filter.
 //!
-//! The keeper shares QEMU's memory, so a guest that has taken over QEMU can take over the keeper too, and the
-//! keeper is not under QEMU's own `-sandbox`. This filter leaves it nothing beyond what it needs.
+//! The keeper shares QEMU's memory, so a guest that has taken over QEMU can take over the keeper,
+//! too. The keeper is not under QEMU's own `-sandbox`. This filter leaves it nothing beyond
+//! what it needs.
 
 use libc::{sock_filter, sock_fprog};
 
@@ -66,8 +67,8 @@ pub(crate) fn confine() -> bool {
     let argument: *const sock_fprog = &raw const program;
     // SAFETY: PR_SET_NO_NEW_PRIVS takes numbers.
     let no_new_privileges = unsafe { sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0) };
-    // SAFETY: PR_SET_SECCOMP with SECCOMP_MODE_FILTER (2) takes a `sock_fprog`, alive here, that points to a
-    // static program of the length it says; the kernel only reads them.
+    // SAFETY: PR_SET_SECCOMP with SECCOMP_MODE_FILTER (2) takes a `sock_fprog`, alive here, that
+    // points to a static program of the length it says. The kernel only reads them.
     let filtered = unsafe { sys::prctl(libc::PR_SET_SECCOMP, 2, argument.expose_provenance()) };
     no_new_privileges.is_ok() && filtered.is_ok()
 }

@@ -1,5 +1,5 @@
-//! System calls without libc: the keeper shares thread-local storage (and so `errno`) with QEMU's main
-//! thread, and hooks must leave `errno` alone.
+//! System calls without libc: the keeper shares thread-local storage (and so `errno`) with QEMU's
+//! main thread, and hooks must leave `errno` alone.
 
 use core::arch::asm;
 use core::ffi::{c_int, c_ulong};
@@ -21,8 +21,8 @@ unsafe fn syscall6(
     f: usize,
 ) -> Result {
     let ret: isize;
-    // SAFETY: the x86-64 Linux convention: number in rax, arguments in these registers, rcx and r11 clobbered.
-    // What the call does to memory is the caller's affair (see above).
+    // SAFETY: the x86-64 Linux convention: number in rax, arguments in these registers, rcx and r11
+    // clobbered. The caller answers for what the call does to memory (see above).
     unsafe {
         asm!("syscall", inlateout("rax") nr => ret, in("rdi") a, in("rsi") b, in("rdx") c,
              in("r10") d, in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _,
@@ -44,7 +44,7 @@ fn arg(value: c_int) -> usize {
 }
 
 /// # Safety
-/// Replaces whatever is mapped in the range when `flags` has MAP_FIXED: nobody may rely on it.
+/// Replaces whatever is mapped in the range when `flags` has MAP_FIXED: no code may rely on it.
 pub(crate) unsafe fn mmap(
     at: usize,
     len: usize,
@@ -65,7 +65,7 @@ pub(crate) unsafe fn mremap(from: usize, len: usize, flags: u32, to: usize) -> R
 }
 
 /// # Safety
-/// Nobody may use the range any more.
+/// No code may use the range any more.
 pub(crate) unsafe fn munmap(at: usize, len: usize) -> Result {
     // SAFETY: the caller's promise.
     unsafe { syscall6(nr(libc::SYS_munmap), at, len, 0, 0, 0, 0) }
@@ -113,7 +113,8 @@ pub(crate) unsafe fn prctl(option: c_int, a: usize, b: usize) -> Result {
 }
 
 pub(crate) fn close(fd: c_int) {
-    // SAFETY: closing an fd that this module's caller owns touches no memory; the outcome does not matter.
+    // SAFETY: closing an fd that this module's caller owns touches no memory; the outcome does not
+    // matter.
     let _closed = unsafe { syscall6(nr(libc::SYS_close), arg(fd), 0, 0, 0, 0, 0) };
 }
 

@@ -68,4 +68,4 @@ def test_no_daemon(tmp_path: Path) -> None:
         with pytest.raises(vmfork.ConnectionFailed, match="vmfork daemon start"):
             await client.version()
 
-    run(tmp_path / "nobody.sock", body)
+    run(tmp_path / "missing.sock", body)

@@ -39,7 +39,7 @@ def test_one_client_serves_many_threads(socket_path: Path) -> None:
 
 
 def test_no_daemon_is_told_with_the_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "nobody.sock"
+    path = tmp_path / "missing.sock"
     with vmfork.Client(socket=path) as client, pytest.raises(vmfork.ConnectionFailed) as info:
         client.version()
     assert f"version: no daemon answers at {path}" in str(info.value)

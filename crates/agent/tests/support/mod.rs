@@ -90,7 +90,7 @@ impl Daemon {
         self.stream.write_all(bytes).expect("the agent reads");
     }
 
-    /// Send it so many times; the agent may end the connection meanwhile.
+    /// Send `bytes` up to `times` times; the agent may end the connection meanwhile.
     pub(crate) fn send_until_closed(&mut self, bytes: &[u8], times: usize) {
         for _ in 0..times {
             match self.stream.write_all(bytes) {

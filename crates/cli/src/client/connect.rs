@@ -1,4 +1,4 @@
-//! A connection to the daemon, whichever kind of socket it is.
+//! A connection to the daemon, over a unix socket or TCP.
 
 use std::io;
 use std::pin::Pin;
@@ -30,7 +30,7 @@ pub(crate) enum Stream {
 /// Why there is no connection.
 #[derive(Debug)]
 pub(crate) enum ConnectError {
-    /// No socket there, or nobody behind it.
+    /// There is no socket, or no process listens on it.
     Absent(io::Error),
     Other(io::Error),
 }
@@ -117,11 +117,11 @@ pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Stream, ConnectError>
     }
 }
 
-/// A stream that goes on reading when the other side reads no more.
+/// A stream that can still be read when the other side has stopped reading.
 ///
 /// A daemon that refuses an upload half way answers, and closes with the rest of the upload unread.
-/// The next write then fails, and the answer, which says why, would be lost with it. Here it seems to
-/// succeed instead; if there is no answer to read either, reading fails.
+/// The next write then fails, and the answer, which says why, would be lost with it. Here it seems
+/// to succeed instead; if there is no answer to read either, reading fails.
 #[derive(Debug)]
 pub(crate) struct Patient(pub(crate) Stream);
 

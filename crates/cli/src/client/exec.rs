@@ -4,8 +4,8 @@
 //!   ExecInput ──queue──► writer task ──► daemon ──► ExecSession::next ──► ExecEvent
 //! ```
 //!
-//! The queue is short: whoever feeds standard input waits while the program does not read it. What
-//! the program prints is not held up by that.
+//! The queue is short: the task that feeds standard input waits while the program does not read it.
+//! The output of the program does not wait for that.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ enum ToGuest {
     Control(ExecClientMessage),
 }
 
-/// The way in. Cloned by whoever feeds the program.
+/// The input side. Each task that feeds the program has a clone.
 #[derive(Debug, Clone)]
 pub(crate) struct ExecInput(mpsc::Sender<ToGuest>);
 
@@ -72,7 +72,9 @@ impl Client<'_> {
         match control(first)? {
             ExecServerMessage::Started { .. } => {}
             ExecServerMessage::Error { error } => return Err(ApiError(error).into()),
-            ExecServerMessage::Exited { .. } => bail!("the program ended before it was started"),
+            ExecServerMessage::Exited { .. } => {
+                bail!("the daemon reported the end of the program before its start")
+            }
         }
         let (input, queue) = mpsc::channel(QUEUE_LEN);
         let writer = tokio::spawn(write(tx, queue)).abort_handle();
@@ -86,14 +88,16 @@ impl ExecSession {
             Some(Incoming::Binary(mut bytes)) if !bytes.is_empty() => match bytes.split_to(1)[0] {
                 STDOUT => Ok(ExecEvent::Stdout(bytes)),
                 STDERR => Ok(ExecEvent::Stderr(bytes)),
-                other => bail!("the daemon sent output of an unknown kind ({other})"),
+                other => bail!("the daemon sent an unknown output stream ({other})"),
             },
             message => match control(message)? {
                 ExecServerMessage::Exited { exit_code, signal } => {
                     Ok(ExecEvent::Exited(exit_status(exit_code, signal)))
                 }
                 ExecServerMessage::Error { error } => Err(ApiError(error).into()),
-                ExecServerMessage::Started { .. } => bail!("the program was started twice"),
+                ExecServerMessage::Started { .. } => {
+                    bail!("the daemon reported the start of the program twice")
+                }
             },
         }
     }
@@ -109,10 +113,12 @@ pub(crate) fn exit_status(exit_code: i32, signal: Option<i32>) -> u8 {
 fn control(message: Option<Incoming>) -> anyhow::Result<ExecServerMessage> {
     match message {
         Some(Incoming::Text(text)) => {
-            serde_json::from_str(&text).context("the daemon's message is not understood")
+            serde_json::from_str(&text).context("a message of the daemon is malformed")
         }
-        Some(Incoming::Binary(_)) => bail!("the daemon sent output that belongs to no program"),
-        None => bail!("the daemon closed the connection while the program ran"),
+        Some(Incoming::Binary(_)) => {
+            bail!("the daemon sent output before the start of the program")
+        }
+        None => bail!("the daemon closed the connection while the program was running"),
     }
 }
 

@@ -88,16 +88,15 @@ impl Answer {
         loop {
             let frame = match bound {
                 None => self.response.body_mut().frame().await,
-                Some(bound) => {
-                    timeout(bound, self.response.body_mut().frame()).await.map_err(|_| {
-                        anyhow!("the daemon has sent nothing for {} s", bound.as_secs())
-                    })?
-                }
+                Some(bound) => timeout(bound, self.response.body_mut().frame())
+                    .await
+                    .map_err(|_| anyhow!("the daemon sent no data for {} s", bound.as_secs()))?,
             };
             match frame {
                 None => return Ok(None),
                 Some(frame) => {
-                    let frame = frame.context("the daemon broke off its answer")?;
+                    let frame = frame
+                        .context("the daemon closed the connection before the end of its reply")?;
                     if let Ok(data) = frame.into_data() {
                         return Ok(Some(data));
                     }
@@ -110,8 +109,10 @@ impl Answer {
         let body = Limited::new(self.response.into_body(), DOCUMENT_BYTES_MAX);
         match timeout(QUICK, body.collect()).await {
             Ok(Ok(body)) => Ok(body.to_bytes()),
-            Ok(Err(error)) => Err(anyhow!("read the daemon's answer: {error}")),
-            Err(_) => Err(anyhow!("the daemon broke off its answer")),
+            Ok(Err(error)) => Err(anyhow!("read the reply of the daemon: {error}")),
+            Err(_) => {
+                Err(anyhow!("the daemon did not complete its reply within {} s", QUICK.as_secs()))
+            }
         }
     }
 }
@@ -121,7 +122,8 @@ impl Client<'_> {
         self.call(Method::GET, path, None::<&()>, QUICK).await
     }
 
-    /// A document that all hosts have a part in, as it came; who did not give theirs is told, with what follows from that.
+    /// A document with a part from each host, unparsed. Hosts without a reply are named in a
+    /// warning, with the consequence `so`.
     pub(crate) async fn get_of_all(&self, path: Query, so: &str) -> anyhow::Result<Bytes> {
         let answer = self.send(Method::GET, &path, empty(), QUICK).await?;
         self.warn_of_missing(&answer, so);
@@ -146,7 +148,7 @@ impl Client<'_> {
     fn warn_of_missing(&self, answer: &Answer, so: &str) {
         if let Some(hosts) = answer.header(MISSING_HOSTS) {
             let hosts = crate::format::printable(&hosts.replace(',', ", "));
-            self.global.printer.warn(&format!("no answer from {hosts}: {so}"));
+            self.global.printer.warn(&format!("no reply from {hosts}: {so}"));
         }
     }
 
@@ -160,7 +162,7 @@ impl Client<'_> {
         self.call(Method::POST, path, Some(document), bound.saturating_add(SLACK)).await
     }
 
-    /// A `POST` that has nothing to say but its path.
+    /// A `POST` without a body.
     pub(crate) async fn act<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -169,7 +171,7 @@ impl Client<'_> {
         self.call(Method::POST, path, None::<&()>, bound.saturating_add(SLACK)).await
     }
 
-    /// `None` if the daemon knows no such thing.
+    /// `None` if the daemon replies `not_found`.
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: Query) -> anyhow::Result<Option<T>> {
         match self.get(path).await {
             Ok(found) => Ok(Some(found)),
@@ -178,7 +180,8 @@ impl Client<'_> {
         }
     }
 
-    /// A `POST` of bytes that come as a stream. `bound`: how long the daemon may take for it, the stream included.
+    /// A `POST` of bytes that come as a stream. `bound`: how long the daemon may take for it, the
+    /// stream included.
     pub(crate) async fn upload<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -195,7 +198,7 @@ impl Client<'_> {
         Ok(())
     }
 
-    /// A `DELETE` that says what is gone.
+    /// A `DELETE` whose reply lists what was removed.
     pub(crate) async fn remove<T: DeserializeOwned>(
         &self,
         path: Query,
@@ -219,7 +222,7 @@ impl Client<'_> {
         understood(&path, &answer.collect().await?)
     }
 
-    /// The answer's head must come within `bound` after the body has gone out.
+    /// The head of the reply must arrive within `bound` after the request was sent.
     pub(crate) async fn send(
         &self,
         method: Method,
@@ -242,7 +245,7 @@ impl Client<'_> {
         let stream = super::connect(&self.global.endpoint)
             .await
             .map_err(|error| unreachable(self.global, error.into_io()))?;
-        let lost = || format!("the daemon at {} does not answer", self.global.endpoint);
+        let lost = || format!("the daemon at {} does not reply", self.global.endpoint);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(Patient(stream))).await.with_context(lost)?;
         let driver = tokio::spawn(async move {
@@ -261,8 +264,8 @@ impl Client<'_> {
         let request = request.body(body).context("make the request")?;
         let response = timeout(bound, sender.send_request(request))
             .await
-            .map_err(|_| anyhow!("{method} {}: no answer within {} s", path.0, bound.as_secs()))
-            .hint("`vmfork daemon status` and the daemon's log tell whether it is well")?
+            .map_err(|_| anyhow!("{method} {}: no reply within {} s", path.0, bound.as_secs()))
+            .hint("check `vmfork daemon status` and the log of the daemon")?
             .with_context(lost)?;
         let status = response.status();
         self.global.printer.detail(&format!(
@@ -280,11 +283,11 @@ impl Client<'_> {
 
 pub(crate) fn understood<T: DeserializeOwned>(path: &Query, answer: &[u8]) -> anyhow::Result<T> {
     serde_json::from_slice(answer)
-        .with_context(|| format!("the daemon's answer to {} is not understood", path.0))
-        .hint("`vmfork version` shows whether vmfork and vmforkd are of one version")
+        .with_context(|| format!("the reply of the daemon to {} is malformed", path.0))
+        .hint("compare the versions of vmfork and vmforkd with `vmfork version`")
 }
 
-/// Whether the daemon said so, not somebody on the way.
+/// Whether the daemon itself reported `not_found`, rather than a proxy.
 pub(crate) fn is_not_found(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(ApiError(ErrorBody { code: ErrorCode::NotFound, .. })))
 }
@@ -309,7 +312,7 @@ fn never(never: Infallible) -> io::Error {
     match never {}
 }
 
-/// What a failed answer says; something else than the daemon may have written it.
+/// The error in a failed reply, which may come from a proxy instead of the daemon.
 pub(super) fn api_error(status: StatusCode, body: &[u8]) -> ApiError {
     ApiError(serde_json::from_slice::<ErrorBody>(body).unwrap_or_else(|_| {
         let text = String::from_utf8_lossy(&body[..body.len().min(300)]);
@@ -320,24 +323,24 @@ pub(super) fn api_error(status: StatusCode, body: &[u8]) -> ApiError {
             } else {
                 ErrorCode::Internal
             },
-            message: format!("the daemon answered {status}"),
+            message: format!("the daemon replied {status}"),
             cause: (!text.is_empty()).then_some(text),
             remedy: (status == StatusCode::UNAUTHORIZED)
-                .then(|| "set VMFORK_TOKEN to the token that the daemon was given".to_owned()),
+                .then(|| "set VMFORK_TOKEN to the token of the daemon".to_owned()),
         }
     }))
 }
 
-/// Nobody to talk to, and what to do about it.
+/// The error of a daemon that cannot be reached, with its remedy.
 pub(crate) fn unreachable(global: &Global, error: io::Error) -> anyhow::Error {
     let hint = match (&global.endpoint, error.kind()) {
         (_, io::ErrorKind::PermissionDenied) => {
             "use sudo, or join the group that owns the socket".to_owned()
         }
         (Endpoint::Unix(_), _) => {
-            "`vmfork daemon start` starts one; --socket or VMFORK_SOCKET name another".to_owned()
+            "start it with `vmfork daemon start`, or set --socket or VMFORK_SOCKET to another daemon".to_owned()
         }
-        (Endpoint::Tcp(_), _) => "is VMFORK_HOST right, and was vmforkd given a token?".to_owned(),
+        (Endpoint::Tcp(_), _) => "check VMFORK_HOST, and that the daemon runs with --listen and --token-file".to_owned(),
     };
     let result: anyhow::Result<()> =
         Err(anyhow::Error::new(error).context(format!("no daemon answers at {}", global.endpoint)))
@@ -361,7 +364,7 @@ mod tests {
     #[test]
     fn an_answer_that_is_no_error_body_is_still_told() {
         let ApiError(body) = api_error(StatusCode::BAD_GATEWAY, b"<html>\x1b[0m");
-        assert_eq!(body.message, "the daemon answered 502 Bad Gateway");
+        assert_eq!(body.message, "the daemon replied 502 Bad Gateway");
         assert_eq!(body.cause.as_deref(), Some("<html>\u{fffd}[0m"));
     }
 }

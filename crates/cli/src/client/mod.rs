@@ -1,8 +1,8 @@
 //! Talks to the daemon: one connection per request, over its unix socket or TCP.
 //!
-//! Dropping a request's future closes its connection, by which the daemon learns that nobody waits
-//! any more and undoes what is half done. Every wait has a bound, except those that stream for as
-//! long as something in the guest goes on (`logs -f`, `exec`, `console`).
+//! Dropping a request's future closes its connection. The daemon then cancels the request and
+//! undoes its partial work. Every wait has a bound, except streams that last as long as something
+//! in the guest (`logs -f`, `exec`, `console`).
 
 mod connect;
 mod exec;
@@ -21,12 +21,12 @@ use crate::config::Global;
 /// Bound on answers that only look something up.
 pub(crate) const QUICK: Duration = Duration::from_secs(30);
 
-/// Bound on what reads or writes a whole snapshot: it takes as long as its size takes, and the daemon lets nobody wait
-/// for longer than a day.
+/// Bound on requests that read or write a whole snapshot: the longest wait that the daemon allows,
+/// a day.
 pub(crate) const WHOLE: Duration = Duration::from_secs(86_400);
 
-/// What is given to the daemon on top of the time that a request itself may take, so that its own
-/// bound, which has more to say, strikes first.
+/// Added to the timeout of a request, so that the daemon's own timeout, whose error says more,
+/// comes first.
 pub(crate) const SLACK: Duration = Duration::from_secs(15);
 
 /// A daemon that has answered a connect.
@@ -42,7 +42,7 @@ impl<'a> Client<'a> {
         Ok(Self { global })
     }
 
-    /// Without looking whether anybody listens.
+    /// A client that does not check whether the daemon listens.
     pub(crate) fn unchecked(global: &'a Global) -> Self {
         Self { global }
     }

@@ -56,8 +56,8 @@ impl Client<'_> {
                 Err(http::api_error(response.status(), body).into())
             }
             Ok(Err(error)) => Err(error)
-                .with_context(|| format!("the daemon at {} does not answer", self.global.endpoint)),
-            Err(_) => Err(anyhow!("GET {path}: no answer within {} s", QUICK.as_secs())),
+                .with_context(|| format!("the daemon at {} does not reply", self.global.endpoint)),
+            Err(_) => Err(anyhow!("GET {path}: no reply within {} s", QUICK.as_secs())),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! VMs that are started together, from a VM or from a stored snapshot: a row for each, granted or not.
+//! VMs that are started together, from a VM or from a stored snapshot: a row for each, granted or
+//! not.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,11 +13,11 @@ use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, Printer};
 
-/// What is done by then shows no bar, and the daemon is not asked how far it is.
+/// Work that ends within this time shows no progress bar and polls no progress.
 const PROGRESS_AFTER: Duration = Duration::from_millis(400);
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 
-/// The table, `summary`, and what can be done about those that failed.
+/// Prints the table, `summary`, and the remedies of the failures.
 pub(super) fn print(
     printer: &Printer,
     results: &[CloneResult],
@@ -66,7 +67,7 @@ fn row(result: &CloneResult) -> Vec<Field> {
     ]
 }
 
-/// Counts the VMs that run, of those that `is_ours` knows, for as long as it is polled.
+/// Shows how many VMs for which `is_ours` holds are running, while it is polled.
 pub(super) async fn show_progress(
     client: &Client<'_>,
     count: u32,

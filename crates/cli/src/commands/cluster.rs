@@ -8,7 +8,7 @@ use crate::client::{Client, QUICK, Query};
 use crate::config::{ClusterAction, Global};
 use crate::failure::Exit;
 use crate::format;
-use crate::printer::Field;
+use crate::printer::{Field, Printer};
 
 /// Another host has to let this one in.
 const JOIN_BOUND: Duration = Duration::from_secs(60);
@@ -25,13 +25,21 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
             } else {
                 printer.data(&format!("{}\n", token.token))?;
                 printer.note(
-                    "It lets one host join: `vmfork cluster join TOKEN --address HOST:PORT` there",
+                    "It lets one host join: run `vmfork cluster join TOKEN --address HOST:PORT` there",
                 );
             }
             return Ok(Exit::Done);
         }
-        ClusterAction::Init(request) => client.post(to(""), &request, QUICK).await?,
-        ClusterAction::Join(request) => client.post(to("/join"), &request, JOIN_BOUND).await?,
+        ClusterAction::Init(request) => {
+            let info = client.post(to(""), &request, QUICK).await?;
+            warn_of_poor_name(printer, &info, "vmfork cluster init --name NAME");
+            info
+        }
+        ClusterAction::Join(request) => {
+            let info = client.post(to("/join"), &request, JOIN_BOUND).await?;
+            warn_of_poor_name(printer, &info, "vmfork cluster join TOKEN --name NAME");
+            info
+        }
         ClusterAction::Ls => client.get(to("")).await?,
         ClusterAction::Leave(request) => client.post(to("/leave"), &request, JOIN_BOUND).await?,
         ClusterAction::Drain(request) => client.post(to("/drain"), &request, QUICK).await?,
@@ -42,12 +50,40 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
     } else if let Some(note) = info.note {
         printer.note(&note);
     } else if info.here.is_none() {
-        printer.note("This host is in no cluster: `vmfork cluster init` makes one");
+        printer.note("This host is in no cluster; create one with `vmfork cluster init`");
     } else {
         let header = ["HOST", "ADDRESS", "STATE", "LIVENESS", "ADMISSIBLE", "VCPUS", "ID"];
         printer.table(&header, info.hosts.iter().map(row).collect())?;
     }
     Ok(Exit::Done)
+}
+
+/// Names that installers and cloud images give to every host.
+const POOR_NAMES: [&str; 8] =
+    ["localhost", "vm", "host", "server", "linux", "debian", "ubuntu", "guest"];
+
+/// Warns if the name of this host does not tell it from other hosts. `again`: the command that gives
+/// it another name.
+fn warn_of_poor_name(printer: &Printer, info: &ClusterInfo, again: &str) {
+    let here = info.hosts.iter().find(|host| Some(&host.id) == info.here.as_ref());
+    let Some((name, flaw)) = here.and_then(|here| Some((&here.name, flaw(here, &info.hosts)?)))
+    else {
+        return;
+    };
+    printer.warn(&format!("the name of this host in the cluster is `{name}`, {flaw}"));
+    printer.note(&format!(
+        "hint: for another name, run `vmfork cluster leave`, then `{again} --address HOST:PORT`"
+    ));
+}
+
+/// What is wrong with the name of a host, if anything is.
+fn flaw(here: &ClusterHost, hosts: &[ClusterHost]) -> Option<&'static str> {
+    let first_label = here.name.split('.').next().unwrap_or_default().to_ascii_lowercase();
+    if first_label.is_empty() || POOR_NAMES.contains(&first_label.as_str()) {
+        return Some("a name that many hosts have");
+    }
+    let is_namesake = |other: &ClusterHost| other.id != here.id && other.name == here.name;
+    hosts.iter().any(is_namesake).then_some("the name of another member too")
 }
 
 fn row(host: &ClusterHost) -> Vec<Field> {

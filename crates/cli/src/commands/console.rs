@@ -19,7 +19,7 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     let Socket { tx, mut rx } = client.open_socket(&format!("/v1/vms/{vm}/console")).await?;
     let raw = RawMode::enter().context("set the terminal up")?;
     if raw.is_some() {
-        global.printer.note(&format!("Console of `{vm}`; Ctrl-] leaves\r"));
+        global.printer.note(&format!("Console of `{vm}`; Ctrl-] detaches\r"));
     }
     let mut stdout = Outflow::new(stdout_stream()?);
     let typing = type_into(tx, raw.is_some());
@@ -32,7 +32,7 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
                 Some(Incoming::Text(text)) => stdout.push(text.into()),
                 Some(Incoming::Binary(bytes)) => stdout.push(bytes),
             },
-            // Beside the keys: Ctrl-] is heard while nobody takes the output.
+            // In parallel with the keys: Ctrl-] works even while no reader takes the output.
             written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
             end = &mut typing, if !typed => match end {
                 Typing::Left => break false,
@@ -42,9 +42,9 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
     };
     drop(raw);
     global.printer.note(&if ended {
-        format!("The console of `{vm}` was closed")
+        format!("The console of `{vm}` has closed")
     } else {
-        format!("\nLeft the console of `{vm}`")
+        format!("\nDetached from the console of `{vm}`")
     });
     Ok(Exit::Done)
 }

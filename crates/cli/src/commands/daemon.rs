@@ -49,7 +49,7 @@ async fn start(global: &Global) -> anyhow::Result<Exit> {
         return status(global).await;
     }
     if started == Started::WasThere {
-        global.printer.note(&format!("{DAEMON} already answers at {}", global.endpoint));
+        global.printer.note(&format!("{DAEMON} is already running at {}", global.endpoint));
     }
     Ok(Exit::Done)
 }
@@ -82,7 +82,7 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
     } else if let (Some(version), Some(host)) = (&status.version, &status.host) {
         let pid = status.pid.map(|pid| format!(", pid {pid}")).unwrap_or_default();
         printer.line(&format!(
-            "{DAEMON} {} answers at {}{pid}: {}, {} admissible of {}, {} of {} virtual CPUs",
+            "{DAEMON} {} is running at {}{pid}: {}, {} of {} memory admissible, {} of {} vCPUs",
             version.vmforkd,
             status.endpoint,
             crate::format::plural(u64::from(host.vms), "VM"),
@@ -93,20 +93,20 @@ async fn status(global: &Global) -> anyhow::Result<Exit> {
         ))?;
         if !host.lost.is_empty() {
             let names: Vec<&str> = host.lost.iter().map(|vm| vm.name.as_str()).collect();
-            printer.line(&format!("lost when an earlier daemon ended: {}", names.join(" ")))?;
+            printer.line(&format!("lost when the previous daemon ended: {}", names.join(" ")))?;
         }
     } else {
-        printer.line(&format!("no daemon answers at {}", status.endpoint))?;
+        printer.line(&format!("no daemon is running at {}", status.endpoint))?;
     }
     Ok(exit)
 }
 
 async fn stop(global: &Global, force: bool) -> anyhow::Result<Exit> {
-    let Some(daemon) = Running::find(global).await? else {
+    let Some(daemon) = Running::find(global, "stop").await? else {
         if global.printer.json {
             return status(global).await.map(|_| Exit::Done);
         }
-        global.printer.note(&format!("No daemon answers at {}", global.endpoint));
+        global.printer.note(&format!("No daemon is running at {}", global.endpoint));
         return Ok(Exit::Done);
     };
     if !force {
@@ -120,15 +120,17 @@ async fn stop(global: &Global, force: bool) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// Its sockets stay open: who asks something of it meanwhile waits.
+/// The sockets stay open, so a client that asks meanwhile waits.
 async fn restart(global: &Global, force: bool) -> anyhow::Result<Exit> {
-    let Some(daemon) = Running::find(global).await? else { return start(global).await };
+    let Some(daemon) = Running::find(global, "restart").await? else {
+        return start(global).await;
+    };
     if !force {
         daemon.refuse_if_vms_run(global, "restart").await?;
     }
     let launch = daemon.launch(global)?;
     let log = launch.log.clone();
-    // No other command shall start one between the two.
+    // So that no other command starts a daemon between the two.
     let lock = start::lock(global).await?;
     daemon.end(global, Signal::USR2).await?;
     start::launch(global, launch).await?;
@@ -136,11 +138,11 @@ async fn restart(global: &Global, force: bool) -> anyhow::Result<Exit> {
     if global.printer.json {
         return status(global).await;
     }
-    global.printer.note(&format!("Restarted {DAEMON}, its log is {}", log.display()));
+    global.printer.note(&format!("Restarted {DAEMON}; its log is {}", log.display()));
     Ok(Exit::Done)
 }
 
-/// The daemon's process, pinned: no other can get its number.
+/// The daemon's process, pinned: no other process can get its number.
 #[derive(Debug)]
 struct Running {
     pid: Pid,
@@ -148,24 +150,33 @@ struct Running {
 }
 
 impl Running {
-    /// `None`: there is none.
-    async fn find(global: &Global) -> anyhow::Result<Option<Self>> {
+    /// `None`: no daemon is running.
+    async fn find(global: &Global, action: &str) -> anyhow::Result<Option<Self>> {
         let stream = match find(&global.endpoint).await {
             Err(ConnectError::Absent(_)) => return Ok(None),
             Err(ConnectError::Other(error)) => return Err(unreachable(global, error)),
             Ok(stream) => stream,
         };
         if !matches!(global.endpoint, Endpoint::Unix(_)) {
-            return Err(anyhow!("a daemon behind {} can't be stopped from here", global.endpoint))
-                .hint("use `vmfork daemon stop` or systemctl on its own host");
+            return Err(anyhow!(
+                "the daemon at {} is remote, and a remote daemon cannot be {}",
+                global.endpoint,
+                if action == "stop" { "stopped" } else { "restarted" },
+            ))
+            .hint(format!("run `vmfork daemon {action}` or systemctl on its host"));
         }
-        let pid = stream.peer().ok_or_else(|| anyhow!("the kernel does not say who listens"))?;
+        let pid = stream
+            .peer()
+            .ok_or_else(|| anyhow!("the kernel does not report which process listens"))?;
         if pid == Pid::INIT {
-            return Err(anyhow!("systemd listens at {}", global.endpoint))
-                .hint("`systemctl list-sockets` names the unit, `systemctl stop UNIT` stops it");
+            return Err(anyhow!("systemd owns the socket {}", global.endpoint)).hint(format!(
+                "find the unit with `systemctl list-sockets`, and {action} it with \
+                 `systemctl {action} UNIT`"
+            ));
         }
+        // Pinned before anything else is asked, so that no other process can get its number.
         let process =
-            pidfd_open(pid, PidfdFlags::empty()).context("look at the daemon's process")?;
+            pidfd_open(pid, PidfdFlags::empty()).context("open the process of the daemon")?;
         Ok(Some(Self { pid, process }))
     }
 
@@ -176,24 +187,24 @@ impl Running {
         if names.is_empty() {
             return Ok(());
         }
-        Err(anyhow!("these VMs would end with it: {}", names.join(" ")))
+        Err(anyhow!("these VMs are running: {}", names.join(" ")))
             .context(format!("{action} {DAEMON}"))
-            .hint(format!("`vmfork kill` ends them; `vmfork daemon {action} --force` does it all"))
+            .hint(format!("stop them with `vmfork kill`, or use `vmfork daemon {action} --force`"))
     }
 
-    /// Send it `signal`, and wait until it has ended.
+    /// Sends it `signal`, and waits until it has ended.
     async fn end(self, global: &Global, signal: Signal) -> anyhow::Result<()> {
         let Self { pid, process } = self;
         let name = if signal == Signal::USR2 { "SIGUSR2" } else { "SIGTERM" };
         pidfd_send_signal(&process, signal)
             .context(format!("send {name} to {DAEMON}"))
-            .hint("use sudo, if it is not yours")?;
+            .hint("use sudo if another user started it")?;
         let spinner = global.printer.spinner(format!("Stopping {DAEMON}"));
         let ended = spawn_blocking(move || wait(&process)).await.context("wait for the daemon")?;
         spinner.finish_and_clear();
         if !ended.context("wait for the daemon")? {
             bail!(
-                "{DAEMON} (pid {}) has not ended within {} s",
+                "{DAEMON} (pid {}) did not exit within {} s; see its log",
                 pid.as_raw_nonzero(),
                 STOP_BOUND.as_secs()
             );
@@ -201,22 +212,22 @@ impl Running {
         Ok(())
     }
 
-    /// How it was started, so that its successor has the same flags and environment.
+    /// How it was started, so that its successor gets the same flags and environment.
     fn launch(&self, global: &Global) -> anyhow::Result<Launch> {
         let process = PathBuf::from(format!("/proc/{}", self.pid.as_raw_nonzero()));
         let read = |name: &str| {
             fs::read(process.join(name))
-                .with_context(|| format!("look how {DAEMON} was started"))
-                .hint("use sudo, if it is not yours")
+                .with_context(|| format!("read how {DAEMON} was started"))
+                .hint("use sudo if another user started it")
         };
         let environment = environment(&read("environ")?);
         let pid = self.pid.as_raw_nonzero().to_string();
         if environment.iter().any(|(key, value)| key == SYSTEMD_PID && *value == *pid) {
-            return Err(anyhow!("systemd has started {DAEMON}, and would not know the next one"))
-                .hint("`systemctl restart vmforkd` keeps the sockets, too");
+            return Err(anyhow!("systemd started {DAEMON}, and only systemd can restart it"))
+                .hint("run `systemctl restart vmforkd`, which keeps the sockets too");
         }
-        let program = fs::read_link(process.join("exe")).context("look which program it is")?;
-        let folder = fs::read_link(process.join("cwd")).context("look where it runs")?;
+        let program = fs::read_link(process.join("exe")).context("read which program it runs")?;
+        let folder = fs::read_link(process.join("cwd")).context("read its working folder")?;
         Ok(Launch {
             program: not_deleted(program),
             args: arguments(&read("cmdline")?),
@@ -227,7 +238,7 @@ impl Running {
     }
 }
 
-/// Of the process that systemd itself has started.
+/// systemd sets this variable to the pid of the process that it starts.
 const SYSTEMD_PID: &str = "SYSTEMD_EXEC_PID";
 
 fn words(bytes: &[u8]) -> impl Iterator<Item = &OsStr> {
@@ -251,7 +262,7 @@ fn environment(environ: &[u8]) -> Vec<(OsString, OsString)> {
         .collect()
 }
 
-/// After an upgrade the old file is gone, and the new one is in its place.
+/// An upgrade replaces the program's file; the kernel then marks the old path as deleted.
 fn not_deleted(program: PathBuf) -> PathBuf {
     let bytes = program.as_os_str().as_bytes();
     match bytes.strip_suffix(b" (deleted)") {
@@ -260,7 +271,7 @@ fn not_deleted(program: PathBuf) -> PathBuf {
     }
 }
 
-/// The file that its errors go to, if it is one.
+/// The file that its errors go to; `None` if they go to a pipe or a terminal.
 fn log_of(process: &Path) -> Option<PathBuf> {
     let path = fs::read_link(process.join("fd/2")).ok()?;
     let is_file = fs::metadata(&path).is_ok_and(|file| file.is_file());

@@ -1,4 +1,4 @@
-//! `vmfork doctor`: what the daemon sees of the host, and what can be seen without one.
+//! `vmfork doctor`: the checks of the daemon, and those that need none.
 
 use std::env;
 use std::fs;
@@ -23,7 +23,7 @@ struct Checks {
 }
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
-    let spinner = global.printer.spinner("Looking at the host".to_owned());
+    let spinner = global.printer.spinner("Checking the host".to_owned());
     let mut checks = Vec::new();
     match ask(global).await {
         Ok((version, report)) => {
@@ -38,11 +38,11 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
                 name: "daemon".to_owned(),
                 status: CheckStatus::Failed,
                 detail: detail.join(": ").replace('\n', "; "),
-                remedy: report.hint.or_else(|| Some("see the daemon's log".to_owned())),
+                remedy: report.hint.or_else(|| Some("see the log of the daemon".to_owned())),
             });
         }
     }
-    // What the daemon has looked at itself, it knows better.
+    // A check of the daemon replaces the local one of the same name.
     for check in local_checks(global) {
         if checks.iter().all(|known| known.name != check.name) {
             checks.push(check);
@@ -65,7 +65,7 @@ async fn ask(global: &Global) -> anyhow::Result<(Version, DoctorReport)> {
 }
 
 fn daemon_check(global: &Global, version: &Version) -> Check {
-    let detail = format!("vmforkd {} answers at {}", version.vmforkd, global.endpoint);
+    let detail = format!("vmforkd {} is running at {}", version.vmforkd, global.endpoint);
     if version.vmforkd == VERSION {
         return ok("daemon", detail);
     }
@@ -74,12 +74,12 @@ fn daemon_check(global: &Global, version: &Version) -> Check {
         status: CheckStatus::Warning,
         detail: format!("{detail}, but this is vmfork {VERSION}"),
         remedy: Some(
-            "`vmfork daemon stop`, so that the next command starts the new one".to_owned(),
+            "run `vmfork daemon stop`; the next command starts the new version".to_owned(),
         ),
     }
 }
 
-/// What anybody can see.
+/// Checks that need no daemon.
 fn local_checks(global: &Global) -> Vec<Check> {
     vec![qemu(), userfaultfd(), kvm(), state(global), build_tools()]
 }
@@ -93,7 +93,7 @@ fn bad(status: CheckStatus, name: &str, detail: impl Into<String>, remedy: &str)
 }
 
 fn in_path(program: &str) -> Option<String> {
-    // Administrators' programs are not in everybody's PATH.
+    // The PATH of an ordinary user lacks the folders of administrators' programs.
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)
         .chain(["/usr/sbin".into(), "/sbin".into()])
@@ -119,13 +119,13 @@ fn qemu() -> Check {
 
 fn userfaultfd() -> Check {
     if Path::new("/dev/userfaultfd").exists() {
-        return ok("userfaultfd", "/dev/userfaultfd is there");
+        return ok("userfaultfd", "/dev/userfaultfd exists");
     }
     bad(
         CheckStatus::Failed,
         "userfaultfd",
         "no /dev/userfaultfd",
-        "a kernel of 6.1 or later with CONFIG_USERFAULTFD has it",
+        "use a kernel of 6.1 or later with CONFIG_USERFAULTFD",
     )
 }
 
@@ -134,12 +134,12 @@ fn kvm() -> Check {
     if Path::new("/dev/kvm").exists() {
         let module = |name: &str| Path::new("/sys/module").join(name).exists();
         if modules.into_iter().any(module) {
-            return ok("kvm", "/dev/kvm, with hardware behind it");
+            return ok("kvm", "/dev/kvm, with hardware virtualisation");
         }
         return bad(
             CheckStatus::Warning,
             "kvm",
-            "/dev/kvm is there, but neither kvm_intel nor kvm_amd: VMs run under TCG",
+            "/dev/kvm exists, but neither kvm_intel nor kvm_amd is loaded: VMs run under TCG",
             "use a host with hardware virtualisation for more speed",
         );
     }
@@ -147,7 +147,7 @@ fn kvm() -> Check {
         CheckStatus::Warning,
         "kvm",
         "no /dev/kvm: VMs run under TCG, several times slower",
-        "switch on virtualisation in the firmware, or nested virtualisation in the cloud",
+        "enable virtualisation in the firmware, or nested virtualisation in the cloud",
     )
 }
 
@@ -159,13 +159,13 @@ fn state(global: &Global) -> Check {
             CheckStatus::Failed,
             "state",
             format!("{} is not a folder", folder.display()),
-            "name a folder with --state or VMFORK_STATE",
+            "set --state or VMFORK_STATE to a folder",
         ),
         Err(error) => bad(
             CheckStatus::Warning,
             "state",
             format!("{}: {error}", folder.display()),
-            "the daemon makes it when it starts",
+            "the daemon creates it at its start",
         ),
     }
 }
@@ -179,7 +179,7 @@ fn build_tools() -> Check {
     bad(
         CheckStatus::Warning,
         "image-build",
-        format!("images can't be built: no {}", missing.join(", no ")),
+        format!("cannot build images: {} not found", missing.join(" and ")),
         "apt-get install mmdebstrap e2fsprogs",
     )
 }

@@ -1,8 +1,8 @@
 //! `vmfork exec`: a program in a guest, as if it ran here.
 //!
-//! Its output, input, exit code and signals pass through. The first Ctrl-C is the program's; a second
-//! one leaves it (the daemon hangs it up). On a terminal (`-t`) keys go to the program one by one,
-//! Ctrl-C among them.
+//! Its output, input, exit code and signals pass through. The first Ctrl-C is the program's; a
+//! second one leaves it (the daemon hangs it up). On a terminal (`-t`) keys go to the program one
+//! by one, Ctrl-C among them.
 
 use std::io;
 use std::time::Duration;
@@ -60,9 +60,9 @@ async fn streamed(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exi
                 ExecEvent::Stderr(bytes) => stderr.push(bytes),
                 ExecEvent::Exited(code) => return Ok(Exit::Program(code)),
             },
-            // Beside the signals, which are heard while nobody takes the output.
+            // In parallel with signals, which work even while no reader takes the output.
             written = stdout.drain(), if stdout.is_under_way() => written.map_err(stdout_error)?,
-            // Nobody may be there to read it, which is no reason to end the program.
+            // A failed write to stderr does not end the program.
             _ = stderr.drain(), if stderr.is_under_way() => {}
             signal = signals.next() => {
                 let ends = signal == SignalKind::interrupt() || signal == SignalKind::terminate();
@@ -111,7 +111,8 @@ async fn feed(input: &ExecInput) {
     loop {
         buffer.reserve(STDIN_CHUNK_BYTES);
         match stdin.read_buf(&mut buffer).await {
-            // An input that can't be read any further has ended, as far as the program is concerned.
+            // An input that can't be read any further has ended, as far as the program is
+            // concerned.
             Ok(0) | Err(_) => return,
             Ok(_) => {
                 if !input.stdin(Bytes::from(buffer.split())).await {
@@ -130,7 +131,10 @@ async fn whole(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exit> 
         let mut stdin = tokio::io::stdin().take(POST_STDIN_BYTES_MAX + 1);
         stdin.read_to_end(&mut bytes).await.context("read standard input")?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len > POST_STDIN_BYTES_MAX) {
-            bail!("with --json standard input can be {} MiB long", POST_STDIN_BYTES_MAX >> 20);
+            bail!(
+                "standard input exceeds {} MiB, the limit with --json; leave --json out",
+                POST_STDIN_BYTES_MAX >> 20
+            );
         }
         config.request.stdin_base64 = Some(BASE64.encode(bytes));
     }
@@ -158,7 +162,7 @@ pub(super) async fn ask(
     let stderr = BASE64
         .decode(&reply.stderr_base64)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
-        .context("the daemon's answer is not base64")?;
+        .context("the output in the reply of the daemon is not base64")?;
     let stderr = String::from_utf8_lossy(&stderr).trim().to_owned();
     Ok((exit_status(reply.exit_code, reply.signal), stderr))
 }

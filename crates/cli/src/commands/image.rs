@@ -7,18 +7,17 @@ use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use vmfork_api::Image;
 use vmfork_guest_image::{
-    Artifacts, ArtifactsError, BuildError, BuildOptions, Cancel, ImportError, Metadata, Progress,
-    Stage, Store, StoreError, build, import,
+    Artifacts, BuildOptions, Cancel, Metadata, Progress, Stage, Store, build, import,
 };
 
 use super::{for_each, kill};
 use crate::client::{Client, ConnectError, Query, find, unreachable};
 use crate::config::{BuildConfig, Global, ImageAction, ImportConfig};
-use crate::failure::{Exit, with};
+use crate::failure::{Exit, with_remedy};
 use crate::format;
 use crate::printer::Field;
 
-/// News of a build that nobody has looked at yet.
+/// Progress messages of a build that wait to be printed.
 const NEWS_QUEUE_LEN: usize = 64;
 
 #[derive(Serialize)]
@@ -58,13 +57,12 @@ fn store(global: &Global) -> Store {
 
 async fn make(global: &Global, config: BuildConfig) -> anyhow::Result<Exit> {
     let spec = config.spec()?;
-    let artifacts =
-        Artifacts::in_libdir(&Artifacts::libdir()).map_err(with(ArtifactsError::remedy))?;
+    let artifacts = Artifacts::in_libdir(&Artifacts::libdir()).map_err(with_remedy)?;
     let cancel = Cancel::default();
     let _guard = CancelOnDrop(cancel.clone());
     let options = BuildOptions {
         name: config.name.clone(),
-        cache_dir: global.state_dir.join("cache"),
+        cache_dir: global.cache_dir.clone(),
         artifacts,
         refresh: config.refresh,
         cancel,
@@ -101,7 +99,7 @@ async fn make(global: &Global, config: BuildConfig) -> anyhow::Result<Exit> {
             _ => {}
         }
     }
-    let built = building.await.context("build the image")?.map_err(with(BuildError::remedy))?;
+    let built = building.await.context("build the image")?.map_err(with_remedy)?;
     bar.finish_and_clear();
     report(global, &built.metadata, built.fresh)
 }
@@ -126,7 +124,7 @@ fn report(global: &Global, metadata: &Metadata, fresh: bool) -> anyhow::Result<E
     global.printer.note(&if fresh {
         format!("`{}` is ready ({size})", image.name)
     } else {
-        format!("`{}` was there already, made of the same ({size})", image.name)
+        format!("`{}` is unchanged: its inputs are the same ({size})", image.name)
     });
     Ok(Exit::Done)
 }
@@ -138,8 +136,7 @@ async fn take_over(global: &Global, config: ImportConfig) -> anyhow::Result<Exit
     let importing = spawn_blocking(move || {
         import(&store, &config.name, config.from.brought(), &config.options)
     });
-    let metadata =
-        importing.await.context("import the image")?.map_err(with(ImportError::remedy))?;
+    let metadata = importing.await.context("import the image")?.map_err(with_remedy)?;
     spinner.finish_and_clear();
     report(global, &metadata, true)
 }
@@ -161,7 +158,7 @@ async fn list(global: &Global) -> anyhow::Result<Exit> {
     let images: Vec<Image> = match daemon(global).await? {
         Some(client) => client.get(Query::new("/v1/images")).await?,
         None => {
-            let listed = store(global).list().map_err(with(StoreError::remedy))?;
+            let listed = store(global).list().map_err(with_remedy)?;
             listed.iter().map(Metadata::to_api).collect()
         }
     };
@@ -200,7 +197,7 @@ async fn remove(global: &Global, images: Vec<String>) -> anyhow::Result<Exit> {
             for_each(images, |name| async move {
                 let (store, name) = (store.clone(), name);
                 let removing = spawn_blocking(move || store.remove(&name));
-                removing.await.context("remove the image")?.map_err(with(StoreError::remedy))
+                removing.await.context("remove the image")?.map_err(with_remedy)
             })
             .await
         }

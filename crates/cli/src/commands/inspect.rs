@@ -23,6 +23,23 @@ pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
 }
 
 fn render(detail: &VmDetail) -> String {
+    let mut text = section("", &identity(detail));
+    text.push_str("\nmemory\n");
+    let mut fields = memory(&detail.memory);
+    if detail.vm.snapshot.is_some() {
+        fields.extend(store(&detail.memory));
+    }
+    fields.extend(between_hosts(&detail.memory.hosts));
+    text.push_str(&section("  ", &fields));
+    if !detail.memory.caches.is_empty() {
+        text.push_str("\ncaches\n");
+        text.push_str(&caches(&detail.memory.caches));
+    }
+    text
+}
+
+/// What the VM is, without its memory.
+fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
     let vm = &detail.vm;
     let or_none = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
     let mut state = state_word(vm.state).to_owned();
@@ -34,7 +51,7 @@ fn render(detail: &VmDetail) -> String {
         names => names.join(" "),
     };
     let ready = vm.ready_ms.map_or_else(|| "-".to_owned(), format::millis);
-    let mut fields: Vec<(&str, String)> = vec![
+    let mut fields = vec![
         ("name", vm.name.clone()),
         ("id", vm.id.clone()),
         ("state", state),
@@ -92,19 +109,7 @@ fn render(detail: &VmDetail) -> String {
     for (_, value) in &mut fields {
         *value = format::printable(value);
     }
-    let mut text = section("", &fields);
-    text.push_str("\nmemory\n");
-    let mut fields = memory(&detail.memory);
-    if vm.snapshot.is_some() {
-        fields.extend(store(&detail.memory));
-    }
-    fields.extend(between_hosts(&detail.memory.hosts));
-    text.push_str(&section("  ", &fields));
-    if !detail.memory.caches.is_empty() {
-        text.push_str("\ncaches\n");
-        text.push_str(&caches(&detail.memory.caches));
-    }
-    text
+    fields
 }
 
 /// Whose memory is shared with whom.
@@ -178,7 +183,7 @@ fn memory(memory: &MemoryInfo) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What there is to say where pages have gone between hosts.
+/// The lines about pages that other hosts sent or received.
 fn between_hosts(bytes: &BytesBetweenHosts) -> Option<(&'static str, String)> {
     let BytesBetweenHosts { demand, ahead, given } = *bytes;
     (demand + ahead + given > 0).then(|| {
@@ -192,7 +197,7 @@ fn between_hosts(bytes: &BytesBetweenHosts) -> Option<(&'static str, String)> {
     })
 }
 
-/// What there is to say where pages come from a store.
+/// The lines about pages that come from a store.
 fn store(memory: &MemoryInfo) -> [(&'static str, String); 2] {
     let faults = &memory.store_faults;
     [

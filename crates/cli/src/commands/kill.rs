@@ -30,17 +30,17 @@ pub(super) async fn run(global: &Global, config: KillConfig) -> anyhow::Result<E
     let client = &Client::new(global).await?;
     let request = &config.request;
     let bound = QUICK.saturating_add(Duration::from_millis(request.grace_ms));
-    let spinner = global.printer.spinner(format!("Ending {}", config.vms.join(" ")));
+    let spinner = global.printer.spinner(format!("Stopping {}", config.vms.join(" ")));
     let answers = for_each(config.vms, |vm| async move {
         let path = Query::new(format!("/v1/vms/{vm}/kill"));
-        client.post_to_all::<Vm>(path, request, bound, "what is there of the family goes on").await
+        client.post_to_all::<Vm>(path, request, bound, "VMs of the family there keep running").await
     })
     .await;
     spinner.finish_and_clear();
     report(global, "Killed", answers.into_iter().map(|(name, answer)| (name, answer.map(Some))))
 }
 
-/// Says what became of each, and fails if one failed.
+/// Prints the result for each name; fails if one failed.
 pub(super) fn report(
     global: &Global,
     verb: &str,

@@ -25,7 +25,7 @@ pub(super) async fn run(global: &Global, vm: &str, follow: bool) -> anyhow::Resu
         query = query.with("follow", "true");
     }
     let mut answer = client.send(Method::GET, &query, empty(), QUICK).await?;
-    // While it follows, silence is a guest that has nothing to say.
+    // A log that is followed may be silent for any time.
     let bound = (!follow).then_some(QUICK);
     let mut stdout = stdout_stream()?;
     let mut lines = Lines::default();

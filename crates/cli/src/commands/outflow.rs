@@ -1,4 +1,4 @@
-//! Output that may be stuck: nobody reads the pipe, or Ctrl-S was typed.
+//! Output that may block: no process reads the pipe, or Ctrl-S was typed.
 
 use std::io;
 

@@ -39,7 +39,7 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
             let host: HostInfo = client.get(Query::new("/v1/host")).await?;
             for vm in &host.lost {
                 printer.note(&format!(
-                    "lost when an earlier daemon ended: {} (`vmfork rm {}` forgets it)",
+                    "lost when the previous daemon ended: {} (remove it with `vmfork rm {}`)",
                     vm.name, vm.name
                 ));
             }

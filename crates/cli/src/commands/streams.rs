@@ -1,4 +1,5 @@
-//! Bytes between the daemon and a file here, as a stream: what `cp` and `snapshot export` and `import` share.
+//! Bytes between the daemon and a file here, as a stream: what `cp` and `snapshot export` and
+//! `import` share.
 
 use std::fs::Permissions;
 use std::io;
@@ -22,7 +23,7 @@ use crate::client::{Answer, Body};
 
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// A transfer that has moved nothing for so long has failed.
+/// Idle timeout of a transfer.
 pub(super) const IDLE_BOUND: Duration = Duration::from_secs(120);
 
 /// Copies the answer's body, and returns its length. `from`: what it is, for errors.
@@ -44,8 +45,8 @@ pub(super) async fn copy(
     Ok(len)
 }
 
-/// The answer's body to a file here, and its length. An existing file is replaced as a whole, or stays as it was; a
-/// device or a pipe is written to.
+/// The answer's body to a file here, and its length. An existing file is replaced as a whole, or
+/// stays as it was; a device or a pipe is written to.
 pub(super) async fn copy_to_file(
     answer: Answer,
     to: &Path,
@@ -87,7 +88,7 @@ pub(super) async fn copy_to_file(
 pub(super) struct Upload {
     body: Body,
     moved: Arc<Notify>,
-    /// Standard input may pause; whoever feeds it decides for how long.
+    /// Standard input may pause: its writer sets the pace.
     may_pause: bool,
 }
 
@@ -116,7 +117,7 @@ impl Upload {
                 return std::future::pending().await;
             }
             while timeout(bound, moved.notified()).await.is_ok() {}
-            anyhow!("nothing has moved for {} s", bound.as_secs())
+            anyhow!("no data was transferred for {} s", bound.as_secs())
         };
         (body, stalled)
     }

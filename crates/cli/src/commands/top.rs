@@ -42,7 +42,8 @@ struct Frame {
 struct Row {
     #[serde(flatten)]
     vm: Vm,
-    /// Processor time of its QEMU per second, in percent of one core; absent where it can't be seen.
+    /// Processor time of its QEMU per second, in percent of one core; absent where it can't be
+    /// seen.
     cpu_percent: Option<f64>,
     faults_per_s: f64,
 }

@@ -1,4 +1,4 @@
-//! `vmfork tree`: the families, drawn.
+//! `vmfork tree`: the families, drawn; in a cluster, with the host of each VM.
 //!
 //! A chain of forks can be as deep as its user likes, and the document nests twice per generation.
 //! So it is read, and drawn, on a thread with a stack for it instead of being refused at serde's
@@ -9,21 +9,22 @@ use bytes::Bytes;
 use serde::Deserialize as _;
 use vmfork_api::{SCHEMA, TreeNode, Vm};
 
-use super::ps::{MISSING, add_snapshots, memory_fields};
+use super::ps::{MISSING, add_column, add_snapshots, memory_fields};
 use crate::client::{Client, Query};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::Field;
 
-/// Enough for some 10,000 generations; only what is touched is ever backed.
+/// Enough for about 10,000 generations; the kernel backs only the pages that are touched.
 const STACK_BYTES: usize = 256 << 20;
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     let client = Client::new(global).await?;
     let document = client.get_of_all(Query::new("/v1/tree"), MISSING).await?;
-    let text = String::from_utf8(document.to_vec()).context("the daemon's tree is not UTF-8")?;
-    let lines = deep(document).await.context("the daemon's tree is not understood")?;
+    let text = String::from_utf8(document.to_vec())
+        .context("the tree in the reply of the daemon is not UTF-8")?;
+    let lines = deep(document).await.context("the tree in the reply of the daemon is malformed")?;
     if global.printer.json {
         global.printer.line(&format!("{{\"schema\":\"{SCHEMA}\",\"families\":{text}}}"))?;
         return Ok(Exit::Done);
@@ -42,6 +43,8 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     let mut rows: Vec<Vec<Field>> = lines.iter().map(row).collect();
     let origins: Vec<Option<&str>> = lines.iter().map(|(_, vm)| vm.snapshot.as_deref()).collect();
     add_snapshots(&mut header, &mut rows, &origins);
+    let hosts: Vec<Option<&str>> = lines.iter().map(|(_, vm)| vm.host.as_deref()).collect();
+    add_column("HOST", &mut header, &mut rows, &hosts);
     global.printer.table(&header, rows)?;
     Ok(Exit::Done)
 }

@@ -1,4 +1,4 @@
-//! `vmfork version`: ours, and the daemon's if one runs. Starts none.
+//! `vmfork version`: of this program, and of the daemon if it is running. Starts no daemon.
 
 use serde::Serialize;
 use vmfork_api::Version;
@@ -27,7 +27,7 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
     }
     printer.line(&format!("vmfork   {VERSION}"))?;
     match daemon? {
-        None => printer.note(&format!("No daemon answers at {}", global.endpoint)),
+        None => printer.note(&format!("No daemon is running at {}", global.endpoint)),
         Some(daemon) => {
             printer.line(&format!("vmforkd  {} (API {})", daemon.vmforkd, daemon.api))?;
             printer

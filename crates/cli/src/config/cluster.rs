@@ -25,7 +25,7 @@ pub(super) fn action(raw: RawCluster) -> Result<ClusterAction, Misuse> {
             let ttl = ttl.map(|text| value::time(&text, "--ttl")).transpose()?;
             let ttl_s = ttl.map(|ttl| ttl.as_secs());
             if ttl_s == Some(0) {
-                return misuse("--ttl: a token is good for a second at least");
+                return misuse("--ttl: shorter than 1s; use 1s or more");
             }
             ClusterAction::Token(ClusterTokenRequest { ttl_s })
         }

@@ -111,7 +111,7 @@ impl Command {
             RawCommand::Logs(raw) => Self::Logs { vm: vm(raw.vm)?, follow: raw.follow },
             RawCommand::Console(raw) => {
                 if global.json {
-                    return misuse("console: --json makes no sense here");
+                    return misuse("console: --json does not apply to a terminal; remove it");
                 }
                 Self::Console { vm: vm(raw.vm)? }
             }
@@ -135,7 +135,7 @@ impl Command {
 }
 
 impl Command {
-    /// How long it may take to undo what is half done, once it is interrupted.
+    /// Time to undo partial work after an interrupt.
     pub(crate) fn unwind_bound(&self) -> Duration {
         match self {
             // A build's own processes end, and its folder goes.
@@ -156,11 +156,11 @@ fn vms(names: Vec<String>) -> Result<Vec<String>, Misuse> {
 fn exec(raw: RawExec, json: bool) -> Result<ExecConfig, Misuse> {
     if json && raw.tty {
         return misuse(
-            "exec: --json collects the whole output, which a terminal (-t) has no end of",
+            "exec: --json collects the output and needs no terminal; remove -t or --json",
         );
     }
     if raw.argv.first().is_none_or(String::is_empty) {
-        return misuse("exec: the program's name is empty");
+        return misuse("exec: the program name is empty");
     }
     let mut env = BTreeMap::new();
     for text in raw.env {
@@ -170,18 +170,20 @@ fn exec(raw: RawExec, json: bool) -> Result<ExecConfig, Misuse> {
                 Ok(value) => (text, value),
                 Err(env::VarError::NotPresent) => continue,
                 Err(env::VarError::NotUnicode(_)) => {
-                    return misuse(format!("--env {text}: its value here is not UTF-8"));
+                    return misuse(format!(
+                        "--env {text}: the value of the variable is not UTF-8; use KEY=VALUE"
+                    ));
                 }
             },
         };
         if key.is_empty() || key.contains('\0') || value.contains('\0') {
-            return misuse("--env: write it like KEY=VALUE");
+            return misuse("--env: empty name or NUL byte; write it as KEY=VALUE");
         }
         env.insert(key, value);
     }
     let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
-        return misuse("--timeout 0: the program would be killed at once");
+        return misuse("--timeout 0: the program would be killed immediately; use a longer time");
     }
     Ok(ExecConfig {
         vm: vm(raw.vm)?,
@@ -203,10 +205,10 @@ fn cp(raw: &RawCp) -> Result<CpConfig, Misuse> {
     let (from, to) = (place(&raw.from)?, place(&raw.to)?);
     match (&from, &to) {
         (Place::Guest { .. }, Place::Guest { .. }) => misuse(
-            "cp: one side must be here; from VM to VM: `vmfork cp A:PATH - | vmfork cp - B:PATH`",
+            "cp: one side must be local; from VM to VM use `vmfork cp A:PATH - | vmfork cp - B:PATH`",
         ),
         (Place::Guest { .. }, _) | (_, Place::Guest { .. }) => Ok(CpConfig { from, to }),
-        _ => misuse("cp: one side must be in a VM, as VM:PATH"),
+        _ => misuse("cp: one side must be in a VM; write it as VM:PATH"),
     }
 }
 
@@ -219,11 +221,11 @@ fn place(text: &str) -> Result<Place, Misuse> {
     match text.split_once(':') {
         Some((vm, path)) if name_is_valid(vm) => {
             if path.is_empty() {
-                return misuse(format!("cp: {text}: a path must follow the colon"));
+                return misuse(format!("cp: {text}: the path is empty; write it as VM:PATH"));
             }
             Ok(Place::Guest { vm: vm.to_owned(), path: path.to_owned() })
         }
-        _ if text.is_empty() => misuse("cp: an empty path"),
+        _ if text.is_empty() => misuse("cp: a path is empty"),
         _ => Ok(Place::Here(PathBuf::from(text))),
     }
 }
@@ -232,7 +234,7 @@ fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
     let (count, names) = value::several(raw.count, raw.names, "clone")?;
     let timeout = raw.timeout.map(|text| value::time(&text, "--timeout")).transpose()?;
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
-        return misuse("--timeout 0: no clone can be ready by then");
+        return misuse("--timeout 0: no clone can be ready in time; use a longer time");
     }
     Ok(ForkConfig {
         vm: vm(raw.vm)?,
@@ -265,7 +267,7 @@ fn top(raw: &RawTop) -> Result<TopConfig, Misuse> {
         Some(text) => value::time(text, "--interval")?,
     };
     if interval < Duration::from_millis(100) {
-        return misuse("--interval: 100ms is the shortest");
+        return misuse("--interval: shorter than 100ms; use 100ms or more");
     }
     Ok(TopConfig { once: raw.once, interval })
 }
@@ -333,7 +335,7 @@ mod tests {
     #[test]
     fn bad_names_are_refused_before_the_daemon_is_asked() {
         for bad in ["vmfork run ../x", "vmfork inspect a/b", "vmfork kill ok .."] {
-            assert!(parse(bad).unwrap_err().contains("can't be a"), "{bad}");
+            assert!(parse(bad).unwrap_err().contains("is not a valid"), "{bad}");
         }
     }
 }

@@ -24,6 +24,7 @@ pub(crate) struct Environment {
     pub(crate) state: Option<OsString>,
     pub(crate) host: Option<OsString>,
     pub(crate) token: Option<OsString>,
+    pub(crate) cache: Option<OsString>,
     pub(crate) no_color: bool,
     pub(crate) no_progress: bool,
     pub(crate) dumb_terminal: bool,
@@ -37,6 +38,7 @@ impl Environment {
             state: get("VMFORK_STATE"),
             host: get("VMFORK_HOST"),
             token: get("VMFORK_TOKEN"),
+            cache: get("VMFORK_CACHE"),
             no_color: get("NO_COLOR").is_some(),
             no_progress: get("VMFORK_NO_PROGRESS").is_some(),
             dumb_terminal: get("TERM").is_some_and(|term| term == "dumb"),
@@ -67,6 +69,8 @@ pub(crate) struct Global {
     pub(crate) endpoint: Endpoint,
     pub(crate) token: Option<String>,
     pub(crate) state_dir: PathBuf,
+    /// Downloads and base systems of image builds.
+    pub(crate) cache_dir: PathBuf,
     /// Whether a missing daemon may be started.
     pub(crate) may_start: bool,
     pub(crate) printer: Printer,
@@ -81,14 +85,24 @@ impl Global {
                 Some(token) if token.bytes().all(|b| b.is_ascii_graphic()) => {
                     Some(token.to_owned())
                 }
-                _ => return misuse("VMFORK_TOKEN holds characters that a token can't have"),
+                _ => {
+                    return misuse(
+                        "VMFORK_TOKEN: a token has printable ASCII characters only; check its value",
+                    );
+                }
             },
         };
         let may_start = !raw.no_start && matches!(endpoint, Endpoint::Unix(_));
+        let state_dir = absolute(state_given(raw, env).unwrap_or(Path::new(STATE_DEFAULT)))?;
+        let cache_dir = match &env.cache {
+            Some(folder) => absolute(Path::new(folder))?,
+            None => state_dir.join("cache"),
+        };
         Ok(Self {
             endpoint,
             token,
-            state_dir: absolute(state_given(raw, env).unwrap_or(Path::new(STATE_DEFAULT)))?,
+            state_dir,
+            cache_dir,
             may_start,
             printer: Self::printer(raw, env),
         })
@@ -133,7 +147,7 @@ fn state_given<'a>(raw: &'a RawGlobal, env: &'a Environment) -> Option<&'a Path>
     raw.state.as_deref().or_else(|| env.state.as_deref().map(Path::new))
 }
 
-/// The daemon runs in another folder than ours.
+/// The daemon has another working folder.
 fn absolute(path: &Path) -> Result<PathBuf, Misuse> {
     std::path::absolute(path).map_err(|error| Misuse(format!("{}: {error}", path.display())))
 }
@@ -143,7 +157,7 @@ fn unix(path: &Path) -> Result<Endpoint, Misuse> {
     let len = path.as_os_str().len();
     if len > SOCKET_PATH_BYTES_MAX {
         return misuse(format!(
-            "the socket's path {} has {len} bytes; the kernel takes {SOCKET_PATH_BYTES_MAX}",
+            "the path of the socket {} has {len} bytes; use at most {SOCKET_PATH_BYTES_MAX}",
             path.display()
         ));
     }
@@ -163,7 +177,7 @@ fn tcp(host: &OsString) -> Result<Endpoint, Misuse> {
         _ => match text.strip_prefix("unix://") {
             Some(path) => unix(Path::new(path)),
             None => misuse(format!(
-                "VMFORK_HOST={text}: write it like tcp://127.0.0.1:7070 or unix:///PATH"
+                "VMFORK_HOST={text}: write it as tcp://127.0.0.1:7070 or unix:///PATH"
             )),
         },
     }
@@ -198,6 +212,15 @@ mod tests {
         assert_eq!(endpoint_of(&state, &env("/a.sock", "/s", "tcp://h:1")), "/f/vmforkd.sock");
         let socket = RawGlobal { socket: Some("/b.sock".into()), ..Default::default() };
         assert_eq!(endpoint_of(&socket, &env("/a.sock", "/s", "tcp://h:1")), "/b.sock");
+    }
+
+    #[test]
+    fn downloads_are_kept_in_the_state_folder_unless_a_variable_names_another() {
+        let state = RawGlobal { state: Some("/s".into()), ..Default::default() };
+        let mut env = Environment::default();
+        assert_eq!(Global::new(&state, &env).unwrap().cache_dir, Path::new("/s/cache"));
+        env.cache = Some("/c".into());
+        assert_eq!(Global::new(&state, &env).unwrap().cache_dir, Path::new("/c"));
     }
 
     #[test]

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec, SpecError};
+use vmfork_guest_image::{Brought, ExtraFile, ImportOptions, Spec};
 
 use super::{misuse, value};
 use crate::args::{RawImage, RawImageBuild, RawImageImport};
-use crate::failure::{Misuse, with};
+use crate::failure::{Misuse, with_remedy};
 
 /// Name and contents of the image that is built when nothing is said.
 const DEFAULT_NAME: &str = "default";
@@ -92,7 +92,7 @@ fn extra_file(text: &str) -> Result<ExtraFile, Misuse> {
         Some((from, to)) if !from.is_empty() && to.starts_with('/') => {
             Ok(ExtraFile { from: from.into(), to: to.into(), mode: None })
         }
-        _ => misuse(format!("--file {text}: write it like FROM:TO, TO an absolute path")),
+        _ => misuse(format!("--file {text}: write it as FROM:TO, with an absolute path TO")),
     }
 }
 
@@ -110,7 +110,11 @@ fn import(raw: RawImageImport) -> Result<ImportConfig, Misuse> {
     let from = match (raw.kernel, raw.boot_disk) {
         (Some(kernel), _) => ImportFrom::Kernel { kernel, initrd: raw.initrd, root: raw.root },
         (None, Some(disk)) => ImportFrom::BootDisk(disk),
-        (None, None) => return misuse("neither --kernel nor --boot-disk was given".to_owned()),
+        (None, None) => {
+            return misuse(
+                "image import: no kernel and no disk; add --kernel or --boot-disk".to_owned(),
+            );
+        }
     };
     Ok(ImportConfig { name: name(raw.name)?, from, options })
 }
@@ -119,7 +123,7 @@ impl BuildConfig {
     /// The spec with what the command line adds to it.
     pub(crate) fn spec(&self) -> anyhow::Result<Spec> {
         let mut spec = match &self.spec_file {
-            Some(path) => Spec::read(path).map_err(with(SpecError::remedy))?,
+            Some(path) => Spec::read(path).map_err(with_remedy)?,
             None => serde_json::from_str(DEFAULT_SPEC)?,
         };
         spec.packages.extend(self.packages.iter().cloned());

@@ -1,5 +1,5 @@
-//! What `vmfork run` is to do. Whether its NAME is an image's or a snapshot's may be for the daemon to say, so the
-//! options are read as both, and what does not fit one of them is held against it only then.
+//! The options of `vmfork run`. Only the daemon may know whether NAME is an image or a snapshot, so
+//! the options are read as both, and the error of the wrong reading is dropped.
 
 use std::time::Duration;
 
@@ -55,17 +55,17 @@ pub(super) fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
     let image = match of_snapshots.as_slice() {
         [] => Ok(boot),
         given => {
-            misuse(format!("run: `{name}` is an image, and {} for snapshots only", are(given)))
+            misuse(format!("run: `{name}` is an image, but {} for snapshots only", are(given)))
         }
     };
     let snapshot = match of_images.as_slice() {
         [] if start.bound.is_zero() => misuse(format!(
-            "--timeout 0: `{name}` is a snapshot, and none of its VMs can be ready by then"
+            "--timeout 0: `{name}` is a snapshot, and no VM can be ready in time; use a longer time"
         )),
         [] => Ok(start),
         given => misuse(format!(
-            "run: `{name}` is a snapshot, and {} for images only: its VMs have the memory, the \
-             vCPUs and the accelerator that it was taken with",
+            "run: `{name}` is a snapshot, but {} for images only; a snapshot fixes the memory, the \
+             vCPUs and the accelerator of its VMs",
             are(given)
         )),
     };
@@ -81,7 +81,7 @@ pub(super) fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
     }
 }
 
-/// Those of the options given that say something about an image's VM alone.
+/// The given options that apply to images only.
 fn of_images(raw: &RawRun) -> Vec<&'static str> {
     let given = [
         (raw.memory.is_some(), "--memory"),
@@ -113,7 +113,7 @@ fn are(options: &[&str]) -> String {
 
 fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
     if let Some(cpus) = raw.cpus.filter(|cpus| !(1..=CPUS_MAX).contains(cpus)) {
-        return misuse(format!("--cpus {cpus}: a VM can have 1 to {CPUS_MAX}"));
+        return misuse(format!("--cpus {cpus}: out of range; use 1 to {CPUS_MAX}"));
     }
     let timeout = timeout(raw)?;
     let request = RunRequest {

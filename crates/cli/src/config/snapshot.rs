@@ -71,7 +71,9 @@ impl SnapshotAction {
             RawSnapshot::Export { snapshot, file } => {
                 let to = path(&file)?;
                 if to.is_none() && global.json {
-                    return misuse("snapshot export: with --json, name a file to write to");
+                    return misuse(
+                        "snapshot export: --json uses standard output; name a file for the snapshot",
+                    );
                 }
                 Self::Export { name: name(snapshot)?, to }
             }
@@ -100,7 +102,7 @@ fn one(raw: RawSnapshotName) -> Result<String, Misuse> {
 
 fn path(text: &str) -> Result<Option<PathBuf>, Misuse> {
     match text {
-        "" => misuse("an empty path"),
+        "" => misuse("snapshot: the path of the file is empty"),
         STREAM => Ok(None),
         path => Ok(Some(PathBuf::from(path))),
     }
@@ -108,7 +110,7 @@ fn path(text: &str) -> Result<Option<PathBuf>, Misuse> {
 
 fn not_empty(location: String) -> Result<String, Misuse> {
     if location.is_empty() {
-        return misuse("an empty location: name s3://BUCKET/PREFIX or a folder");
+        return misuse("the location is empty; use s3://BUCKET/PREFIX or a folder");
     }
     Ok(location)
 }

@@ -18,14 +18,14 @@ pub(super) fn name(name: String, what: &str) -> Result<String, Misuse> {
         return Ok(name);
     }
     misuse(format!(
-        "`{}` can't be a {what}: 1 to {NAME_BYTES_MAX} of a-z A-Z 0-9 . _ - are allowed, the first \
-         a letter or digit",
+        "`{}` is not a valid {what}: use 1 to {NAME_BYTES_MAX} of a-z A-Z 0-9 . _ -, starting with a \
+         letter or digit",
         crate::format::printable(&name)
     ))
 }
 
-/// How many VMs are to be started together, and their names if any were given: as many, and no two alike. `what` are
-/// they.
+/// How many VMs are to be started together, and their names if any were given: as many, and no two
+/// alike. `what` are they.
 pub(super) fn several(
     count: Option<u32>,
     names: Vec<String>,
@@ -34,10 +34,12 @@ pub(super) fn several(
     let given = u32::try_from(names.len()).unwrap_or(u32::MAX);
     let count = count.unwrap_or(given.max(1));
     if !(1..=COUNT_MAX).contains(&count) {
-        return misuse(format!("{count} {what}s: 1 to {COUNT_MAX} can be asked for"));
+        return misuse(format!("{count} {what}s: out of range; use 1 to {COUNT_MAX}"));
     }
     if given != 0 && given != count {
-        return misuse(format!("{given} names for {count} {what}s"));
+        return misuse(format!(
+            "{given} names for {count} {what}s: give one name for each, or none"
+        ));
     }
     let names = names
         .into_iter()
@@ -46,7 +48,7 @@ pub(super) fn several(
     let mut sorted: Vec<&String> = names.iter().collect();
     sorted.sort();
     if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        return misuse(format!("the name `{}` is given twice", twice[0]));
+        return misuse(format!("duplicate name `{}`: each name must be unique", twice[0]));
     }
     Ok((count, (!names.is_empty()).then_some(names)))
 }
@@ -60,14 +62,14 @@ pub(super) fn time(text: &str, option: &str) -> Result<Duration, Misuse> {
         "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
-        _ => return misuse(format!("{option} {text}: no unit `{unit}`; use ms, s, m or h")),
+        _ => return misuse(format!("{option} {text}: unknown unit `{unit}`; use ms, s, m or h")),
     };
     let seconds = match number.parse::<f64>() {
         Ok(number) if number >= 0.0 && number.is_finite() => number * scale,
-        _ => return misuse(format!("{option} {text}: not a time; write it like 500ms, 30s, 2m")),
+        _ => return misuse(format!("{option} {text}: not a time; write it as 500ms, 30s or 2m")),
     };
     if seconds > TIME_MAX.as_secs_f64() {
-        return misuse(format!("{option} {text}: longer than a week"));
+        return misuse(format!("{option} {text}: longer than a week; use at most 168h"));
     }
     Ok(Duration::from_secs_f64(seconds))
 }
@@ -78,7 +80,7 @@ pub(super) fn millis(time: Duration) -> u64 {
 
 /// Guest memory in MiB: `512`, `512M`, `512MiB`, `2G`, `1.5G`.
 pub(super) fn memory_mib(text: &str) -> Result<u64, Misuse> {
-    let bad = || Misuse(format!("--memory {text}: not a size; write it like 512, 512M, 2G"));
+    let bad = || Misuse(format!("--memory {text}: not a size; write it as 512, 512M or 2G"));
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let scale = match unit.to_ascii_lowercase().as_str() {
@@ -98,13 +100,13 @@ pub(super) fn memory_mib(text: &str) -> Result<u64, Misuse> {
         let digits: u64 = fraction.parse().map_err(|_| bad())?;
         let divisor = fraction.bytes().fold(1_u64, |product, _| product * 10);
         if !(digits * scale).is_multiple_of(divisor) {
-            return misuse(format!("--memory {text}: not a whole number of MiB"));
+            return misuse(format!("--memory {text}: not a whole number of MiB; round it"));
         }
         mib += digits * scale / divisor;
     }
     if !(64..=262_144).contains(&mib) || !mib.is_multiple_of(2) {
         return misuse(format!(
-            "--memory {text}: a VM can have 64 MiB to 262144 MiB (256 GiB), in steps of 2 MiB"
+            "--memory {text}: out of range; use 64 MiB to 262144 MiB (256 GiB), in steps of 2 MiB"
         ));
     }
     Ok(mib)

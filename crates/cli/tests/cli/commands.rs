@@ -239,7 +239,7 @@ fn hosts_that_do_not_answer_are_named_apart_from_the_document() {
         assert_eq!(part.code, Some(0), "{args:?}: {part:?}");
         let warnings: Vec<_> = part.stderr.lines().filter(|it| it.contains("warning")).collect();
         assert_eq!(warnings.len(), 1, "{args:?}: {part:?}");
-        assert!(warnings[0].starts_with("warning: no answer from h2, h3: "), "{args:?}: {part:?}");
+        assert!(warnings[0].starts_with("warning: no reply from h2, h3: "), "{args:?}: {part:?}");
         if !args.contains(&"--json") {
             assert_eq!(part.text(), whole.text(), "{args:?}");
         } else {
@@ -248,5 +248,48 @@ fn hosts_that_do_not_answer_are_named_apart_from_the_document() {
             };
             assert_eq!(vms(&part.text())[0]["name"], vms(&whole.text())[0]["name"]);
         }
+    }
+}
+
+#[test]
+fn a_tree_names_the_host_of_each_vm_in_a_cluster() {
+    let daemon = FakeDaemon::start();
+    let alone = daemon.run(&["tree"]);
+    assert!(!alone.text().contains("HOST"), "{alone:?}");
+    *daemon.seen.is_member.lock().unwrap() = true;
+    let ran = daemon.run(&["tree"]);
+    let text = ran.text();
+    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+    assert!(lines[0].ends_with("HOST"), "{ran:?}");
+    assert!(lines[1].starts_with("web ") && lines[1].ends_with(" h1"), "{ran:?}");
+    assert!(lines[2].starts_with("└─ web.1 ") && lines[2].ends_with(" h2"), "{ran:?}");
+    let document = daemon.json(&["tree"]);
+    assert_eq!(document["families"][0]["vm"]["host"], "h1");
+    assert_eq!(document["families"][0]["children"][0]["vm"]["host"], "h2");
+}
+
+#[test]
+fn a_poor_name_of_a_host_is_warned_of() {
+    let daemon = FakeDaemon::start();
+    let init = ["cluster", "init", "--address", "10.0.0.1:7072"];
+    let join = ["cluster", "join", "TOKEN", "--address", "10.0.0.1:7072"];
+    for (args, name, warning) in [
+        (&init[..], None, Some("is `debian`, a name that many hosts have")),
+        (&init, Some("VM"), Some("is `VM`, a name that many hosts have")),
+        (&init, Some("h1"), None),
+        (&join, None, Some("is `localhost.localdomain`, a name that many hosts have")),
+        (&join, Some("h1"), Some("is `h1`, the name of another member too")),
+        (&join, Some("h3"), None),
+    ] {
+        let named = name.map_or_else(Vec::new, |name| vec!["--name", name]);
+        let ran = daemon.run(&[args, &named].concat());
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        assert!(name.is_none_or(|name| ran.text().contains(name)), "{ran:?}");
+        let warned = warning.is_some_and(|text| {
+            ran.stderr.contains(&format!("warning: the name of this host in the cluster {text}"))
+                && ran.stderr.contains("--name NAME")
+        });
+        assert_eq!(warned, warning.is_some(), "{ran:?}");
+        assert_eq!(ran.stderr.contains("warning"), warning.is_some(), "{ran:?}");
     }
 }

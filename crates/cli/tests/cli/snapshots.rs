@@ -34,8 +34,8 @@ fn a_name_of_both_is_refused_until_a_switch_says_which() {
     assert_eq!((ran.code, ran.text().as_str()), (Some(2), ""), "{ran:?}");
     assert_eq!(
         ran.stderr,
-        "error: run: there is an image `both` and a snapshot `both`\n\n\
-         hint: say which one: --image or --snapshot\n"
+        "error: run: `both` is the name of an image and of a snapshot\n\n\
+         hint: choose one with --image or --snapshot\n"
     );
     assert!(!daemon.seen.has("run {") && !daemon.seen.has("start both"));
     assert_eq!(daemon.run(&["run", "both", "--image"]).code, Some(0));
@@ -51,13 +51,13 @@ fn options_of_the_other_kind_are_refused_once_the_kind_is_known() {
     assert_eq!(ran.code, Some(2), "{ran:?}");
     assert!(
         ran.stderr.starts_with(
-            "error: run: `warm` is a snapshot, and --memory and --accel are for images only"
+            "error: run: `warm` is a snapshot, but --memory and --accel are for images only"
         ),
         "{ran:?}"
     );
     let ran = daemon.run(&["run", "debian", "--prefetch", "none"]);
     assert_eq!(ran.code, Some(2), "{ran:?}");
-    assert!(ran.stderr.contains("`debian` is an image, and --prefetch is for snapshots only"));
+    assert!(ran.stderr.contains("`debian` is an image, but --prefetch is for snapshots only"));
     assert!(!daemon.seen.has("run {") && !daemon.seen.has("start "));
 }
 
@@ -70,13 +70,13 @@ fn a_name_of_neither_is_told_so_and_a_damaged_snapshot_is_not_taken_for_none() {
         (
             Some(1),
             "error: run `gone`\n  caused by: there is no image `gone`\n\n\
-             hint: `vmfork image ls` and `vmfork snapshot ls` list what can be run\n"
+             hint: list the names with `vmfork image ls` and `vmfork snapshot ls`\n"
         )
     );
     let ran = daemon.run(&["run", "torn"]);
     assert_eq!(ran.code, Some(1));
     assert!(ran.stderr.contains("cut off at byte 17"), "{ran:?}");
-    // Nobody was taken at a wrong word.
+    // No request was sent for it.
     assert!(!daemon.seen.has(r#"run {"image":"torn""#));
 }
 
@@ -177,11 +177,11 @@ fn ctrl_c_gives_up_what_is_waited_for_and_says_so() {
     for (i, (args, said)) in [
         (
             &["snapshot", "create", "web", "long", "--wait"][..],
-            "Gave up snapshot `long`: nothing of it is kept, `web` runs on\n",
+            "Cancelled snapshot `long`; `web` keeps running\n",
         ),
         (
             &["snapshot", "pull", "long", "s3://b/p", "--wait"],
-            "Gave up pulling `long`: `vmfork snapshot ls` shows what is here\n",
+            "Cancelled the pull of `long`; check it with `vmfork snapshot ls`\n",
         ),
     ]
     .into_iter()
@@ -279,11 +279,11 @@ fn damage_is_listed_and_fails() {
     let daemon = FakeDaemon::start();
     let ran = daemon.run(&["snapshot", "verify", "warm"]);
     assert_eq!((ran.code, ran.text().as_str()), (Some(0), ""), "{ran:?}");
-    assert_eq!(ran.stderr, "`warm` is whole (64 MiB read, 840 chunks)\n");
+    assert_eq!(ran.stderr, "`warm` is intact (64 MiB read, 840 chunks)\n");
     let ran = daemon.run(&["snapshot", "verify", "pulled"]);
     assert_eq!(ran.code, Some(0));
-    let text = "`pulled` is whole as far as it is here (64 MiB read, 840 chunks)\n\
-                12 chunks more not read: not here yet, but where it is pulled from\n";
+    let text = "`pulled` is intact as far as it has arrived (64 MiB read, 840 chunks)\n\
+                12 chunks not checked: they have not arrived from the source of the pull\n";
     assert_eq!(ran.stderr, text);
     let ran = daemon.run(&["snapshot", "verify", "torn"]);
     assert_eq!(ran.code, Some(1));
@@ -360,7 +360,7 @@ fn an_import_sends_the_file_or_standard_input_and_names_what_came() {
     let document: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
     assert_eq!(document["snapshots"][0]["name"], "warm");
     let ran = run(daemon.command(&["snapshot", "import", "-"]), b"other");
-    assert_eq!(ran.stderr, "All of - was in the store already\n", "{ran:?}");
+    assert_eq!(ran.stderr, "- is already in the store\n", "{ran:?}");
     // Refused with most of it still on its way: the answer is told, not the broken pipe.
     let mut foreign = b"no snapshot".to_vec();
     foreign.resize(20 << 20, 0);
@@ -389,8 +389,8 @@ fn stores_are_named_by_url_or_by_a_path_from_the_root() {
     assert_eq!(
         ran.stderr,
         format!(
-            "`hot` can be started; its pages still come from {}: `vmfork snapshot ls` shows how \
-             far they are\n",
+            "`hot` can be started; its pages still arrive from {}; see the progress with \
+             `vmfork snapshot ls`\n",
             location.display()
         )
     );
@@ -409,7 +409,7 @@ fn a_profile_is_shown_and_forgotten() {
     let document = daemon.json(&["snapshot", "profile", "show", "warm"]);
     assert_eq!(document["clusters"][0]["pages"], 512);
     let ran = daemon.run(&["snapshot", "profile", "reset", "warm"]);
-    assert_eq!(ran.stderr, "Forgot what VMs of `warm` touch first\n");
+    assert_eq!(ran.stderr, "Deleted the record of the pages that VMs of `warm` touch first\n");
     assert!(daemon.seen.has("reset warm"));
     assert_eq!(daemon.run(&["snapshot", "profile", "reset", "nope"]).code, Some(1));
 }

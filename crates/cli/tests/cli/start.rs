@@ -44,8 +44,8 @@ impl Install {
         std::fs::create_dir(&bin).unwrap();
         let text = dir.path().join("text");
         std::fs::write(&text, vmforkd).unwrap();
-        // Not by ourselves: a program that another test starts meanwhile would inherit the fd for a moment, and a
-        // file that somebody may write to can't be run.
+        // Not by ourselves: a program that another test starts meanwhile would inherit the fd for a
+        // moment, and a file that is open for writing can't be run.
         let install = |from: &Path, name: &str| {
             let mut command = Command::new("install");
             assert!(
@@ -90,7 +90,7 @@ fn without_a_daemon_and_leave_to_start_one_the_command_fails() {
     let socket = socket(state.path()).display().to_string();
     assert!(ran.stderr.starts_with(&format!("error: no daemon answers at {socket}\n")), "{ran:?}");
     assert!(ran.stderr.contains("  caused by: No such file or directory"), "{ran:?}");
-    assert!(ran.stderr.contains("\nhint: `vmfork daemon start` starts one"), "{ran:?}");
+    assert!(ran.stderr.contains("\nhint: start it with `vmfork daemon start`, "), "{ran:?}");
     // A socket that nobody listens on any more is the same.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let ran = run(command(state.path(), &["ps", "--no-start"]), b"");
@@ -178,8 +178,8 @@ fn a_daemon_that_ends_at_once_is_told_by_its_last_words() {
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(
         ran.stderr.starts_with(
-            "error: vmforkd ended at once (exit status: 3)\n  caused by: starting\n             \
-             no userfaultfd: permission denied\n\nhint: the whole log is in "
+            "error: vmforkd exited during its start (exit status: 3)\n  caused by: starting\n             \
+             no userfaultfd: permission denied\n\nhint: see the whole log in "
         ),
         "{ran:?}"
     );

@@ -131,7 +131,7 @@ fn a_console_passes_keys_until_the_escape() {
     wait_until("the keys come back", || terminal.shows("root\x03\r"));
     terminal.press(b"x\x1dy");
     assert_eq!(ends(&mut child), Some(0));
-    wait_until("it says good-bye", || terminal.shows("Left the console of `web`"));
+    wait_until("it says good-bye", || terminal.shows("Detached from the console of `web`"));
     assert!(!terminal.is_raw());
 }
 
@@ -147,7 +147,7 @@ fn the_escape_leaves_a_console_whose_output_nobody_takes() {
     let _ = rustix::event::poll(&mut [], Some(&pause)); // the pipe fills
     terminal.press(b"\x1d");
     assert_eq!(ends(&mut child), Some(0));
-    wait_until("it says good-bye", || terminal.shows("Left the console of `flood`"));
+    wait_until("it says good-bye", || terminal.shows("Detached from the console of `flood`"));
     assert!(!terminal.is_raw());
 }
 
@@ -197,7 +197,7 @@ fn a_snapshot_that_is_waited_for_shows_how_far_it_is() {
     wait_until("the bar is there", || terminal.shows("42.00 MiB/100.00 MiB"));
     send(child.id(), Signal::INT);
     assert_eq!(ends(&mut child), Some(130));
-    wait_until("it is told", || terminal.shows("Gave up snapshot `long`"));
+    wait_until("it is told", || terminal.shows("Cancelled snapshot `long`"));
 }
 
 #[test]

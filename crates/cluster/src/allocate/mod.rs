@@ -1,17 +1,18 @@
 //! Who gives room to whom: n clones asked for, m ≤ n places on named hosts.
 //!
 //! ```text
-//!   Ask ──► Allocator ──► which hosts, up to how many on each ──► Plan ──► each host grants, by its own books
+//!   Ask ──► Allocator ──► which hosts, up to how many on each ──► Plan ──► each host grants
 //!             ├── BuiltIn: all hosts, by what they told
 //!             └── Slurm: a job, the nodes that it has
 //! ```
 //!
-//! Only a host itself knows what it has free, and only it gives that away, in leases that end by themselves if they are not
-//! used: a [`Plan`] is a guess, by what hosts last told, whom to ask for how much. So any host may allocate, two may at once,
-//! and what is promised is never more than there is. What users may have is for each host to find out when it grants
-//! ([`Counts`]).
+//! Only a host itself knows what it has free, and only it gives that away, by its own books. It
+//! does so in leases, which expire if they are not used. A [`Plan`] is a guess which hosts to ask
+//! for how much, by what they last reported. So any host may allocate, also two at once, and no
+//! host promises more than it has. Each host checks users' quotas when it grants ([`Counts`]).
 //!
-//! Left to others: asking hosts, what a clone needs and a host has, starting anything (the daemon's).
+//! Left to others: asking hosts, what a clone needs and a host has, starting anything (the
+//! daemon's).
 
 mod plan;
 mod quota;
@@ -28,7 +29,8 @@ use crate::slurm::CommandError;
 pub use plan::{HostView, Plan, Policy};
 pub use quota::{Amount, Bounds, Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
 
-/// Most places that one ticket can have: a bound for what plans compute, ten times what 1024 hosts were made for.
+/// Most places that one ticket can have: a bound for what plans compute, ten times what 1024 hosts
+/// were made for.
 pub const PLACES_MAX: u32 = 65_536;
 
 /// What a future of a trait object is.

@@ -16,7 +16,8 @@ pub enum Policy {
     /// On all hosts, each by what it has free: most cores for a parallel job.
     #[default]
     Spread,
-    /// On as few as can be; first where the parent is, then where others of its family are: least to send.
+    /// On as few as can be; first where the parent is, then where others of its family are: least
+    /// to send.
     Pack,
 }
 
@@ -41,7 +42,8 @@ impl HostView {
     }
 }
 
-/// A plan for one ticket: ask those whom [`Plan::next_asks`] names, tell what they granted, until it names nobody any more.
+/// A plan for one ticket. Ask the hosts that [`Plan::next_asks`] names and report what they
+/// granted, until it names none.
 ///
 /// A host that grants less than it was asked for is not asked again, so that it ends.
 #[derive(Debug, Clone)]
@@ -112,8 +114,9 @@ impl Plan {
         self.wanted.saturating_sub(self.granted).saturating_sub(asked)
     }
 
-    /// Whom to ask now for how many, besides those who were asked already; each at most once at a time. Empty if all is
-    /// granted or asked for, or nobody has anything left; once all have answered, that is the end.
+    /// Which hosts to ask now, and for how many, besides those in flight. A host has at most one
+    /// request at a time. Empty if all is granted or asked for, or no host has anything left. Once
+    /// all have answered, that is the end.
     pub fn next_asks(&mut self) -> Vec<(HostId, u32)> {
         let missing = self.missing();
         let mut shares = match self.policy {
@@ -136,7 +139,8 @@ impl Plan {
         open.map(|(id, it)| (*id, it))
     }
 
-    /// One after the other to whoever is filled least by this ticket, as a share of what it could have.
+    /// One after the other, each to the host that this ticket fills least, as a share of what it
+    /// could have.
     fn spread(&self, missing: u32) -> BTreeMap<HostId, u32> {
         let fill = |given: u32, places: u32| (u64::from(given) << 32) / u64::from(places.max(1));
         let places = |it: &Candidate| it.granted + it.left;
@@ -158,7 +162,8 @@ impl Plan {
         shares
     }
 
-    /// The nearest first; of those as near, the smallest that can have all of the rest, or else the largest.
+    /// The nearest first; of those as near, the smallest that can have all of the rest, or else the
+    /// largest.
     fn pack(&self, missing: u32) -> BTreeMap<HostId, u32> {
         let mut open: Vec<(HostId, &Candidate)> = self.open().collect();
         let mut shares = BTreeMap::new();
@@ -298,7 +303,7 @@ mod tests {
         plan.on_granted(host(2), 1000);
         assert_eq!((plan.granted(), shares(&mut plan)), (9, vec![]));
         plan.on_granted(host(2), 5);
-        assert_eq!(plan.granted(), 9, "nobody asked");
+        assert_eq!(plan.granted(), 9, "not asked for");
     }
 
     #[test]

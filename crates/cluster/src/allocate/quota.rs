@@ -1,13 +1,14 @@
 //! What a user may have in the whole cluster.
 //!
 //! ```text
-//!   a host: VMs are to be admitted ── QuotaAsk ──► the user's keeper: Counts::take ──► so many may be
+//!   a host: VMs to admit ── QuotaAsk ──► the user's keeper: Counts::take ──► how many it may admit
 //!           what it has of each user ── Tally, with every heartbeat ──► all hosts: Counts::heard
 //! ```
 //!
-//! One host counts for each user, the one that [`keeper_of`] names: it gives out what others have not, and takes down at
-//! once what it gave. All hosts hear what each has of whom, so that any can be the next keeper. So users never get beyond
-//! their quota, whoever asks when, as long as there is one keeper: one that has just become it first hears all others.
+//! [`keeper_of`] names the one host that counts for a user. It gives out what other hosts do not
+//! have, and records at once what it gave. All hosts hear what each has of each user, so that any
+//! can be the next keeper. So no user gets beyond the quota, on any host and in any order, as long
+//! as there is one keeper. A new keeper first hears all others.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,9 +20,10 @@ use crate::room::Room;
 /// Most users of whom a host may tell. Each costs some 100 bytes.
 const USERS_MAX: usize = 4096;
 
-/// The host that counts what a user has: every member finds the same one, and if members come or go, few users get
-/// another. Highest random weight, or rendezvous, hashing (Thaler and Ravishankar, "Using name-based mappings to increase
-/// hit rates", IEEE/ACM Transactions on Networking 6 (1), 1998).
+/// The host that counts what a user has: every member finds the same one, and if members come or
+/// go, few users get another. Highest random weight, or rendezvous, hashing (Thaler and
+/// Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on
+/// Networking 6 (1), 1998).
 ///
 /// Of `members` those that are not gone should be given.
 pub fn keeper_of(user: &str, members: impl IntoIterator<Item = HostId>) -> Option<HostId> {
@@ -45,7 +47,7 @@ impl Amount {
     pub const ALL: Self =
         Self { vms: u32::MAX, room: Room { memory_bytes: u64::MAX, vcpus: u32::MAX } };
 
-    /// So many VMs of one shape.
+    /// `count` VMs of one shape.
     #[must_use]
     pub fn of(count: u32, shape: Room) -> Self {
         Self { vms: count, room: shape.times(count) }
@@ -272,7 +274,7 @@ mod tests {
         counts.heard(host(1), &Tally { life: 1, number: 12, ..Tally::default() });
         counts.heard(host(1), &tally(11, 6));
         assert_eq!(counts.take(host(2), &ask(3, 5, 9), TEN).count, 5, "what has ended since");
-        // A daemon that begins anew has nothing.
+        // A daemon that was restarted has nothing.
         counts.heard(host(1), &Tally { life: 2, ..Tally::default() });
         assert_eq!(counts.take(host(2), &ask(4, 9, 9), TEN).count, 1);
     }
@@ -326,8 +328,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes when, and however many tallies are lost or late: no user gets beyond the quota; and what has ended
-        /// can be had again once that is told.
+        /// No user gets beyond the quota, in any order of events and with any number of tallies
+        /// lost or late. What has ended is available again once its end is reported.
         #[test]
         fn no_take_goes_beyond_the_quota(
             steps in prop::collection::vec((0..3usize, 0..5u8, 1..8u32, any::<prop::sample::Index>()), 1..80),

@@ -1,14 +1,16 @@
 //! Keys and certificates: the cluster's own authority, each host's identity, and TLS with them.
 //!
 //! ```text
-//!   Authority ── certify ──► certificate of HOSTID.vmfork.internal ──► Identity ──► Tls ──► ServerConfig, ClientConfig
-//!       ▲                                                                            │
-//!   every member has its key: any can admit                           Roster: who is a member now
+//!   Authority ── certify ──► certificate of HOSTID.vmfork.internal ──► Identity ──► Tls
+//!       ▲                                                                            ▲
+//!   every member has its key: any can admit              Roster: who is a member now ┘
+//!
+//!   Tls ──► ServerConfig, ClientConfig
 //! ```
 //!
-//! A certificate of the authority is not enough: its fingerprint must be a member's, at the moment of the handshake. So
-//! certificates need not expire and need no revocation lists; a host that left has the authority's key, and gains
-//! nothing by it.
+//! A certificate of the authority is not enough: its fingerprint must be a member's, at the moment
+//! of the handshake. So certificates need not expire and need no revocation lists; a host that left
+//! has the authority's key, and gains nothing by it.
 //!
 //! Keys are ECDSA on P-256, from `aws-lc-rs`.
 
@@ -255,7 +257,8 @@ impl HostKey {
     pub fn signing_request(&self) -> Result<Vec<u8>, KeyError> {
         let request = host_params(self.host)
             .and_then(|mut params| {
-                // rcgen reads no request that asks for more than names, and the authority decides the rest anyhow.
+                // rcgen reads no request that asks for more than names, and the authority decides
+                // the rest anyhow.
                 params.key_usages.clear();
                 params.extended_key_usages.clear();
                 params.is_ca = IsCa::NoCa;

@@ -19,7 +19,8 @@ use super::{Authority, Identity, KeyError, provider};
 use crate::id::{Fingerprint, HostId};
 use crate::roster::Roster;
 
-/// What a newcomer asks for (ALPN), which needs no certificate. Members ask for other protocols, which need one.
+/// What a newcomer asks for (ALPN), which needs no certificate. Members ask for other protocols,
+/// which need one.
 pub const JOIN_PROTOCOL: &[u8] = b"vmfork-join/1";
 
 /// Why the certificate of a peer was refused, though it may be the cluster's.
@@ -46,7 +47,8 @@ impl From<PeerError> for Error {
 }
 
 impl PeerError {
-    /// The reason that a failed handshake has from here, whose own text shows no more than its fields.
+    /// The reason that a failed handshake has from here, whose own text shows no more than its
+    /// fields.
     pub fn of(error: &Error) -> Option<&Self> {
         match error {
             Error::InvalidCertificate(CertificateError::Other(OtherError(it))) => it.downcast_ref(),
@@ -57,8 +59,8 @@ impl PeerError {
 
 /// Makes the settings of connections.
 ///
-/// No session is ever resumed: that would skip the look at the certificate, and a host that left could go on with
-/// an old session.
+/// No session is ever resumed: that would skip the look at the certificate, and a host that left
+/// could go on with an old session.
 #[derive(Debug, Clone)]
 pub struct Tls {
     identity: Identity,
@@ -89,7 +91,8 @@ impl Tls {
         &self.identity
     }
 
-    /// For connections of members, which may ask for one of these protocols (ALPN, the first in this list that both know).
+    /// For connections of members, which may ask for one of these protocols (ALPN, the first in
+    /// this list that both know).
     ///
     /// # Errors
     /// TLS can't be set up.
@@ -101,8 +104,8 @@ impl Tls {
         self.finish_server(config, protocols)
     }
 
-    /// For connections of who wants to join: nobody has to show a certificate, and no protocol but [`JOIN_PROTOCOL`] is
-    /// spoken. Choose it by [`Tls::wants_to_join`].
+    /// For connections of hosts that want to join: no certificate is asked for, and no protocol but
+    /// [`JOIN_PROTOCOL`] is spoken. Choose it by [`Tls::wants_to_join`].
     ///
     /// # Errors
     /// TLS can't be set up.
@@ -129,13 +132,14 @@ impl Tls {
         Ok(Arc::new(config))
     }
 
-    /// Whether a client that has just said hello asks for [`JOIN_PROTOCOL`]: it gets [`Tls::join_server`].
+    /// Whether a client that has just said hello asks for [`JOIN_PROTOCOL`]: it gets
+    /// [`Tls::join_server`].
     pub fn wants_to_join(hello: &ClientHello<'_>) -> bool {
         hello.alpn().is_some_and(|mut protocols| protocols.any(|it| it == JOIN_PROTOCOL))
     }
 
-    /// For connections to members, for this protocol. Which member is wanted says the server name of each connection,
-    /// [`HostId::server_name`]; nobody else is accepted.
+    /// For connections to members, for this protocol. The server name of each connection,
+    /// [`HostId::server_name`], says which member is wanted; no other is accepted.
     ///
     /// # Errors
     /// TLS can't be set up.
@@ -155,7 +159,8 @@ impl Tls {
     }
 
     /// Which member is at the other end of a connection whose handshake is done: by
-    /// `rustls::CommonState::peer_certificates`. `None` if it has left since, or showed no certificate.
+    /// `rustls::CommonState::peer_certificates`. `None` if it has left since, or showed no
+    /// certificate.
     pub fn peer(&self, certificates: Option<&[CertificateDer<'_>]>) -> Option<HostId> {
         let shown = Fingerprint::of(certificates?.first()?);
         self.members.roster.member_by_fingerprint(shown)
@@ -167,7 +172,8 @@ fn finish_client(config: &mut ClientConfig, protocol: &[u8]) {
     config.resumption = Resumption::disabled();
 }
 
-/// Checks that the identity's certificate is the authority's for its host; returns who checks that of others.
+/// Checks that the identity's certificate is the authority's for its host; returns who checks that
+/// of others.
 pub(crate) fn check_certified(
     identity: &Identity,
     authority: &Authority,

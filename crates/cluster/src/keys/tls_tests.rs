@@ -168,14 +168,14 @@ fn a_listed_fingerprint_alone_opens_nothing() {
     client.alpn_protocols.clone_from(&own.alpn_protocols);
     client.client_auth_cert_resolver = Arc::clone(&own.client_auth_cert_resolver);
     refusal(&Arc::new(client), first.id, &server);
-    // Where nobody has to show a certificate, for the same reason.
+    // Where no certificate is asked for, for the same reason.
     let server = stranger.tls.join_server().expect("set up");
     let client = first.tls.client(JOIN_PROTOCOL).expect("set up");
     refusal(&client, stranger.id, &server);
 }
 
 #[test]
-fn the_host_that_was_wanted_answers_or_nobody() {
+fn the_host_that_was_wanted_answers_or_none() {
     let (first, second, _) = pair();
     // The first's own connection to the second's address ends at the first.
     let server = first.tls.server(&[CONTROL]).expect("set up");

@@ -11,7 +11,8 @@ pub const HOST_NAME_BYTES_MAX: usize = 63;
 /// Longest host part of an address: that of a DNS name.
 const ADDRESS_HOST_BYTES_MAX: usize = 253;
 
-/// Whether a host takes part. Later is greater: of two sayings of one incarnation, the greater stands.
+/// Whether a host takes part. Later is greater: of two sayings of one incarnation, the greater
+/// stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HostState {
@@ -60,19 +61,29 @@ pub struct Entry {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EntryError {
     #[error(
-        "`{name}` is no name of a host: 1 to {HOST_NAME_BYTES_MAX} of a-z A-Z 0-9 . _ -, the first a letter or digit"
+        "`{name}` is not a valid host name: use 1 to {HOST_NAME_BYTES_MAX} of a-z A-Z 0-9 . _ -, starting with a letter or digit"
     )]
     Name { name: String },
-    #[error(
-        "`{address}` is no address of a host: {why}; it looks like `host:port` or `[ipv6]:port`"
-    )]
+    #[error("`{address}` is not a valid host address: {why}; use `host:port` or `[ipv6]:port`")]
     Address { address: String, why: &'static str },
 }
 
+impl EntryError {
+    /// What the user can do about it, one line.
+    #[must_use]
+    pub fn remedy(&self) -> &'static str {
+        match self {
+            Self::Name { .. } => "give this host a name with `--name`",
+            Self::Address { .. } => "give an address that the other hosts reach with `--address`",
+        }
+    }
+}
+
 impl Entry {
-    /// Whether `self` replaces `other`, of the same host: what says that it left, then the higher incarnation, then,
-    /// since it must be one of them and everywhere the same, the greater by state and the rest. A total order, so that
-    /// the greatest of any sayings is the same in whatever order they come, and however often.
+    /// Whether `self` replaces `other`, of the same host. An entry that says that the host left
+    /// wins, then the higher incarnation. Otherwise the greater by state and the rest wins, since
+    /// every host must choose the same one. This is a total order: the greatest of any entries is
+    /// the same in whatever order they come, and however often.
     pub(super) fn supersedes(&self, other: &Self) -> bool {
         fn key(entry: &Entry) -> (bool, u64, HostState, &Fingerprint, &str, &str) {
             let Entry { id: _, name, address, fingerprint, state, incarnation } = entry;
@@ -146,7 +157,7 @@ mod tests {
         let error = check_address("a:0").expect_err("no port").to_string();
         assert_eq!(
             error,
-            "`a:0` is no address of a host: its port is not one of 1 to 65535; it looks like `host:port` or `[ipv6]:port`"
+            "`a:0` is not a valid host address: its port is not one of 1 to 65535; use `host:port` or `[ipv6]:port`"
         );
     }
 

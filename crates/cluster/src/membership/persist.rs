@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::{Entry, EntryError, HOSTS_MAX, Membership};
 use crate::id::HostId;
 
-/// What a file of this layout begins with. What is added later as optional fields does not change it.
+/// What a file of this layout begins with. What is added later as optional fields does not change
+/// it.
 const FORMAT: &str = "vmfork-members/1";
 
 #[derive(Serialize, Deserialize)]

@@ -63,7 +63,7 @@ fn hosts_come_and_go_and_errors_name_them() {
     assert_eq!(error.to_string(), "host id 0000000000000002 is in the cluster already, as `h2`");
     assert_eq!(book.find("h3").expect("there").id, host(3));
     assert_eq!(book.find("0000000000000003").expect("there").id, host(3));
-    let error = book.find("h9").expect_err("nobody").to_string();
+    let error = book.find("h9").expect_err("no such host").to_string();
     assert_eq!(error, "no host `h9` in the cluster");
 
     assert_eq!(book.drain(host(2), at(1)), Ok(true));
@@ -411,8 +411,9 @@ proptest! {
     }
 
     #[test]
-    fn who_hear_each_other_come_to_agree_and_nobody_comes_back(steps in steps(), admits in any::<bool>()) {
-        // Hosts 1 to 4 run; 5 is in the book from the start, and is silent, as those that are admitted.
+    fn who_hear_each_other_come_to_agree_and_none_comes_back(steps in steps(), admits in any::<bool>()) {
+        // Hosts 1 to 4 run; 5 is in the book from the start, and is silent, as those that are
+        // admitted.
         let first = book(5);
         let mut nodes: Vec<Membership> =
             (1..=NODES as u64).map(|id| book_of(&first, id)).collect();
@@ -441,7 +442,7 @@ proptest! {
                 Step::Move(a, to) => {
                     nodes[a].set_own_address(&format!("moved{to}:1"), now).expect("good");
                 }
-                // Nobody is forgotten before all have agreed, and these never do.
+                // No host is forgotten before all have agreed, and these never do.
                 Step::Admit(..) if !admits => {}
                 Step::Admit(a, name) => {
                     next_id += 1;
@@ -488,6 +489,6 @@ fn a_host_is_told_that_it_is_removed_before_it_is() {
     let (answer, merged) = second.on_heartbeat(host(1), &told, None, at(1)).expect("a member's");
     assert!(merged.removed && second.has_left());
     assert_eq!(answer.digest, told.digest, "they agree on who is left");
-    let error = first.heartbeat_of_removal(host(9), at(1)).expect_err("nobody");
+    let error = first.heartbeat_of_removal(host(9), at(1)).expect_err("no such host");
     assert_eq!(error.to_string(), "no host `0000000000000009` in the cluster");
 }

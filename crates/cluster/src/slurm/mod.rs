@@ -3,18 +3,19 @@
 //! ```text
 //!   hold:    scontrol show nodes ──► how many could be had
 //!            salloc --no-shell   ──► job: fewer and fewer, until it is granted at once
-//!            scontrol show job   ──► so many places on these nodes; then each host grants, by its own books
+//!            scontrol show job   ──► how many places on which nodes; then each host grants
 //!   ended:   scontrol show job: TIMEOUT, CANCELLED, NODE_FAIL, …
 //!   release: scancel
 //! ```
 //!
-//! Slurm keeps the site's quotas, priorities and time limits, and others' jobs off the nodes; hosts still grant by their
-//! own books, so that what it does not know (memory that snapshots use) is never promised twice. A node is the member of the
-//! cluster that has its `NodeName` as its name. A clone is a task, or several are ([`Settings::clones_per_task`]), since
-//! Slurm counts cores and vmfork counts CPUs that mostly wait.
+//! Slurm keeps the site's quotas, priorities and time limits, and other jobs off the nodes. Hosts
+//! still grant by their own books, so that what Slurm does not know (memory that snapshots use) is
+//! never promised twice. A node is the member of the cluster that has its `NodeName` as its name.
+//! One clone is a task, or several clones are ([`Settings::clones_per_task`]): Slurm counts cores,
+//! vmfork counts CPUs that mostly wait.
 //!
-//! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs of a daemon that died are known
-//! by their names.
+//! Nothing runs in the job: `--no-shell` holds it until it is cancelled or its time is over. Jobs
+//! of a daemon that died are known by their names.
 //!
 //! Left to others: when a job is not needed any more, and what happens to clones whose job ended.
 
@@ -42,7 +43,8 @@ pub use commands::{CommandError, Commands, Output, System};
 const ENGINE: &str = "Slurm";
 /// Most reasons that are told: who reads them wants to know what is wrong, not a list of all hosts.
 const REASONS_MAX: usize = 8;
-/// Most jobs that are asked for at a time; others wait for their turn. Programs in guests may ask for many.
+/// Most jobs that are asked for at a time; others wait for their turn. Programs in guests may ask
+/// for many.
 const ASKS_MAX: usize = 16;
 
 /// What the site says.
@@ -54,7 +56,8 @@ pub struct Settings {
     pub account: Option<String>,
     /// After which Slurm ends the job; the partition's if `None`.
     pub time_limit_min: Option<u32>,
-    /// How long `salloc` may wait for resources before less is asked for. Schedulers look every few seconds.
+    /// How long `salloc` may wait for resources before less is asked for. Schedulers look every few
+    /// seconds.
     pub patience_s: u32,
     /// Clones for each task. A task has as many of Slurm's CPUs as a clone has virtual ones.
     pub clones_per_task: u32,
@@ -149,7 +152,8 @@ impl Slurm {
         if output.success { Ok(output.stdout) } else { Err(failed(program, &output)) }
     }
 
-    /// How many tasks could be had on all nodes together if nobody else asked, up to `most`; and the nodes that are of no use.
+    /// How many tasks all nodes together could take if there were no other requests, up to `most`;
+    /// and the nodes that are of no use.
     async fn estimate(
         &self,
         task: Task,
@@ -227,7 +231,7 @@ impl Slurm {
         arguments
     }
 
-    /// A job of up to so many tasks.
+    /// A job of up to `most` tasks.
     async fn salloc(
         &self,
         ask: &Ask,
@@ -386,7 +390,8 @@ impl Allocator for Slurm {
     fn ended<'a>(&'a self, job: &'a str) -> Boxed<'a, Result<Option<String>, AllocateError>> {
         Box::pin(async move {
             Ok(match self.job(number(job)?).await? {
-                // One that waits was left by a daemon that died while it asked: it may still get its nodes.
+                // One that waits was left by a daemon that died while it asked: it may still get
+                // its nodes.
                 Some(it) if parse::holds_nodes(&it.state) || it.state == "PENDING" => None,
                 Some(it) if it.reason == "None" => {
                     Some(format!("Slurm ended job {job}: {}", it.state))

@@ -121,7 +121,7 @@ impl Commands for Script {
         let next = self.answers.lock().expect("whole").pop_front();
         let line = format!("{program} {}", arguments.join(" "));
         self.said.lock().expect("whole").push(line.clone());
-        let (wanted, answer) = next.unwrap_or_else(|| panic!("nobody thought of `{line}`"));
+        let (wanted, answer) = next.unwrap_or_else(|| panic!("not expected: `{line}`"));
         assert_eq!(program, wanted, "{line}");
         Box::pin(async move {
             let output = |success, out: &str, err: &str| {
@@ -212,7 +212,7 @@ async fn less_is_asked_for_until_it_is_granted() {
 }
 
 #[tokio::test]
-async fn a_job_that_nobody_can_use_is_cancelled() {
+async fn a_job_of_no_use_is_cancelled() {
     use Answer::{Fails, Hangs, Prints};
     let nodes = ("scontrol", Prints(text("nodes")));
     let granted = || ("salloc", Prints(text("granted")));
@@ -236,7 +236,7 @@ async fn a_job_that_nobody_can_use_is_cancelled() {
     assert!(error.contains("Unable to contact"), "{error}");
     assert_eq!(said(&script).pop().as_deref(), Some("scancel 1"));
 
-    // Nobody knows whether it was granted.
+    // It is not known whether it was granted.
     let script =
         vec![("scontrol", Prints(text("nodes"))), ("salloc", Hangs), ("scancel", Prints(""))];
     let (it, script) = slurm(script);

@@ -38,7 +38,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::HostView;
-use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Store, StoreError};
+use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store, StoreError};
 
 use super::client::{CallError, Peer};
 use super::descriptor::Order;

@@ -10,8 +10,8 @@ use vmfork_api::{
 };
 use vmfork_cluster::membership::HostState as Stands;
 use vmfork_cluster::{
-    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinToken, Liveness, MemberError,
-    Membership, Newcomer, Opened, Tokens,
+    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinError, JoinToken, Liveness,
+    MemberError, Membership, Newcomer, Opened, Tokens,
 };
 
 use super::Cluster;
@@ -231,8 +231,7 @@ impl Cluster {
         let _turn = self.turn.lock().await;
         self.in_none(INIT)?;
         let name = request.name.unwrap_or_else(host_name);
-        let keys = Keys::init(&name, &request.address)
-            .map_err(|error| ErrorBody::new(ErrorCode::BadRequest, INIT).cause(chain(&error)))?;
+        let keys = Keys::init(&name, &request.address).map_err(|error| refused(INIT, &error))?;
         self.become_member(keys, INIT).await
     }
 
@@ -246,8 +245,8 @@ impl Cluster {
             bad(&error).remedy("`vmfork cluster token` on a member prints one, for one host")
         })?;
         let name = request.name.unwrap_or_else(host_name);
-        let newcomer =
-            Newcomer::new(token, &name, &request.address).map_err(|error| bad(&error))?;
+        let newcomer = Newcomer::new(token, &name, &request.address)
+            .map_err(|error| refused(JOINING, &error))?;
         let peer = Peer {
             name: newcomer.address().to_owned(),
             address: newcomer.address().to_owned(),
@@ -318,6 +317,15 @@ fn found(life: &Life, request: &ClusterHostRequest) -> Result<HostId, MemberErro
         Some(host) => book.find(host).map(|entry| entry.id),
         None => Ok(book.own()),
     })
+}
+
+fn refused(message: &str, error: &JoinError) -> ErrorBody {
+    ErrorBody {
+        code: ErrorCode::BadRequest,
+        message: message.to_owned(),
+        cause: Some(chain(error)),
+        remedy: error.remedy().map(ToOwned::to_owned),
+    }
 }
 
 fn no_host(message: &str, error: &MemberError) -> ErrorBody {

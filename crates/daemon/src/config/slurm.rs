@@ -1,4 +1,4 @@
-//! Which allocator, and how Slurm is asked.
+//! The choice of the allocator, and the settings of Slurm.
 
 use std::collections::BTreeMap;
 
@@ -7,54 +7,55 @@ use vmfork_cluster::slurm::Settings;
 
 use super::ConfigError;
 
-/// Who says which hosts clones may have.
+/// What chooses the hosts of clones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum AllocatorKind {
-    /// The hosts themselves, by what they have left
+    /// vmfork, by the free capacity of each host
     #[default]
     BuiltIn,
-    /// Slurm: a job holds the nodes, for as long as there are clones
+    /// Slurm: a job holds the nodes while clones exist
     Slurm,
 }
 
 /// The flags as given.
 #[derive(Debug, Clone, Args)]
 pub struct AllocatorFlags {
-    /// Who says which hosts of the cluster clones may have
+    /// What chooses the hosts of clones in a cluster
     #[arg(long, value_name = "WHO", env = "VMFORK_ALLOCATOR", value_enum, default_value_t)]
     pub allocator: AllocatorKind,
 
-    /// Partition of Slurm's jobs [default: Slurm's]
+    /// Partition of Slurm jobs [default: that of Slurm]
     #[arg(long, value_name = "NAME", env = "VMFORK_SLURM_PARTITION")]
     pub slurm_partition: Option<String>,
 
-    /// Account of Slurm's jobs [default: Slurm's]
+    /// Account of Slurm jobs [default: that of Slurm]
     #[arg(long, value_name = "NAME", env = "VMFORK_SLURM_ACCOUNT")]
     pub slurm_account: Option<String>,
 
-    /// A feature that Slurm's nodes must have
+    /// Feature that Slurm nodes must have
     #[arg(long, value_name = "FEATURE", env = "VMFORK_SLURM_CONSTRAINT")]
     pub slurm_constraint: Option<String>,
 
-    /// After how many minutes Slurm ends a job, and with it its clones [default: the partition's]
+    /// Time limit of Slurm jobs in minutes; their clones end with them [default: that of the
+    /// partition]
     #[arg(long, value_name = "MIN", env = "VMFORK_SLURM_TIME_MIN")]
     pub slurm_time_min: Option<u32>,
 
-    /// How many clones share a task, which has as many of Slurm's CPUs as a clone has virtual ones
+    /// Clones per Slurm task; a task has as many CPUs as a clone has vCPUs
     #[arg(long, value_name = "N", env = "VMFORK_SLURM_CLONES_PER_TASK", default_value_t = 1,
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub slurm_clones_per_task: u32,
 
-    /// The host that a node of Slurm is, where their names differ. More than one: several times, or with `;`
+    /// Host that is a Slurm node, if their names differ; repeat it or separate several with `;`
     #[arg(long, value_name = "NODE=HOST", env = "VMFORK_SLURM_NODE", value_delimiter = ';')]
     pub slurm_node: Vec<String>,
 }
 
 impl AllocatorFlags {
-    /// How Slurm is asked; `None`: it is not.
+    /// Settings of the Slurm allocator; `None`: another allocator is chosen.
     ///
     /// # Errors
-    /// A node is said to be no host, or two.
+    /// A node has no host, or several.
     pub(super) fn check(self) -> Result<Option<Settings>, ConfigError> {
         let mut nodes = BTreeMap::new();
         for text in self.slurm_node {

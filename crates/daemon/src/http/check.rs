@@ -74,6 +74,8 @@ pub(super) fn run(request: &RunRequest) -> Checked {
 }
 
 pub(super) fn fork(request: &ForkRequest) -> Checked {
+    within("hydrate_mib_per_s", request.hydrate_mib_per_s, 0, u64::from(u32::MAX))?;
+    request.hosts.iter().flatten().try_for_each(|host| name("host", host))?;
     several(request.count, request.names.as_deref(), request.timeout_ms, "fork", "clone")
 }
 
@@ -167,7 +169,10 @@ pub(super) fn guest_path(path: &str) -> Checked {
 /// `?mode=` of a file: octal, permission bits only; default 0644.
 pub(super) fn mode(octal: Option<&str>) -> Result<u32, ErrorBody> {
     let Some(octal) = octal else { return Ok(0o644) };
-    u32::from_str_radix(octal, 8).ok().filter(|mode| *mode <= 0o7777).ok_or_else(|| {
+    // `from_str_radix` takes a sign.
+    let digits = (1..=5).contains(&octal.len()) && octal.bytes().all(|b| b.is_ascii_digit());
+    let mode = u32::from_str_radix(octal, 8).ok();
+    mode.filter(|mode| digits && *mode <= 0o7777).ok_or_else(|| {
         bad_request(format!("`mode` is `{}`", octal.escape_debug()))
             .remedy("give the permission bits in octal, like 0644")
     })
@@ -200,7 +205,7 @@ mod tests {
         assert_eq!(mode(None).ok(), Some(0o644));
         assert_eq!(mode(Some("0755")).ok(), Some(0o755));
         assert_eq!(mode(Some("4755")).ok(), Some(0o4755));
-        for bad in ["", "-1", "9", "17777", "rwx"] {
+        for bad in ["", "-1", "+644", "9", "17777", "000644", "rwx"] {
             assert!(mode(Some(bad)).is_err(), "{bad:?}");
         }
     }

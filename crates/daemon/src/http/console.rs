@@ -5,6 +5,7 @@ use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
 use tokio::sync::{mpsc, watch};
 use vmfork_api::ErrorBody;
+use vmfork_api::schema::Name;
 
 use super::error::ApiError;
 use super::extract::VmRef;
@@ -15,7 +16,7 @@ use crate::control::ConsoleSession;
 /// The serial console, as a WebSocket: binary messages both ways, bytes as they are. It is closed
 /// when the VM ends. Several clients may look at one console; each may type.
 #[utoipa::path(get, path = "/v1/vms/{vm}/console", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id")),
+    params(("vm" = Name, Path, description = "A VM's name or id")),
     responses(
         (status = 101, description = "A WebSocket"),
         (status = "default", body = ErrorBody)

@@ -8,6 +8,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use vmfork_api::schema::{ExecWithoutTerminal, Name};
 use vmfork_api::{ErrorBody, ErrorCode, ExecReply, ExecRequest, SCHEMA};
 
 use super::error::{ApiError, bad_request};
@@ -29,8 +30,8 @@ pub(super) const SIGKILL: i32 = 9;
 
 /// Run a program in the guest, and answer when it has ended. What it leaves running lives on.
 #[utoipa::path(post, path = "/v1/vms/{vm}/exec", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id")),
-    request_body = ExecRequest,
+    params(("vm" = Name, Path, description = "A VM's name or id")),
+    request_body = ExecWithoutTerminal,
     responses(
         (status = 200, description = "It was run, whatever its exit code", body = ExecReply),
         (status = "default", body = ErrorBody)

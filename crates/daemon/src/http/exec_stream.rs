@@ -23,6 +23,7 @@ use axum::response::Response;
 use futures_util::{SinkExt, StreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
+use vmfork_api::schema::Name;
 use vmfork_api::{ErrorBody, ErrorCode, ExecClientMessage, ExecRequest, ExecServerMessage};
 
 use super::error::{ApiError, bad_request};
@@ -56,7 +57,7 @@ enum End {
 /// and output as binary messages whose first byte is 1 for stdout, 2 for stderr. After `exited` or
 /// `error` it closes.
 #[utoipa::path(get, path = "/v1/vms/{vm}/exec/stream", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id")),
+    params(("vm" = Name, Path, description = "A VM's name or id")),
     responses(
         (status = 101, description = "A WebSocket"),
         (status = "default", body = ErrorBody)

@@ -9,6 +9,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 use super::check;
 use super::error::{ApiError, bad_request};
@@ -71,12 +72,46 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
             .remedy("send a JSON object; its fields are in /v1/openapi.json")
             .into());
     }
-    serde_json::from_slice(bytes).map_err(|error| {
-        bad_request("the request's body is not what this route takes")
-            .cause(error)
-            .remedy("the fields of each request are in /v1/openapi.json")
-            .into()
-    })
+    // serde takes an array for an object, its fields in their order.
+    if bytes.trim_ascii_start().starts_with(b"[") {
+        return Err(bad_request("the request's body is not what this route takes")
+            .cause("invalid type: array, expected an object")
+            .remedy("send a JSON object; its fields are in /v1/openapi.json")
+            .into());
+    }
+    serde_json::from_slice(bytes)
+        .or_else(|error| with_whole_numbers(bytes).map_err(|_| error))
+        .map_err(|error| {
+            bad_request("the request's body is not what this route takes")
+                .cause(error)
+                .remedy("the fields of each request are in /v1/openapi.json")
+                .into()
+        })
+}
+
+/// Parses a document whose writer has one kind of number: to JSON Schema, `3.0` is an integer.
+fn with_whole_numbers<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
+    let mut document = serde_json::from_slice(bytes)?;
+    make_whole(&mut document);
+    serde_json::from_value(document)
+}
+
+fn make_whole(value: &mut Value) {
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            // Every whole number below 2^53 prints as its digits.
+            let text = number.as_f64().map(|number| format!("{number:.0}"));
+            let whole = text.and_then(|text| text.parse::<i64>().ok());
+            if let Some(whole) = whole.filter(|whole| {
+                whole.unsigned_abs() < 1 << 53 && Some(*whole as f64) == number.as_f64()
+            }) {
+                *value = whole.into();
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(make_whole),
+        Value::Object(fields) => fields.values_mut().for_each(make_whole),
+        _ => {}
+    }
 }
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
@@ -92,7 +127,11 @@ impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for OptionalB
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let bytes = bytes(request, state).await?;
-        if bytes.is_empty() { Ok(Self(T::default())) } else { parse(&bytes).map(Self) }
+        if bytes.is_empty() {
+            return Ok(Self(T::default()));
+        }
+        // `null` is no request either.
+        Ok(Self(parse::<Option<T>>(&bytes)?.unwrap_or_default()))
     }
 }
 
@@ -154,5 +193,33 @@ pub(super) fn switch<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool,
         "" | "1" | "true" => Ok(true),
         "0" | "false" => Ok(false),
         other => Err(serde::de::Error::custom(format!("`{other}` is neither true nor false"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmfork_api::KillRequest;
+
+    use super::*;
+
+    #[test]
+    fn an_array_is_no_object() {
+        assert!(parse::<KillRequest>(b"{}").is_ok());
+        assert!(
+            parse::<KillRequest>(b" []").is_err() && parse::<KillRequest>(b"[1, true]").is_err()
+        );
+    }
+
+    #[test]
+    fn a_whole_number_may_be_written_with_a_fraction() {
+        let grace_ms = |text: &str| {
+            let request = parse::<KillRequest>(text.as_bytes());
+            request.map(|request| request.grace_ms).ok()
+        };
+        assert_eq!(grace_ms(r#"{"grace_ms": 3.0}"#), Some(3));
+        assert_eq!(grace_ms(r#"{"grace_ms": 4e3}"#), Some(4000));
+        for bad in ["3.5", "-1.0", "1e300", r#""3""#, "18446744073709551616"] {
+            assert_eq!(grace_ms(&format!(r#"{{"grace_ms": {bad}}}"#)), None, "{bad}");
+        }
     }
 }

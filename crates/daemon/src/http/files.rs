@@ -1,4 +1,3 @@
-use std::path::Path;
 use std::time::Duration;
 
 use axum::body::{Body, BodyDataStream, Bytes};
@@ -11,6 +10,7 @@ use serde::Deserialize;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use utoipa::IntoParams;
+use vmfork_api::schema::{FileMode, GuestFilePath, GuestPath, Name};
 use vmfork_api::{ErrorBody, ErrorCode};
 
 use super::App;
@@ -31,6 +31,7 @@ const DISCARD_TIMEOUT: Duration = Duration::from_secs(10);
 #[into_params(parameter_in = Query)]
 pub(super) struct ReadParams {
     /// The path in the guest, from the root.
+    #[param(value_type = GuestPath)]
     path: String,
 }
 
@@ -39,14 +40,16 @@ pub(super) struct ReadParams {
 #[into_params(parameter_in = Query)]
 pub(super) struct WriteParams {
     /// The path in the guest, from the root.
+    #[param(value_type = GuestFilePath)]
     path: String,
     /// Permission bits in octal; default 0644.
+    #[param(value_type = Option<FileMode>)]
     mode: Option<String>,
 }
 
 /// The bytes of a file in the guest.
 #[utoipa::path(get, path = "/v1/vms/{vm}/files", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id"), ReadParams),
+    params(("vm" = Name, Path, description = "A VM's name or id"), ReadParams),
     responses(
         (status = 200, description = "The bytes. A connection that ends without the last chunk means that reading failed half-way",
             content_type = "application/octet-stream",
@@ -91,7 +94,7 @@ pub(super) async fn body_of(mut content: ByteStream) -> Result<Body, ErrorBody> 
 
 /// Store the body as a file in the guest. If the body does not come whole, the old file stays.
 #[utoipa::path(put, path = "/v1/vms/{vm}/files", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id"), WriteParams),
+    params(("vm" = Name, Path, description = "A VM's name or id"), WriteParams),
     request_body(content_type = "application/octet-stream", description = "Of any length"),
     responses((status = 204, description = "Stored"), (status = "default", body = ErrorBody))
 )]
@@ -125,7 +128,7 @@ async fn store(
     content: ByteStream,
 ) -> Result<(), ApiError> {
     check::guest_path(&params.path)?;
-    if Path::new(&params.path).file_name().is_none() || params.path.ends_with('/') {
+    if matches!(params.path.rsplit('/').next(), None | Some("" | "." | "..")) {
         return Err(super::bad_request(format!("`path` is `{}`, a folder", params.path))
             .remedy("name the file that is to be written")
             .into());

@@ -3,6 +3,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
+use vmfork_api::schema::Name;
 use vmfork_api::{DoctorReport, ErrorBody, HostInfo, Image, Version};
 
 use super::App;
@@ -43,7 +44,7 @@ pub(super) async fn images(State(app): State<App>) -> Result<Json<Vec<Image>>, A
 
 /// Remove an image from the store.
 #[utoipa::path(delete, path = "/v1/images/{name}", tag = "host",
-    params(("name" = String, Path, description = "The image's name")),
+    params(("name" = Name, Path, description = "The image's name")),
     responses(
         (status = 204, description = "Removed"),
         (status = 409, description = "A VM uses it", body = ErrorBody),
@@ -68,7 +69,8 @@ pub(super) async fn openapi() -> impl IntoResponse {
 
 /// Counters, gauges and histograms for Prometheus.
 #[utoipa::path(get, path = "/metrics", tag = "host", responses(
-    (status = 200, description = "OpenMetrics text", body = String, content_type = "text/plain")
+    (status = 200, description = "OpenMetrics text", body = String,
+        content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8")
 ))]
 pub(super) async fn metrics(State(app): State<App>) -> impl IntoResponse {
     const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";

@@ -8,6 +8,7 @@ use futures_util::{StreamExt, stream};
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmfork_api::ErrorBody;
+use vmfork_api::schema::{Name, Switch};
 
 use super::error::ApiError;
 use super::extract::{Params, VmRef, switch};
@@ -19,13 +20,13 @@ use super::{App, stopped};
 pub(super) struct LogParams {
     /// Go on until the VM ends.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     follow: bool,
 }
 
 /// Console output, and what programs printed that nobody listens to.
 #[utoipa::path(get, path = "/v1/vms/{vm}/logs", tag = "guest",
-    params(("vm" = String, Path, description = "A VM's name or id"), LogParams),
+    params(("vm" = Name, Path, description = "A VM's name or id"), LogParams),
     responses(
         (status = 200, description = "Text, in chunks as it comes", body = String, content_type = "text/plain"),
         (status = "default", body = ErrorBody)

@@ -119,7 +119,12 @@ impl App {
     components(schemas(
         vmfork_api::ExecClientMessage,
         vmfork_api::ExecServerMessage,
-        vmfork_api::ErrorBody
+        vmfork_api::ErrorBody,
+        vmfork_api::schema::FileMode,
+        vmfork_api::schema::GuestFilePath,
+        vmfork_api::schema::GuestPath,
+        vmfork_api::schema::Name,
+        vmfork_api::schema::Switch
     )),
     tags(
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),

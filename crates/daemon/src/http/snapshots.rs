@@ -5,6 +5,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use utoipa::IntoParams;
+use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
     ErrorBody, ProfileInfo, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotRequest,
     StartReply, StartRequest, TransferReply, TransferRequest, VerifyReply,
@@ -22,7 +23,7 @@ use super::files::{body_of, content_of};
 pub(super) struct RemoveParams {
     /// The snapshots that are deltas of it, too.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     cascade: bool,
 }
 
@@ -31,6 +32,7 @@ pub(super) struct RemoveParams {
 #[into_params(parameter_in = Query)]
 pub(super) struct ImportParams {
     /// What to call it; default as it was called.
+    #[param(value_type = Option<Name>)]
     name: Option<String>,
 }
 
@@ -60,7 +62,7 @@ pub(super) async fn create(
 
 /// All that is known of one snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses((status = 200, body = SnapshotDetail), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn inspect(
@@ -72,7 +74,7 @@ pub(super) async fn inspect(
 
 /// Remove a snapshot from the store. One that is being written or pulled is given up; VMs that were started from it go on.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name"), RemoveParams),
+    params(("name" = Name, Path, description = "The snapshot's name"), RemoveParams),
     responses(
         (status = 200, body = RemovedSnapshots),
         (status = 409, description = "Other snapshots depend on it", body = ErrorBody),
@@ -89,7 +91,7 @@ pub(super) async fn remove(
 
 /// Start VMs from it. What fits is started; the rest is an error of that VM each.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/start", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     request_body = StartRequest,
     responses(
         (status = 200, body = StartReply),
@@ -110,7 +112,7 @@ pub(super) async fn start(
 
 /// Read every byte that is here of it, and of what it depends on, and compare with its hash.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses((status = 200, body = VerifyReply), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn verify(
@@ -122,7 +124,7 @@ pub(super) async fn verify(
 
 /// Make a delta whole, so that it depends on no other snapshot.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/flatten", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses((status = 200, body = Snapshot), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn flatten(
@@ -134,7 +136,7 @@ pub(super) async fn flatten(
 
 /// One stream of bytes that `import` takes, with the snapshots that it depends on.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/export", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses(
         (status = 200, description = "The bytes. A connection that ends without the last chunk means that it failed half-way",
             content_type = "application/octet-stream"),
@@ -176,7 +178,7 @@ pub(super) async fn import(
 
 /// Copy it to another store, with the snapshots that it depends on.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/push", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     request_body = TransferRequest,
     responses((status = 200, body = TransferReply), (status = "default", body = ErrorBody))
 )]
@@ -190,7 +192,7 @@ pub(super) async fn push(
 
 /// Bring it from another store. It can be started at once; its pages come as they are needed, and in the background.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/pull", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     request_body = TransferRequest,
     responses((status = 200, body = Snapshot), (status = "default", body = ErrorBody))
 )]
@@ -204,7 +206,7 @@ pub(super) async fn pull(
 
 /// Which pages its VMs touch first.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/profile", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses((status = 200, body = ProfileInfo), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn profile(
@@ -216,7 +218,7 @@ pub(super) async fn profile(
 
 /// Forget which pages its VMs touch first.
 #[utoipa::path(delete, path = "/v1/snapshots/{name}/profile", tag = "snapshots",
-    params(("name" = String, Path, description = "The snapshot's name")),
+    params(("name" = Name, Path, description = "The snapshot's name")),
     responses((status = 204, description = "Forgotten"), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn reset_profile(

@@ -3,6 +3,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
+use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
     ErrorBody, ForkReply, ForkRequest, KillRequest, RunRequest, TreeNode, Vm, VmDetail,
 };
@@ -20,7 +21,7 @@ use crate::control::Killed;
 pub(super) struct ListParams {
     /// With the VMs that have ended.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     all: bool,
 }
 
@@ -30,7 +31,7 @@ pub(super) struct ListParams {
 pub(super) struct RemoveParams {
     /// Kill it first.
     #[serde(default, deserialize_with = "switch")]
-    #[param(value_type = bool)]
+    #[param(value_type = Option<Switch>)]
     force: bool,
 }
 
@@ -65,7 +66,7 @@ pub(super) async fn run(
 
 /// All that is known of one VM.
 #[utoipa::path(get, path = "/v1/vms/{vm}", tag = "vms",
-    params(("vm" = String, Path, description = "A VM's name or id")),
+    params(("vm" = Name, Path, description = "A VM's name or id")),
     responses((status = 200, body = VmDetail), (status = "default", body = ErrorBody))
 )]
 pub(super) async fn inspect(
@@ -79,7 +80,7 @@ pub(super) async fn inspect(
 
 /// Forget a VM that has ended.
 #[utoipa::path(delete, path = "/v1/vms/{vm}", tag = "vms",
-    params(("vm" = String, Path, description = "A VM's name or id"), RemoveParams),
+    params(("vm" = Name, Path, description = "A VM's name or id"), RemoveParams),
     responses(
         (status = 204, description = "Forgotten"),
         (status = 409, description = "It runs, and `force` was not given", body = ErrorBody),
@@ -98,7 +99,7 @@ pub(super) async fn remove(
 /// End a VM. Without a body: at once. Where hosts of the cluster do not answer that may have VMs of its family,
 /// `x-vmfork-missing-hosts` names them.
 #[utoipa::path(post, path = "/v1/vms/{vm}/kill", tag = "vms",
-    params(("vm" = String, Path, description = "A VM's name or id")),
+    params(("vm" = Name, Path, description = "A VM's name or id")),
     request_body = Option<KillRequest>,
     responses((status = 200, body = Vm), (status = "default", body = ErrorBody))
 )]
@@ -115,7 +116,7 @@ pub(super) async fn kill(
 
 /// Fork a running VM. What fits is started; the rest is an error of that clone each.
 #[utoipa::path(post, path = "/v1/vms/{vm}/fork", tag = "vms",
-    params(("vm" = String, Path, description = "A VM's name or id")),
+    params(("vm" = Name, Path, description = "A VM's name or id")),
     request_body = ForkRequest,
     responses(
         (status = 200, body = ForkReply),

@@ -10,6 +10,7 @@ use vmfork_api::{
     DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
     KillRequest, RunRequest, SCHEMA, TreeNode, Version, VmDetail,
 };
+use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
 
 use super::{Core, Hub, boot, chain};

@@ -43,6 +43,8 @@ pub(crate) enum SnapshotError {
     },
     #[error("`{location}` is no place of a store: {why}")]
     Location { location: String, why: String },
+    #[error("there is no folder `{location}` on the daemon's host")]
+    NoFolder { location: String },
     #[error("its profile")]
     Profile(#[source] vmfork_policy::ProfileError),
     #[error(transparent)]
@@ -59,6 +61,7 @@ impl SnapshotError {
                 ErrorCode::Conflict
             }
             Self::Location { .. } => ErrorCode::BadRequest,
+            Self::NoFolder { .. } => ErrorCode::NotFound,
             Self::S3(vmfork_store_s3::OpenError::Location(_)) => ErrorCode::BadRequest,
             Self::S3(_) => ErrorCode::Host,
             Self::Qmp(_) => ErrorCode::Qemu,
@@ -80,7 +83,7 @@ impl SnapshotError {
                 "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
             )),
             Self::S3(error) => error.remedy(),
-            Self::Location { .. } => {
+            Self::Location { .. } | Self::NoFolder { .. } => {
                 Some("name a folder of the daemon's host, or s3://BUCKET/PREFIX".to_owned())
             }
             _ => Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),

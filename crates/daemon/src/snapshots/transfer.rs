@@ -211,10 +211,7 @@ fn folder_at(location: &str, wanted: For) -> Result<&Path, SnapshotError> {
         });
     }
     if wanted == For::Reading && !path.is_dir() {
-        return Err(SnapshotError::Location {
-            location: location.to_owned(),
-            why: "there is no such folder".to_owned(),
-        });
+        return Err(SnapshotError::NoFolder { location: location.to_owned() });
     }
     Ok(path)
 }

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Run by mmdebstrap outside of the new root ($1), with its index still there: fetches the kernel
-# package without installing it, notes the archive's date, keeps what was downloaded.
+# Run by mmdebstrap outside of the new root ($1), while its index still exists. Fetches the kernel
+# package without installing it, notes the archive's date, and keeps what was downloaded.
 set -eu
 root=$1
 export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"

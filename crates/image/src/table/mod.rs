@@ -7,18 +7,17 @@
 //!                       └── the same Inner that the table of image 7 has
 //! ```
 //!
-//! The tree is over blocks of [`BLOCK_PAGES`](crate::BLOCK_PAGES). What is of one source, a block
-//! or any subtree, is one slot of 16 bytes; that form is kept always, so that equal tables have
-//! equal trees. A mixed block is packed (see [`MixedBlock`]): 136 bytes with two sources, 2 KiB
-//! with 192.
+//! The tree is over blocks of [`BLOCK_PAGES`](crate::BLOCK_PAGES). A block or any subtree of one
+//! source is one slot of 16 bytes. That form is kept always, so that equal tables have equal trees.
+//! A mixed block is packed (see [`MixedBlock`]): 136 bytes with two sources, 2 KiB with 192.
 //!
 //! Cloning a table is O(1). [`PageTable::derive`] copies the blocks that change and the way to
-//! them, and shares all else with the table it came from, which stays as it was. How many pages
+//! them. It shares all else with the table it came from, which stays as it was. How many pages
 //! each image owns is carried along, so that [`PageTable::owners`] costs nothing.
 //!
-//! As bytes (for snapshots on disk and other hosts) it is a list of [`PageTable::runs`], from
-//! which [`PageTable::uniform`] and one `derive` make the table again: [`wire`](crate::wire) for
-//! hosts; for snapshots the store has a format of its own.
+//! As bytes it is a list of [`PageTable::runs`], from which [`PageTable::uniform`] and one `derive`
+//! make the table again. [`wire`](crate::wire) is the form for other hosts. For snapshots on disk
+//! the store has a format of its own.
 
 mod edit;
 mod node;

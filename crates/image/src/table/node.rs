@@ -6,7 +6,7 @@ use super::{BlockView, MixedBlock};
 use crate::{BLOCK_PAGES, BlockIdx, PageIdx, PageRange, Source};
 
 /// Children of an inner node, as a power of two. 16 children are 256 bytes: a derive that
-/// changes one block of 4 GiB copies three such nodes; with 64 children it would be two of
+/// changes one block of 4 GiB copies three such nodes. With 64 children it would be two of
 /// 1 KiB, with no fewer cache misses.
 const FANOUT_LOG2: u32 = 4;
 

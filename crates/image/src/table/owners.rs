@@ -2,8 +2,8 @@
 
 use crate::{ImageId, Source};
 
-/// The images that a table names, each with the number of pages it owns there. Zero pages are
-/// nobody's. A sorted list: there are as many as live generations, and every derive copies it.
+/// The images that a table names, each with the number of pages it owns there. Zero pages have
+/// no owner. A sorted list: there are as many as live generations, and every derive copies it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Owners {
     counts: Vec<(ImageId, u64)>,

@@ -9,10 +9,10 @@ use crate::{BLOCK_PAGES, Source};
 pub(super) const PAGES: usize = BLOCK_PAGES as usize;
 
 /// The sources of one block's 512 pages, at least two: a palette, and for each page its place in
-/// it, in as many bits (1, 2, 4, 8 or 16) as the palette needs.
+/// it. A place takes as many bits (1, 2, 4, 8 or 16) as the palette needs.
 ///
-/// Packing was chosen over a list of runs: with two sources it takes 136 bytes however
-/// scattered the pages are, where a list takes 10 bytes a run. Up to 192 sources in one block
+/// Packing was chosen over a list of runs. With two sources it takes 136 bytes however
+/// scattered the pages are; a list takes 10 bytes a run. Up to 192 sources in one block
 /// stay within 2 KiB; 512, the most possible, take 5 KiB.
 ///
 /// The palette is in the order in which the sources first occur, so that equal blocks are packed

@@ -9,16 +9,17 @@
 //!              8 bytes  image, little endian
 //!   varint   number of runs, then each:
 //!              varint  pages, or blocks; at least 1
-//!              varint  0: none (pages that are zero, blocks without a home); k: the k-th name, from 1
+//!              varint  0: none (zero pages, blocks without a home); k: the k-th name, from 1
 //! ```
 //!
-//! A *varint* is LEB128 in its shortest form. Names are in the order in which runs first say them, each once; no two
-//! neighbours among the runs say the same; together the runs are all pages. So equal tables have equal bytes.
-//! A run takes two bytes, or three from 128 pages on: a table of 1 GiB in 3,000 runs is about 7 kB. There is
-//! no checksum: who sends the bytes authenticates them.
+//! A *varint* is LEB128 in its shortest form. Names are in the order in which runs first say them,
+//! each once. No two neighbours among the runs say the same. Together the runs are all pages. So
+//! equal tables have equal bytes. A run takes two bytes, or three from 128 pages on: a table of
+//! 1 GiB in 3,000 runs is about 7 kB. There is no checksum: the sender authenticates the bytes.
 //!
-//! An [`ImageId`] means something on its own host only; on the wire images have [`ImageName`]s. [`decode`]
-//! gives those, and the reader says which images they are to him ([`WireTable::to_table`]).
+//! An [`ImageId`] means something on its own host only; on the wire images have [`ImageName`]s.
+//! [`decode`] gives those, and the reader says which images they are to him
+//! ([`WireTable::to_table`]).
 
 mod runs;
 
@@ -31,7 +32,8 @@ use crate::{BLOCK_PAGES, BlockIdx, ImageId, PAGES_MAX, PageIdx, PageRange, PageT
 const PAGES_MAGIC: [u8; 4] = *b"VFPT";
 const BLOCKS_MAGIC: [u8; 4] = *b"VFBH";
 
-/// The name of an image across hosts. No two images that hosts of a cluster ever knew have the same.
+/// The name of an image across hosts. No two images that hosts of a cluster ever knew have the
+/// same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageName {
     /// The host that froze it.
@@ -55,7 +57,7 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// Memory of 256 GiB, which is all that the keeper maps; names and runs so many that they take 64 MiB at most.
+    /// Memory of 256 GiB, which is all that the keeper maps. Names and runs take 64 MiB at most.
     fn default() -> Self {
         Self { pages_max: 1 << 26, names_max: 1 << 16, runs_max: 1 << 22 }
     }
@@ -68,7 +70,8 @@ pub fn encode(table: &PageTable, name: impl Fn(ImageId) -> ImageName) -> Vec<u8>
     runs::encode(PAGES_MAGIC, named)
 }
 
-/// Reads what [`encode`] wrote. Takes memory for what is there, not for what the bytes say there is.
+/// Reads what [`encode`] wrote. Takes memory for what is there, not for what the bytes say there
+/// is.
 ///
 /// # Errors
 /// If the bytes are anything else, or go beyond `limits`: what, and where.

@@ -1,4 +1,5 @@
-//! Runs of something that each belong to a named image or to none: what page tables and homes have in common.
+//! Runs of something that each belong to a named image or to none: what page tables and homes have
+//! in common.
 
 use std::collections::HashMap;
 
@@ -98,7 +99,8 @@ pub(super) fn decode(
     Ok(Coded { units, names, runs })
 }
 
-/// How many of something follow, if there may be so many, and there is room for them in what is left.
+/// How many of something follow, if that is at most `most` and there is room for them in what is
+/// left.
 fn count(
     cursor: &mut Cursor<'_>,
     things: &str,

@@ -33,7 +33,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
     /// Pages brought in by one fault, the page with its neighbours: a power of two, 1 to 512. A quarter of that
-    /// where they are copied from an ancestor. See docs/performance.md for how the default was measured.
+    /// where they are copied from an ancestor. See docs/measurements/memory.md for how the default was measured.
     pub fill_unit_pages: u64,
 }
 

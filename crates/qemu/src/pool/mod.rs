@@ -1,11 +1,12 @@
 //! QEMUs that were started beforehand and wait for a state.
 //!
-//! [`state::PoolState`] decides; [`Pool`] does: it runs the starter, keeps what waits, drops what is surplus or dead.
-//! The pool knows neither QEMU nor the shim: what it holds is made by the starter that the daemon gives it.
+//! [`state::PoolState`] decides; [`Pool`] does: it runs the starter, keeps what waits, drops what
+//! is surplus or dead. The pool knows neither QEMU nor the shim: what it holds is made by the
+//! starter that the daemon gives it.
 //!
-//! Promises: [`Pool::claim`] never waits and never hands out one that is known to be dead; with an empty or turned
-//! off pool [`Pool::take`] starts one through the same starter; dropping the pool drops all that waits and
-//! gives up what starts.
+//! Promises: [`Pool::claim`] never waits and never hands out one that is known to be dead. With an
+//! empty or turned off pool [`Pool::take`] starts one through the same starter. Dropping the pool
+//! drops all that waits and gives up what starts.
 
 pub mod state;
 
@@ -13,9 +14,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -41,7 +43,8 @@ impl Pooled for crate::Qemu {
 
 /// Why one did not start.
 pub trait StartFailure: fmt::Display + Send + 'static {
-    /// It will never start: what its shape needs is gone. It is not tried again until somebody wants that shape anew.
+    /// It will never start: what its shape needs is gone. It is not tried again until the shape
+    /// is wanted again.
     fn is_final(&self) -> bool {
         false
     }
@@ -74,7 +77,7 @@ struct Shared<K, T, E> {
 
 impl<K, T, E> Shared<K, T, E> {
     fn inner(&self) -> MutexGuard<'_, Inner<K, T>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     fn now(&self) -> Duration {
@@ -82,7 +85,8 @@ impl<K, T, E> Shared<K, T, E> {
     }
 }
 
-/// While there is one, nothing is started to refill the pool: somebody needs the processors. See [`Pool::hold`].
+/// While there is one, nothing is started to refill the pool: somebody needs the processors. See
+/// [`Pool::hold`].
 pub struct Hold<K, T, E>(Arc<Shared<K, T, E>>);
 
 impl<K, T, E> Drop for Hold<K, T, E> {
@@ -151,8 +155,8 @@ where
         self.shared.changed.notify_one();
     }
 
-    /// Put off what would be started to refill the pool, while there are holds, but no shape's refill for longer
-    /// than `HOLD_MAX` (2 s): those who fork all the time get theirs from the pool, too.
+    /// Put off the pool's refill while there are holds, but no shape's refill for longer than
+    /// `HOLD_MAX` (2 s). So a client that forks all the time gets its QEMUs from the pool, too.
     pub fn hold(&self) -> Hold<K, T, E> {
         self.shared.inner().state.hold();
         Hold(Arc::clone(&self.shared))
@@ -207,7 +211,7 @@ where
     E: StartFailure,
 {
     let mut starting: JoinSet<(ItemId, Outcome<T, E>)> = JoinSet::new();
-    // A starter that panics must not leave its item "starting" for ever.
+    // A starter that panics must not leave its item "starting" forever.
     let mut by_task: HashMap<tokio::task::Id, ItemId> = HashMap::new();
     loop {
         let sleep = {
@@ -272,7 +276,7 @@ where
     }
     let next = state.next_plan_at(now).map_or(Duration::MAX, |at| at.saturating_sub(now));
     let check = if items.is_empty() { Duration::MAX } else { LIFE_CHECK };
-    // An hour at most: the timer doesn't take for ever.
+    // An hour at most: the timer takes no unbounded times.
     (starts, surplus, next.min(check).min(Duration::from_secs(3600)))
 }
 

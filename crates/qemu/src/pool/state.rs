@@ -1,5 +1,5 @@
-//! What the pool wants: pure decisions. No clock, no processes: time comes as an argument (any origin, never
-//! backwards), orders go out as [`Order`]s.
+//! What the pool wants: pure decisions. No clock, no processes: time comes as an argument (any
+//! origin, never backwards), orders go out as [`Order`]s.
 //!
 //! ```text
 //!   want(shape) ─┐                    ┌─► Order::Start ──► started / failed
@@ -7,14 +7,16 @@
 //!   lost(item)   ┘                    └─► Order::Discard
 //! ```
 //!
-//! How many of each: shapes get places in the order of their last use, newest first, each up to its target,
-//! until the total is used up. What a shape has beyond that is discarded. So a family in use takes
-//! places from one that isn't, and never the other way round.
+//! How many of each: shapes get places in the order of their last use, newest first. Each gets up
+//! to its target, until the total is used up. What a shape has beyond that is discarded. So a
+//! family in use takes places from one that isn't, and never the other way round.
 //!
-//! In which order: by turns, so a shape that is used up as fast as it is refilled doesn't keep the others waiting.
+//! In which order: by turns, so a shape that is used up as fast as it is refilled doesn't keep the
+//! others waiting.
 //!
-//! When: at once, but while somebody holds the pool ([`PoolState::hold`]) only for shapes that have lacked something
-//! for [`HOLD_MAX`]. However holds follow each other, no refill begins later for them than that.
+//! When: at once, but while somebody holds the pool ([`PoolState::hold`]) only for shapes that have
+//! lacked something for [`HOLD_MAX`]. However holds follow each other, no refill begins later for
+//! them than that.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -26,7 +28,7 @@ pub struct Limits {
     pub total_max: usize,
     /// Started at the same time. Two at a time cost 22 ms each on 2 cores.
     pub starting_max: usize,
-    /// A shape that nobody has wanted or claimed for so long loses its items.
+    /// A shape that was neither wanted nor claimed for this time loses its items.
     pub idle_after: Duration,
 }
 
@@ -50,7 +52,8 @@ pub struct ItemId(u64);
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order<K> {
-    /// Start one, then say [`PoolState::started`], [`PoolState::failed`] or [`PoolState::given_up`].
+    /// Start one, then say [`PoolState::started`], [`PoolState::failed`] or
+    /// [`PoolState::given_up`].
     Start(ItemId, K),
     /// End one that waits. It is forgotten here already.
     Discard(ItemId),
@@ -93,7 +96,8 @@ impl<K> Entry<K> {
     }
 }
 
-/// How long a shape's refill may be put off: those who hold the pool all the time get theirs from it, too.
+/// How long a shape's refill may be put off: those who hold the pool all the time get theirs from
+/// it, too.
 pub const HOLD_MAX: Duration = Duration::from_secs(2);
 
 /// The pool's mind. Entries are kept newest last.
@@ -108,8 +112,8 @@ pub struct PoolState<K> {
 }
 
 impl<K> PoolState<K> {
-    /// Start nothing for a shape that has lacked something for less than [`HOLD_MAX`], until as many
-    /// [`PoolState::release`].
+    /// Start nothing for a shape that has lacked something for less than [`HOLD_MAX`], until as
+    /// many [`PoolState::release`].
     pub fn hold(&mut self) {
         self.holds += 1;
     }
@@ -198,7 +202,8 @@ impl<K: Clone + Eq> PoolState<K> {
         pause
     }
 
-    /// A start failed, and all others of that shape would: it is left alone until somebody wants it anew.
+    /// A start failed, and all others of that shape would: it is left alone until it is wanted
+    /// again.
     pub fn given_up(&mut self, item: ItemId) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.starting.contains(&item)) {
             entry.starting.retain(|other| *other != item);
@@ -206,8 +211,8 @@ impl<K: Clone + Eq> PoolState<K> {
         }
     }
 
-    /// One that waited has died by itself. Replaced like one that was claimed, but after a pause: a shape whose
-    /// QEMUs die while they wait mustn't be started over and over.
+    /// One that waited has died by itself. Replaced like one that was claimed, but after a pause: a
+    /// shape whose QEMUs die while they wait mustn't be started over and over.
     pub fn lost(&mut self, item: ItemId, now: Duration) {
         for entry in &mut self.entries {
             if entry.waiting.contains(&item) {

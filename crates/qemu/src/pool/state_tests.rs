@@ -1,4 +1,5 @@
-//! The pool's decisions against a model of the world: items that start, fail, die and are claimed in any order.
+//! The pool's decisions against a model of the world: items that start, fail, die and are claimed
+//! in any order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -77,7 +78,7 @@ fn a_shape_in_use_takes_places_from_one_that_is_not() {
 }
 
 #[test]
-fn a_shape_that_nobody_uses_expires_and_is_forgotten() {
+fn a_shape_that_is_not_used_expires_and_is_forgotten() {
     let mut pool = PoolState::new(limits(4));
     pool.want(&'a', 2, s(0));
     settle(&mut pool, s(0));
@@ -125,7 +126,7 @@ fn no_refill_is_put_off_for_longer_than_two_seconds_however_holds_follow_each_ot
                 assert!(pool.started(item));
             }
         }
-        // Nobody plans between one hold's end and the next one's begin.
+        // There is no planning between one hold's end and the next one's begin.
         pool.release();
     }
     let begun = begun.expect("the other shape's turn comes");
@@ -245,8 +246,9 @@ fn nth<K: Copy, V>(map: &BTreeMap<K, V>, n: usize) -> Option<K> {
 }
 
 proptest! {
-    /// In any order of events: bounds are kept when something starts, only what exists is handed out or
-    /// discarded, nothing is forgotten while it exists, and left alone the pool reaches its targets.
+    /// In any order of events, bounds are kept when something starts. Only what exists is handed
+    /// out or discarded, and nothing is forgotten while it exists. Left alone, the pool reaches its
+    /// targets.
     #[test]
     fn whatever_happens_the_pool_keeps_its_bounds(steps in prop::collection::vec(step(), 1..120)) {
         let mut pool = PoolState::new(limits(5));

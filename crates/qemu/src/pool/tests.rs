@@ -59,7 +59,7 @@ async fn until(what: &str, done: impl Fn() -> bool) {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("waited in vain until {what}");
+    panic!("waited too long until {what}");
 }
 
 fn waiting(pool: &Pool<u8, Thing, &'static str>) -> usize {

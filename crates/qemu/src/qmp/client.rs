@@ -1,13 +1,15 @@
-//! One connection: a reader task, a queue of waiters, and writes that are whole or end the connection.
+//! One connection: a reader task, a queue of waiters, and writes that are whole or end the
+//! connection.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdUnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::Value;
 use tokio::io::Interest;
@@ -71,7 +73,7 @@ struct Refusal {
 
 impl Shared {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     /// Fail everybody who waits, and everybody to come. The first reason stands.
@@ -105,7 +107,7 @@ impl Shared {
                     let status = event.text("status").unwrap_or("unknown").to_owned();
                     self.migration.send_replace(Some(status));
                 }
-                // Nobody listening is fine.
+                // No listener is fine.
                 let _ = self.events.send(event);
             }
             Message::Greeting(_) => tracing::warn!("QEMU greeted twice"),
@@ -122,8 +124,8 @@ impl Shared {
         }
     }
 
-    /// Send what the socket takes of `line`. With the first bytes the waiter takes its place in the queue,
-    /// under the lock, or the reply could come before it.
+    /// Send what the socket takes of `line`. With the first bytes the waiter takes its place in the
+    /// queue, under the lock, or the reply could come before it.
     fn send_some(
         &self,
         line: &[u8],
@@ -145,7 +147,8 @@ impl Shared {
     }
 }
 
-/// A line that was sent in part can't be taken back: if the caller goes away, so does the connection.
+/// A line that was sent in part can't be taken back: if the caller goes away, so does the
+/// connection.
 struct WholeLine<'a> {
     shared: &'a Shared,
     begun: bool,

@@ -114,7 +114,7 @@ async fn garbage_ends_the_connection_with_its_reason() {
 }
 
 #[tokio::test]
-async fn commands_that_nobody_answers_pile_up_to_a_bound() {
+async fn commands_without_an_answer_pile_up_to_a_bound() {
     let (qmp, _fake) = connected().await;
     for _ in 0..OUTSTANDING_MAX {
         let error = qmp.execute("x", None, Duration::from_millis(1)).await;

@@ -1,9 +1,10 @@
 //! Device state out of a stopped QEMU in one command, without a migration: a third of the time.
 //!
-//! `xen-save-devices-state` is always there, Xen or not. It writes all state that is not RAM on QEMU's main thread, and
-//! is done when it answers. What it writes lacks the sections that a migration begins with, which do not
-//! change while a VM runs (machine, capabilities, the list of RAM blocks, ROMs). Those come from an ordinary migration
-//! of the same VM or of one that it is a clone of, and `migrate-incoming` loads both in one:
+//! `xen-save-devices-state` is always there, Xen or not. It writes all state that is not RAM on
+//! QEMU's main thread, and is done when it answers. What it writes lacks the sections that a
+//! migration begins with: machine, capabilities, the list of RAM blocks, ROMs. They do not change
+//! while a VM runs. They come from an ordinary migration of the same VM or of one that it is a
+//! clone of, and `migrate-incoming` loads both in one:
 //!
 //! ```text
 //!   migrate                  │ header │ configuration │ ram, ROMs │ timer … devices │ end │
@@ -26,7 +27,8 @@ use super::{Qmp, QmpError};
 const FD_SET: u32 = 1;
 /// `QEVM` and the version.
 const HEADER_BYTES: usize = 8;
-/// A full section (4), number 0, of a device named `timer` (5 bytes): the first device of each stream.
+/// A full section (4), number 0, of a device named `timer` (5 bytes): the first device of each
+/// stream.
 const FIRST_DEVICE: &[u8] = b"\x04\0\0\0\0\x05timer";
 
 /// A file that QEMU holds ready for [`Qmp::save_devices`].
@@ -37,7 +39,8 @@ pub struct PreparedDevices {
 }
 
 impl Qmp {
-    /// Hand QEMU the file that the devices will go to; before the pause. It is emptied when they do.
+    /// Hand QEMU the file that the devices will go to; before the pause. It is emptied when they
+    /// do.
     ///
     /// # Errors
     /// As [`Qmp::execute`]; or the file can't be opened for writing.
@@ -46,7 +49,7 @@ impl Qmp {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::CLOEXEC;
         let write_only = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| {
-            let desc = format!("open the file anew: {}", io::Error::from(errno));
+            let desc = format!("open the file again: {}", io::Error::from(errno));
             QmpError::Migration { operation: "save", desc }
         })?;
         let set = json!({"fdset-id": FD_SET});
@@ -85,7 +88,8 @@ impl Qmp {
     }
 }
 
-/// What a migration's stream begins with, up to the first device. `None`: it looks unlike what is known.
+/// What a migration's stream begins with, up to the first device. `None`: it looks unlike what is
+/// known.
 pub fn lead(stream: &[u8]) -> Option<&[u8]> {
     let mut found = stream.windows(FIRST_DEVICE.len()).enumerate();
     let (at, _) = found.find(|(_, bytes)| *bytes == FIRST_DEVICE)?;
@@ -94,8 +98,8 @@ pub fn lead(stream: &[u8]) -> Option<&[u8]> {
     (is_only && stream.starts_with(b"QEVM")).then(|| &stream[..at])
 }
 
-/// What [`Qmp::save_devices`] wrote, without its header: to be put behind a [`lead`]. `None`: it looks unlike what is
-/// known.
+/// What [`Qmp::save_devices`] wrote, without its header: to be put behind a [`lead`]. `None`: it
+/// looks unlike what is known.
 pub fn rest(devices: &[u8]) -> Option<&[u8]> {
     let rest = devices.get(HEADER_BYTES..)?;
     (devices.starts_with(b"QEVM") && rest.starts_with(FIRST_DEVICE)).then_some(rest)

@@ -45,8 +45,8 @@ impl Qmp {
         self.ask("migrate-set-capabilities", Some(capabilities)).await.map(drop)
     }
 
-    /// Hand QEMU the file that the state will go to; before the pause. QEMU writes from the fd's offset on.
-    /// An fd prepared earlier and not used is replaced.
+    /// Hand QEMU the file that the state will go to; before the pause. QEMU writes from the fd's
+    /// offset on. An fd prepared earlier and not used is replaced.
     ///
     /// # Errors
     /// As [`Qmp::execute`].
@@ -66,8 +66,9 @@ impl Qmp {
 
     /// Write the state of the stopped VM to the prepared fd, and wait until it is there.
     ///
-    /// Run it where it isn't dropped half-way: a migration that nobody waits for goes on. On QEMU 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout` it
-    /// is cancelled, so that the VM can go on.
+    /// Run it where it isn't dropped half-way: a migration continues without its caller. On QEMU
+    /// 7.2 there has to be a [`Qmp::cont`] between two of these. If it takes longer than `timeout`
+    /// it is cancelled, so that the VM can continue.
     ///
     /// # Errors
     /// [`QmpError::Migration`] with QEMU's words, or as [`Qmp::execute`].
@@ -98,13 +99,13 @@ impl Qmp {
         self.migrate(state, timeout).await
     }
 
-    /// Load a state into a QEMU that was started with [`Launch::wait`](crate::Launch::wait). The VM is
-    /// stopped afterwards. QEMU reads from the fd's offset on: give each its own open file, as by
-    /// [`reopen_from_start`].
+    /// Load a state into a QEMU that was started with [`Launch::wait`](crate::Launch::wait). The VM
+    /// is stopped afterwards. QEMU reads from the fd's offset on: give each its own open file, as
+    /// by [`reopen_from_start`].
     ///
     /// # Errors
-    /// [`QmpError::Migration`]; or [`QmpError::Lost`], since QEMU ends itself when a state doesn't fit: it says
-    /// why on stderr, see [`Qemu::explain`](crate::Qemu::explain).
+    /// [`QmpError::Migration`]; or [`QmpError::Lost`], since QEMU ends itself when a state doesn't
+    /// fit: it says why on stderr, see [`Qemu::explain`](crate::Qemu::explain).
     pub async fn load_state(&self, fd: BorrowedFd<'_>, timeout: Duration) -> Result<(), QmpError> {
         let _turn = self.migration_turn().lock().await;
         let name = json!({"fdname": FD_NAME});
@@ -137,7 +138,7 @@ impl Qmp {
     }
 }
 
-/// Open a state file anew for reading: own offset, at the start.
+/// Open a state file again for reading: own offset, at the start.
 ///
 /// # Errors
 /// If `/proc` is missing or the process has no fd left.

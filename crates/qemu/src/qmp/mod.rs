@@ -9,9 +9,9 @@
 //! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers;
 //! [`migration`] saves and loads device state, [`devices`] saves it sooner.
 //!
-//! Replies carry no `id`: QEMU answers in-band commands in order, and each byte of a command costs 4.5 µs on
-//! QEMU 7.2. A command whose caller gave up keeps its place in the queue, so that its reply is not taken for
-//! another's.
+//! Replies carry no `id`: QEMU answers in-band commands in order, and each byte of a command costs
+//! 4.5 µs on QEMU 7.2. A command whose caller gave up keeps its place in the queue, so that its
+//! reply is not taken for another's.
 
 pub mod client;
 pub mod devices;

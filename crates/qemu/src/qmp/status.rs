@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::client::ANSWER_TIMEOUT;
-use super::wire::{Greeting, greeting};
 use super::{Qmp, QmpError};
 
 /// How long [`Qmp::cont`] waits for a migration's last steps; a few hundred µs are usual.
@@ -74,8 +73,8 @@ impl Qmp {
         self.ask("stop", None).await.map(drop)
     }
 
-    /// Let the vCPUs run. Right after a migration QEMU may refuse for a moment ("not finalized yet");
-    /// that is waited for, 5 s at most.
+    /// Let the vCPUs run. Right after a migration QEMU may refuse for a moment ("not finalized
+    /// yet"); that is waited for, 5 s at most.
     ///
     /// # Errors
     /// As [`Qmp::execute`].
@@ -105,8 +104,9 @@ impl Qmp {
         }
     }
 
-    /// Wait until a saved VM is in `postmigrate`, where block devices may be changed (`blockdev-snapshot`).
-    /// [`Qmp::cont`] doesn't need it. There is no event for it: asked again until then, 5 s at most.
+    /// Wait until a saved VM is in `postmigrate`, where block devices may be changed
+    /// (`blockdev-snapshot`). [`Qmp::cont`] doesn't need it. There is no event for it: asked again
+    /// until then, 5 s at most.
     ///
     /// # Errors
     /// As [`Qmp::execute`]; `Timeout`.
@@ -122,12 +122,6 @@ impl Qmp {
             back_off(attempt).await;
         }
         Ok(())
-    }
-
-    /// # Errors
-    /// As [`Qmp::execute`].
-    pub async fn query_version(&self) -> Result<Greeting, QmpError> {
-        Ok(greeting(&self.ask("query-version", None).await?))
     }
 
     /// Press the power button: a guest that listens shuts down.

@@ -1,8 +1,9 @@
 //! Lines of QMP: bytes in, [`Message`]s out. No I/O, and no panic on any bytes.
 //!
-//! Unknown keys, events and enum values pass through as they are: QEMU adds some with every release, and one
-//! of them must not cost the connection. What isn't JSON, or is longer than [`LINE_BYTES_MAX`], does cost
-//! it: replies are matched by their order, so a lost line would give every later caller a wrong answer.
+//! Unknown keys, events and enum values pass through as they are. QEMU adds some with every
+//! release, and one of them must not cost the connection. What isn't JSON, or is longer than
+//! [`LINE_BYTES_MAX`], does cost it. Replies are matched by their order, so a lost line would give
+//! every later caller a wrong answer.
 
 use serde_json::{Map, Value};
 
@@ -84,7 +85,8 @@ impl Decoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message; `None` until more bytes come. After an error the stream is of no more use.
+    /// The next whole message; `None` until more bytes come. After an error the stream is of no
+    /// more use.
     ///
     /// # Errors
     /// [`WireError`] for a line that is too long or isn't JSON.
@@ -150,7 +152,8 @@ fn classify(mut object: Map<String, Value>) -> Message {
     Message::Unknown(Value::Object(object))
 }
 
-/// From the version object that `query-version` and the greeting share. What is absent is 0 or empty.
+/// From the version object that `query-version` and the greeting share. What is absent is 0 or
+/// empty.
 pub(crate) fn greeting(version: &Value) -> Greeting {
     let number = |key| version.get("qemu").and_then(|q| q.get(key)).and_then(Value::as_u64);
     Greeting {
@@ -161,8 +164,9 @@ pub(crate) fn greeting(version: &Value) -> Greeting {
     }
 }
 
-/// A command as it goes out. Compact on purpose: QEMU 7.2 reads its monitor one byte per turn of its main
-/// loop, 4.5 µs each (measured). For the same reason there is no `id`; replies come in order.
+/// A command as it goes out. Compact on purpose: QEMU 7.2 reads its monitor one byte per turn of
+/// its main loop, 4.5 µs each (measured). For the same reason there is no `id`; replies come in
+/// order.
 pub(crate) fn encode(command: &str, arguments: Option<&Value>) -> Vec<u8> {
     let mut object = Map::new();
     object.insert("execute".to_owned(), Value::from(command));

@@ -1,9 +1,9 @@
 //! From the daemon's address space into QEMU's: fds, identity, limits, exec.
 //!
-//! `clone(CLONE_VM | CLONE_VFORK)`, as `posix_spawn` does, and not `fork`: a fork copies the daemon's page
-//! tables (28 ms at 512 MiB of 4 KiB pages, against 0.01) and leaves all of its memory copy-on-write, which
-//! its fault threads would pay for. The calling thread
-//! stands still until QEMU has begun; the child borrows its memory and does system calls only. The libc
+//! `clone(CLONE_VM | CLONE_VFORK)`, as `posix_spawn` does, and not `fork`. A fork copies the
+//! daemon's page tables (28 ms at 512 MiB of 4 KiB pages, against 0.01). It leaves all of the
+//! daemon's memory copy-on-write, which the fault threads would pay for. The calling thread stands
+//! still until QEMU has begun. The child borrows its memory and does system calls only. The libc
 //! wrappers of `setuid` and its like are avoided: they would signal the *daemon's* threads.
 //!
 //! Only ever called on the spawner thread: a parent-death signal is sent when the *thread* ends.
@@ -66,7 +66,8 @@ struct Context {
 /// # Errors
 /// What failed in words, with the errno.
 pub(super) fn spawn(plan: &Plan) -> io::Result<Child> {
-    // Numbers at or above the slots, so that filling one slot can't overwrite the source of another.
+    // Numbers at or above the slots, so that filling one slot can't overwrite the source of
+    // another.
     let high: Vec<(c_int, OwnedFd)> = plan
         .fds
         .iter()
@@ -116,12 +117,13 @@ fn clone_into(context: &mut Context) -> io::Result<Child> {
     let _masked = AllSignalsBlocked::new();
     // SAFETY:
     // - `child_main` has the signature that `clone` asks for and never returns.
-    // - `top` is the upper, 16-byte aligned end of a live buffer that nobody else uses, large enough for
-    //   `child_main`, which has a few words of locals and calls system-call wrappers only.
-    // - CLONE_VFORK: this thread stands still until the child has called exec or exit, so that `context`, what
-    //   its pointers point to, and the stack outlive the child's use, and nothing races on `context`.
-    // - No signal handler runs in the child: all signals are blocked until it has reset their dispositions
-    //   by exec.
+    // - `top` is the upper, 16-byte aligned end of a live buffer with no other user, large enough
+    //   for `child_main`. That has a few words of locals and calls system-call wrappers only.
+    // - CLONE_VFORK: this thread stands still until the child has called exec or exit. So
+    //   `context`, what its pointers point to, and the stack outlive the child's use, and nothing
+    //   races on `context`.
+    // - No signal handler runs in the child: all signals are blocked until it has reset their
+    //   dispositions by exec.
     let pid = unsafe {
         libc::clone(
             child_main,
@@ -134,15 +136,15 @@ fn clone_into(context: &mut Context) -> io::Result<Child> {
     if pid < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: CLONE_PIDFD has stored a new fd in `pidfd`, which nobody else owns.
+    // SAFETY: CLONE_PIDFD has stored a new fd in `pidfd`, which has no other owner.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     Ok(Child { pid, pidfd })
 }
 
 /// Runs in the child, on the borrowed memory of the daemon.
 extern "C" fn child_main(context: *mut c_void) -> c_int {
-    // SAFETY: the pointer that `clone_into` passed: a live `Context` that its owner, who stands still, won't
-    // touch.
+    // SAFETY: the pointer that `clone_into` passed: a live `Context` that its owner, who stands
+    // still, won't touch.
     let context = unsafe { &mut *context.cast::<Context>() };
     if let Err(step) = prepare_and_exec(context) {
         // SAFETY: reads this thread's errno, which the failed call has set.
@@ -155,10 +157,10 @@ extern "C" fn child_main(context: *mut c_void) -> c_int {
 
 fn prepare_and_exec(context: &Context) -> Result<(), Step> {
     let check = |rc: c_long, step: Step| if rc < 0 { Err(step) } else { Ok(()) };
-    // SAFETY: for the whole block: raw system calls and async-signal-safe wrappers of such, with
-    // plain numbers or with pointers into `context`, which `spawn` has built: NUL-terminated strings,
-    // NULL-terminated arrays, `fds_len` pairs. They change attributes of this child only, which
-    // shares memory with the daemon but neither fds, signal handlers, credentials, nor limits.
+    // SAFETY: for the whole block: raw system calls and async-signal-safe wrappers of such. They
+    // get plain numbers, or pointers into `context`, which `spawn` has built: NUL-terminated
+    // strings, NULL-terminated arrays, `fds_len` pairs. They change attributes of this child only.
+    // It shares memory with the daemon but neither fds, signal handlers, credentials, nor limits.
     unsafe {
         for i in 0..context.fds_len {
             let (slot, fd) = *context.fds.add(i);
@@ -176,8 +178,9 @@ fn prepare_and_exec(context: &Context) -> Result<(), Step> {
         check(c_long::from(libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core)), Step::Limits)?;
         libc::umask(0o077);
         check(c_long::from(libc::chdir(c"/".as_ptr())), Step::Limits)?;
-        // Ctrl-C at the daemon's terminal must not reach it, so a process group of its own; but no session: that
-        // is a scheduling group of its own (sched_autogroup), which on a busy host doubles a fork's pause.
+        // Ctrl-C at the daemon's terminal must not reach it, so it gets a process group of its own.
+        // It gets no session: that is a scheduling group of its own (sched_autogroup), which on a
+        // busy host doubles a fork's pause.
         check(c_long::from(libc::setpgid(0, 0)), Step::Limits)?;
         if let Some(RunAs { uid, gid }) = context.run_as {
             let none = ptr::null::<libc::gid_t>();
@@ -215,8 +218,9 @@ fn prctl(option: c_int, argument: libc::c_ulong) -> c_long {
 /// Set every signal that has a handler to its default, in this child.
 fn forget_handlers() {
     for signal in 1..libc::SIGRTMAX() {
-        // SAFETY: both structs are plain data of the right type; the child has its own table of handlers, since
-        // CLONE_SIGHAND was not given. Signals that can't be changed answer with an error, which is ignored.
+        // SAFETY: both structs are plain data of the right type; the child has its own table of
+        // handlers, since CLONE_SIGHAND was not given. Signals that can't be changed answer with an
+        // error, which is ignored.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             if libc::sigaction(signal, ptr::null(), &raw mut action) != 0

@@ -1,7 +1,8 @@
 //! QEMU's command line: a pure function of the shape and of what QEMU is for.
 //!
-//! Every file is named by the fd that QEMU inherits ([`Slot`]), so that it needs no right to any path. Both a
-//! QEMU that boots and one that waits get the same devices at the same addresses, or the state wouldn't load.
+//! Every file is named by the fd that QEMU inherits ([`Slot`]), so that it needs no right to any
+//! path. Both a QEMU that boots and one that waits get the same devices at the same addresses, or
+//! the state wouldn't load.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -11,7 +12,8 @@ use crate::shape::{Accel, GuestKind, Shape};
 /// Name of the agent's virtio-serial port, as the guest sees it in `/dev/virtio-ports/`.
 pub const AGENT_PORT: &str = "org.vmfork.agent.0";
 
-/// The same port by its id in QEMU, which is in the `VSERPORT_CHANGE` events: one without an id has none.
+/// The same port by its id in QEMU, which is in the `VSERPORT_CHANGE` events: one without an id has
+/// none.
 pub const AGENT_DEVICE: &str = "agentport";
 
 /// Where in QEMU each fd is. 0 to 2 are `/dev/null`, `/dev/null` and the error pipe.
@@ -40,7 +42,7 @@ impl Slot {
         self as i32
     }
 
-    /// A path that opens the file anew, inside QEMU.
+    /// A path that opens the file again, inside QEMU.
     pub fn path(self) -> String {
         format!("/proc/self/fd/{}", self.number())
     }
@@ -57,14 +59,14 @@ pub enum Begin<'a> {
     Wait,
 }
 
-/// Bytes of translated code, MiB, that a vCPU's TCG keeps. QEMU's own default of 1 GiB would let every clone
-/// grow to that; a Debian guest that boots and runs a few programs fills less than 64.
+/// Bytes of translated code, MiB, that a vCPU's TCG keeps. QEMU's own default of 1 GiB would let
+/// every clone grow to that. A Debian guest that boots and runs a few programs fills less than 64.
 const TB_MIB_FIRST_CPU: u32 = 64;
 const TB_MIB_MORE_CPUS: u32 = 32;
 const TB_MIB_MAX: u32 = 512;
 
-/// Of all virtio devices. A modern one saves 1024 queues, 45 kB of zeros, field by field: the four of them would make
-/// two thirds of the time that the device state takes (decision 0009).
+/// Of all virtio devices. A modern one saves 1024 queues, 45 kB of zeros, field by field. The four
+/// of them would make two thirds of the time that the device state takes (decision 0009).
 const VIRTIO: &str = "disable-modern=on";
 
 /// The arguments after the program's name.
@@ -107,7 +109,8 @@ pub fn command_line(
 
 fn machine(line: &mut Line, shape: &Shape, kvm_cpu: &str) {
     let machine = shape.machine.name();
-    // mem-merge: a mergeable RAM makes a freeze walk every page. suppress-vmdesc: 100 kB of JSON less.
+    // mem-merge: a mergeable RAM makes a freeze walk every page. suppress-vmdesc: 100 kB of JSON
+    // less.
     line.option(
         "-machine",
         format!("{machine},mem-merge=off,suppress-vmdesc=on,memory-backend=ram"),
@@ -156,7 +159,8 @@ fn channels(line: &mut Line, shape: &Shape) {
 fn devices(line: &mut Line, shape: &Shape) {
     if shape.disk.is_some() {
         let file = Slot::Disk.path();
-        // Many QEMUs read one file that nobody writes: no locks. The host's page cache is shared.
+        // Many QEMUs read one file that is never written: no locks. The host's page cache is
+        // shared.
         line.option(
             "-blockdev",
             format!("driver=file,filename={file},node-name=root,read-only=on,locking=off"),

@@ -6,9 +6,10 @@
 //!          Qemu { process, qmp, serial, agent } ◄── greeting, capabilities
 //! ```
 //!
-//! QEMU gets the fds that it needs, at fixed numbers ([`Slot`]), and the environment that the shim needs;
-//! nothing else. As another user it can open no file of the daemon's: files come as fds, but QEMU opens
-//! them anew by `/proc/self/fd/N`, so *their own* mode must let that user read them (memfds do).
+//! QEMU gets the fds that it needs, at fixed numbers ([`Slot`]), and the environment that the shim
+//! needs; nothing else. As another user it can open no file of the daemon's. Files come as fds, but
+//! QEMU opens them again by `/proc/self/fd/N`. So *their own* mode must let that user read them
+//! (memfds do).
 
 mod child;
 pub mod command_line;
@@ -117,8 +118,8 @@ impl Launch {
         Self { binary, shape, ram, disk, boot, shim, run_as, environment }
     }
 
-    /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder that is never
-    /// written, without it the guest's RAM, shared.
+    /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder
+    /// that is never written, without it the guest's RAM, shared.
     pub fn boot(binary: Binary, shape: Shape, ram: OwnedFd, boot: Boot) -> Self {
         Self::new(binary, shape, ram, Some(boot))
     }
@@ -156,8 +157,8 @@ impl Launch {
         self
     }
 
-    /// Start it, and wait until it answers, with the migration capabilities set. On a tokio runtime. Dropping the
-    /// future ends the QEMU.
+    /// Start it, and wait until it answers, with the migration capabilities set. On a tokio
+    /// runtime. Dropping the future ends the QEMU.
     ///
     /// # Errors
     /// [`StartError`]; if QEMU ended by itself, with what it said.
@@ -300,7 +301,8 @@ struct Ends {
 pub struct Qemu {
     pub process: Process,
     pub qmp: Qmp,
-    /// The guest's ttyS0: a connected stream socket, blocking. Read it, or the guest's output is lost.
+    /// The guest's ttyS0: a connected stream socket, blocking. Read it, or the guest's output is
+    /// lost.
     pub serial: OwnedFd,
     /// The agent's virtio-serial port: a connected stream socket, blocking. With a Linux guest.
     pub agent: Option<OwnedFd>,
@@ -312,8 +314,8 @@ impl Qemu {
         self.process.is_alive() && self.qmp.is_open()
     }
 
-    /// If the error is that QEMU is gone, say how it ended and its last words, which tell why. (QEMU exits when a
-    /// state doesn't load.)
+    /// If the error is that QEMU is gone, say how it ended and its last words, which tell why.
+    /// (QEMU exits when a state doesn't load.)
     pub async fn explain(&self, error: QmpError) -> QmpError {
         explain(&self.process, error).await
     }

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_send_signal, waitid};
 use tokio::io::unix::AsyncFd;
@@ -19,7 +20,8 @@ use super::child::Child;
 const STDERR_BYTES_MAX: usize = 16 << 10;
 /// Lines of it in an error.
 const STDERR_LINES: usize = 5;
-/// After QEMU's end, its stderr may be held open by the shim's keeper: wait no longer than this for its end.
+/// After QEMU's end, its stderr may be held open by the shim's keeper: wait no longer than this for
+/// its end.
 const STDERR_DRAIN: Duration = Duration::from_millis(200);
 /// How long a runtime that shuts down waits for a killed QEMU to be reaped.
 const REAP_SECONDS: i64 = 5;
@@ -108,7 +110,7 @@ impl Process {
 
     /// The end of what it wrote to stderr.
     pub fn stderr_tail(&self) -> String {
-        self.stderr.lock().unwrap_or_else(PoisonError::into_inner).text()
+        self.stderr.lock().text()
     }
 
     /// The last few lines of stderr, complete once the process has ended; joined by `; `.
@@ -142,8 +144,8 @@ fn last_lines(text: &str) -> String {
 
 #[expect(unsafe_code, reason = "the fd has to stay open while it is registered")]
 fn watch_pidfd(pidfd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
-    // SAFETY: the `AsyncFd` holds a reference to the `OwnedFd`, which stays open and keeps its number until the
-    // last reference is gone; nobody gets it out of the `Arc`.
+    // SAFETY: the `AsyncFd` holds a reference to the `OwnedFd`, which stays open and keeps its
+    // number until the last reference is dropped. No code takes it out of the `Arc`.
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, tokio::io::Interest::READABLE) }?)
 }
 
@@ -206,7 +208,7 @@ async fn keep_tail(stderr: pipe::Receiver, tail: Arc<Mutex<Tail>>, done: watch::
             Ok(0) => break,
             Ok(count) => {
                 let text = bytes.get(..count).unwrap_or_default();
-                tail.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+                tail.lock().push(text);
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(_) => break,

@@ -1,8 +1,9 @@
 //! The one thread that starts every QEMU, and lives as long as the daemon.
 //!
-//! It has to be one and the same: a QEMU's parent-death signal comes when the *thread* that made it ends. It sits
-//! in an empty network namespace of its own, made once, which all its children inherit: that costs a QEMU
-//! nothing, where one namespace each would cost 0.3 ms, or 90 at worst, and its clean-up.
+//! It has to be one and the same: a QEMU's parent-death signal comes when the *thread* that made it
+//! ends. It sits in an empty network namespace of its own, made once, which all its children
+//! inherit. That costs a QEMU nothing. One namespace each would cost 0.3 ms, or 90 at worst, and
+//! its clean-up.
 
 use std::io;
 use std::sync::OnceLock;
@@ -45,7 +46,7 @@ fn launch_thread() -> io::Result<mpsc::Sender<Job>> {
             if answer.is_closed() {
                 continue; // given up while it waited
             }
-            // Nobody waits any more: what has come of it is killed.
+            // The caller does not wait any more: the child is killed.
             if let Err(Ok(child)) = answer.send(spawn(&plan)) {
                 abandon(&child);
             }
@@ -54,7 +55,8 @@ fn launch_thread() -> io::Result<mpsc::Sender<Job>> {
     Ok(jobs)
 }
 
-/// Children need no network. Without the privilege they keep the daemon's; the sandbox still stands.
+/// Children need no network. Without the privilege they keep the daemon's; the sandbox still
+/// stands.
 #[expect(unsafe_code, reason = "unshare is unsafe for the sake of CLONE_FILES, which is not given")]
 fn leave_network() {
     // SAFETY: NEWNET changes this thread's network namespace and no memory or fd table.

@@ -16,8 +16,8 @@ use vmfork_qemu::{
 
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
-/// `VMFORK_TEST_QEMU`, or the one in PATH; firmware folders from `VMFORK_TEST_QEMU_FIRMWARE`. `None`, said
-/// loudly: skip.
+/// `VMFORK_TEST_QEMU`, or the one in PATH; firmware folders from `VMFORK_TEST_QEMU_FIRMWARE`.
+/// `None`, said loudly: skip.
 pub(crate) async fn binary() -> Option<Binary> {
     let path = std::env::var_os("VMFORK_TEST_QEMU").map(PathBuf::from);
     match probe::find(path.as_deref()).await {
@@ -56,7 +56,7 @@ pub(crate) fn boot_sector(folder: &Path) -> Option<OwnedFd> {
     assembled.then(|| fs::File::open(&image).expect("just linked").into())
 }
 
-/// The user for QEMU: nobody's number, if we may become it.
+/// The user for QEMU: a number that no account has, if we may become it.
 pub(crate) fn unprivileged() -> Option<RunAs> {
     rustix::process::geteuid().is_root().then_some(RunAs { uid: 812_345, gid: 812_345 })
 }
@@ -132,7 +132,8 @@ impl Counter {
         Self { serial, text: String::new(), torn: true }
     }
 
-    /// The next whole line's number. Panics if the guest has found its memory wrong (it prints an X).
+    /// The next whole line's number. Panics if the guest has found its memory wrong (it prints an
+    /// X).
     pub(crate) fn next(&mut self) -> Option<u64> {
         let began = Instant::now();
         // SeaBIOS takes 10 s on a busy host where KVM interprets.

@@ -237,12 +237,12 @@ fn wrong_credentials_and_a_bucket_that_is_missing_are_told_apart() {
 fn who_is_not_there_or_does_not_answer_is_given_up() {
     let runtime = runtime();
     let location = "s3://snapshots/x".parse().expect("a location");
-    let nobody = settings(&format!("http://{}", free_address()));
-    let error = S3::open(&location, &nobody, runtime.handle().clone()).expect_err("nobody");
+    let absent = settings(&format!("http://{}", free_address()));
+    let error = S3::open(&location, &absent, runtime.handle().clone()).expect_err("no server");
     assert_eq!(failure(error).0, Failure::Unreachable);
     // What nothing is asked of need not be there.
-    let later = S3::new(&location, &nobody, runtime.handle().clone()).expect("set up");
-    let error = later.get("format").expect_err("nobody");
+    let later = S3::new(&location, &absent, runtime.handle().clone()).expect("set up");
+    let error = later.get("format").expect_err("no server");
     assert_eq!(failure(error.into()).0, Failure::Unreachable);
     // Takes connections and says nothing.
     let silent = TcpListener::bind("127.0.0.1:0").expect("listens");

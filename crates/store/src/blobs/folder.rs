@@ -4,8 +4,8 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
 
+use parking_lot::RwLock;
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags};
 use rustix::io::Errno;
 
@@ -15,21 +15,23 @@ use crate::names::{bytes_max, key_is_valid};
 /// No key begins so.
 const TMP_PREFIX: &str = ".tmp-";
 
-/// Another process may remove a folder as empty, or a temporary file as left behind, just before something is put there.
+/// Another process may remove a folder as empty, or a temporary file as left behind, just before
+/// something is put there.
 const ATTEMPTS_MAX: u32 = 5;
 
 /// Deepest folder below the root: `snapshots/NAME`.
 const DEPTH_MAX: u32 = 4;
 
-/// Files below a folder that nobody else may look into: guests' memory holds their secrets.
+/// Files below a folder that no other user may read: guests' memory holds their secrets.
 ///
-/// A file appears whole, by a rename in its own folder. It outlasts a power cut from the next [`Blobs::sync`] on,
-/// which is one `syncfs`: an fsync for each of ten thousand chunks would take longer than writing them. What replaces
-/// something is on the medium before it does.
+/// A file appears whole, by a rename in its own folder. It outlasts a power cut from the next
+/// [`Blobs::sync`] on. That is one `syncfs`: an fsync for each of ten thousand chunks would take
+/// longer than writing them. What replaces something is on the medium before it does.
 #[derive(Debug)]
 pub struct Folder {
     root: PathBuf,
-    /// Read: a temporary file is about to be there. Written: empty folders and dead writers' files go.
+    /// Read: a temporary file is about to be there. Written: empty folders and dead writers' files
+    /// go.
     tidying: RwLock<()>,
 }
 
@@ -104,7 +106,7 @@ impl Folder {
 
     fn write_once(&self, target: &Path, bytes: &[u8], existing: Existing) -> io::Result<bool> {
         let folder = target.parent().ok_or_else(not_a_file)?;
-        let tidying = self.tidying.read().unwrap_or_else(PoisonError::into_inner);
+        let tidying = self.tidying.read();
         let temporary = Temporary::create(folder)?;
         drop(tidying);
         let mut file = &temporary.file;
@@ -126,8 +128,8 @@ impl Folder {
             target,
             RenameFlags::NOREPLACE,
         ) {
-            // A file system without it, as NFS: a hard link does not replace either. Dropping `temporary` takes the
-            // other name away.
+            // A file system without it, as NFS: a hard link does not replace either. Dropping
+            // `temporary` takes the other name away.
             Err(Errno::INVAL) => rustix::fs::link(&temporary.path, target),
             other => other,
         };
@@ -186,7 +188,8 @@ fn make_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// A file that is being written. Locked as long as its writer lives; removed when dropped, if it hasn't been renamed.
+/// A file that is being written. Locked as long as its writer lives; removed when dropped, if it
+/// hasn't been renamed.
 struct Temporary {
     path: PathBuf,
     file: File,
@@ -194,7 +197,8 @@ struct Temporary {
 
 impl Temporary {
     fn create(folder: &Path) -> io::Result<Self> {
-        // Not by its pid: processes on one store may have the same, in containers or on hosts of their own.
+        // Not by its pid: processes on one store may have the same, in containers or on hosts of
+        // their own.
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|e| io::Error::other(e.to_string()))?;
         let path = folder.join(format!("{TMP_PREFIX}{:016x}", u64::from_be_bytes(random)));
@@ -292,7 +296,7 @@ impl Blobs for Folder {
         if let Some(folder) = path.parent()
             && folder != self.root
         {
-            let _tidying = self.tidying.write().unwrap_or_else(PoisonError::into_inner);
+            let _tidying = self.tidying.write();
             let _ = fs::remove_dir(folder);
         }
         Ok(())
@@ -313,7 +317,7 @@ impl Blobs for Folder {
             }
             // A live writer holds a lock on it, which dies with it.
             let Ok(file) = File::open(path) else { return Ok(()) };
-            let _tidying = self.tidying.write().unwrap_or_else(PoisonError::into_inner);
+            let _tidying = self.tidying.write();
             if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
                 freed_bytes += file.metadata()?.len();
                 tracing::info!(path = %path.display(), "removing what a dead writer left");

@@ -1,4 +1,5 @@
-//! A chunk: the own pages of one window, compressed by themselves, known by the hash of their content.
+//! A chunk: the own pages of one window, compressed by themselves, known by the hash of their
+//! content.
 //!
 //! ```text
 //!    0   4  "VFCK"
@@ -7,12 +8,13 @@
 //!    6   2  pages, 1 to 512
 //!    8   4  raw bytes, 4096 × pages
 //!   12   4  payload bytes
-//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and, if it is compressed, the payload
+//!   16   8  seal: the first 8 bytes of blake3 over bytes 0 to 15 and, if compressed, the payload
 //!   24   …  payload
 //! ```
 //!
-//! Numbers are little-endian. The hash in the chunk's name is over the raw bytes: it says that the content is right.
-//! The seal says that the file is as it was written, which a changed bit that decompression ignores would not show.
+//! Numbers are little-endian. The hash in the chunk's name is over the raw bytes: it says that the
+//! content is right. The seal says that the file is as it was written, which a changed bit that
+//! decompression ignores would not show.
 
 use std::cell::RefCell;
 
@@ -29,7 +31,8 @@ const SEALED_BYTES: usize = 16;
 /// Bytes before the payload.
 pub const HEADER_BYTES: usize = 24;
 
-/// Most bytes a chunk's file can have: a payload that would be longer than its content is stored as it is.
+/// Most bytes a chunk's file can have: a payload that would be longer than its content is stored as
+/// it is.
 pub const CHUNK_FILE_BYTES_MAX: u64 = HEADER_BYTES as u64 + CHUNK_PAGES_MAX * PAGE_BYTES;
 
 const ENCODING_NONE: u8 = 0;

@@ -1,7 +1,8 @@
 //! `descriptor.json`: what a snapshot is, in words, and the hashes of its other files.
 //!
-//! The file is one JSON object. Its last member is `check`, on a line of its own: blake3 of all bytes of the file
-//! before that line. So a changed digit is noticed, and the file can still be read by anything that reads JSON.
+//! The file is one JSON object. Its last member is `check`, on a line of its own: blake3 of all
+//! bytes of the file before that line. So a changed digit is noticed, and the file can still be
+//! read by anything that reads JSON.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,8 +21,8 @@ pub const SCHEMA: &str = "vmfork-snapshot/1";
 /// A descriptor has a page or two; what the daemon puts into `vm` may need more.
 pub const DESCRIPTOR_BYTES_MAX: u64 = 1 << 20;
 
-/// Names one snapshot for good: whoever has a base has written down its id, so that another snapshot by the same name
-/// is not taken for it. 32 hex digits.
+/// Names one snapshot for good. A delta has its base's id written down, so that another snapshot by
+/// the same name is not taken for the base. 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SnapshotId(pub [u8; 16]);
@@ -156,8 +157,8 @@ pub struct Files {
 }
 
 impl Files {
-    /// The file that ends in `ending` of those that were put there with the device state, which stays the same for as
-    /// long as the snapshot is there.
+    /// The file beside the device state that ends in `ending`. The device state's file stays the
+    /// same for as long as the snapshot exists.
     pub(crate) fn beside(&self, ending: &str) -> String {
         let state = &self.state.file;
         let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);
@@ -242,7 +243,8 @@ impl Descriptor {
             let what = format!("{} bytes, where {DESCRIPTOR_BYTES_MAX} are the most", file.len());
             return Err(Flaw::at(0, what));
         }
-        // A version that is not known may have its check elsewhere: that it is unknown is the better answer.
+        // A version that is not known may have its check elsewhere: that it is unknown is the
+        // better answer.
         if let Ok(Head { schema }) = serde_json::from_slice(file)
             && schema != SCHEMA
         {

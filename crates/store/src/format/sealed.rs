@@ -40,8 +40,8 @@ impl SealedKind {
         }
     }
 
-    /// Most raw bytes that one may hold. Device state has some 200 kB, and 16 MiB more with a display; a profile has at
-    /// most 120 kB for each GiB of memory.
+    /// Most raw bytes that one may hold. Device state has some 200 kB, and 16 MiB more with a
+    /// display; a profile has at most 120 kB for each GiB of memory.
     pub const fn raw_bytes_max(self) -> u64 {
         match self {
             Self::State => 64 << 20,
@@ -62,7 +62,8 @@ impl SealedKind {
     }
 }
 
-/// The file that holds `raw`. More than [`SealedKind::raw_bytes_max`] bytes it could not be read back with.
+/// The file that holds `raw`. More than [`SealedKind::raw_bytes_max`] bytes it could not be read
+/// back with.
 pub fn seal(kind: SealedKind, raw: &[u8]) -> Vec<u8> {
     let packed = zstd::bulk::compress(raw, LEVEL).ok().filter(|packed| packed.len() < raw.len());
     let (encoding, payload) = match &packed {
@@ -119,8 +120,8 @@ pub fn unseal(kind: SealedKind, file: &[u8]) -> Result<Vec<u8>, Flaw> {
     Err(Flaw::at(HEADER_BYTES, what))
 }
 
-/// Grows as bytes come: a file that promises much and holds little takes little memory. At most a byte more than
-/// `raw_bytes`.
+/// Grows as bytes come: a file that promises much and holds little takes little memory. At most a
+/// byte more than `raw_bytes`.
 fn grow(payload: &[u8], raw_bytes: usize) -> std::io::Result<Vec<u8>> {
     let mut raw = Vec::new();
     let decoder = zstd::stream::read::Decoder::with_buffer(payload)?;

@@ -1,4 +1,5 @@
-//! A snapshot's page table: what became of each page since the base, and which chunks hold the own pages.
+//! A snapshot's page table: what became of each page since the base, and which chunks hold the own
+//! pages.
 //!
 //! ```text
 //!   4 bytes  "VFTB"
@@ -14,10 +15,11 @@
 //!  32 bytes  blake3 of all before
 //! ```
 //!
-//! Pages in no extent are the base's, or zero without a base: zero pages take nothing (Twinkle, §4.1: its table's
-//! p2d = −1). Extents ascend, do not overlap, and two of a kind never touch: a table has one encoding.
-//! How many windows there are follows from the extents. The length of a chunk's file is a hint for progress and
-//! statistics: the same content may be stored otherwise in another store.
+//! Pages in no extent are the base's, or zero without a base: zero pages take nothing (Twinkle,
+//! §4.1: its table's p2d = −1). Extents ascend, do not overlap, and two of a kind never touch: a
+//! table has one encoding. How many windows there are follows from the extents. The length of a
+//! chunk's file is a hint for progress and statistics: the same content may be stored otherwise in
+//! another store.
 
 use blake3::Hash;
 use vmfork_image::{PageIdx, PageRange};
@@ -87,12 +89,14 @@ pub(crate) fn own_windows(
     })
 }
 
-/// How many windows [`own_windows`] yields, without going through them: a few bytes can name very many.
+/// How many windows [`own_windows`] yields, without going through them: a few bytes can name very
+/// many.
 fn window_count(extents: &[(PageRange, Extent)], chunk_pages: u64) -> u64 {
     let (mut count, mut last) = (0u64, None);
     for (range, _) in extents.iter().filter(|(_, extent)| *extent == Extent::Own) {
         let (from, to) = (range.start().0 / chunk_pages, (range.end().0 - 1) / chunk_pages);
-        // At most as many as there are page numbers: windows are counted once, extents don't overlap.
+        // At most as many as there are page numbers: windows are counted once, extents don't
+        // overlap.
         count += to - from + u64::from(last != Some(from));
         last = Some(to);
     }
@@ -111,7 +115,8 @@ impl Table {
     /// `chunk` gives hash and stored bytes of each window's chunk, by the window's index.
     ///
     /// # Errors
-    /// Extents that are empty, overlap, don't ascend, lie beyond `pages`, or touch another of their kind.
+    /// Extents that are empty, overlap, don't ascend, lie beyond `pages`, or touch another of their
+    /// kind.
     pub(crate) fn new(
         pages: u64,
         chunk_pages: u64,

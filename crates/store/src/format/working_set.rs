@@ -1,4 +1,5 @@
-//! The pages that a snapshot's clones touch first, stored apart so that one sequential read brings them all in.
+//! The pages that a snapshot's clones touch first, stored apart so that one sequential read brings
+//! them all in.
 //!
 //! ```text
 //!    0   4  "VFWS"
@@ -17,31 +18,33 @@
 //!       …   the frames, one after the other
 //! ```
 //!
-//! Runs are in the order in which their pages are needed, as vmTorrent's profiles are (CoNEXT 2012, section 3.2), so that what
-//! is read first is there first; none overlaps another. The pages of all of them, whoever owns them, in that order, are cut
-//! into frames of 1 MiB, the last one shorter. A frame with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
+//! Runs are in the order in which their pages are needed, so that what is read first is needed
+//! first. So are vmTorrent's profiles (CoNEXT 2012, section 3.2). None overlaps another. Their
+//! pages, of any owner, in that order, are cut into frames of 1 MiB, the last one shorter. A frame
+//! with as many stored bytes as it has raw ones is stored as it is; any other is zstd. Each can be
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
-use std::sync::Mutex;
 
 use blake3::Hash;
+use parking_lot::Mutex;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use super::chunk::unzstd;
 use super::descriptor::SnapshotId;
 use crate::error::StoreError;
-use crate::work::{Work, lock};
+use crate::work::Work;
 use vmfork_image::bytes::{Cursor, Flaw, put_varint};
 
 const MAGIC: [u8; 4] = *b"VFWS";
 const VERSION: u8 = 1;
 /// Up to the header's length, which says how much more of it there is.
 const FIXED_BYTES: u32 = 28;
-/// A header of so many bytes has five million runs.
+/// A header of this size has five million runs.
 const HEADER_BYTES_MAX: u32 = 32 << 20;
 
-/// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of it to check it.
+/// Most raw bytes: what is worth reading before a VM starts, and a bound for who has to read all of
+/// it to check it.
 pub(crate) const WORKING_SET_BYTES_MAX: u64 = 1 << 30;
 
 /// Raw bytes of a frame.
@@ -69,7 +72,8 @@ fn unzigzag(from: u64, distance: u64) -> Option<u64> {
     }
 }
 
-/// The file. `runs` do not overlap, and none begins where the one before ends; `frames` hold their pages.
+/// The file. `runs` do not overlap, and none begins where the one before ends; `frames` hold their
+/// pages.
 pub(crate) fn encode(id: SnapshotId, runs: &[PageRange], frames: &[Vec<u8>]) -> Vec<u8> {
     let mut file = MAGIC.to_vec();
     file.extend_from_slice(&[VERSION, 0, 0, 0]);
@@ -270,14 +274,15 @@ impl<'a> Frames<'a> {
         self.header.frames.len()
     }
 
-    /// Read the next frame and hand over its pages, run by run. Returns its raw bytes. Several threads may do so: one
-    /// reads while the others decompress. With [`Frames::len`] calls all is read, and checked to end there.
+    /// Read the next frame and hand over its pages, run by run. Returns its raw bytes. Several
+    /// threads may do so: one reads while the others decompress. With [`Frames::len`] calls all is
+    /// read, and checked to end there.
     pub(crate) fn next(
         &self,
         each: &(dyn Fn(PageRange, &[u8]) -> io::Result<()> + Sync),
     ) -> Result<u64, ReadError> {
         let (at, offset, stored) = {
-            let mut next = lock(&self.next);
+            let mut next = self.next.lock();
             let Some(frame) = self.header.frames.get(next.frame) else { return Ok(0) };
             let (at, offset) = (next.frame, next.offset);
             let mut stored = Vec::new();
@@ -316,8 +321,8 @@ impl<'a> Frames<'a> {
     }
 }
 
-/// What is wrong with the working set of snapshot `id`, which has `pages`, if anything is: all of it is read and thrown
-/// away.
+/// What is wrong with the working set of snapshot `id`, which has `pages`, if anything is: all of
+/// it is read and thrown away.
 ///
 /// # Errors
 /// [`StoreError::Cancelled`].
@@ -377,7 +382,8 @@ mod tests {
         flaw_of(file, id, PAGES, &Work::new(1)).expect("not cancelled").map_or(Ok(()), Err)
     }
 
-    /// Gaps and lengths, made into runs, the second half of them first; each page filled with its number.
+    /// Gaps and lengths, made into runs, the second half of them first; each page filled with its
+    /// number.
     fn file_of(pieces: &[(u64, u64)]) -> (Vec<PageRange>, Vec<u8>) {
         let (mut runs, mut raw, mut end) = (Vec::new(), Vec::new(), 0);
         for (gap, len) in pieces {
@@ -420,12 +426,12 @@ mod tests {
                         assert_eq!(bytes[PAGE_LEN - 1], page.0.to_le_bytes()[0]);
                     }
                     assert_eq!(bytes.len() as u64, range.byte_len());
-                    lock(&read).extend(range.pages());
+                    read.lock().extend(range.pages());
                     Ok(())
                 }).expect("as written");
             }
             let all: Vec<_> = runs.iter().flat_map(PageRange::pages).collect();
-            prop_assert_eq!(&*lock(&read), &all);
+            prop_assert_eq!(&*read.lock(), &all);
             prop_assert_eq!(check(&file, ID), Ok(()));
             prop_assert!(check(&file, SnapshotId([8; 16])).is_err());
             prop_assert!(check(&[&file[..], &[0]].concat(), ID).is_err());

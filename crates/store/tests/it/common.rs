@@ -17,7 +17,8 @@ pub(crate) fn range(start: u64, len: u64) -> PageRange {
     PageRange::new(PageIdx(start), len).expect("small")
 }
 
-/// Done once, at a moment that a test has chosen: before the first call of that name to a key with that part.
+/// Done once, at a moment that a test has chosen: before the first call of that name to a key with
+/// that part.
 #[derive(Default)]
 pub(crate) struct Hook(Mutex<Option<(&'static str, &'static str, Action)>>);
 
@@ -90,8 +91,9 @@ impl Memory {
         self.map.lock().expect("no panic").clone()
     }
 
-    /// What is left if the power goes: of a file that is new since the last sync only the name, and what was deleted
-    /// since is there again, unless `deleted` says that it was quicker. What replaces something is whole, as [`vmfork_store::Folder`] has it.
+    /// What is left after a power cut. Of a file that is new since the last sync only the name is
+    /// left. What was deleted since exists again, unless `deleted` says that the deletion was
+    /// quicker. What replaces something is whole, as [`vmfork_store::Folder`] has it.
     pub(crate) fn after_power_cut(&self, deleted: bool) -> BTreeMap<String, Vec<u8>> {
         let mut left = self.synced.lock().expect("no panic").clone();
         let now = self.copy();
@@ -283,7 +285,8 @@ pub(crate) fn options() -> SourceOptions {
     SourceOptions { hot: HotChunks::new(1 << 20), remote: None }
 }
 
-/// The guest's memory as a snapshot and its bases have it, read page by page and again in long runs.
+/// The guest's memory as a snapshot and its bases have it, read page by page and again in long
+/// runs.
 pub(crate) fn read_back(store: &Store, name: &str) -> Guest {
     read_chain(&store.open_chain(name).expect("opens"), &options())
 }

@@ -1,4 +1,5 @@
-//! The process ends, or the power goes, at each step of an operation: what was there before is whole, and what is left is cleared away.
+//! The process ends, or the power fails, at each step of an operation. What existed before is
+//! whole, and what is left is cleared away.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use crate::common::*;
 /// Most calls that any operation here makes.
 const CALLS_MAX: i64 = 1000;
 
-/// Runs `act` over a copy of `before` for each number of calls after which nothing works any more, and then `check`
-/// over what is left. Returns how many steps there were.
+/// Runs `act` over a copy of `before` for each number of calls after which nothing works any more,
+/// and then `check` over what is left. Returns how many steps there were.
 fn at_each_step(
     before: &Memory,
     act: impl Fn(&Store) -> Result<(), StoreError>,

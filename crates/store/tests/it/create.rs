@@ -309,7 +309,7 @@ fn a_damaged_snapshot_is_listed_with_what_is_wrong_and_can_be_removed() {
         error.to_string().starts_with("`snapshots/bad/descriptor.json` in memory is damaged: ")
     );
     assert!(store.open("bad").is_err() && store.open("good").is_ok());
-    // Nobody can know any more what chunks it has.
+    // It can't be known any more what chunks it has.
     let other = Store::new(memory.clone()).expect("store");
     assert_eq!(other.collect().expect("collected").blocked_by, ["bad"]);
     assert_eq!(other.remove("bad", false).expect("removed").names, ["bad"]);

@@ -50,7 +50,7 @@ fn a_base_stays_though_its_delta_is_damaged() {
     let store = Store::new(memory.clone()).expect("store");
     let error = store.remove("base", false).expect_err("needed");
     assert_eq!(error.to_string(), "`a`, `b` are deltas of snapshot `base`");
-    // Of what can't be read at all nobody knows what it is a delta on.
+    // What can't be read at all may be a delta on anything.
     change("snapshots/a/descriptor.json", &|bytes| bytes.truncate(20));
     let error = store.remove("base", false).expect_err("perhaps needed");
     let text = "the descriptor of `a` can't be read, and snapshot `base` may be needed";
@@ -126,7 +126,7 @@ fn an_open_snapshot_stays_readable_when_it_is_removed() {
 #[test]
 fn what_is_opened_and_removed_while_chunks_are_collected_stays_readable() {
     let (memory, store, [.., c]) = family();
-    // Chunks that nobody names, for the collector to be busy with.
+    // Chunks that no snapshot names, for the collector to be busy with.
     let work = Work::new(1);
     let garbage: Guest = (100..228).collect();
     let read = |range: vmfork_image::PageRange, bytes: &mut [u8]| {

@@ -171,7 +171,8 @@ fn a_push_copies_what_is_not_there() {
     check(&to.store, "base", &base);
     check(&to.store, "top", &top);
     assert_eq!(to.memory.content(), from.memory.content());
-    // Again, after more was learnt on both sides: that alone is copied which the other has nothing of.
+    // Again, after more was learnt on both sides: that alone is copied which the other has nothing
+    // of.
     from.store.put_profile("top", b"from").expect("put");
     from.store.put_profile("base", b"from").expect("put");
     to.store.put_profile("top", b"to").expect("put");

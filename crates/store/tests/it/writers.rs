@@ -1,4 +1,5 @@
-//! Several writers of one store, each in a process of its own, and what those leave that didn't get to the end.
+//! Several writers of one store, each in a process of its own, and what those leave that didn't get
+//! to the end.
 
 use std::sync::Arc;
 

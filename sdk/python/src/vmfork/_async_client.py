@@ -1,18 +1,21 @@
-"""The client for asyncio, the twin of :mod:`._client`; the core is :mod:`._protocol`."""
+"""The client for asyncio, from which :mod:`._client` is generated.
+
+The core is :mod:`._protocol`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
+from . import _async_io as sdk_io
 from . import _protocol as protocol
 from ._async_snapshots import AsyncSnapshots
 from ._config import Endpoint, Timeout, find_endpoint
@@ -41,11 +44,6 @@ from ._transport import (
 __all__ = ["AsyncClient", "AsyncForkResult", "AsyncStartResult", "AsyncVM"]
 
 T = TypeVar("T")
-
-#: Bodies leave in pieces of at most this many bytes. The kernel takes a write to a unix socket that
-#: fits one of its buffers (48 KiB) whole or not at all; and anyio 3.6, which Debian 12 has below
-#: httpx, repeats the beginning of a write that was taken in part: the daemon would get wrong bytes.
-ASYNC_PIECE_BYTES = 32 * 1024
 
 
 class AsyncClient:
@@ -164,10 +162,7 @@ class AsyncClient:
         self, call: Call[T], content: bytes | AsyncIterator[bytes] | None = None
     ) -> T:
         options = request_options(call, self._timeout, content)
-        whole = options.get("content")
-        if isinstance(whole, bytes):
-            options["headers"]["content-length"] = str(len(whole))
-            options["content"] = _split(whole)
+        sdk_io.cut_body(options)
         with translated(call, self._endpoint, self._timeout):
             response = await self._http.request(call.method, call.path, **options)
         return call.finish(response.status_code, response.content, response.headers)
@@ -190,7 +185,7 @@ class AsyncClient:
             async with self._stream(call) as response:
                 with private_file(part) as file:
                     async for piece in response.aiter_bytes():
-                        await asyncio.to_thread(file.write, piece)
+                        await sdk_io.write(file, piece)
                     length = file.tell()
                     os.fchmod(file.fileno(), mode(response.headers))
             part.replace(target)
@@ -201,7 +196,7 @@ class AsyncClient:
 
     async def _upload(self, call: Call[T], source: Path) -> T:
         with source.open("rb") as file:
-            return await self._send(call, _pieces(file))
+            return await self._send(call, sdk_io.pieces(file))
 
     def _started(self, reply: StartReply) -> AsyncStartResult:
         return AsyncStartResult(
@@ -292,9 +287,9 @@ class AsyncVM:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
         With ``all_or_nothing`` the whole call fails if not all of them fit. In a cluster, ``place``
-        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and
-        ``hosts`` are the only ones to be used; with ``hydrate_mib_per_s`` clones on other hosts get
-        all of their memory at that rate, and then need this host no more.
+        is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
+        ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
+        at that rate, and then do not need this host any more.
         """
         call = protocol.fork(
             self._ref,
@@ -356,7 +351,7 @@ class AsyncVM:
         with Path(source).open("rb") as file:
             bits = os.fstat(file.fileno()).st_mode & 0o7777 if mode is None else mode
             call = protocol.write_file(self._ref, path, bits, self._timeout)
-            await self._client._send(call, _pieces(file))
+            await self._client._send(call, sdk_io.pieces(file))
 
     async def copy_out(self, path: str, target: str | os.PathLike[str]) -> int:
         """Copy a file out of the guest, piece by piece; returns its length in bytes.
@@ -444,23 +439,6 @@ class AsyncStartResult(BaseStartResult[AsyncVM]):
 
 async def _end(vms: Sequence[AsyncVM], error: BaseException | None) -> None:
     """Kill all of them. One that has ended is fine; other trouble is told once all were tried."""
-    trouble: list[VmforkError] = []
-    ends = await asyncio.gather(*(vm.kill() for vm in vms), return_exceptions=True)
-    for end in ends:
-        if isinstance(end, (NotFound, Conflict)):
-            continue  # it has ended by itself, or was removed
-        if isinstance(end, VmforkError):
-            trouble.append(end)
-        elif isinstance(end, BaseException):
-            raise end
-    settle(trouble, error)
-
-
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(file.read, ASYNC_PIECE_BYTES):
-        yield piece
-
-
-async def _split(whole: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(whole), ASYNC_PIECE_BYTES):
-        yield whole[start : start + ASYNC_PIECE_BYTES]
+    errors = await sdk_io.errors_of([vm.kill for vm in vms], VmforkError)
+    # NotFound and Conflict: the VM has ended, or was removed.
+    settle([e for e in errors if not isinstance(e, (NotFound, Conflict))], error)

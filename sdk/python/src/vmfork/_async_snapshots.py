@@ -1,4 +1,4 @@
-"""``client.snapshots`` for asyncio, the twin of :mod:`._snapshots`."""
+"""``client.snapshots`` for asyncio, from which :mod:`._snapshots` is generated."""
 
 from __future__ import annotations
 

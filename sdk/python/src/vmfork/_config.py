@@ -1,8 +1,8 @@
 """Where the daemon is, and how long to wait for it.
 
 The daemon is looked for in this order: what the client was given (``socket``, ``state`` or
-``host``), then ``VMFORK_HOST``, ``VMFORK_SOCKET``, ``VMFORK_STATE``, then the place where a daemon
-listens by default. Nothing is ever started from here.
+``host``), then ``VMFORK_HOST``, ``VMFORK_SOCKET``, ``VMFORK_STATE``. If none is set, it
+is the place where a daemon listens by default. Nothing is ever started from here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["Endpoint", "Timeout", "find_endpoint"]
 
-#: The daemon's state folder where nobody says otherwise.
+#: The daemon's state folder, if no other is named.
 STATE_DEFAULT = "/var/lib/vmfork"
 
 #: Where a daemon listens that was not told otherwise.

@@ -64,8 +64,8 @@ class ProtocolError(VmforkError):
 class ApiError(VmforkError):
     """The daemon's answer is an error.
 
-    ``code`` is the stable word to switch on, ``message`` names what failed, ``cause`` why,
-    ``remedy`` what to do about it; ``vm`` is the name or id of the VM it is about, if any.
+    ``code`` is the stable word to switch on. ``message`` names what failed, ``cause`` why,
+    ``remedy`` what to do about it. ``vm`` is the name or id of the VM it is about, if any.
     """
 
     _by_code: ClassVar[dict[str, type[ApiError]]] = {}

@@ -70,7 +70,7 @@ class SnapshotInfo:
 
     name: str
     id: str | None = None
-    """Unique for ever; ``None`` while it is being written."""
+    """Never used again; ``None`` while it is being written."""
     state: SnapshotState
     reason: str | None = None
     """Why it failed, or why its pull does not go on."""

@@ -72,7 +72,7 @@ def request_options(
 
 
 def private_file(path: Path) -> BinaryIO:
-    """A new file for what is on its way, which nobody else may look into until it is all there."""
+    """A new file for a download, which no other user may read until it is complete."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 

@@ -12,7 +12,8 @@ _HEADER = "x-vmfork-missing-hosts"
 
 
 class HostsMissing(UserWarning):
-    """Hosts of the cluster do not answer (``.hosts``): what is there is not in an answer, nor ended."""
+    """Hosts of the cluster do not answer (``.hosts``): what is there is not in an answer, nor
+    ended."""
 
     def __init__(self, what: str, hosts: tuple[str, ...]) -> None:
         super().__init__(f"{what}: no answer from {', '.join(hosts)}")

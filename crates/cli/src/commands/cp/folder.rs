@@ -35,7 +35,7 @@ pub(super) async fn store(
     inside: bool,
 ) -> anyhow::Result<Exit> {
     let prefix = if inside {
-        let from = std::path::absolute(&from).context("the path of the folder")?;
+        let from = std::path::absolute(&from).context("make the path of the folder absolute")?;
         PathBuf::from(from.file_name().unwrap_or(".".as_ref()))
     } else {
         make_folder(client, vm, path).await?;
@@ -103,13 +103,14 @@ async fn tar(client: &Client<'_>, vm: &str, argv: &[&str]) -> anyhow::Result<Exe
     client
         .exec(vm, ExecRequest { argv, ..Default::default() })
         .await
-        .context("run `tar` in the guest, which copying a folder needs")
+        .context("run `tar` in the guest, which a copy of a folder needs")
 }
 
 async fn make_folder(client: &Client<'_>, vm: &str, path: &str) -> anyhow::Result<()> {
     let (code, stderr) = exec::ask(client, vm, &["mkdir", "-p", "--", path], LOOK_BOUND).await?;
     if code != 0 {
-        bail!("make `{vm}:{path}`: {}", crate::format::printable(&stderr));
+        return Err(anyhow!("{}", crate::format::printable(stderr.trim())))
+            .with_context(|| format!("create the folder `{vm}:{path}`"));
     }
     Ok(())
 }
@@ -155,7 +156,7 @@ async fn drive(
             },
             // While it is fed, silence is good.
             Err(_) if bar.position() > moved => moved = bar.position(),
-            Err(_) => bail!("`tar` in the guest has done nothing for {} s", IDLE_BOUND.as_secs()),
+            Err(_) => bail!("`tar` in the guest made no progress for {} s", IDLE_BOUND.as_secs()),
         }
     }
 }
@@ -168,12 +169,12 @@ fn check(code: u8, stderr: &[u8], vm: &str) -> anyhow::Result<()> {
     }
     let text = String::from_utf8_lossy(stderr);
     let said = match text.trim() {
-        "" => "it said nothing".to_owned(),
+        "" => "it printed no error".to_owned(),
         text => text.lines().map(crate::format::printable).collect::<Vec<_>>().join("\n"),
     };
     Err(anyhow!(said))
-        .with_context(|| format!("`tar` in `{vm}` ended with {code}"))
-        .hint("copying a folder needs `tar` in the guest")
+        .with_context(|| format!("`tar` in `{vm}` exited with status {code}"))
+        .hint("check that the guest has `tar`, and that the path exists")
 }
 
 fn pack(from: &Path, prefix: &Path, to: ChannelWriter) -> std::io::Result<()> {
@@ -199,7 +200,7 @@ fn unpack(to: &Path, from: ChannelReader, printer: &Printer) -> std::io::Result<
         if !plain || !entry.unpack_in(to)? {
             let name = entry.path_bytes();
             let name = crate::format::printable(&String::from_utf8_lossy(&name));
-            printer.warn(&format!("left out `{name}`: only files, folders and links are copied"));
+            printer.warn(&format!("skipped `{name}`: it is neither a file, a folder nor a link"));
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! `vmfork cp`: files through the daemon's file routes, folders as a tar stream through `tar` in the
-//! guest.
+//! `vmfork cp`: files through the daemon's file routes, folders as a tar stream through `tar` in
+//! the guest.
 //!
 //! A target that is a folder gets the source into it, as with `cp`.
 
@@ -32,7 +32,7 @@ pub(super) async fn run(global: &Global, config: CpConfig) -> anyhow::Result<Exi
                 (false, Place::Here(to)) => file::fetch(client, &vm, &path, to).await,
                 (true, Place::Here(to)) => folder::fetch(client, &vm, &path, to).await,
                 (true, Place::Stream) => Err(anyhow!("`{vm}:{path}` is a folder"))
-                    .hint(format!("`vmfork exec {vm} -- tar -c -C {path} .` prints an archive")),
+                    .hint(format!("use `vmfork exec {vm} -- tar -c -C {path} .` for an archive")),
                 (_, Place::Guest { .. }) => Err(misplaced()),
             }
         }
@@ -57,7 +57,7 @@ pub(super) async fn run(global: &Global, config: CpConfig) -> anyhow::Result<Exi
 
 /// [`crate::config`] lets no such pair through.
 fn misplaced() -> anyhow::Error {
-    Misuse("cp: exactly one side must be in a VM, as VM:PATH".to_owned()).into()
+    Misuse("cp: exactly one side must be in a VM; write it as VM:PATH".to_owned()).into()
 }
 
 /// Where in the guest a file goes.
@@ -65,14 +65,13 @@ fn target(path: String, is_folder: bool, name: Option<&str>) -> anyhow::Result<S
     if !is_folder && !path.ends_with('/') {
         return Ok(path);
     }
-    let name = name
-        .ok_or_else(|| anyhow!("`{path}` is a folder"))
-        .hint("name the file that is to be written")?;
+    let name =
+        name.ok_or_else(|| anyhow!("`{path}` is a folder")).hint("name the file to write")?;
     Ok(format!("{}/{name}", path.trim_end_matches('/')))
 }
 
-/// Asks `test` in the guest. A guest that has none is taken to be asked for a file, and the transfer
-/// itself tells what is wrong; a VM that is not there is told here.
+/// Asks `test` in the guest. A guest that has none is taken to be asked for a file, and the
+/// transfer itself tells what is wrong; a VM that is not there is told here.
 async fn is_guest_folder(client: &Client<'_>, vm: &str, path: &str) -> anyhow::Result<bool> {
     match exec::ask(client, vm, &["test", "-d", path], LOOK_BOUND).await {
         Ok((code, _)) => Ok(code == 0),
@@ -104,7 +103,7 @@ fn report(client: &Client<'_>, from: &str, to: &str, size_bytes: u64) -> anyhow:
 fn guest_file_name(path: &str) -> anyhow::Result<PathBuf> {
     match path.trim_end_matches('/').rsplit('/').next() {
         Some(name) if !matches!(name, "" | "." | "..") => Ok(PathBuf::from(name)),
-        _ => Err(anyhow!("`{path}` has no name of its own")).hint("name the target in full"),
+        _ => Err(anyhow!("`{path}` does not end in a file name")).hint("name the target file"),
     }
 }
 

@@ -21,7 +21,7 @@ pub(super) async fn run(global: &Global, config: RunConfig) -> anyhow::Result<Ex
             }
             match boot::run(client, image?).await {
                 Err(error) if is_not_found(&error) => Err(error)
-                    .hint("`vmfork image ls` and `vmfork snapshot ls` list what can be run"),
+                    .hint("list the names with `vmfork image ls` and `vmfork snapshot ls`"),
                 ended => ended,
             }
         }
@@ -42,8 +42,8 @@ async fn is_snapshot(client: &Client<'_>, name: &str) -> anyhow::Result<bool> {
     }
     let images: Vec<Image> = client.get(Query::new("/v1/images")).await?;
     if images.iter().any(|image| image.name == name) {
-        return Err(Misuse(format!("run: there is an image `{name}` and a snapshot `{name}`")))
-            .hint("say which one: --image or --snapshot");
+        return Err(Misuse(format!("run: `{name}` is the name of an image and of a snapshot")))
+            .hint("choose one with --image or --snapshot");
     }
     Ok(true)
 }

@@ -1,5 +1,5 @@
-//! VMs from a stored snapshot: a row for each, as `fork` prints its clones; with `-q` the names alone, for
-//! `vm=$(vmfork run -q SNAPSHOT)`.
+//! VMs from a stored snapshot: a row for each, as `fork` prints its clones; with `-q` the names
+//! alone, for `vm=$(vmfork run -q SNAPSHOT)`.
 
 use vmfork_api::StartReply;
 

@@ -1,4 +1,4 @@
-//! `vmfork snapshot create`: says how long the VM stood still and, once it is stored, what it takes.
+//! `vmfork snapshot create`: prints the pause of the VM and, once stored, the size of the snapshot.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub(super) async fn run(global: &Global, request: SnapshotRequest) -> anyhow::Re
     let (vm, name) = (&request.vm, &request.name);
     let started = Instant::now();
     let giving_up = request.wait.then(|| {
-        let text = format!("Gave up snapshot `{name}`: nothing of it is kept, `{vm}` runs on");
+        let text = format!("Cancelled snapshot `{name}`; `{vm}` keeps running");
         progress::GivingUp::new(printer, text)
     });
     let bound = if request.wait { WHOLE } else { FREEZE_BOUND };
@@ -31,7 +31,7 @@ pub(super) async fn run(global: &Global, request: SnapshotRequest) -> anyhow::Re
         giving_up.over();
     }
     let taken: Snapshot = taken?;
-    // The pause is told there alone. That somebody has removed it meanwhile is not our failure.
+    // Only the detail has the pause. A snapshot that was removed meanwhile is no failure here.
     let detail = find(&client, name).await.unwrap_or_default();
     if printer.json {
         match &detail {
@@ -48,7 +48,7 @@ pub(super) async fn run(global: &Global, request: SnapshotRequest) -> anyhow::Re
     Ok(if state == SnapshotState::Failed { Exit::Failed } else { Exit::Done })
 }
 
-/// What a person is told.
+/// The lines for a person.
 fn lines(
     vm: &str,
     taken: &Snapshot,

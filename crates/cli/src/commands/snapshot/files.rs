@@ -1,4 +1,5 @@
-//! `vmfork snapshot export` and `import`: a snapshot, with what it depends on, as one stream of bytes.
+//! `vmfork snapshot export` and `import`: a snapshot, with what it depends on, as one stream of
+//! bytes.
 
 use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
@@ -42,8 +43,7 @@ pub(super) async fn export(
             );
         }
         Some(to) if to.is_dir() => {
-            return Err(anyhow!("{} is a folder", to.display()))
-                .hint("name the file that is to be written");
+            return Err(anyhow!("{} is a folder", to.display())).hint("name the file to write");
         }
         _ => {}
     }
@@ -112,7 +112,7 @@ pub(super) async fn import(
     let names: Vec<String> = stored.iter().map(|snapshot| snapshot.name.clone()).collect();
     let stored_bytes: u64 = stored.iter().map(|snapshot| snapshot.stored_bytes).sum();
     global.printer.note(&match names.as_slice() {
-        [] => format!("All of {source} was in the store already"),
+        [] => format!("{source} is already in the store"),
         names => format!("Imported {} ({})", quoted(names), format::size(stored_bytes)),
     });
     Ok(Exit::Done)

@@ -96,7 +96,7 @@ async fn list(global: &Global) -> anyhow::Result<Exit> {
 }
 
 fn row(snapshot: &Snapshot) -> Vec<Field> {
-    // Of what is damaged, or not written yet, little is known.
+    // A damaged or unfinished snapshot lacks some figures.
     let known =
         |is_known: bool, text: String| Field::Figure(if is_known { text } else { "-".to_owned() });
     let tone = match snapshot.state {
@@ -189,12 +189,12 @@ async fn verify(global: &Global, name: &str) -> anyhow::Result<Exit> {
     );
     let elsewhere = (reply.chunks_elsewhere != 0).then(|| {
         let chunks = format::plural(reply.chunks_elsewhere, "chunk");
-        format!("{chunks} more not read: not here yet, but where it is pulled from")
+        format!("{chunks} not checked: they have not arrived from the source of the pull")
     });
     if reply.damage.is_empty() {
         let whole = match &elsewhere {
-            None => "is whole",
-            Some(_) => "is whole as far as it is here",
+            None => "is intact",
+            Some(_) => "is intact as far as it has arrived",
         };
         printer.note(&format!("`{name}` {whole} ({read})"));
         elsewhere.iter().for_each(|text| printer.note(text));
@@ -237,7 +237,9 @@ async fn reset_profile(global: &Global, name: String) -> anyhow::Result<Exit> {
         let outcome = Outcome { name, done: true, removed: None, error: None };
         global.printer.with_schema(&Results { results: vec![outcome] })?;
     } else {
-        global.printer.note(&format!("Forgot what VMs of `{name}` touch first"));
+        global
+            .printer
+            .note(&format!("Deleted the record of the pages that VMs of `{name}` touch first"));
     }
     Ok(Exit::Done)
 }

@@ -1,4 +1,4 @@
-//! How far a snapshot is that is being written or pulled, and a word if its maker gives it up.
+//! The progress of a snapshot that is being written or pulled, and a note if that is cancelled.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::printer::Printer;
 
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Shows how far it is, for as long as it is polled. `doing`: "Writing", "Pulling".
+/// Shows the progress while it is polled. `doing`: "Writing", "Pulling".
 pub(super) async fn show(client: &Client<'_>, name: &str, doing: &str) -> Infallible {
     let printer = &client.global.printer;
     if !printer.shows_progress() {
@@ -41,8 +41,8 @@ pub(super) async fn show(client: &Client<'_>, name: &str, doing: &str) -> Infall
     }
 }
 
-/// Says that what was waited for is given up, if it is dropped before it is [`GivingUp::over`]: Ctrl-C ends a command
-/// by dropping what it does.
+/// Says that what was waited for is given up, if it is dropped before it is [`GivingUp::over`]:
+/// Ctrl-C ends a command by dropping what it does.
 #[derive(Debug)]
 pub(super) struct GivingUp<'a> {
     printer: &'a Printer,

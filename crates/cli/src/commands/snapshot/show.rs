@@ -33,7 +33,7 @@ pub(super) async fn profile(global: &Global, name: &str) -> anyhow::Result<Exit>
     Ok(Exit::Done)
 }
 
-/// Its state, with how far it is if that changes: `writing 42%`.
+/// Its state, with the progress if there is one: `writing 42%`.
 pub(super) fn state(snapshot: &Snapshot) -> String {
     let Progress { done_bytes, total_bytes } = snapshot.progress;
     let word = match snapshot.state {

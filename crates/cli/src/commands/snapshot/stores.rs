@@ -28,7 +28,7 @@ pub(super) async fn push(global: &Global, name: &str, location: &str) -> anyhow:
 
 fn pushed(name: &str, location: &str, reply: &TransferReply) -> String {
     if reply.names.is_empty() {
-        return format!("`{name}` is in {location} already");
+        return format!("`{name}` is already in {location}");
     }
     format!(
         "Pushed {} to {location} in {}, {} sent",
@@ -47,7 +47,7 @@ pub(super) async fn pull(
     let location = placed(global, location)?;
     let client = Client::new(global).await?;
     let giving_up = wait.then(|| {
-        let text = format!("Gave up pulling `{name}`: `vmfork snapshot ls` shows what is here");
+        let text = format!("Cancelled the pull of `{name}`; check it with `vmfork snapshot ls`");
         progress::GivingUp::new(&global.printer, text)
     });
     let request = TransferRequest { location: location.clone(), wait };
@@ -65,13 +65,13 @@ pub(super) async fn pull(
     }
     if snapshot.name != name {
         let here = format::printable(&snapshot.name);
-        global.printer.note(&format!("`{name}` is here already, as `{here}`"));
+        global.printer.note(&format!("`{name}` is already stored, as `{here}`"));
     }
     let name = &format::printable(&snapshot.name);
     if snapshot.state == SnapshotState::Pulling {
         global.printer.note(&format!(
-            "`{name}` can be started; its pages still come from {location}: \
-             `vmfork snapshot ls` shows how far they are"
+            "`{name}` can be started; its pages still arrive from {location}; \
+             see the progress with `vmfork snapshot ls`"
         ));
     } else {
         global.printer.note(&format!("Pulled `{name}`: {}", show::stored(&snapshot)));
@@ -79,7 +79,7 @@ pub(super) async fn pull(
     Ok(Exit::Done)
 }
 
-/// The location as the daemon is to be told it, whose working folder is not ours.
+/// The location for the daemon, which has another working folder: a relative path made absolute.
 fn placed(global: &Global, location: &str) -> anyhow::Result<String> {
     if location.contains("://") || Path::new(location).is_absolute() {
         return Ok(location.to_owned());
@@ -87,15 +87,15 @@ fn placed(global: &Global, location: &str) -> anyhow::Result<String> {
     match &global.endpoint {
         Endpoint::Unix(_) => {
             let path = std::path::absolute(location)
-                .with_context(|| format!("the path of the folder {location}"))?;
-            let text = path
-                .to_str()
-                .ok_or_else(|| anyhow!("the path of the folder {} is not UTF-8", path.display()))?;
+                .with_context(|| format!("make the path of the folder {location} absolute"))?;
+            let text = path.to_str().ok_or_else(|| {
+                anyhow!("the path of the folder {} is not UTF-8; rename it", path.display())
+            })?;
             Ok(text.to_owned())
         }
         Endpoint::Tcp(_) => {
-            Err(Misuse(format!("{location}: the daemon runs elsewhere, and has another folder")))
-                .hint("name the folder by its path from the root")
+            Err(Misuse(format!("{location}: a relative path has no meaning to a remote daemon")))
+                .hint("use an absolute path on the daemon's host")
         }
     }
 }
@@ -136,6 +136,6 @@ mod tests {
             "Pushed `base` and `warm` to /srv in 1.25 s, 3 MiB sent"
         );
         reply.names.clear();
-        assert_eq!(pushed("warm", "/srv", &reply), "`warm` is in /srv already");
+        assert_eq!(pushed("warm", "/srv", &reply), "`warm` is already in /srv");
     }
 }

@@ -1,7 +1,7 @@
 //! A daemon that is not one, and the real `vmfork` run against it.
 //!
-//! [`FakeDaemon`] serves the routes of `vmfork-api` with made-up VMs. Its "guest" is this host: `exec`
-//! runs the program here, files lie in a folder.
+//! [`FakeDaemon`] serves the routes of `vmfork-api` with made-up VMs. Its "guest" is this host:
+//! `exec` runs the program here, files lie in a folder.
 
 mod routes;
 mod snapshots;

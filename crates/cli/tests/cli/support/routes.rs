@@ -22,8 +22,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use vmfork_api::{
-    Accel, CloneResult, ErrorBody, ErrorCode, ExecClientMessage, ExecRequest, ExecServerMessage,
-    ForkReply, ForkRequest, ForkStages, KillRequest, RunRequest, SCHEMA, Vm, VmState,
+    Accel, CloneResult, ClusterInitRequest, ClusterJoinRequest, ErrorBody, ErrorCode,
+    ExecClientMessage, ExecRequest, ExecServerMessage, ForkReply, ForkRequest, ForkStages,
+    KillRequest, RunRequest, SCHEMA, Vm, VmState,
 };
 
 /// What the daemon was asked.
@@ -32,6 +33,8 @@ pub(crate) struct Seen {
     pub(crate) requests: Mutex<Vec<String>>,
     /// Requests whose client left before the answer.
     pub(crate) abandoned: AtomicU64,
+    /// Whether the daemon is in a cluster.
+    pub(crate) is_member: Mutex<bool>,
     /// The hosts of the cluster that do not answer.
     pub(crate) missing: Mutex<Option<&'static str>>,
 }
@@ -43,6 +46,7 @@ impl Seen {
             guest,
             requests: Mutex::default(),
             abandoned: AtomicU64::new(0),
+            is_member: Mutex::default(),
             missing: Mutex::default(),
         }
     }
@@ -192,13 +196,9 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route("/v1/vms/{vm}", get(inspect).delete(remove))
         .route("/v1/vms/{vm}/kill", post(kill))
         .route("/v1/vms/{vm}/fork", post(fork))
-        .route(
-            "/v1/tree",
-            get(|| async {
-                Json(json!([{"vm": vm("web", None, 0), "children": [
-                {"vm": vm("web.1", Some("web"), 1), "children": []}]}]))
-            }),
-        )
+        .route("/v1/tree", get(tree))
+        .route("/v1/cluster", post(init_cluster))
+        .route("/v1/cluster/join", post(join_cluster))
         .route("/v1/vms/{vm}/exec", post(exec))
         .route("/v1/vms/{vm}/exec/stream", get(exec_stream))
         .route("/v1/vms/{vm}/files", get(read_file).put(write_file))
@@ -225,6 +225,31 @@ async fn list(State(seen): Shared, Query(query): Query<Value>) -> Json<Vec<Vm>> 
         vms.push(Vm { snapshot: Some("warm".to_owned()), ..vm("warm.1", None, 0) });
     }
     Json(vms)
+}
+
+async fn tree(State(seen): Shared) -> Json<Value> {
+    let is_member = *seen.is_member.lock().expect("no panic");
+    let on = |host: &str, vm: Vm| Vm { host: is_member.then(|| host.to_owned()), ..vm };
+    Json(json!([{"vm": on("h1", vm("web", None, 0)), "children": [
+        {"vm": on("h2", vm("web.1", Some("web"), 1)), "children": []}]}]))
+}
+
+/// The cluster whose members are this host and some others.
+fn cluster(name: &str, others: &[&str]) -> Json<Value> {
+    let hosts = std::iter::once(&name).chain(others).enumerate().map(|(i, name)| {
+        json!({"id": format!("{i:016x}"), "name": name, "address": format!("10.0.0.{i}:7072"),
+            "state": "active", "liveness": if i == 0 { "here" } else { "alive" }})
+    });
+    let hosts: Vec<Value> = hosts.collect();
+    Json(json!({"schema": SCHEMA, "here": format!("{:016x}", 0), "hosts": hosts}))
+}
+
+async fn init_cluster(Json(request): Json<ClusterInitRequest>) -> Json<Value> {
+    cluster(request.name.as_deref().unwrap_or("debian"), &[])
+}
+
+async fn join_cluster(Json(request): Json<ClusterJoinRequest>) -> Json<Value> {
+    cluster(request.name.as_deref().unwrap_or("localhost.localdomain"), &["h1", "h2"])
 }
 
 async fn start(State(seen): Shared, Json(request): Json<RunRequest>) -> Response {

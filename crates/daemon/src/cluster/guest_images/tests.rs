@@ -233,7 +233,7 @@ async fn what_breaks_off_or_is_damaged_leaves_nothing_and_is_tried_again() {
     let path = h0.folder.path().join("images/web/root.img");
     fs::write(&path, disk(1)).expect("written");
     let error = h1.ensure(&root, &h0.giver()).await.expect_err("another one");
-    assert!(error.to_string().contains("`root.img` came damaged: its hash is "), "{error}");
+    assert!(error.to_string().contains("`root.img` arrived damaged: its hash is "), "{error}");
     assert!(error.remedy.is_some());
     assert!(h1.entries().is_empty(), "{:?}", h1.entries());
 
@@ -360,11 +360,14 @@ async fn a_host_that_describes_another_image_is_refused() {
         h1.ensure(&root, &says(metadata)).await.expect_err("refused").to_string()
     };
     let text = refused(Metadata { name: "../../evil".to_owned(), ..described.clone() }).await;
-    assert!(text.ends_with("can take in: `../../evil` is no image name"), "{text}");
+    assert!(
+        text.ends_with("cannot receive the image: `../../evil` is not a valid image name"),
+        "{text}"
+    );
     let mut other = described.clone();
     other.files.insert("../evil".to_owned(), described.files["kernel"].clone());
     let text = refused(other).await;
-    assert!(text.ends_with("can take in: images have no `../evil`"), "{text}");
+    assert!(text.ends_with("cannot receive the image: an image has no file `../evil`"), "{text}");
     let mut other = described.clone();
     other.files.insert("root.img".to_owned(), described.files["kernel"].clone());
     let text = refused(other).await;
