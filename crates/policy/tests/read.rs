@@ -96,8 +96,8 @@ fn what_a_peer_gives_is_compared_before_it_is_handed_on() {
     assert_eq!((peer, route), (HostId(2), Route::Direct));
     let reply = Event::Reply { from: peer };
     let action = read.on(reply, &mut known, ms(1)).expect("it was asked");
-    let until = ms(1) + ANSWER;
-    assert_eq!(action, Action::Compare { giver: peer, origin: Some(ORIGIN), until });
+    let compare = Action::Compare { giver: peer, origin: Some(ORIGIN), within: ANSWER };
+    assert_eq!(action, compare);
     let action = read.on(Event::Compared(Verdict::Undecided), &mut known, ms(2));
     let action = action.expect("it was to be compared");
     assert_eq!(asked(&action), (ORIGIN, Route::Insist), "it cannot be compared");
@@ -335,9 +335,10 @@ impl World {
                 1 => self.push(until.min(late(3)), number, Event::NotHeard),
                 _ => self.push(until.min(late(3)), number, Event::Heard),
             },
-            Action::Ask { host, until, believed, .. } => {
+            Action::Ask { host, within, believed, .. } => {
                 assert!(!it.forged.contains(&host), "{host} gave a forged page before");
-                assert!(until > now && until <= now + ANSWER);
+                assert!(within > ms(0) && within <= ANSWER);
+                let until = now + within;
                 let unchecked = self.known.swarm.is_none() && origin.is_none();
                 assert!(!believed || unchecked || origin == Some(host), "{host} is believed");
                 (it.asks, it.replied, it.verdict) = (Some(host), None, None);
@@ -378,7 +379,8 @@ impl World {
                     self.push(late(wait / 2), number, stray);
                 }
             }
-            Action::Compare { giver, origin: of, until } => {
+            Action::Compare { giver, origin: of, within } => {
+                let until = now + within;
                 assert_eq!(it.replied, Some((giver, false)), "compared without pages");
                 assert_eq!(of, origin);
                 let verdict = match self.dice.below(6) {
@@ -406,7 +408,7 @@ impl World {
                     _ => self.push(until.min(late(5)), number, Event::Refreshed),
                 }
             }
-            Action::Wait { until } => {
+            Action::Wait { until, version } => {
                 assert!(until > now && until <= now + PAUSE_MAX);
                 let named = &self.known.named;
                 let barred = |host: &HostId| {
@@ -419,7 +421,7 @@ impl World {
                     assert!(named.iter().all(all), "a VM waits, and {named:?} could be asked");
                 }
                 self.push(until, number, Event::Tick);
-                if self.dice.below(8) == 0 {
+                if self.dice.below(8) == 0 && version.is_some() {
                     self.known.version += 1;
                     self.known.named.rotate_left(1);
                     self.push(now, number, Event::Tick);

@@ -32,6 +32,7 @@
 //! Anything else ends the connection.
 
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+pub use vmfork_policy::transfer::Urgency;
 pub use vmfork_policy::transfer::swarm::Route;
 
 pub(crate) use self::refusal::Elsewhere;
@@ -69,15 +70,6 @@ pub struct ProtoError(String);
 
 pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, ProtoError> {
     Err(ProtoError(what.into()))
-}
-
-/// Whether somebody waits for pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Urgency {
-    /// A VM does.
-    Demand,
-    /// Nobody yet. Gives way to what somebody waits for.
-    Ahead,
 }
 
 /// What is asked for.

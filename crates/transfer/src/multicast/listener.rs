@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vmfork_image::{BLOCK_PAGES, ImageName, PageIdx, PageRange};
+use vmfork_policy::transfer::bounds::{HEAR_AHEAD, HEAR_DEMAND};
 use vmfork_policy::transfer::multicast::ReceiverConfig;
+use vmfork_policy::transfer::read::sums_wait;
 
 use super::counters::ListenerCounters;
 use super::datagram::{
@@ -27,7 +29,7 @@ use super::invitation::Invitation;
 use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
-use crate::client::verify::{Verdict, Verifier};
+use crate::client::verify::{Comparison, Verifier};
 use crate::client::{Peer, PeerError};
 use crate::lock;
 use crate::proto::{PAGE, RefusalKind, Urgency};
@@ -76,8 +78,8 @@ impl Default for ListenerConfig {
             },
             listeners_min: 2,
             heard_within: Duration::from_millis(1500),
-            demand_wait: Duration::from_millis(50),
-            ahead_wait: Duration::from_secs(10),
+            demand_wait: HEAR_DEMAND,
+            ahead_wait: HEAR_AHEAD,
             distrust: Duration::from_secs(1),
             distrust_ahead: Duration::from_secs(10),
             tell_every: Duration::from_millis(500),
@@ -171,7 +173,7 @@ impl Listener {
             own,
             peer,
             cache,
-            verifier: Verifier::new(image, config.demand_wait),
+            verifier: Verifier::new(image),
             began: Instant::now(),
             state: Mutex::new(State { reads: Reads::new(config), stopped: false }),
             changed: Condvar::new(),
@@ -203,9 +205,24 @@ impl Listener {
         &self.shared.counters
     }
 
-    /// Pages into `out`, which is as long. Ends soon. → whether they came.
-    pub(crate) fn read(&self, urgency: Urgency, range: PageRange, out: &mut [u8]) -> bool {
-        let Shared { config, counters, .. } = &*self.shared;
+    /// How long a read had best wait for pages that are asked for here.
+    pub(crate) fn wait(&self, urgency: Urgency) -> Duration {
+        let config = &self.shared.config;
+        match urgency {
+            Urgency::Demand => config.demand_wait,
+            Urgency::Ahead => config.ahead_wait,
+        }
+    }
+
+    /// Pages into `out`, which is as long, if they come within `wait`. → whether they did.
+    pub(crate) fn read(
+        &self,
+        urgency: Urgency,
+        range: PageRange,
+        out: &mut [u8],
+        wait: Duration,
+    ) -> bool {
+        let counters = &*self.shared.counters;
         let (began, demand) = (self.shared.now(), urgency == Urgency::Demand);
         let mut state = lock(&self.shared.state);
         if state.stopped {
@@ -214,9 +231,9 @@ impl Listener {
         let Some(read) = state.reads.begin(range, demand, began) else { return false };
         self.shared.ring();
         drop(state);
-        self.shared.verifier.prepare(urgency, range, &self.shared.peer);
+        let sums_within = self.shared.sums_wait(urgency);
+        self.shared.verifier.prepare(urgency, range, &self.shared.peer, sums_within);
         let mut state = lock(&self.shared.state);
-        let wait = if demand { config.demand_wait } else { config.ahead_wait };
         let end = began + wait;
         loop {
             match state.reads.look(read) {
@@ -482,30 +499,39 @@ impl Shared {
     }
 
     /// Whether these are the sender's pages; asks it, so not under the lock.
-    fn verdict(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> Verdict {
-        self.verifier.verify(urgency, range, bytes, "a member in its group", Some(&self.peer))
+    fn compare(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> Comparison {
+        let sender = (Some(&*self.peer), self.sums_wait(urgency));
+        self.verifier.verify(urgency, range, bytes, "a member in its group", sender)
+    }
+
+    /// How long the sender's sums are waited for: on demand, no longer than its pages.
+    fn sums_wait(&self, urgency: Urgency) -> Duration {
+        match urgency {
+            Urgency::Demand => self.config.demand_wait,
+            Urgency::Ahead => sums_wait(urgency),
+        }
     }
 
     fn is_right(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> bool {
-        self.is_good(self.verdict(urgency, range, bytes), range)
+        self.is_good(self.compare(urgency, range, bytes), range)
     }
 
     /// The same for pages that nobody waits for: while others wait for pages of the sender, it may have no time to say.
     fn is_right_at_last(&self, range: PageRange, bytes: &[u8]) -> bool {
         for _ in 1..CHECKS_MAX {
-            match self.verdict(Urgency::Ahead, range, bytes) {
-                Verdict::Undecided => std::thread::park_timeout(CHECK_PAUSE),
-                verdict => return self.is_good(verdict, range),
+            match self.compare(Urgency::Ahead, range, bytes) {
+                Comparison::Undecided => std::thread::park_timeout(CHECK_PAUSE),
+                comparison => return self.is_good(comparison, range),
             }
         }
         self.is_right(Urgency::Ahead, range, bytes)
     }
 
-    fn is_good(&self, verdict: Verdict, range: PageRange) -> bool {
-        match verdict {
-            Verdict::Right | Verdict::Believed => return true,
-            Verdict::Wrong(_) => self.counters.false_pages.add(range.len()),
-            Verdict::Undecided => self.counters.undecided_pages.add(range.len()),
+    fn is_good(&self, comparison: Comparison, range: PageRange) -> bool {
+        match comparison {
+            Comparison::Right | Comparison::Believed => return true,
+            Comparison::Wrong(_) => self.counters.false_pages.add(range.len()),
+            Comparison::Undecided => self.counters.undecided_pages.add(range.len()),
         }
         false
     }

@@ -214,7 +214,7 @@ impl Read {
             Chosen::Later(wait) if urgency == Urgency::Ahead && now < give_up => {
                 let until = now + wait.clamp(LATER_MIN, LATER_MAX);
                 self.stage = Stage::Later { until };
-                Action::Wait { until }
+                Action::Wait { until, version: None }
             }
             Chosen::Later(_) | Chosen::Nobody => self.ask_named(hosts, now),
         }
@@ -223,7 +223,7 @@ impl Read {
     fn ask_of_swarm(&mut self, asked: Asked, now: Duration) -> Action {
         let Asked { host, origin, route } = asked;
         let wait = if origin { ANSWER } else { self.wait_for_holder() };
-        self.ask(host, Via::Swarm, origin, route, now + wait)
+        self.ask(host, Via::Swarm, origin, route, (wait, now))
     }
 
     /// How long a host other than the origin may take: on demand, the origin is better than a slow host.
@@ -240,10 +240,10 @@ impl Read {
         via: Via,
         believed: bool,
         route: Route,
-        until: Duration,
+        (within, now): (Duration, Duration),
     ) -> Action {
-        self.stage = Stage::Asked { host, via, believed, route, until };
-        Action::Ask { host, route, until, believed }
+        self.stage = Stage::Asked { host, via, believed, route, until: now + within };
+        Action::Ask { host, route, within, believed }
     }
 
     /// The next of the hosts that were named with the image, and then of those that have a part of it.
@@ -253,7 +253,7 @@ impl Read {
             // Of a swarm, whether it is the origin is known only once it has replied.
             let has_swarm = hosts.swarm().is_some();
             let believed = !has_swarm && hosts.origin().is_none_or(|origin| origin == host);
-            return self.ask(host, Via::Named, believed, Route::Insist, now + ANSWER);
+            return self.ask(host, Via::Named, believed, Route::Insist, (ANSWER, now));
         }
         match self.is_refreshed {
             true => self.ask_for_part(hosts, now),
@@ -276,8 +276,8 @@ impl Read {
         let next = swarm.and_then(|swarm| swarm.with_some().find(|host| self.may_ask(*host, None)));
         match next {
             Some(host) => {
-                let until = now + self.wait_for_holder();
-                self.ask(host, Via::Part, false, Route::Insist, until)
+                let within = self.wait_for_holder();
+                self.ask(host, Via::Part, false, Route::Insist, (within, now))
             }
             None => self.end_round(hosts, now),
         }
@@ -307,7 +307,7 @@ impl Read {
             return self.begin_round(hosts, now);
         }
         self.stage = Stage::Pausing { until };
-        Action::Wait { until }
+        Action::Wait { until, version: Some(self.version) }
     }
 
     fn refreshed(&mut self, hosts: &mut impl Hosts, now: Duration) -> Action {
@@ -344,9 +344,9 @@ impl Read {
         if is_origin {
             return self.done(Giver::Origin);
         }
-        let until = now + sums_wait(urgency);
-        self.stage = Stage::Comparing { giver: host, via, origin, until };
-        Action::Compare { giver: host, origin, until }
+        let within = sums_wait(urgency);
+        self.stage = Stage::Comparing { giver: host, via, origin, until: now + within };
+        Action::Compare { giver: host, origin, within }
     }
 
     fn compared(
@@ -365,9 +365,9 @@ impl Read {
             Verdict::Undecided if origin.is_none() => self.done(Giver::Believed),
             Verdict::Undecided => match hosts.swarm().and_then(|swarm| swarm.origin()) {
                 Some(origin) => {
-                    let until = now + ANSWER;
-                    self.stage = Stage::Undecided { giver, via, origin, until };
-                    Action::Ask { host: origin, route: Route::Insist, until, believed: true }
+                    self.stage = Stage::Undecided { giver, via, origin, until: now + ANSWER };
+                    let route = Route::Insist;
+                    Action::Ask { host: origin, route, within: ANSWER, believed: true }
                 }
                 None => self.failed(giver, via, ReplyError::Undecided, hosts, now),
             },

@@ -86,8 +86,8 @@ pub enum Action {
     Ask {
         host: HostId,
         route: Route,
-        /// No reply by then is a failure.
-        until: Duration,
+        /// No reply within this time is a failure.
+        within: Duration,
         /// It is the origin, or is believed: a part of its reply may be used before the rest has come.
         believed: bool,
     },
@@ -97,12 +97,16 @@ pub enum Action {
         giver: HostId,
         /// `None`: no host is the origin any more.
         origin: Option<HostId>,
-        until: Duration,
+        within: Duration,
     },
     /// Ask other hosts what they hold: [`Event::Refreshed`] follows.
     Refresh { until: Duration },
-    /// Do nothing until then, or until other hosts are named: [`Event::Tick`] follows.
-    Wait { until: Duration },
+    /// Do nothing until then: [`Event::Tick`] follows.
+    Wait {
+        until: Duration,
+        /// It follows as soon as [`Hosts::named_version`] is another.
+        version: Option<u64>,
+    },
     /// The pages are here: hand them on.
     Done(Done),
     /// They are not to be had.
