@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vmfork_image::{BLOCK_PAGES, ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::bounds::{HEAR_AHEAD, HEAR_DEMAND};
-use vmfork_policy::transfer::multicast::ReceiverConfig;
+use vmfork_policy::transfer::multicast::{ReceiverConfig, TrustConfig};
 use vmfork_policy::transfer::read::sums_wait;
 
 use super::counters::ListenerCounters;
@@ -55,10 +55,8 @@ pub struct ListenerConfig {
     pub demand_wait: Duration,
     /// The same for what nobody waits for.
     pub ahead_wait: Duration,
-    /// How long nothing that a VM waits for is asked for here after several such reads in vain.
-    pub distrust: Duration,
-    /// The same for what nobody waits for.
-    pub distrust_ahead: Duration,
+    /// For how long nothing is asked for here after several reads in vain.
+    pub trust: TrustConfig,
     /// The sender is told so often that somebody listens.
     pub tell_every: Duration,
     /// While it has not been heard: so often.
@@ -80,8 +78,7 @@ impl Default for ListenerConfig {
             heard_within: Duration::from_millis(1500),
             demand_wait: HEAR_DEMAND,
             ahead_wait: HEAR_AHEAD,
-            distrust: Duration::from_secs(1),
-            distrust_ahead: Duration::from_secs(10),
+            trust: TrustConfig::default(),
             tell_every: Duration::from_millis(500),
             tell_unheard_every: Duration::from_millis(50),
             lost: Duration::from_secs(3),
