@@ -12,10 +12,10 @@ use crate::client::Outbox;
 use crate::events::Events;
 use crate::host::{Host, Wishes};
 use crate::ledger::Ledger;
-use crate::network::{Message, Network, Parcel, Receivers, Refused, wire_bytes};
+use crate::network::{Message, Network, Parcel, Receivers, Refused};
 use crate::random::Random;
 use crate::report::{Outcome, Report};
-use crate::scenario::{Mode, Scenario, ScenarioError};
+use crate::scenario::{Mode, Scenario, ScenarioError, wire_bytes};
 use crate::service::{Asking, Reply, Service};
 
 /// The parent's host.

@@ -69,7 +69,7 @@ impl AheadCounters {
     }
 }
 
-/// What a [`crate::PageService`] did since it started.
+/// What a `PageService` did since it started.
 #[derive(Debug, Default)]
 pub struct ServiceCounters {
     /// Connections of members.

@@ -34,7 +34,7 @@ mod service;
 mod sums;
 
 pub use client::{
-    Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
+    Holders, PageGroup, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
     SwarmConfig, SwarmMember,
 };
 pub use counters::{AheadCounters, Counter, Histogram, PeerCounters, ServiceCounters};

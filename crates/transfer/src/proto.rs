@@ -35,11 +35,13 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
 pub use vmfork_policy::transfer::Urgency;
 pub use vmfork_policy::transfer::swarm::Route;
 
+pub use self::invitation::Invitation;
+pub(crate) use self::invitation::{INVITATION_BYTES, Key, local_group};
 pub(crate) use self::refusal::Elsewhere;
 pub use self::refusal::{REFUSAL_BYTES_MAX, Refusal, RefusalKind};
-use crate::multicast::INVITATION_BYTES;
 use crate::sums::SUM_BYTES;
 
+pub(crate) mod invitation;
 mod refusal;
 
 /// What a client sends first: which protocol, and its version.

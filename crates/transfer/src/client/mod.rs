@@ -7,6 +7,7 @@
 //!        │         (pipelined)
 //!        ├───────► Holders: the hosts named with the image, and which of them failed
 //!        ├───────► Swarm: which hosts have which pages
+//!        ├───────► PageGroup: pages that are sent to all who need them
 //!        └───────► Verifier: what the pages should be, by the origin
 //! ```
 //!
@@ -15,6 +16,7 @@
 //! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
 //! from the next. Bytes come from a member, whole, or not at all.
 
+mod group;
 mod holders;
 mod link;
 mod peer;
@@ -25,6 +27,7 @@ mod source;
 mod swarm;
 pub(crate) mod verify;
 
+pub use group::PageGroup;
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};
 pub use source::{PeerSource, SourceCounters};

@@ -16,9 +16,9 @@ use super::pool::{Lease, Pool, Wanted};
 use crate::choice::{self, Choice};
 use crate::counters::PeerCounters;
 use crate::lock;
-use crate::multicast::Invitation;
 use crate::proto::{
-    Elsewhere, HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
+    Elsewhere, HELD_PAGES_MAX, Invitation, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route,
+    Urgency,
 };
 use crate::sums::Sum;
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   PeerSource ──► Read::run ──Ask──────► Peer ────────────┐
 //!                     ▲      ──Compare──► Verifier ────────┤
-//!                     │      ──Hear─────► Listener ────────┤
+//!                     │      ──Hear─────► PageGroup ───────┤
 //!                     │      ──Refresh──► Swarm ───────────┤
 //!                     └──────────────────event─────────────┘
 //! ```

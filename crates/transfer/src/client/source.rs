@@ -11,6 +11,7 @@ use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::bounds::PATIENCE;
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
+use super::group::PageGroup;
 use super::holders::Holders;
 use super::peer::{Early, Peer};
 use super::pipelined::TOGETHER;
@@ -18,7 +19,6 @@ use super::read::Read;
 use super::swarm::Swarm;
 use super::verify::Verifier;
 use crate::counters::Counter;
-use crate::multicast::Listener;
 use crate::proto::{READ_PAGES_MAX, Urgency};
 
 /// The origin, without a swarm: no named host has this id ([`Holders`] counts down from the next).
@@ -53,7 +53,7 @@ pub struct PeerSource {
     began: Instant,
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
-    group: Option<Arc<Listener>>,
+    group: Option<Arc<dyn PageGroup>>,
     /// The host that froze the image, if there is no swarm to say so.
     origin: Option<Arc<Peer>>,
     patience: Duration,
@@ -97,7 +97,7 @@ impl PeerSource {
 
     /// The same, but while the image's group is heard, pages are asked for there first.
     #[must_use]
-    pub fn with_group(self, group: Arc<Listener>) -> Self {
+    pub fn with_group(self, group: Arc<impl PageGroup + 'static>) -> Self {
         Self { group: Some(group), ..self }
     }
 
@@ -189,7 +189,7 @@ impl PeerSource {
         self.group.as_ref().is_some_and(|group| group.is_heard())
     }
 
-    pub(super) fn group(&self) -> Option<&Arc<Listener>> {
+    pub(super) fn group(&self) -> Option<&Arc<dyn PageGroup>> {
         self.group.as_ref()
     }
 

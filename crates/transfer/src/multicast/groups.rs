@@ -24,11 +24,10 @@ use super::counters::GroupCounters;
 use super::datagram::{
     Asking, Cutter, DATAGRAM_BYTES_MAX, From, HEAD_BYTES, Head, PARTS_MAX, Record,
 };
-use super::invitation::{Invitation, local_group};
-use super::seal::{Key, Seal, Window, random};
+use super::seal::{Seal, Window, random};
 use super::socket;
 use crate::lock;
-use crate::proto::{Refusal, RefusalKind, Urgency};
+use crate::proto::{Invitation, Key, Refusal, RefusalKind, Urgency, local_group};
 use crate::service::Pages;
 
 /// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.

@@ -25,14 +25,13 @@ use super::counters::ListenerCounters;
 use super::datagram::{
     Asking, Assembler, DATAGRAM_BYTES_MAX, From, HEAD_BYTES, Head, Record, decode_records,
 };
-use super::invitation::Invitation;
 use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
 use crate::client::verify::{Comparison, Verifier};
-use crate::client::{Peer, PeerError};
+use crate::client::{PageGroup, Peer, PeerError};
 use crate::lock;
-use crate::proto::{PAGE, RefusalKind, Urgency};
+use crate::proto::{Invitation, PAGE, RefusalKind, Urgency};
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
@@ -201,9 +200,14 @@ impl Listener {
     pub fn counters(&self) -> &ListenerCounters {
         &self.shared.counters
     }
+}
 
-    /// How long a read had best wait for pages that are asked for here.
-    pub(crate) fn wait(&self, urgency: Urgency) -> Duration {
+impl PageGroup for Listener {
+    fn is_heard(&self) -> bool {
+        Self::is_heard(self)
+    }
+
+    fn wait(&self, urgency: Urgency) -> Duration {
         let config = &self.shared.config;
         match urgency {
             Urgency::Demand => config.demand_wait,
@@ -211,14 +215,7 @@ impl Listener {
         }
     }
 
-    /// Pages into `out`, which is as long, if they come within `wait`. → whether they did.
-    pub(crate) fn read(
-        &self,
-        urgency: Urgency,
-        range: PageRange,
-        out: &mut [u8],
-        wait: Duration,
-    ) -> bool {
+    fn read(&self, urgency: Urgency, range: PageRange, out: &mut [u8], wait: Duration) -> bool {
         let counters = &*self.shared.counters;
         let (began, demand) = (self.shared.now(), urgency == Urgency::Demand);
         let mut state = lock(&self.shared.state);
@@ -259,8 +256,7 @@ impl Listener {
         false
     }
 
-    /// Pages have come another way, and need not be asked for here.
-    pub(crate) fn filled(&self, range: PageRange) {
+    fn filled(&self, range: PageRange) {
         if lock(&self.shared.state).reads.filled(range) {
             self.shared.changed.notify_all();
         }

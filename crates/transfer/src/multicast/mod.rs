@@ -17,12 +17,11 @@
 //! Promises: a read here ends within a bound, soon for what a VM waits for, and then whoever asked goes to another host; nothing is read
 //! while the group is not heard. Who is no member any more has no key of what is sent after that. Buffers are bounded.
 //!
-//! Left to others: whose pages may be asked for ([`crate::Pages`]), which of those that come are kept ([`HeardPages`]).
+//! Left to others: whose pages may be asked for (the host's `Pages`), which of those that come are kept ([`HeardPages`]).
 
 mod counters;
 pub mod datagram;
 mod groups;
-mod invitation;
 mod listener;
 mod reads;
 mod seal;
@@ -33,6 +32,6 @@ mod tests;
 
 pub use counters::{GroupCounters, ListenerCounters};
 pub use groups::{Groups, GroupsConfig};
-pub(crate) use invitation::INVITATION_BYTES;
-pub use invitation::Invitation;
 pub use listener::{HeardPages, Listener, ListenerConfig};
+
+pub use crate::proto::Invitation;

@@ -10,10 +10,11 @@ use vmfork_policy::transfer::multicast::{Request, SenderConfig};
 use super::counters::ListenerCounters;
 use super::datagram::*;
 use super::reads::{PENDING_PAGES_MAX, Read, Reads};
-use super::seal::{KEY_BYTES, Key, Seal, Window};
+use super::seal::{Seal, Window};
 use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
 use crate::counters::Counter;
-use crate::proto::{PAGE, Refusal, Urgency};
+use crate::proto::invitation::KEY_BYTES;
+use crate::proto::{Key, PAGE, Refusal, Urgency};
 use crate::service::Pages;
 
 const IMAGE: ImageName = ImageName { host: 1, image: 2 };

@@ -31,7 +31,7 @@
 //! - A demand read never waits for a host that is busy: it asks another one, or the origin. A prefetch waits.
 //!
 //! Left to others: bytes, sockets, threads, clocks and sums themselves; the order in which reads begin (demand first:
-//! [`crate::Scheduler`] and the fetchers of the image); that two reads of a page begin only if the second is demand.
+//! `Scheduler` and the fetchers of the image); that two reads of a page begin only if the second is demand.
 
 mod machine;
 mod sums;

@@ -1,10 +1,21 @@
 //! How a host comes to hear a group: where it is, and the keys. Goes over TLS alone.
 
+use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use crate::proto::{ProtoError, wrong};
+use super::{ProtoError, wrong};
 
-use super::seal::{KEY_BYTES, Key};
+pub(crate) const KEY_BYTES: usize = 32;
+
+/// A key, as it is handed on over TLS.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Key(pub(crate) [u8; KEY_BYTES]);
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
 
 pub(crate) const INVITATION_BYTES: usize = 32 + 2 * KEY_BYTES;
 const VERSION: u8 = 1;
@@ -12,18 +23,18 @@ const VERSION: u8 = 1;
 /// To the group of one image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invitation {
-    pub(super) group: SocketAddrV4,
+    pub(crate) group: SocketAddrV4,
     /// Where requests go, at the host that was asked.
-    pub(super) requests_port: u16,
-    pub(super) session: u64,
-    /// What who was invited is called.
-    pub(super) listener: u16,
+    pub(crate) requests_port: u16,
+    pub(crate) session: u64,
+    /// The listener's name in the group.
+    pub(crate) listener: u16,
     /// Datagrams of the sender from here on count.
-    pub(super) counter: u64,
+    pub(crate) counter: u64,
     /// Of the sender's datagrams.
-    pub(super) group_key: Key,
+    pub(crate) group_key: Key,
     /// Of this listener's.
-    pub(super) own_key: Key,
+    pub(crate) own_key: Key,
 }
 
 impl Invitation {
@@ -76,7 +87,7 @@ impl Invitation {
 }
 
 /// Of 239.255.0.0/16, which no router hands on beyond the site (RFC 2365).
-pub(super) const fn local_group(number: u16) -> Ipv4Addr {
+pub(crate) const fn local_group(number: u16) -> Ipv4Addr {
     let [high, low] = number.to_be_bytes();
     Ipv4Addr::new(239, 255, high, low)
 }
