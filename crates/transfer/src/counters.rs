@@ -10,7 +10,7 @@ use crate::proto::RefusalKind;
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    pub(crate) fn add(&self, n: u64) {
+    pub fn add(&self, n: u64) {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
 

@@ -420,7 +420,7 @@ impl Peer {
     ///
     /// # Errors
     /// [`PeerError`]; with [`RefusalKind::BadRequest`] the host sends none to groups.
-    pub(crate) fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
+    pub fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
         self.ask(Urgency::Ahead, self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.invitation(image, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),

@@ -15,7 +15,7 @@ use crate::sums::{self, Sum, Sums, UNKNOWN};
 
 /// What came of comparing: [`read::Verdict`], and of a wrong page which it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Comparison {
+pub enum Comparison {
     Right,
     /// This page is other than the origin has.
     Wrong(PageIdx),
@@ -38,7 +38,7 @@ impl Comparison {
 
 /// Of one image.
 #[derive(Debug)]
-pub(crate) struct Verifier {
+pub struct Verifier {
     image: ImageName,
     known: Mutex<Sums>,
     /// Of prefetches.
@@ -49,7 +49,7 @@ pub(crate) struct Verifier {
 }
 
 impl Verifier {
-    pub(crate) fn new(image: ImageName) -> Self {
+    pub fn new(image: ImageName) -> Self {
         Self {
             image,
             known: Mutex::default(),
@@ -60,13 +60,7 @@ impl Verifier {
     }
 
     /// Ask for the sums of pages that are about to come, so that they need not wait for them then.
-    pub(crate) fn prepare(
-        &self,
-        urgency: Urgency,
-        range: PageRange,
-        origin: &Peer,
-        within: Duration,
-    ) {
+    pub fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer, within: Duration) {
         let is_known = !lock(&self.known).get(range).contains(&UNKNOWN);
         if !is_known && !origin.is_avoided() {
             let _asked_again = self.ask(urgency, range, origin, within);
@@ -86,7 +80,7 @@ impl Verifier {
 
     /// Compare what `giver` gave with what the origin says that it should be, for which it has about so long. An origin that
     /// is not there is not asked; one that is merely slow must not make others believed.
-    pub(crate) fn verify(
+    pub fn verify(
         &self,
         urgency: Urgency,
         range: PageRange,

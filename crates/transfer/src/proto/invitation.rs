@@ -5,11 +5,12 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 
 use super::{ProtoError, wrong};
 
-pub(crate) const KEY_BYTES: usize = 32;
+/// Of AES-256.
+pub const KEY_BYTES: usize = 32;
 
 /// A key, as it is handed on over TLS.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Key(pub(crate) [u8; KEY_BYTES]);
+pub struct Key(pub [u8; KEY_BYTES]);
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -17,32 +18,29 @@ impl fmt::Debug for Key {
     }
 }
 
-pub(crate) const INVITATION_BYTES: usize = 32 + 2 * KEY_BYTES;
+pub(super) const INVITATION_BYTES: usize = 32 + 2 * KEY_BYTES;
 const VERSION: u8 = 1;
 
 /// To the group of one image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invitation {
-    pub(crate) group: SocketAddrV4,
+    /// Where it is heard.
+    pub group: SocketAddrV4,
     /// Where requests go, at the host that was asked.
-    pub(crate) requests_port: u16,
-    pub(crate) session: u64,
+    pub requests_port: u16,
+    /// Of the sender: another one, another group.
+    pub session: u64,
     /// The listener's name in the group.
-    pub(crate) listener: u16,
+    pub listener: u16,
     /// Datagrams of the sender from here on count.
-    pub(crate) counter: u64,
+    pub counter: u64,
     /// Of the sender's datagrams.
-    pub(crate) group_key: Key,
+    pub group_key: Key,
     /// Of this listener's.
-    pub(crate) own_key: Key,
+    pub own_key: Key,
 }
 
 impl Invitation {
-    /// Where it is heard.
-    pub fn group(&self) -> SocketAddrV4 {
-        self.group
-    }
-
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![VERSION, 0];
         bytes.extend(self.listener.to_le_bytes());
@@ -87,7 +85,7 @@ impl Invitation {
 }
 
 /// Of 239.255.0.0/16, which no router hands on beyond the site (RFC 2365).
-pub(crate) const fn local_group(number: u16) -> Ipv4Addr {
+pub const fn local_group(number: u16) -> Ipv4Addr {
     let [high, low] = number.to_be_bytes();
     Ipv4Addr::new(239, 255, high, low)
 }

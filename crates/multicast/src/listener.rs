@@ -28,10 +28,9 @@ use super::datagram::{
 use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
-use crate::client::verify::{Comparison, Verifier};
-use crate::client::{PageGroup, Peer, PeerError};
 use crate::lock;
-use crate::proto::{Invitation, PAGE, RefusalKind, Urgency};
+use vmfork_transfer::proto::{Invitation, PAGE, RefusalKind, Urgency};
+use vmfork_transfer::{Comparison, PageGroup, Peer, PeerError, Verifier};
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);

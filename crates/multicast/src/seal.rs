@@ -4,7 +4,7 @@ use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use vmfork_image::ImageName;
 
 use super::datagram::{From, HEAD_BYTES, Head, TAG_BYTES};
-use crate::proto::Key;
+use vmfork_transfer::proto::Key;
 
 /// Random bytes, for keys and numbers that nobody may guess. `None`: the system has none.
 pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
@@ -13,10 +13,9 @@ pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
     Some(bytes)
 }
 
-impl Key {
-    pub(super) fn random() -> Option<Self> {
-        random().map(Self)
-    }
+/// A key that no other has. `None`: the system has no random numbers.
+pub(super) fn random_key() -> Option<Key> {
+    random().map(Key)
 }
 
 /// Seals datagrams of one image under one key, and opens them.
@@ -125,7 +124,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::proto::invitation::KEY_BYTES;
+    use vmfork_transfer::proto::KEY_BYTES;
 
     const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 

@@ -9,7 +9,7 @@ use vmfork_policy::transfer::multicast::{Heard, Receiver, Request, Trust};
 use super::ListenerConfig;
 use super::counters::ListenerCounters;
 use super::datagram::{Asking, REQUEST_PAGES_MAX, REQUESTS_MAX};
-use crate::proto::{PAGE, Urgency};
+use vmfork_transfer::proto::{PAGE, Urgency};
 
 /// Pages that wait to be taken: of those beyond, what no read waits for is as good as lost.
 pub(super) const PENDING_PAGES_MAX: usize = 8192;

@@ -11,11 +11,12 @@ use super::counters::ListenerCounters;
 use super::datagram::*;
 use super::reads::{PENDING_PAGES_MAX, Read, Reads};
 use super::seal::{Seal, Window};
-use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
-use crate::counters::Counter;
-use crate::proto::invitation::KEY_BYTES;
-use crate::proto::{Key, PAGE, Refusal, Urgency};
-use crate::service::Pages;
+use super::{Groups, GroupsConfig, ListenerConfig};
+use vmfork_transfer::Counter;
+use vmfork_transfer::Pages;
+use vmfork_transfer::proto::Invitation;
+use vmfork_transfer::proto::KEY_BYTES;
+use vmfork_transfer::proto::{Key, PAGE, Refusal, Urgency};
 
 const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 

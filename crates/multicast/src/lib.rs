@@ -17,7 +17,9 @@
 //! Promises: a read here ends within a bound, soon for what a VM waits for, and then whoever asked goes to another host; nothing is read
 //! while the group is not heard. Who is no member any more has no key of what is sent after that. Buffers are bounded.
 //!
-//! Left to others: whose pages may be asked for (the host's `Pages`), which of those that come are kept ([`HeardPages`]).
+//! Left to others: whose pages may be asked for ([`vmfork_transfer::Pages`]), which of those that come are kept ([`HeardPages`]).
+
+#![deny(unsafe_code)]
 
 mod counters;
 pub mod datagram;
@@ -34,4 +36,9 @@ pub use counters::{GroupCounters, ListenerCounters};
 pub use groups::{Groups, GroupsConfig};
 pub use listener::{HeardPages, Listener, ListenerConfig};
 
-pub use crate::proto::Invitation;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A panic elsewhere leaves what these locks guard as it is: numbers and lists.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
