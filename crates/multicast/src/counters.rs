@@ -1,7 +1,6 @@
 //! What became of datagrams and pages.
 
 use vmfork_policy::transfer::multicast::{Heard, Sent};
-
 use vmfork_transfer::Counter;
 
 /// What a host sent to groups, over all images.

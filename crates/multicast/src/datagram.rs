@@ -32,7 +32,6 @@ use std::collections::{HashMap, VecDeque};
 
 use vmfork_image::{PAGES_MAX, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::Request;
-
 use vmfork_transfer::proto::{PAGE, ProtoError, wrong};
 
 pub const HEAD_BYTES: usize = 24;

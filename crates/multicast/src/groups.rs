@@ -19,6 +19,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use vmfork_image::{ImageName, PageRange};
 use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::multicast::{Sender, SenderConfig};
+use vmfork_transfer::Pages;
+use vmfork_transfer::proto::{Invitation, Key, Refusal, RefusalKind, Urgency, local_group};
 
 use super::counters::GroupCounters;
 use super::datagram::{
@@ -27,8 +29,6 @@ use super::datagram::{
 use super::seal::{Seal, Window, random, random_key};
 use super::socket;
 use crate::lock;
-use vmfork_transfer::Pages;
-use vmfork_transfer::proto::{Invitation, Key, Refusal, RefusalKind, Urgency, local_group};
 
 /// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
 const LOCKSTEP: Duration = Duration::from_millis(25);

@@ -21,6 +21,7 @@
 
 #![deny(unsafe_code)]
 
+mod config;
 mod counters;
 pub mod datagram;
 mod groups;
@@ -32,9 +33,10 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+pub use config::ListenerConfig;
 pub use counters::{GroupCounters, ListenerCounters};
 pub use groups::{Groups, GroupsConfig};
-pub use listener::{HeardPages, Listener, ListenerConfig};
+pub use listener::{HeardPages, Listener};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vmfork_image::{BLOCK_PAGES, ImageName, PageIdx, PageRange};
-use vmfork_policy::transfer::bounds::{HEAR_AHEAD, HEAR_DEMAND};
-use vmfork_policy::transfer::multicast::{ReceiverConfig, TrustConfig};
 use vmfork_policy::transfer::read::sums_wait;
+use vmfork_transfer::proto::{Invitation, PAGE, RefusalKind, Urgency};
+use vmfork_transfer::{Comparison, PageGroup, Peer, PeerError, Verifier};
 
+use super::config::ListenerConfig;
 use super::counters::ListenerCounters;
 use super::datagram::{
     Asking, Assembler, DATAGRAM_BYTES_MAX, From, HEAD_BYTES, Head, Record, decode_records,
@@ -29,8 +30,6 @@ use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
 use crate::lock;
-use vmfork_transfer::proto::{Invitation, PAGE, RefusalKind, Urgency};
-use vmfork_transfer::{Comparison, PageGroup, Peer, PeerError, Verifier};
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
@@ -40,49 +39,6 @@ const CHECKS_MAX: u32 = 4;
 const CHECK_PAUSE: Duration = Duration::from_millis(50);
 /// Datagrams that are read before anything else is looked after.
 const RECEIVED_MAX: usize = 256;
-
-/// Times and bounds of a [`Listener`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListenerConfig {
-    pub receiver: ReceiverConfig,
-    /// Pages are asked for here only while so many hosts listen: one alone is served sooner over a connection.
-    pub listeners_min: u64,
-    /// And only if the sender was heard within this.
-    pub heard_within: Duration,
-    /// What a VM waits for waits so long, then another host is asked.
-    pub demand_wait: Duration,
-    /// The same for what nobody waits for.
-    pub ahead_wait: Duration,
-    /// For how long nothing is asked for here after several reads in vain.
-    pub trust: TrustConfig,
-    /// The sender is told so often that somebody listens.
-    pub tell_every: Duration,
-    /// While it has not been heard: so often.
-    pub tell_unheard_every: Duration,
-    /// Not heard for so long: a new invitation is asked for. Also how long after one was refused.
-    pub lost: Duration,
-}
-
-impl Default for ListenerConfig {
-    fn default() -> Self {
-        Self {
-            receiver: ReceiverConfig {
-                attempts_max: 12,
-                // More than the sender's lockstep window, less than a VM waits.
-                timeout_min: Duration::from_millis(30),
-                ..ReceiverConfig::default()
-            },
-            listeners_min: 2,
-            heard_within: Duration::from_millis(1500),
-            demand_wait: HEAR_DEMAND,
-            ahead_wait: HEAR_AHEAD,
-            trust: TrustConfig::default(),
-            tell_every: Duration::from_millis(500),
-            tell_unheard_every: Duration::from_millis(50),
-            lost: Duration::from_secs(3),
-        }
-    }
-}
 
 /// This host's cache of the image.
 pub trait HeardPages: Send + Sync {

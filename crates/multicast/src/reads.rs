@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::{Heard, Receiver, Request, Trust};
+use vmfork_transfer::proto::{PAGE, Urgency};
 
-use super::ListenerConfig;
+use super::config::ListenerConfig;
 use super::counters::ListenerCounters;
 use super::datagram::{Asking, REQUEST_PAGES_MAX, REQUESTS_MAX};
-use vmfork_transfer::proto::{PAGE, Urgency};
 
 /// Pages that wait to be taken: of those beyond, what no read waits for is as good as lost.
 pub(super) const PENDING_PAGES_MAX: usize = 8192;

@@ -2,9 +2,9 @@
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use vmfork_image::ImageName;
+use vmfork_transfer::proto::Key;
 
 use super::datagram::{From, HEAD_BYTES, Head, TAG_BYTES};
-use vmfork_transfer::proto::Key;
 
 /// Random bytes, for keys and numbers that nobody may guess. `None`: the system has none.
 pub(super) fn random<const N: usize>() -> Option<[u8; N]> {

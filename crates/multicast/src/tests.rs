@@ -6,17 +6,14 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::{Request, SenderConfig};
+use vmfork_transfer::proto::{Invitation, KEY_BYTES, Key, PAGE, Refusal, Urgency};
+use vmfork_transfer::{Counter, Pages};
 
 use super::counters::ListenerCounters;
 use super::datagram::*;
 use super::reads::{PENDING_PAGES_MAX, Read, Reads};
 use super::seal::{Seal, Window};
 use super::{Groups, GroupsConfig, ListenerConfig};
-use vmfork_transfer::Counter;
-use vmfork_transfer::Pages;
-use vmfork_transfer::proto::Invitation;
-use vmfork_transfer::proto::KEY_BYTES;
-use vmfork_transfer::proto::{Key, PAGE, Refusal, Urgency};
 
 const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 
