@@ -13,7 +13,8 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use vmfork_cluster::allocate::Tally;
 use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
-use vmfork_transfer::{AheadCounters, Counter, Groups, PageService, Pages, ServiceLimits};
+use vmfork_multicast::Groups;
+use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits};
 
 use super::Cluster;
 use super::jobs;

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, PageRange};
 use vmfork_memory::{Engine, HostImage};
-use vmfork_transfer::{
-    GroupCounters, Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig,
-    ListenerCounters, Pages, Peer, Refusal, RefusalKind,
+use vmfork_multicast::{
+    GroupCounters, Groups, GroupsConfig, HeardPages, Listener, ListenerConfig, ListenerCounters,
 };
+use vmfork_transfer::{Invitation, Pages, Peer, Refusal, RefusalKind};
 
 use super::arrivals::Arrivals;
 use super::images::Images;

@@ -32,8 +32,7 @@ use std::collections::{HashMap, VecDeque};
 
 use vmfork_image::{PAGES_MAX, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::Request;
-
-use crate::proto::{PAGE, ProtoError, wrong};
+use vmfork_transfer::proto::{PAGE, ProtoError, wrong};
 
 pub const HEAD_BYTES: usize = 24;
 pub const RECORD_BYTES: usize = 16;

@@ -17,12 +17,14 @@
 //! Promises: a read here ends within a bound, soon for what a VM waits for, and then whoever asked goes to another host; nothing is read
 //! while the group is not heard. Who is no member any more has no key of what is sent after that. Buffers are bounded.
 //!
-//! Left to others: whose pages may be asked for ([`crate::Pages`]), which of those that come are kept ([`HeardPages`]).
+//! Left to others: whose pages may be asked for ([`vmfork_transfer::Pages`]), which of those that come are kept ([`HeardPages`]).
 
+#![deny(unsafe_code)]
+
+mod config;
 mod counters;
 pub mod datagram;
 mod groups;
-mod invitation;
 mod listener;
 mod reads;
 mod seal;
@@ -31,8 +33,14 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+pub use config::ListenerConfig;
 pub use counters::{GroupCounters, ListenerCounters};
 pub use groups::{Groups, GroupsConfig};
-pub(crate) use invitation::INVITATION_BYTES;
-pub use invitation::Invitation;
-pub use listener::{HeardPages, Listener, ListenerConfig};
+pub use listener::{HeardPages, Listener};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A panic elsewhere leaves what these locks guard as it is: numbers and lists.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,8 +1,7 @@
 //! What became of datagrams and pages.
 
 use vmfork_policy::transfer::multicast::{Heard, Sent};
-
-use crate::counters::Counter;
+use vmfork_transfer::Counter;
 
 /// What a host sent to groups, over all images.
 #[derive(Debug, Default)]

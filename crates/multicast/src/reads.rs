@@ -4,19 +4,15 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange};
-use vmfork_policy::transfer::multicast::{Heard, Receiver, Request};
+use vmfork_policy::transfer::multicast::{Heard, Receiver, Request, Trust};
+use vmfork_transfer::proto::{PAGE, Urgency};
 
-use super::ListenerConfig;
+use super::config::ListenerConfig;
 use super::counters::ListenerCounters;
 use super::datagram::{Asking, REQUEST_PAGES_MAX, REQUESTS_MAX};
-use crate::proto::PAGE;
 
 /// Pages that wait to be taken: of those beyond, what no read waits for is as good as lost.
 pub(super) const PENDING_PAGES_MAX: usize = 8192;
-/// So many reads in a row in vain that a VM waited for, and the group is asked for none of those for a while.
-const IN_VAIN_DEMAND_MAX: u32 = 3;
-/// The same for what nobody waits for, several of which are under way at a time.
-const IN_VAIN_AHEAD_MAX: u32 = 16;
 
 /// A page's bytes.
 type Page = Box<[u8; PAGE]>;
@@ -34,20 +30,15 @@ pub(super) struct Reads {
     /// A datagram of the sender came last.
     heard_at: Option<Duration>,
     listeners: u64,
-    demand_trust: Trust,
-    ahead_trust: Trust,
+    trust: Trust,
     /// What of the receiver's has been counted.
     counted: Heard,
     /// Pages for which there was no room, and that have not been counted.
     no_room: u64,
 }
 
-/// Whether reads of one kind are for here.
-#[derive(Debug, Default)]
-struct Trust {
-    in_vain: u32,
-    /// None before.
-    from: Duration,
+fn urgency(demand: bool) -> Urgency {
+    if demand { Urgency::Demand } else { Urgency::Ahead }
 }
 
 /// A read that waits.
@@ -105,6 +96,7 @@ impl Reads {
     pub(super) fn new(config: ListenerConfig) -> Self {
         Self {
             receiver: Receiver::new(config.receiver),
+            trust: Trust::new(config.trust),
             config,
             pending: HashMap::new(),
             waiting: HashMap::new(),
@@ -112,8 +104,6 @@ impl Reads {
             left_over: Vec::new(),
             heard_at: None,
             listeners: 0,
-            demand_trust: Trust::default(),
-            ahead_trust: Trust::default(),
             counted: Heard::default(),
             no_room: 0,
         }
@@ -137,10 +127,6 @@ impl Reads {
         self.heard_at.is_some_and(heard)
     }
 
-    fn trust(&mut self, demand: bool) -> &mut Trust {
-        if demand { &mut self.demand_trust } else { &mut self.ahead_trust }
-    }
-
     /// How long the sender has not been heard.
     pub(super) fn silence(&self, since: Duration, now: Duration) -> Duration {
         now.saturating_sub(self.heard_at.unwrap_or(since).max(since))
@@ -148,7 +134,7 @@ impl Reads {
 
     /// A read begins. `None`: it is not for here.
     pub(super) fn begin(&mut self, range: PageRange, demand: bool, now: Duration) -> Option<u64> {
-        if !self.is_heard(now) || now < self.trust(demand).from {
+        if !self.is_heard(now) || !self.trust.allows(urgency(demand), now) {
             return None;
         }
         let mut read = Waiting::new(range, demand);
@@ -173,7 +159,7 @@ impl Reads {
             Some(it) if it.missing > 0 && !it.has_failed => Read::Waits,
             _ => match self.waiting.remove(&read) {
                 Some(it) if it.missing == 0 => {
-                    self.trust(it.demand).in_vain = 0;
+                    self.trust.heard(urgency(it.demand));
                     self.taken(it.range);
                     Read::Done(it.bytes)
                 }
@@ -189,15 +175,7 @@ impl Reads {
     pub(super) fn give_up(&mut self, read: u64, demand: bool, now: Duration) {
         let it = self.waiting.remove(&read);
         self.leave(it);
-        let (most, wait) = match demand {
-            true => (IN_VAIN_DEMAND_MAX, self.config.distrust),
-            false => (IN_VAIN_AHEAD_MAX, self.config.distrust_ahead),
-        };
-        let trust = self.trust(demand);
-        trust.in_vain += 1;
-        if trust.in_vain >= most {
-            *trust = Trust { in_vain: 0, from: now + wait };
-        }
+        self.trust.in_vain(urgency(demand), now);
     }
 
     /// What of it came is for the cache.

@@ -6,15 +6,14 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::multicast::{Request, SenderConfig};
+use vmfork_transfer::proto::{Invitation, KEY_BYTES, Key, PAGE, Refusal, Urgency};
+use vmfork_transfer::{Counter, Pages};
 
 use super::counters::ListenerCounters;
 use super::datagram::*;
 use super::reads::{PENDING_PAGES_MAX, Read, Reads};
-use super::seal::{KEY_BYTES, Key, Seal, Window};
-use super::{Groups, GroupsConfig, Invitation, ListenerConfig};
-use crate::counters::Counter;
-use crate::proto::{PAGE, Refusal, Urgency};
-use crate::service::Pages;
+use super::seal::{Seal, Window};
+use super::{Groups, GroupsConfig, ListenerConfig};
 
 const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 

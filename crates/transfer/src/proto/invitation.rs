@@ -1,37 +1,46 @@
 //! How a host comes to hear a group: where it is, and the keys. Goes over TLS alone.
 
+use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use crate::proto::{ProtoError, wrong};
+use super::{ProtoError, wrong};
 
-use super::seal::{KEY_BYTES, Key};
+/// Of AES-256.
+pub const KEY_BYTES: usize = 32;
 
-pub(crate) const INVITATION_BYTES: usize = 32 + 2 * KEY_BYTES;
+/// A key, as it is handed on over TLS.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Key(pub [u8; KEY_BYTES]);
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+pub(super) const INVITATION_BYTES: usize = 32 + 2 * KEY_BYTES;
 const VERSION: u8 = 1;
 
 /// To the group of one image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invitation {
-    pub(super) group: SocketAddrV4,
+    /// Where it is heard.
+    pub group: SocketAddrV4,
     /// Where requests go, at the host that was asked.
-    pub(super) requests_port: u16,
-    pub(super) session: u64,
-    /// What who was invited is called.
-    pub(super) listener: u16,
+    pub requests_port: u16,
+    /// Of the sender: another one, another group.
+    pub session: u64,
+    /// The listener's name in the group.
+    pub listener: u16,
     /// Datagrams of the sender from here on count.
-    pub(super) counter: u64,
+    pub counter: u64,
     /// Of the sender's datagrams.
-    pub(super) group_key: Key,
+    pub group_key: Key,
     /// Of this listener's.
-    pub(super) own_key: Key,
+    pub own_key: Key,
 }
 
 impl Invitation {
-    /// Where it is heard.
-    pub fn group(&self) -> SocketAddrV4 {
-        self.group
-    }
-
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![VERSION, 0];
         bytes.extend(self.listener.to_le_bytes());
@@ -76,7 +85,7 @@ impl Invitation {
 }
 
 /// Of 239.255.0.0/16, which no router hands on beyond the site (RFC 2365).
-pub(super) const fn local_group(number: u16) -> Ipv4Addr {
+pub const fn local_group(number: u16) -> Ipv4Addr {
     let [high, low] = number.to_be_bytes();
     Ipv4Addr::new(239, 255, high, low)
 }

@@ -1,23 +1,10 @@
 //! Keys: who may have sent a datagram, and that it is no copy of one that was heard before.
 
-use std::fmt;
-
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use vmfork_image::ImageName;
+use vmfork_transfer::proto::Key;
 
 use super::datagram::{From, HEAD_BYTES, Head, TAG_BYTES};
-
-pub(super) const KEY_BYTES: usize = 32;
-
-/// A key, as it is handed on over TLS.
-#[derive(Clone, PartialEq, Eq)]
-pub(super) struct Key(pub(super) [u8; KEY_BYTES]);
-
-impl fmt::Debug for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Key(..)")
-    }
-}
 
 /// Random bytes, for keys and numbers that nobody may guess. `None`: the system has none.
 pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
@@ -26,10 +13,9 @@ pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
     Some(bytes)
 }
 
-impl Key {
-    pub(super) fn random() -> Option<Self> {
-        random().map(Self)
-    }
+/// A key that no other has. `None`: the system has no random numbers.
+pub(super) fn random_key() -> Option<Key> {
+    random().map(Key)
 }
 
 /// Seals datagrams of one image under one key, and opens them.
@@ -138,6 +124,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use vmfork_transfer::proto::KEY_BYTES;
 
     const IMAGE: ImageName = ImageName { host: 1, image: 2 };
 

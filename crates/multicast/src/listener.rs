@@ -17,20 +17,19 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vmfork_image::{BLOCK_PAGES, ImageName, PageIdx, PageRange};
-use vmfork_policy::transfer::multicast::ReceiverConfig;
+use vmfork_policy::transfer::read::sums_wait;
+use vmfork_transfer::proto::{Invitation, PAGE, RefusalKind, Urgency};
+use vmfork_transfer::{Comparison, PageGroup, Peer, PeerError, Verifier};
 
+use super::config::ListenerConfig;
 use super::counters::ListenerCounters;
 use super::datagram::{
     Asking, Assembler, DATAGRAM_BYTES_MAX, From, HEAD_BYTES, Head, Record, decode_records,
 };
-use super::invitation::Invitation;
 use super::reads::{Read, Reads};
 use super::seal::{Seal, Window};
 use super::socket;
-use crate::client::verify::{Verdict, Verifier};
-use crate::client::{Peer, PeerError};
 use crate::lock;
-use crate::proto::{PAGE, RefusalKind, Urgency};
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
@@ -40,52 +39,6 @@ const CHECKS_MAX: u32 = 4;
 const CHECK_PAUSE: Duration = Duration::from_millis(50);
 /// Datagrams that are read before anything else is looked after.
 const RECEIVED_MAX: usize = 256;
-
-/// Times and bounds of a [`Listener`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListenerConfig {
-    pub receiver: ReceiverConfig,
-    /// Pages are asked for here only while so many hosts listen: one alone is served sooner over a connection.
-    pub listeners_min: u64,
-    /// And only if the sender was heard within this.
-    pub heard_within: Duration,
-    /// What a VM waits for waits so long, then another host is asked.
-    pub demand_wait: Duration,
-    /// The same for what nobody waits for.
-    pub ahead_wait: Duration,
-    /// How long nothing that a VM waits for is asked for here after several such reads in vain.
-    pub distrust: Duration,
-    /// The same for what nobody waits for.
-    pub distrust_ahead: Duration,
-    /// The sender is told so often that somebody listens.
-    pub tell_every: Duration,
-    /// While it has not been heard: so often.
-    pub tell_unheard_every: Duration,
-    /// Not heard for so long: a new invitation is asked for. Also how long after one was refused.
-    pub lost: Duration,
-}
-
-impl Default for ListenerConfig {
-    fn default() -> Self {
-        Self {
-            receiver: ReceiverConfig {
-                attempts_max: 12,
-                // More than the sender's lockstep window, less than a VM waits.
-                timeout_min: Duration::from_millis(30),
-                ..ReceiverConfig::default()
-            },
-            listeners_min: 2,
-            heard_within: Duration::from_millis(1500),
-            demand_wait: Duration::from_millis(50),
-            ahead_wait: Duration::from_secs(10),
-            distrust: Duration::from_secs(1),
-            distrust_ahead: Duration::from_secs(10),
-            tell_every: Duration::from_millis(500),
-            tell_unheard_every: Duration::from_millis(50),
-            lost: Duration::from_secs(3),
-        }
-    }
-}
 
 /// This host's cache of the image.
 pub trait HeardPages: Send + Sync {
@@ -171,7 +124,7 @@ impl Listener {
             own,
             peer,
             cache,
-            verifier: Verifier::new(image, config.demand_wait),
+            verifier: Verifier::new(image),
             began: Instant::now(),
             state: Mutex::new(State { reads: Reads::new(config), stopped: false }),
             changed: Condvar::new(),
@@ -202,10 +155,23 @@ impl Listener {
     pub fn counters(&self) -> &ListenerCounters {
         &self.shared.counters
     }
+}
 
-    /// Pages into `out`, which is as long. Ends soon. → whether they came.
-    pub(crate) fn read(&self, urgency: Urgency, range: PageRange, out: &mut [u8]) -> bool {
-        let Shared { config, counters, .. } = &*self.shared;
+impl PageGroup for Listener {
+    fn is_heard(&self) -> bool {
+        Self::is_heard(self)
+    }
+
+    fn wait(&self, urgency: Urgency) -> Duration {
+        let config = &self.shared.config;
+        match urgency {
+            Urgency::Demand => config.demand_wait,
+            Urgency::Ahead => config.ahead_wait,
+        }
+    }
+
+    fn read(&self, urgency: Urgency, range: PageRange, out: &mut [u8], wait: Duration) -> bool {
+        let counters = &*self.shared.counters;
         let (began, demand) = (self.shared.now(), urgency == Urgency::Demand);
         let mut state = lock(&self.shared.state);
         if state.stopped {
@@ -214,9 +180,9 @@ impl Listener {
         let Some(read) = state.reads.begin(range, demand, began) else { return false };
         self.shared.ring();
         drop(state);
-        self.shared.verifier.prepare(urgency, range, &self.shared.peer);
+        let sums_within = self.shared.sums_wait(urgency);
+        self.shared.verifier.prepare(urgency, range, &self.shared.peer, sums_within);
         let mut state = lock(&self.shared.state);
-        let wait = if demand { config.demand_wait } else { config.ahead_wait };
         let end = began + wait;
         loop {
             match state.reads.look(read) {
@@ -245,8 +211,7 @@ impl Listener {
         false
     }
 
-    /// Pages have come another way, and need not be asked for here.
-    pub(crate) fn filled(&self, range: PageRange) {
+    fn filled(&self, range: PageRange) {
         if lock(&self.shared.state).reads.filled(range) {
             self.shared.changed.notify_all();
         }
@@ -482,30 +447,39 @@ impl Shared {
     }
 
     /// Whether these are the sender's pages; asks it, so not under the lock.
-    fn verdict(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> Verdict {
-        self.verifier.verify(urgency, range, bytes, "a member in its group", Some(&self.peer))
+    fn compare(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> Comparison {
+        let sender = (Some(&*self.peer), self.sums_wait(urgency));
+        self.verifier.verify(urgency, range, bytes, "a member in its group", sender)
+    }
+
+    /// How long the sender's sums are waited for: on demand, no longer than its pages.
+    fn sums_wait(&self, urgency: Urgency) -> Duration {
+        match urgency {
+            Urgency::Demand => self.config.demand_wait,
+            Urgency::Ahead => sums_wait(urgency),
+        }
     }
 
     fn is_right(&self, urgency: Urgency, range: PageRange, bytes: &[u8]) -> bool {
-        self.is_good(self.verdict(urgency, range, bytes), range)
+        self.is_good(self.compare(urgency, range, bytes), range)
     }
 
     /// The same for pages that nobody waits for: while others wait for pages of the sender, it may have no time to say.
     fn is_right_at_last(&self, range: PageRange, bytes: &[u8]) -> bool {
         for _ in 1..CHECKS_MAX {
-            match self.verdict(Urgency::Ahead, range, bytes) {
-                Verdict::Undecided => std::thread::park_timeout(CHECK_PAUSE),
-                verdict => return self.is_good(verdict, range),
+            match self.compare(Urgency::Ahead, range, bytes) {
+                Comparison::Undecided => std::thread::park_timeout(CHECK_PAUSE),
+                comparison => return self.is_good(comparison, range),
             }
         }
         self.is_right(Urgency::Ahead, range, bytes)
     }
 
-    fn is_good(&self, verdict: Verdict, range: PageRange) -> bool {
-        match verdict {
-            Verdict::Right | Verdict::Believed => return true,
-            Verdict::Wrong(_) => self.counters.false_pages.add(range.len()),
-            Verdict::Undecided => self.counters.undecided_pages.add(range.len()),
+    fn is_good(&self, comparison: Comparison, range: PageRange) -> bool {
+        match comparison {
+            Comparison::Right | Comparison::Believed => return true,
+            Comparison::Wrong(_) => self.counters.false_pages.add(range.len()),
+            Comparison::Undecided => self.counters.undecided_pages.add(range.len()),
         }
         false
     }

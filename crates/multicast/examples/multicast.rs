@@ -1,7 +1,7 @@
 //! Measures what a host sends to hosts that all bring its image, by multicast, over what one of them needs.
 //!
 //! ```text
-//! cargo run --release -p vmfork-transfer --example multicast [RECEIVERS] [MIB]
+//! cargo run --release -p vmfork-multicast --example multicast [RECEIVERS] [MIB]
 //! ```
 //!
 //! All hosts are in this process, over loopback, where each datagram is handed to all of them; the image does not compress.
@@ -9,7 +9,7 @@
 #![expect(clippy::print_stdout, reason = "a program for people")]
 
 #[expect(dead_code, reason = "the tests use all of it")]
-#[path = "../tests/it/keys.rs"]
+#[path = "../../transfer/tests/it/keys.rs"]
 mod keys;
 
 use std::error::Error;
@@ -19,9 +19,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, PageIdx, PageRange, PageSource as _};
+use vmfork_multicast::{Groups, GroupsConfig, HeardPages, Listener, ListenerConfig};
 use vmfork_transfer::{
-    Groups, GroupsConfig, HeardPages, Holders, Invitation, Listener, ListenerConfig, PageService,
-    Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal, ServiceLimits, Urgency,
+    Holders, Invitation, PageService, Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal,
+    ServiceLimits, Urgency,
 };
 
 use crate::keys::{Cluster, name_of};

@@ -19,17 +19,16 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use vmfork_image::{ImageName, PageRange};
 use vmfork_policy::transfer::HostId;
 use vmfork_policy::transfer::multicast::{Sender, SenderConfig};
+use vmfork_transfer::Pages;
+use vmfork_transfer::proto::{Invitation, Key, Refusal, RefusalKind, Urgency, local_group};
 
 use super::counters::GroupCounters;
 use super::datagram::{
     Asking, Cutter, DATAGRAM_BYTES_MAX, From, HEAD_BYTES, Head, PARTS_MAX, Record,
 };
-use super::invitation::{Invitation, local_group};
-use super::seal::{Key, Seal, Window, random};
+use super::seal::{Seal, Window, random, random_key};
 use super::socket;
 use crate::lock;
-use crate::proto::{Refusal, RefusalKind, Urgency};
-use crate::service::Pages;
 
 /// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
 const LOCKSTEP: Duration = Duration::from_millis(25);
@@ -181,7 +180,7 @@ impl Groups {
     pub fn invite(&self, member: u64, image: ImageName, pages: u64) -> Result<Invitation, Refusal> {
         let failed = |text: &str| Refusal::new(RefusalKind::Failed, text);
         let session = self.shared.session_of(image, pages)?;
-        let key = Key::random().ok_or_else(|| failed("no random numbers for a key"))?;
+        let key = random_key().ok_or_else(|| failed("no random numbers for a key"))?;
         let seal = Seal::new(&key, image).ok_or_else(|| failed("no key of that length"))?;
         let now = self.shared.now();
         let mut state = lock(&session.state);
@@ -287,7 +286,7 @@ impl Shared {
     }
 
     fn new_session(&self, image: ImageName, pages: u64) -> Option<Session> {
-        let (number, key) = (u64::from_le_bytes(random()?), Key::random()?);
+        let (number, key) = (u64::from_le_bytes(random()?), random_key()?);
         let group = local_group(u16::from_le_bytes(random()?));
         let now = self.now();
         let state = State {

@@ -7,9 +7,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, PageRange, PageSource as _};
+use vmfork_multicast::{
+    Groups, GroupsConfig, HeardPages, Listener, ListenerConfig, ListenerCounters,
+};
 use vmfork_transfer::{
-    Groups, GroupsConfig, HeardPages, Holders, Invitation, Listener, ListenerConfig,
-    ListenerCounters, PageService, Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal,
+    Holders, Invitation, PageService, Pages, Peer, PeerConfig, PeerLimits, PeerSource, Refusal,
     ServiceLimits, Urgency, Wanted,
 };
 
@@ -334,7 +336,7 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     let sending = Sending::new();
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
-    let group = sending.origin.invitations.lock().expect("no panic")[0].group();
+    let group = sending.origin.invitations.lock().expect("no panic")[0].group;
     // Whoever is in the network hears what is sent, and can send himself.
     let stranger = stranger_of(group);
     let mut bytes = buffer(range(0, UNIT));
