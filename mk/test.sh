@@ -18,7 +18,7 @@ guest_library() {
 # The lock-free parts in all orders of their steps. Other flags: a folder of its own.
 loom() {
 	RUSTFLAGS='--cfg loom' \
-		cargo test --quiet -p vmfork-memory -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
+		cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
 # So many seconds for each target: enough to see that it runs and that old findings stay mended. On the
