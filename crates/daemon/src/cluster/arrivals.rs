@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
+use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
-use vmfork_memory::{Engine, HostImage};
 
 use crate::admission::{Admission, Lease};
 

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageName, PageRange};
-use vmfork_memory::{Engine, HostImage};
 use vmfork_multicast::{
     GroupCounters, Groups, GroupsConfig, HeardPages, Listener, ListenerConfig, ListenerCounters,
 };

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_engine::{Engine, EngineOptions};
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
-use vmfork_memory::{Engine, EngineOptions};
 use vmfork_qemu::probe::KvmFacts;
 
 use super::arrivals::Arrivals;

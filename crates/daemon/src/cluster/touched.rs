@@ -17,7 +17,8 @@ use tokio::sync::oneshot;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageIdx, PageRange, PageTable, Source};
-use vmfork_memory::{TouchScan, ViewId};
+use vmfork_memory::TouchScan;
+use vmfork_policy::ViewId;
 
 use super::member::Member;
 use super::routes::Of;

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
-use vmfork_memory::{Engine, EngineOptions, FreezeError};
+use vmfork_engine::{Engine, EngineOptions};
+use vmfork_memory::FreezeError;
 use vmfork_qemu::QmpError;
 
 use super::ms;
@@ -163,7 +164,7 @@ fn prepare_engine(
     core: &Core,
     machine: &Machine,
     wanted: Wanted<'_>,
-) -> Result<Engine, vmfork_memory::EngineError> {
+) -> Result<Engine, vmfork_engine::EngineError> {
     let base = machine.engine();
     if let Some(base) = &base {
         base.wait_sealed(wanted.at_most(SEAL_TIMEOUT));

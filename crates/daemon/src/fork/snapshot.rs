@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vmfork_memory::Engine;
+use vmfork_engine::Engine;
 
 use super::Lead;
 use crate::admission::Lease;

@@ -4,8 +4,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use vmfork_api::{BytesBySource, CacheInfo, FaultCounts, HostInfo, MemoryInfo, PoolInfo, SCHEMA};
+use vmfork_engine::HostImage;
 use vmfork_image::ImageId;
-use vmfork_memory::HostImage;
 use vmfork_qemu::probe::{self, KvmFacts};
 
 use super::{Core, accel_word};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use vmfork_engine::{EngineEvent, collect_garbage};
 use vmfork_image::ImageId;
-use vmfork_memory::{EngineEvent, collect_garbage};
 use vmfork_qemu::spawn::ExitStatus;
 
 use super::Core;

@@ -27,9 +27,9 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use vmfork_api::{ErrorBody, ErrorCode, LostVm};
+use vmfork_engine::{Engine, EngineEvent, EventSink};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
-use vmfork_memory::{Engine, EngineEvent, EventSink};
 use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 

@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use vmfork_engine::{HostImage, Times};
 use vmfork_image::ImageId;
-use vmfork_memory::{HostImage, Times};
 
 use crate::metrics::{FaultKind, Metrics, Multicast, Place, Role, Side, Source, Sourced, Traffic};
 use crate::vm::Vm;
@@ -72,7 +72,7 @@ impl Tally {
         {
             let counters = machine.counters();
             let now = [&counters.zero, &counters.fetch, &counters.present, &counters.mapped]
-                .map(vmfork_memory::Counter::get);
+                .map(vmfork_engine::Counter::get);
             let before = seen.vms.entry(vm.identity.id.clone()).or_default();
             for (kind, (now, before)) in FAULTS.into_iter().zip(now.into_iter().zip(&mut *before)) {
                 metrics.add_faults(kind, grown(now, before));

@@ -1,7 +1,7 @@
 //! What can go wrong with stored snapshots.
 
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_memory::{EngineError, OpenError, PageLost};
+use vmfork_engine::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
 use vmfork_store::StoreError;
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
+use vmfork_engine::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_image::{PAGE_BYTES, PageTable};
-use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
 use super::transfer::blobs_at;

@@ -3,7 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vmfork_memory::{Attachment, Engine, GuestMemory, MemorySample, ViewCounters, ViewId};
+use vmfork_engine::{Engine, ViewCounters};
+use vmfork_memory::{Attachment, GuestMemory, MemorySample};
+use vmfork_policy::ViewId;
 use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use super::launch::Kept;

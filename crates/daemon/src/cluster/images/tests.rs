@@ -2,8 +2,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use vmfork_engine::{EngineOptions, StoredRun};
 use vmfork_image::{Origin, PageIdx};
-use vmfork_memory::{EngineOptions, StoredRun};
 
 use super::*;
 

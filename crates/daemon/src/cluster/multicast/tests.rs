@@ -1,8 +1,8 @@
 use std::io;
 use std::sync::atomic::AtomicU64;
 
+use vmfork_engine::EngineOptions;
 use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageSource, PageTable, Source, wire};
-use vmfork_memory::EngineOptions;
 
 use super::*;
 use crate::admission::{Admission, HostMemory, Policy, Probe};

@@ -13,8 +13,8 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, VmState};
 use vmfork_cluster::{Folder, HostId, Roster, Tls};
+use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
-use vmfork_memory::{Engine, EngineOptions, HostImage};
 
 use super::super::descriptor::Descriptor;
 use super::super::place::CLONES;

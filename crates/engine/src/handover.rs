@@ -10,7 +10,7 @@
 //! copied. The order of a reader's copy and its second look at presence is the kernel's: reading another
 //! process's memory and unmapping it take that process's `mmap_lock`.
 //!
-//! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-memory --lib loom --target-dir target/loom`
+//! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-engine --lib loom --target-dir target/loom`
 
 use vmfork_image::{Origin, PageIdx, PageRange};
 

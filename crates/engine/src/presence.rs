@@ -4,7 +4,7 @@
 //! an image whose block is at home here, and never cleared while anyone may read it. Who copies or maps the page
 //! tests it first (Acquire). A frozen
 //! page's original is given back only after its bit is set; so a reader that took bytes from the original and
-//! *still* finds the bit unset had good bytes ([`crate::handover`]).
+//! *still* finds the bit unset had good bytes (`handover`).
 
 use vmfork_image::{PageIdx, PageRange};
 
@@ -70,6 +70,20 @@ impl Presence {
             }
         }
         (range.until_page(PageIdx(at.min(end))), first)
+    }
+
+    /// The runs of `range` that are absent.
+    pub(crate) fn absent(&self, range: PageRange) -> Vec<PageRange> {
+        let mut absent = Vec::new();
+        let mut rest = range;
+        while !rest.is_empty() {
+            let (run, is_present) = self.run(rest);
+            if !is_present {
+                absent.push(run);
+            }
+            rest = rest.from_page(run.end());
+        }
+        absent
     }
 
     fn word(&self, index: u64) -> u64 {

@@ -5,7 +5,7 @@
 //!           present there ──► Wake     zero ──► Zeros     else ──► Fetch (into that cache)
 //!   in the image's own cache? ───────────────────────► Wake
 //!   zero, in whole untouched blocks of zeros ────────► MapZeros   (no more faults there)
-//!   in untouched blocks at home in another image ────► MapHome    (share its cache: design.md §3.2)
+//!   in untouched blocks at home in another image ────► MapHome    (share its cache: decision 0008)
 //!   zero? ───────────────────────────────────────────► Zeros      (the rest of the run in the block)
 //!   else ────────────────────────────────────────────► Fetch      (into the image's own cache)
 //!

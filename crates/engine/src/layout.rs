@@ -1,4 +1,4 @@
-//! Images across hosts: what a host must know of another's image to serve VMs of it.
+//! Images across hosts: what a host must know of another's image to serve readers of it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl HostImage {
     }
 
     /// An image that another host has a layout and the bytes of: `source` reads its own pages from there. `relatives`
-    /// are the other images that the layout names, by the ids of this host. [`crate::Engine::serve`] brings it to VMs.
+    /// are the other images that the layout names, by the ids of this host. An engine brings it to readers (`Engine::serve`).
     ///
     /// # Errors
     /// A relative is missing or of another size, the layout doesn't fit together, or the host is out of memory or fds.
@@ -92,7 +92,7 @@ impl HostImage {
             return Err(self.lost(start, format!("{range} is not all its own")));
         }
         let absent = match self.is_stored() {
-            true => absent_in(self, range),
+            true => self.cache().presence().absent(range),
             false => Vec::new(),
         };
         let origin = self.read_owned(range, bytes)?;
@@ -111,19 +111,4 @@ impl HostImage {
         }
         Ok(())
     }
-}
-
-/// Which pages of `range` are not in its cache.
-pub(crate) fn absent_in(image: &HostImage, range: PageRange) -> Vec<PageRange> {
-    let presence = image.cache().presence();
-    let mut absent = Vec::new();
-    let mut rest = range;
-    while !rest.is_empty() {
-        let (run, is_present) = presence.run(rest);
-        if !is_present {
-            absent.push(run);
-        }
-        rest = rest.from_page(run.end());
-    }
-    absent
 }

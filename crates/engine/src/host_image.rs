@@ -1,4 +1,4 @@
-//! What this host knows of one memory image: its cache, its page table, and where its own pages still are.
+//! What this host knows of one image: its cache, its page table, and where its own pages still are.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,13 +10,13 @@ use vmfork_image::{
     Source, TableError,
 };
 
+use crate::backing::{Backing, Memfd};
 use crate::cache::Cache;
 use crate::counters::ImageCounters;
-use crate::frozen::FrozenRange;
 use crate::handover;
 use crate::homes::Homes;
 use crate::incoming::Incoming;
-use crate::layout::absent_in;
+use crate::originals::Originals;
 
 /// Images by id.
 pub(crate) type Ancestors = BTreeMap<ImageId, Arc<HostImage>>;
@@ -60,7 +60,7 @@ pub struct HostImage {
     id: ImageId,
     pages: u64,
     cache: Cache,
-    frozen: Mutex<Option<Arc<FrozenRange>>>,
+    frozen: Mutex<Option<Arc<dyn Originals>>>,
     /// Of an image that was not frozen here but stored.
     stored: Option<Arc<dyn PageSource>>,
     sealed: OnceLock<(PageTable, Homes)>,
@@ -108,10 +108,20 @@ impl HostImage {
         pages: u64,
         stored: Option<Arc<dyn PageSource>>,
     ) -> io::Result<Self> {
+        let backing = Memfd::new(&format!("vmfork-{id}"), pages)?;
+        Self::on(Box::new(backing), id, pages, stored)
+    }
+
+    fn on(
+        backing: Box<dyn Backing>,
+        id: ImageId,
+        pages: u64,
+        stored: Option<Arc<dyn PageSource>>,
+    ) -> io::Result<Self> {
         Ok(Self {
             id,
             pages,
-            cache: Cache::new(&format!("vmfork-{id}"), pages)?,
+            cache: Cache::new(backing, pages)?,
             frozen: Mutex::new(None),
             stored,
             sealed: OnceLock::new(),
@@ -123,11 +133,27 @@ impl HostImage {
     }
 
     /// An image whose own pages are in `source`: `own` and `zero` are the runs by which it differs from `base`, or
-    /// from zeros without one. [`crate::Engine::serve`] brings it to VMs.
+    /// from zeros without one. Its cache is in memory. An engine brings it to readers (`Engine::serve`).
     ///
     /// # Errors
     /// [`OpenError`].
     pub fn stored(
+        id: ImageId,
+        pages: u64,
+        runs: impl IntoIterator<Item = StoredRun>,
+        base: Option<&Arc<Self>>,
+        source: Arc<dyn PageSource>,
+    ) -> Result<Arc<Self>, OpenError> {
+        let memfd = Memfd::new(&format!("vmfork-{id}"), pages).map_err(OpenError::Cache)?;
+        Self::stored_on(Box::new(memfd), id, pages, runs, base, source)
+    }
+
+    /// As [`HostImage::stored`], with its cache in `backing`, which is one hole.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn stored_on(
+        backing: Box<dyn Backing>,
         id: ImageId,
         pages: u64,
         runs: impl IntoIterator<Item = StoredRun>,
@@ -157,7 +183,7 @@ impl HostImage {
                 homes.set(block, id);
             }
         }
-        let image = Self::with_source(id, pages, Some(source)).map_err(OpenError::Cache)?;
+        let image = Self::on(backing, id, pages, Some(source)).map_err(OpenError::Cache)?;
         ancestors = image.seal(table, homes, ancestors);
         tracing::debug!(image = %id, ancestors = ancestors.len(), "stored image opened");
         Ok(Arc::new(image))
@@ -305,7 +331,7 @@ impl HostImage {
                     && owner.source().is_some_and(|source| source.origin() == Origin::Peer)
             };
             if let Some(owner) = owner.filter(is_kept) {
-                let absent = absent_in(owner, *run).into_iter();
+                let absent = owner.cache.presence().absent(*run).into_iter();
                 kept.extend(absent.map(|run| (Arc::clone(owner), run)));
             }
         }
@@ -336,16 +362,16 @@ impl HostImage {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)
     }
 
-    pub(crate) fn set_frozen(&self, range: Arc<FrozenRange>) {
-        *lock(&self.frozen) = Some(range);
+    pub(crate) fn set_frozen(&self, originals: Arc<dyn Originals>) {
+        *lock(&self.frozen) = Some(originals);
     }
 
     /// Everything is in the cache.
-    pub(crate) fn take_frozen(&self) -> Option<Arc<FrozenRange>> {
+    pub(crate) fn take_frozen(&self) -> Option<Arc<dyn Originals>> {
         lock(&self.frozen).take()
     }
 
-    pub(crate) fn frozen(&self) -> Option<Arc<FrozenRange>> {
+    pub(crate) fn frozen(&self) -> Option<Arc<dyn Originals>> {
         lock(&self.frozen).clone()
     }
 
@@ -362,7 +388,7 @@ impl HostImage {
     }
 
     /// Which of its own pages in `range` can be read without being fetched: each run of them is given to `each`. Of an image that was
-    /// frozen here that is all of them, but for what was given back since nobody needs it ([`crate::collect_garbage`]); none
+    /// frozen here that is all of them, but for what was given back since no image needs it (`collect_garbage`); none
     /// before its table is complete.
     pub fn own_here(&self, range: PageRange, each: &mut dyn FnMut(PageRange)) {
         let Some(table) = self.table() else { return };
@@ -481,9 +507,8 @@ impl HostImage {
                         .map_err(|error| format!("{}: {error}", stored.origin()));
                 }
                 let frozen = self.frozen().ok_or("nothing holds it any more")?;
-                with(run, &|part| frozen.read(run, part)).map_err(|error| {
-                    format!("frozen at {:#x}: {error}", frozen.address_of(run.start()))
-                })
+                with(run, &|part| frozen.read(run, part))
+                    .map_err(|error| format!("{}: {error}", frozen.place_of(run.start())))
             },
         )
         .map_err(|(page, reason)| self.lost(page, reason))?;

@@ -1,6 +1,5 @@
 //! The page engine of one image: a handle, and the thread behind it.
 
-mod answer;
 mod derive;
 mod drain;
 mod fetchers;
@@ -21,9 +20,9 @@ use vmfork_policy::ViewId;
 
 use self::fetchers::Demand;
 use self::poller::Bell;
-use crate::frozen::FrozenRange;
 use crate::homes::Homes;
 use crate::host_image::{Ancestors, HostImage, Reach};
+use crate::originals::Originals;
 use crate::view::View;
 
 /// How long an engine may take to answer its owner. It answers between two faults.
@@ -50,7 +49,8 @@ pub enum EngineEvent {
     Sealed { image: ImageId },
     /// All frozen pages are in the cache; the process that they were frozen in is needed no more.
     Drained { image: ImageId },
-    /// No source could serve a page that the view waits for. Its VM must be ended.
+    /// No source could serve a page that the view waits for, and its reader can't be told of one page alone. Its VM
+    /// must be ended.
     ViewLost { image: ImageId, view: ViewId, reason: String },
     /// The engine has ended by a fault of its own. All its views must be ended.
     Died { image: ImageId, reason: String },
@@ -77,7 +77,7 @@ pub enum EngineError {
 enum Command {
     /// The freeze is done: the pages lie aside there.
     Begin {
-        frozen: FrozenRange,
+        frozen: Arc<dyn Originals>,
     },
     AddView {
         id: ViewId,
@@ -157,7 +157,7 @@ impl Progress {
 
 impl Engine {
     /// Start the engine of a new image, to be frozen from a VM that began from `base` (or booted). It waits for
-    /// [`crate::GuestMemory::freeze`].
+    /// [`Engine::begin`].
     ///
     /// # Errors
     /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size or an engine no more, or the host
@@ -391,17 +391,28 @@ impl Engine {
         let _sent = self.send(Command::Panic);
     }
 
-    pub(crate) fn begin(&self, frozen: FrozenRange) -> Result<(), EngineError> {
+    /// The freeze is done: the image's own pages, and what else its VM changed, are in `frozen`.
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn begin(&self, frozen: Arc<dyn Originals>) -> Result<(), EngineError> {
         self.send(Command::Begin { frozen })
     }
 
-    pub(crate) fn add_view(&self, id: ViewId, view: View) -> Result<(), EngineError> {
+    /// Answer a view's faults from now on. `id` is new: [`next_view_id`].
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn add_view(&self, id: ViewId, view: View) -> Result<(), EngineError> {
         self.send(Command::AddView { id, view })
     }
 
     /// The view's faults are this engine's affair no more, from the return of this on. → the view, for as long
     /// as what it maps must stay.
-    pub(crate) fn remove_view(&self, id: ViewId) -> Result<View, EngineError> {
+    ///
+    /// # Errors
+    /// The engine has ended, or does not answer.
+    pub fn remove_view(&self, id: ViewId) -> Result<View, EngineError> {
         let (view, wait): (_, Receiver<View>) = sync_channel(1);
         self.send(Command::RemoveView { id, view })?;
         let image = self.image().id();
@@ -449,7 +460,7 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 }
 
 /// Numbers for views, unique in this process.
-pub(crate) fn next_view_id() -> ViewId {
+pub fn next_view_id() -> ViewId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     ViewId(NEXT.fetch_add(1, Ordering::Relaxed))
 }

@@ -15,7 +15,7 @@ use super::super::drain;
 use super::super::fetchers::{Fetched, Job, Told};
 use super::{CachePresence, Phase, Worker, touches};
 use crate::host_image::{HostImage, PageLost};
-use crate::view::Waker;
+use crate::reader::Waker;
 
 /// Pages fetched ahead in one go, where the source has no unit of its own.
 const AHEAD_PAGES: u64 = 64;
@@ -306,7 +306,7 @@ impl Worker {
     }
 
     /// Of all views that wait for a page.
-    fn wakers(&self, page: PageIdx) -> Vec<Waker> {
+    fn wakers(&self, page: PageIdx) -> Vec<Box<dyn Waker>> {
         let waiting = self.waiting.keys().filter(|(_, waits_for)| *waits_for == page);
         let views = waiting.filter_map(|(id, _)| self.views.get(id));
         views.map(|view| view.waker(page.range())).collect()
@@ -359,8 +359,8 @@ impl Worker {
                     true => scheduler.on_failed_again(range),
                     false => scheduler.on_failed(range),
                 };
-                for (id, _) in stopped {
-                    self.report_lost(id, lost.to_string());
+                for (id, page) in stopped {
+                    self.refuse(id, page, lost.to_string());
                 }
                 match fetch.reason {
                     Reason::Demand => {}

@@ -1,113 +1,35 @@
-//! The drain: frozen pages that nobody asked for move to the cache, and their originals back to the host.
+//! Pages come into a cache: for a fault, for the drain, or ahead of any fault.
 //!
 //! ```text
-//!   Idle ──sealed──► Copying ──all tried──► Releasing ──all given back──► Complete
-//!                       └──some lost──► Incomplete
+//!   in the cache already? ──► done        in the owner's cache? ──► copied from there
+//!   else read from the owner: its originals or its source ──► the cache ──► its presence
 //! ```
 //!
-//! The scheduler's [`vmfork_policy::Drain`] says which pages; what is kept here is how far originals may be
-//! given back, which holds for as long as the drain goes through the image in order and none of it fails.
+//! Promises: presence is set after the bytes are there; pages that are present keep their bytes.
+//!
+//! Left to others: which pages to bring and when ([`vmfork_policy`]), and who waits for them.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_image::{BLOCK_PAGES, Origin, PageIdx, PageRange, PageTable};
+use vmfork_image::{Origin, PageIdx, PageRange};
 use vmfork_policy::{Fetch, Reason};
 
 use crate::host_image::{HostImage, PageLost};
-use crate::presence::Presence;
 
-/// Pages copied in one go: 256 KiB, about 60 µs, which a fault may have to wait.
-pub(super) const STEP_PAGES: u64 = 64;
-
-/// How long what nobody waits for is left to another engine that is bringing it.
+/// How long a background fill waits for another engine that brings the same pages.
 const OTHERS_WAIT: Duration = Duration::from_secs(2);
 
 /// Fewer come as quickly together as one does alone.
 const SPLIT_PAGES_MIN: u64 = 4;
 
-/// The policy's name in the scheduler.
-pub(super) const NAME: &str = "drain";
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// Not frozen, or not sealed yet.
-    #[default]
-    Idle,
-    Copying,
-    /// All pages are in the cache.
-    Releasing,
-    /// And the originals are given back.
-    Complete,
-    /// Some pages could not be had. Originals stay where they are, as far as there are any.
-    Incomplete,
-}
-
-/// Where the drain stands in one image.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    pub(super) stage: Stage,
-    /// All own pages before this one are present.
-    copied: u64,
-    failed: bool,
-    /// There is more to copy, when something that is under way has come.
-    pub(super) is_held_up: bool,
-}
-
-impl Progress {
-    pub(super) fn is_running(&self) -> bool {
-        matches!(self.stage, Stage::Copying | Stage::Releasing)
-    }
-
-    /// Pages that the drain proposed were copied.
-    pub(super) fn on_filled(&mut self, range: PageRange) {
-        if !self.failed {
-            self.copied = self.copied.max(range.end().0);
-        }
-    }
-
-    /// Or were not.
-    pub(super) fn on_failed(&mut self) {
-        self.failed = true;
-    }
-
-    /// Originals before this page may be given back: whole blocks, since a huge page that is given back in part
-    /// is split.
-    pub(super) fn release_limit(&self, pages: u64) -> PageIdx {
-        match self.stage {
-            Stage::Releasing => PageIdx(pages),
-            _ => PageIdx(self.copied / BLOCK_PAGES * BLOCK_PAGES),
-        }
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.failed
-    }
-
-    /// Whether there is something to do at once.
-    pub(super) fn is_due(&self) -> bool {
-        self.is_running() && !self.is_held_up
-    }
-
-    /// Everything has been tried. Nothing is given back unless all of it is there, whatever has been counted.
-    pub(super) fn on_copied(&mut self, image: &HostImage, table: &PageTable) {
-        let all_there = |presence: &Presence| {
-            table.pages_of(image.id()).all(|run| presence.count(run) == run.len())
-        };
-        self.stage = match all_there(image.cache().presence()) {
-            true => Stage::Releasing,
-            false => Stage::Incomplete,
-        };
-    }
-}
-
-/// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it). What comes from another host stays
-/// in both: another descendant, with a cache of its own for them, shall not ask for them again. `early` is told when the page that is waited
-/// for is there before the others.
+/// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it). Pages
+/// of another host stay in both caches: another descendant, with a cache of its own, need not ask
+/// for them again. `early` is called when the page of a demand fetch is there before the others.
 ///
 /// # Errors
 /// The pages could not be had, or the host is out of memory.
-pub(super) fn fill(
+pub(crate) fn fill(
     image: &HostImage,
     owner: &HostImage,
     fetch: Fetch,
@@ -139,15 +61,17 @@ pub(super) fn fill(
     store(image, owner, fetch, origin, buffer)
 }
 
-/// The same for several of one owner, of which nobody waits for any. `done` is told of each once, with its place.
-pub(super) fn fill_together(
+/// The same for several background fetches of one owner. `done` is called once for each, with its
+/// place.
+pub(crate) fn fill_together(
     owner: &HostImage,
     wanted: &[(Arc<HostImage>, Fetch)],
     buffer: &mut Vec<u8>,
     done: &mut dyn FnMut(usize, Result<(), PageLost>),
 ) {
     let source = owner.source().map(|source| source.origin());
-    // What is here in part is put together from both places, by itself; so is what another engine brings.
+    // What is here in part is put together from both places, by itself; so is what another engine
+    // brings.
     let is_absent = |range| owner.cache().presence().count(range) == 0;
     let (mut far, mut bringing) = (Vec::new(), Vec::new());
     let (mut places, mut later): (Vec<(usize, &HostImage, Fetch)>, Vec<_>) = Default::default();
@@ -247,24 +171,5 @@ fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, origin: Origin) {
     counter.add(bytes);
     if origin == Origin::Peer && fetch.reason != Reason::Demand {
         image.counters.from_peer_ahead_bytes.add(bytes);
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    fn range(start: u64, len: u64) -> PageRange {
-        PageRange::new(PageIdx(start), len).expect("small")
-    }
-
-    #[test]
-    fn nothing_is_given_back_behind_a_page_that_failed() {
-        let mut progress = Progress { stage: Stage::Copying, ..Progress::default() };
-        progress.on_filled(range(0, 600));
-        assert_eq!(progress.release_limit(4096), PageIdx(512));
-        progress.on_failed();
-        progress.on_filled(range(600, 2000));
-        assert_eq!(progress.release_limit(4096), PageIdx(512));
     }
 }

@@ -7,11 +7,19 @@ use std::time::Instant;
 use vmfork_image::{ImageId, PageIdx, PageRange};
 use vmfork_policy::{Fetch, Outcome, Scheduler, ViewId};
 
-use super::super::answer::{Answer, Held, Sight};
-use super::super::drain;
 use super::{COPY_SHARE, CachePresence, Fault, Phase, Worker, scheduler, touches};
+use crate::answer::{Answer, Held, Sight};
+use crate::fill;
 use crate::host_image::{HostImage, PageLost};
 use crate::view::{BlockState, View};
+
+/// Why a fault can't be answered.
+enum Failure {
+    /// Its page can't be had.
+    Page(String),
+    /// What is mapped in its view can't be told: no fault there can be answered.
+    View(String),
+}
 
 impl Worker {
     pub(super) fn serve_faults(&mut self) {
@@ -21,8 +29,10 @@ impl Worker {
         while !self.faults.is_empty() {
             let faults = std::mem::take(&mut self.faults);
             for fault in faults {
-                if let Err(reason) = self.serve(fault) {
-                    self.report_lost(fault.view, reason);
+                match self.serve(fault) {
+                    Ok(()) => {}
+                    Err(Failure::Page(reason)) => self.refuse(fault.view, fault.page, reason),
+                    Err(Failure::View(reason)) => self.report_lost(fault.view, reason),
                 }
             }
         }
@@ -51,13 +61,13 @@ impl Worker {
     /// Answer a fault at once, or have its page fetched in its turn.
     ///
     /// # Errors
-    /// Why the view is lost.
-    fn serve(&mut self, fault: Fault) -> Result<(), String> {
+    /// Why it can't be.
+    fn serve(&mut self, fault: Fault) -> Result<(), Failure> {
         let Fault { view: id, page, .. } = fault;
         if self.lost.contains(&id) {
             return Ok(());
         }
-        self.know(page)?;
+        self.know(page).map_err(Failure::Page)?;
         let Some(view) = self.views.get(&id) else { return Ok(()) };
         match self.decide(view, fault) {
             Answer::Wake => {
@@ -71,7 +81,7 @@ impl Worker {
             Answer::Zeros(range) => self.install_zeros(id, range),
             Answer::MapZeros(run) => {
                 let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
-                match view.map_zeros(page, run).map_err(|error| error.to_string())? {
+                match view.map_zeros(page, run).map_err(Failure::View)? {
                     Some(run) => {
                         view.counters.mapped.add(1);
                         view.wake(run);
@@ -80,13 +90,15 @@ impl Worker {
                 }
             }
             Answer::MapHome(home, run) => self.map_home(fault, home, run)?,
-            Answer::Fetch(image) => self.queue(fault, image)?,
-            Answer::Private(home, owner) => self.give_copy(id, page, home, owner)?,
+            Answer::Fetch(image) => self.queue(fault, image).map_err(Failure::Page)?,
+            Answer::Private(home, owner) => {
+                self.give_copy(id, page, home, owner).map_err(Failure::Page)?;
+            }
             Answer::Lost => {
-                return Err(format!(
+                return Err(Failure::View(format!(
                     "page {page} of image {}: what is mapped there has lost it",
                     self.image.id()
-                ));
+                )));
             }
         }
         Ok(())
@@ -99,12 +111,12 @@ impl Worker {
     }
 
     /// Map the cache of a block's home, then answer the fault there.
-    fn map_home(&mut self, fault: Fault, home: ImageId, run: PageRange) -> Result<(), String> {
+    fn map_home(&mut self, fault: Fault, home: ImageId, run: PageRange) -> Result<(), Failure> {
         let Fault { view: id, page, .. } = fault;
         let image = self.ancestors.get(&home).cloned();
         let Some(view) = self.views.get_mut(&id) else { return Ok(()) };
         let mapped = match &image {
-            Some(image) => view.map_home(page, run, image).map_err(|error| error.to_string()),
+            Some(image) => view.map_home(page, run, image).map_err(Failure::View),
             None => Ok(None),
         };
         let unserved = view.take_unserved();
@@ -197,7 +209,7 @@ impl Worker {
         let outcome = match &mut self.phase {
             Phase::Sealed => return Ok(()),
             Phase::Deriving { derivation, frozen } => {
-                derivation.ensure(page.block(), frozen).map(|changed| {
+                derivation.ensure(page.block(), &**frozen).map(|changed| {
                     if changed {
                         self.scheduler.set_table(derivation.table().clone());
                     }
@@ -241,7 +253,7 @@ impl Worker {
     /// page after the other, of those behind it: none of them is brought into a cache.
     ///
     /// # Errors
-    /// Why the view is lost.
+    /// Why the page can't be had.
     fn give_copy(
         &mut self,
         id: ViewId,
@@ -325,6 +337,6 @@ impl Worker {
             reason: format!("its owner ({}) is not on this host", fetch.source),
         })?;
         // Nobody is told early: who would be waits for this thread.
-        drain::fill(image, &owner, fetch, &mut self.buffer, &mut |_| ())
+        fill::fill(image, &owner, fetch, &mut self.buffer, &mut |_| ())
     }
 }

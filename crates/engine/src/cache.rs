@@ -1,50 +1,49 @@
-//! What this host holds of one memory image: a memfd and its presence bitmap.
+//! What this host holds of one image: a file with holes ([`Backing`]) and its presence bitmap.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::FallocateFlags;
 use vmfork_image::PageRange;
 
+use crate::backing::Backing;
 use crate::presence::Presence;
 
-/// The cache of one image. Filled by the image's engine and, in blocks that are at home here, by those of images
-/// that descend from it, always with the same bytes; mapped privately by views of all of them.
+/// The cache of one image. Its engine fills it, and so do engines of images that descend from it,
+/// in blocks that are at home here. All bring the same bytes. Readers of all of them read it, or
+/// map it privately.
 #[derive(Debug)]
 pub struct Cache {
-    memfd: OwnedFd,
-    /// The same file, for views: enough for a private mapping, not enough to change the cache.
-    read_only: OwnedFd,
+    backing: Box<dyn Backing>,
     presence: Presence,
 }
 
 impl Cache {
-    /// An empty cache.
+    /// An empty cache. `backing` is one hole.
     ///
     /// # Errors
-    /// No memory or no fds left.
-    pub(crate) fn new(name: &str, pages: u64) -> io::Result<Self> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let memfd = rustix::fs::memfd_create(name, flags)?;
-        rustix::fs::ftruncate(&memfd, PageRange::first(pages).byte_len())?;
-        rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        // QEMU is handed a read-only descriptor, and must not be able to reopen it for writing.
-        rustix::fs::fchmod(&memfd, Mode::RUSR | Mode::WUSR)?;
-        let path = format!("/proc/self/fd/{}", memfd.as_raw_fd());
-        let read_only = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-        Ok(Self { memfd, read_only, presence: Presence::new(pages) })
+    /// `backing` has another size.
+    pub(crate) fn new(backing: Box<dyn Backing>, pages: u64) -> io::Result<Self> {
+        let bytes = rustix::fs::fstat(backing.file())?.st_size.cast_unsigned();
+        let expected = PageRange::first(pages).byte_len();
+        if bytes != expected {
+            let error = format!("a file of {bytes} bytes for a cache of {expected}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, error));
+        }
+        Ok(Self { backing, presence: Presence::new(pages) })
     }
 
     pub fn presence(&self) -> &Presence {
         &self.presence
     }
 
-    /// What a view maps.
-    pub(crate) fn for_views(&self) -> BorrowedFd<'_> {
-        self.read_only.as_fd()
+    /// What a reader reads or maps, read-only.
+    pub fn for_readers(&self) -> BorrowedFd<'_> {
+        self.backing.for_readers()
     }
 
-    /// Have these pages, present. Those that are there already stay as they are: VMs may have read them.
+    /// Have these pages, present. Those that are there already stay as they are: VMs may have read
+    /// them.
     ///
     /// # Errors
     /// The host is out of memory.
@@ -71,7 +70,7 @@ impl Cache {
         debug_assert_eq!(bytes.len() as u64, range.byte_len());
         let (mut offset, mut rest) = (range.byte_offset(), bytes);
         while !rest.is_empty() {
-            match rustix::io::pwrite(&self.memfd, rest, offset) {
+            match rustix::io::pwrite(self.backing.file(), rest, offset) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {
                     offset += written as u64;
@@ -84,20 +83,20 @@ impl Cache {
         Ok(())
     }
 
-    /// Put pages into the cache that another one has present, without a way through user space. As for
-    /// [`Cache::write`], presence is the caller's to set.
+    /// Put pages into the cache that another one has present, without a way through user space. As
+    /// for [`Cache::write`], presence is the caller's to set.
     ///
     /// # Errors
-    /// The host is out of memory, or the kernel can't (before Linux 5.19).
+    /// The host is out of memory, or the kernel can't (before Linux 5.19, or between file systems).
     pub(crate) fn copy_from(&self, other: &Cache, range: PageRange) -> io::Result<()> {
         let (mut from, mut to) = (range.byte_offset(), range.byte_offset());
         let end = from + range.byte_len();
         while to < end {
             let len = usize::try_from(end - to).unwrap_or(usize::MAX);
             match rustix::fs::copy_file_range(
-                &other.memfd,
+                other.backing.file(),
                 Some(&mut from),
-                &self.memfd,
+                self.backing.file(),
                 Some(&mut to),
                 len,
             ) {
@@ -112,12 +111,12 @@ impl Cache {
     /// Take pages that are present.
     ///
     /// # Errors
-    /// As pread(2) on a memfd: never, in practice.
+    /// As pread(2): on a memfd never, in practice; on a disk's file, the disk's.
     pub(crate) fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         debug_assert_eq!(bytes.len() as u64, range.byte_len());
         let (mut offset, mut rest) = (range.byte_offset(), bytes);
         while !rest.is_empty() {
-            match rustix::io::pread(&self.memfd, &mut *rest, offset) {
+            match rustix::io::pread(self.backing.file(), &mut *rest, offset) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => {
                     offset += read as u64;
@@ -136,11 +135,13 @@ impl Cache {
     /// As fallocate(2).
     pub(crate) fn discard(&self, range: PageRange) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&self.memfd, flags, range.byte_offset(), range.byte_len())?)
+        let (start, len) = (range.byte_offset(), range.byte_len());
+        Ok(rustix::fs::fallocate(self.backing.file(), flags, start, len)?)
     }
 
-    /// Bytes of host memory that the cache takes.
+    /// Bytes of host memory, or of a disk, that the cache takes.
     pub fn resident_bytes(&self) -> u64 {
-        rustix::fs::fstat(&self.memfd).map_or(0, |stat| stat.st_blocks.cast_unsigned() * 512)
+        rustix::fs::fstat(self.backing.file())
+            .map_or(0, |stat| stat.st_blocks.cast_unsigned() * 512)
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use vmfork_image::PageIdx;
 use vmfork_policy::ViewId;
 
-const TARGET: &str = "vmfork_memory::touches";
+const TARGET: &str = "vmfork_engine::touches";
 
 /// Whether whoever reads the log wants to know.
 pub(super) fn are_recorded() -> bool {

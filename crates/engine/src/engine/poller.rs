@@ -1,16 +1,14 @@
-//! What an engine's thread sleeps on: its commands, and the userfaultfds of its views.
+//! What an engine's thread sleeps on: its commands, and the faults of its views.
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
 use vmfork_policy::ViewId;
-
-use crate::uffd::Uffd;
 
 /// No view has this number.
 const COMMANDS: u64 = 0;
@@ -43,7 +41,7 @@ impl Bell {
 pub(super) struct Ready {
     pub(super) commands: bool,
     pub(super) views: Vec<ViewId>,
-    /// Their userfaultfds are not as they were: somebody has tampered with them.
+    /// The files that tell of their faults are not as they were: another process has tampered with them.
     pub(super) broken: Vec<ViewId>,
 }
 
@@ -59,13 +57,13 @@ impl Poller {
         Ok(Self { epoll })
     }
 
-    pub(super) fn add(&self, view: ViewId, uffd: &Uffd) -> io::Result<()> {
+    pub(super) fn add(&self, view: ViewId, faults: BorrowedFd<'_>) -> io::Result<()> {
         let data = EventData::new_u64(view.0);
-        Ok(epoll::add(&self.epoll, uffd.as_fd(), data, EventFlags::IN)?)
+        Ok(epoll::add(&self.epoll, faults, data, EventFlags::IN)?)
     }
 
-    pub(super) fn remove(&self, uffd: &Uffd) {
-        let _removed = epoll::delete(&self.epoll, uffd.as_fd());
+    pub(super) fn remove(&self, faults: BorrowedFd<'_>) {
+        let _removed = epoll::delete(&self.epoll, faults);
     }
 
     /// Sleep until something is ready, or until `timeout` is over if there is one. A signal ends it early.

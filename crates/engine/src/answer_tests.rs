@@ -140,9 +140,147 @@ fn state(images: usize) -> impl Strategy<Value = BlockState> {
     ]
 }
 
+/// A fault, and what the model knows of its page.
+struct Scene<'a> {
+    mine: &'a Image,
+    others: &'a [Image],
+    states: &'a [BlockState],
+    known: &'a [bool],
+    page: PageIdx,
+    is_write: bool,
+}
+
+fn at(block: u64) -> usize {
+    usize::try_from(block).expect("small")
+}
+
+impl Scene<'_> {
+    fn block(&self) -> u64 {
+        self.page.block().0
+    }
+
+    fn state(&self) -> BlockState {
+        self.states[at(self.block())]
+    }
+
+    /// What the page must read as.
+    fn word(&self) -> u64 {
+        truth(&self.mine.table, self.page)
+    }
+
+    fn other(&self, id: ImageId) -> Option<&Image> {
+        self.others.iter().find(|other| other.id == id)
+    }
+
+    fn is_zero(block: u64, image: &Image) -> bool {
+        in_block(block).all(|page| truth(&image.table, page) == 0)
+    }
+
+    fn is_same(&self, other: &Image, block: u64) -> bool {
+        in_block(block).all(|page| truth(&self.mine.table, page) == truth(&other.table, page))
+    }
+
+    fn is_usable(&self, block: u64) -> bool {
+        (block + 1) * BLOCK_PAGES <= PAGES
+            && self.states[at(block)] == BlockState::Fresh
+            && self.known[at(block)]
+            && in_block(block).all(|page| !self.mine.presence.is_present(page))
+    }
+
+    fn is_whole_run(&self, run: PageRange, fits: impl Fn(u64) -> bool) -> bool {
+        run.start().0.is_multiple_of(BLOCK_PAGES)
+            && run.len().is_multiple_of(BLOCK_PAGES)
+            && run.contains(self.page)
+            && run.by_block().all(|(block, _)| self.is_usable(block.0) && fits(block.0))
+    }
+
+    /// The view reads what its table says after this answer, or faults again.
+    fn check(&self, answer: Answer) -> Result<(), TestCaseError> {
+        match answer {
+            Answer::Wake => self.check_wake(),
+            Answer::Zeros(run) => {
+                prop_assert!(run.contains(self.page));
+                prop_assert!(run.pages().all(|page| truth(&self.mine.table, page) == 0));
+                prop_assert_eq!(run.start().block(), PageIdx(run.end().0 - 1).block());
+                Ok(())
+            }
+            Answer::MapZeros(run) => {
+                prop_assert!(self.is_whole_run(run, |block| Self::is_zero(block, self.mine)));
+                Ok(())
+            }
+            Answer::MapHome(id, run) => {
+                let home = self.other(id).expect("an ancestor");
+                prop_assert!(self.is_whole_run(run, |block| self.is_same(home, block)));
+                Ok(())
+            }
+            Answer::Fetch(id) => self.check_fetch(id),
+            Answer::Private(home, owner) => self.check_private(home, owner),
+            Answer::Lost => self.check_lost(),
+        }
+    }
+
+    fn check_wake(&self) -> Result<(), TestCaseError> {
+        match self.state() {
+            // Reads again, and finds it. (That the right image is mapped is the mapper's to see to.)
+            BlockState::Mapped(id) => {
+                let found = self.other(id).and_then(|other| cached(other, self.page));
+                prop_assert!(found.is_some());
+            }
+            _ => prop_assert_eq!(cached(self.mine, self.page), Some(self.word())),
+        }
+        Ok(())
+    }
+
+    fn check_fetch(&self, id: ImageId) -> Result<(), TestCaseError> {
+        let (state, block) = (self.state(), self.block());
+        prop_assert!(self.word() != 0);
+        if id == self.mine.id {
+            let is_own = self.word() == id.get();
+            prop_assert!(!self.is_write || is_own, "a copy that no reader will read");
+            prop_assert!(!self.mine.presence.is_present(self.page));
+            prop_assert!(matches!(state, BlockState::Fresh | BlockState::Touched));
+            let elsewhere = self.mine.homes[at(block)] != Some(self.mine.id);
+            let could_share = self.is_usable(block) && elsewhere;
+            prop_assert!(!could_share, "a block that could be shared is copied");
+        } else {
+            let home = self.other(id).expect("an ancestor");
+            prop_assert_eq!(state, BlockState::Mapped(id));
+            prop_assert!(self.is_same(home, block) && !home.presence.is_present(self.page));
+        }
+        Ok(())
+    }
+
+    fn check_private(&self, home: ImageId, owner: ImageId) -> Result<(), TestCaseError> {
+        prop_assert!(self.is_write && owner.get() == self.word() && home != owner);
+        let found = match home == self.mine.id {
+            true => self.mine,
+            false => self.other(home).expect("an ancestor"),
+        };
+        prop_assert!(!found.presence.is_present(self.page));
+        match self.state() {
+            BlockState::Mapped(id) => prop_assert_eq!(id, home),
+            _ => prop_assert_eq!(home, self.mine.id),
+        }
+        Ok(())
+    }
+
+    fn check_lost(&self) -> Result<(), TestCaseError> {
+        let BlockState::Mapped(id) = self.state() else {
+            prop_assert_eq!(self.state(), BlockState::Zeros);
+            return Ok(());
+        };
+        if let Some(other) = self.other(id) {
+            prop_assert!(self.word() != 0);
+            let is_present = other.presence.is_present(self.page);
+            prop_assert!(!self.is_same(other, self.block()) && !is_present);
+        }
+        Ok(())
+    }
+}
+
 proptest! {
-    /// After any answer the view reads what its table says, or faults again; and a block that is at home elsewhere
-    /// is never copied without need.
+    /// After any answer the view reads what its table says, or faults again; and a block that is at
+    /// home elsewhere is never copied without need.
     #[test]
     fn no_answer_shows_a_wrong_byte(
         generations in prop::collection::vec(generation(), 1..5),
@@ -155,84 +293,10 @@ proptest! {
         let (mine, others) = images.split_last().expect("some");
         let page = PageIdx(page);
         let mut known = known;
-        let at = |block: u64| usize::try_from(block).expect("small");
-        let block = page.block().0;
-        known[at(block)] = true;
-        let mine_is = |page: PageIdx| truth(&mine.table, page);
-        let other = |id: ImageId| others.iter().find(|other| other.id == id);
-        let same = |other: &Image, block: u64| {
-            in_block(block).all(|page| mine_is(page) == truth(&other.table, page))
-        };
-        let usable = |block: u64| {
-            (block + 1) * BLOCK_PAGES <= PAGES
-                && states[at(block)] == BlockState::Fresh
-                && known[at(block)]
-                && in_block(block).all(|page| !mine.presence.is_present(page))
-        };
-        let whole_run = |run: PageRange, fits: &dyn Fn(u64) -> bool| {
-            run.start().0.is_multiple_of(BLOCK_PAGES)
-                && run.len().is_multiple_of(BLOCK_PAGES)
-                && run.contains(page)
-                && run.by_block().all(|(block, _)| usable(block.0) && fits(block.0))
-        };
-        let state = states[at(block)];
-        match decide(&images, &states, &known, page, is_write) {
-            Answer::Wake => match state {
-                // Reads again, and finds it. (That the right image is mapped is the mapper's to see to.)
-                BlockState::Mapped(id) => {
-                    prop_assert!(other(id).and_then(|other| cached(other, page)).is_some());
-                }
-                _ => prop_assert_eq!(cached(mine, page), Some(mine_is(page))),
-            },
-            Answer::Zeros(run) => {
-                prop_assert!(run.contains(page));
-                prop_assert!(run.pages().all(|page| mine_is(page) == 0));
-                prop_assert_eq!(run.start().block(), PageIdx(run.end().0 - 1).block());
-            }
-            Answer::MapZeros(run) => {
-                prop_assert!(whole_run(run, &|block| in_block(block).all(|page| mine_is(page) == 0)));
-            }
-            Answer::MapHome(id, run) => {
-                let home = other(id).expect("an ancestor");
-                prop_assert!(whole_run(run, &|block| same(home, block)));
-            }
-            Answer::Fetch(id) if id == mine.id => {
-                prop_assert!(!is_write || mine_is(page) == id.get(), "a copy for nobody");
-                prop_assert!(mine_is(page) != 0 && !mine.presence.is_present(page));
-                prop_assert!(matches!(state, BlockState::Fresh | BlockState::Touched));
-                let elsewhere = mine.homes[at(block)] != Some(mine.id);
-                prop_assert!(!(usable(block) && elsewhere), "a block that could be shared is copied");
-            }
-            Answer::Fetch(id) => {
-                let home = other(id).expect("an ancestor");
-                prop_assert_eq!(state, BlockState::Mapped(id));
-                prop_assert!(same(home, block) && !home.presence.is_present(page));
-                prop_assert!(mine_is(page) != 0);
-            }
-            Answer::Private(home, owner) => {
-                prop_assert!(is_write && owner.get() == mine_is(page) && home != owner);
-                let found = if home == mine.id { mine } else { other(home).expect("an ancestor") };
-                prop_assert!(!found.presence.is_present(page));
-                match state {
-                    BlockState::Mapped(id) => prop_assert_eq!(id, home),
-                    _ => prop_assert_eq!(home, mine.id),
-                }
-            }
-            Answer::Lost => {
-                match state {
-                    BlockState::Mapped(id) if other(id).is_none() => {}
-                    BlockState::Mapped(id) => {
-                        prop_assert!(mine_is(page) != 0);
-                        let unfit = |other: &Image| {
-                            !same(other, block) && !other.presence.is_present(page)
-                        };
-                        let lost = other(id).is_none_or(unfit);
-                        prop_assert!(lost);
-                    }
-                    state => prop_assert_eq!(state, BlockState::Zeros),
-                }
-            }
-        }
+        known[at(page.block().0)] = true;
+        let answer = decide(&images, &states, &known, page, is_write);
+        let scene = Scene { mine, others, states: &states, known: &known, page, is_write };
+        scene.check(answer)?;
     }
 
     /// By the tables of an image and of a block's home the block is the same: what homes rest on.

@@ -23,11 +23,11 @@ use vmfork_image::{ImageId, Origin, PageIdx};
 use vmfork_policy::transfer::bounds::{FETCHERS_AHEAD_MAX, FETCHERS_MAX};
 use vmfork_policy::{Fetch, Reason};
 
-use super::drain;
 use super::panic_text;
 use super::poller::Bell;
+use crate::fill;
 use crate::host_image::{HostImage, PageLost};
-use crate::view::Waker;
+use crate::reader::Waker;
 
 /// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
 const TOGETHER_MAX: usize = 2;
@@ -71,7 +71,7 @@ pub(super) struct Job {
     pub(super) owner: Arc<HostImage>,
     pub(super) fetch: Fetch,
     /// Of those that wait for the page that is fetched first, if it comes before the others: they do not wait for the engine to hear of it.
-    pub(super) wakers: Vec<Waker>,
+    pub(super) wakers: Vec<Box<dyn Waker>>,
 }
 
 /// What a fetcher tells of.
@@ -325,12 +325,12 @@ impl Shared {
 
     fn fill(&self, job: Job, buffer: &mut Vec<u8>) {
         let mut early = |page| {
-            job.wakers.iter().for_each(Waker::wake);
+            job.wakers.iter().for_each(|waker| waker.wake());
             let (image, from) = (Arc::clone(&job.image), origin_of(&job.owner));
             self.tell(Told::Early { image, page, from, at: Instant::now() });
         };
         let outcome = unpanicked(&job.owner, || {
-            drain::fill(&job.image, &job.owner, job.fetch, buffer, &mut early)
+            fill::fill(&job.image, &job.owner, job.fetch, buffer, &mut early)
         });
         let page = job.fetch.range.start();
         let outcome = outcome.unwrap_or_else(|reason| Err(job.owner.lost(page, reason)));
@@ -344,7 +344,7 @@ impl Shared {
         let wanted: Vec<_> = jobs.iter().map(|job| (Arc::clone(&job.image), job.fetch)).collect();
         let mut left: Vec<Option<Job>> = jobs.drain(..).map(Some).collect();
         let panicked = unpanicked(owner, || {
-            drain::fill_together(owner, &wanted, buffer, &mut |place, outcome| {
+            fill::fill_together(owner, &wanted, buffer, &mut |place, outcome| {
                 if let Some(job) = left.get_mut(place).and_then(Option::take) {
                     self.answer(job, outcome);
                 }

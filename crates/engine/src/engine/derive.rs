@@ -1,7 +1,7 @@
 //! Making a new image's page table, after the VM has gone on.
 //!
 //! The table of the image that the VM began from, with what the VM had written set to the new image, and what
-//! it had given back set to zero. `PAGEMAP_SCAN` tells both, 1 ms per GiB; a block that is asked for meanwhile
+//! it had given back set to zero. [`Originals::scan`] tells both, 1 ms per GiB; a block that is asked for meanwhile
 //! is scanned first, so that nobody waits for all of it.
 
 use std::io;
@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{BLOCK_PAGES, BlockIdx, ImageId, PageIdx, PageRange, PageTable, Source};
 
-use crate::frozen::FrozenRange;
 use crate::homes::Homes;
-use crate::pagemap::Held;
+use crate::originals::{Change, Originals};
 
 /// Blocks scanned by one call in the background: 8 MiB, which takes 1 µs where nothing or huge pages are, and
 /// 120 µs where every page is one by itself.
@@ -68,7 +67,7 @@ impl Derivation {
     ///
     /// # Errors
     /// The process that holds the frozen pages has gone.
-    pub(crate) fn ensure(&mut self, block: BlockIdx, frozen: &FrozenRange) -> io::Result<bool> {
+    pub(crate) fn ensure(&mut self, block: BlockIdx, frozen: &dyn Originals) -> io::Result<bool> {
         if self.is_known(block) {
             return Ok(false);
         }
@@ -80,7 +79,7 @@ impl Derivation {
     ///
     /// # Errors
     /// As [`Derivation::ensure`].
-    pub(crate) fn step(&mut self, frozen: &FrozenRange) -> io::Result<()> {
+    pub(crate) fn step(&mut self, frozen: &dyn Originals) -> io::Result<()> {
         let began = Instant::now();
         while !self.is_complete() {
             let end = self.blocks.min(self.next + STRIDE_BLOCKS);
@@ -93,15 +92,15 @@ impl Derivation {
         Ok(())
     }
 
-    fn scan(&mut self, first: u64, end: u64, frozen: &FrozenRange) -> io::Result<()> {
+    fn scan(&mut self, first: u64, end: u64, frozen: &dyn Originals) -> io::Result<()> {
         let began = Instant::now();
         let last = self.table.pages().min(end * BLOCK_PAGES);
         let range = PageRange::between(PageIdx(first * BLOCK_PAGES), PageIdx(last));
         let mut changes = Vec::new();
-        frozen.scan(range, |run, held| {
-            let source = match held {
-                Held::Private => Source::Image(self.image),
-                Held::Zero => Source::Zero,
+        frozen.scan(range, &mut |run, change| {
+            let source = match change {
+                Change::Written => Source::Image(self.image),
+                Change::Zero => Source::Zero,
             };
             changes.push((run, source));
         })?;

@@ -27,9 +27,9 @@ use super::fetchers::{Demand, Fetchers, Told};
 use super::pace::Pace;
 use super::poller::{Bell, Poller, Ready};
 use super::{Command, EngineEvent, EventSink, Progress};
-use crate::frozen::{FrozenRange, Release};
 use crate::homes::Homes;
 use crate::host_image::{Ancestors, HostImage};
+use crate::originals::{Originals, Release};
 use crate::view::View;
 
 /// Pages of ancestors are copied with so many times fewer neighbours than pages of the image's own are fetched
@@ -59,7 +59,7 @@ enum Phase {
     },
     Deriving {
         derivation: Derivation,
-        frozen: Arc<FrozenRange>,
+        frozen: Arc<dyn Originals>,
     },
     /// The table is the image's.
     Sealed,
@@ -177,7 +177,7 @@ impl Worker {
                 self.take_fetched();
             }
             for id in &ready.broken {
-                self.report_lost(*id, "its userfaultfd was tampered with".to_owned());
+                self.report_lost(*id, "what tells of its faults was tampered with".to_owned());
             }
             self.faults.clear();
             self.read_faults(&ready.views);
@@ -255,11 +255,10 @@ impl Worker {
         }
     }
 
-    fn begin(&mut self, frozen: FrozenRange) {
+    fn begin(&mut self, frozen: Arc<dyn Originals>) {
         let Phase::Waiting { base_homes } = &self.phase else { return };
         let (base, homes) = (self.scheduler.table().clone(), base_homes.clone());
         let derivation = Derivation::new(self.image.id(), base, homes);
-        let frozen = Arc::new(frozen);
         self.image.set_frozen(Arc::clone(&frozen));
         self.phase = Phase::Deriving { derivation, frozen };
     }
@@ -274,7 +273,7 @@ impl Worker {
         }
         self.lost.remove(&id);
         let view = self.views.remove(&id)?;
-        self.poller.remove(&view.uffd);
+        self.poller.remove(view.faults_fd());
         self.scheduler.remove_view(id);
         self.waiting.retain(|(waits, _), _| *waits != id);
         self.others.retain(|home, scheduler| {
@@ -285,7 +284,7 @@ impl Worker {
     }
 
     fn add_view(&mut self, id: ViewId, view: View) {
-        let added = self.poller.add(id, &view.uffd);
+        let added = self.poller.add(id, view.faults_fd());
         // Faults that another engine read, and left, are raised anew.
         view.wake(PageRange::first(self.image.pages()));
         self.views.insert(id, view);
@@ -304,9 +303,8 @@ impl Worker {
             if self.lost.contains(id) {
                 continue;
             }
-            let outcome = view.uffd.read_faults(|address, is_write| {
-                let page = view.page_at(address);
-                faults.extend(page.map(|page| Fault { view: *id, page, is_write }));
+            let outcome = view.read_faults(|page, is_write| {
+                faults.push(Fault { view: *id, page, is_write });
             });
             if let Err(error) = outcome {
                 self.report_lost(*id, format!("its faults can't be read: {error}"));
@@ -314,10 +312,21 @@ impl Worker {
         }
     }
 
+    /// A page can't be had. A reader that can be told of that goes on; else its view is lost.
+    fn refuse(&mut self, view: ViewId, page: PageIdx, reason: String) {
+        let told = self.views.get(&view).is_some_and(|it| it.refuse(page, &reason));
+        if told {
+            self.waiting.remove(&(view, page));
+        } else {
+            self.report_lost(view, reason);
+        }
+    }
+
     /// A view whose VM must not go on: its faults are answered no more. It stays until it is removed.
     fn report_lost(&mut self, view: ViewId, reason: String) {
         let Some(lost) = self.views.get(&view).filter(|_| self.lost.insert(view)) else { return };
-        self.poller.remove(&lost.uffd);
+        self.poller.remove(lost.faults_fd());
+        lost.lost(&reason);
         self.scheduler.remove_view(view);
         self.waiting.retain(|(waits, _), _| *waits != view);
         for other in self.others.values_mut() {
@@ -330,7 +339,7 @@ impl Worker {
     fn background_step(&mut self) {
         match &mut self.phase {
             Phase::Deriving { derivation, frozen } => {
-                let outcome = derivation.step(frozen);
+                let outcome = derivation.step(&**frozen);
                 self.scheduler.set_table(derivation.table().clone());
                 let complete = derivation.is_complete();
                 match outcome {
@@ -436,11 +445,11 @@ fn scheduler(
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
 }
 
-/// Let go of a moved range. If that was the last that held the keeper of a VM that has ended, the keeper ends
-/// now, and takes its time (it frees all of that VM's memory), for which no fault should wait.
-fn end(frozen: Arc<FrozenRange>) {
-    let ending = std::thread::Builder::new().name("keeper-end".to_owned());
+/// Let go of originals. That may end what held them (the keeper of a VM that has ended), which takes its time (it
+/// frees all of that VM's memory), for which no fault should wait.
+fn end(frozen: Arc<dyn Originals>) {
+    let ending = std::thread::Builder::new().name("originals-end".to_owned());
     if let Err(error) = ending.spawn(move || drop(frozen)) {
-        tracing::debug!(%error, "no thread to end a keeper");
+        tracing::debug!(%error, "no thread to end what held originals");
     }
 }
