@@ -13,8 +13,9 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use super::client::CallError;
 use super::member::{Member, WORD_WAIT};
 use super::routes::Of;
+use crate::core::{Core, KILL_TIMEOUT};
+use crate::error::outcome;
 use crate::http::ApiError;
-use crate::hub::{Core, KILL_TIMEOUT, outcome};
 
 pub(super) const END: &str = "/cluster/v1/families/end";
 

@@ -45,9 +45,10 @@ use super::descriptor::Order;
 use super::member::Member;
 use super::routes::Of;
 use super::server::Caller;
+use crate::core::Core;
+use crate::error::chain;
 use crate::fork::was_given_up;
 use crate::http::ApiError;
-use crate::hub::{Core, chain};
 use crate::vm::Identity;
 
 pub(super) const GUEST_IMAGES: &str = "/cluster/v1/guest-images";

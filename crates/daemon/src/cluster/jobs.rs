@@ -25,8 +25,9 @@ use vmfork_cluster::{HostId, Liveness};
 
 use super::Cluster;
 use super::member::Member;
-use crate::hub::{Core, chain, outcome};
-use crate::vm::End;
+use crate::core::Core;
+use crate::error::{chain, outcome};
+use crate::vm::{End, Job};
 
 /// How long a job is kept that nobody seems to need: hosts name what they need every second.
 const UNNEEDED_FOR: Duration = Duration::from_secs(5);
@@ -40,14 +41,6 @@ const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
 /// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
 const LEAVE_FOR: Duration = Duration::from_secs(600);
 const LEAVE_WAIT: Duration = Duration::from_secs(5);
-
-/// A job, and the host whose daemon got it.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Job {
-    pub host: u64,
-    /// The engine's name for it.
-    pub id: String,
-}
 
 /// Somebody needs a job, as long as this lives.
 #[derive(Debug, Clone)]

@@ -24,7 +24,7 @@ use super::places::Callers;
 use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
-use crate::hub::chain;
+use crate::error::chain;
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.

@@ -34,7 +34,8 @@ use super::receive::Engines;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Inbox, Leases, Lines};
 use crate::config::PageTransfer;
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 
 /// How long another host may take to say something that it need not work for.
 pub(super) const WORD_WAIT: Duration = Duration::from_secs(5);

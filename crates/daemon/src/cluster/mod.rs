@@ -39,7 +39,6 @@ mod sources;
 mod tests;
 mod tickets;
 mod touched;
-mod working_set;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
@@ -52,22 +51,18 @@ use futures_util::future::{BoxFuture, join_all};
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
 
-pub(crate) use self::arrivals::Arrival;
 pub(crate) use self::descriptor::CloneOrder;
 pub(crate) use self::family::end_everywhere;
 pub(crate) use self::guest_images::TAKES_LONG;
 pub(crate) use self::jobs::Hold;
-pub use self::jobs::Job;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
 pub(crate) use self::place::{Sending, Share, send};
 pub(crate) use self::tickets::{Abroad, Allotted, Reserved, reserve};
-pub(crate) use self::touched::Watch;
-pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
+use crate::core::Core;
 use crate::http::{Answered, Elsewhere};
-use crate::hub::Core;
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// One per daemon.

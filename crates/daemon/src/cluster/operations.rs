@@ -19,7 +19,7 @@ use super::client::Peer;
 use super::life::Life;
 use super::routes::JOIN;
 use crate::control::{Answer, ClusterControl};
-use crate::hub::{chain, outcome};
+use crate::error::{chain, outcome};
 
 const TTL_S_DEFAULT: u64 = 3600;
 const TTL_S_MAX: u64 = 7 * 24 * 3600;

@@ -10,19 +10,18 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
+use super::arrivals::Arrival;
 use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::images::{Lender, Sending as Lent};
-use super::jobs::Job;
 use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
 use super::touched::HOSTS_WATCHED;
-use super::working_set::WorkingSet;
+use crate::error::chain;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
-use crate::hub::chain;
 use crate::metrics::{Metrics, Stage};
-use crate::vm::Identity;
+use crate::vm::{Identity, Job, WorkingSet};
 
 /// How long finding what the VM had written may take: 1 ms per GiB where nothing is in the way.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -105,7 +104,8 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
     if !tokio::task::block_in_place(|| engine.wait_sealed(left.min(SEAL_TIMEOUT))) {
         return Err(fail("what it had written is not known in time".to_owned()));
     }
-    let (arrival, working_set) = (what.snapshot.arrival.clone(), Arc::clone(what.working_set));
+    let (arrival, working_set) =
+        (what.snapshot.provenance.get::<Arrival>(), Arc::clone(what.working_set));
     let ahead = working_set.runs();
     let lent = member.images.lend(Instant::now(), engine, Lender::new(arrival, working_set));
     let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;

@@ -10,7 +10,8 @@ use vmfork_cluster::{HostId, Liveness};
 
 use super::client::CallError;
 use super::member::{Member, WORD_WAIT};
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 use crate::quotas::TOLD_WITHIN;
 
 /// Where a user's keeper is asked for more.

@@ -14,14 +14,14 @@ use super::arrivals::Arrivals;
 use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
 use super::tickets::SetAside;
-use super::working_set::WorkingSet;
 use crate::admission::ForkAsk;
+use crate::core::Core;
+use crate::error::{BUG, chain};
 use crate::facts::host;
-use crate::fork::tickets::Origin;
-use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
-use crate::hub::{BUG, Core, chain};
+use crate::fork::tickets::TicketOrigin;
+use crate::fork::{self, Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted, start_machines};
 use crate::metrics::Stage;
-use crate::vm::Identity;
+use crate::vm::{Identity, Provenance, WorkingSet};
 
 /// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
 #[derive(Debug, Default)]
@@ -65,7 +65,7 @@ pub(super) async fn start(
     here: Here<'_>,
     descriptor: Descriptor,
     memory: Option<SetAside>,
-    origin: Option<Origin>,
+    origin: Option<TicketOrigin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
     let Here { core, .. } = here;
@@ -153,11 +153,9 @@ pub(super) async fn start(
         inheritance: facts.inheritance.clone(),
         fork: facts.fork,
         lease: Some(grant.snapshot),
-        opened: None,
-        arrival: Some(arrival),
-        learn_as: None,
+        provenance: Provenance::default().with(arrival),
+        on_run: OnRun::default(),
         is_watched: order.is_watched,
-        base: None,
     };
     let identity = Identity { job: order.job, ..identity(&facts, &parent) };
     let brood = Brood {

@@ -39,9 +39,10 @@ use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touched::{self, TOUCHED};
+use crate::core::Core;
+use crate::error::{BUG, chain, outcome};
 use crate::fork;
 use crate::http::ApiError;
-use crate::hub::{BUG, Core, chain, outcome};
 use crate::vm::End;
 
 pub(super) const JOIN: &str = "/cluster/v1/join";

@@ -17,8 +17,8 @@ use super::{Allotted, Cluster, reserve};
 use crate::admission::BootAsk;
 use crate::config::{Config, TicketPlace};
 use crate::control::ClusterControl;
+use crate::core::testing::{Host, SOON};
 use crate::fork::tickets::allot;
-use crate::hub::testing::{Host, SOON};
 use crate::quotas::User;
 
 static ADDRESSES: AtomicU16 = AtomicU16::new(1);

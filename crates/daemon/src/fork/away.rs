@@ -13,12 +13,14 @@ use super::brood::{self, Wanted};
 use super::clone::report_failure;
 use super::freeze;
 use super::snapshot::Snapshot;
-use super::tickets::{Event, Origin};
+use super::tickets::{Event, TicketOrigin};
 use crate::cluster::{
-    Abroad, CloneOrder, Hold, Job, Member, Reserved, Sending, Share, TAKES_LONG, send,
+    Abroad, CloneOrder, Hold, Member, Reserved, Sending, Share, TAKES_LONG, send,
 };
+use crate::core::Core;
+use crate::error::chain;
 use crate::facts::{Facts, Frozen, host};
-use crate::hub::{Core, chain};
+use crate::vm::Job;
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
@@ -233,7 +235,7 @@ pub(super) struct Departure<'a> {
     pub(super) deadline: Instant,
     pub(super) given_up: &'a CancellationToken,
     /// The ticket behind it.
-    pub(super) origin: Option<&'a Origin>,
+    pub(super) origin: Option<&'a TicketOrigin>,
     /// The engine's job that holds the clones.
     pub(super) job: Option<Job>,
 }
@@ -333,7 +335,7 @@ impl Away {
 }
 
 /// Tell a ticket's desk what became of its clones elsewhere.
-fn tell(origin: &Origin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
+fn tell(origin: &TicketOrigin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
     for CloneResult { vmid, error, .. } in results {
         let Some(error) = error else {
             let running = Event::Running { ticket: origin.ticket, vmid: *vmid };

@@ -15,7 +15,7 @@ use super::snapshot::Snapshot;
 use super::starting::{Broken, Starting};
 use super::tickets;
 use crate::admission::Lease;
-use crate::hub::Core;
+use crate::core::Core;
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
 
@@ -27,7 +27,7 @@ pub(crate) struct Brood {
     pub(crate) began: Instant,
     pub(crate) deadline: Instant,
     /// The ticket behind it, and who is told what becomes of each.
-    pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) given_up: CancellationToken,
 }
 

@@ -13,15 +13,15 @@ use vmfork_qemu::{QmpError, pool};
 use super::brood::{PendingMachine, failed};
 use super::ms;
 use super::snapshot::Snapshot;
-use super::tickets::{Event, Origin};
+use super::tickets::{Event, TicketOrigin};
 use crate::admission::Lease;
 use crate::agent::AgentInfo;
-use crate::cluster::Job;
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
-use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
+use crate::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
@@ -76,7 +76,7 @@ pub(super) struct CloneOrder {
     pub(super) lease: Lease,
     pub(super) began: Instant,
     pub(super) deadline: Instant,
-    pub(super) origin: Option<Origin>,
+    pub(super) origin: Option<TicketOrigin>,
 }
 
 /// Start one clone. → its line in the reply, and the VM if it is ready.
@@ -132,7 +132,7 @@ pub(super) async fn start(
 }
 
 /// A clone of a ticket could not be started.
-pub(super) fn report_failure(origin: Option<&Origin>, vmid: u32, error: &ErrorBody) {
+pub(super) fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBody) {
     if let Some(origin) = origin {
         let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
         let _desk_closed = origin.parent.send(Event::Ended { ticket: origin.ticket, vmid, reason });
@@ -166,13 +166,11 @@ async fn start_within(
         machine.set_lead(Some(Arc::clone(lead)));
     }
     let identity = stem.identity(name.clone(), vmid);
-    let vm = core.add_vm(identity, Some(lease), origin).map_err(|io| {
+    let vm = core.add_vm(identity, Some(lease), origin.map(Into::into)).map_err(|io| {
         error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
     })?;
     vm.set_machine(Arc::clone(&machine));
-    vm.set_opened(snapshot.opened.clone());
-    vm.set_arrival(snapshot.arrival.clone());
-    vm.set_base(snapshot.base.clone());
+    vm.set_provenance(snapshot.provenance.clone());
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };
     let outcome =
@@ -286,29 +284,22 @@ async fn bring_up(
             };
             let left = deadline.saturating_duration_since(Instant::now());
             let taken = link.identity(fork_identity, left);
-            let (taken, running) = tokio::join!(taken, run(core, vm, machine, snapshot));
+            let (taken, running) = tokio::join!(taken, run(vm, machine, snapshot));
             running.map_err(Failure::qemu)?;
             taken.map_err(Failure::guest)?;
         }
-        Err(_no_agent) => run(core, vm, machine, snapshot).await.map_err(Failure::qemu)?,
+        Err(_no_agent) => run(vm, machine, snapshot).await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
     vm.set_ready(agent);
     Ok(())
 }
 
-async fn run(
-    core: &Arc<Core>,
-    vm: &Arc<Vm>,
-    machine: &Machine,
-    snapshot: &Snapshot,
-) -> Result<(), QmpError> {
+async fn run(vm: &Arc<Vm>, machine: &Machine, snapshot: &Snapshot) -> Result<(), QmpError> {
     machine.qmp.cont().await?;
     vm.set_runs();
     // What it touches from its first instruction on, whatever else takes its time.
-    if let (Some(opened), Some(name)) = (&snapshot.opened, &snapshot.learn_as) {
-        opened.record(core, vm, name);
-    }
+    snapshot.on_run.runs(vm);
     Ok(())
 }
 

@@ -9,9 +9,9 @@ use vmfork_memory::{Engine, EngineOptions, FreezeError};
 use vmfork_qemu::QmpError;
 
 use super::ms;
-use super::snapshot::Snapshot;
+use super::snapshot::{OnRun, Snapshot};
 use super::state::{self, StateError};
-use crate::hub::Core;
+use crate::core::Core;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
 use crate::vm::{End, Vm};
@@ -126,10 +126,8 @@ pub(super) async fn freeze(
     let completed = saved.complete(machine).await;
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
-    let (opened, arrival, base) = (parent.opened(), parent.arrival(), parent.base());
-    if let Some(arrival) = &arrival {
-        arrival.goes_on(&engine);
-    }
+    let provenance = parent.provenance();
+    provenance.goes_on(&engine);
     let snapshot = Snapshot {
         state,
         lead,
@@ -137,11 +135,9 @@ pub(super) async fn freeze(
         inheritance,
         fork,
         lease: None,
-        opened,
-        arrival,
-        learn_as: None,
+        provenance,
+        on_run: OnRun::default(),
         is_watched: false,
-        base,
     };
     Ok((snapshot, stages, pause))
 }
@@ -184,7 +180,7 @@ fn failure(message: &str, code: ErrorCode, error: &dyn std::error::Error) -> Err
     ErrorBody {
         code,
         message: message.to_owned(),
-        cause: Some(crate::hub::chain(error)),
+        cause: Some(crate::error::chain(error)),
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
     }
 }

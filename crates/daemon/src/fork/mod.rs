@@ -31,11 +31,11 @@ use self::away::Away;
 pub(crate) use self::away::Placement;
 pub(crate) use self::brood::{Brood, Granted, PendingMachine, Wanted, start_machines};
 pub(crate) use self::clone::Stem;
-pub(crate) use self::snapshot::Snapshot;
-pub(crate) use self::state::Lead;
+pub(crate) use self::snapshot::{OnRun, Snapshot};
 use crate::admission::Loan;
 use crate::cluster::Reserved;
-use crate::hub::{Core, Reservation, outcome};
+use crate::core::{Core, Reservation};
+use crate::error::outcome;
 use crate::metrics::Stage;
 use crate::vm::{Vm, now_unix_ms};
 
@@ -56,7 +56,7 @@ pub(crate) struct Order {
     /// Memory that was set aside for it; it is lent back if nothing was forked.
     pub(crate) memory: Option<Loan>,
     /// The ticket behind it, and who is told what becomes of each clone.
-    pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) placement: Placement,
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{self, error::SendError};
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::ErrorBody;
 
@@ -16,9 +16,9 @@ use super::Order;
 use crate::admission::{ForkGrant, Loan};
 use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
 use crate::cluster::{Abroad, Allotted, Hold, Reserved, reserve};
-use crate::hub::Core;
+use crate::core::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
-use crate::vm::{End, Vm};
+use crate::vm::{End, Fate, Origin, Vm};
 
 /// Requests of one guest that wait to be looked at.
 pub(crate) const REQUESTS_MAX: usize = 1024;
@@ -46,13 +46,36 @@ pub(crate) enum Event {
     Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
 }
 
-/// Which ticket made a clone, and who is told what becomes of it.
+/// Which ticket makes clones, and who is told what becomes of them.
 #[derive(Debug, Clone)]
-pub(crate) struct Origin {
+pub(crate) struct TicketOrigin {
     pub(crate) ticket: u64,
     pub(crate) parent: mpsc::UnboundedSender<Event>,
     /// Where what its workers send lies until the parent receives it.
     pub(crate) room: MailRoom,
+}
+
+impl From<TicketOrigin> for Origin {
+    fn from(TicketOrigin { ticket, parent, room }: TicketOrigin) -> Self {
+        Self { ticket, fate: Arc::new(parent), room }
+    }
+}
+
+impl Fate for mpsc::UnboundedSender<Event> {
+    fn born(&self, ticket: u64, vm: Arc<Vm>) {
+        let _desk_closed = self.send(Event::Born { ticket, vm });
+    }
+
+    fn ended(&self, ticket: u64, vmid: u32, reason: String) {
+        let _desk_closed = self.send(Event::Ended { ticket, vmid, reason });
+    }
+
+    fn asked(&self, ticket: u64, vm: u32, request: GuestRequest) -> Result<(), GuestRequest> {
+        match self.send(Event::Worker { ticket, vm, request }) {
+            Err(SendError(Event::Worker { request, .. })) => Err(request),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Places of a ticket that is granted and not used.
@@ -175,15 +198,12 @@ impl Desk {
     }
 
     fn pass_to_parent(&self, request: GuestRequest) {
-        let event = match &self.origin {
-            Some(origin) => {
-                let (ticket, vm) = (origin.ticket, self.vm.identity.vmid);
-                origin.parent.send(Event::Worker { ticket, vm, request }).map_err(|unsent| unsent.0)
-            }
-            None => Err(Event::Worker { ticket: 0, vm: 0, request }),
+        let passed_on = match &self.origin {
+            Some(origin) => origin.fate.asked(origin.ticket, self.vm.identity.vmid, request),
+            None => Err(request),
         };
         // Nobody above: the VM booted, was forked from outside, or its parent's desk has closed.
-        if let Err(Event::Worker { request, .. }) = event {
+        if let Err(request) = passed_on {
             let had_parent = self.origin.is_some();
             match request {
                 GuestRequest::ExitClone { reply, .. } if had_parent => {
@@ -303,7 +323,7 @@ impl Desk {
             .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers, channel })))
             .collect();
         let room = self.room.clone();
-        let origin = Origin { ticket, parent: self.events.clone(), room };
+        let origin = TicketOrigin { ticket, parent: self.events.clone(), room };
         let order = Order {
             clones,
             names: None,

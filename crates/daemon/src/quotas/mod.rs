@@ -28,7 +28,7 @@ use vmfork_cluster::allocate::{Amount, Bounds, QuotaAnswer, QuotaAsk, Tally};
 pub use self::parse::{QuotaError, bounds};
 pub use self::user::User;
 use crate::admission::Admission;
-use crate::hub::Core;
+use crate::core::Core;
 
 /// What has ended on a host is told within it.
 pub(crate) const TOLD_WITHIN: Duration = Duration::from_millis(400);

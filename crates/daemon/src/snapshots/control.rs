@@ -8,7 +8,7 @@ use vmfork_api::{
 
 use super::{create, keep, start, transfer};
 use crate::control::{Answer, ByteStream, SnapshotControl};
-use crate::hub::Hub;
+use crate::core::Hub;
 use crate::quotas::User;
 
 impl SnapshotControl for Hub {

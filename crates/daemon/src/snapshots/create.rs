@@ -11,9 +11,9 @@ use super::record::{self, Subject};
 use super::under_way::{Doing, UnderWay};
 use super::work::{CancelOnDrop, blocking};
 use super::{Base, SnapshotError, Snapshots};
+use crate::core::Core;
 use crate::facts::{self, Facts};
 use crate::fork::{self, Frozen};
-use crate::hub::Core;
 use crate::vm::Vm;
 
 /// How long the freeze may take with all that leads to it.
@@ -157,7 +157,7 @@ fn write(
     if let (Some(base), Err(error)) = (&base, &written)
         && is_of_the_base(error)
     {
-        let error = crate::hub::chain(error);
+        let error = crate::error::chain(error);
         tracing::warn!(snapshot = under_way.name, base = base.name, error, "written in full");
         under_way.list(facts, None);
         under_way.begin_anew();
@@ -171,7 +171,7 @@ fn write(
         "snapshot stored"
     );
     let name = descriptor.name.clone();
-    vm.set_base(Some(Arc::new(Base { name, id, table })));
+    vm.add_provenance(Arc::new(Base { name, id, table }));
     Ok(descriptor)
 }
 
@@ -214,7 +214,7 @@ fn is_of_the_base(error: &StoreError) -> bool {
 impl Snapshots {
     /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any more).
     fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
-        let base = vm.base()?;
+        let base = vm.provenance().get::<Base>()?;
         let there = self.store.descriptor(&base.name).ok()?;
         (there.id == base.id).then_some(base)
     }

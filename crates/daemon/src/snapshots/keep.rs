@@ -10,7 +10,8 @@ use vmfork_store::{SnapshotId, StoreError, Work};
 use super::turns::Change;
 use super::work::{CancelOnDrop, blocking};
 use super::{SnapshotError, Snapshots};
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 
 /// How long a pull is waited for that has been given up: a request to a store may take longer.
 const PULL_ENDS: Duration = Duration::from_secs(5);

@@ -14,9 +14,10 @@ use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
 use crate::admission::{Admission, Lease};
+use crate::core::Core;
 use crate::facts::Facts;
-use crate::fork::Lead;
-use crate::hub::Core;
+use crate::vm::CameOf;
+use crate::vm::machine::Lead;
 
 /// Open as long as a VM may need its pages.
 #[derive(Debug)]
@@ -152,6 +153,11 @@ pub(crate) struct Base {
     /// Of its image, while that was in memory: whose bytes it stored.
     pub(super) table: PageTable,
 }
+
+impl CameOf for Opened {}
+
+/// The newest stored snapshot that a VM descends from is the base of its next one.
+impl CameOf for Base {}
 
 /// What is open, by id.
 #[derive(Debug, Default)]
@@ -327,7 +333,7 @@ mod tests {
     use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
 
     use super::*;
-    use crate::hub::testing::Host;
+    use crate::core::testing::Host;
 
     const PAGES: u64 = 512;
 

@@ -11,7 +11,8 @@ use vmfork_store::StoreError;
 
 use super::opened::WorkingSetClaim;
 use super::{Opened, SnapshotError, Snapshots};
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 
 /// What a host that is short of memory must have free, on top of its reserve, before anything is fetched that nobody
 /// asked for.

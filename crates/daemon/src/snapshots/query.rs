@@ -7,9 +7,10 @@ use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
 use super::under_way::UnderWay;
-use super::{SnapshotError, Snapshots};
+use super::{Opened, SnapshotError, Snapshots};
+use crate::core::Core;
+use crate::error::chain;
 use crate::facts::Facts;
-use crate::hub::{Core, chain};
 use crate::vm::Vm;
 
 impl Snapshots {
@@ -194,7 +195,9 @@ impl Snapshots {
         let needed: Vec<_> =
             self.all_opened().into_iter().filter(|opened| opened.needs(id)).collect();
         let needs = |vm: &Vm| {
-            vm.opened().is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
+            vm.provenance()
+                .get::<Opened>()
+                .is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
         };
         let live = core.registry.live().into_iter();
         live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()

@@ -19,7 +19,7 @@ use vmfork_store::{SnapshotId, StoreError, Work};
 
 use super::turns::Change;
 use super::{SnapshotError, Snapshots};
-use crate::hub::Core;
+use crate::core::Core;
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
@@ -95,7 +95,7 @@ pub(super) fn start(core: &Arc<Core>, vm: &Arc<Vm>, subject: Subject) {
             if let Err(error) = outcome
                 && !error.is_cancelled()
             {
-                let error = crate::hub::chain(&error);
+                let error = crate::error::chain(&error);
                 tracing::warn!(snapshot = subject.name, error, "what its VM touched is not kept");
             }
         });

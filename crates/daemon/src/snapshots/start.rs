@@ -10,12 +10,13 @@ use vmfork_qemu::probe::KvmFacts;
 use super::record::{self, Subject};
 use super::{Opened, SnapshotError};
 use crate::admission::ForkAsk;
+use crate::core::Core;
+use crate::error::outcome;
 use crate::facts::host;
-use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
-use crate::hub::{Core, outcome};
+use crate::fork::{self, Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted, start_machines};
 use crate::metrics::Stage;
 use crate::quotas::User;
-use crate::vm::{Identity, Vm, now_unix_ms};
+use crate::vm::{Identity, Provenance, now_unix_ms};
 
 /// How long what a VM touches is recorded at most.
 const RECORD_MAX: Duration = Duration::from_secs(300);
@@ -102,10 +103,8 @@ async fn carry_out(
         inheritance: facts.inheritance.clone(),
         fork: facts.fork,
         lease: Some(grant.snapshot),
-        base: opened.base(name).map(Arc::new),
-        opened: Some(Arc::clone(&opened)),
-        arrival: None,
-        learn_as: Some(name.to_owned()),
+        provenance: provenance(name, &opened),
+        on_run: learn(core, name, &opened),
         is_watched: false,
     });
     let brood = Brood {
@@ -141,13 +140,23 @@ async fn carry_out(
     })
 }
 
-impl Opened {
-    /// Learn what a VM touches that was started from it and begins to run. `name` is what it is called now.
-    pub(crate) fn record(&self, core: &Arc<Core>, vm: &Arc<Vm>, name: &str) {
-        let Some(table) = self.engine.image().table() else { return };
-        let (name, id, table) = (name.to_owned(), self.id, table.clone());
-        record::start(core, vm, Subject { name, id, table, time_max: RECORD_MAX });
+/// Of VMs that are started from it.
+fn provenance(name: &str, opened: &Arc<Opened>) -> Provenance {
+    let provenance = Provenance::default().with(Arc::clone(opened));
+    match opened.base(name) {
+        Some(base) => provenance.with(Arc::new(base)),
+        None => provenance,
     }
+}
+
+/// Learn what each VM touches that was started from it and begins to run. `name` is what it is called now.
+fn learn(core: &Arc<Core>, name: &str, opened: &Arc<Opened>) -> OnRun {
+    let (core, name, opened) = (Arc::clone(core), name.to_owned(), Arc::clone(opened));
+    OnRun::new(move |vm| {
+        let Some(table) = opened.engine.image().table() else { return };
+        let (name, id, table) = (name.clone(), opened.id, table.clone());
+        record::start(&core, vm, Subject { name, id, table, time_max: RECORD_MAX });
+    })
 }
 
 fn stem(user: User, name: &str, opened: &Opened) -> Stem {

@@ -14,9 +14,9 @@ use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, Store, Store
 
 use super::under_way::{Doing, Placed};
 use super::{SnapshotError, keep, transfer};
+use crate::core::Core;
+use crate::core::testing::{Host, SOON};
 use crate::facts::Facts;
-use crate::hub::Core;
-use crate::hub::testing::{Host, SOON};
 
 const PAGES: u64 = 256;
 

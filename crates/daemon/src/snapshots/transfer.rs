@@ -19,7 +19,7 @@ use super::keep::with_work;
 use super::under_way::{Doing, Placed, Pulling, UnderWay};
 use super::work::{CancelOnDrop, blocking};
 use crate::control::ByteStream;
-use crate::hub::Core;
+use crate::core::Core;
 
 /// Bytes between the store and a client: 4 MiB.
 const PIECES_MAX: usize = 16;

@@ -11,10 +11,14 @@
 pub(crate) mod console;
 #[cfg(test)]
 pub(crate) mod fake;
+mod job;
 pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod machine;
+mod origin;
+mod provenance;
 mod users;
+mod working_set;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,18 +26,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
 use vmfork_api::{Accel, ErrorBody, ErrorCode, ForkReply, VmState};
+use vmfork_memory::ViewId;
 
 use self::console::Console;
+pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;
+pub(crate) use self::origin::{Fate, Origin};
+pub(crate) use self::provenance::{CameOf, Provenance};
+pub(crate) use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
-use crate::cluster::{Arrival, Job, Watch, WorkingSet};
-use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::quotas::User;
-use crate::snapshots::{Base, Opened};
 
 /// What never changes.
 #[derive(Debug, Clone)]
@@ -118,6 +124,12 @@ impl End {
     }
 }
 
+/// Looks at a VM once more before it is gone.
+pub(crate) trait LastLook: std::fmt::Debug + Send + Sync {
+    /// The VM's process is about to end. `view`: its memory's, at the end.
+    fn last_look(&self, view: Option<ViewId>);
+}
+
 /// What changes.
 #[derive(Debug, Default)]
 struct Live {
@@ -127,14 +139,8 @@ struct Live {
     agent: Option<AgentInfo>,
     lease: Option<Lease>,
     cgroup: Option<Arc<VmCgroup>>,
-    /// The stored snapshot that its memory may depend on.
-    opened: Option<Arc<Opened>>,
-    /// The snapshot of another host that its memory may depend on.
-    arrival: Option<Arc<Arrival>>,
-    /// The newest stored snapshot that it descends from: the base of its next one.
-    base: Option<Arc<Base>>,
-    /// That what it touches is told to another host.
-    watch: Option<Arc<Watch>>,
+    provenance: Provenance,
+    watch: Option<Arc<dyn LastLook>>,
     /// When a clone's vCPUs began to run.
     runs: Option<Instant>,
     ready: Option<Duration>,
@@ -232,34 +238,20 @@ impl Vm {
         self.live().cgroup.as_ref().map_or(0, |cgroup| cgroup.oom_kills())
     }
 
-    /// It was started from a stored snapshot, or descends from a VM that was.
-    pub(crate) fn set_opened(&self, opened: Option<Arc<Opened>>) {
-        self.put(|live| live.opened = opened);
+    pub(crate) fn set_provenance(&self, provenance: Provenance) {
+        self.put(|live| live.provenance = provenance);
     }
 
-    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
-        self.live().opened.clone()
+    /// From now on it came of this, too.
+    pub(crate) fn add_provenance<T: CameOf>(&self, it: Arc<T>) {
+        self.put(|live| live.provenance.set(it));
     }
 
-    /// It was started from a snapshot of another host, or descends from a VM that was.
-    pub(crate) fn set_arrival(&self, arrival: Option<Arc<Arrival>>) {
-        self.put(|live| live.arrival = arrival);
+    pub(crate) fn provenance(&self) -> Provenance {
+        self.live().provenance.clone()
     }
 
-    pub(crate) fn arrival(&self) -> Option<Arc<Arrival>> {
-        self.live().arrival.clone()
-    }
-
-    /// It descends from that stored snapshot.
-    pub(crate) fn set_base(&self, base: Option<Arc<Base>>) {
-        self.put(|live| live.base = base);
-    }
-
-    pub(crate) fn base(&self) -> Option<Arc<Base>> {
-        self.live().base.clone()
-    }
-
-    pub(crate) fn set_watch(&self, watch: Arc<Watch>) {
+    pub(crate) fn set_watch(&self, watch: Arc<dyn LastLook>) {
         self.put(|live| live.watch = Some(watch));
     }
 
@@ -424,16 +416,7 @@ impl Vm {
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
-        drop((
-            live.link,
-            live.console,
-            live.machine,
-            live.lease,
-            live.cgroup,
-            live.opened,
-            live.arrival,
-            live.base,
-        ));
+        drop((live.link, live.console, live.machine, live.lease, live.cgroup, live.provenance));
         self.log.close();
     }
 

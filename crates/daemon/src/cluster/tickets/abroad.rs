@@ -12,7 +12,7 @@ use super::letter::{Item, LineId, Word};
 use super::wire::{End, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder};
 use crate::cluster::member::Member;
-use crate::fork::tickets::{Event, Origin};
+use crate::fork::tickets::{Event, TicketOrigin};
 
 /// What an empty message costs.
 const MESSAGE_OVERHEAD_BYTES: u64 = 256;
@@ -35,7 +35,7 @@ impl Abroad {
         member: &Arc<Member>,
         host: HostId,
         order: u64,
-        origin: &Origin,
+        origin: &TicketOrigin,
         vms: impl Iterator<Item = u32>,
     ) -> Arc<Self> {
         let id = LineId { parent: member.id().get(), order };
@@ -50,7 +50,7 @@ impl Abroad {
     pub(super) fn new(
         wire: &Arc<Wire>,
         host: String,
-        origin: &Origin,
+        origin: &TicketOrigin,
         vms: BTreeSet<u32>,
     ) -> Arc<Self> {
         let abroad = Arc::new(Self {

@@ -20,7 +20,8 @@ use crate::cluster::client::CallError;
 use crate::cluster::coming::Coming;
 use crate::cluster::jobs::Hold;
 use crate::cluster::member::{Member, WORD_WAIT};
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
 use crate::quotas::{Allowed, User};
 use crate::tickets::LEASE;
 use crate::vm::Vm;
@@ -335,7 +336,7 @@ async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hub::testing::Host;
+    use crate::core::testing::Host;
 
     fn ask(lease: u64, parent: &str, count: u32, coming_bytes: u64) -> PlacesAsk {
         PlacesAsk {

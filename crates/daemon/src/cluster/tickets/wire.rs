@@ -15,7 +15,7 @@ use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
 use crate::cluster::client::CallError;
 use crate::cluster::member::{Member, WORD_WAIT};
-use crate::hub::{BUG, chain};
+use crate::error::{BUG, chain};
 
 /// Where letters are posted. The answer is how many words came so far.
 pub(crate) const LETTERS: &str = "/cluster/v1/tickets/letters";

@@ -5,7 +5,7 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{ToGuest, ToHost};
 
 use super::*;
-use crate::hub::testing::{Guest, Host, SOON, link};
+use crate::core::testing::{Guest, Host, SOON, link};
 
 async fn ticket(guest: &mut Guest) -> u64 {
     guest.say(1, &ToHost::RequestTicket { count: 2, hierarchical: false }).await;

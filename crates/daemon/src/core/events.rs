@@ -140,7 +140,7 @@ fn end_of(status: ExitStatus, words: &str, oom_kills: u64, memory_bytes: u64) ->
 mod tests {
     use super::*;
     use crate::cgroup::Cgroups;
-    use crate::hub::testing::{Host, SOON};
+    use crate::core::testing::{Host, SOON};
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn what_the_cgroup_has_counted_is_read_before_it_is_let_go() {

@@ -45,14 +45,14 @@ mod tests {
 
     use super::*;
     use crate::agent::MailRoom;
-    use crate::fork::tickets::{self, Origin};
-    use crate::hub::testing::{Host, SOON, link};
+    use crate::core::testing::{Host, SOON, link};
+    use crate::fork::tickets::{self, TicketOrigin};
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_worker_whose_agent_is_lost_ends_and_its_parent_is_told() {
         let host = Host::start().await;
         let (parent, mut told) = mpsc::unbounded_channel();
-        let origin = Origin { ticket: 7, parent, room: MailRoom::default() };
+        let origin = TicketOrigin { ticket: 7, parent, room: MailRoom::default() };
         let vm = host.vm("web.1", Some(origin));
         vm.set_ready(None);
         let (link, mut guest, _requests) = link();

@@ -24,9 +24,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use vmfork_api::{ErrorBody, ErrorCode, LostVm};
+use vmfork_api::{ErrorCode, LostVm};
 use vmfork_guest_image::{Store, StoreError};
 use vmfork_image::ImageId;
 use vmfork_memory::{Engine, EngineEvent, EventSink};
@@ -42,7 +41,8 @@ use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, Ma
 use crate::cgroup::{self, Cgroups};
 use crate::cluster::Cluster;
 use crate::config::Config;
-use crate::fork::tickets::{self, Event, Origin};
+use crate::error::chain;
+use crate::fork::tickets;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
 use crate::quotas::Quotas;
@@ -52,7 +52,7 @@ use crate::vm::console::Console;
 use crate::vm::launch::{LaunchError, Launcher};
 use crate::vm::log::Log;
 use crate::vm::machine::Machine;
-use crate::vm::{End, Identity, Vm};
+use crate::vm::{End, Identity, Origin, Vm};
 
 /// Most waiting QEMUs over all shapes.
 const POOL_MAX: usize = 1024;
@@ -321,8 +321,7 @@ impl Core {
         }
         self.metrics.vm_started();
         if let Some(origin) = &vm.origin {
-            let born = Event::Born { ticket: origin.ticket, vm: Arc::clone(&vm) };
-            let _desk_closed = origin.parent.send(born);
+            origin.fate.born(origin.ticket, Arc::clone(&vm));
         }
         Ok(vm)
     }
@@ -384,9 +383,7 @@ impl Core {
         self.metrics.vm_ended(end.kind);
         self.state.vm_ended(&vm.identity.id);
         if let Some(origin) = &vm.origin {
-            let (ticket, vmid) = (origin.ticket, vm.identity.vmid);
-            let _desk_closed =
-                origin.parent.send(Event::Ended { ticket, vmid, reason: end.reason });
+            origin.fate.ended(origin.ticket, vm.identity.vmid, end.reason);
         }
         for forgotten in self.registry.has_ended(&vm.identity.id) {
             self.forget_folder(&forgotten);
@@ -462,35 +459,6 @@ async fn start_waiting(
     launcher.wait(shape, disk).await
 }
 
-/// An error with all its causes, joined by `: `.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
-}
-
-/// What users can do about an error that should not be.
-pub(crate) const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
-
-/// What became of a task of its own, which `message` names.
-///
-/// # Errors
-/// Its own; or it panicked.
-pub(crate) async fn outcome<T>(
-    task: JoinHandle<Result<T, ErrorBody>>,
-    message: impl Into<String>,
-) -> Result<T, ErrorBody> {
-    task.await.unwrap_or_else(|error| {
-        Err(ErrorBody::new(ErrorCode::Internal, message).cause(error).remedy(BUG))
-    })
-}
-
-/// The API's code for an error of the image store.
 /// What came half-way when the last daemon ended.
 fn sweep(images: Store) {
     // May wait for a build of the CLI.
@@ -501,6 +469,7 @@ fn sweep(images: Store) {
     });
 }
 
+/// The API's code for an error of the image store.
 fn store_code(error: &StoreError) -> ErrorCode {
     match error {
         StoreError::NotFound { .. } => ErrorCode::NotFound,

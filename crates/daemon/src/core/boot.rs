@@ -13,9 +13,10 @@ use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
-use super::{Core, Reservation, accel_word, chain};
+use super::{Core, Reservation, accel_word};
 use crate::admission::{BootAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
+use crate::error::chain;
 use crate::metrics::EndReason;
 use crate::quotas::User;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};

@@ -12,9 +12,10 @@ use vmfork_api::{
 };
 use vmfork_qemu::probe;
 
-use super::{Core, Hub, boot, chain};
+use super::{Core, Hub, boot};
 use crate::cluster::end_everywhere;
 use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
+use crate::error::chain;
 use crate::fork;
 use crate::quotas::User;
 use crate::vm::{End, Vm};
@@ -360,7 +361,7 @@ mod tests {
     use tokio_util::sync::CancellationToken;
 
     use super::*;
-    use crate::hub::testing::Host;
+    use crate::core::testing::Host;
     use crate::vm::test_identity;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

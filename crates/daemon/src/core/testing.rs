@@ -16,7 +16,7 @@ use super::{Core, Hub};
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
 use crate::config::{Config, TicketPlace};
-use crate::fork::tickets::Origin;
+use crate::fork::tickets::TicketOrigin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
@@ -70,10 +70,10 @@ impl Host {
     }
 
     /// A VM without a QEMU.
-    pub(crate) fn vm(&self, name: &str, origin: Option<Origin>) -> Arc<Vm> {
+    pub(crate) fn vm(&self, name: &str, origin: Option<TicketOrigin>) -> Arc<Vm> {
         let vmid = u32::from(origin.is_some());
         let identity = Identity { vmid, ..test_identity(name, None) };
-        self.core.add_vm(identity, None, origin).expect("a folder for it")
+        self.core.add_vm(identity, None, origin.map(Into::into)).expect("a folder for it")
     }
 }
 
