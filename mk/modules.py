@@ -23,7 +23,6 @@ KNOTS = {
     "api": 2,
     "cli": 2,
     "cluster": 2,
-    "daemon": 14,
     "guest-image": 2,
     "memory": 2,
     "sim": 2,

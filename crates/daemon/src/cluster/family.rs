@@ -10,6 +10,7 @@ use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 
+use super::Cluster;
 use super::client::CallError;
 use super::member::{Member, WORD_WAIT};
 use super::routes::Of;
@@ -85,11 +86,12 @@ impl Member {
 /// # Errors
 /// On a host that answers something of it may go on.
 pub(crate) async fn end_everywhere(
+    cluster: &Cluster,
     core: &Arc<Core>,
     (id, name): (&str, &str),
     grace: Duration,
 ) -> Result<Vec<String>, ErrorBody> {
-    let Some(member) = core.cluster.member() else {
+    let Some(member) = cluster.member() else {
         core.kill_family(id, name, grace).await?;
         return Ok(Vec::new());
     };

@@ -27,6 +27,7 @@ use super::Cluster;
 use super::member::Member;
 use crate::core::Core;
 use crate::error::{chain, outcome};
+use crate::fork::Hold;
 use crate::vm::{End, Job};
 
 /// How long a job is kept that nobody seems to need: hosts name what they need every second.
@@ -41,14 +42,6 @@ const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
 /// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
 const LEAVE_FOR: Duration = Duration::from_secs(600);
 const LEAVE_WAIT: Duration = Duration::from_secs(5);
-
-/// Somebody needs a job, as long as this lives.
-#[derive(Debug, Clone)]
-pub(crate) struct Hold {
-    pub(crate) job: Job,
-    /// How many clones each host may have.
-    pub(crate) held: Arc<Held>,
-}
 
 /// What hosts tell each other of jobs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

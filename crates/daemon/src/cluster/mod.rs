@@ -11,6 +11,7 @@
 //! ([`vmfork_transfer`]).
 
 mod arrivals;
+mod away;
 mod client;
 mod coming;
 mod descriptor;
@@ -51,17 +52,13 @@ use futures_util::future::{BoxFuture, join_all};
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
 
-pub(crate) use self::descriptor::CloneOrder;
 pub(crate) use self::family::end_everywhere;
-pub(crate) use self::guest_images::TAKES_LONG;
-pub(crate) use self::jobs::Hold;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
-pub(crate) use self::place::{Sending, Share, send};
-pub(crate) use self::tickets::{Abroad, Allotted, Reserved, reserve};
 use crate::control::Answer;
 use crate::core::Core;
+use crate::fork::Forker;
 use crate::http::{Answered, Elsewhere};
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
@@ -70,7 +67,7 @@ pub struct Cluster {
     folder: PathBuf,
     /// What members may ask of this host: its REST API. Set once, before anything is served.
     api: OnceLock<Router>,
-    core: OnceLock<Weak<Core>>,
+    forker: OnceLock<Weak<Forker>>,
     life: RwLock<Option<Arc<Life>>>,
     /// One change of what this host is a member of at a time.
     turn: tokio::sync::Mutex<()>,
@@ -100,7 +97,7 @@ impl Cluster {
         Self {
             folder,
             api: OnceLock::new(),
-            core: OnceLock::new(),
+            forker: OnceLock::new(),
             life: RwLock::new(None),
             turn: tokio::sync::Mutex::default(),
             hindrance: Mutex::default(),
@@ -109,12 +106,17 @@ impl Cluster {
         }
     }
 
-    pub(crate) fn set_core(&self, core: &Arc<Core>) {
-        let _first = self.core.set(Arc::downgrade(core));
+    /// What clones of other hosts' VMs are started with.
+    pub(crate) fn set_forker(&self, forker: &Arc<Forker>) {
+        let _first = self.forker.set(Arc::downgrade(forker));
+    }
+
+    fn forker(&self) -> Option<Arc<Forker>> {
+        self.forker.get().and_then(Weak::upgrade)
     }
 
     fn core(&self) -> Option<Arc<Core>> {
-        self.core.get().and_then(Weak::upgrade)
+        self.forker().map(|forker| Arc::clone(&forker.core))
     }
 
     fn life(&self) -> Option<Arc<Life>> {

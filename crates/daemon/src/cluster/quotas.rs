@@ -4,15 +4,17 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
 use vmfork_cluster::{HostId, Liveness};
 
+use super::Cluster;
 use super::client::CallError;
 use super::member::{Member, WORD_WAIT};
-use crate::core::Core;
+use crate::core::{self, Core, TOLD_WITHIN};
 use crate::error::chain;
-use crate::quotas::TOLD_WITHIN;
 
 /// Where a user's keeper is asked for more.
 pub(super) const QUOTAS: &str = "/cluster/v1/quotas";
@@ -61,6 +63,23 @@ impl State {
         }
         let all_told = others().all(|host| self.counts.has_heard(*host));
         (!all_told).then_some("a host has not told yet what it has")
+    }
+}
+
+impl core::Keeper for Cluster {
+    fn take<'a>(
+        &'a self,
+        core: &'a Core,
+        ask: QuotaAsk,
+        message: &'a str,
+    ) -> BoxFuture<'a, Result<Option<QuotaAnswer>, ErrorBody>> {
+        async move {
+            match self.member() {
+                Some(member) => member.take_quota(core, ask, message).await.map(Some),
+                None => Ok(None),
+            }
+        }
+        .boxed()
     }
 }
 

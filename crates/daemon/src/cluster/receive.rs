@@ -15,11 +15,11 @@ use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
 use super::tickets::SetAside;
 use crate::admission::ForkAsk;
-use crate::core::Core;
+use crate::core::start_machines;
 use crate::error::{BUG, chain};
 use crate::facts::host;
 use crate::fork::tickets::TicketOrigin;
-use crate::fork::{self, Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted, start_machines};
+use crate::fork::{self, Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use crate::metrics::Stage;
 use crate::vm::{Identity, Provenance, WorkingSet};
 
@@ -48,7 +48,7 @@ impl Engines {
 
 /// What a host that starts others' clones works with.
 pub(super) struct Here<'a> {
-    pub(super) core: &'a Arc<Core>,
+    pub(super) forker: &'a Arc<Forker>,
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
     pub(super) arrivals: &'a Arrivals,
@@ -68,7 +68,8 @@ pub(super) async fn start(
     origin: Option<TicketOrigin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
-    let Here { core, .. } = here;
+    let forker = here.forker;
+    let core = &forker.core;
     let Descriptor { order, images, state } = descriptor;
     let Order { facts, parent, clones, .. } = order;
     let began = Instant::now();
@@ -159,7 +160,7 @@ pub(super) async fn start(
     };
     let identity = Identity { job: order.job, ..identity(&facts, &parent) };
     let brood = Brood {
-        core: Arc::clone(core),
+        forker: Arc::clone(forker),
         stem: Arc::new(Stem { message, identity, agent: facts.agent.clone() }),
         snapshot: Arc::new(snapshot),
         began,

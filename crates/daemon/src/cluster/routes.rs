@@ -41,7 +41,7 @@ use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touched::{self, TOUCHED};
 use crate::core::Core;
 use crate::error::{BUG, chain, outcome};
-use crate::fork;
+use crate::fork::{self, Forker};
 use crate::http::ApiError;
 use crate::vm::End;
 
@@ -57,12 +57,19 @@ pub(super) struct Of {
 }
 
 impl Of {
+    fn forker(&self, message: &str) -> Result<Arc<Forker>, ErrorBody> {
+        let forker = self.cluster.upgrade().and_then(|cluster| cluster.forker());
+        forker.ok_or_else(|| is_leaving(message))
+    }
+
     pub(super) fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
         let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
-        self.life.upgrade().zip(core).ok_or_else(|| {
-            ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
-        })
+        self.life.upgrade().zip(core).ok_or_else(|| is_leaving(message))
     }
+}
+
+fn is_leaving(message: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
 }
 
 pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
@@ -151,6 +158,7 @@ async fn clones(
 ) -> Result<Json<Vec<CloneResult>>, ApiError> {
     let message = "start another host's clones";
     let (life, core) = of.parts(message)?;
+    let forker = of.forker(message)?;
     let mut descriptor = Descriptor::decode(&body).map_err(|error| {
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
@@ -167,7 +175,7 @@ async fn clones(
         let line = descriptor.order.parent.line();
         let _under_way = core.registry.fork_begins(line, given_up.clone());
         let here = Here {
-            core: &core,
+            forker: &forker,
             images: &member.images,
             engines: &member.engines,
             arrivals: &member.arrivals,

@@ -9,10 +9,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_qemu::{DiskId, QmpError, Shape, probe};
 
 use super::Facts;
-use crate::core::Core;
-use crate::core::boot::open_image;
+use crate::core::{Core, PendingMachine, open_image};
 use crate::error::chain;
-use crate::fork::PendingMachine;
 use crate::vm::machine::Machine;
 
 /// The machine type of a QEMU, with its version.

@@ -10,13 +10,14 @@ use vmfork_memory::FreezeError;
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{QmpError, pool};
 
-use super::brood::{PendingMachine, failed};
-use super::ms;
+use super::brood::failed;
+use super::channels::start_channels;
 use super::snapshot::Snapshot;
 use super::tickets::{Event, TicketOrigin};
+use super::{Forker, ms};
 use crate::admission::Lease;
 use crate::agent::AgentInfo;
-use crate::core::Core;
+use crate::core::{Core, PendingMachine};
 use crate::error::chain;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::launch::LaunchError;
@@ -81,15 +82,16 @@ pub(super) struct CloneOrder {
 
 /// Start one clone. → its line in the reply, and the VM if it is ready.
 pub(super) async fn start(
-    core: Arc<Core>,
+    forker: Arc<Forker>,
     stem: Arc<Stem>,
     snapshot: Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
 ) -> (CloneResult, Option<Arc<Vm>>) {
+    let core = &forker.core;
     let (name, vmid) = (order.name.clone(), order.vmid);
     let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
-    let starting = start_within(&core, &stem, &snapshot, order, machine);
+    let starting = start_within(&forker, &stem, &snapshot, order, machine);
     let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
         Ok(outcome) => outcome,
         Err(_elapsed) => Err(ErrorBody {
@@ -132,7 +134,7 @@ pub(super) async fn start(
 }
 
 /// A clone of a ticket could not be started.
-pub(super) fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBody) {
+pub(crate) fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBody) {
     if let Some(origin) = origin {
         let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
         let _desk_closed = origin.parent.send(Event::Ended { ticket: origin.ticket, vmid, reason });
@@ -140,12 +142,13 @@ pub(super) fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &E
 }
 
 async fn start_within(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     stem: &Stem,
     snapshot: &Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
 ) -> Result<(Arc<Vm>, pool::Origin), ErrorBody> {
+    let core = &forker.core;
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
     let error = |code, cause: String, remedy: &str| ErrorBody {
         code,
@@ -174,7 +177,7 @@ async fn start_within(
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };
     let outcome =
-        bring_up(core, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
+        bring_up(forker, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
     match outcome {
         Ok(()) => {
             guard.disarm();
@@ -250,7 +253,7 @@ impl Failure {
 }
 
 async fn bring_up(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     vm: &Arc<Vm>,
     machine: &Arc<Machine>,
     snapshot: &Snapshot,
@@ -258,6 +261,7 @@ async fn bring_up(
     agent: Option<AgentInfo>,
     deadline: Instant,
 ) -> Result<(), Failure> {
+    let core = &forker.core;
     let load = Instant::now();
     {
         // Loading is CPU-bound: more at a time than cores would only make all of them late.
@@ -267,7 +271,7 @@ async fn bring_up(
             return Err(Failure::qemu(error));
         }
     }
-    core.start_channels(vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
+    start_channels(forker, vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
     core.metrics.observe_stage(Stage::CloneLoad, load.elapsed());
 
     let identity = Instant::now();

@@ -23,12 +23,12 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What the freeze is for, and for how long somebody wants that.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted<'a> {
+pub(crate) struct Wanted<'a> {
     /// For the error's text.
-    pub(super) message: &'a str,
-    pub(super) began: Instant,
-    pub(super) deadline: Instant,
-    pub(super) given_up: &'a CancellationToken,
+    pub(crate) message: &'a str,
+    pub(crate) began: Instant,
+    pub(crate) deadline: Instant,
+    pub(crate) given_up: &'a CancellationToken,
 }
 
 impl Wanted<'_> {

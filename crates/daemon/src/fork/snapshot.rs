@@ -34,7 +34,9 @@ pub(crate) struct Snapshot {
 
 /// What is done with each VM that begins to run.
 #[derive(Default)]
-pub(crate) struct OnRun(Option<Box<dyn Fn(&Arc<Vm>) + Send + Sync>>);
+pub(crate) struct OnRun(Option<Run>);
+
+type Run = Box<dyn Fn(&Arc<Vm>) + Send + Sync>;
 
 impl OnRun {
     pub(crate) fn new(run: impl Fn(&Arc<Vm>) + Send + Sync + 'static) -> Self {

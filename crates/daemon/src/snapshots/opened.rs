@@ -333,7 +333,7 @@ mod tests {
     use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
 
     use super::*;
-    use crate::core::testing::Host;
+    use crate::operations::testing::Host;
 
     const PAGES: u64 = 512;
 
@@ -368,7 +368,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn what_was_pulled_opens_without_asking_for_the_rest() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         // Who asks this one for anything makes a store of it, or says that it is none.
         let origin = folder.path().join("nothing");
         std::fs::create_dir(&origin).expect("made");
@@ -390,7 +390,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn vms_need_all_of_a_chain_until_nothing_of_it_is_missing() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         let (there, work) = (store(folder.path()), Work::new(1));
         there.copy_to("top", &snapshots.store, &work).expect("copied");
         let opened = snapshots.open(&host.core, "top").expect("opens");
@@ -407,7 +407,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn what_is_done_once_for_all_vms_is_claimed_by_one() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         let (there, work) = (store(folder.path()), Work::new(1));
         there.copy_to("base", &snapshots.store, &work).expect("copied");
         let opened = snapshots.open(&host.core, "base").expect("opens");

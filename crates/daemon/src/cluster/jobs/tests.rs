@@ -7,7 +7,7 @@ use vmfork_cluster::{Cluster as Keys, Room, Roster, Tls};
 
 use super::*;
 use crate::config::PageTransfer;
-use crate::core::testing::SOON;
+use crate::operations::testing::SOON;
 
 fn host(id: u64) -> HostId {
     HostId::new(id).expect("not 0")

@@ -16,15 +16,15 @@ use vmfork_cluster::{Folder, HostId, Roster, Tls};
 use vmfork_image::{Origin, PageRange, PageSource};
 use vmfork_memory::{Engine, EngineOptions, HostImage};
 
+use super::super::descriptor::CloneOrder;
 use super::super::descriptor::Descriptor;
-use super::super::place::CLONES;
+use super::super::place::{CLONES, Sending, Share, send};
 use super::super::server::{self, Bounds, Port, Routes};
-use super::super::{CloneOrder, Sending, Share, send};
 use super::{One, cluster};
-use crate::core::testing::SOON;
 use crate::facts::Facts;
 use crate::fork::{self, OnRun, Snapshot};
 use crate::metrics::Metrics;
+use crate::operations::testing::SOON;
 use crate::vm::{Provenance, WorkingSet, test_identity};
 
 /// In place of a host's daemon: takes descriptors, and answers none before as many have come as `all` waits for.

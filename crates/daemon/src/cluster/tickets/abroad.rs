@@ -12,6 +12,7 @@ use super::letter::{Item, LineId, Word};
 use super::wire::{End, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder};
 use crate::cluster::member::Member;
+use crate::fork;
 use crate::fork::tickets::{Event, TicketOrigin};
 
 /// What an empty message costs.
@@ -62,7 +63,8 @@ impl Abroad {
             open: Mutex::new(vms.clone()),
         });
         for vm in vms {
-            abroad.tell(Event::Sent { ticket: origin.ticket, vm, to: Arc::clone(&abroad) });
+            let to = Arc::clone(&abroad) as Arc<dyn fork::Abroad>;
+            abroad.tell(Event::Sent { ticket: origin.ticket, vm, to });
         }
         abroad
     }
@@ -70,11 +72,6 @@ impl Abroad {
     /// The order to start the clones was answered: before it has come the other host knows of no ticket.
     pub(crate) fn ordered(&self) {
         self.wire.let_speak();
-    }
-
-    /// Have a clone ended.
-    pub(crate) fn kill(&self, vm: u32) {
-        self.wire.say(Word::Kill { vm });
     }
 
     /// A clone has ended, or was not started.
@@ -122,6 +119,12 @@ impl Abroad {
                 changed = changes.changed() => if changed.is_err() { return },
             }
         }
+    }
+}
+
+impl fork::Abroad for Abroad {
+    fn kill(&self, vm: u32) {
+        self.wire.say(Word::Kill { vm });
     }
 }
 

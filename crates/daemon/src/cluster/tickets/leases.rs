@@ -4,8 +4,7 @@
 //! back when it is not used in time.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -18,10 +17,10 @@ use vmfork_cluster::{HostId, Room};
 use crate::admission::{Admission, ForkAsk, ForkGrant, Lease};
 use crate::cluster::client::CallError;
 use crate::cluster::coming::Coming;
-use crate::cluster::jobs::Hold;
 use crate::cluster::member::{Member, WORD_WAIT};
 use crate::core::Core;
 use crate::error::chain;
+use crate::fork::{Allotted, Reserved};
 use crate::quotas::{Allowed, User};
 use crate::tickets::LEASE;
 use crate::vm::Vm;
@@ -151,71 +150,6 @@ impl Leases {
     }
 }
 
-/// Places on another host, given back on drop.
-#[derive(Debug)]
-pub(crate) struct Reserved {
-    member: Weak<Member>,
-    pub(crate) host: HostId,
-    pub(crate) count: u32,
-    lease: u64,
-    is_used: AtomicBool,
-}
-
-impl Reserved {
-    /// For the order that is to use it.
-    pub(crate) fn number(&self) -> u64 {
-        self.lease
-    }
-
-    /// That order is sent now: the host takes it from there.
-    pub(crate) fn sent(&self) {
-        self.is_used.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        let Some(member) = self.member.upgrade() else { return };
-        if *self.is_used.get_mut() {
-            return;
-        }
-        let (host, lease) = (self.host, self.lease);
-        tokio::spawn(async move {
-            let Ok(peer) = member.peer_of(host, "give places back") else { return };
-            if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
-                tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
-            }
-        });
-    }
-}
-
-/// Places for the clones of a ticket.
-#[derive(Debug, Default)]
-pub(crate) struct Allotted {
-    pub(crate) here: Option<ForkGrant>,
-    pub(crate) away: Vec<Reserved>,
-    /// What an engine holds for them.
-    pub(crate) hold: Option<Hold>,
-    /// Why there are not as many as were asked for.
-    pub(crate) refused: Option<ErrorBody>,
-}
-
-impl Allotted {
-    pub(crate) fn places(&self) -> u32 {
-        let here = self.here.as_ref().map_or(0, |grant| grant.clones.len());
-        let away = self.away.iter().map(|it| it.count).fold(0, u32::saturating_add);
-        away.saturating_add(u32::try_from(here).unwrap_or(u32::MAX))
-    }
-
-    fn add_here(&mut self, mut grant: ForkGrant) {
-        self.refused = grant.refused.take().or(self.refused.take());
-        match &mut self.here {
-            Some(here) => here.clones.append(&mut grant.clones),
-            here => *here = Some(grant),
-        }
-    }
-}
-
 /// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there are.
 pub(crate) async fn reserve(
     core: &Core,
@@ -318,13 +252,12 @@ pub(crate) async fn reserve(
 async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Reserved, CallError> {
     let (lease, asked) = (ask.lease, ask.count);
     // From here on, so that it is given back if its answer is lost.
-    let mut reserved = Reserved {
-        member: Arc::downgrade(member),
-        host,
-        count: 0,
-        lease,
-        is_used: AtomicBool::new(false),
-    };
+    let weak = Arc::downgrade(member);
+    let mut reserved = Reserved::new(host, lease, move |host, lease| {
+        if let Some(member) = weak.upgrade() {
+            give_back(member, host, lease);
+        }
+    });
     let peer = member
         .peer_of(host, "ask for places")
         .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
@@ -333,10 +266,20 @@ async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Res
     Ok(reserved)
 }
 
+/// Places there are not needed.
+fn give_back(member: Arc<Member>, host: HostId, lease: u64) {
+    tokio::spawn(async move {
+        let Ok(peer) = member.peer_of(host, "give places back") else { return };
+        if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
+            tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::testing::Host;
+    use crate::operations::testing::Host;
 
     fn ask(lease: u64, parent: &str, count: u32, coming_bytes: u64) -> PlacesAsk {
         PlacesAsk {

@@ -15,8 +15,9 @@ use super::branch::Branch;
 use super::letter::LineId;
 use super::wire::{End, Lines, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, MailRoom, Message, Responder};
-use crate::core::testing::{Guest, Host, SOON, link};
+use crate::fork::Abroad as _;
 use crate::fork::tickets::{Event, TicketOrigin};
+use crate::operations::testing::{Guest, Host, SOON, link};
 use crate::vm::Vm;
 
 const TICKET: u64 = 7;

@@ -12,10 +12,11 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
 use vmfork_cluster::allocate::Bounds;
 
-use super::{Core, Hub};
+use super::Hub;
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
 use crate::config::{Config, TicketPlace};
+use crate::core::Core;
 use crate::fork::tickets::TicketOrigin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
@@ -42,6 +43,7 @@ impl Probe for Roomy {
 }
 
 pub(crate) struct Host {
+    pub(crate) hub: Arc<Hub>,
     pub(crate) core: Arc<Core>,
     _folder: TempDir,
 }
@@ -66,7 +68,8 @@ impl Host {
             cgroups: Err("a test has none".to_owned()),
             snapshots: Arc::new(Snapshots::new(&folder.path().join("snapshots")).expect("made")),
         };
-        Self { core: Arc::clone(&Hub::start(parts).await.core), _folder: folder }
+        let hub = Hub::start(parts).await;
+        Self { core: Arc::clone(&hub.core), hub, _folder: folder }
     }
 
     /// A VM without a QEMU.

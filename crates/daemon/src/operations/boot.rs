@@ -13,10 +13,12 @@ use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
-use super::{Core, Reservation, accel_word};
+use super::Hub;
 use crate::admission::{BootAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
+use crate::core::{Core, Reservation, accel_word, open_image};
 use crate::error::chain;
+use crate::fork::{Forker, start_channels};
 use crate::metrics::EndReason;
 use crate::quotas::User;
 use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
@@ -61,18 +63,15 @@ impl Patience {
 ///
 /// # Errors
 /// Nothing is left running.
-pub(super) async fn run(
-    core: &Arc<Core>,
-    user: User,
-    request: RunRequest,
-) -> Result<Arc<Vm>, ErrorBody> {
+pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Arc<Vm>, ErrorBody> {
+    let core = &hub.core;
     let began = Instant::now();
     let files = open_image(core, &request.image)?;
     let choice = choose_accel(&request)?;
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
-    let elsewhere = match core.cluster.member() {
+    let elsewhere = match hub.cluster.member() {
         Some(member) => member.hosts_of_names().await,
         None => HashMap::new(),
     };
@@ -114,7 +113,7 @@ pub(super) async fn run(
     tracing::info!(vm = name, image = vm.identity.image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
     let timeout = request.boot_timeout_ms.map(Duration::from_millis);
-    let outcome = bring_up(core, &vm, files, &choice, timeout).await;
+    let outcome = bring_up(&hub.forker, &vm, files, &choice, timeout).await;
     guard.disarm();
     match outcome {
         Ok(()) => {
@@ -170,16 +169,6 @@ fn name_taken(name: &str, host: Option<&str>) -> ErrorBody {
     }
 }
 
-/// The image's files, open.
-pub(crate) fn open_image(core: &Core, name: &str) -> Result<ImageFiles, ErrorBody> {
-    core.images.open(name).map_err(|error| ErrorBody {
-        code: super::store_code(&error),
-        message: format!("open image `{name}`"),
-        cause: Some(chain(&error)),
-        remedy: error.remedy(),
-    })
-}
-
 fn choose_accel(request: &RunRequest) -> Result<AccelChoice, ErrorBody> {
     let wanted = request.accel.map(|accel| match accel {
         vmfork_api::Accel::Kvm => Accel::Kvm,
@@ -212,12 +201,13 @@ fn check_size(memory_mib: u64, cpus: u32) -> Result<(), ErrorBody> {
 }
 
 async fn bring_up(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     vm: &Arc<Vm>,
     files: ImageFiles,
     choice: &AccelChoice,
     timeout: Option<Duration>,
 ) -> Result<(), ErrorBody> {
+    let core = &forker.core;
     let patience = Patience::new(timeout);
     let message = format!("run `{}`", vm.name());
     let host_error = |error: &dyn std::error::Error| ErrorBody {
@@ -249,7 +239,7 @@ async fn bring_up(
     })?;
     let machine = Arc::new(machine);
     vm.set_machine(Arc::clone(&machine));
-    core.start_channels(vm, &machine, None).map_err(|error| host_error(&error))?;
+    start_channels(forker, vm, &machine, None).map_err(|error| host_error(&error))?;
     // Clones of it will want QEMUs of this shape.
     core.pool.want(&shape, core.config.pool as usize);
     if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {
