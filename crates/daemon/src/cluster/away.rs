@@ -86,8 +86,8 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
         views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {
-        memory_bytes: core.admission.clone_bytes(parent.identity.memory_bytes),
-        vcpus: parent.identity.cpus,
+        memory_bytes: core.admission.clone_bytes(parent.identity.spec().memory_bytes),
+        vcpus: parent.identity.spec().cpus,
     };
     member.coming(&core.admission, &parent.identity, machine, &mut views);
     // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.

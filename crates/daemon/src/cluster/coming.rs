@@ -56,7 +56,7 @@ impl Member {
         views: &mut [HostView],
     ) -> Coming {
         let parts = tokio::task::block_in_place(|| self.parts(machine));
-        let fork_bytes = admission.fork_bytes(parent.memory_bytes);
+        let fork_bytes = admission.fork_bytes(parent.spec().memory_bytes);
         let mut coming = Coming::default();
         for view in views {
             view.once_bytes = fork_bytes;

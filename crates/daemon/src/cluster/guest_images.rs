@@ -420,11 +420,11 @@ impl Member {
         order: &mut Order,
         given_up: &CancellationToken,
     ) -> Result<(), ErrorBody> {
-        let Some(root_blake3) = order.facts.root_blake3.clone() else { return Ok(()) };
+        let Some(root_blake3) = order.facts.spec().root_blake3.clone() else { return Ok(()) };
         let began = Instant::now();
-        let (name, timeout_ms) = (order.facts.image.clone(), order.timeout_ms);
+        let (name, timeout_ms) = (order.facts.spec().image.clone(), order.timeout_ms);
         let wanted = Wanted { root_blake3, name, timeout_ms };
-        order.facts.image = tokio::select! {
+        order.facts.inherited.spec.image = tokio::select! {
             had = self.take_image(&core.images, from, &wanted) => had?,
             () = given_up.cancelled() => {
                 return Err(was_given_up(&format!("take guest image `{}`", wanted.name)));
@@ -447,11 +447,11 @@ impl Member {
         views: &mut [HostView],
         until: (Instant, &CancellationToken),
     ) -> Result<bool, ErrorBody> {
-        let Some(root_blake3) = parent.root_blake3.clone() else { return Ok(false) };
+        let Some(root_blake3) = parent.spec().root_blake3.clone() else { return Ok(false) };
         let (deadline, given_up) = until;
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-        let wanted = Wanted { root_blake3, name: parent.image.clone(), timeout_ms };
+        let wanted = Wanted { root_blake3, name: parent.spec().image.clone(), timeout_ms };
         let root = &wanted.root_blake3;
         let others = shares.iter().map(|(host, _)| *host).filter(|host| *host != self.id);
         let (have, lack): (Vec<HostId>, Vec<HostId>) =

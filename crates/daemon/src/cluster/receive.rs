@@ -88,7 +88,7 @@ pub(super) async fn start(
 
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
     let engine = tokio::task::block_in_place(|| {
-        let pages = facts.memory_bytes / PAGE_BYTES;
+        let pages = facts.spec().memory_bytes / PAGE_BYTES;
         here.engines.get(name, || {
             let next = || core.next_image();
             let source = |image| (here.source)(image, pages);
@@ -131,8 +131,8 @@ pub(super) async fn start(
                 message: &message,
                 family: &parent.family,
                 user: parent.user,
-                ram_bytes: facts.memory_bytes,
-                cpus: facts.cpus,
+                ram_bytes: facts.spec().memory_bytes,
+                cpus: facts.spec().cpus,
                 count: u32::try_from(reservation.names().len()).unwrap_or(count),
                 by_guest: origin.is_some(),
                 allowed: None,

@@ -56,7 +56,7 @@ impl Core {
 
     /// Where a VM's memory is, and who else needs what of it.
     pub(crate) fn memory_info(&self, vm: &Arc<Vm>) -> MemoryInfo {
-        let pages = vm.identity.memory_bytes / vmfork_image::PAGE_BYTES;
+        let pages = vm.identity.spec().memory_bytes / vmfork_image::PAGE_BYTES;
         let Some(machine) = vm.machine() else {
             return MemoryInfo { pages, ..MemoryInfo::default() };
         };

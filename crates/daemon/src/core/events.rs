@@ -110,7 +110,7 @@ pub(crate) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
             None => String::new(),
         };
         // Before the end, which lets go of the cgroup that counts them.
-        let end = end_of(status, &words, vm.oom_kills(), vm.identity.memory_bytes);
+        let end = end_of(status, &words, vm.oom_kills(), vm.identity.spec().memory_bytes);
         if let Some(core) = weak.upgrade() {
             core.end(&vm, end);
         }

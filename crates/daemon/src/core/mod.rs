@@ -289,7 +289,7 @@ impl Core {
         let lost = LostVm {
             name: identity.name.clone(),
             id: identity.id.clone(),
-            image: identity.image.clone(),
+            image: identity.spec().image.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
             created_unix_ms: identity.created_unix_ms,
         };
@@ -346,7 +346,7 @@ impl Core {
 
     /// The parent's old pages are in its snapshot's cache now.
     pub(crate) fn parent_is_now_a_clone(&self, parent: &Vm) {
-        parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.memory_bytes));
+        parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.spec().memory_bytes));
     }
 
     /// Nothing is started for the pool as long as this is kept: a pause, and clones that start, come first.

@@ -27,7 +27,7 @@ pub(crate) fn start_channels(
     let core = &forker.core;
     vm.with_lease(|lease| lease.used_by(machine.pid()));
     if let Some(cgroups) = &core.cgroups {
-        let limit_bytes = cgroup::limit_bytes(vm.identity.memory_bytes);
+        let limit_bytes = cgroup::limit_bytes(vm.identity.spec().memory_bytes);
         let cgroup = cgroups.create(&vm.identity.id, limit_bytes)?;
         cgroup.add(machine.pid())?;
         vm.set_cgroup(cgroup, machine);

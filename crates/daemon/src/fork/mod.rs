@@ -393,8 +393,11 @@ pub(crate) async fn freeze_only(
             return Err(not_yet(&message));
         }
         let identity = &parent.identity;
-        let lease =
-            core.admission.snapshot(&identity.name, &identity.family, identity.memory_bytes)?;
+        let lease = core.admission.snapshot(
+            &identity.name,
+            &identity.family,
+            identity.spec().memory_bytes,
+        )?;
         let _no_refill = core.hold_pool();
         let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
         snapshot.lease = Some(lease);

@@ -119,7 +119,7 @@ pub(crate) fn start(
     mut requests: mpsc::Receiver<GuestRequest>,
 ) -> mpsc::UnboundedSender<Event> {
     let (events, mut events_rx) = mpsc::unbounded_channel();
-    let book = Book::numbered_from(vm.identity.cpus, forker.core.first_ticket());
+    let book = Book::numbered_from(vm.identity.spec().cpus, forker.core.first_ticket());
     let room = MailRoom::new(&forker.core.mail, ROOM_BYTES);
     let told = events.clone();
     let mut desk = Desk {

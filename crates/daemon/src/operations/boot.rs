@@ -21,7 +21,7 @@ use crate::error::chain;
 use crate::fork::{Forker, start_channels};
 use crate::metrics::EndReason;
 use crate::quotas::User;
-use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
+use crate::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
 
 const MEMORY_MIB_MIN: u64 = 64;
 const MEMORY_MIB_MAX: u64 = 262_144;
@@ -90,16 +90,20 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         job: None,
         id,
         name: name.clone(),
-        image: request.image,
-        root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
+        inherited: Inherited {
+            spec: MachineSpec {
+                image: request.image,
+                root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
+                memory_bytes,
+                cpus,
+                accel: accel_word(choice.accel),
+                accel_reason: choice.reason.clone(),
+            },
+        },
         snapshot: None,
         parent: None,
         ancestors: Arc::default(),
         vmid: 0,
-        accel: accel_word(choice.accel),
-        accel_reason: choice.reason.clone(),
-        cpus,
-        memory_bytes,
         has_agent: files.metadata.agent,
         created_unix_ms: now_unix_ms(),
     };
@@ -110,7 +114,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         remedy: Some("is the disk of the state folder full?".to_owned()),
     })?;
     drop(reservation);
-    tracing::info!(vm = name, image = vm.identity.image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
+    tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
     let timeout = request.boot_timeout_ms.map(Duration::from_millis);
     let outcome = bring_up(&hub.forker, &vm, files, &choice, timeout).await;
@@ -219,9 +223,14 @@ async fn bring_up(
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
     let disk = files.root.map(OwnedFd::from);
     let disk_id = disk.as_ref().map(DiskId::of).transpose().map_err(|error| host_error(&error))?;
-    let shape =
-        Shape::new(vm.identity.memory_bytes, vm.identity.cpus, choice.accel, guest, disk_id)
-            .map_err(|error| host_error(&error))?;
+    let shape = Shape::new(
+        vm.identity.spec().memory_bytes,
+        vm.identity.spec().cpus,
+        choice.accel,
+        guest,
+        disk_id,
+    )
+    .map_err(|error| host_error(&error))?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     let disk = disk_id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
     let append = OsString::from(&files.metadata.cmdline);

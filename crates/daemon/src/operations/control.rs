@@ -72,7 +72,8 @@ impl Control for Hub {
                 .into_iter()
                 .map(|metadata| {
                     let mut image = metadata.to_api();
-                    let users = live.iter().filter(|vm| vm.identity.image == image.name).count();
+                    let users =
+                        live.iter().filter(|vm| vm.identity.spec().image == image.name).count();
                     image.vms = u32::try_from(users).unwrap_or(u32::MAX);
                     image
                 })
@@ -83,7 +84,8 @@ impl Control for Hub {
 
     fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
         async move {
-            let user = self.core.registry.live().into_iter().find(|vm| vm.identity.image == name);
+            let user =
+                self.core.registry.live().into_iter().find(|vm| vm.identity.spec().image == name);
             if let Some(vm) = user {
                 return Err(ErrorBody {
                     code: ErrorCode::Conflict,
@@ -140,7 +142,7 @@ impl Control for Hub {
                 agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
-                accel_reason: vm.identity.accel_reason.clone(),
+                accel_reason: vm.identity.spec().accel_reason.clone(),
                 user: vm.identity.user.to_string(),
                 job: vm.identity.job.as_ref().map(|job| job.id.clone()),
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),

@@ -111,8 +111,8 @@ impl Snapshots {
         let facts: Facts = serde_json::from_value(descriptor.vm.clone())
             .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
         let pages = descriptor.pages;
-        if facts.memory_bytes != pages * vmfork_image::PAGE_BYTES {
-            let said = facts.memory_bytes;
+        if facts.spec().memory_bytes != pages * vmfork_image::PAGE_BYTES {
+            let said = facts.spec().memory_bytes;
             return Err(SnapshotError::Size { name: name.clone(), said, pages });
         }
         Ok(facts)

@@ -73,10 +73,10 @@ impl Snapshots {
         };
         let Some((facts, base)) = under_way.listed() else { return of_it };
         Snapshot {
-            image: facts.image,
-            memory_mib: facts.memory_bytes >> 20,
-            cpus: facts.cpus,
-            accel: facts.accel,
+            image: facts.spec().image.clone(),
+            memory_mib: facts.spec().memory_bytes >> 20,
+            cpus: facts.spec().cpus,
+            accel: facts.spec().accel,
             base,
             ..of_it
         }
@@ -95,10 +95,10 @@ impl Snapshots {
             id: Some(descriptor.id.to_string()),
             reason,
             created_unix_ms: descriptor.created_unix_ms,
-            image: facts.as_ref().map(|facts| facts.image.clone()).unwrap_or_default(),
+            image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
             memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
-            cpus: facts.as_ref().map_or(0, |facts| facts.cpus),
-            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.accel),
+            cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
+            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
             base: descriptor.base.as_ref().map(|base| base.name.clone()),
             own_bytes: counts.own_pages * PAGE_BYTES,
             stored_bytes: counts.stored_bytes,

@@ -75,7 +75,7 @@ async fn carry_out(
         family: &opened.id.to_string(),
         user,
         ram_bytes: shape.memory_bytes,
-        cpus: opened.facts.cpus,
+        cpus: opened.facts.spec().cpus,
         count: u32::try_from(reservation.names().len()).unwrap_or(request.count),
         by_guest: false,
         allowed: None,

@@ -11,6 +11,7 @@
 pub(crate) mod console;
 #[cfg(test)]
 pub(crate) mod fake;
+mod inherited;
 mod job;
 pub(crate) mod launch;
 pub(crate) mod log;
@@ -25,10 +26,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
-use vmfork_api::{Accel, ErrorBody, ErrorCode, ForkReply, VmState};
+use vmfork_api::{ErrorBody, ErrorCode, ForkReply, VmState};
 use vmfork_memory::ViewId;
 
 use self::console::Console;
+pub use self::inherited::{Inherited, MachineSpec};
 pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;
@@ -47,9 +49,7 @@ pub struct Identity {
     /// 16 hex digits.
     pub id: String,
     pub name: String,
-    pub image: String,
-    /// BLAKE3 of the root disk that it booted from, in hex.
-    pub root_blake3: Option<String>,
+    pub inherited: Inherited,
     /// The stored snapshot that it, or the root of its family, was started from.
     pub snapshot: Option<String>,
     /// The id of the root of its family.
@@ -64,16 +64,16 @@ pub struct Identity {
     pub ancestors: Arc<[String]>,
     /// 0 in a VM that booted.
     pub vmid: u32,
-    pub accel: Accel,
-    pub accel_reason: String,
-    pub cpus: u32,
-    pub memory_bytes: u64,
     /// Whether an agent is expected in the guest.
     pub has_agent: bool,
     pub created_unix_ms: u64,
 }
 
 impl Identity {
+    pub fn spec(&self) -> &MachineSpec {
+        &self.inherited.spec
+    }
+
     /// The ancestors of its clones.
     pub(crate) fn line(&self) -> Arc<[String]> {
         self.ancestors.iter().chain([&self.id]).cloned().collect()
@@ -85,8 +85,8 @@ impl Identity {
             message,
             family: &self.family,
             user: self.user,
-            ram_bytes: self.memory_bytes,
-            cpus: self.cpus,
+            ram_bytes: self.spec().memory_bytes,
+            cpus: self.spec().cpus,
             count,
             by_guest,
             allowed: None,
@@ -312,7 +312,7 @@ impl Vm {
             None => ErrorBody {
                 code: ErrorCode::Conflict,
                 message: format!("reach the agent of `{}`", self.name()),
-                cause: Some(format!("image `{}` has no agent", self.identity.image)),
+                cause: Some(format!("image `{}` has no agent", self.identity.spec().image)),
                 remedy: Some("`vmfork console` still works".to_owned()),
             },
         })
@@ -449,7 +449,7 @@ impl Vm {
         vmfork_api::Vm {
             id: identity.id.clone(),
             name: identity.name.clone(),
-            image: identity.image.clone(),
+            image: identity.spec().image.clone(),
             family: identity.family.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
             parent_id: identity.parent.as_ref().map(|(id, _)| id.clone()),
@@ -458,9 +458,9 @@ impl Vm {
             vmid: identity.vmid,
             state: self.state(),
             reason: self.end_now().map(|end| end.reason),
-            accel: identity.accel,
-            cpus: identity.cpus,
-            memory_mib: identity.memory_bytes >> 20,
+            accel: identity.spec().accel,
+            cpus: identity.spec().cpus,
+            memory_mib: identity.spec().memory_bytes >> 20,
             created_unix_ms: identity.created_unix_ms,
             ready_ms: self.ready().map(|ready| ready.as_secs_f64() * 1e3),
             pid: machine.map(|machine| machine.pid()),
@@ -478,8 +478,7 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
     Identity {
         id: format!("id-{name}"),
         name: name.to_owned(),
-        image: "default".to_owned(),
-        root_blake3: None,
+        inherited: Inherited::of_a_test(64 << 20),
         snapshot: None,
         family: "id-web".to_owned(),
         user: User::Uid(0),
@@ -487,10 +486,6 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
         vmid: 0,
-        accel: Accel::Tcg,
-        accel_reason: String::new(),
-        cpus: 1,
-        memory_bytes: 64 << 20,
         has_agent: true,
         created_unix_ms: 0,
     }

@@ -160,8 +160,8 @@ pub(crate) async fn reserve(
 ) -> Allotted {
     let identity = &parent.identity;
     let shape = Room {
-        memory_bytes: core.admission.clone_bytes(identity.memory_bytes),
-        vcpus: identity.cpus,
+        memory_bytes: core.admission.clone_bytes(identity.spec().memory_bytes),
+        vcpus: identity.spec().cpus,
     };
     let mut views = member.views(core);
     let coming = match parent.running_machine() {
@@ -215,8 +215,8 @@ pub(crate) async fn reserve(
                 parent: identity.name.clone(),
                 family: identity.family.clone(),
                 user: identity.user,
-                memory_bytes: identity.memory_bytes,
-                cpus: identity.cpus,
+                memory_bytes: identity.spec().memory_bytes,
+                cpus: identity.spec().cpus,
                 count: *count,
                 coming_bytes: coming.to(*host),
             };
