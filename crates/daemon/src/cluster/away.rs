@@ -74,22 +74,22 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
     };
     let policy = match placement.place {
         Some(Place::Here) => {
-            member.check_active(message)?;
+            member.hosts.check_active(message)?;
             return Ok(None);
         }
         Some(Place::Pack) => Policy::Pack,
         Some(Place::Spread) | None => Policy::Spread,
     };
-    let mut views = member.views(core);
+    let mut views = member.hosts.views(core);
     if let Some(hosts) = &placement.hosts {
-        let named = member.find_all(hosts, message)?;
+        let named = member.hosts.find_all(hosts, message)?;
         views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {
         memory_bytes: core.admission.clone_bytes(parent.identity.spec().memory_bytes),
         vcpus: parent.identity.spec().cpus,
     };
-    member.coming(&core.admission, &parent.identity, machine, &mut views);
+    member.estimates.coming(&core.admission, &parent.identity, machine, &mut views);
     // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.
     let quota = core.quota_left(parent.identity.user, (count, shape), message).await?;
     let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
@@ -100,27 +100,27 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
     }
     let ask = Ask { count, shape, family: parent.identity.family.clone(), policy };
     let hold = tokio::select! {
-        hold = member.hold(&ask, &views, message) => hold?,
+        hold = member.jobs.hold(&ask, &views, message) => hold?,
         () = given_up.cancelled() => return Err(fork::was_given_up(message)),
         () = tokio::time::sleep_until(deadline.into()) => {
             return Err(ErrorBody::new(ErrorCode::Timeout, message).cause("no nodes were given in time"));
         }
     };
     let held = hold.as_ref().map(|hold| &*hold.held);
-    let plan = |views: &[HostView]| shares(views, held, (count, shape), policy, member.id());
+    let plan = |views: &[HostView]| shares(views, held, (count, shape), policy, member.hosts.id());
     let mut shares = plan(&views);
     let until = (deadline, given_up);
-    while member.give_image(&parent.identity, &shares, &mut views, until).await? {
+    while member.guest_images.give(&parent.identity, &shares, &mut views, until).await? {
         shares = plan(&views);
     }
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
-    let may_stay = views.iter().any(|view| view.id == member.id());
+    let may_stay = views.iter().any(|view| view.id == member.hosts.id());
     let unplaced = (placed < count).then(|| match held {
         Some(held) if !held.short.is_empty() => not_held(held, placed, count, message),
         _ => no_place(&views, placed, count, message),
     });
     // What fits nowhere is refused on this host, with the figures, unless this host is not to have any.
-    let here_takes = shares.iter().find(|(id, _)| *id == member.id()).map_or(0, |(_, n)| *n);
+    let here_takes = shares.iter().find(|(id, _)| *id == member.hosts.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
         Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
         Some(error) if placed == 0 && held.is_some() => return Err(error),
@@ -134,7 +134,7 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
         }
         unplaced => (here_takes, unplaced),
     };
-    let shares = shares.into_iter().filter(|(id, _)| *id != member.id());
+    let shares = shares.into_iter().filter(|(id, _)| *id != member.hosts.id());
     let shares: Vec<_> = shares
         .map(|(host, count)| Destination { host, count, number: member.next_order(), lease: None })
         .collect();
@@ -287,7 +287,7 @@ impl Away {
     }
 
     async fn end(&self) {
-        let told = self.shares.iter().map(|it| self.member.give_up(it.host, it.number));
+        let told = self.shares.iter().map(|it| self.member.hosts.give_up(it.host, it.number));
         let _those_that_are_silent = tokio::time::timeout(END_WAIT, join_all(told)).await;
     }
 }
@@ -316,13 +316,13 @@ impl fork::Away for Away {
 
 impl Remote for Cluster {
     fn here(&self) -> Option<String> {
-        self.member().map(|member| member.name())
+        self.member().map(|member| member.hosts.name())
     }
 
     fn names(&self) -> BoxFuture<'_, Option<HashSet<String>>> {
         async {
             match self.member() {
-                Some(member) => Some(member.names_elsewhere().await),
+                Some(member) => Some(member.locate.names_elsewhere().await),
                 None => None,
             }
         }
@@ -357,7 +357,7 @@ impl Remote for Cluster {
             match core.config.ticket_place.policy() {
                 Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
                 None => {
-                    let refused = member.check_active(message).err();
+                    let refused = member.hosts.check_active(message).err();
                     refused.map(|it| Allotted { refused: Some(it), ..Allotted::default() })
                 }
             }

@@ -12,7 +12,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 
 use super::Cluster;
 use super::client::CallError;
-use super::member::{Member, WORD_WAIT};
+use super::hosts::Hosts;
+use super::member::WORD_WAIT;
 use super::routes::Of;
 use crate::core::{Core, KILL_TIMEOUT};
 use crate::error::outcome;
@@ -62,7 +63,7 @@ impl Asked {
     }
 }
 
-impl Member {
+impl Hosts {
     async fn ask_to_end(&self, ask: &Ask, but: &BTreeSet<String>) -> Asked {
         let there = self.there();
         let mut asked = Asked::default();
@@ -101,7 +102,7 @@ pub(crate) async fn end_everywhere(
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let ask = Ask { id: id.to_owned(), name: name.to_owned(), grace_ms };
         let here = core.kill_family(id, name, grace);
-        let (here, there) = tokio::join!(here, member.ask_to_end(&ask, &silent));
+        let (here, there) = tokio::join!(here, member.hosts.ask_to_end(&ask, &silent));
         silent.extend(there.silent);
         let ended = here? + there.ended;
         if let Some(error) = there.error {

@@ -18,6 +18,7 @@ mod descriptor;
 mod family;
 mod finding;
 mod guest_images;
+mod hosts;
 mod images;
 mod jobs;
 mod kept;
@@ -165,7 +166,7 @@ impl Elsewhere for Cluster {
     fn host_of<'a>(&'a self, vm: &'a str) -> Answer<'a, Option<String>> {
         async move {
             let Some(member) = self.member() else { return Ok(None) };
-            Ok(member.host_of(vm).await?.map(|entry| entry.id.to_string()))
+            Ok(member.locate.host_of(vm).await?.map(|entry| entry.id.to_string()))
         }
         .boxed()
     }
@@ -179,8 +180,8 @@ impl Elsewhere for Cluster {
             };
             let member = self.member().ok_or_else(gone)?;
             let id = host.parse().map_err(|_| gone())?;
-            let peer = member.peer_of(id, &message)?;
-            let gone = member.until_gone(id);
+            let peer = member.hosts.peer_of(id, &message)?;
+            let gone = member.hosts.until_gone(id);
             peer.pass_on(request, gone).await.map_err(|error| error.to_body(message))
         }
         .boxed()
@@ -189,9 +190,9 @@ impl Elsewhere for Cluster {
     fn ask_all<'a>(&'a self, path: &'a str) -> BoxFuture<'a, Vec<(String, Answered)>> {
         async move {
             let Some(member) = self.member() else { return Vec::new() };
-            let there = member.there();
+            let there = member.hosts.there();
             let asked = there.alive.into_iter().chain(there.suspect).map(|entry| {
-                let peer = member.peer(&entry);
+                let peer = member.hosts.peer(&entry);
                 async move {
                     let answered = peer.get(path, WORD_WAIT).await;
                     (entry.name, answered.map_err(|error| error.to_body(format!("GET {path}"))))
@@ -208,6 +209,6 @@ impl Elsewhere for Cluster {
     }
 
     fn here(&self) -> Option<String> {
-        self.member().map(|member| member.name())
+        self.member().map(|member| member.hosts.name())
     }
 }

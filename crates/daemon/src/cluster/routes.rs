@@ -107,11 +107,12 @@ async fn join(
 ) -> Result<Json<JoinAnswer>, ApiError> {
     let message = format!("join as `{}`", request.name);
     let (life, _) = of.parts(&message)?;
-    let now = life.member.now();
+    let now = life.member.hosts.now();
     let (answer, written) = {
         let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = life
             .member
+            .hosts
             .roster
             .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
         (answer, life.records.save_tokens(&tokens))
@@ -163,7 +164,7 @@ async fn clones(
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    life.member.check_active(message)?;
+    life.member.hosts.check_active(message)?;
     let order = (from, descriptor.order.number);
     let begun = life.member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
@@ -181,7 +182,7 @@ async fn clones(
             arrivals: &member.arrivals,
             source: &|image, pages| member.source(image, pages, from),
         };
-        let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
+        let had = member.guest_images.bring(&core, from, &mut descriptor.order, &given_up).await;
         let wanted = &descriptor.order;
         let snapshot = descriptor.images.last().map(|entry| entry.name);
         let watched = snapshot.filter(|_| wanted.is_watched);
@@ -223,7 +224,7 @@ async fn lease(
 ) -> Result<Json<u32>, ApiError> {
     let message = "make room for another host's clones";
     let (life, core) = of.parts(message)?;
-    life.member.check_active(message)?;
+    life.member.hosts.check_active(message)?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
     Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
@@ -235,7 +236,7 @@ async fn quota(
     Json(ask): Json<QuotaAsk>,
 ) -> Result<Json<QuotaAnswer>, ApiError> {
     let (life, core) = of.parts("count what a user has")?;
-    Ok(Json(life.member.keep_quota(&core, from, &ask, Instant::now())?))
+    Ok(Json(life.member.keeper.keep(&core, from, &ask, Instant::now())?))
 }
 
 async fn release(

@@ -45,7 +45,7 @@ impl One {
     }
 
     fn id(&self) -> Option<HostId> {
-        self.cluster().member().map(|member| member.id)
+        self.cluster().member().map(|member| member.hosts.id)
     }
 
     fn is_in_none(&self) -> bool {
@@ -54,7 +54,7 @@ impl One {
 
     fn knows(&self, id: HostId) -> bool {
         let member = self.cluster().member().expect("a member");
-        member.roster.read(|book| book.member(id).is_some())
+        member.hosts.roster.read(|book| book.member(id).is_some())
     }
 
     async fn stop(&self) {
@@ -164,7 +164,7 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     assert!(cause.starts_with(&format!("listen for other hosts on {}", host.address)), "{cause}");
     assert!(error.remedy.expect("a remedy").contains("cluster leave"));
     drop(in_the_way);
-    until("it is a member again", || daemon.member().map(|member| member.id) == id).await;
+    until("it is a member again", || daemon.member().map(|member| member.hosts.id) == id).await;
     daemon.cluster().await.expect("a member");
     daemon.stop().await;
 
@@ -182,7 +182,7 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
 async fn take_clones(hosts: &[One]) {
     let member = hosts[0].cluster().member().expect("a member");
     let have_room = || {
-        let views = member.views(&hosts[0].host.core);
+        let views = member.hosts.views(&hosts[0].host.core);
         views.iter().all(|view| view.closed.is_none() && view.free.memory_bytes > 0)
     };
     until("all take clones", have_room).await;
@@ -213,7 +213,7 @@ async fn a_host_tells_what_virtual_cpus_are_left_and_the_next_gets_what_it_has_n
     let member = hosts[0].cluster().member().expect("a member");
     let there = &hosts[1].host.core.admission;
     let left = |id| {
-        let views = member.views(&hosts[0].host.core);
+        let views = member.hosts.views(&hosts[0].host.core);
         views.iter().find(|view| Some(view.id) == id).map(|view| view.free.vcpus)
     };
     until("what it has is known", || left(hosts[1].id()) == Some(4)).await;

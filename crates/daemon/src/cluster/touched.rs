@@ -139,7 +139,7 @@ async fn tell(
         return;
     }
     let message = "tell what a clone touched";
-    let told = match member.peer_of(of, message) {
+    let told = match member.hosts.peer_of(of, message) {
         Ok(peer) => {
             let said = peer
                 .ask::<_, ()>(

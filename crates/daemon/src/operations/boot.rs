@@ -72,7 +72,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
     let elsewhere = match hub.cluster.member() {
-        Some(member) => member.hosts_of_names().await,
+        Some(member) => member.locate.hosts_of_names().await,
         None => HashMap::new(),
     };
     let reservation = name_for(core, &request, &elsewhere)?;

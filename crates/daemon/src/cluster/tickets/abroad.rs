@@ -39,9 +39,10 @@ impl Abroad {
         origin: &TicketOrigin,
         vms: impl Iterator<Item = u32>,
     ) -> Arc<Self> {
-        let id = LineId { parent: member.id().get(), order };
+        let id = LineId { parent: member.hosts.id().get(), order };
         let wire = Wire::new(Arc::downgrade(member), host, id);
-        let name = member.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
+        let name =
+            member.hosts.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
         let abroad = Self::new(&wire, name, origin, vms.collect());
         member.lines.start(&wire, Arc::clone(&abroad) as Arc<dyn End>);
         tokio::spawn(Arc::clone(&abroad).pass_on_wanted());

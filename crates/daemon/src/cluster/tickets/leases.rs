@@ -163,9 +163,9 @@ pub(crate) async fn reserve(
         memory_bytes: core.admission.clone_bytes(identity.spec().memory_bytes),
         vcpus: identity.spec().cpus,
     };
-    let mut views = member.views(core);
+    let mut views = member.hosts.views(core);
     let coming = match parent.running_machine() {
-        Ok(machine) => member.coming(&core.admission, identity, &machine, &mut views),
+        Ok(machine) => member.estimates.coming(&core.admission, identity, &machine, &mut views),
         Err(_) => Coming::default(),
     };
     let over = match core.quota_left(identity.user, (vms, shape), message).await {
@@ -180,18 +180,19 @@ pub(crate) async fn reserve(
         return Allotted { refused: over, ..Allotted::default() };
     }
     let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
-    let hold = match member.hold(&ask, &views, message).await {
+    let hold = match member.jobs.hold(&ask, &views, message).await {
         Ok(hold) => hold,
         Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
     };
     let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
-    let new =
-        |views: &[_]| Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.id()));
+    let new = |views: &[_]| {
+        Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.hosts.id()))
+    };
     // Places on hosts that can't have the guest image would be of no use.
     let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
     let mut shares = new(&views).next_asks();
     while matches!(
-        member.give_image(identity, &shares, &mut views, (until, &given_up)).await,
+        member.guest_images.give(identity, &shares, &mut views, (until, &given_up)).await,
         Ok(true)
     ) {
         shares = new(&views).next_asks();
@@ -208,7 +209,7 @@ pub(crate) async fn reserve(
             }
             return allotted;
         }
-        let elsewhere = asks.iter().filter(|(host, _)| *host != member.id());
+        let elsewhere = asks.iter().filter(|(host, _)| *host != member.hosts.id());
         let elsewhere = elsewhere.map(|(host, count)| {
             let ask = PlacesAsk {
                 lease: member.next_order(),
@@ -222,14 +223,17 @@ pub(crate) async fn reserve(
             };
             async move { (*host, lease(member, *host, ask).await) }
         });
-        for (_, count) in asks.iter().filter(|(host, _)| *host == member.id()) {
+        for (_, count) in asks.iter().filter(|(host, _)| *host == member.hosts.id()) {
             match core.admit(identity.ask(message, *count, true), false).await {
                 Ok(grant) => {
-                    plan.on_granted(member.id(), u32::try_from(grant.clones.len()).unwrap_or(0));
+                    plan.on_granted(
+                        member.hosts.id(),
+                        u32::try_from(grant.clones.len()).unwrap_or(0),
+                    );
                     allotted.add_here(grant);
                 }
                 Err(error) => {
-                    plan.on_refused(member.id());
+                    plan.on_refused(member.hosts.id());
                     allotted.refused = Some(error);
                 }
             }
@@ -259,6 +263,7 @@ async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Res
         }
     });
     let peer = member
+        .hosts
         .peer_of(host, "ask for places")
         .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
     let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
@@ -269,7 +274,7 @@ async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Res
 /// Places there are not needed.
 fn give_back(member: Arc<Member>, host: HostId, lease: u64) {
     tokio::spawn(async move {
-        let Ok(peer) = member.peer_of(host, "give places back") else { return };
+        let Ok(peer) = member.hosts.peer_of(host, "give places back") else { return };
         if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
             tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
         }

@@ -189,6 +189,7 @@ impl Wire {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
         let member = self.member.upgrade().ok_or_else(|| gone("left the cluster"))?;
         let peer = member
+            .hosts
             .peer_of(self.peer, "write to it")
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;
