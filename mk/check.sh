@@ -10,6 +10,7 @@ planes() {
 			die "vmfork-$crate reaches tokio" "cargo tree -p vmfork-$crate -i tokio"
 		fi
 	done
+	"$PYTHON" mk/modules.py
 }
 
 sdk() {

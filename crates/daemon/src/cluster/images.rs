@@ -20,7 +20,7 @@ use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
 use super::loans::Loans;
-use super::working_set::WorkingSet;
+use crate::vm::WorkingSet;
 
 /// An image as another host learns of it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use vmfork_engine::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
 use vmfork_store::StoreError;
 
+use crate::error::chain;
 use crate::fork::state::StateError;
-use crate::hub::chain;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SnapshotError {

@@ -10,7 +10,9 @@ use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use super::launch::Kept;
 use crate::admission::Lease;
-use crate::fork::Lead;
+
+/// What each stream of the device state of a VM, and of its clones, begins with.
+pub(crate) type Lead = Arc<[u8]>;
 
 /// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
 #[derive(Debug)]

@@ -13,21 +13,19 @@ use vmfork_api::{
 use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
 
-use super::{Core, Hub, boot, chain};
+use super::{Hub, boot};
 use crate::cluster::end_everywhere;
 use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
+use crate::core::store_code;
+use crate::error::chain;
 use crate::fork;
 use crate::quotas::User;
-use crate::vm::{End, Vm};
+use crate::vm::End;
 
 /// How long the agent may take to start a program, or to open a file.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a transfer into a guest may stand still.
 const STALL: Duration = Duration::from_secs(60);
-/// How often what is left of a family is looked for. Twice is the rule: once to end all, once to find none.
-const KILL_ROUNDS_MAX: u32 = 10;
-/// How long a killed QEMU may take to be gone, or a fork that is given up.
-pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Control for Hub {
     fn has_vm(&self, vm: &str) -> bool {
@@ -75,7 +73,8 @@ impl Control for Hub {
                 .into_iter()
                 .map(|metadata| {
                     let mut image = metadata.to_api();
-                    let users = live.iter().filter(|vm| vm.identity.image == image.name).count();
+                    let users =
+                        live.iter().filter(|vm| vm.identity.spec().image == image.name).count();
                     image.vms = u32::try_from(users).unwrap_or(u32::MAX);
                     image
                 })
@@ -86,7 +85,8 @@ impl Control for Hub {
 
     fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
         async move {
-            let user = self.core.registry.live().into_iter().find(|vm| vm.identity.image == name);
+            let user =
+                self.core.registry.live().into_iter().find(|vm| vm.identity.spec().image == name);
             if let Some(vm) = user {
                 return Err(ErrorBody {
                     code: ErrorCode::Conflict,
@@ -96,7 +96,7 @@ impl Control for Hub {
                 });
             }
             self.core.images.remove(name).map_err(|error| ErrorBody {
-                code: super::store_code(&error),
+                code: store_code(&error),
                 message: format!("remove image `{name}`"),
                 cause: Some(chain(&error)),
                 remedy: error.remedy(),
@@ -122,7 +122,7 @@ impl Control for Hub {
 
     fn run(&self, user: User, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {
         async move {
-            let vm = boot::run(&self.core, user, request).await?;
+            let vm = boot::run(self, user, request).await?;
             Ok(self.core.summary(&vm, false))
         }
         .boxed()
@@ -143,7 +143,7 @@ impl Control for Hub {
                 agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
                 guest_kernel: agent.map(|agent| agent.kernel),
                 clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
-                accel_reason: vm.identity.accel_reason.clone(),
+                accel_reason: vm.identity.spec().accel_reason.clone(),
                 user: vm.identity.user.to_string(),
                 job: vm.identity.job.as_ref().map(|job| job.id.clone()),
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),
@@ -186,7 +186,7 @@ impl Control for Hub {
             let mut missing = Vec::new();
             if request.family {
                 let family = (vm.identity.id.as_str(), vm.name());
-                missing = end_everywhere(&self.core, family, grace).await?;
+                missing = end_everywhere(&self.cluster, &self.core, family, grace).await?;
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
@@ -198,7 +198,7 @@ impl Control for Hub {
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
         async move {
             let parent = self.core.registry.find("fork", vm)?;
-            fork::by_request(&self.core, &parent, request).await
+            fork::by_request(&self.forker, &parent, request).await
         }
         .boxed()
     }
@@ -283,107 +283,5 @@ impl Control for Hub {
             Ok(console.attach())
         }
         .boxed()
-    }
-}
-
-/// Ask the guest to power off, and wait.
-async fn power_off(vm: &Arc<Vm>, grace: Duration) {
-    let asked = match vm.link() {
-        Ok(link) => link.poweroff().is_ok(),
-        Err(_no_agent) => match vm.machine() {
-            Some(machine) => machine.qmp.system_powerdown().await.is_ok(),
-            None => false,
-        },
-    };
-    if asked {
-        let _off = tokio::time::timeout(grace, vm.wait_end()).await;
-    }
-}
-
-impl Core {
-    /// End VMs, and wait until their QEMUs are gone.
-    async fn kill_all(self: &Arc<Self>, victims: &[Arc<Vm>], grace: Duration) {
-        if !grace.is_zero() {
-            let all = victims.iter().map(|victim| power_off(victim, grace));
-            futures_util::future::join_all(all).await;
-        }
-        let exits = victims.iter().filter_map(|victim| {
-            let exit = victim.machine().map(|machine| machine.process.exit());
-            self.end(victim, End::killed("killed on request"));
-            exit
-        });
-        let exits: Vec<_> = exits.collect();
-        let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
-    }
-
-    /// End a VM and all that descends from it on this host, also what is being forked from any of them meanwhile. → how many
-    /// VMs and forks that were.
-    ///
-    /// # Errors
-    /// A fork did not let go: what it had begun to start may be there still.
-    pub(crate) async fn kill_family(
-        self: &Arc<Self>,
-        id: &str,
-        name: &str,
-        grace: Duration,
-    ) -> Result<usize, ErrorBody> {
-        let mut grace = Some(grace);
-        let mut ended = 0;
-        for _ in 0..KILL_ROUNDS_MAX {
-            let family = self.registry.end_of_family(id);
-            if family.vms.is_empty() && family.forks.is_empty() {
-                return Ok(ended);
-            }
-            ended += family.vms.len() + family.forks.len();
-            self.kill_all(&family.vms, grace.take().unwrap_or_default()).await;
-            let over = family.forks.iter().map(|fork| fork.cancelled());
-            let over = futures_util::future::join_all(over);
-            if tokio::time::timeout(KILL_TIMEOUT, over).await.is_err() {
-                break;
-            }
-        }
-        Err(ErrorBody {
-            code: ErrorCode::Timeout,
-            message: format!("kill the family of `{name}`"),
-            cause: Some("a fork under way does not come to its end".to_owned()),
-            remedy: Some("`vmfork tree` shows what is left of it: kill it again".to_owned()),
-        })
-    }
-
-    fn summary(&self, vm: &Arc<Vm>, sample: bool) -> vmfork_api::Vm {
-        let clones = self.registry.clones_of(&vm.identity.id).len();
-        vm.summary(u32::try_from(clones).unwrap_or(u32::MAX), sample)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio_util::sync::CancellationToken;
-
-    use super::*;
-    use crate::hub::testing::Host;
-    use crate::vm::test_identity;
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn what_a_fork_under_way_adds_to_a_family_ends_with_it() {
-        let host = Host::start().await;
-        let web = host.vm("web", None);
-        let give_up = CancellationToken::new();
-        let under_way = host.core.registry.fork_begins(web.identity.line(), give_up.clone());
-        let (core, parent) = (Arc::clone(&host.core), Arc::clone(&web));
-        let fork = tokio::spawn(async move {
-            give_up.cancelled().await;
-            // Too late to stop: one more clone is listed after the family's victims were.
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            let clone = core.add_vm(test_identity("web.1", Some(&parent)), None, None);
-            drop(under_way);
-            clone.expect("a folder for it")
-        });
-        let other = host.vm("other", None);
-        let ended = host.core.kill_family("id-web", "web", Duration::ZERO).await;
-        assert_eq!(ended.expect("all ended"), 3, "two VMs and a fork");
-        assert!(fork.await.expect("no panic").end_now().is_some());
-        assert!(web.end_now().is_some());
-        assert!(other.end_now().is_none());
     }
 }

@@ -95,7 +95,7 @@ fn time_for_the_first_boot_command_is_on_top_unless_all_of_it_was_given() {
 
 #[tokio::test]
 async fn a_name_that_another_host_has_is_not_taken() {
-    let host = crate::hub::testing::Host::start().await;
+    let host = crate::operations::testing::Host::start().await;
     let elsewhere = ["web", "debian-1"].map(|name| (name.to_owned(), "h1".to_owned()));
     let request = |name: Option<&str>| {
         let request = serde_json::json!({"image": "debian", "name": name});

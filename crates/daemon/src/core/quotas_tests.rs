@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::admission::{ForkAsk, Lease};
-use crate::hub::testing::Host;
+use crate::operations::testing::Host;
 
 const USER: User = User::Uid(1000);
 

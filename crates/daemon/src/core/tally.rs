@@ -14,7 +14,7 @@ use crate::metrics::{FaultKind, Metrics, Multicast, Place, Role, Side, Source, S
 use crate::vm::Vm;
 
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     seen: Mutex<Seen>,
 }
 
@@ -106,7 +106,7 @@ impl Tally {
     }
 
     /// So much has gone between this host and others by now.
-    pub(super) fn look_at_traffic(&self, side: Side, role: Role, now: Traffic, metrics: &Metrics) {
+    pub(crate) fn look_at_traffic(&self, side: Side, role: Role, now: Traffic, metrics: &Metrics) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let before = seen.traffic.entry((side, role)).or_default();
         let grown = Traffic {
@@ -118,13 +118,13 @@ impl Tally {
     }
 
     /// So often has it happened by now that pages of other hosts were had in this way.
-    pub(super) fn look_at_sourced(&self, what: Sourced, now: u64, metrics: &Metrics) {
+    pub(crate) fn look_at_sourced(&self, what: Sourced, now: u64, metrics: &Metrics) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.add_sourced(what, grown(now, seen.sourced.entry(what).or_default()));
     }
 
     /// So much has become of what is sent and heard by multicast by now.
-    pub(super) fn look_at_multicast(&self, what: Multicast, now: u64, metrics: &Metrics) {
+    pub(crate) fn look_at_multicast(&self, what: Multicast, now: u64, metrics: &Metrics) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.add_multicast(what, grown(now, seen.multicast.entry(what).or_default()));
     }

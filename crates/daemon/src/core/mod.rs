@@ -1,22 +1,25 @@
-//! The host's control plane: everything that [`crate::control::Control`] promises, put together.
+//! The VMs of this host, and what all of them share.
 //!
 //! ```text
-//!   Hub (Control) ──► Core ──┬── registry: VMs by name
-//!                            ├── launcher, pool: QEMUs
-//!                            ├── admission, state, metrics
-//!                            └── events of page engines ──► the VM concerned ends
+//!   Core ──┬── registry: VMs by name
+//!          ├── launcher, pool, disks: QEMUs
+//!          ├── admission, quotas, state, metrics
+//!          └── events of page engines and QEMUs ──► the VM concerned ends
 //! ```
+//!
+//! Promises: a VM ends once, and the first reason stands; a name is one VM's. Left to others: where VMs come from (an image, a
+//! fork, a stored snapshot, another host).
 
 mod accounts;
-mod agents;
-pub(crate) mod boot;
+pub(crate) mod agents;
 mod disks;
-mod events;
-mod operations;
+pub(crate) mod events;
+mod family;
+mod images;
+mod machines;
+mod quotas;
 mod registry;
 mod tally;
-#[cfg(test)]
-pub(crate) mod testing;
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,44 +27,43 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use vmfork_api::{ErrorBody, ErrorCode, LostVm};
+use vmfork_api::LostVm;
 use vmfork_engine::{Engine, EngineEvent, EventSink};
-use vmfork_guest_image::{Store, StoreError};
+use vmfork_guest_image::Store;
 use vmfork_image::ImageId;
 use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 
 use self::disks::Disks;
-pub(crate) use self::operations::KILL_TIMEOUT;
+pub(crate) use self::family::KILL_TIMEOUT;
+pub(crate) use self::images::{open_image, store_code};
+use self::machines::start_waiting;
+pub(crate) use self::machines::{PendingMachine, start_machines};
+pub(crate) use self::quotas::{Keeper, Quotas, TOLD_WITHIN};
 pub(crate) use self::registry::{Registry, Reservation};
 use self::tally::Tally;
 use crate::admission::{self, Admission, Lease};
-use crate::agent::{AgentLink, HostMail, Inheritance, LinkOptions, MailLimits, MailRoom};
-use crate::cgroup::{self, Cgroups};
-use crate::cluster::Cluster;
+use crate::agent::HostMail;
+use crate::cgroup::Cgroups;
 use crate::config::Config;
-use crate::fork::tickets::{self, Event, Origin};
-use crate::lifecycle::Parts;
+use crate::error::chain;
 use crate::metrics::Metrics;
-use crate::quotas::Quotas;
-use crate::snapshots::Snapshots;
 use crate::state::State;
-use crate::vm::console::Console;
 use crate::vm::launch::{LaunchError, Launcher};
 use crate::vm::log::Log;
 use crate::vm::machine::Machine;
-use crate::vm::{End, Identity, Vm};
+use crate::vm::{End, Identity, Origin, Vm};
 
+/// What a host that is short of memory must have free, on top of its reserve, before anything is fetched that nobody
+/// asked for.
+const SPARE_BYTES: u64 = 256 << 20;
 /// Most waiting QEMUs over all shapes.
 const POOL_MAX: usize = 1024;
 /// A shape that nobody used for so long gives its waiting QEMUs back.
 const POOL_IDLE: Duration = Duration::from_secs(600);
 /// How long QEMUs that were killed may take to leave their cgroups: one with much memory takes a second.
 const CGROUP_WAIT: Duration = Duration::from_secs(10);
-/// Pieces of output that a log may lag behind before some are dropped.
-const LOG_PIECES: usize = 256;
 
 /// What all parts of the control plane share.
 pub(crate) struct Core {
@@ -71,13 +73,12 @@ pub(crate) struct Core {
     pub(crate) registry: Arc<Registry>,
     pub(crate) admission: Admission,
     pub(crate) quotas: Quotas,
+    keeper: Arc<dyn Keeper>,
     /// Messages that no parent has received yet.
     pub(crate) mail: HostMail,
     /// Where the host has cgroup v2 with the memory controller.
-    cgroups: Option<Arc<Cgroups>>,
+    pub(crate) cgroups: Option<Arc<Cgroups>>,
     pub(crate) images: Store,
-    pub(crate) snapshots: Arc<Snapshots>,
-    pub(crate) cluster: Arc<Cluster>,
     pub(crate) launcher: Arc<Launcher>,
     pub(crate) pool: Pool<Shape, Machine, LaunchError>,
     pub(crate) disks: Arc<Disks>,
@@ -92,7 +93,7 @@ pub(crate) struct Core {
     pool_hits: AtomicU64,
     pool_misses: AtomicU64,
     garbage: tokio::sync::Notify,
-    tally: Tally,
+    pub(crate) tally: Tally,
 }
 
 impl vmfork_qemu::pool::Pooled for Machine {
@@ -101,29 +102,22 @@ impl vmfork_qemu::pool::Pooled for Machine {
     }
 }
 
-impl Hub {
-    /// What this host is, or is to be, in a cluster.
-    pub fn cluster(&self) -> Arc<Cluster> {
-        Arc::clone(&self.core.cluster)
-    }
+/// What the control plane of one host is made of.
+pub(crate) struct Parts {
+    pub(crate) config: Arc<Config>,
+    pub(crate) state: Arc<State>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) admission: Admission,
+    pub(crate) cgroups: Option<Arc<Cgroups>>,
+    pub(crate) keeper: Arc<dyn Keeper>,
+    /// By which this life of the daemon is told from others.
+    pub(crate) life: u32,
 }
 
-/// The real [`crate::control::Control`].
-pub struct Hub {
-    pub(crate) core: Arc<Core>,
-}
-
-impl std::fmt::Debug for Hub {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Hub").finish_non_exhaustive()
-    }
-}
-
-impl Hub {
-    /// Put the host together. On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who
-    /// wants a VM is told.
-    pub async fn start(parts: Parts) -> Arc<Self> {
-        let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
+impl Core {
+    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who wants a VM is told.
+    pub(crate) async fn start(parts: Parts) -> Arc<Self> {
+        let Parts { config, state, metrics, admission, cgroups, keeper, life } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {
             Ok(binary) => {
                 if let Some(warning) = binary.version.warning() {
@@ -160,18 +154,16 @@ impl Hub {
         let (engine_events, events) = mpsc::unbounded_channel();
         let images = Store::new(state.images());
         sweep(images.clone());
-        let cluster = Arc::new(Cluster::new(config.state.join("cluster")));
-        let core = Arc::new(Core {
+        let core = Arc::new(Self {
             images,
-            snapshots,
-            quotas: Quotas::new(config.quotas.clone(), cluster.epoch()),
-            cluster,
+            quotas: Quotas::new(config.quotas.clone(), life),
+            keeper,
             admission,
             mail: HostMail::default(),
-            cgroups: cgroups.ok(),
+            cgroups,
             registry: Arc::new(Registry::default()),
             config,
-            metrics: Arc::clone(&metrics),
+            metrics,
             state,
             launcher,
             pool,
@@ -187,37 +179,32 @@ impl Hub {
             garbage: tokio::sync::Notify::new(),
             tally: Tally::default(),
         });
-        core.cluster.set_core(&core);
         events::start(&core, events);
-        crate::snapshots::prefetch::mind_memory(&core);
-        let weak = Arc::downgrade(&core);
-        metrics.on_scrape(move |metrics| {
-            if let Some(core) = weak.upgrade() {
-                core.refresh(metrics);
-            }
-        });
-        Arc::new(Self { core })
+        core
     }
 
-    /// End all VMs, in no particular order, and what is being written.
-    pub async fn stop(&self) {
-        self.core.snapshots.stop();
-        let live = self.core.registry.live();
+    /// End all VMs, in no particular order.
+    pub(crate) async fn stop(self: &Arc<Self>) {
+        let live = self.registry.live();
         if !live.is_empty() {
             tracing::info!(vms = live.len(), "stopping: all VMs end");
         }
         for vm in live {
-            self.core.end(&vm, End::killed("the daemon was stopped"));
+            self.end(&vm, End::killed("the daemon was stopped"));
         }
-        if let Some(cgroups) = &self.core.cgroups
+        if let Some(cgroups) = &self.cgroups
             && timeout(CGROUP_WAIT, cgroups.all_removed()).await.is_err()
         {
             tracing::warn!("cgroups of VMs are left; the next daemon removes them");
         }
     }
-}
 
-impl Core {
+    /// Whether nothing is to come into memory that nobody asked for.
+    pub(crate) fn is_short_of_memory(&self) -> bool {
+        let available = self.admission.host().available_bytes;
+        available < self.config.memory_reserve_bytes.saturating_add(SPARE_BYTES)
+    }
+
     /// An id for an image, never used before by this daemon.
     pub(crate) fn next_image(&self) -> ImageId {
         let number = self.next_image.fetch_add(1, Ordering::Relaxed);
@@ -302,7 +289,7 @@ impl Core {
         let lost = LostVm {
             name: identity.name.clone(),
             id: identity.id.clone(),
-            image: identity.image.clone(),
+            image: identity.spec().image.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
             created_unix_ms: identity.created_unix_ms,
         };
@@ -321,56 +308,9 @@ impl Core {
         }
         self.metrics.vm_started();
         if let Some(origin) = &vm.origin {
-            let born = Event::Born { ticket: origin.ticket, vm: Arc::clone(&vm) };
-            let _desk_closed = origin.parent.send(born);
+            origin.fate.born(origin.ticket, Arc::clone(&vm));
         }
         Ok(vm)
-    }
-
-    /// Console, agent link and the watch over the process, for a VM that has its machine. `inheritance` in a
-    /// clone.
-    pub(crate) fn start_channels(
-        self: &Arc<Self>,
-        vm: &Arc<Vm>,
-        machine: &Arc<Machine>,
-        inheritance: Option<&Inheritance>,
-    ) -> io::Result<()> {
-        vm.with_lease(|lease| lease.used_by(machine.pid()));
-        if let Some(cgroups) = &self.cgroups {
-            let limit_bytes = cgroup::limit_bytes(vm.identity.memory_bytes);
-            let cgroup = cgroups.create(&vm.identity.id, limit_bytes)?;
-            cgroup.add(machine.pid())?;
-            vm.set_cgroup(cgroup, machine);
-        }
-        if let Some(serial) = machine.take_serial() {
-            vm.set_console(Arc::new(Console::start(serial, Arc::clone(&vm.log))?));
-        }
-        if let Some(agent) = machine.take_agent().filter(|_| vm.identity.has_agent) {
-            let stream = std::os::unix::net::UnixStream::from(agent);
-            stream.set_nonblocking(true)?;
-            let stream = tokio::net::UnixStream::from_std(stream)?;
-            let (log_tx, mut log_rx) = mpsc::channel(LOG_PIECES);
-            let (requests_tx, requests) = mpsc::channel(tickets::REQUESTS_MAX);
-            // Nobody sends but workers of a ticket, and they send to where that is.
-            let room = vm.origin.as_ref().map_or_else(MailRoom::default, |o| o.room.clone());
-            let mail = MailLimits::default();
-            let options = LinkOptions { log: log_tx, requests: requests_tx, mail, room };
-            let link = match inheritance {
-                Some(inheritance) => AgentLink::start_clone(stream, options, inheritance),
-                None => AgentLink::start(stream, options),
-            };
-            agents::watch(self, vm, link.clone(), machine.qmp.events());
-            vm.set_link(link);
-            let log = Arc::clone(&vm.log);
-            tokio::spawn(async move {
-                while let Some(piece) = log_rx.recv().await {
-                    log.append(piece);
-                }
-            });
-            tickets::start(Arc::clone(self), Arc::clone(vm), vm.origin.clone(), requests);
-        }
-        events::watch(self, vm, machine);
-        Ok(())
     }
 
     /// End a VM, once: the first reason stands.
@@ -384,9 +324,7 @@ impl Core {
         self.metrics.vm_ended(end.kind);
         self.state.vm_ended(&vm.identity.id);
         if let Some(origin) = &vm.origin {
-            let (ticket, vmid) = (origin.ticket, vm.identity.vmid);
-            let _desk_closed =
-                origin.parent.send(Event::Ended { ticket, vmid, reason: end.reason });
+            origin.fate.ended(origin.ticket, vm.identity.vmid, end.reason);
         }
         for forgotten in self.registry.has_ended(&vm.identity.id) {
             self.forget_folder(&forgotten);
@@ -408,7 +346,7 @@ impl Core {
 
     /// The parent's old pages are in its snapshot's cache now.
     pub(crate) fn parent_is_now_a_clone(&self, parent: &Vm) {
-        parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.memory_bytes));
+        parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.spec().memory_bytes));
     }
 
     /// Nothing is started for the pool as long as this is kept: a pause, and clones that start, come first.
@@ -421,7 +359,8 @@ impl Core {
         self.pool.counts().iter().map(|(_, counts)| counts.waiting).sum()
     }
 
-    fn refresh(&self, metrics: &Metrics) {
+    /// Have the metrics know how things are now.
+    pub(crate) fn refresh(&self, metrics: &Metrics) {
         use vmfork_api::VmState;
         let all = self.registry.all();
         for vm in &all {
@@ -432,15 +371,6 @@ impl Core {
         {
             metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
         }
-        for (side, role, traffic) in self.cluster.traffic() {
-            self.tally.look_at_traffic(side, role, traffic, metrics);
-        }
-        for (what, count) in self.cluster.sourced() {
-            self.tally.look_at_sourced(what, count, metrics);
-        }
-        for (what, count) in self.cluster.multicast() {
-            self.tally.look_at_multicast(what, count, metrics);
-        }
         metrics.set_snapshots(self.snapshots());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());
@@ -449,48 +379,6 @@ impl Core {
     }
 }
 
-/// A QEMU that waits for a snapshot.
-async fn start_waiting(
-    launcher: &Launcher,
-    disks: &Disks,
-    shape: Shape,
-) -> Result<Machine, LaunchError> {
-    let disk = match shape.disk {
-        Some(id) => Some(disks.get(id).ok_or(LaunchError::DiskGone)?),
-        None => None,
-    };
-    launcher.wait(shape, disk).await
-}
-
-/// An error with all its causes, joined by `: `.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
-}
-
-/// What users can do about an error that should not be.
-pub(crate) const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
-
-/// What became of a task of its own, which `message` names.
-///
-/// # Errors
-/// Its own; or it panicked.
-pub(crate) async fn outcome<T>(
-    task: JoinHandle<Result<T, ErrorBody>>,
-    message: impl Into<String>,
-) -> Result<T, ErrorBody> {
-    task.await.unwrap_or_else(|error| {
-        Err(ErrorBody::new(ErrorCode::Internal, message).cause(error).remedy(BUG))
-    })
-}
-
-/// The API's code for an error of the image store.
 /// What came half-way when the last daemon ended.
 fn sweep(images: Store) {
     // May wait for a build of the CLI.
@@ -499,14 +387,6 @@ fn sweep(images: Store) {
             tracing::warn!("tidy the image store: {}", chain(&error));
         }
     });
-}
-
-fn store_code(error: &StoreError) -> ErrorCode {
-    match error {
-        StoreError::NotFound { .. } => ErrorCode::NotFound,
-        StoreError::BadName { .. } => ErrorCode::BadRequest,
-        _ => ErrorCode::Host,
-    }
 }
 
 /// The API's word for an accelerator.

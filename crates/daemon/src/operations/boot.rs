@@ -13,12 +13,15 @@ use vmfork_guest_image::{ImageFiles, Remedy as _};
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
-use super::{Core, Reservation, accel_word, chain};
+use super::Hub;
 use crate::admission::{BootAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
+use crate::core::{Core, Reservation, accel_word, open_image};
+use crate::error::chain;
+use crate::fork::{Forker, start_channels};
 use crate::metrics::EndReason;
 use crate::quotas::User;
-use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
+use crate::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
 
 const MEMORY_MIB_MIN: u64 = 64;
 const MEMORY_MIB_MAX: u64 = 262_144;
@@ -60,19 +63,16 @@ impl Patience {
 ///
 /// # Errors
 /// Nothing is left running.
-pub(super) async fn run(
-    core: &Arc<Core>,
-    user: User,
-    request: RunRequest,
-) -> Result<Arc<Vm>, ErrorBody> {
+pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Arc<Vm>, ErrorBody> {
+    let core = &hub.core;
     let began = Instant::now();
     let files = open_image(core, &request.image)?;
     let choice = choose_accel(&request)?;
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
     check_size(memory_mib, cpus)?;
-    let elsewhere = match core.cluster.member() {
-        Some(member) => member.hosts_of_names().await,
+    let elsewhere = match hub.cluster.member() {
+        Some(member) => member.locate.hosts_of_names().await,
         None => HashMap::new(),
     };
     let reservation = name_for(core, &request, &elsewhere)?;
@@ -90,16 +90,20 @@ pub(super) async fn run(
         job: None,
         id,
         name: name.clone(),
-        image: request.image,
-        root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
+        inherited: Inherited {
+            spec: MachineSpec {
+                image: request.image,
+                root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
+                memory_bytes,
+                cpus,
+                accel: accel_word(choice.accel),
+                accel_reason: choice.reason.clone(),
+            },
+        },
         snapshot: None,
         parent: None,
         ancestors: Arc::default(),
         vmid: 0,
-        accel: accel_word(choice.accel),
-        accel_reason: choice.reason.clone(),
-        cpus,
-        memory_bytes,
         has_agent: files.metadata.agent,
         created_unix_ms: now_unix_ms(),
     };
@@ -110,10 +114,10 @@ pub(super) async fn run(
         remedy: Some("is the disk of the state folder full?".to_owned()),
     })?;
     drop(reservation);
-    tracing::info!(vm = name, image = vm.identity.image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
+    tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
     let timeout = request.boot_timeout_ms.map(Duration::from_millis);
-    let outcome = bring_up(core, &vm, files, &choice, timeout).await;
+    let outcome = bring_up(&hub.forker, &vm, files, &choice, timeout).await;
     guard.disarm();
     match outcome {
         Ok(()) => {
@@ -169,16 +173,6 @@ fn name_taken(name: &str, host: Option<&str>) -> ErrorBody {
     }
 }
 
-/// The image's files, open.
-pub(crate) fn open_image(core: &Core, name: &str) -> Result<ImageFiles, ErrorBody> {
-    core.images.open(name).map_err(|error| ErrorBody {
-        code: super::store_code(&error),
-        message: format!("open image `{name}`"),
-        cause: Some(chain(&error)),
-        remedy: error.remedy(),
-    })
-}
-
 fn choose_accel(request: &RunRequest) -> Result<AccelChoice, ErrorBody> {
     let wanted = request.accel.map(|accel| match accel {
         vmfork_api::Accel::Kvm => Accel::Kvm,
@@ -211,12 +205,13 @@ fn check_size(memory_mib: u64, cpus: u32) -> Result<(), ErrorBody> {
 }
 
 async fn bring_up(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     vm: &Arc<Vm>,
     files: ImageFiles,
     choice: &AccelChoice,
     timeout: Option<Duration>,
 ) -> Result<(), ErrorBody> {
+    let core = &forker.core;
     let patience = Patience::new(timeout);
     let message = format!("run `{}`", vm.name());
     let host_error = |error: &dyn std::error::Error| ErrorBody {
@@ -228,9 +223,14 @@ async fn bring_up(
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
     let disk = files.root.map(OwnedFd::from);
     let disk_id = disk.as_ref().map(DiskId::of).transpose().map_err(|error| host_error(&error))?;
-    let shape =
-        Shape::new(vm.identity.memory_bytes, vm.identity.cpus, choice.accel, guest, disk_id)
-            .map_err(|error| host_error(&error))?;
+    let shape = Shape::new(
+        vm.identity.spec().memory_bytes,
+        vm.identity.spec().cpus,
+        choice.accel,
+        guest,
+        disk_id,
+    )
+    .map_err(|error| host_error(&error))?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     let disk = disk_id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
     let append = OsString::from(&files.metadata.cmdline);
@@ -248,7 +248,7 @@ async fn bring_up(
     })?;
     let machine = Arc::new(machine);
     vm.set_machine(Arc::clone(&machine));
-    core.start_channels(vm, &machine, None).map_err(|error| host_error(&error))?;
+    start_channels(forker, vm, &machine, None).map_err(|error| host_error(&error))?;
     // Clones of it will want QEMUs of this shape.
     core.pool.want(&shape, core.config.pool as usize);
     if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {

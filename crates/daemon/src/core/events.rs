@@ -91,7 +91,7 @@ fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
 }
 
 /// Notice the end of a VM's QEMU.
-pub(super) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
+pub(crate) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
     let (weak, vm) = (Arc::downgrade(core), Arc::clone(vm));
     // Not the machine itself: it would live as long as this task.
     let machine = Arc::downgrade(machine);
@@ -110,7 +110,7 @@ pub(super) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
             None => String::new(),
         };
         // Before the end, which lets go of the cgroup that counts them.
-        let end = end_of(status, &words, vm.oom_kills(), vm.identity.memory_bytes);
+        let end = end_of(status, &words, vm.oom_kills(), vm.identity.spec().memory_bytes);
         if let Some(core) = weak.upgrade() {
             core.end(&vm, end);
         }
@@ -140,7 +140,7 @@ fn end_of(status: ExitStatus, words: &str, oom_kills: u64, memory_bytes: u64) ->
 mod tests {
     use super::*;
     use crate::cgroup::Cgroups;
-    use crate::hub::testing::{Host, SOON};
+    use crate::operations::testing::{Host, SOON};
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn what_the_cgroup_has_counted_is_read_before_it_is_let_go() {

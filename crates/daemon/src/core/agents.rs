@@ -16,7 +16,7 @@ use crate::metrics::EndReason;
 use crate::vm::{End, Vm};
 
 /// Notice the end of a VM's agent. `events` are its QEMU's.
-pub(super) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, link: AgentLink, events: Receiver<Event>) {
+pub(crate) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, link: AgentLink, events: Receiver<Event>) {
     let (weak, vm) = (Arc::downgrade(core), Arc::clone(vm));
     tokio::spawn(async move {
         let reason = tokio::select! {
@@ -45,14 +45,14 @@ mod tests {
 
     use super::*;
     use crate::agent::MailRoom;
-    use crate::fork::tickets::{self, Origin};
-    use crate::hub::testing::{Host, SOON, link};
+    use crate::fork::tickets::{self, TicketOrigin};
+    use crate::operations::testing::{Host, SOON, link};
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_worker_whose_agent_is_lost_ends_and_its_parent_is_told() {
         let host = Host::start().await;
         let (parent, mut told) = mpsc::unbounded_channel();
-        let origin = Origin { ticket: 7, parent, room: MailRoom::default() };
+        let origin = TicketOrigin { ticket: 7, parent, room: MailRoom::default() };
         let vm = host.vm("web.1", Some(origin));
         vm.set_ready(None);
         let (link, mut guest, _requests) = link();

@@ -12,11 +12,12 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
 use vmfork_cluster::allocate::Bounds;
 
-use super::{Core, Hub};
+use super::Hub;
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
 use crate::config::{Config, TicketPlace};
-use crate::fork::tickets::Origin;
+use crate::core::Core;
+use crate::fork::tickets::TicketOrigin;
 use crate::lifecycle::Parts;
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
@@ -42,6 +43,7 @@ impl Probe for Roomy {
 }
 
 pub(crate) struct Host {
+    pub(crate) hub: Arc<Hub>,
     pub(crate) core: Arc<Core>,
     _folder: TempDir,
 }
@@ -66,14 +68,15 @@ impl Host {
             cgroups: Err("a test has none".to_owned()),
             snapshots: Arc::new(Snapshots::new(&folder.path().join("snapshots")).expect("made")),
         };
-        Self { core: Arc::clone(&Hub::start(parts).await.core), _folder: folder }
+        let hub = Hub::start(parts).await;
+        Self { core: Arc::clone(&hub.core), hub, _folder: folder }
     }
 
     /// A VM without a QEMU.
-    pub(crate) fn vm(&self, name: &str, origin: Option<Origin>) -> Arc<Vm> {
+    pub(crate) fn vm(&self, name: &str, origin: Option<TicketOrigin>) -> Arc<Vm> {
         let vmid = u32::from(origin.is_some());
         let identity = Identity { vmid, ..test_identity(name, None) };
-        self.core.add_vm(identity, None, origin).expect("a folder for it")
+        self.core.add_vm(identity, None, origin.map(Into::into)).expect("a folder for it")
     }
 }
 

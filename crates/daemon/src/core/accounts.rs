@@ -55,8 +55,8 @@ impl Core {
     }
 
     /// Where a VM's memory is, and who else needs what of it.
-    pub(super) fn memory_info(&self, vm: &Arc<Vm>) -> MemoryInfo {
-        let pages = vm.identity.memory_bytes / vmfork_image::PAGE_BYTES;
+    pub(crate) fn memory_info(&self, vm: &Arc<Vm>) -> MemoryInfo {
+        let pages = vm.identity.spec().memory_bytes / vmfork_image::PAGE_BYTES;
         let Some(machine) = vm.machine() else {
             return MemoryInfo { pages, ..MemoryInfo::default() };
         };
@@ -117,7 +117,7 @@ impl Core {
     }
 
     /// What the host has, and what is taken of it.
-    pub(super) fn host_info(&self) -> HostInfo {
+    pub(crate) fn host_info(&self) -> HostInfo {
         let (host, room) = (self.admission.host(), self.admission.room());
         let (accel, reason) = match probe::choose_accel(None, &KvmFacts::gather()) {
             Ok(choice) => (choice.accel, choice.reason),
@@ -145,5 +145,11 @@ impl Core {
             },
             lost: self.state.lost(),
         }
+    }
+
+    /// What `ps` shows of a VM.
+    pub(crate) fn summary(&self, vm: &Arc<Vm>, sample: bool) -> vmfork_api::Vm {
+        let clones = self.registry.clones_of(&vm.identity.id).len();
+        vm.summary(u32::try_from(clones).unwrap_or(u32::MAX), sample)
     }
 }

@@ -1,50 +1,40 @@
 //! The part of a fork that goes to other hosts of the cluster.
 
+use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use futures_util::future::join_all;
-use tokio_util::sync::CancellationToken;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, join_all};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
-use super::brood::{self, Wanted};
-use super::clone::report_failure;
-use super::freeze;
-use super::snapshot::Snapshot;
-use super::tickets::{Event, Origin};
-use crate::cluster::{
-    Abroad, CloneOrder, Hold, Job, Member, Reserved, Sending, Share, TAKES_LONG, send,
-};
+use super::Cluster;
+use super::descriptor::CloneOrder;
+use super::guest_images::TAKES_LONG;
+use super::member::Member;
+use super::place::{Sending, Share, send};
+use super::tickets::{Abroad, reserve};
+use crate::core::Core;
+use crate::error::chain;
 use crate::facts::{Facts, Frozen, host};
-use crate::hub::{Core, chain};
+use crate::fork::tickets::{Event, TicketOrigin};
+use crate::fork::{
+    self, Allotted, Departure, Hold, PlanAsk, Remote, Reserved, Wanted, failed, report_failure,
+};
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
 /// How long a fork that is given up waits until the other hosts have heard of that.
 const END_WAIT: Duration = Duration::from_secs(5);
 
-/// Where clones may go.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Placement {
-    /// Default: spread in a cluster, else here.
-    pub(crate) place: Option<Place>,
-    pub(crate) hosts: Option<Vec<String>>,
-    /// How fast other hosts get all of the memory; 0: as it is asked for.
-    pub(crate) hydrate_bytes_per_s: u64,
-    /// Of a ticket: the places that it has on other hosts.
-    pub(crate) reserved: Arc<[Reserved]>,
-    /// Of a ticket: what an engine holds for it.
-    pub(crate) hold: Option<Hold>,
-}
-
 /// Who starts how many, decided before the pause.
 #[derive(Debug)]
-pub(super) struct Away {
+struct Away {
     member: Arc<Member>,
     /// How many stay here.
-    pub(super) here: u32,
+    here: u32,
     shares: Vec<Destination>,
     /// Why some clones are started nowhere: what was asked for has no place for them.
     unplaced: Option<ErrorBody>,
@@ -70,16 +60,10 @@ struct Destination {
 ///
 /// # Errors
 /// Hosts are named that there are not, or not all fit and all are insisted on.
-pub(super) async fn plan(
-    core: &Core,
-    parent: &Vm,
-    machine: &Machine,
-    ask: (&Placement, u32, bool),
-    wanted: freeze::Wanted<'_>,
-) -> Result<Option<Away>, ErrorBody> {
-    let freeze::Wanted { message, deadline, given_up, .. } = wanted;
-    let (placement, count, all_or_nothing) = ask;
-    let Some(member) = core.cluster.member() else {
+async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Away>, ErrorBody> {
+    let PlanAsk { core, parent, machine, placement, count, all_or_nothing, .. } = ask;
+    let fork::FreezeWanted { message, deadline, given_up, .. } = ask.wanted;
+    let Some(member) = member else {
         let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
         return match wants_more || placement.hosts.is_some() {
             true => Err(ErrorBody::new(ErrorCode::Conflict, message)
@@ -90,22 +74,22 @@ pub(super) async fn plan(
     };
     let policy = match placement.place {
         Some(Place::Here) => {
-            member.check_active(message)?;
+            member.hosts.check_active(message)?;
             return Ok(None);
         }
         Some(Place::Pack) => Policy::Pack,
         Some(Place::Spread) | None => Policy::Spread,
     };
-    let mut views = member.views(core);
+    let mut views = member.hosts.views(core);
     if let Some(hosts) = &placement.hosts {
-        let named = member.find_all(hosts, message)?;
+        let named = member.hosts.find_all(hosts, message)?;
         views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {
-        memory_bytes: core.admission.clone_bytes(parent.identity.memory_bytes),
-        vcpus: parent.identity.cpus,
+        memory_bytes: core.admission.clone_bytes(parent.identity.spec().memory_bytes),
+        vcpus: parent.identity.spec().cpus,
     };
-    member.coming(&core.admission, &parent.identity, machine, &mut views);
+    member.estimates.coming(&core.admission, &parent.identity, machine, &mut views);
     // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.
     let quota = core.quota_left(parent.identity.user, (count, shape), message).await?;
     let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
@@ -116,27 +100,27 @@ pub(super) async fn plan(
     }
     let ask = Ask { count, shape, family: parent.identity.family.clone(), policy };
     let hold = tokio::select! {
-        hold = member.hold(&ask, &views, message) => hold?,
-        () = given_up.cancelled() => return Err(super::was_given_up(message)),
+        hold = member.jobs.hold(&ask, &views, message) => hold?,
+        () = given_up.cancelled() => return Err(fork::was_given_up(message)),
         () = tokio::time::sleep_until(deadline.into()) => {
             return Err(ErrorBody::new(ErrorCode::Timeout, message).cause("no nodes were given in time"));
         }
     };
     let held = hold.as_ref().map(|hold| &*hold.held);
-    let plan = |views: &[HostView]| shares(views, held, (count, shape), policy, member.id());
+    let plan = |views: &[HostView]| shares(views, held, (count, shape), policy, member.hosts.id());
     let mut shares = plan(&views);
     let until = (deadline, given_up);
-    while member.give_image(&parent.identity, &shares, &mut views, until).await? {
+    while member.guest_images.give(&parent.identity, &shares, &mut views, until).await? {
         shares = plan(&views);
     }
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
-    let may_stay = views.iter().any(|view| view.id == member.id());
+    let may_stay = views.iter().any(|view| view.id == member.hosts.id());
     let unplaced = (placed < count).then(|| match held {
         Some(held) if !held.short.is_empty() => not_held(held, placed, count, message),
         _ => no_place(&views, placed, count, message),
     });
     // What fits nowhere is refused on this host, with the figures, unless this host is not to have any.
-    let here_takes = shares.iter().find(|(id, _)| *id == member.id()).map_or(0, |(_, n)| *n);
+    let here_takes = shares.iter().find(|(id, _)| *id == member.hosts.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
         Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
         Some(error) if placed == 0 && held.is_some() => return Err(error),
@@ -150,7 +134,7 @@ pub(super) async fn plan(
         }
         unplaced => (here_takes, unplaced),
     };
-    let shares = shares.into_iter().filter(|(id, _)| *id != member.id());
+    let shares = shares.into_iter().filter(|(id, _)| *id != member.hosts.id());
     let shares: Vec<_> = shares
         .map(|(host, count)| Destination { host, count, number: member.next_order(), lease: None })
         .collect();
@@ -166,14 +150,13 @@ pub(super) async fn plan(
 ///
 /// # Errors
 /// What QEMU plays can't be told.
-pub(super) async fn of_ticket(
-    core: &Core,
-    machine: &Machine,
-    reserved: &[Reserved],
-    count: u32,
-    message: &str,
+async fn of_ticket(
+    member: Option<Arc<Member>>,
+    ask: PlanAsk<'_>,
 ) -> Result<Option<Away>, ErrorBody> {
-    let Some(member) = core.cluster.member().filter(|_| !reserved.is_empty()) else {
+    let PlanAsk { core, machine, count, wanted, .. } = ask;
+    let reserved: &[Reserved] = &ask.placement.reserved;
+    let Some(member) = member.filter(|_| !reserved.is_empty()) else {
         return Ok(None);
     };
     let away = reserved.iter().map(|it| it.count).fold(0, u32::saturating_add);
@@ -181,10 +164,10 @@ pub(super) async fn of_ticket(
         host: it.host,
         count: it.count,
         number: member.next_order(),
-        lease: Some(it.number()),
+        lease: Some(it.number),
     });
     let shares = (count.saturating_sub(away), shares.collect());
-    Away::to(core, member, machine, shares, message).await.map(Some)
+    Away::to(core, member, machine, shares, wanted.message).await.map(Some)
 }
 
 /// The hosts that were asked for do not take all clones: why each takes no more.
@@ -222,22 +205,6 @@ fn shares(
     Plan::within(views, held, count, shape, policy, Some(near)).next_asks()
 }
 
-/// What goes away of a fork.
-pub(super) struct Departure<'a> {
-    pub(super) core: &'a Core,
-    pub(super) parent: &'a Vm,
-    pub(super) machine: &'a Machine,
-    pub(super) snapshot: &'a Snapshot,
-    pub(super) pause_ms: f64,
-    pub(super) all_or_nothing: bool,
-    pub(super) deadline: Instant,
-    pub(super) given_up: &'a CancellationToken,
-    /// The ticket behind it.
-    pub(super) origin: Option<&'a Origin>,
-    /// The engine's job that holds the clones.
-    pub(super) job: Option<Job>,
-}
-
 impl Away {
     async fn to(
         core: &Core,
@@ -254,13 +221,7 @@ impl Away {
         Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books, hold })
     }
 
-    /// What an engine holds for it.
-    pub(super) fn hold(&self) -> Option<&Hold> {
-        self.hold.as_ref()
-    }
-
-    /// Have the clones started that go elsewhere. → what became of each.
-    pub(super) async fn start(&self, what: Departure<'_>, wanted: Vec<Wanted>) -> Vec<CloneResult> {
+    async fn start(&self, what: Departure<'_>, wanted: Vec<Wanted>) -> Vec<CloneResult> {
         let Departure { parent, machine, snapshot, .. } = what;
         let frozen = Frozen {
             machine_type: self.machine_type.clone(),
@@ -274,8 +235,8 @@ impl Away {
             match is_kept {
                 true => kept.push(CloneOrder { name, vmid, ticket }),
                 false => {
-                    let error = super::name_taken(super::start_message(&name), &name);
-                    results.push(brood::failed(vmid, name, error));
+                    let error = fork::name_taken(fork::start_message(&name), &name);
+                    results.push(failed(vmid, name, error));
                 }
             }
         }
@@ -290,8 +251,8 @@ impl Away {
         shares.retain(|share| !share.clones.is_empty());
         if let Some(error) = &self.unplaced {
             let error =
-                |name: &str| ErrorBody { message: super::start_message(name), ..error.clone() };
-            results.extend(kept.map(|it| brood::failed(it.vmid, it.name.clone(), error(&it.name))));
+                |name: &str| ErrorBody { message: fork::start_message(name), ..error.clone() };
+            results.extend(kept.map(|it| failed(it.vmid, it.name.clone(), error(&it.name))));
         }
         if shares.is_empty() {
             return results;
@@ -325,15 +286,88 @@ impl Away {
         results
     }
 
-    /// End what was started. Hosts that can't be reached are told later.
-    pub(super) async fn end(&self) {
-        let told = self.shares.iter().map(|it| self.member.give_up(it.host, it.number));
+    async fn end(&self) {
+        let told = self.shares.iter().map(|it| self.member.hosts.give_up(it.host, it.number));
         let _those_that_are_silent = tokio::time::timeout(END_WAIT, join_all(told)).await;
     }
 }
 
+impl fork::Away for Away {
+    fn here(&self) -> u32 {
+        self.here
+    }
+
+    fn hold(&self) -> Option<&Hold> {
+        self.hold.as_ref()
+    }
+
+    fn start<'a>(
+        &'a self,
+        what: Departure<'a>,
+        wanted: Vec<Wanted>,
+    ) -> BoxFuture<'a, Vec<CloneResult>> {
+        self.start(what, wanted).boxed()
+    }
+
+    fn end(&self) -> BoxFuture<'_, ()> {
+        self.end().boxed()
+    }
+}
+
+impl Remote for Cluster {
+    fn here(&self) -> Option<String> {
+        self.member().map(|member| member.hosts.name())
+    }
+
+    fn names(&self) -> BoxFuture<'_, Option<HashSet<String>>> {
+        async {
+            match self.member() {
+                Some(member) => Some(member.locate.names_elsewhere().await),
+                None => None,
+            }
+        }
+        .boxed()
+    }
+
+    fn plan<'a>(
+        &'a self,
+        ask: PlanAsk<'a>,
+    ) -> BoxFuture<'a, Result<Option<Box<dyn fork::Away>>, ErrorBody>> {
+        async move {
+            let member = self.member();
+            let away = match ask.by_ticket {
+                true => of_ticket(member, ask).await?,
+                false => plan(member, ask).await?,
+            };
+            Ok(away.map(|away| Box::new(away) as Box<dyn fork::Away>))
+        }
+        .boxed()
+    }
+
+    /// As `--ticket-place` says.
+    fn reserve<'a>(
+        &'a self,
+        core: &'a Core,
+        parent: &'a Vm,
+        vms: u32,
+        message: &'a str,
+    ) -> BoxFuture<'a, Option<Allotted>> {
+        async move {
+            let member = self.member()?;
+            match core.config.ticket_place.policy() {
+                Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
+                None => {
+                    let refused = member.hosts.check_active(message).err();
+                    refused.map(|it| Allotted { refused: Some(it), ..Allotted::default() })
+                }
+            }
+        }
+        .boxed()
+    }
+}
+
 /// Tell a ticket's desk what became of its clones elsewhere.
-fn tell(origin: &Origin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
+fn tell(origin: &TicketOrigin, abroad: &[Arc<Abroad>], results: &[CloneResult]) {
     for CloneResult { vmid, error, .. } in results {
         let Some(error) = error else {
             let running = Event::Running { ticket: origin.ticket, vmid: *vmid };

@@ -6,27 +6,27 @@ use vmfork_api::{
     StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
 
-use super::{create, keep, start, transfer};
+use super::Hub;
 use crate::control::{Answer, ByteStream, SnapshotControl};
-use crate::hub::Hub;
 use crate::quotas::User;
+use crate::snapshots::{create, keep, start, transfer};
 
 impl SnapshotControl for Hub {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>> {
-        async { tokio::task::block_in_place(|| self.core.snapshots.list(&self.core)) }.boxed()
+        async { tokio::task::block_in_place(|| self.library.snapshots.list(&self.core)) }.boxed()
     }
 
     fn create_snapshot(&self, request: SnapshotRequest) -> Answer<'_, Snapshot> {
-        create::create(&self.core, request).boxed()
+        create::create(&self.library, request).boxed()
     }
 
     fn inspect_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, SnapshotDetail> {
-        async { tokio::task::block_in_place(|| self.core.snapshots.detail(&self.core, name)) }
+        async { tokio::task::block_in_place(|| self.library.snapshots.detail(&self.core, name)) }
             .boxed()
     }
 
     fn remove_snapshot<'a>(&'a self, name: &'a str, cascade: bool) -> Answer<'a, RemovedSnapshots> {
-        keep::remove(&self.core, name, cascade).boxed()
+        keep::remove(&self.library, name, cascade).boxed()
     }
 
     fn start_snapshot<'a>(
@@ -35,19 +35,19 @@ impl SnapshotControl for Hub {
         name: &'a str,
         request: StartRequest,
     ) -> Answer<'a, StartReply> {
-        start::start(&self.core, user, name, request).boxed()
+        start::start(&self.library, user, name, request).boxed()
     }
 
     fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply> {
-        keep::verify(&self.core, name).boxed()
+        keep::verify(&self.library, name).boxed()
     }
 
     fn flatten_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, Snapshot> {
-        keep::flatten(&self.core, name).boxed()
+        keep::flatten(&self.library, name).boxed()
     }
 
     fn export_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, ByteStream> {
-        async { transfer::export(&self.core, name) }.boxed()
+        async { transfer::export(&self.library, name) }.boxed()
     }
 
     fn import_snapshot(
@@ -55,7 +55,7 @@ impl SnapshotControl for Hub {
         name: Option<String>,
         content: ByteStream,
     ) -> Answer<'_, Vec<Snapshot>> {
-        transfer::import(&self.core, name, content).boxed()
+        transfer::import(&self.library, name, content).boxed()
     }
 
     fn push_snapshot<'a>(
@@ -63,7 +63,7 @@ impl SnapshotControl for Hub {
         name: &'a str,
         request: TransferRequest,
     ) -> Answer<'a, TransferReply> {
-        transfer::push(&self.core, name, request).boxed()
+        transfer::push(&self.library, name, request).boxed()
     }
 
     fn pull_snapshot<'a>(
@@ -71,14 +71,14 @@ impl SnapshotControl for Hub {
         name: &'a str,
         request: TransferRequest,
     ) -> Answer<'a, Snapshot> {
-        transfer::pull(&self.core, name, request).boxed()
+        transfer::pull(&self.library, name, request).boxed()
     }
 
     fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo> {
-        async { tokio::task::block_in_place(|| self.core.snapshots.profile_info(name)) }.boxed()
+        async { tokio::task::block_in_place(|| self.library.snapshots.profile_info(name)) }.boxed()
     }
 
     fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
-        keep::reset_profile(&self.core, name).boxed()
+        keep::reset_profile(&self.library, name).boxed()
     }
 }
