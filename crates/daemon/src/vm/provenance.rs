@@ -8,7 +8,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use vmfork_memory::Engine;
+use vmfork_engine::Engine;
 
 /// Something that VMs come of. A VM has at most one of each kind.
 pub(crate) trait CameOf: Any + fmt::Debug + Send + Sync {
