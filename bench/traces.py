@@ -21,7 +21,7 @@ from pathlib import Path
 from . import world as w
 from .cluster import Cluster, cluster, rest
 
-FILTER = "info,vmfork_memory::touches=trace"
+FILTER = "info,vmfork_engine::touches=trace"
 
 MEMORY_MIB = 1024
 

@@ -4,12 +4,13 @@
 
 planes() {
 	# The data plane is threads and fds: no async runtime may come in through a dependency.
-	for crate in image policy memory store transfer tap agent holder; do
+	for crate in image policy engine memory store transfer multicast tap agent holder; do
 		tree=$(cargo tree --quiet -p "vmfork-$crate" -e normal --prefix none)
 		if printf '%s\n' "$tree" | grep -q '^tokio '; then
 			die "vmfork-$crate reaches tokio" "cargo tree -p vmfork-$crate -i tokio"
 		fi
 	done
+	"$PYTHON" mk/modules.py
 }
 
 sdk() {

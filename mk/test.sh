@@ -19,7 +19,7 @@ integration() { RUST_BACKTRACE=0 tests_cargo --test '*' -- --nocapture; }
 # The lock-free parts in all orders of their steps.
 loom() {
 	RUSTFLAGS='--cfg loom' \
-		cargo test --quiet -p vmfork-memory -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
+		cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
 documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }

@@ -1,11 +1,11 @@
 //! Datagrams of pages and of requests for them, as they are after they were opened.
 
 use vmfork_image::{PageIdx, PageRange};
-use vmfork_policy::transfer::multicast::Request;
-use vmfork_transfer::multicast::datagram::{
+use vmfork_multicast::datagram::{
     Asking, Assembler, BODY_BYTES_MAX, Cutter, Form, From, HEAD_BYTES, Head, PART_BYTES,
     PARTIAL_PAGES_MAX, REQUEST_PAGES_MAX, REQUESTS_MAX, Record, decode_records,
 };
+use vmfork_policy::transfer::multicast::Request;
 
 /// Heads and requests have one encoding; parts make whole pages or none, and wait for each other in
 /// bounded room.

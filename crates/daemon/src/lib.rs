@@ -1,15 +1,25 @@
 //! `vmforkd`, one per host: puts the planes together, serves the REST API.
 //!
+//! Top-level modules import each other in one direction, from the left to the right (`make check` asserts it):
+//!
 //! ```text
-//!   http ──► control::Control ──► (hub: VMs, forks, pool, images, snapshots)
-//!    │                                │        │
-//!    └── metrics ◄────────────────────┘        ├── agent, tickets (the guests' side)
-//!   lifecycle ──► state (folder, journal)      └── admission, cgroup (what fits)
-//!      ├── holder (what a successor finds)     └── quotas (what users may have, on all hosts)
-//!      └── config, doctor
+//!   lifecycle ─► operations ─► cluster ───┬─► fork ─► facts ─► core ─► vm ─► agent ─► control ─► quotas
+//!                   │     └──► snapshots ─┘    │                │       │
+//!                   └─► doctor                 └─► tickets      └───────┴─► admission, cgroup, state, metrics, config
+//!   cluster, lifecycle, config ─► http ─► control
+//!   lifecycle ─► holder ─► config, http
 //! ```
 //!
-//! `cluster` has requests about other hosts' VMs passed on, and clones started there.
+//! | module | is |
+//! |---|---|
+//! | `operations` | [`control::Control`] on the real host; what all below is put together by |
+//! | `cluster` | this host among others: clones sent and received, images lent |
+//! | `snapshots` | stored snapshots: taken, started, recorded, moved |
+//! | `fork` | a freeze, and clones of it; the fork API of guests; what it asks of other hosts is a trait |
+//! | `facts` | what a frozen VM needs of a host |
+//! | `holder` | what a successor finds: the API's sockets |
+//! | `core` | the VMs of this host, and what all of them share |
+//! | `vm` | one VM; what it came of, without knowing the kinds |
 //!
 //! [`http`] knows nothing of QEMU: it turns requests into calls of [`control::Control`]. Everything
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
@@ -20,14 +30,16 @@ pub mod cgroup;
 pub mod cluster;
 pub mod config;
 pub mod control;
+mod core;
 pub mod doctor;
+mod error;
 mod facts;
 mod fork;
 pub mod holder;
 pub mod http;
-pub mod hub;
 pub mod lifecycle;
 pub mod metrics;
+pub mod operations;
 pub mod quotas;
 pub mod snapshots;
 pub mod state;

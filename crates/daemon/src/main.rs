@@ -8,8 +8,8 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 use vmfork_daemon::config::Flags;
 use vmfork_daemon::control::Control;
-use vmfork_daemon::hub::Hub;
 use vmfork_daemon::lifecycle::{self, Host, Parts};
+use vmfork_daemon::operations::Hub;
 
 /// Exit codes: 0 ended on request, 1 failed, 2 misuse.
 fn main() -> ExitCode {

@@ -20,7 +20,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Registry, Unit};
 use vmfork_api::{ErrorCode, VmState};
-use vmfork_memory::Times;
+use vmfork_engine::Times;
 
 pub use self::multicast::{GroupEvent, GroupPages, Multicast};
 use self::multicast::{GroupEventLabel, GroupPagesLabel};

@@ -13,7 +13,7 @@
 //! did not change. So a table costs what was written, and neither its image's size nor the depth of
 //! its ancestry.
 //!
-//! Left to others: the bytes themselves (`vmfork-memory`), which to fetch next (`vmfork-policy`).
+//! Left to others: the bytes themselves (`vmfork-engine`), which to fetch next (`vmfork-policy`).
 //! No I/O, no threads, no clock, no unsafe code.
 
 #![deny(unsafe_code)]

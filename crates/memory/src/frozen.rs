@@ -5,14 +5,15 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use vmfork_engine::{Change, Originals, Release};
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_tap_proto::Op;
 
 use crate::pagemap::{Held, Pagemap};
 use crate::tap::{Posted, Tap, TapError, pidfd_of};
 
-/// Originals are given back in stretches of at most 8 MiB: each is one `munmap` in the keeper, 150 µs at most,
-/// behind which a request to map a run may have to wait.
+/// Originals are given back in stretches of at most 8 MiB: each is one `munmap` in the keeper, 150
+/// µs at most, behind which a request to map a run may have to wait.
 const RELEASE_PAGES_MAX: u64 = 2048;
 
 /// A process in whose address space the pages lie: the keeper, or QEMU.
@@ -66,16 +67,6 @@ impl Holder {
     }
 }
 
-/// What became of an attempt to give pages back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Release {
-    /// There is nothing to give back.
-    Nothing,
-    Begun,
-    /// The keeper is behind: try again later.
-    Busy,
-}
-
 /// The range that a freeze moved aside.
 #[derive(Debug)]
 pub(crate) struct FrozenRange {
@@ -85,7 +76,8 @@ pub(crate) struct FrozenRange {
     tap: Arc<Tap>,
     holders: Vec<Holder>,
     pages: u64,
-    /// Pages from the start on that were given back. Their addresses may be QEMU's again for something else.
+    /// Pages from the start on that were given back. Their addresses may be QEMU's again for
+    /// something else.
     released_pages: AtomicU64,
 }
 
@@ -116,13 +108,10 @@ impl FrozenRange {
         }
         Ok(Self { address, witness, tap, holders, pages, released_pages: AtomicU64::new(0) })
     }
+}
 
-    /// Read pages that are private there. A page whose stretch has been released gives an error or zeros: the
-    /// caller tests presence afterwards (see [`crate::presence`]).
-    ///
-    /// # Errors
-    /// No process holds the pages any more, or they were released.
-    pub(crate) fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+impl Originals for FrozenRange {
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         let address = self.address + range.byte_offset();
         let mut last = io::Error::from_raw_os_error(libc::ESRCH);
         for holder in &self.holders {
@@ -134,21 +123,20 @@ impl FrozenRange {
         Err(last)
     }
 
-    /// Runs of pages in `range` that the VM had written, or that were zero in it.
-    ///
-    /// # Errors
-    /// No process holds the pages any more.
-    pub(crate) fn scan(
-        &self,
-        range: PageRange,
-        mut found: impl FnMut(PageRange, Held),
-    ) -> io::Result<()> {
+    fn scan(&self, range: PageRange, found: &mut dyn FnMut(PageRange, Change)) -> io::Result<()> {
+        let mut changed = |run, held| {
+            let change = match held {
+                Held::Private => Change::Written,
+                Held::Zero => Change::Zero,
+            };
+            found(run, change);
+        };
         let mut last = io::Error::from_raw_os_error(libc::ESRCH);
         for holder in &self.holders {
             let pagemap = holder.pagemap();
-            match pagemap.and_then(|map| map.scan(self.address, range, &mut found)) {
-                // A scan of an address space that is being torn down finds nothing and says so without an error. Who
-                // can still be read from afterwards had all of its memory.
+            match pagemap.and_then(|map| map.scan(self.address, range, &mut changed)) {
+                // A scan of an address space that is being torn down finds nothing and says so
+                // without an error. Who can still be read from afterwards had all of its memory.
                 Ok(()) => match holder.read(self.witness, &mut [0; 8]) {
                     Ok(()) => return Ok(()),
                     Err(error) => last = error,
@@ -159,9 +147,8 @@ impl FrozenRange {
         Err(last)
     }
 
-    /// Give the next stretch back to the host, of what lies before `limit`. Does not wait for it. If the keeper
-    /// has gone, the memory goes with QEMU.
-    pub(crate) fn release_some(&self, limit: PageIdx) -> Release {
+    /// If the keeper has gone, the memory goes with QEMU.
+    fn release_some(&self, limit: PageIdx) -> Release {
         let from = PageIdx(self.released_pages.load(Ordering::Relaxed));
         let range = PageRange::between(from, limit.min(PageIdx(self.pages)));
         let range = range.truncate(RELEASE_PAGES_MAX);
@@ -183,13 +170,12 @@ impl FrozenRange {
     }
 
     /// Whether a process that holds the pages still runs.
-    pub(crate) fn is_held(&self) -> bool {
+    fn is_held(&self) -> bool {
         self.holders.iter().any(Holder::is_alive)
     }
 
-    /// Where a page lies, for messages.
-    pub(crate) fn address_of(&self, page: PageIdx) -> u64 {
-        self.address + page.byte_offset()
+    fn place_of(&self, page: PageIdx) -> String {
+        format!("frozen at {:#x}", self.address + page.byte_offset())
     }
 }
 

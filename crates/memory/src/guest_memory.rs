@@ -10,18 +10,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use vmfork_engine::{Engine, EngineError, View, ViewCounters, next_view_id};
 use vmfork_image::{PAGE_BYTES, PageRange};
 use vmfork_policy::ViewId;
 use vmfork_tap_proto::{ATTACH_BY_PAGE, BLOCK_BYTES, Op, STATUS_MERGEABLE, VERSION};
 
-use crate::counters::ViewCounters;
-use crate::engine::{Engine, EngineError, next_view_id};
 use crate::frozen::FrozenRange;
 use crate::pagemap::{Held, Pagemap};
 use crate::stillness::Stillness;
 use crate::tap::{Tap, TapError, pidfd_of};
 use crate::uffd::Uffd;
-use crate::view::View;
+use crate::view::UffdView;
 
 /// What the daemon opens for the shim.
 pub const USERFAULTFD_DEVICE: &str = "/dev/userfaultfd";
@@ -111,7 +110,7 @@ impl Attachment {
         now.as_ref().map(|(engine, _)| Arc::clone(engine))
     }
 
-    /// The number by which [`crate::EngineEvent::ViewLost`] names the VM.
+    /// The number by which [`vmfork_engine::EngineEvent::ViewLost`] names the VM.
     pub fn view_id(&self) -> Option<ViewId> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, id)| *id)
     }
@@ -254,7 +253,7 @@ impl GuestMemory {
 
     fn attach_as(&mut self, engine: &Arc<Engine>, how: u64) -> Result<(), FreezeError> {
         self.check_size(engine)?;
-        self.tap.call(Op::Attach, [how, 0, 0, 0], Some(engine.image().cache().for_views()))?;
+        self.tap.call(Op::Attach, [how, 0, 0, 0], Some(engine.image().cache().for_readers()))?;
         self.join(engine, self.new_view())?;
         Ok(())
     }
@@ -293,7 +292,7 @@ impl GuestMemory {
         let pids = [self.keeper_pid, self.qemu_pid];
         let frozen = FrozenRange::new(address, witness, self.pages, Arc::clone(&self.tap), &pids)
             .map_err(FreezeError::Process)?;
-        next.begin(frozen)?;
+        next.begin(Arc::new(frozen))?;
         self.join(next, self.new_view())?;
         Ok(FreezeTimes {
             moving: Duration::from_nanos(moving_ns),
@@ -347,7 +346,7 @@ impl GuestMemory {
         let cache = if std::mem::take(&mut self.freeze_fails) {
             self.uffd.as_fd() // can't be mapped
         } else {
-            next.image().cache().for_views()
+            next.image().cache().for_readers()
         };
         Ok(self.tap.call(Op::Freeze, [0; 4], Some(cache)).map(|(values, _)| values)?)
     }
@@ -363,7 +362,8 @@ impl GuestMemory {
 
     fn new_view(&self) -> View {
         let (uffd, tap) = (Arc::clone(&self.uffd), Arc::clone(&self.tap));
-        View::new(uffd, tap, self.hva, self.pages, Arc::clone(&self.counters))
+        let reader = UffdView::new(uffd, tap, self.hva, self.pages);
+        View::new(Box::new(reader), self.pages, Arc::clone(&self.counters))
     }
 }
 

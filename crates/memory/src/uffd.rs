@@ -1,7 +1,7 @@
 //! userfaultfd, thin: read faults, install pages, wake.
 //!
 //! On `linux-raw-sys` structs, since the `userfaultfd` crate scrambles `EAGAIN`, closes what it hands
-//! out, and lacks newer requests (house-style.md §4).
+//! out, and lacks newer requests.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -38,7 +38,7 @@ pub(crate) enum Installed {
 
 /// One VM's userfaultfd, duplicated into this process.
 #[derive(Debug)]
-pub struct Uffd {
+pub(crate) struct Uffd {
     fd: OwnedFd,
 }
 

@@ -1,29 +1,33 @@
-//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, which goes from host to host until one gives
-//! the pages; and rounds of asking what others hold.
+//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, and rounds of asking what others hold.
 //!
 //! ```text
-//!   submit ──► queues ──► 20 reads at a time: swarm ──► named hosts ──► ask all what they hold ──► pause ─┐
-//!                                    ▲──────────────────────────────────────────────────────────────────────┘ for 10 s
+//!   submit ──► queues ──► 20 reads at a time, each a Read ──Ask, Compare──► messages ──► replies ──► settled
+//!                                                         ──Hear──────────► the host's Receiver
 //! ```
 //!
-//! Whom to ask is [`Swarm`]'s decision; what is here follows `vmfork_transfer`'s `PeerSource`, `Verifier` and `Swarm`, and the engine's
-//! `Fetchers`, whose blocking threads are states here.
+//! What a read does is decided in [`vmfork_policy::transfer::read`], which the daemon drives, too. What is here carries it out with
+//! messages in place of sockets; the rounds follow `vmfork_transfer`'s `Swarm`, and the queues the engine's `Fetchers`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange};
-use vmfork_policy::transfer::HostId;
+use vmfork_image::{ImageName, PageIdx, PageRange};
 use vmfork_policy::transfer::bounds::{
-    ANSWER, AVOID, DEMAND_WAIT, FETCHERS_AHEAD_MAX, FETCHERS_MAX, LATER_MAX, LATER_MIN, PATIENCE,
-    PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
+    ANSWER, AVOID, FETCHERS_AHEAD_MAX, FETCHERS_MAX, HEAR_AHEAD, HEAR_DEMAND, PATIENCE,
 };
-use vmfork_policy::transfer::swarm::{Asked, Chosen, Failure, Picked, Route, Swarm, SwarmConfig};
+use vmfork_policy::transfer::multicast::{Trust, TrustConfig};
+use vmfork_policy::transfer::read::{
+    Action, Event, Hosts, Read, ReplyError, Request, SumRequests, Verdict,
+};
+use vmfork_policy::transfer::swarm::{Picked, Swarm, SwarmConfig};
+use vmfork_policy::transfer::{HostId, Urgency};
 
 use crate::cache::Cache;
 use crate::network::{Message, Refused};
 
 const ORIGIN: usize = 0;
+
+const IMAGE: ImageName = ImageName { host: 0, image: 1 };
 
 /// What came of all that was done.
 #[derive(Debug, Default)]
@@ -33,92 +37,100 @@ pub(crate) struct Outbox {
     pub(crate) settled: Vec<(PageRange, bool)>,
     /// Pages that were asked for, and are not waited for any more.
     pub(crate) gave_up: Vec<PageRange>,
+    /// Reads that wait for their pages in the group.
+    pub(crate) hear: Vec<Hear>,
 }
 
-#[derive(Debug)]
-struct Read {
-    pages: PageRange,
-    demand: bool,
-    give_up: Duration,
-    /// Of this round, and whether it may be otherwise in a moment.
-    failed: Vec<(usize, bool)>,
-    all_were_asked: bool,
-    /// Its time is over: once more, and no more.
-    is_late: bool,
-    pause: Duration,
-    state: State,
-}
-
+/// A read waits for its pages in the group.
 #[derive(Debug, Clone, Copy)]
-enum State {
-    /// A host has been asked for the pages, out of the swarm or since it was named.
-    Asked {
-        host: usize,
-        origin: bool,
-        in_swarm: bool,
-        route: Route,
-        until: Duration,
-    },
-    /// The pages are here, the origin's sums are not: it has been asked for `asked`, or another read has asked for them.
-    Sums {
-        host: usize,
-        in_swarm: bool,
-        asked: Option<PageRange>,
-        until: Duration,
-    },
-    /// They can't be compared, so that the origin has been asked for them.
-    Undecided {
-        host: usize,
-        in_swarm: bool,
-        until: Duration,
-    },
-    /// Those that have them are busy.
-    Later {
-        until: Duration,
-    },
-    Refreshes {
-        until: Duration,
-    },
-    Pauses {
-        until: Duration,
-    },
+pub(crate) struct Hear {
+    pub(crate) read: u64,
+    pub(crate) pages: PageRange,
+    pub(crate) urgency: Urgency,
 }
 
-impl State {
-    fn until(self) -> Duration {
-        match self {
-            Self::Asked { until, .. }
-            | Self::Sums { until, .. }
-            | Self::Undecided { until, .. }
-            | Self::Later { until }
-            | Self::Refreshes { until }
-            | Self::Pauses { until } => until,
-        }
-    }
+/// A read that is under way.
+#[derive(Debug)]
+struct Active {
+    read: Read,
+    does: Does,
+    /// Pages have come, and were not used yet.
+    has_come: bool,
+}
+
+/// What is being done for a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Does {
+    /// It waits for a reply, for hosts, or for time to pass.
+    Waits,
+    Hears,
+    /// Of its pages the origin's sums are missing. It has asked for `asked`, or another read has asked for them.
+    Compares {
+        asked: Option<PageRange>,
+    },
 }
 
 #[derive(Debug)]
 struct Round {
     left: VecDeque<HostId>,
     all: bool,
-    /// Who is being asked, and until when.
+    /// The host that is being asked, and until when.
     asked: Option<(HostId, Duration)>,
+}
+
+/// What is known of other hosts.
+#[derive(Debug)]
+struct Known {
+    swarm: Option<Swarm>,
+    /// Hosts that gave no reply, asked after others until then.
+    avoided: BTreeMap<usize, Duration>,
+    now: Duration,
+}
+
+impl Known {
+    fn avoids(&self, host: usize) -> bool {
+        self.avoided.get(&host).is_some_and(|until| *until > self.now)
+    }
+}
+
+impl Hosts for Known {
+    fn swarm(&mut self) -> Option<&mut Swarm> {
+        self.swarm.as_mut()
+    }
+
+    /// The host that told of the image, which froze it.
+    fn named(&mut self) -> Vec<HostId> {
+        vec![id(ORIGIN)]
+    }
+
+    fn named_version(&self) -> u64 {
+        0
+    }
+
+    fn origin(&self) -> Option<HostId> {
+        Some(id(ORIGIN))
+    }
+
+    fn is_avoided(&self, host: HostId) -> bool {
+        self.avoids(number(host))
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct Client {
     pages: u64,
-    swarm: Option<Swarm>,
+    known: Known,
     round: Option<Round>,
     /// Those of the origin's sums that are known here.
     sums: Cache,
-    /// Gave no answer: asked after others until then.
-    avoided: BTreeMap<usize, Duration>,
+    /// Those that prefetches have asked for.
+    sum_requests: SumRequests,
     demand: VecDeque<PageRange>,
     ahead: VecDeque<PageRange>,
-    reads: BTreeMap<u64, Read>,
+    reads: BTreeMap<u64, Active>,
     next: u64,
-    hears_group: bool,
+    /// Whether reads are for the group, if there is one.
+    group: Option<Trust>,
 }
 
 fn id(host: usize) -> HostId {
@@ -139,75 +151,89 @@ impl Client {
         });
         Self {
             pages,
-            swarm,
+            known: Known { swarm, avoided: BTreeMap::new(), now: Duration::ZERO },
             round: None,
             sums: Cache::new(pages),
-            avoided: BTreeMap::new(),
+            sum_requests: SumRequests::default(),
             demand: VecDeque::new(),
             ahead: VecDeque::new(),
             reads: BTreeMap::new(),
             next: 0,
-            hears_group,
+            group: hears_group.then(|| Trust::new(TrustConfig::default())),
         }
     }
 
-    /// Somebody's daemon has said that it has the image.
+    /// A host has said that it has the image.
     pub(crate) fn heard(&mut self, host: usize, now: Duration) {
-        if let Some(swarm) = &mut self.swarm {
+        if let Some(swarm) = &mut self.known.swarm {
             swarm.heard(id(host), true, now);
         }
     }
 
     /// A place of a piece in the order in which this host brings all of them.
     pub(crate) fn place(&self, piece: PageRange) -> u64 {
-        self.swarm.as_ref().map_or(piece.start().0, |swarm| swarm.place(piece))
+        self.known.swarm.as_ref().map_or(piece.start().0, |swarm| swarm.place(piece))
     }
 
     /// The same where there is an order in which they are wanted, and this one is number `at`.
     pub(crate) fn place_near(&self, at: u64, piece: PageRange) -> u64 {
-        self.swarm.as_ref().map_or(at, |swarm| swarm.place_near(at, piece))
+        self.known.swarm.as_ref().map_or(at, |swarm| swarm.place_near(at, piece))
     }
 
-    /// Which piece to bring next that nobody waits for. As `PeerSource` has it.
+    /// Which piece to prefetch next. As `PeerSource` has it.
     pub(crate) fn next_ahead(
         &mut self,
         pieces: &[PageRange],
         now: Duration,
         out: &mut Outbox,
     ) -> Picked {
-        if self.hears_group {
-            return Picked::Piece(0); // whoever asks for it, all get it
+        if self.group.is_some() {
+            return Picked::Piece(0); // if one asks for it, all get it
         }
         self.refresh_soon(now, out);
-        self.swarm.as_mut().map_or(Picked::Piece(0), |swarm| swarm.next_ahead(pieces, now))
+        self.known.swarm.as_mut().map_or(Picked::Piece(0), |swarm| swarm.next_ahead(pieces, now))
     }
 
     /// Have pages brought.
-    pub(crate) fn submit(&mut self, pages: PageRange, demand: bool) {
-        if demand { &mut self.demand } else { &mut self.ahead }.push_back(pages);
+    pub(crate) fn submit(&mut self, pages: PageRange, urgency: Urgency) {
+        self.queue(urgency).push_back(pages);
     }
 
-    /// Whether they are, or are about to be.
-    pub(crate) fn brings(&self, page: PageIdx) -> bool {
+    fn queue(&mut self, urgency: Urgency) -> &mut VecDeque<PageRange> {
+        match urgency {
+            Urgency::Demand => &mut self.demand,
+            Urgency::Ahead => &mut self.ahead,
+        }
+    }
+
+    /// Whether they come from one host, or are about to.
+    pub(crate) fn brings_by_unicast(&self, page: PageIdx) -> bool {
+        let is_its = |active: &Active| {
+            active.does != Does::Hears && active.read.request().pages.contains(page)
+        };
         self.demand.iter().chain(&self.ahead).any(|pages| pages.contains(page))
-            || self.reads.values().any(|read| read.pages.contains(page))
+            || self.reads.values().any(is_its)
     }
 
     /// Whether any of these is being brought.
     pub(crate) fn is_coming(&self, pages: PageRange) -> bool {
-        self.swarm.as_ref().is_some_and(|swarm| swarm.is_under_way(pages))
+        self.known.swarm.as_ref().is_some_and(|swarm| swarm.is_under_way(pages))
     }
 
     /// Whether an answer to this is still taken.
     pub(crate) fn waits_for(&self, read: u64) -> bool {
-        let state = self.reads.get(&read).map(|read| read.state);
-        matches!(state, Some(State::Asked { .. } | State::Undecided { .. }))
+        self.reads.get(&read).is_some_and(|active| active.read.asked().is_some())
     }
 
     pub(crate) fn wake_at(&self) -> Option<Duration> {
-        let reads = self.reads.values().map(|read| read.state.until());
+        let reads = self.reads.values().map(|active| active.read.until());
         let round = self.round.as_ref().and_then(|round| round.asked).map(|(_, until)| until);
         reads.chain(round).min()
+    }
+
+    /// The reads of which this is so.
+    fn numbers(&self, is_so: impl Fn(&Active) -> bool) -> Vec<u64> {
+        self.reads.iter().filter(|(_, active)| is_so(active)).map(|(number, _)| *number).collect()
     }
 
     /// What is late fails, and what waits for a fetcher begins if there is one.
@@ -218,300 +244,257 @@ impl Client {
             self.avoid(number(host), now);
             self.on_held(number(host), None, false, now, out);
         }
-        let late = self.reads.iter().filter(|(_, read)| read.state.until() <= now);
-        for number in late.map(|(number, _)| *number).collect::<Vec<_>>() {
+        for number in self.numbers(|active| active.read.until() <= now) {
             self.late(number, now, out);
         }
         while self.reads.len() < FETCHERS_MAX {
-            let ahead = self.reads.values().filter(|read| !read.demand).count();
-            let next = match self.demand.pop_front() {
-                Some(pages) => Some((pages, true)),
-                None if ahead < FETCHERS_AHEAD_MAX => {
-                    self.ahead.pop_front().map(|pages| (pages, false))
-                }
-                None => None,
+            let is_ahead = |active: &Active| active.read.request().urgency == Urgency::Ahead;
+            let has_room = || self.numbers(is_ahead).len() < FETCHERS_AHEAD_MAX;
+            let urgency = match self.demand.is_empty() {
+                false => Urgency::Demand,
+                true if has_room() => Urgency::Ahead,
+                true => break,
             };
-            let Some((pages, demand)) = next else { break };
-            self.refresh_soon(now, out);
-            let number = self.next;
-            self.next += 1;
-            let state = State::Pauses { until: Duration::MAX };
-            let read = Read {
-                pages,
-                demand,
-                give_up: now + PATIENCE,
-                failed: Vec::new(),
-                all_were_asked: false,
-                is_late: false,
-                pause: PAUSE_MIN,
-                state,
-            };
-            self.reads.insert(number, read);
-            self.ask_in_swarm(number, now, out);
+            let Some(pages) = self.queue(urgency).pop_front() else { break };
+            self.begin(pages, urgency, now, out);
         }
     }
 
-    fn late(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        let Some(Read { state, pages, .. }) = self.reads.get(&number) else { return };
-        match *state {
-            State::Asked { host, .. } => {
-                out.gave_up.push(*pages);
-                self.avoid(host, now);
-                self.failed(number, Failure::Broken, now, out);
-            }
-            State::Sums { host, in_swarm, .. } => {
-                self.ask_undecided(number, host, in_swarm, now, out);
-            }
-            State::Undecided { .. } => {
-                out.gave_up.push(*pages);
-                self.avoid(ORIGIN, now);
-                self.failed(number, Failure::Busy, now, out);
-            }
-            State::Later { .. } => self.ask_in_swarm(number, now, out),
-            State::Refreshes { .. } => self.refreshed(number, now, out),
-            State::Pauses { .. } => self.begin_again(number, now, out),
-        }
-    }
-
-    /// Whoever is best of those that are known to have the pages.
-    fn ask_in_swarm(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        let Some(read) = self.reads.get_mut(&number) else { return };
-        let Read { pages, demand, give_up, is_late, .. } = *read;
-        read.is_late = now >= give_up;
-        let chosen = match &mut self.swarm {
-            Some(swarm) if !is_late => swarm.choose(pages, demand, now),
-            _ => Chosen::Nobody,
+    fn begin(&mut self, pages: PageRange, urgency: Urgency, now: Duration, out: &mut Outbox) {
+        let hear_for = match urgency {
+            Urgency::Demand => HEAR_DEMAND,
+            Urgency::Ahead => HEAR_AHEAD,
         };
-        match chosen {
-            Chosen::Ask(asked) => self.ask(number, asked, true, now, out),
-            Chosen::Later(wait) if !demand && now < give_up => {
-                read.state = State::Later { until: now + wait.clamp(LATER_MIN, LATER_MAX) };
+        let group = self.group.as_mut();
+        let is_for_group = group.is_some_and(|trust| trust.allows(urgency, now));
+        let hear_until = is_for_group.then_some(now + hear_for);
+        if self.group.is_some() && !is_for_group {
+            out.gave_up.push(pages); // what another host asks for in the group comes here, too
+        }
+        if hear_until.is_none() {
+            self.refresh_soon(now, out);
+        }
+        let give_up = now + PATIENCE;
+        let request = Request { image: IMAGE, pages, urgency, give_up, hear_until };
+        let number = self.next;
+        self.next += 1;
+        self.known.now = now;
+        let (read, action) = Read::begin(request, &mut self.known, now);
+        self.reads.insert(number, Active { read, does: Does::Waits, has_come: false });
+        self.carry_out(number, action, now, out);
+    }
+
+    /// A read has waited for long enough.
+    fn late(&mut self, number: u64, now: Duration, out: &mut Outbox) {
+        let Some(Active { read, does, .. }) = self.reads.get(&number) else { return };
+        if *does == Does::Hears {
+            return self.not_heard(number, now, out);
+        }
+        if let Some(host) = read.asked() {
+            out.gave_up.push(read.request().pages);
+            self.avoid(self::number(host), now);
+        }
+        self.on(number, Event::Tick, now, out);
+    }
+
+    /// Something has happened to a read, which goes on.
+    fn on(&mut self, number: u64, event: Event, now: Duration, out: &mut Outbox) {
+        self.known.now = now;
+        let Some(active) = self.reads.get_mut(&number) else { return };
+        let Some(action) = active.read.on(event, &mut self.known, now) else { return };
+        let before = std::mem::replace(&mut active.does, Does::Waits);
+        let is_ahead = active.read.request().urgency == Urgency::Ahead;
+        self.carry_out(number, action, now, out);
+        if let Does::Compares { asked: Some(asked) } = before
+            && is_ahead
+        {
+            self.sum_requests.ended(asked);
+            // Reads that waited for the same sums ask for them, if they have not come.
+            for other in self.waiting_for(asked) {
+                self.compare(other, Some(id(ORIGIN)), now, out);
             }
-            Chosen::Later(_) | Chosen::Nobody => self.ask_named(number, now, out),
         }
     }
 
-    fn ask(&mut self, number: u64, asked: Asked, in_swarm: bool, now: Duration, out: &mut Outbox) {
-        let Some(read) = self.reads.get_mut(&number) else { return };
-        let Read { pages, demand, .. } = *read;
-        let Asked { host, origin, route } = asked;
-        let wait = if demand && in_swarm && !origin { DEMAND_WAIT } else { ANSWER };
-        let host = self::number(host);
-        read.state = State::Asked { host, origin, in_swarm, route, until: now + wait };
-        out.messages.push((host, Message::Ask { read: number, pages, demand, route }));
+    fn carry_out(&mut self, number: u64, action: Action, now: Duration, out: &mut Outbox) {
+        let Some(active) = self.reads.get_mut(&number) else { return };
+        let Request { pages, urgency, .. } = *active.read.request();
+        match action {
+            Action::Hear { .. } => {
+                active.does = Does::Hears;
+                out.hear.push(Hear { read: number, pages, urgency });
+            }
+            Action::Ask { host, route, .. } => {
+                if std::mem::take(&mut active.has_come) {
+                    out.gave_up.push(pages); // they come twice
+                }
+                let demand = urgency == Urgency::Demand;
+                let ask = Message::Ask { read: number, pages, demand, route };
+                out.messages.push((self::number(host), ask));
+            }
+            Action::Compare { origin, .. } => self.compare(number, origin, now, out),
+            Action::Refresh { .. } => {
+                self.begin_round(true, now, out);
+                if self.round.is_none() {
+                    self.on(number, Event::Refreshed, now, out);
+                }
+            }
+            Action::Wait { .. } => {}
+            Action::Done(_) => self.settle(number, true, out),
+            Action::GiveUp(_) => self.settle(number, false, out),
+        }
     }
 
-    /// Who told of the image, which is who froze it.
-    fn ask_named(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        let Some(read) = self.reads.get(&number) else { return };
-        if !read.failed.iter().any(|(host, _)| *host == ORIGIN) {
-            let asked = Asked { host: id(ORIGIN), origin: true, route: Route::Insist };
-            return self.ask(number, asked, false, now, out);
+    /// Pages here are what the origin has, which lies about none: but its sums have to come.
+    fn compare(&mut self, number: u64, origin: Option<HostId>, now: Duration, out: &mut Outbox) {
+        let Some(active) = self.reads.get_mut(&number) else { return };
+        let Request { pages, urgency, .. } = *active.read.request();
+        if self.sums.has_all(pages) {
+            return self.on(number, Event::Compared(Verdict::Right), now, out);
         }
-        let left = read.give_up.saturating_sub(now);
-        if self.swarm.is_some() && !read.all_were_asked {
-            // Somebody may have it of whom that is not known yet.
-            self.begin_round(true, now, out);
-            if self.round.is_none() {
-                return self.refreshed(number, now, out);
-            }
-            let until = now + left.min(REFRESH_WAIT);
-            if let Some(read) = self.reads.get_mut(&number) {
-                read.state = State::Refreshes { until };
-            }
+        // A daemon finds out when it connects next that a host which gave no reply is not there.
+        if origin.is_none() || self.known.avoids(ORIGIN) {
+            return self.on(number, Event::Compared(Verdict::Believed), now, out);
+        }
+        let wanted = SumRequests::wanted(pages, urgency).intersect(&PageRange::first(self.pages));
+        if urgency == Urgency::Ahead && self.sum_requests.is_under_way(wanted) {
+            active.does = Does::Compares { asked: None };
             return;
         }
-        let may_pass = read.failed.iter().any(|(_, passing)| *passing);
-        if left.is_zero() || !may_pass {
-            return self.settle(number, false, out);
+        if urgency == Urgency::Ahead {
+            self.sum_requests.began(wanted);
         }
-        let Some(read) = self.reads.get_mut(&number) else { return };
-        read.state = State::Pauses { until: now + read.pause.min(left) };
-        read.pause = (read.pause * 2).min(PAUSE_MAX);
-        read.all_were_asked = false;
+        active.does = Does::Compares { asked: Some(wanted) };
+        out.messages.push((ORIGIN, Message::Sums { read: number, pages: wanted }));
     }
 
-    fn refreshed(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        if let Some(read) = self.reads.get_mut(&number) {
-            read.all_were_asked = true;
-        }
-        self.begin_again(number, now, out);
-    }
-
-    fn begin_again(&mut self, number: u64, now: Duration, out: &mut Outbox) {
-        if let Some(read) = self.reads.get_mut(&number) {
-            read.failed.clear();
-            read.is_late = false;
-        }
-        self.ask_in_swarm(number, now, out);
+    /// Reads that wait for these sums, for which another read has asked.
+    fn waiting_for(&self, sums: PageRange) -> Vec<u64> {
+        self.numbers(|active| {
+            active.does == Does::Compares { asked: None }
+                && sums.covers(&active.read.request().pages)
+        })
     }
 
     fn settle(&mut self, number: u64, came: bool, out: &mut Outbox) {
-        if let Some(Read { pages, .. }) = self.reads.remove(&number) {
-            out.settled.push((pages, came));
+        if let Some(active) = self.reads.remove(&number) {
+            out.settled.push((active.read.request().pages, came));
         }
     }
 
     fn avoid(&mut self, host: usize, now: Duration) {
-        self.avoided.insert(host, now + AVOID);
+        self.known.avoided.insert(host, now + AVOID);
     }
 
-    /// The pages of a read came. → whether it was waited for.
-    pub(crate) fn on_answer(
-        &mut self,
-        from: usize,
-        number: u64,
-        now: Duration,
-        out: &mut Outbox,
-    ) -> bool {
-        let Some(read) = self.reads.get_mut(&number) else { return false };
-        let Read { pages, demand, .. } = *read;
-        let (host, origin, in_swarm) = match read.state {
-            State::Asked { host, origin, in_swarm, .. } if host == from => (host, origin, in_swarm),
-            State::Undecided { .. } if from == ORIGIN => {
-                self.settle(number, true, out);
-                return true;
+    /// Pages have come to the cache. Reads that waited for them in the group are through.
+    pub(crate) fn heard_pages(&mut self, cache: &Cache, now: Duration, out: &mut Outbox) {
+        let is_heard =
+            |it: &Active| it.does == Does::Hears && cache.has_all(it.read.request().pages);
+        for number in self.numbers(is_heard) {
+            if let Some((trust, active)) = self.group.as_mut().zip(self.reads.get(&number)) {
+                trust.heard(active.read.request().urgency);
             }
-            _ => return false,
+            self.on(number, Event::Heard, now, out);
+        }
+    }
+
+    /// A read's pages are not asked for in the group, or not any more. A part of them may have come, and comes twice.
+    pub(crate) fn not_heard(&mut self, read: u64, now: Duration, out: &mut Outbox) {
+        let Some(active) = self.reads.get(&read) else { return };
+        let Request { pages, urgency, .. } = *active.read.request();
+        out.gave_up.push(pages);
+        if let Some(trust) = &mut self.group {
+            trust.in_vain(urgency, now);
+        }
+        self.refresh_soon(now, out);
+        self.on(read, Event::NotHeard, now, out);
+    }
+
+    /// The same of all reads that wait for some of these.
+    pub(crate) fn not_heard_pages(&mut self, pages: PageRange, now: Duration, out: &mut Outbox) {
+        let waits = |it: &Active| {
+            it.does == Does::Hears && !it.read.request().pages.intersect(&pages).is_empty()
         };
-        self.avoided.remove(&from);
-        let origin = match &mut self.swarm {
-            Some(swarm) if in_swarm => {
-                swarm.answered(id(host), pages, now);
-                origin
-            }
-            Some(swarm) => swarm.gave(id(host)),
-            None => true,
-        };
-        let is_origin_avoided = self.avoided.get(&ORIGIN).is_some_and(|until| *until > now);
-        if origin || is_origin_avoided || self.sums.has_all(pages) {
-            self.settle(number, true, out);
-            return true;
+        for number in self.numbers(waits) {
+            self.not_heard(number, now, out);
         }
-        let wanted = if demand { pages } else { block(pages, self.pages) };
-        let is_asked = self.reads.values().any(|read| match read.state {
-            State::Sums { asked: Some(asked), .. } => asked.covers(&wanted),
-            _ => false,
-        });
-        let asked = (demand || !is_asked).then_some(wanted);
-        if let Some(read) = self.reads.get_mut(&number) {
-            read.state = State::Sums { host, in_swarm, asked, until: now + DEMAND_WAIT };
+    }
+
+    /// The pages of a read came.
+    pub(crate) fn on_answer(&mut self, from: usize, read: u64, now: Duration, out: &mut Outbox) {
+        let Some(active) = self.reads.get_mut(&read) else { return };
+        if active.read.asked() != Some(id(from)) {
+            return;
         }
-        if let Some(pages) = asked {
-            out.messages.push((ORIGIN, Message::Sums { read: number, pages }));
-        }
-        true
+        active.has_come = true;
+        self.known.avoided.remove(&from);
+        self.on(read, Event::Reply { from: id(from) }, now, out);
     }
 
     /// The origin told sums.
-    pub(crate) fn on_sums(&mut self, number: u64, pages: PageRange, out: &mut Outbox) {
-        self.avoided.remove(&ORIGIN);
+    pub(crate) fn on_sums(&mut self, read: u64, pages: PageRange, now: Duration, out: &mut Outbox) {
+        self.known.avoided.remove(&ORIGIN);
         self.sums.insert(pages);
-        self.summed(number, |of| pages.covers(of), out);
+        self.on_sums_of(read, Verdict::Right, now, out);
     }
 
-    /// A read knows as much of sums as it will, and so do those for whose pages it had asked, too.
-    fn summed(&mut self, number: u64, is_known: impl Fn(&PageRange) -> bool, out: &mut Outbox) {
-        let knows = |(it, read): &(&u64, &Read)| match read.state {
-            State::Sums { asked, .. } => **it == number || asked.is_none() && is_known(&read.pages),
-            _ => false,
-        };
-        for number in self.reads.iter().filter(knows).map(|(it, _)| *it).collect::<Vec<_>>() {
-            self.settle(number, true, out);
+    fn on_sums_of(&mut self, number: u64, verdict: Verdict, now: Duration, out: &mut Outbox) {
+        let does = self.reads.get(&number).map(|active| active.does);
+        if matches!(does, Some(Does::Compares { .. })) {
+            self.on(number, Event::Compared(verdict), now, out);
         }
-    }
-
-    fn ask_undecided(
-        &mut self,
-        number: u64,
-        host: usize,
-        in_swarm: bool,
-        now: Duration,
-        out: &mut Outbox,
-    ) {
-        let Some(read) = self.reads.get_mut(&number) else { return };
-        let Read { pages, demand, .. } = *read;
-        out.gave_up.push(pages); // come twice
-        read.state = State::Undecided { host, in_swarm, until: now + ANSWER };
-        let route = Route::Insist;
-        out.messages.push((ORIGIN, Message::Ask { read: number, pages, demand, route }));
     }
 
     /// A host did not give the pages.
     pub(crate) fn on_refused(
         &mut self,
         from: usize,
-        number: u64,
+        read: u64,
         why: Refused,
         now: Duration,
         out: &mut Outbox,
     ) {
-        let Some(Read { pages, state, .. }) = self.reads.get(&number) else { return };
-        match (*state, why) {
-            (
-                State::Asked { host, route: Route::Direct, .. },
-                Refused::Elsewhere { to, summed },
-            ) if host == from => {
-                let pages = *pages;
+        let Some(active) = self.reads.get(&read) else { return };
+        let (pages, asks) = (active.read.request().pages, active.read.asked());
+        let compares = matches!(active.does, Does::Compares { .. });
+        if compares && from == ORIGIN && why == Refused::Gone {
+            self.avoid(ORIGIN, now);
+            return self.on_sums_of(read, Verdict::Believed, now, out);
+        }
+        if asks != Some(id(from)) {
+            return;
+        }
+        let from_id = id(from);
+        let event = match why {
+            Refused::Elsewhere { to, summed } => {
                 if summed > 0 {
                     self.sums.insert(pages);
                 }
-                let is_avoided = self.avoided.get(&to).is_some_and(|until| *until > now);
-                let to = (id(to), is_avoided);
-                let swarm = self.swarm.as_mut();
-                match swarm.and_then(|swarm| swarm.redirected(id(host), pages, to, now)) {
-                    Some(asked) => self.ask(number, asked, true, now, out),
-                    None => self.ask_in_swarm(number, now, out),
-                }
+                Event::Elsewhere { from: from_id, at: id(to) }
             }
-            (State::Asked { host, .. }, Refused::NotHere | Refused::Elsewhere { .. })
-                if host == from =>
-            {
-                self.failed(number, Failure::Lacks, now, out);
+            Refused::NotHere => Event::Failed { from: from_id, why: ReplyError::Lacks },
+            Refused::Gone => {
+                out.gave_up.push(pages);
+                self.avoid(from, now);
+                Event::Failed { from: from_id, why: ReplyError::Broken }
             }
-            (State::Asked { host, .. }, Refused::Gone) if host == from => {
-                out.gave_up.push(*pages);
-                self.avoid(host, now);
-                self.failed(number, Failure::Broken, now, out);
-            }
-            (State::Sums { .. }, Refused::Gone) if from == ORIGIN => {
-                self.avoid(ORIGIN, now);
-                self.summed(number, |_| true, out); // believed
-            }
-            (State::Undecided { .. }, _) if from == ORIGIN => {
-                self.failed(number, Failure::Busy, now, out);
-            }
-            _ => {}
-        }
-    }
-
-    fn failed(&mut self, number: u64, why: Failure, now: Duration, out: &mut Outbox) {
-        let Some(read) = self.reads.get_mut(&number) else { return };
-        let (State::Asked { host, in_swarm, .. } | State::Undecided { host, in_swarm, .. }) =
-            read.state
-        else {
-            return;
         };
-        read.failed.push((host, matches!(why, Failure::Broken | Failure::Busy)));
-        if let Some(swarm) = self.swarm.as_mut().filter(|_| in_swarm) {
-            swarm.failed(id(host), read.pages, why, now);
-            return self.ask_in_swarm(number, now, out);
-        }
-        self.ask_named(number, now, out);
+        self.on(read, event, now, out);
     }
 
     /// Pages are being brought: ask others what they hold, if it is time.
     fn refresh_soon(&mut self, now: Duration, out: &mut Outbox) {
-        if self.swarm.as_ref().is_some_and(|swarm| swarm.is_round_due(now)) {
+        if self.known.swarm.as_ref().is_some_and(|swarm| swarm.is_round_due(now)) {
             self.begin_round(false, now, out);
         }
     }
 
     fn begin_round(&mut self, all: bool, now: Duration, out: &mut Outbox) {
-        let Some(swarm) = self.swarm.as_mut().filter(|swarm| !swarm.is_round_running()) else {
+        let Some(swarm) = self.known.swarm.as_mut().filter(|swarm| !swarm.is_round_running())
+        else {
             return;
         };
-        let avoided = &self.avoided;
+        let avoided = &self.known.avoided;
         let is_avoided = |host| avoided.get(&number(host)).is_some_and(|until| *until > now);
         let (asked, all) = swarm.begin_round(all, is_avoided, now);
         self.round = Some(Round { left: asked.into(), all, asked: None });
@@ -527,13 +510,11 @@ impl Client {
         }
         let all = round.all;
         self.round = None;
-        if let Some(swarm) = &mut self.swarm {
+        if let Some(swarm) = &mut self.known.swarm {
             swarm.end_round(last, all, now);
         }
-        let waiting = |read: &Read| matches!(read.state, State::Refreshes { .. });
-        let waiting = self.reads.iter().filter(|(_, read)| waiting(read));
-        for number in waiting.map(|(number, _)| *number).collect::<Vec<_>>() {
-            self.refreshed(number, now, out);
+        for number in self.numbers(|active| active.read.is_refreshing()) {
+            self.on(number, Event::Refreshed, now, out);
         }
     }
 
@@ -550,7 +531,7 @@ impl Client {
         if host != id(from) {
             return;
         }
-        if let Some(swarm) = &mut self.swarm {
+        if let Some(swarm) = &mut self.known.swarm {
             match runs {
                 Some(runs) => swarm.told(host, runs, now),
                 None => swarm.silent(host, refused, now),
@@ -559,15 +540,9 @@ impl Client {
         self.ask_next(Some(host), now, out);
     }
 
-    /// Nobody listens where it was asked what is held there.
+    /// The host that was asked what it holds is gone.
     pub(crate) fn on_held_gone(&mut self, from: usize, now: Duration, out: &mut Outbox) {
         self.avoid(from, now);
         self.on_held(from, None, false, now, out);
     }
-}
-
-/// The whole block of some pages.
-fn block(pages: PageRange, image: u64) -> PageRange {
-    let start = pages.start().0 / BLOCK_PAGES * BLOCK_PAGES;
-    PageRange::first(image).from_page(PageIdx(start)).truncate(BLOCK_PAGES)
 }

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use vmfork_image::{ImageId, PageIdx, PageRange, PageTable, Source};
+use vmfork_policy::transfer::Urgency;
 use vmfork_policy::transfer::bounds::PICK_AMONG;
 use vmfork_policy::transfer::multicast::{Receiver, ReceiverConfig};
 use vmfork_policy::transfer::swarm::{Picked, READS_AHEAD, UNIT_PAGES};
@@ -13,7 +14,7 @@ use vmfork_policy::{
 };
 
 use crate::cache::Cache;
-use crate::client::{Client, Outbox};
+use crate::client::{Client, Hear, Outbox};
 use crate::network::Message;
 use crate::report::Outcome;
 use crate::scenario::{Mode, Scenario};
@@ -21,7 +22,7 @@ use crate::trace::Trace;
 
 const VIEW: ViewId = ViewId(1);
 
-/// Rounds of finding that nobody has a page, and asking for its neighbours one by one.
+/// Rounds of finding that no host has a page, and asking for its neighbours one by one.
 const ROUNDS_MAX: usize = 4096;
 
 /// What a host wants done.
@@ -173,13 +174,15 @@ impl Host {
             return;
         }
         self.take_batch(now);
+        self.client.heard_pages(&self.cache, now, &mut out);
         self.client.pump(now, &mut out);
         for _ in 0..ROUNDS_MAX {
             let settled = self.settle(now, &mut out);
             self.run(now);
             let fetched = self.start_fetches(now, &mut out);
-            self.go_on_by_multicast(now, wishes);
             self.client.pump(now, &mut out);
+            self.hear(now, &mut out);
+            self.go_on_by_multicast(now, &mut out, wishes);
             if !settled && !fetched && out.settled.is_empty() || self.is_gone() {
                 break;
             }
@@ -248,9 +251,9 @@ impl Host {
                 Fault::Waits => {
                     self.waits += 1;
                     self.state = State::Waiting(page);
-                    let by_unicast = self.client.brings(page);
+                    let by_unicast = self.client.brings_by_unicast(page);
                     if let Some(receiver) = self.receiver.as_mut().filter(|_| !by_unicast) {
-                        // It may be wanted already, for nobody. If there is no room, its turn comes: nothing is lost.
+                        // It may be a prefetch already. If there is no room, its turn comes: nothing is lost.
                         let _ = receiver.want(page.range(), true, now);
                     }
                     return;
@@ -271,12 +274,11 @@ impl Host {
         loop {
             while let Some(fetch) = self.scheduler.next(UNIT_PAGES) {
                 any = true;
-                let demand = fetch.reason == Reason::Demand;
-                let wanted =
-                    self.receiver.as_mut().map(|receiver| receiver.want(fetch.range, demand, now));
-                if !matches!(wanted, Some(Ok(()))) {
-                    self.client.submit(fetch.range, demand);
-                }
+                let urgency = match fetch.reason {
+                    Reason::Demand => Urgency::Demand,
+                    Reason::Background(..) => Urgency::Ahead,
+                };
+                self.client.submit(fetch.range, urgency);
             }
             if !self.hydrate_some(now, out) {
                 return any;
@@ -322,19 +324,25 @@ impl Host {
         self.client.next_ahead(&pieces, now, out)
     }
 
-    fn go_on_by_multicast(&mut self, now: Duration, wishes: &mut Wishes) {
+    /// Reads begin to wait for their pages in the group.
+    fn hear(&mut self, now: Duration, out: &mut Outbox) {
+        for Hear { read, pages, urgency } in std::mem::take(&mut out.hear) {
+            let demand = urgency == Urgency::Demand;
+            let wanted = self.receiver.as_mut().map(|receiver| receiver.want(pages, demand, now));
+            if !matches!(wanted, Some(Ok(()))) {
+                self.client.not_heard(read, now, out);
+            }
+        }
+    }
+
+    fn go_on_by_multicast(&mut self, now: Duration, out: &mut Outbox, wishes: &mut Wishes) {
         let Some(receiver) = &mut self.receiver else { return };
         while let Some(request) = receiver.next_request(now) {
             wishes.messages.push((0, Message::Request(request)));
         }
         while let Some(gave_up) = receiver.gave_up() {
             wishes.gave_up.push(gave_up.pages);
-            if gave_up.demand {
-                self.client.submit(gave_up.pages, true);
-            } else {
-                // A help that did not help: who needs them will say so.
-                self.scheduler.on_failed(gave_up.pages);
-            }
+            self.client.not_heard_pages(gave_up.pages, now, out);
         }
     }
 

@@ -2,7 +2,7 @@
 //! are not.
 //!
 //! ```text
-//!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Swarm, Pick; Sender, Spread (vmfork-policy)
+//!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Read, Swarm; Sender, Spread (vmfork-policy)
 //!      ▲           │        ▲                 │ requests, pages, what is held, who else has them
 //!   Trace          │        └── Network: links, loss, deaths, partitions ◄──┘
 //!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the fluid model
@@ -16,7 +16,8 @@
 //! with the page or with a clone that is stopped since nobody has it who can be reached (promise 5); what is sent is
 //! there; requests in lockstep are served once.
 //!
-//! What blocks in a daemon's threads, the loop of a read (`client`) and of an answer (`service`), is followed here with the same bounds.
+//! The loop of a read is the daemon's own (`vmfork_policy::transfer::read`). What else blocks in a daemon's threads, the loop of an answer
+//! (`service`), is followed here with the same bounds.
 //!
 //! Left out: connections and how many there may be, what hosts compute for each other's sake (encryption, copying), switches that are themselves a bottleneck, more than
 //! one clone of an image on a host (its cache makes them one).

@@ -11,9 +11,6 @@ use vmfork_policy::transfer::swarm::Route;
 use crate::random::Random;
 use crate::scenario::{Link, Scenario};
 
-/// What headers of a page's packets add: three of Ethernet, IP and TCP or UDP, and seals.
-const PAGE_OVERHEAD_BYTES: u64 = 250;
-
 /// What waits in an adapter or a switch for longer than this is dropped, if it is a datagram.
 const DATAGRAM_WAIT_MAX: Duration = Duration::from_millis(20);
 
@@ -118,11 +115,6 @@ pub(crate) struct Network {
     pub(crate) resent_bytes: u64,
     /// Datagrams, counted at each receiver, that got lost.
     pub(crate) lost_datagrams: u64,
-}
-
-/// Bytes of so many pages on a link.
-pub(crate) fn wire_bytes(pages: u64) -> u64 {
-    pages * (vmfork_image::PAGE_BYTES + PAGE_OVERHEAD_BYTES)
 }
 
 impl Network {

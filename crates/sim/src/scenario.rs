@@ -5,11 +5,10 @@ use std::rc::Rc;
 use std::str::FromStr;
 use std::time::Duration;
 
-use vmfork_image::PageRange;
+use vmfork_image::{PAGE_BYTES, PageRange};
 use vmfork_policy::transfer::bounds::ANSWER;
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
-use crate::network::wire_bytes;
 use crate::trace::Trace;
 
 /// Most hosts with a clone.
@@ -17,6 +16,14 @@ pub(crate) const HOSTS_MAX: usize = 4096;
 
 /// Most pages of an image: 64 GiB.
 pub(crate) const IMAGE_PAGES_MAX: u64 = 1 << 24;
+
+/// What headers of a page's packets add: three of Ethernet, IP and TCP or UDP, and seals.
+const PAGE_OVERHEAD_BYTES: u64 = 250;
+
+/// Bytes of so many pages on a link.
+pub(crate) fn wire_bytes(pages: u64) -> u64 {
+    pages * (PAGE_BYTES + PAGE_OVERHEAD_BYTES)
+}
 
 /// How pages travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

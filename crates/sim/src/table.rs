@@ -8,9 +8,8 @@ use serde::Serialize;
 use vmfork_policy::transfer::swarm::UNIT_PAGES;
 
 use crate::model::Need;
-use crate::network::wire_bytes;
 use crate::report::Report;
-use crate::scenario::{Mode, Scenario, ScenarioError};
+use crate::scenario::{Mode, Scenario, ScenarioError, wire_bytes};
 use crate::world::simulate;
 
 /// What came of one number of hosts in one mode. Times in milliseconds, bytes on the wire.

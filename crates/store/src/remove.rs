@@ -1,1 +1,229 @@
+//! Removing snapshots, and what no snapshot needs any more.
 
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use blake3::Hash;
+
+use crate::error::StoreError;
+use crate::names::{
+    CHUNKS, DESCRIPTOR, ORIGIN, PROFILE, SNAPSHOTS, STATE, WORKING_SET, chunk_key, chunk_of,
+    is_of_an_attempt, snapshot_key, snapshot_of,
+};
+use crate::pins::Collector;
+use crate::references::{References, files_by_snapshot};
+use crate::store::{Inner, Store, check_name, read_descriptor};
+use crate::work::Work;
+
+/// What [`Store::remove`] did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Removed {
+    /// Deltas before what they are deltas on.
+    pub names: Vec<String>,
+    /// Of files that are gone. Chunks of a snapshot that is open stay until it is closed, for
+    /// [`Store::collect`].
+    pub freed_bytes: u64,
+}
+
+/// What [`Store::collect`] did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Chunks that no snapshot named.
+    pub chunks: u64,
+    /// Other files: of snapshots that were never finished, and of older tables.
+    pub files: u64,
+    pub freed_bytes: u64,
+    /// Snapshots that are damaged, so that it is not known which chunks they have. As long as they
+    /// are there, no chunk is removed.
+    pub blocked_by: Vec<String>,
+}
+
+impl Store {
+    /// Remove snapshot `name`, with its deltas if `cascade`, then the chunks that no snapshot names
+    /// any more.
+    ///
+    /// # Errors
+    /// There is no such snapshot. There are deltas on it, which are all named. Unless `cascade`,
+    /// there are snapshots of which it can't be told whether they are its deltas. One of these, or
+    /// a delta on it, is being written.
+    pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
+        check_name(name)?;
+        let inner = &*self.inner;
+        let collector = inner.pins.collector();
+        let mut removed = Removed::default();
+        let mut candidates = HashSet::new();
+        {
+            let _catalogue = inner.catalogue.lock();
+            let mut references = inner.references.lock();
+            references.refresh(inner.blobs())?;
+            let files = files_by_snapshot(inner.blobs())?;
+            if !files.get(name).is_some_and(|files| files.contains(DESCRIPTOR)) {
+                let place = inner.blobs().describe();
+                return Err(StoreError::NotFound { name: name.to_owned(), place });
+            }
+            let dependants = dependants_of(&references, name);
+            if !dependants.is_empty() && !cascade {
+                return Err(StoreError::Dependants { name: name.to_owned(), dependants });
+            }
+            let unreadable = references.unreadable().filter(|other| *other != name);
+            let unreadable: Vec<_> = unreadable.map(str::to_owned).collect();
+            if !unreadable.is_empty() && !cascade {
+                let name = name.to_owned();
+                return Err(StoreError::UnknownDependants { name, unreadable });
+            }
+            // Those furthest up go first, so that a crash in between leaves nothing without its
+            // base.
+            removed.names = dependants.into_iter().rev().chain([name.to_owned()]).collect();
+            inner.check_not_written(&removed.names)?;
+            for name in &removed.names {
+                candidates.extend(references.chunks_of(name).iter().copied());
+                inner.blobs().delete(&snapshot_key(name, DESCRIPTOR))?;
+            }
+            // Before their chunks go, or a power cut might bring the snapshots back without.
+            inner.blobs().sync()?;
+            for name in &removed.names {
+                for file in files.get(name).into_iter().flatten() {
+                    let key = snapshot_key(name, file);
+                    removed.freed_bytes += inner.delete_counted(&collector, &key)?.unwrap_or(0);
+                }
+            }
+            references.refresh(inner.blobs())?;
+        }
+        let (_, freed_bytes, _) = inner.delete_unused(&collector, candidates)?;
+        removed.freed_bytes += freed_bytes;
+        Ok(removed)
+    }
+
+    /// Remove all that no snapshot names and no writer is about to name. That is what crashes and
+    /// cancelled work have left, and chunks of removed snapshots that had been open.
+    ///
+    /// # Errors
+    /// The store can't be listed or written.
+    pub fn collect(&self) -> Result<Collected, StoreError> {
+        let inner = &*self.inner;
+        let collector = inner.pins.collector();
+        let mut collected = Collected::default();
+        // First what is there, then who names it.
+        let sections = inner.blobs().list(SNAPSHOTS)?;
+        let chunks = inner.blobs().list(CHUNKS)?.iter().filter_map(|key| chunk_of(key)).collect();
+        inner.references.lock().refresh(inner.blobs())?;
+        let named = inner.named_files(&sections)?;
+        for key in sections.iter().filter(|key| !named.contains(*key)) {
+            if let Some(bytes) = inner.delete_counted(&collector, key)? {
+                collected.files += 1;
+                collected.freed_bytes += bytes;
+            }
+        }
+        let (count, freed_bytes, blocked_by) = inner.delete_unused(&collector, chunks)?;
+        collected.chunks = count;
+        collected.freed_bytes += freed_bytes + inner.blobs().sweep()?;
+        collected.blocked_by = blocked_by;
+        Ok(collected)
+    }
+}
+
+impl Inner {
+    /// That none of `names` is being written or about to become a base.
+    fn check_not_written(&self, names: &[String]) -> Result<(), StoreError> {
+        let writing = self.writing.lock();
+        let in_the_way = |(name, base): &(&String, &Option<String>)| {
+            names.contains(name) || base.as_ref().is_some_and(|base| names.contains(base))
+        };
+        match writing.iter().find(in_the_way) {
+            Some((name, _)) => Err(StoreError::Busy { name: name.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Its bytes, if it was there and could go.
+    fn delete_counted(
+        &self,
+        collector: &Collector<'_>,
+        key: &str,
+    ) -> Result<Option<u64>, StoreError> {
+        let Some(bytes) = self.blobs().size(key)? else { return Ok(None) };
+        Ok(collector.delete(self.blobs(), key)?.then_some(bytes))
+    }
+
+    /// Delete those of `chunks` that no snapshot names. How many, their bytes, and which snapshots
+    /// keep all from being removed.
+    pub(crate) fn delete_unused(
+        &self,
+        collector: &Collector<'_>,
+        chunks: HashSet<Hash>,
+    ) -> Result<(u64, u64, Vec<String>), StoreError> {
+        let damaged: Vec<_> = self.references.lock().damaged().map(str::to_owned).collect();
+        if !damaged.is_empty() {
+            tracing::warn!(snapshots = ?damaged, "no chunk is removed: these are damaged, and may need any");
+            return Ok((0, 0, damaged));
+        }
+        let chunks: Vec<_> = chunks.into_iter().collect();
+        let work = Work::new(1);
+        let freed = work.for_each_on(
+            self.threads(&work),
+            &chunks,
+            || Ok(()),
+            |(), hash| {
+                // In this order: once no snapshot names it, none can be opened any more that has it. And now, not
+                // before: meanwhile one may have been opened and removed.
+                if self.references.lock().is_used(hash) {
+                    return Ok(None);
+                }
+                if let Some(users) = self.open.lock().get_mut(hash) {
+                    users.is_leftover = true;
+                    return Ok(None);
+                }
+                self.delete_counted(collector, &chunk_key(hash))
+            },
+        )?;
+        let freed: Vec<u64> = freed.into_iter().flatten().collect();
+        let (count, freed_bytes) = (freed.len() as u64, freed.iter().sum());
+        Ok((count, freed_bytes, damaged))
+    }
+
+    /// Those of `keys` that belong to a snapshot that is there; of one that is damaged, all.
+    fn named_files(&self, keys: &[String]) -> Result<HashSet<String>, StoreError> {
+        let mut by_name = HashMap::<&str, Vec<&str>>::new();
+        for (name, file) in keys.iter().filter_map(|key| snapshot_of(key)) {
+            by_name.entry(name).or_default().push(file);
+        }
+        let mut named = HashSet::new();
+        for (name, files) in by_name {
+            match read_descriptor(self.blobs(), name) {
+                Ok(descriptor) => {
+                    let its = &descriptor.files;
+                    let beside = [STATE, WORKING_SET, PROFILE, ORIGIN].map(|it| its.beside(it));
+                    let is_its =
+                        |file: &str| file == its.table.file || beside.iter().any(|own| own == file);
+                    let kept = files.iter().filter(|file| !is_of_an_attempt(file) || is_its(file));
+                    named.extend(kept.map(|file| snapshot_key(name, file)));
+                }
+                Err(StoreError::NotFound { .. }) => {}
+                Err(error) if error.is_damage() => {
+                    named.extend(files.iter().map(|file| snapshot_key(name, file)));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(named)
+    }
+}
+
+/// Deltas on `name`, and on those, each after what it is a delta on.
+fn dependants_of(references: &References, name: &str) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    let mut seen = BTreeSet::from([name]);
+    let mut at = 0;
+    let mut of = name;
+    loop {
+        for descriptor in references.all_descriptors() {
+            let is_on_it = descriptor.base.as_ref().is_some_and(|base| base.name == of);
+            if is_on_it && seen.insert(&descriptor.name) {
+                found.push(descriptor.name.clone());
+            }
+        }
+        let Some(next) = found.get(at) else { return found };
+        // The name as the references have it, which outlives `found`.
+        of = seen.get(next.as_str()).copied().unwrap_or(name);
+        at += 1;
+    }
+}

@@ -10,7 +10,7 @@ use crate::proto::RefusalKind;
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    pub(crate) fn add(&self, n: u64) {
+    pub fn add(&self, n: u64) {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
 
@@ -69,7 +69,7 @@ impl AheadCounters {
     }
 }
 
-/// What a [`crate::PageService`] did since it started.
+/// What a `PageService` did since it started.
 #[derive(Debug, Default)]
 pub struct ServiceCounters {
     /// Connections of members.

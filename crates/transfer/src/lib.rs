@@ -1,5 +1,5 @@
 //! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]); or
-//! once to all that need them ([`multicast`]).
+//! once to all that need them ([`PageGroup`], which `vmfork-multicast` implements).
 //!
 //! ```text
 //!   this host                                    another host
@@ -27,25 +27,21 @@ mod channel;
 mod choice;
 mod client;
 mod counters;
-pub mod multicast;
 mod pack;
 pub mod proto;
 mod service;
 mod sums;
 
 pub use client::{
-    Holders, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
+    Holders, PageGroup, Peer, PeerConfig, PeerError, PeerLimits, PeerSource, SourceCounters, Swarm,
     SwarmConfig, SwarmMember,
 };
 pub use counters::{AheadCounters, Counter, Histogram, PeerCounters, ServiceCounters};
-pub use multicast::{
-    GroupCounters, Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig,
-    ListenerCounters,
-};
 pub use pack::{Scratch, receive};
 pub use vmfork_policy::transfer::HostId;
 
-pub use proto::{Refusal, RefusalKind, Urgency};
+pub use client::verify::{Comparison, Verifier};
+pub use proto::{Invitation, Refusal, RefusalKind, Urgency};
 pub use service::{PageService, Pages, ServiceLimits, Wanted};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

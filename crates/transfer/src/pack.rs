@@ -1,7 +1,7 @@
 //! Pages as they are sent: zeros as a number, the rest as it is or compressed, if that pays.
 //!
 //! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever more seldom while
-//! they don't. The client knows how long answers take, either way: [`Choice`](crate::choice::Choice) asks for what is best on this link
+//! they don't. The client knows how long answers take, either way: `Choice` asks for what is best on this link
 //! between these processors, and tries the other now and then, since links and loads change.
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};

@@ -32,13 +32,16 @@
 //! Anything else ends the connection.
 
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+pub use vmfork_policy::transfer::Urgency;
 pub use vmfork_policy::transfer::swarm::Route;
 
+use self::invitation::INVITATION_BYTES;
+pub use self::invitation::{Invitation, KEY_BYTES, Key, local_group};
 pub(crate) use self::refusal::Elsewhere;
 pub use self::refusal::{REFUSAL_BYTES_MAX, Refusal, RefusalKind};
-use crate::multicast::INVITATION_BYTES;
 use crate::sums::SUM_BYTES;
 
+mod invitation;
 mod refusal;
 
 /// What a client sends first: which protocol, and its version.
@@ -53,7 +56,7 @@ pub const HELD_PAGES_MAX: u64 = 1 << 18;
 pub const REQUEST_BYTES: usize = 32;
 pub const HEAD_BYTES: usize = 16;
 /// A page, as an array's length.
-pub(crate) const PAGE: usize = 4096;
+pub const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_BYTES);
 
 const ZERO_RUN: u16 = 0x8000;
@@ -67,17 +70,10 @@ const FLAG_REDIRECTED: u8 = 8;
 #[error("{0}")]
 pub struct ProtoError(String);
 
-pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, ProtoError> {
+/// # Errors
+/// Always: what is wrong.
+pub fn wrong<T>(what: impl Into<String>) -> Result<T, ProtoError> {
     Err(ProtoError(what.into()))
-}
-
-/// Whether somebody waits for pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Urgency {
-    /// A VM does.
-    Demand,
-    /// Nobody yet. Gives way to what somebody waits for.
-    Ahead,
 }
 
 /// What is asked for.

@@ -1,7 +1,7 @@
 //! The host's end of the guest agent's protocol (`vmfork-agent-proto` is the contract).
 //!
 //! ```text
-//!   hub, http ──► AgentLink ──Command──► driver (one task) ◄──socket──► QEMU ──► the guest's agent
+//!   core, fork ─► AgentLink ──Command──► driver (one task) ◄──socket──► QEMU ──► the guest's agent
 //!                                          │  ▲
 //!                                          ▼  │
 //!                                          Mux: channels, windows, forks

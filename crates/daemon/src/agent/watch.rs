@@ -59,7 +59,7 @@ mod tests {
 
     use super::*;
     use crate::control::ExecOutput;
-    use crate::hub::testing::{SOON, link};
+    use crate::operations::testing::{SOON, link};
 
     fn port(id: &str, open: bool) -> Event {
         let data = json!({ "id": id, "open": open });

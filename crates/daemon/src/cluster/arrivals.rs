@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
+use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
-use vmfork_memory::{Engine, HostImage};
 
 use crate::admission::{Admission, Lease};
+use crate::vm::CameOf;
 
 /// VMs hold it that came of one snapshot of another host, and hand it on to their clones: as long as any does, the other host is
 /// told to keep the pages ([`super::loans`]).
@@ -43,14 +44,15 @@ struct Need {
     runs: Vec<PageRange>,
 }
 
-impl Arrival {
-    /// A VM that came of it goes on as a view of this engine's image.
-    pub(crate) fn goes_on(&self, engine: &Arc<Engine>) {
+impl CameOf for Arrival {
+    fn goes_on(&self, engine: &Arc<Engine>) {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
         engines.retain(|engine| engine.strong_count() > 0);
         engines.push(Arc::downgrade(engine));
     }
+}
 
+impl Arrival {
     /// All of it is to come at this rate.
     pub(super) fn hydrate(&self, bytes_per_s: NonZeroU64) {
         self.hydration.store(bytes_per_s.get(), Ordering::Relaxed);

@@ -27,8 +27,8 @@ use tokio_rustls::TlsConnector;
 use vmfork_api::{ErrorBody, ErrorCode};
 
 use super::relay::{LastWord, relay};
+use crate::error::chain;
 use crate::http::PASSED_ON;
-use crate::hub::chain;
 
 /// How long a host may take to be connected to.
 const CONNECT_WAIT: Duration = Duration::from_secs(2);

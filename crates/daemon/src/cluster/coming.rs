@@ -1,14 +1,15 @@
 //! What of a VM's memory has to come to other hosts that get clones of it, told before it is frozen: for plans, and to be set
 //! aside with places. When the clones arrive, the host itself tells what lacks ([`super::arrivals`]), and that counts.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::HostView;
 use vmfork_image::{ImageName, PAGE_BYTES};
 
-use super::member::Member;
+use super::images::Images;
 use crate::admission::Admission;
 use crate::vm::Identity;
 use crate::vm::machine::Machine;
@@ -46,7 +47,25 @@ impl Parts {
     }
 }
 
-impl Member {
+/// Estimates what has to come to other hosts.
+#[derive(Debug)]
+pub(crate) struct Estimates {
+    own: HostId,
+    images: Arc<Images>,
+    /// The images of others that each host has open, by its last word, which told of its room, too.
+    open: Mutex<HashMap<HostId, BTreeSet<ImageName>>>,
+}
+
+impl Estimates {
+    pub(super) fn new(own: HostId, images: &Arc<Images>) -> Self {
+        Self { own, images: Arc::clone(images), open: Mutex::default() }
+    }
+
+    /// A host has said which images of others it has open.
+    pub(super) fn heard(&self, host: HostId, open: BTreeSet<ImageName>) {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(host, open);
+    }
+
     /// What of a VM has to come to each host that is planned with; all that clones take there once is in its view from now on.
     pub(crate) fn coming(
         &self,
@@ -56,12 +75,13 @@ impl Member {
         views: &mut [HostView],
     ) -> Coming {
         let parts = tokio::task::block_in_place(|| self.parts(machine));
-        let fork_bytes = admission.fork_bytes(parent.memory_bytes);
+        let fork_bytes = admission.fork_bytes(parent.spec().memory_bytes);
         let mut coming = Coming::default();
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         for view in views {
             view.once_bytes = fork_bytes;
-            if view.id != self.id {
-                let bytes = self.with_open(view.id, |open| parts.lacking(view.id, open));
+            if view.id != self.own {
+                let bytes = parts.lacking(view.id, open.get(&view.id));
                 view.once_bytes = fork_bytes.saturating_add(bytes);
                 coming.0.insert(view.id, bytes);
             }

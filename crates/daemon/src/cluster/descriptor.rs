@@ -14,9 +14,9 @@ use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
 
 use super::images::Entry;
-use super::jobs::Job;
 use crate::facts::Facts;
 use crate::quotas::User;
+use crate::vm::Job;
 
 const MAGIC: [u8; 8] = *b"VFDESC02";
 /// Far above what 1024 clones take.

@@ -10,11 +10,14 @@ use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 
+use super::Cluster;
 use super::client::CallError;
-use super::member::{Member, WORD_WAIT};
+use super::hosts::Hosts;
+use super::member::WORD_WAIT;
 use super::routes::Of;
+use crate::core::{Core, KILL_TIMEOUT};
+use crate::error::outcome;
 use crate::http::ApiError;
-use crate::hub::{Core, KILL_TIMEOUT, outcome};
 
 pub(super) const END: &str = "/cluster/v1/families/end";
 
@@ -60,7 +63,7 @@ impl Asked {
     }
 }
 
-impl Member {
+impl Hosts {
     async fn ask_to_end(&self, ask: &Ask, but: &BTreeSet<String>) -> Asked {
         let there = self.there();
         let mut asked = Asked::default();
@@ -84,11 +87,12 @@ impl Member {
 /// # Errors
 /// On a host that answers something of it may go on.
 pub(crate) async fn end_everywhere(
+    cluster: &Cluster,
     core: &Arc<Core>,
     (id, name): (&str, &str),
     grace: Duration,
 ) -> Result<Vec<String>, ErrorBody> {
-    let Some(member) = core.cluster.member() else {
+    let Some(member) = cluster.member() else {
         core.kill_family(id, name, grace).await?;
         return Ok(Vec::new());
     };
@@ -98,7 +102,7 @@ pub(crate) async fn end_everywhere(
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let ask = Ask { id: id.to_owned(), name: name.to_owned(), grace_ms };
         let here = core.kill_family(id, name, grace);
-        let (here, there) = tokio::join!(here, member.ask_to_end(&ask, &silent));
+        let (here, there) = tokio::join!(here, member.hosts.ask_to_end(&ask, &silent));
         silent.extend(there.silent);
         let ended = here? + there.ended;
         if let Some(error) = there.error {

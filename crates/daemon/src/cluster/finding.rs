@@ -1,29 +1,17 @@
 //! Where a VM is, and who else has its name. All hosts are asked at once, and those that are silent only if it matters.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, join_all};
+use futures_util::future::join_all;
 use vmfork_api::{ErrorBody, ErrorCode, VmDetail};
-use vmfork_cluster::{Entry, HostId, Liveness};
+use vmfork_cluster::{Entry, HostId};
 
 use super::client::CallError;
-use super::member::{Member, WORD_WAIT};
+use super::hosts::{Hosts, There};
+use super::member::WORD_WAIT;
 use super::routes::NAMES;
-
-/// How often who waits for a host looks whether it is gone.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-
-/// The other members, by when they were last heard.
-#[derive(Debug, Default)]
-pub(super) struct There {
-    pub(super) alive: Vec<Entry>,
-    pub(super) suspect: Vec<Entry>,
-    pub(super) gone: Vec<Entry>,
-}
 
 /// What hosts that were asked for a VM say together.
 #[derive(Debug, Default)]
@@ -71,40 +59,39 @@ impl Search {
     }
 }
 
-impl Member {
-    pub(super) fn there(&self) -> There {
-        let now = self.now();
-        let mut there = There::default();
-        self.roster.read(|book| {
-            for entry in book.members().filter(|entry| entry.id != self.id) {
-                let list = match book.liveness(entry.id, now) {
-                    Liveness::Alive => &mut there.alive,
-                    Liveness::Suspect => &mut there.suspect,
-                    Liveness::Gone => &mut there.gone,
-                };
-                list.push(entry.clone());
-            }
-        });
-        there
+/// VMs that are remembered to be elsewhere.
+const SEEN_MAX: usize = 65_536;
+
+/// Finds VMs on other hosts.
+#[derive(Debug)]
+pub(crate) struct Locate {
+    hosts: Arc<Hosts>,
+    /// Where VMs of other hosts were seen last, by id: of a name another host may have one, too.
+    seen: Mutex<HashMap<String, HostId>>,
+}
+
+impl Locate {
+    pub(super) fn new(hosts: &Arc<Hosts>) -> Self {
+        Self { hosts: Arc::clone(hosts), seen: Mutex::default() }
     }
 
-    /// Until a host is gone, or this one is no member any more.
-    pub(super) fn until_gone(self: &Arc<Self>, host: HostId) -> BoxFuture<'static, ()> {
-        let member = Arc::downgrade(self);
-        async move {
-            while let Some(member) = member.upgrade() {
-                let now = member.now();
-                let is_gone = member.roster.read(|book| {
-                    book.member(host).is_none() || book.liveness(host, now) == Liveness::Gone
-                });
-                if is_gone {
-                    return;
-                }
-                drop(member);
-                tokio::time::sleep(LOOK_EVERY).await;
-            }
+    fn all_seen(&self) -> MutexGuard<'_, HashMap<String, HostId>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remember where a VM is.
+    pub(super) fn saw(&self, id: &str, host: HostId) {
+        let mut seen = self.all_seen();
+        if seen.len() >= SEEN_MAX {
+            seen.clear();
         }
-        .boxed()
+        seen.insert(id.to_owned(), host);
+    }
+
+    /// Where a VM was seen last, by id.
+    pub(super) fn seen(&self, id: &str) -> Option<Entry> {
+        let host = self.all_seen().get(id).copied();
+        host.and_then(|host| self.hosts.roster.read(|book| book.member(host).cloned()))
     }
 
     async fn ask_each(
@@ -113,7 +100,7 @@ impl Member {
         path: &str,
     ) -> Vec<(Entry, Result<Bytes, CallError>)> {
         let asked = hosts.into_iter().map(|entry| {
-            let peer = self.peer(&entry);
+            let peer = self.hosts.peer(&entry);
             async move { (entry, peer.get(path, WORD_WAIT).await) }
         });
         join_all(asked).await
@@ -126,11 +113,11 @@ impl Member {
     pub(super) async fn host_of(&self, vm: &str) -> Result<Option<Entry>, ErrorBody> {
         let path = format!("/v1/vms/{vm}");
         if let Some(entry) = self.seen(vm)
-            && self.peer(&entry).get(&path, WORD_WAIT).await.is_ok()
+            && self.hosts.peer(&entry).get(&path, WORD_WAIT).await.is_ok()
         {
             return Ok(Some(entry));
         }
-        let There { alive, suspect, gone } = self.there();
+        let There { alive, suspect, gone } = self.hosts.there();
         let mut search = Search::default();
         for hosts in [alive, suspect] {
             for (host, said) in self.ask_each(hosts, &path).await {
@@ -151,7 +138,7 @@ impl Member {
     /// The names of the VMs of all other hosts that are alive, each with its host's.
     pub(crate) async fn hosts_of_names(&self) -> HashMap<String, String> {
         let mut hosts = HashMap::new();
-        for (host, said) in self.ask_each(self.there().alive, NAMES).await {
+        for (host, said) in self.ask_each(self.hosts.there().alive, NAMES).await {
             let names =
                 said.ok().and_then(|body| serde_json::from_slice::<Vec<String>>(&body).ok());
             hosts.extend(names.into_iter().flatten().map(|name| (name, host.name.clone())));

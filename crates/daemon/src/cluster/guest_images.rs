@@ -16,7 +16,7 @@
 //! does any more. So a fork goes on without a host that is slow to take it, which has it for a later one.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
@@ -42,12 +42,13 @@ use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store,
 
 use super::client::{CallError, Peer};
 use super::descriptor::Order;
-use super::member::Member;
+use super::hosts::Hosts;
 use super::routes::Of;
 use super::server::Caller;
+use crate::core::Core;
+use crate::error::chain;
 use crate::fork::was_given_up;
 use crate::http::ApiError;
-use crate::hub::{Core, chain};
 use crate::vm::Identity;
 
 pub(super) const GUEST_IMAGES: &str = "/cluster/v1/guest-images";
@@ -154,15 +155,21 @@ impl Giver for Peer {
 
 type Fetch = BoxFuture<'static, Result<String, ErrorBody>>;
 
+/// Guest images that go from host to host.
+pub(super) struct GuestImages {
+    hosts: Arc<Hosts>,
+    fetches: Fetches,
+}
+
 /// The images that are on their way to this host, and those that others are known to have.
 #[derive(Default)]
-pub(super) struct GuestImages {
+struct Fetches {
     /// By root disk; each is gone when it has ended.
     under_way: Mutex<HashMap<String, WeakShared<Fetch>>>,
     known: Mutex<HashSet<(HostId, String)>>,
 }
 
-impl GuestImages {
+impl Fetches {
     /// Have an image here, from `giver` if it is not here yet. → what it is called here.
     ///
     /// # Errors
@@ -383,13 +390,17 @@ pub(super) async fn have(
     Json(wanted): Json<Wanted>,
 ) -> Result<Json<There>, ApiError> {
     let (life, core) = of.parts("take a guest image from another host")?;
-    let name = life.member.take_image(&core.images, from, &wanted).await?;
+    let name = life.member.guest_images.take(&core.images, from, &wanted).await?;
     Ok(Json(There { name }))
 }
 
-impl Member {
+impl GuestImages {
+    pub(super) fn new(hosts: &Arc<Hosts>) -> Self {
+        Self { hosts: Arc::clone(hosts), fetches: Fetches::default() }
+    }
+
     /// Have an image here, from another host if need be. → what it is called here.
-    async fn take_image(
+    async fn take(
         &self,
         store: &Store,
         from: HostId,
@@ -401,8 +412,8 @@ impl Member {
         match there.map_err(|error| FetchError::from(error).to_body(message()))? {
             Some(files) => Ok(files.metadata.name),
             None => {
-                let giver = self.peer_of(from, &message())?;
-                self.guest_images.ensure(store, wanted, giver, deadline).await
+                let giver = self.hosts.peer_of(from, &message())?;
+                self.fetches.ensure(store, wanted, giver, deadline).await
             }
         }
     }
@@ -412,19 +423,19 @@ impl Member {
     ///
     /// # Errors
     /// It can't be had in time, or nobody wants the clones any more.
-    pub(super) async fn bring_image(
+    pub(super) async fn bring(
         &self,
         core: &Core,
         from: HostId,
         order: &mut Order,
         given_up: &CancellationToken,
     ) -> Result<(), ErrorBody> {
-        let Some(root_blake3) = order.facts.root_blake3.clone() else { return Ok(()) };
+        let Some(root_blake3) = order.facts.spec().root_blake3.clone() else { return Ok(()) };
         let began = Instant::now();
-        let (name, timeout_ms) = (order.facts.image.clone(), order.timeout_ms);
+        let (name, timeout_ms) = (order.facts.spec().image.clone(), order.timeout_ms);
         let wanted = Wanted { root_blake3, name, timeout_ms };
-        order.facts.image = tokio::select! {
-            had = self.take_image(&core.images, from, &wanted) => had?,
+        order.facts.inherited.spec.image = tokio::select! {
+            had = self.take(&core.images, from, &wanted) => had?,
             () = given_up.cancelled() => {
                 return Err(was_given_up(&format!("take guest image `{}`", wanted.name)));
             }
@@ -439,22 +450,22 @@ impl Member {
     ///
     /// # Errors
     /// There is no time left, or no host to plan with.
-    pub(crate) async fn give_image(
+    pub(crate) async fn give(
         &self,
         parent: &Identity,
         shares: &[(HostId, u32)],
         views: &mut [HostView],
         until: (Instant, &CancellationToken),
     ) -> Result<bool, ErrorBody> {
-        let Some(root_blake3) = parent.root_blake3.clone() else { return Ok(false) };
+        let Some(root_blake3) = parent.spec().root_blake3.clone() else { return Ok(false) };
         let (deadline, given_up) = until;
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-        let wanted = Wanted { root_blake3, name: parent.image.clone(), timeout_ms };
+        let wanted = Wanted { root_blake3, name: parent.spec().image.clone(), timeout_ms };
         let root = &wanted.root_blake3;
-        let others = shares.iter().map(|(host, _)| *host).filter(|host| *host != self.id);
+        let others = shares.iter().map(|(host, _)| *host).filter(|host| *host != self.hosts.id);
         let (have, lack): (Vec<HostId>, Vec<HostId>) =
-            others.partition(|host| self.guest_images.is_known(*host, root));
+            others.partition(|host| self.fetches.is_known(*host, root));
         let asked = lack.iter().map(|host| {
             let (host, wanted) = (*host, &wanted);
             async move { (host, self.give_to(host, wanted, left).await) }
@@ -473,14 +484,14 @@ impl Member {
         }
         for (host, answer) in answers {
             let Err(error) = answer else {
-                self.guest_images.has(host, root);
+                self.fetches.has(host, root);
                 continue;
             };
             for view in views.iter_mut().filter(|view| view.id == host) {
                 view.closed = Some("it can't take the guest image: the daemon's log says why");
                 some_cant = true;
             }
-            let is_open = |view: &HostView| view.id == self.id || view.closed.is_none();
+            let is_open = |view: &HostView| view.id == self.hosts.id || view.closed.is_none();
             if Instant::now() >= deadline || !views.iter().any(is_open) {
                 return Err(error);
             }
@@ -496,7 +507,7 @@ impl Member {
         wait: Duration,
     ) -> Result<(), ErrorBody> {
         let message = format!("have a host take guest image `{}`", wanted.name);
-        let peer = self.peer_of(host, &message)?;
+        let peer = self.hosts.peer_of(host, &message)?;
         let answer = peer.ask::<Wanted, There>(GUEST_IMAGES, wanted, wait).await;
         let there = answer.map_err(|error| error.to_body(message))?;
         tracing::debug!(host = peer.name, image = there.name, "it has the guest image");

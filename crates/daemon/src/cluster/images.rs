@@ -10,17 +10,17 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use vmfork_engine::{Engine, HostImage, Layout, OpenError, PageLost};
 use vmfork_image::bytes::Flaw;
 use vmfork_image::wire::{self, Limits};
 use vmfork_image::{
     BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageTable, Source, TableError,
 };
-use vmfork_memory::{Engine, HostImage, Layout, OpenError, PageLost};
 use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
 use super::loans::Loans;
-use super::working_set::WorkingSet;
+use crate::vm::WorkingSet;
 
 /// An image as another host learns of it.
 #[derive(Debug, Clone, PartialEq, Eq)]

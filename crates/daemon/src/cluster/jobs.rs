@@ -24,9 +24,11 @@ use vmfork_cluster::slurm::Slurm;
 use vmfork_cluster::{HostId, Liveness};
 
 use super::Cluster;
-use super::member::Member;
-use crate::hub::{Core, chain, outcome};
-use crate::vm::End;
+use super::hosts::Hosts;
+use crate::core::Core;
+use crate::error::{chain, outcome};
+use crate::fork::Hold;
+use crate::vm::{End, Job};
 
 /// How long a job is kept that nobody seems to need: hosts name what they need every second.
 const UNNEEDED_FOR: Duration = Duration::from_secs(5);
@@ -40,22 +42,6 @@ const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
 /// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
 const LEAVE_FOR: Duration = Duration::from_secs(600);
 const LEAVE_WAIT: Duration = Duration::from_secs(5);
-
-/// A job, and the host whose daemon got it.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Job {
-    pub host: u64,
-    /// The engine's name for it.
-    pub id: String,
-}
-
-/// Somebody needs a job, as long as this lives.
-#[derive(Debug, Clone)]
-pub(crate) struct Hold {
-    pub(crate) job: Job,
-    /// How many clones each host may have.
-    pub(crate) held: Arc<Held>,
-}
 
 /// What hosts tell each other of jobs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,8 +92,13 @@ impl Drop for Asking<'_> {
 }
 
 /// The jobs that a member knows.
-#[derive(Default)]
-pub(super) struct Jobs(Mutex<State>);
+pub(super) struct Jobs {
+    /// This host.
+    own: HostId,
+    /// Says which hosts clones may have.
+    allocator: Arc<dyn Allocator>,
+    state: Mutex<State>,
+}
 
 impl fmt::Debug for Jobs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -116,9 +107,13 @@ impl fmt::Debug for Jobs {
 }
 
 impl Jobs {
+    pub(super) fn new(own: HostId, allocator: Arc<dyn Allocator>) -> Arc<Self> {
+        Arc::new(Self { own, allocator, state: Mutex::default() })
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         // No step leaves it half-changed.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn ask(&self) -> Asking<'_> {
@@ -134,9 +129,10 @@ impl Jobs {
     }
 
     /// Another host has told.
-    pub(super) fn heard(&self, own: HostId, from: HostId, news: &JobNews) {
+    pub(super) fn heard(&self, from: HostId, news: &JobNews) {
         let mut state = self.state();
-        let ours = news.needs.iter().filter(|job| job.host == own.get()).map(|job| job.id.clone());
+        let ours =
+            news.needs.iter().filter(|job| job.host == self.own.get()).map(|job| job.id.clone());
         let ours: BTreeSet<String> = ours.collect();
         match ours.is_empty() {
             true => state.needed.remove(&from),
@@ -252,7 +248,7 @@ pub(super) fn allocator(cluster: &Cluster, own: HostId) -> Arc<dyn Allocator> {
     }
 }
 
-impl Member {
+impl Jobs {
     /// Have an engine hold nodes for clones, if there is one: as long as somebody needs them. `views`: the hosts that may be asked.
     ///
     /// # Errors
@@ -264,14 +260,14 @@ impl Member {
         message: &str,
     ) -> Result<Option<Hold>, ErrorBody> {
         // By itself, so that a job that is granted to somebody who has gone away is given back as any other.
-        let (member, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
+        let (jobs, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
         let text = message.to_owned();
         let task = tokio::spawn(async move {
-            let _asking = member.jobs.ask();
-            let held = member.allocator.hold(&ask, &views).await;
-            held.map(|held| held.map(|held| member.begin_job(held))).map_err(|error| {
+            let _asking = jobs.ask();
+            let held = jobs.allocator.hold(&ask, &views).await;
+            held.map(|held| held.map(|held| jobs.begin(held))).map_err(|error| {
                 // It may have been granted all the same, and not been given back.
-                member.look_for_jobs();
+                jobs.look();
                 let code = match error {
                     AllocateError::NoRoom { .. } => ErrorCode::NoCapacity,
                     _ => ErrorCode::Host,
@@ -282,38 +278,38 @@ impl Member {
         outcome(task, message).await
     }
 
-    fn begin_job(self: &Arc<Self>, held: Held) -> Hold {
+    fn begin(self: &Arc<Self>, held: Held) -> Hold {
         let held = Arc::new(held);
         let has_left = {
-            let mut state = self.jobs.state();
+            let mut state = self.state();
             state.begin(Instant::now(), &held);
             state.has_left
         };
         match has_left {
             true => drop(self.release_for_good(held.job.clone())),
-            false => self.watch_job(held.job.clone()),
+            false => self.watch(held.job.clone()),
         }
         tracing::info!(job = held.job, hosts = held.places.len(), "a job holds nodes");
-        Hold { job: Job { host: self.id().get(), id: held.job.clone() }, held }
+        Hold { job: Job { host: self.own.get(), id: held.job.clone() }, held }
     }
 
     /// Take over what the engine has of this host's and nobody here knows: what an earlier life of this daemon left, too.
-    pub(super) fn look_for_jobs(self: &Arc<Self>) {
+    pub(super) fn look(self: &Arc<Self>) {
         {
-            let mut state = self.jobs.state();
+            let mut state = self.state();
             state.look_again = true;
             if std::mem::replace(&mut state.is_looking, true) {
                 return;
             }
         }
-        let member = Arc::downgrade(self);
+        let jobs = Arc::downgrade(self);
         tokio::spawn(async move {
             loop {
-                let Some(member) = member.upgrade() else { return };
-                if member.look_once().await {
+                let Some(jobs) = jobs.upgrade() else { return };
+                if jobs.look_once().await {
                     return;
                 }
-                drop(member);
+                drop(jobs);
                 tokio::time::sleep(LOOK_EVERY).await;
             }
         });
@@ -321,38 +317,38 @@ impl Member {
 
     /// → whether that was enough.
     async fn look_once(self: &Arc<Self>) -> bool {
-        if !self.jobs.state().may_look() {
+        if !self.state().may_look() {
             return false;
         }
-        let jobs = match self.allocator.jobs().await {
-            Ok(jobs) => jobs,
+        let listed = match self.allocator.jobs().await {
+            Ok(listed) => listed,
             Err(error) => {
                 tracing::warn!("jobs that are left: {}", chain(&error));
                 return false;
             }
         };
-        let Some(adopted) = self.jobs.state().adopt(Instant::now(), jobs) else { return false };
+        let Some(adopted) = self.state().adopt(Instant::now(), listed) else { return false };
         for job in adopted {
             tracing::info!(job, "a job that nobody here knows is taken over");
-            self.watch_job(job);
+            self.watch(job);
         }
         true
     }
 
     /// Notice when the engine ends a job.
-    fn watch_job(self: &Arc<Self>, job: String) {
-        let member = Arc::downgrade(self);
+    fn watch(self: &Arc<Self>, job: String) {
+        let jobs = Arc::downgrade(self);
         tokio::spawn(async move {
             loop {
                 tokio::time::sleep(LOOK_EVERY).await;
-                let Some(member) = member.upgrade() else { return };
-                if !member.jobs.state().own.contains_key(&job) {
+                let Some(jobs) = jobs.upgrade() else { return };
+                if !jobs.state().own.contains_key(&job) {
                     return;
                 }
-                match member.allocator.ended(&job).await {
+                match jobs.allocator.ended(&job).await {
                     Ok(None) => {}
                     Ok(Some(why)) => {
-                        member.jobs.state().ended(Instant::now(), member.id(), &job, why);
+                        jobs.state().ended(Instant::now(), jobs.own, &job, why);
                         return;
                     }
                     // Who does not answer ends nothing.
@@ -363,16 +359,16 @@ impl Member {
     }
 
     /// End VMs whose job is over, and give back jobs that nobody needs.
-    pub(super) fn tend_jobs(self: &Arc<Self>, core: &Arc<Core>) {
+    pub(super) fn tend(self: &Arc<Self>, core: &Arc<Core>, hosts: &Hosts) {
         let live = core.registry.live();
         let here = live.iter().filter_map(|vm| vm.identity.job.clone()).collect();
-        let (now, own) = (self.now(), self.id());
-        let others = self.roster.read(|book| {
+        let (now, own) = (hosts.now(), self.own);
+        let others = hosts.roster.read(|book| {
             let others = book.members().map(|entry| entry.id).filter(|id| *id != own);
             others.map(|id| (id, book.liveness(id, now))).collect()
         });
         let (unneeded, over) = {
-            let mut state = self.jobs.state();
+            let mut state = self.state();
             let unneeded = state.tend(Instant::now(), here, own, &others);
             (unneeded, std::mem::take(&mut state.over))
         };
@@ -383,10 +379,10 @@ impl Member {
             }
         }
         for job in unneeded {
-            let member = Arc::clone(self);
+            let jobs = Arc::clone(self);
             tokio::spawn(async move {
-                let released = member.allocator.release(&job).await;
-                member.jobs.state().released(Instant::now(), &job, released.is_ok());
+                let released = jobs.allocator.release(&job).await;
+                jobs.state().released(Instant::now(), &job, released.is_ok());
                 match released {
                     Ok(()) => tracing::info!(job, "given back: nobody needs it"),
                     Err(error) => tracing::warn!(job, "give it back: {}", chain(&error)),
@@ -396,9 +392,9 @@ impl Member {
     }
 
     /// This host is in no cluster any more: it holds nothing. What can't be given back at once is tried again for a while.
-    pub(super) async fn release_jobs(&self) {
+    pub(super) async fn release_all(&self) {
         let jobs: Vec<String> = {
-            let mut state = self.jobs.state();
+            let mut state = self.state();
             state.has_left = true;
             state.own.keys().cloned().collect()
         };

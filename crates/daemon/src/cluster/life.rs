@@ -13,7 +13,8 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use vmfork_cluster::allocate::Tally;
 use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tls, Tokens};
-use vmfork_transfer::{AheadCounters, Counter, Groups, PageService, Pages, ServiceLimits};
+use vmfork_multicast::Groups;
+use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits};
 
 use super::Cluster;
 use super::jobs;
@@ -24,7 +25,7 @@ use super::places::Callers;
 use super::records::Records;
 use super::routes::{self, HEARTBEAT};
 use super::server::{self, API_PROTOCOL, Bounds, Port};
-use crate::hub::chain;
+use crate::error::chain;
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
@@ -96,7 +97,7 @@ impl Life {
         let (by, allocator) = ((form, pages_at.ip()), jobs::allocator(cluster, id));
         let member = Member::new(id, cluster.epoch, roster, api, pages, allocator, by);
         let member = Arc::new(member);
-        member.roster.change(|book| book.begin(member.now()));
+        member.hosts.roster.change(|book| book.begin(member.hosts.now()));
         let listener = TcpListener::bind(api_at)
             .await
             .map_err(|source| BeginError::Listen { address: api_at, source })?;
@@ -131,8 +132,8 @@ impl Life {
         let serving = tokio::spawn(server::serve(listener, port, stopped.clone()));
         let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
         *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
-        life.member.look_for_jobs();
-        tracing::info!(%id, name = life.member.name(), %address, "member of a cluster");
+        life.member.jobs.look();
+        tracing::info!(%id, name = life.member.hosts.name(), %address, "member of a cluster");
         Ok(life)
     }
 
@@ -222,7 +223,7 @@ impl Life {
 
     /// Write down who is a member.
     pub(super) fn save(&self) {
-        if let Err(error) = self.records.save_members(&self.member.roster) {
+        if let Err(error) = self.records.save_members(&self.member.hosts.roster) {
             tracing::error!("write down the members of the cluster: {}", chain(&error));
         }
     }
@@ -232,8 +233,8 @@ impl Life {
         let told = async {
             let mut told = FuturesUnordered::new();
             loop {
-                let now = self.member.now();
-                let due = self.member.roster.change(|book| book.due(now, usize::MAX));
+                let now = self.member.hosts.now();
+                let due = self.member.hosts.roster.change(|book| book.due(now, usize::MAX));
                 told.extend(due.into_iter().map(|host| self.tell(host, Room::default(), None)));
                 if told.next().await.is_none() {
                     break;
@@ -245,10 +246,11 @@ impl Life {
 
     /// Tell a host that it is removed, while it still listens to this one: before that is so in the book.
     pub(super) async fn say_removed(&self, host: HostId) {
-        let now = self.member.now();
+        let now = self.member.hosts.now();
         let member = &self.member;
-        let heartbeat = member.roster.read(|book| book.heartbeat_of_removal(host, now));
-        let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.peer_of(host, "remove a host")) else {
+        let heartbeat = member.hosts.roster.read(|book| book.heartbeat_of_removal(host, now));
+        let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.hosts.peer_of(host, "remove a host"))
+        else {
             return;
         };
         let beat = member.beat(heartbeat, None);
@@ -269,7 +271,7 @@ impl Life {
     /// A heartbeat, and its answer.
     async fn tell(&self, host: HostId, room: Room, quotas: Option<Tally>) {
         let member = &self.member;
-        let Ok(peer) = member.peer_of(host, "send a heartbeat") else { return };
+        let Ok(peer) = member.hosts.peer_of(host, "send a heartbeat") else { return };
         let beat = member.beat_to(host, room, quotas);
         let mut kept = self.kept.take(host, &peer);
         let answer = peer.ask_again::<Beat, Beat>(&mut kept, HEARTBEAT, &beat, WORD_WAIT).await;
@@ -303,7 +305,7 @@ async fn beat(
         }
         let (Some(life), Some(cluster)) = (life.upgrade(), cluster.upgrade()) else { return };
         let Some(core) = cluster.core() else { return };
-        let roster = &life.member.roster;
+        let roster = &life.member.hosts.roster;
         let is_host = |id| roster.read(|book| book.member(id).is_some());
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
@@ -316,10 +318,10 @@ async fn beat(
             life.member.tend_sources();
         });
         life.member.leases.expire(Instant::now());
-        life.member.tend_quotas(Instant::now());
-        life.member.tend_jobs(&core);
+        life.member.keeper.tend(Instant::now());
+        life.member.jobs.tend(&core, &life.member.hosts);
         if tick.is_multiple_of(MEMORY_TICKS) {
-            for host in life.member.gone() {
+            for host in life.member.hosts.gone() {
                 life.service.heard(host.get(), &BTreeSet::new());
             }
             let arrivals = &life.member.arrivals;
@@ -330,16 +332,17 @@ async fn beat(
                 life.member.ears().allow(has_room);
             });
         }
-        let (now, room) = (life.member.now(), core.admission.room());
-        let mut due = life.member.roster.change(|book| match book.has_left() {
+        let (now, room) = (life.member.hosts.now(), core.admission.room());
+        let mut due = life.member.hosts.roster.change(|book| match book.has_left() {
             // The farewell's.
             true => Vec::new(),
             false => book.due(now, BEATS_MAX),
         });
         // Whoever counts what users have hears at once of what has ended.
         let shrunk = core.quotas.shrunk(&core.admission);
-        let keepers = shrunk.iter().filter_map(|user| life.member.keeper_of(&user.to_string()));
-        due.extend(keepers.filter(|host| *host != life.member.id()));
+        let keepers =
+            shrunk.iter().filter_map(|user| life.member.keeper.keeper_of(&user.to_string()));
+        due.extend(keepers.filter(|host| *host != life.member.hosts.id()));
         due.sort_unstable();
         due.dedup();
         let quotas = (!due.is_empty()).then(|| core.quotas.tally(&core.admission));

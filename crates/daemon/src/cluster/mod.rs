@@ -11,12 +11,14 @@
 //! ([`vmfork_transfer`]).
 
 mod arrivals;
+mod away;
 mod client;
 mod coming;
 mod descriptor;
 mod family;
 mod finding;
 mod guest_images;
+mod hosts;
 mod images;
 mod jobs;
 mod kept;
@@ -39,7 +41,6 @@ mod sources;
 mod tests;
 mod tickets;
 mod touched;
-mod working_set;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
@@ -52,22 +53,14 @@ use futures_util::future::{BoxFuture, join_all};
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode};
 
-pub(crate) use self::arrivals::Arrival;
-pub(crate) use self::descriptor::CloneOrder;
 pub(crate) use self::family::end_everywhere;
-pub(crate) use self::guest_images::TAKES_LONG;
-pub(crate) use self::jobs::Hold;
-pub use self::jobs::Job;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
-pub(crate) use self::place::{Sending, Share, send};
-pub(crate) use self::tickets::{Abroad, Allotted, Reserved, reserve};
-pub(crate) use self::touched::Watch;
-pub(crate) use self::working_set::WorkingSet;
 use crate::control::Answer;
+use crate::core::Core;
+use crate::fork::Forker;
 use crate::http::{Answered, Elsewhere};
-use crate::hub::Core;
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// One per daemon.
@@ -75,7 +68,7 @@ pub struct Cluster {
     folder: PathBuf,
     /// What members may ask of this host: its REST API. Set once, before anything is served.
     api: OnceLock<Router>,
-    core: OnceLock<Weak<Core>>,
+    forker: OnceLock<Weak<Forker>>,
     life: RwLock<Option<Arc<Life>>>,
     /// One change of what this host is a member of at a time.
     turn: tokio::sync::Mutex<()>,
@@ -105,7 +98,7 @@ impl Cluster {
         Self {
             folder,
             api: OnceLock::new(),
-            core: OnceLock::new(),
+            forker: OnceLock::new(),
             life: RwLock::new(None),
             turn: tokio::sync::Mutex::default(),
             hindrance: Mutex::default(),
@@ -114,12 +107,17 @@ impl Cluster {
         }
     }
 
-    pub(crate) fn set_core(&self, core: &Arc<Core>) {
-        let _first = self.core.set(Arc::downgrade(core));
+    /// What clones of other hosts' VMs are started with.
+    pub(crate) fn set_forker(&self, forker: &Arc<Forker>) {
+        let _first = self.forker.set(Arc::downgrade(forker));
+    }
+
+    fn forker(&self) -> Option<Arc<Forker>> {
+        self.forker.get().and_then(Weak::upgrade)
     }
 
     fn core(&self) -> Option<Arc<Core>> {
-        self.core.get().and_then(Weak::upgrade)
+        self.forker().map(|forker| Arc::clone(&forker.core))
     }
 
     fn life(&self) -> Option<Arc<Life>> {
@@ -168,7 +166,7 @@ impl Elsewhere for Cluster {
     fn host_of<'a>(&'a self, vm: &'a str) -> Answer<'a, Option<String>> {
         async move {
             let Some(member) = self.member() else { return Ok(None) };
-            Ok(member.host_of(vm).await?.map(|entry| entry.id.to_string()))
+            Ok(member.locate.host_of(vm).await?.map(|entry| entry.id.to_string()))
         }
         .boxed()
     }
@@ -182,8 +180,8 @@ impl Elsewhere for Cluster {
             };
             let member = self.member().ok_or_else(gone)?;
             let id = host.parse().map_err(|_| gone())?;
-            let peer = member.peer_of(id, &message)?;
-            let gone = member.until_gone(id);
+            let peer = member.hosts.peer_of(id, &message)?;
+            let gone = member.hosts.until_gone(id);
             peer.pass_on(request, gone).await.map_err(|error| error.to_body(message))
         }
         .boxed()
@@ -192,9 +190,9 @@ impl Elsewhere for Cluster {
     fn ask_all<'a>(&'a self, path: &'a str) -> BoxFuture<'a, Vec<(String, Answered)>> {
         async move {
             let Some(member) = self.member() else { return Vec::new() };
-            let there = member.there();
+            let there = member.hosts.there();
             let asked = there.alive.into_iter().chain(there.suspect).map(|entry| {
-                let peer = member.peer(&entry);
+                let peer = member.hosts.peer(&entry);
                 async move {
                     let answered = peer.get(path, WORD_WAIT).await;
                     (entry.name, answered.map_err(|error| error.to_body(format!("GET {path}"))))
@@ -211,6 +209,6 @@ impl Elsewhere for Cluster {
     }
 
     fn here(&self) -> Option<String> {
-        self.member().map(|member| member.name())
+        self.member().map(|member| member.hosts.name())
     }
 }

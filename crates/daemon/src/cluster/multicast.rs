@@ -13,12 +13,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageName, PageRange};
-use vmfork_memory::{Engine, HostImage};
-use vmfork_transfer::{
-    GroupCounters, Groups, GroupsConfig, HeardPages, Invitation, Listener, ListenerConfig,
-    ListenerCounters, Pages, Peer, Refusal, RefusalKind,
+use vmfork_multicast::{
+    GroupCounters, Groups, GroupsConfig, HeardPages, Listener, ListenerConfig, ListenerCounters,
 };
+use vmfork_transfer::{Invitation, Pages, Peer, Refusal, RefusalKind};
 
 use super::arrivals::Arrivals;
 use super::images::Images;

@@ -19,7 +19,7 @@ use super::client::Peer;
 use super::life::Life;
 use super::routes::JOIN;
 use crate::control::{Answer, ClusterControl};
-use crate::hub::{chain, outcome};
+use crate::error::{chain, outcome};
 
 const TTL_S_DEFAULT: u64 = 3600;
 const TTL_S_MAX: u64 = 7 * 24 * 3600;
@@ -114,7 +114,7 @@ impl Cluster {
         tokio::spawn(async move {
             let _turn = self.turn.lock().await;
             if let Some(life) =
-                self.life().filter(|life| life.member.roster.read(Membership::has_left))
+                self.life().filter(|life| life.member.hosts.roster.read(Membership::has_left))
             {
                 tracing::warn!("this host was removed from the cluster by another member");
                 self.end(life).await;
@@ -124,7 +124,7 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
-        life.member.release_jobs().await;
+        life.member.jobs.release_all().await;
         if let Some(folder) = life.end().await {
             self.let_go(folder);
         }
@@ -170,11 +170,11 @@ impl Cluster {
             return ClusterInfo { schema, here: None, hosts: Vec::new(), note: None };
         };
         let member = &life.member;
-        let now = member.now();
+        let now = member.hosts.now();
         let own_room = self.core().map(|core| core.admission.room());
-        let hosts = member.roster.read(|book| {
+        let hosts = member.hosts.roster.read(|book| {
             let host = |entry: &Entry| {
-                let is_here = entry.id == member.id;
+                let is_here = entry.id == member.hosts.id;
                 let room = if is_here { own_room } else { book.room(entry.id) };
                 ClusterHost {
                     id: entry.id.to_string(),
@@ -196,7 +196,7 @@ impl Cluster {
             };
             book.members().map(host).collect()
         });
-        let (schema, here) = (SCHEMA.to_owned(), Some(member.id.to_string()));
+        let (schema, here) = (SCHEMA.to_owned(), Some(member.hosts.id.to_string()));
         ClusterInfo { schema, here, hosts, note: None }
     }
 
@@ -267,18 +267,18 @@ impl Cluster {
         }
         let life = self.in_one(LEAVE)?;
         let id = found(&life, &request).map_err(|error| no_host(LEAVE, &error))?;
-        if id != life.member.id {
+        if id != life.member.hosts.id {
             life.say_removed(id).await;
         }
-        let now = life.member.now();
-        let left = life.member.roster.change(|book| match book.member(id) {
+        let now = life.member.hosts.now();
+        let left = life.member.hosts.roster.change(|book| match book.member(id) {
             Some(_) => book.leave(id, now),
             // Somebody else was faster.
             None => Ok(()),
         });
         left.map_err(|error| no_host(LEAVE, &error))?;
         life.save();
-        if id != life.member.id {
+        if id != life.member.hosts.id {
             return Ok(self.info());
         }
         life.say_farewell().await;
@@ -313,7 +313,7 @@ impl Cluster {
 
 /// The host that is named, this one if none is.
 fn found(life: &Life, request: &ClusterHostRequest) -> Result<HostId, MemberError> {
-    life.member.roster.read(|book| match &request.host {
+    life.member.hosts.roster.read(|book| match &request.host {
         Some(host) => book.find(host).map(|entry| entry.id),
         None => Ok(book.own()),
     })
@@ -369,7 +369,7 @@ impl ClusterControl for Arc<Cluster> {
                 return Err(ErrorBody::new(ErrorCode::BadRequest, message)
                     .cause(format!("{ttl_s} s are not in 1 to {TTL_S_MAX}")));
             }
-            let (address, issuer) = life.member.roster.read(|book| {
+            let (address, issuer) = life.member.hosts.roster.read(|book| {
                 let own = book.own_entry();
                 (own.address.clone(), own.fingerprint)
             });
@@ -377,7 +377,7 @@ impl ClusterControl for Arc<Cluster> {
                 ErrorBody::new(ErrorCode::Host, message).cause(chain(error))
             };
             let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
-            let unix_s = life.member.now().unix_s;
+            let unix_s = life.member.hosts.now().unix_s;
             let token = tokens.issue(&address, issuer, ttl_s, unix_s);
             let token = token.map_err(|error| failed(&error))?;
             life.records.save_tokens(&tokens).map_err(|error| failed(&error))?;
@@ -398,9 +398,9 @@ impl ClusterControl for Arc<Cluster> {
         async move {
             let message = if drain { "drain a host" } else { "take a host back into use" };
             let life = self.in_one(message)?;
-            let now = life.member.now();
+            let now = life.member.hosts.now();
             let changed = found(&life, &request).and_then(|id| {
-                life.member.roster.change(|book| match drain {
+                life.member.hosts.roster.change(|book| match drain {
                     true => book.drain(id, now),
                     false => book.activate(id, now),
                 })

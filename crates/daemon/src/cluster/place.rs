@@ -10,19 +10,19 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
+use super::arrivals::Arrival;
 use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
+use super::hosts::Hosts;
 use super::images::{Lender, Sending as Lent};
-use super::jobs::Job;
 use super::member::{Member, WORD_WAIT};
 use super::receive::GRACE;
 use super::touched::HOSTS_WATCHED;
-use super::working_set::WorkingSet;
+use crate::error::chain;
 use crate::facts::Facts;
 use crate::fork::{self, Snapshot};
-use crate::hub::chain;
 use crate::metrics::{Metrics, Stage};
-use crate::vm::Identity;
+use crate::vm::{Identity, Job, WorkingSet};
 
 /// How long finding what the VM had written may take: 1 ms per GiB where nothing is in the way.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -105,7 +105,8 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
     if !tokio::task::block_in_place(|| engine.wait_sealed(left.min(SEAL_TIMEOUT))) {
         return Err(fail("what it had written is not known in time".to_owned()));
     }
-    let (arrival, working_set) = (what.snapshot.arrival.clone(), Arc::clone(what.working_set));
+    let (arrival, working_set) =
+        (what.snapshot.provenance.get::<Arrival>(), Arc::clone(what.working_set));
     let ahead = working_set.runs();
     let lent = member.images.lend(Instant::now(), engine, Lender::new(arrival, working_set));
     let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;
@@ -144,7 +145,7 @@ async fn one(
 ) -> Vec<CloneResult> {
     let Share { host, number, clones, .. } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
-    let peer = match member.peer_of(host, &message) {
+    let peer = match member.hosts.peer_of(host, &message) {
         Ok(peer) => peer,
         Err(error) => {
             return clones.into_iter().map(|it| failed(it, error.clone(), None)).collect();
@@ -158,13 +159,13 @@ async fn one(
         let answer = tokio::select! {
             answer = peer.post(CLONES, "application/octet-stream", body.into(), wait) => answer,
             () = given_up.cancelled() => {
-                member.give_up(host, number);
+                member.hosts.give_up(host, number);
                 return Err(fork::was_given_up(&message));
             }
         };
         let answer = answer.map_err(|error| {
             // Whatever it said: a part may have been started.
-            member.give_up(host, number);
+            member.hosts.give_up(host, number);
             error.to_body(message.clone())
         })?;
         let results = serde_json::from_slice::<Vec<CloneResult>>(&answer);
@@ -173,7 +174,7 @@ async fn one(
             are_they.then_some(results).ok_or_else(|| "it told of other clones".to_owned())
         });
         results.map_err(|cause| {
-            member.give_up(host, number);
+            member.hosts.give_up(host, number);
             ErrorBody::new(ErrorCode::Host, message.clone()).cause(cause)
         })
     };
@@ -182,7 +183,7 @@ async fn one(
             .into_iter()
             .map(|result| {
                 if let Some(id) = &result.id {
-                    member.saw(id, host);
+                    member.locate.saw(id, host);
                 }
                 let error = result.error.map(|error| of_host(&peer.name, error));
                 CloneResult { host: Some(peer.name.clone()), error, ..result }
@@ -212,14 +213,14 @@ pub(super) const GIVE_UP: &str = "/cluster/v1/clones/give-up";
 const GIVE_UP_FOR: Duration = Duration::from_secs(600);
 const GIVE_UP_EVERY: Duration = Duration::from_secs(2);
 
-impl Member {
+impl Hosts {
     /// Have a host end what an order started there, and start no more of it: as soon as it can be reached.
     pub(crate) fn give_up(self: &Arc<Self>, host: HostId, number: u64) -> JoinHandle<()> {
-        let member = Arc::clone(self);
+        let hosts = Arc::clone(self);
         tokio::spawn(async move {
             let until = Instant::now() + GIVE_UP_FOR;
             while Instant::now() < until {
-                let Ok(peer) = member.peer_of(host, "give up an order") else { return };
+                let Ok(peer) = hosts.peer_of(host, "give up an order") else { return };
                 match peer.ask::<u64, ()>(GIVE_UP, &number, WORD_WAIT).await {
                     Ok(()) => return,
                     Err(error) => tracing::debug!(host = peer.name, number, "{}", chain(&error)),

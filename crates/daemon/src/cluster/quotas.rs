@@ -1,17 +1,21 @@
 //! Which host counts what a user has, and asking it for more.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::{Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
-use vmfork_cluster::{HostId, Liveness};
 
+use super::Cluster;
 use super::client::CallError;
-use super::member::{Member, WORD_WAIT};
-use crate::hub::{Core, chain};
-use crate::quotas::TOLD_WITHIN;
+use super::hosts::Hosts;
+use super::member::WORD_WAIT;
+use crate::core::{self, Core, TOLD_WITHIN};
+use crate::error::chain;
 
 /// Where a user's keeper is asked for more.
 pub(super) const QUOTAS: &str = "/cluster/v1/quotas";
@@ -23,8 +27,11 @@ const ASK_FOR: Duration = Duration::from_secs(8);
 const ASK_EVERY: Duration = Duration::from_millis(250);
 
 /// This host as one that counts.
-#[derive(Debug, Default)]
-pub(super) struct Keeper(Mutex<State>);
+#[derive(Debug)]
+pub(super) struct Keeper {
+    hosts: Arc<Hosts>,
+    state: Mutex<State>,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -36,9 +43,13 @@ struct State {
 }
 
 impl Keeper {
+    pub(super) fn new(hosts: &Arc<Hosts>) -> Self {
+        Self { hosts: Arc::clone(hosts), state: Mutex::default() }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         // No step leaves it half-changed.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -63,56 +74,64 @@ impl State {
     }
 }
 
-impl Member {
-    /// Those that may count: all that are not gone.
-    fn candidates(&self) -> BTreeSet<HostId> {
-        let now = self.now();
-        self.roster.read(|book| {
-            let is_there = |id| id == self.id || book.liveness(id, now) != Liveness::Gone;
-            book.members().map(|entry| entry.id).filter(|id| is_there(*id)).collect()
-        })
+impl core::Keeper for Cluster {
+    fn take<'a>(
+        &'a self,
+        core: &'a Core,
+        ask: QuotaAsk,
+        message: &'a str,
+    ) -> BoxFuture<'a, Result<Option<QuotaAnswer>, ErrorBody>> {
+        async move {
+            match self.member() {
+                Some(member) => member.keeper.take(core, ask, message).await.map(Some),
+                None => Ok(None),
+            }
+        }
+        .boxed()
     }
+}
 
+impl Keeper {
     /// Notice who may count, and forget what hosts had that are none any more.
-    pub(super) fn tend_quotas(&self, now: Instant) {
-        let candidates = self.candidates();
-        let mut state = self.keeper.state();
+    pub(super) fn tend(&self, now: Instant) {
+        let candidates = self.hosts.candidates();
+        let mut state = self.state();
         state.look(now, candidates);
-        state.counts.keep(|host| self.roster.read(|book| book.member(host).is_some()));
+        state.counts.keep(|host| self.hosts.has(host));
     }
 
     pub(super) fn keeper_of(&self, user: &str) -> Option<HostId> {
-        keeper_of(user, self.candidates())
+        keeper_of(user, self.hosts.candidates())
     }
 
     /// A host has told what users have there.
-    pub(super) fn heard_tally(&self, from: HostId, tally: &Tally) {
-        self.keeper.state().counts.heard(from, tally);
+    pub(super) fn heard(&self, from: HostId, tally: &Tally) {
+        self.state().counts.heard(from, tally);
     }
 
     /// As a user's keeper, give a host what it asks for.
     ///
     /// # Errors
     /// This host can't tell now; a conflict.
-    pub(super) fn keep_quota(
+    pub(super) fn keep(
         &self,
         core: &Core,
         from: HostId,
         ask: &QuotaAsk,
         now: Instant,
     ) -> Result<QuotaAnswer, ErrorBody> {
-        let candidates = self.candidates();
-        let is_keeper = keeper_of(&ask.user, candidates.iter().copied()) == Some(self.id);
-        let mut state = self.keeper.state();
+        let candidates = self.hosts.candidates();
+        let is_keeper = keeper_of(&ask.user, candidates.iter().copied()) == Some(self.hosts.id);
+        let mut state = self.state();
         state.look(now, candidates);
         let waits_for = match is_keeper {
-            true => state.waits_for(now, self.id),
+            true => state.waits_for(now, self.hosts.id),
             false => Some("another host counts that, as this one sees it"),
         };
         if let Some(why) = waits_for {
             return Err(ErrorBody::new(ErrorCode::Conflict, "count what a user has").cause(why));
         }
-        state.counts.heard(self.id, &core.quotas.tally(&core.admission));
+        state.counts.heard(self.hosts.id, &core.quotas.tally(&core.admission));
         Ok(state.counts.take(from, ask, core.quotas.bounds().of(&ask.user)))
     }
 
@@ -120,7 +139,7 @@ impl Member {
     ///
     /// # Errors
     /// It does not answer, or hosts do not agree on who that is, for a while.
-    pub(crate) async fn take_quota(
+    pub(crate) async fn take(
         &self,
         core: &Core,
         ask: QuotaAsk,
@@ -153,12 +172,12 @@ impl Member {
     /// → why there is no answer.
     async fn ask_keeper(&self, core: &Core, ask: &QuotaAsk) -> Result<QuotaAnswer, String> {
         let keeper = self.keeper_of(&ask.user).ok_or("no host counts it")?;
-        if keeper == self.id {
-            let kept = self.keep_quota(core, self.id, ask, Instant::now());
+        if keeper == self.hosts.id {
+            let kept = self.keep(core, self.hosts.id, ask, Instant::now());
             return kept.map_err(|error| error.to_string());
         }
         let peer =
-            self.peer_of(keeper, "ask what a user has").map_err(|error| error.to_string())?;
+            self.hosts.peer_of(keeper, "ask what a user has").map_err(|error| error.to_string())?;
         let answer = peer.ask::<QuotaAsk, QuotaAnswer>(QUOTAS, ask, WORD_WAIT).await;
         let answer = answer.map_err(|error| match error {
             CallError::Refused { host, source } => format!("host `{host}`: {source}"),

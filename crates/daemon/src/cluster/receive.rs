@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_engine::{Engine, EngineOptions};
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
-use vmfork_memory::{Engine, EngineOptions};
 use vmfork_qemu::probe::KvmFacts;
 
 use super::arrivals::Arrivals;
 use super::descriptor::{Descriptor, Order, Parent};
 use super::images::Images;
 use super::tickets::SetAside;
-use super::working_set::WorkingSet;
 use crate::admission::ForkAsk;
+use crate::core::start_machines;
+use crate::error::{BUG, chain};
 use crate::facts::host;
-use crate::fork::tickets::Origin;
-use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
-use crate::hub::{BUG, Core, chain};
+use crate::fork::tickets::TicketOrigin;
+use crate::fork::{self, Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use crate::metrics::Stage;
-use crate::vm::Identity;
+use crate::vm::{Identity, Provenance, WorkingSet};
 
 /// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
 #[derive(Debug, Default)]
@@ -48,7 +48,7 @@ impl Engines {
 
 /// What a host that starts others' clones works with.
 pub(super) struct Here<'a> {
-    pub(super) core: &'a Arc<Core>,
+    pub(super) forker: &'a Arc<Forker>,
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
     pub(super) arrivals: &'a Arrivals,
@@ -65,10 +65,11 @@ pub(super) async fn start(
     here: Here<'_>,
     descriptor: Descriptor,
     memory: Option<SetAside>,
-    origin: Option<Origin>,
+    origin: Option<TicketOrigin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
-    let Here { core, .. } = here;
+    let forker = here.forker;
+    let core = &forker.core;
     let Descriptor { order, images, state } = descriptor;
     let Order { facts, parent, clones, .. } = order;
     let began = Instant::now();
@@ -87,7 +88,7 @@ pub(super) async fn start(
 
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
     let engine = tokio::task::block_in_place(|| {
-        let pages = facts.memory_bytes / PAGE_BYTES;
+        let pages = facts.spec().memory_bytes / PAGE_BYTES;
         here.engines.get(name, || {
             let next = || core.next_image();
             let source = |image| (here.source)(image, pages);
@@ -130,8 +131,8 @@ pub(super) async fn start(
                 message: &message,
                 family: &parent.family,
                 user: parent.user,
-                ram_bytes: facts.memory_bytes,
-                cpus: facts.cpus,
+                ram_bytes: facts.spec().memory_bytes,
+                cpus: facts.spec().cpus,
                 count: u32::try_from(reservation.names().len()).unwrap_or(count),
                 by_guest: origin.is_some(),
                 allowed: None,
@@ -153,15 +154,13 @@ pub(super) async fn start(
         inheritance: facts.inheritance.clone(),
         fork: facts.fork,
         lease: Some(grant.snapshot),
-        opened: None,
-        arrival: Some(arrival),
-        learn_as: None,
+        provenance: Provenance::default().with(arrival),
+        on_run: OnRun::default(),
         is_watched: order.is_watched,
-        base: None,
     };
     let identity = Identity { job: order.job, ..identity(&facts, &parent) };
     let brood = Brood {
-        core: Arc::clone(core),
+        forker: Arc::clone(forker),
         stem: Arc::new(Stem { message, identity, agent: facts.agent.clone() }),
         snapshot: Arc::new(snapshot),
         began,

@@ -39,9 +39,10 @@ use super::receive::{self, Here};
 use super::server::{Caller, Routes};
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touched::{self, TOUCHED};
-use crate::fork;
+use crate::core::Core;
+use crate::error::{BUG, chain, outcome};
+use crate::fork::{self, Forker};
 use crate::http::ApiError;
-use crate::hub::{BUG, Core, chain, outcome};
 use crate::vm::End;
 
 pub(super) const JOIN: &str = "/cluster/v1/join";
@@ -56,12 +57,19 @@ pub(super) struct Of {
 }
 
 impl Of {
+    fn forker(&self, message: &str) -> Result<Arc<Forker>, ErrorBody> {
+        let forker = self.cluster.upgrade().and_then(|cluster| cluster.forker());
+        forker.ok_or_else(|| is_leaving(message))
+    }
+
     pub(super) fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
         let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
-        self.life.upgrade().zip(core).ok_or_else(|| {
-            ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
-        })
+        self.life.upgrade().zip(core).ok_or_else(|| is_leaving(message))
     }
+}
+
+fn is_leaving(message: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
 }
 
 pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
@@ -99,11 +107,12 @@ async fn join(
 ) -> Result<Json<JoinAnswer>, ApiError> {
     let message = format!("join as `{}`", request.name);
     let (life, _) = of.parts(&message)?;
-    let now = life.member.now();
+    let now = life.member.hosts.now();
     let (answer, written) = {
         let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = life
             .member
+            .hosts
             .roster
             .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
         (answer, life.records.save_tokens(&tokens))
@@ -150,11 +159,12 @@ async fn clones(
 ) -> Result<Json<Vec<CloneResult>>, ApiError> {
     let message = "start another host's clones";
     let (life, core) = of.parts(message)?;
+    let forker = of.forker(message)?;
     let mut descriptor = Descriptor::decode(&body).map_err(|error| {
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    life.member.check_active(message)?;
+    life.member.hosts.check_active(message)?;
     let order = (from, descriptor.order.number);
     let begun = life.member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
@@ -166,13 +176,13 @@ async fn clones(
         let line = descriptor.order.parent.line();
         let _under_way = core.registry.fork_begins(line, given_up.clone());
         let here = Here {
-            core: &core,
+            forker: &forker,
             images: &member.images,
             engines: &member.engines,
             arrivals: &member.arrivals,
             source: &|image, pages| member.source(image, pages, from),
         };
-        let had = member.bring_image(&core, from, &mut descriptor.order, &given_up).await;
+        let had = member.guest_images.bring(&core, from, &mut descriptor.order, &given_up).await;
         let wanted = &descriptor.order;
         let snapshot = descriptor.images.last().map(|entry| entry.name);
         let watched = snapshot.filter(|_| wanted.is_watched);
@@ -214,7 +224,7 @@ async fn lease(
 ) -> Result<Json<u32>, ApiError> {
     let message = "make room for another host's clones";
     let (life, core) = of.parts(message)?;
-    life.member.check_active(message)?;
+    life.member.hosts.check_active(message)?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
     Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
@@ -226,7 +236,7 @@ async fn quota(
     Json(ask): Json<QuotaAsk>,
 ) -> Result<Json<QuotaAnswer>, ApiError> {
     let (life, core) = of.parts("count what a user has")?;
-    Ok(Json(life.member.keep_quota(&core, from, &ask, Instant::now())?))
+    Ok(Json(life.member.keeper.keep(&core, from, &ask, Instant::now())?))
 }
 
 async fn release(

@@ -12,9 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageRange, PageSource};
-use vmfork_transfer::{
-    Holders, Listener, Peer, PeerSource, SourceCounters, Swarm, SwarmConfig, SwarmMember,
-};
+use vmfork_multicast::Listener;
+use vmfork_transfer::{Holders, Peer, PeerSource, SourceCounters, Swarm, SwarmConfig, SwarmMember};
 
 use super::multicast::Ears;
 use crate::config::PageTransfer;

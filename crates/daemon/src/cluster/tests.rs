@@ -13,12 +13,14 @@ use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, Clu
 use vmfork_cluster::allocate::Policy;
 use vmfork_cluster::{Folder, HostId};
 
-use super::{Allotted, Cluster, reserve};
+use super::Cluster;
+use super::tickets::reserve;
 use crate::admission::BootAsk;
 use crate::config::{Config, TicketPlace};
 use crate::control::ClusterControl;
+use crate::fork::Allotted;
 use crate::fork::tickets::allot;
-use crate::hub::testing::{Host, SOON};
+use crate::operations::testing::{Host, SOON};
 use crate::quotas::User;
 
 static ADDRESSES: AtomicU16 = AtomicU16::new(1);
@@ -39,11 +41,11 @@ impl One {
     }
 
     fn cluster(&self) -> &Arc<Cluster> {
-        &self.host.core.cluster
+        &self.host.hub.cluster
     }
 
     fn id(&self) -> Option<HostId> {
-        self.cluster().member().map(|member| member.id)
+        self.cluster().member().map(|member| member.hosts.id)
     }
 
     fn is_in_none(&self) -> bool {
@@ -52,7 +54,7 @@ impl One {
 
     fn knows(&self, id: HostId) -> bool {
         let member = self.cluster().member().expect("a member");
-        member.roster.read(|book| book.member(id).is_some())
+        member.hosts.roster.read(|book| book.member(id).is_some())
     }
 
     async fn stop(&self) {
@@ -151,7 +153,7 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     let id = host.id();
     let again = || {
         let again = Cluster::new(host.cluster().folder.clone());
-        again.set_core(&host.host.core);
+        again.set_forker(&host.host.hub.forker);
         Arc::new(again)
     };
     let in_the_way = silence(&host).await;
@@ -162,7 +164,7 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     assert!(cause.starts_with(&format!("listen for other hosts on {}", host.address)), "{cause}");
     assert!(error.remedy.expect("a remedy").contains("cluster leave"));
     drop(in_the_way);
-    until("it is a member again", || daemon.member().map(|member| member.id) == id).await;
+    until("it is a member again", || daemon.member().map(|member| member.hosts.id) == id).await;
     daemon.cluster().await.expect("a member");
     daemon.stop().await;
 
@@ -180,7 +182,7 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
 async fn take_clones(hosts: &[One]) {
     let member = hosts[0].cluster().member().expect("a member");
     let have_room = || {
-        let views = member.views(&hosts[0].host.core);
+        let views = member.hosts.views(&hosts[0].host.core);
         views.iter().all(|view| view.closed.is_none() && view.free.memory_bytes > 0)
     };
     until("all take clones", have_room).await;
@@ -197,7 +199,7 @@ async fn places_for_an_order_that_is_not_sent_are_given_back_at_once() {
     let allotted = reserve(core, &member, &vm, (4, Policy::Spread), "fork").await;
     assert_eq!((allotted.away.len(), allotted.away[0].count), (1, 2), "{:?}", allotted.refused);
     assert!(there.admissible_bytes() < all);
-    let _for_an_order = allotted.away[0].number();
+    let _for_an_order = allotted.away[0].number;
     drop(allotted);
     until("they are given back", || there.admissible_bytes() == all).await;
     for host in &hosts {
@@ -211,7 +213,7 @@ async fn a_host_tells_what_virtual_cpus_are_left_and_the_next_gets_what_it_has_n
     let member = hosts[0].cluster().member().expect("a member");
     let there = &hosts[1].host.core.admission;
     let left = |id| {
-        let views = member.views(&hosts[0].host.core);
+        let views = member.hosts.views(&hosts[0].host.core);
         views.iter().find(|view| Some(view.id) == id).map(|view| view.free.vcpus)
     };
     until("what it has is known", || left(hosts[1].id()) == Some(4)).await;
@@ -248,15 +250,15 @@ async fn a_tickets_clones_are_put_where_its_host_is_set_to() {
         };
         let hosts = cluster_with(2, set).await;
         take_clones(&hosts).await;
-        let (core, vm) = (&hosts[0].host.core, hosts[0].host.vm("web", None));
+        let (forker, vm) = (&hosts[0].host.hub.forker, hosts[0].host.vm("web", None));
         let counts = |allotted: &Allotted| {
             let here = allotted.here.as_ref().map_or(0, |grant| grant.clones.len());
             (here, allotted.away.iter().map(|it| it.count).collect::<Vec<_>>())
         };
-        let few = allot(core, &vm, 4, "fork").await;
+        let few = allot(forker, &vm, 4, "fork").await;
         assert_eq!(counts(&few), (here, away), "{place:?}");
         // Beyond what the host has: 8 virtual CPUs.
-        let rest = allot(core, &vm, 6, "fork").await;
+        let rest = allot(forker, &vm, 6, "fork").await;
         let elsewhere = if place == TicketPlace::Pack { vec![2] } else { vec![] };
         match place {
             TicketPlace::Spread => assert_eq!(rest.places(), 6),
@@ -265,7 +267,7 @@ async fn a_tickets_clones_are_put_where_its_host_is_set_to() {
         drop((few, rest));
         let this = ClusterHostRequest { host: None };
         hosts[0].cluster().drain_cluster_host(this, true).await.expect("it drains");
-        assert_eq!(counts(&allot(core, &vm, 1, "fork").await).0, 0, "{place:?}: it drains");
+        assert_eq!(counts(&allot(forker, &vm, 1, "fork").await).0, 0, "{place:?}: it drains");
         for host in &hosts {
             host.stop().await;
         }

@@ -17,14 +17,16 @@ use tokio::sync::oneshot;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageIdx, PageRange, PageTable, Source};
-use vmfork_memory::{TouchScan, ViewId};
+use vmfork_memory::TouchScan;
+use vmfork_policy::ViewId;
 
 use super::member::Member;
 use super::routes::Of;
 use super::server::Caller;
+use crate::core::Core;
+use crate::error::{BUG, chain};
 use crate::http::ApiError;
-use crate::hub::{BUG, Core, chain};
-use crate::vm::Vm;
+use crate::vm::{LastLook, Vm};
 
 pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 
@@ -65,9 +67,10 @@ impl Watch {
     fn look(&self, view: Option<ViewId>) -> Option<Vec<PageRange>> {
         (view.is_some() && view == self.view).then(|| self.scan.touched().ok()).flatten()
     }
+}
 
-    /// The VM's process is about to end.
-    pub(crate) fn last_look(&self, view: Option<ViewId>) {
+impl LastLook for Watch {
+    fn last_look(&self, view: Option<ViewId>) {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let (Some(last), Some(touched)) = (last, self.look(view)) {
             let _nobody_listens = last.send(touched);
@@ -100,7 +103,7 @@ fn watch(member: &Arc<Member>, vm: &Arc<Vm>, of: HostId, snapshot: ImageName) {
     };
     let (sender, mut last) = oneshot::channel();
     let watch = Arc::new(Watch { scan, view, last: Mutex::new(Some(sender)) });
-    vm.set_watch(Arc::clone(&watch));
+    vm.set_watch(Arc::clone(&watch) as Arc<dyn LastLook>);
     drop(machine);
     let (member, vm, began) = (Arc::clone(member), Arc::downgrade(vm), Instant::now());
     tokio::spawn(async move {
@@ -137,7 +140,7 @@ async fn tell(
         return;
     }
     let message = "tell what a clone touched";
-    let told = match member.peer_of(of, message) {
+    let told = match member.hosts.peer_of(of, message) {
         Ok(peer) => {
             let said = peer
                 .ask::<_, ()>(

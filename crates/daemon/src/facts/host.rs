@@ -9,9 +9,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_qemu::{DiskId, QmpError, Shape, probe};
 
 use super::Facts;
-use crate::fork::PendingMachine;
-use crate::hub::boot::open_image;
-use crate::hub::{Core, chain};
+use crate::core::{Core, PendingMachine, open_image};
+use crate::error::chain;
 use crate::vm::machine::Machine;
 
 /// The machine type of a QEMU, with its version.
@@ -79,12 +78,12 @@ pub(crate) fn shape_and_disk(
     let host = |error: &dyn std::error::Error| {
         ErrorBody::new(ErrorCode::Host, message).cause(chain(error))
     };
-    let (disk, id) = match &facts.root_blake3 {
+    let (disk, id) = match &facts.spec().root_blake3 {
         None => (None, None),
         Some(root) => {
-            let files = match core.images.open_root(&facts.image, root) {
+            let files = match core.images.open_root(&facts.spec().image, root) {
                 Ok(Some(files)) => files,
-                _ => open_image(core, &facts.image)?,
+                _ => open_image(core, &facts.spec().image)?,
             };
             facts.check_root(message, files.metadata.root_blake3())?;
             let root = files.root.map(OwnedFd::from);

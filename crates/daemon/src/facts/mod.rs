@@ -14,21 +14,14 @@ use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
 
 use crate::agent::{AgentInfo, Inheritance};
 use crate::quotas::User;
-use crate::vm::Identity;
 use crate::vm::machine::Machine;
+use crate::vm::{Identity, Inherited, MachineSpec};
 
 /// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Facts {
-    /// The guest image that the VM booted from.
-    pub(crate) image: String,
-    /// BLAKE3 of its root disk, in hex; the guest has parts of that disk in its memory.
-    pub(crate) root_blake3: Option<String>,
-    pub(crate) memory_bytes: u64,
-    pub(crate) cpus: u32,
-    pub(crate) accel: vmfork_api::Accel,
-    /// Why that one was chosen, then.
-    pub(crate) accel_reason: String,
+    #[serde(flatten)]
+    pub(crate) inherited: Inherited,
     /// Whether a Linux guest with an agent's port runs in it, or a bare one.
     pub(crate) is_linux: bool,
     pub(crate) vmgenid: bool,
@@ -55,13 +48,16 @@ pub(crate) struct Frozen {
 }
 
 impl Facts {
+    pub(crate) fn spec(&self) -> &MachineSpec {
+        &self.inherited.spec
+    }
+
     /// Of VMs that go on from it, without what tells them apart and where they come from: each the root of a family.
     pub(crate) fn identity(&self, user: User) -> Identity {
         Identity {
             id: String::new(),
             name: String::new(),
-            image: self.image.clone(),
-            root_blake3: self.root_blake3.clone(),
+            inherited: self.inherited.clone(),
             snapshot: None,
             family: String::new(),
             user,
@@ -69,10 +65,6 @@ impl Facts {
             parent: None,
             ancestors: Arc::default(),
             vmid: 0,
-            accel: self.accel,
-            accel_reason: self.accel_reason.clone(),
-            cpus: self.cpus,
-            memory_bytes: self.memory_bytes,
             has_agent: self.inheritance.is_some(),
             created_unix_ms: 0,
         }
@@ -87,12 +79,7 @@ impl Facts {
         let Frozen { machine_type, inheritance, fork, pause_ms } = frozen;
         let shape = &machine.shape;
         Self {
-            image: identity.image.clone(),
-            root_blake3: identity.root_blake3.clone(),
-            memory_bytes: identity.memory_bytes,
-            cpus: identity.cpus,
-            accel: identity.accel,
-            accel_reason: identity.accel_reason.clone(),
+            inherited: identity.inherited.clone(),
             is_linux: shape.guest == GuestKind::Linux,
             vmgenid: shape.vmgenid,
             qemu_version: machine.version.to_string(),
@@ -106,7 +93,7 @@ impl Facts {
     }
 
     pub(crate) fn accel(&self) -> Accel {
-        match self.accel {
+        match self.spec().accel {
             vmfork_api::Accel::Kvm => Accel::Kvm,
             vmfork_api::Accel::Tcg => Accel::Tcg,
         }
@@ -114,8 +101,9 @@ impl Facts {
 
     /// The shape of QEMUs that can load it.
     pub(crate) fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
+        let spec = self.spec();
         let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
-        let shape = Shape::new(self.memory_bytes, self.cpus, self.accel(), guest, disk)?;
+        let shape = Shape::new(spec.memory_bytes, spec.cpus, self.accel(), guest, disk)?;
         Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
     }
 
@@ -159,14 +147,14 @@ impl Facts {
     /// # Errors
     /// It is not: a guest that goes on with another disk than it has in its memory destroys what it reads.
     pub(crate) fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
-        if found == self.root_blake3.as_deref() {
+        if found == self.spec().root_blake3.as_deref() {
             return Ok(());
         }
         let word = |hash: Option<&str>| {
             hash.map_or("none".to_owned(), |hash| hash.chars().take(16).collect())
         };
-        let (wanted, found) = (word(self.root_blake3.as_deref()), word(found));
-        let image = &self.image;
+        let (wanted, found) = (word(self.spec().root_blake3.as_deref()), word(found));
+        let image = &self.spec().image;
         Err(ErrorBody {
             code: ErrorCode::Conflict,
             message: message.to_owned(),
@@ -227,12 +215,7 @@ impl Facts {
     /// Of a VM without a disk.
     pub(crate) fn of_a_test(memory_bytes: u64) -> Self {
         Self {
-            image: "default".to_owned(),
-            root_blake3: None,
-            memory_bytes,
-            cpus: 2,
-            accel: vmfork_api::Accel::Tcg,
-            accel_reason: String::new(),
+            inherited: Inherited::of_a_test(memory_bytes),
             is_linux: true,
             vmgenid: false,
             qemu_version: "7.2.22".to_owned(),
@@ -253,16 +236,19 @@ mod tests {
     const MESSAGE: &str = "start snapshot `warm`";
 
     fn facts() -> Facts {
-        Facts {
-            root_blake3: Some("0123456789abcdef0123".to_owned()),
-            ..Facts::of_a_test(512 << 20)
-        }
+        let mut facts = Facts::of_a_test(512 << 20);
+        facts.inherited.spec.root_blake3 = Some("0123456789abcdef0123".to_owned());
+        facts
     }
 
     #[test]
     fn facts_survive_being_stored() {
         let facts = facts();
         let stored = serde_json::to_value(&facts).expect("plain");
+        assert_eq!(
+            (&stored["memory_bytes"], &stored["accel"]),
+            (&(512 << 20).into(), &"tcg".into())
+        );
         assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), facts);
     }
 
@@ -294,7 +280,8 @@ mod tests {
         let without = KvmFacts { device: Err("No such file".to_owned()), modules: Vec::new() };
         let with = KvmFacts { device: Ok(()), modules: Vec::new() };
         facts().check_accel(MESSAGE, &without).expect("TCG is everywhere");
-        let taken = Facts { accel: vmfork_api::Accel::Kvm, ..facts() };
+        let mut taken = facts();
+        taken.inherited.spec.accel = vmfork_api::Accel::Kvm;
         taken.check_accel(MESSAGE, &with).expect("it is there");
         let refused = taken.check_accel(MESSAGE, &without).expect_err("refused");
         assert_eq!(refused.code, ErrorCode::Conflict);

@@ -3,31 +3,26 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{CloneResult, ErrorBody, VmState};
-use vmfork_qemu::Shape;
-use vmfork_qemu::pool::Origin;
 
 use super::clone::{self, CloneOrder, Stem};
 use super::snapshot::Snapshot;
 use super::starting::{Broken, Starting};
-use super::tickets;
+use super::{Forker, tickets};
 use crate::admission::Lease;
-use crate::hub::Core;
-use crate::vm::launch::LaunchError;
-use crate::vm::machine::Machine;
+use crate::core::PendingMachine;
 
 /// What all of them share.
 pub(crate) struct Brood {
-    pub(crate) core: Arc<Core>,
+    pub(crate) forker: Arc<Forker>,
     pub(crate) stem: Arc<Stem>,
     pub(crate) snapshot: Arc<Snapshot>,
     pub(crate) began: Instant,
     pub(crate) deadline: Instant,
     /// The ticket behind it, and who is told what becomes of each.
-    pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) given_up: CancellationToken,
 }
 
@@ -65,7 +60,7 @@ impl Brood {
     ) -> Result<Vec<CloneResult>, ErrorBody> {
         let Granted { leases, refused, pending } = granted;
         let fail = |vmid, name, error: ErrorBody| {
-            self.core.metrics.clone_failed(error.code);
+            self.forker.core.metrics.clone_failed(error.code);
             clone::report_failure(self.origin.as_ref(), vmid, &error);
             failed(vmid, name, error)
         };
@@ -86,9 +81,9 @@ impl Brood {
             let (began, deadline, origin) = (self.began, self.deadline, self.origin.clone());
             let order =
                 CloneOrder { name: name.clone(), vmid, ticket, lease, began, deadline, origin };
-            let (core, stem, snapshot) =
-                (Arc::clone(&self.core), Arc::clone(&self.stem), Arc::clone(&self.snapshot));
-            starting.add(vmid, name, clone::start(core, stem, snapshot, order, machine));
+            let (forker, stem, snapshot) =
+                (Arc::clone(&self.forker), Arc::clone(&self.stem), Arc::clone(&self.snapshot));
+            starting.add(vmid, name, clone::start(forker, stem, snapshot, order, machine));
         }
         let mut started = Vec::new();
         let mut dropped = false;
@@ -115,7 +110,7 @@ impl Brood {
         let has_failed = results.iter().any(|result| result.error.is_some());
         if self.given_up.is_cancelled() || (all_or_nothing && has_failed) {
             for vm in &started {
-                self.core.end(vm, crate::vm::End::killed("its start was given up"));
+                self.forker.core.end(vm, crate::vm::End::killed("its start was given up"));
             }
             let first = results.iter().find_map(|result| result.error.clone());
             return Err(first.unwrap_or_else(|| self.was_given_up()));
@@ -128,7 +123,7 @@ impl Brood {
     }
 }
 
-pub(super) fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
+pub(crate) fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
     CloneResult {
         id: None,
         vmid,
@@ -140,41 +135,4 @@ pub(super) fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
         host: None,
         error: Some(error),
     }
-}
-
-/// A QEMU for a clone: there, or on its way.
-pub(crate) type PendingMachine =
-    tokio::sync::oneshot::Receiver<Result<(Machine, Origin), LaunchError>>;
-
-/// QEMUs for `count` clones: those that wait in the pool at once, the others started beside the freeze, as many
-/// at a time as the host has cores.
-pub(crate) fn start_machines(
-    core: &Arc<Core>,
-    shape: &Shape,
-    count: usize,
-    given_up: &CancellationToken,
-) -> Vec<PendingMachine> {
-    let at_once = Arc::new(Semaphore::new(core.cores));
-    (0..count)
-        .map(|_| {
-            let (tx, rx) = tokio::sync::oneshot::channel();
-            if let Some(machine) = core.claim(shape) {
-                let _waits = tx.send(Ok((machine, Origin::Pooled)));
-                return rx;
-            }
-            let (core, shape) = (Arc::clone(core), shape.clone());
-            let (at_once, given_up) = (Arc::clone(&at_once), given_up.clone());
-            tokio::spawn(async move {
-                let start = async {
-                    let _turn = at_once.acquire().await;
-                    core.take(&shape).await
-                };
-                tokio::select! {
-                    outcome = start => { let _gone = tx.send(outcome); }
-                    () = given_up.cancelled() => {}
-                }
-            });
-            rx
-        })
-        .collect()
 }

@@ -10,18 +10,19 @@ use vmfork_memory::FreezeError;
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{QmpError, pool};
 
-use super::brood::{PendingMachine, failed};
-use super::ms;
+use super::brood::failed;
+use super::channels::start_channels;
 use super::snapshot::Snapshot;
-use super::tickets::{Event, Origin};
+use super::tickets::{Event, TicketOrigin};
+use super::{Forker, ms};
 use crate::admission::Lease;
 use crate::agent::AgentInfo;
-use crate::cluster::Job;
-use crate::hub::{Core, chain};
+use crate::core::{Core, PendingMachine};
+use crate::error::chain;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
-use crate::vm::{End, Identity, Vm, now_unix_ms, random_hex};
+use crate::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
@@ -76,20 +77,21 @@ pub(super) struct CloneOrder {
     pub(super) lease: Lease,
     pub(super) began: Instant,
     pub(super) deadline: Instant,
-    pub(super) origin: Option<Origin>,
+    pub(super) origin: Option<TicketOrigin>,
 }
 
 /// Start one clone. → its line in the reply, and the VM if it is ready.
 pub(super) async fn start(
-    core: Arc<Core>,
+    forker: Arc<Forker>,
     stem: Arc<Stem>,
     snapshot: Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
 ) -> (CloneResult, Option<Arc<Vm>>) {
+    let core = &forker.core;
     let (name, vmid) = (order.name.clone(), order.vmid);
     let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
-    let starting = start_within(&core, &stem, &snapshot, order, machine);
+    let starting = start_within(&forker, &stem, &snapshot, order, machine);
     let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
         Ok(outcome) => outcome,
         Err(_elapsed) => Err(ErrorBody {
@@ -132,7 +134,7 @@ pub(super) async fn start(
 }
 
 /// A clone of a ticket could not be started.
-pub(super) fn report_failure(origin: Option<&Origin>, vmid: u32, error: &ErrorBody) {
+pub(crate) fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBody) {
     if let Some(origin) = origin {
         let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
         let _desk_closed = origin.parent.send(Event::Ended { ticket: origin.ticket, vmid, reason });
@@ -140,12 +142,13 @@ pub(super) fn report_failure(origin: Option<&Origin>, vmid: u32, error: &ErrorBo
 }
 
 async fn start_within(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     stem: &Stem,
     snapshot: &Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
 ) -> Result<(Arc<Vm>, pool::Origin), ErrorBody> {
+    let core = &forker.core;
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
     let error = |code, cause: String, remedy: &str| ErrorBody {
         code,
@@ -166,17 +169,15 @@ async fn start_within(
         machine.set_lead(Some(Arc::clone(lead)));
     }
     let identity = stem.identity(name.clone(), vmid);
-    let vm = core.add_vm(identity, Some(lease), origin).map_err(|io| {
+    let vm = core.add_vm(identity, Some(lease), origin.map(Into::into)).map_err(|io| {
         error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
     })?;
     vm.set_machine(Arc::clone(&machine));
-    vm.set_opened(snapshot.opened.clone());
-    vm.set_arrival(snapshot.arrival.clone());
-    vm.set_base(snapshot.base.clone());
+    vm.set_provenance(snapshot.provenance.clone());
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
     let guard = EndOnDrop { core, vm: Some(&vm) };
     let outcome =
-        bring_up(core, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
+        bring_up(forker, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
     match outcome {
         Ok(()) => {
             guard.disarm();
@@ -252,7 +253,7 @@ impl Failure {
 }
 
 async fn bring_up(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     vm: &Arc<Vm>,
     machine: &Arc<Machine>,
     snapshot: &Snapshot,
@@ -260,6 +261,7 @@ async fn bring_up(
     agent: Option<AgentInfo>,
     deadline: Instant,
 ) -> Result<(), Failure> {
+    let core = &forker.core;
     let load = Instant::now();
     {
         // Loading is CPU-bound: more at a time than cores would only make all of them late.
@@ -269,7 +271,7 @@ async fn bring_up(
             return Err(Failure::qemu(error));
         }
     }
-    core.start_channels(vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
+    start_channels(forker, vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
     core.metrics.observe_stage(Stage::CloneLoad, load.elapsed());
 
     let identity = Instant::now();
@@ -286,29 +288,22 @@ async fn bring_up(
             };
             let left = deadline.saturating_duration_since(Instant::now());
             let taken = link.identity(fork_identity, left);
-            let (taken, running) = tokio::join!(taken, run(core, vm, machine, snapshot));
+            let (taken, running) = tokio::join!(taken, run(vm, machine, snapshot));
             running.map_err(Failure::qemu)?;
             taken.map_err(Failure::guest)?;
         }
-        Err(_no_agent) => run(core, vm, machine, snapshot).await.map_err(Failure::qemu)?,
+        Err(_no_agent) => run(vm, machine, snapshot).await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
     vm.set_ready(agent);
     Ok(())
 }
 
-async fn run(
-    core: &Arc<Core>,
-    vm: &Arc<Vm>,
-    machine: &Machine,
-    snapshot: &Snapshot,
-) -> Result<(), QmpError> {
+async fn run(vm: &Arc<Vm>, machine: &Machine, snapshot: &Snapshot) -> Result<(), QmpError> {
     machine.qmp.cont().await?;
     vm.set_runs();
     // What it touches from its first instruction on, whatever else takes its time.
-    if let (Some(opened), Some(name)) = (&snapshot.opened, &snapshot.learn_as) {
-        opened.record(core, vm, name);
-    }
+    snapshot.on_run.runs(vm);
     Ok(())
 }
 

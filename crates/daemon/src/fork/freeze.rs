@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
-use vmfork_memory::{Engine, EngineOptions, FreezeError};
+use vmfork_engine::{Engine, EngineOptions};
+use vmfork_memory::FreezeError;
 use vmfork_qemu::QmpError;
 
 use super::ms;
-use super::snapshot::Snapshot;
+use super::snapshot::{OnRun, Snapshot};
 use super::state::{self, StateError};
-use crate::hub::Core;
+use crate::core::Core;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
 use crate::vm::{End, Vm};
@@ -23,12 +24,12 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What the freeze is for, and for how long somebody wants that.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted<'a> {
+pub(crate) struct Wanted<'a> {
     /// For the error's text.
-    pub(super) message: &'a str,
-    pub(super) began: Instant,
-    pub(super) deadline: Instant,
-    pub(super) given_up: &'a CancellationToken,
+    pub(crate) message: &'a str,
+    pub(crate) began: Instant,
+    pub(crate) deadline: Instant,
+    pub(crate) given_up: &'a CancellationToken,
 }
 
 impl Wanted<'_> {
@@ -126,10 +127,8 @@ pub(super) async fn freeze(
     let completed = saved.complete(machine).await;
     let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.parent_is_now_a_clone(parent);
-    let (opened, arrival, base) = (parent.opened(), parent.arrival(), parent.base());
-    if let Some(arrival) = &arrival {
-        arrival.goes_on(&engine);
-    }
+    let provenance = parent.provenance();
+    provenance.goes_on(&engine);
     let snapshot = Snapshot {
         state,
         lead,
@@ -137,11 +136,9 @@ pub(super) async fn freeze(
         inheritance,
         fork,
         lease: None,
-        opened,
-        arrival,
-        learn_as: None,
+        provenance,
+        on_run: OnRun::default(),
         is_watched: false,
-        base,
     };
     Ok((snapshot, stages, pause))
 }
@@ -163,7 +160,7 @@ fn prepare_engine(
     core: &Core,
     machine: &Machine,
     wanted: Wanted<'_>,
-) -> Result<Engine, vmfork_memory::EngineError> {
+) -> Result<Engine, vmfork_engine::EngineError> {
     let base = machine.engine();
     if let Some(base) = &base {
         base.wait_sealed(wanted.at_most(SEAL_TIMEOUT));
@@ -184,7 +181,7 @@ fn failure(message: &str, code: ErrorCode, error: &dyn std::error::Error) -> Err
     ErrorBody {
         code,
         message: message.to_owned(),
-        cause: Some(crate::hub::chain(error)),
+        cause: Some(crate::error::chain(error)),
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
     }
 }

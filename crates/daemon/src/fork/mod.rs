@@ -9,10 +9,11 @@
 //! What fits is started; the rest is an error each. If the caller gives up, the parent goes on and what was
 //! started of the clones is ended.
 
-mod away;
 mod brood;
+mod channels;
 mod clone;
 mod freeze;
+mod remote;
 mod snapshot;
 mod starting;
 pub(crate) mod state;
@@ -27,15 +28,17 @@ use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::{ErrorBody, ErrorCode, ForkReply, ForkRequest, VmState};
 
-use self::away::Away;
-pub(crate) use self::away::Placement;
-pub(crate) use self::brood::{Brood, Granted, PendingMachine, Wanted, start_machines};
-pub(crate) use self::clone::Stem;
-pub(crate) use self::snapshot::Snapshot;
-pub(crate) use self::state::Lead;
+pub(crate) use self::brood::{Brood, Granted, Wanted, failed};
+pub(crate) use self::channels::start_channels;
+pub(crate) use self::clone::{Stem, report_failure};
+pub(crate) use self::freeze::Wanted as FreezeWanted;
+pub(crate) use self::remote::{
+    Abroad, Allotted, Away, Departure, Forker, Hold, Placement, PlanAsk, Remote, Reserved,
+};
+pub(crate) use self::snapshot::{OnRun, Snapshot};
 use crate::admission::Loan;
-use crate::cluster::Reserved;
-use crate::hub::{Core, Reservation, outcome};
+use crate::core::{Core, Reservation, start_machines};
+use crate::error::outcome;
 use crate::metrics::Stage;
 use crate::vm::{Vm, now_unix_ms};
 
@@ -56,7 +59,7 @@ pub(crate) struct Order {
     /// Memory that was set aside for it; it is lent back if nothing was forked.
     pub(crate) memory: Option<Loan>,
     /// The ticket behind it, and who is told what becomes of each clone.
-    pub(crate) origin: Option<tickets::Origin>,
+    pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) placement: Placement,
 }
 
@@ -65,7 +68,7 @@ pub(crate) struct Order {
 /// # Errors
 /// Nothing was forked.
 pub(crate) async fn by_request(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     parent: &Arc<Vm>,
     request: ForkRequest,
 ) -> Result<ForkReply, ErrorBody> {
@@ -86,7 +89,7 @@ pub(crate) async fn by_request(
             hold: None,
         },
     };
-    run(core, parent, order).await
+    run(forker, parent, order).await
 }
 
 /// Whether so many VMs can be asked for, with these names. → how long all of it may take.
@@ -115,7 +118,7 @@ fn message(parent: &Vm) -> String {
 }
 
 /// The part of one of several VMs that are started, for the text of its errors.
-fn start_message(name: &str) -> String {
+pub(crate) fn start_message(name: &str) -> String {
     format!("start VM `{name}`")
 }
 
@@ -124,14 +127,14 @@ fn start_message(name: &str) -> String {
 /// # Errors
 /// Nothing was forked.
 pub(crate) async fn run(
-    core: &Arc<Core>,
+    forker: &Arc<Forker>,
     parent: &Arc<Vm>,
     order: Order,
 ) -> Result<ForkReply, ErrorBody> {
     let given_up = CancellationToken::new();
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: a pause that has begun must come to its end whoever goes away.
-    let task = tokio::spawn(carry_out(Arc::clone(core), Arc::clone(parent), order, given_up));
+    let task = tokio::spawn(carry_out(Arc::clone(forker), Arc::clone(parent), order, given_up));
     outcome(task, message(parent)).await
 }
 
@@ -200,11 +203,12 @@ fn which_are_kept(wanted: &[String], kept: &[String]) -> Vec<(String, bool)> {
 }
 
 async fn carry_out(
-    core: Arc<Core>,
+    forker: Arc<Forker>,
     parent: Arc<Vm>,
     order: Order,
     given_up: CancellationToken,
 ) -> Result<ForkReply, ErrorBody> {
+    let Forker { core, remote } = &*forker;
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let deadline = began + order.timeout;
     // Dropped last: when it is over, whoever ends the family finds all that came of it.
@@ -218,30 +222,28 @@ async fn carry_out(
     }
     core.metrics.forked();
     let requested = u32::try_from(order.clones.len()).unwrap_or(u32::MAX);
-    let away = match order.origin {
-        Some(_) => {
-            let reserved = &order.placement.reserved;
-            away::of_ticket(&core, &machine, reserved, requested, &message).await?
-        }
-        None => {
-            let ask = (&order.placement, requested, order.all_or_nothing);
-            away::plan(&core, &parent, &machine, ask, wanted).await?
-        }
+    let ask = PlanAsk {
+        core,
+        parent: &parent,
+        machine: &machine,
+        placement: &order.placement,
+        count: requested,
+        all_or_nothing: order.all_or_nothing,
+        by_ticket: order.origin.is_some(),
+        wanted,
     };
+    let away = remote.plan(ask).await?;
     // A ticket's, or the fork's own; a clone of a clone that stays is where that has its place.
-    let held = order.placement.hold.as_ref().or(away.as_ref().and_then(Away::hold));
+    let held = order.placement.hold.as_ref().or(away.as_deref().and_then(Away::hold));
     let job = held.map(|hold| hold.job.clone()).or_else(|| parent.identity.job.clone());
-    let taken = match core.cluster.member() {
-        Some(member) => Some(member.names_elsewhere().await),
-        None => None,
-    };
+    let taken = remote.names().await;
     let names = Names {
         wanted: order.names.as_deref(),
         stem: parent.name(),
         count: requested,
         taken: taken.as_ref(),
     };
-    let (reservation, names) = reserve(&core, names, order.all_or_nothing, &message)?;
+    let (reservation, names) = reserve(core, names, order.all_or_nothing, &message)?;
     let all = names.into_iter().zip(order.clones).map(|((name, is_kept), (vmid, ticket))| Wanted {
         name,
         is_kept,
@@ -250,7 +252,7 @@ async fn carry_out(
     });
     let mut here: Vec<Wanted> = all.collect();
     let elsewhere = match &away {
-        Some(away) => here.split_off(here.len().min(away.here as usize)),
+        Some(away) => here.split_off(here.len().min(away.here() as usize)),
         None => Vec::new(),
     };
     let grant = match order.memory.as_ref().and_then(Loan::take) {
@@ -264,8 +266,8 @@ async fn carry_out(
     };
     // Until the last clone is ready.
     let _no_refill = core.hold_pool();
-    let pending = start_machines(&core, &machine.shape, grant.clones.len(), &given_up);
-    let frozen = freeze::freeze(&core, &parent, &machine, wanted).await;
+    let pending = start_machines(core, &machine.shape, grant.clones.len(), &given_up);
+    let frozen = freeze::freeze(core, &parent, &machine, wanted).await;
     let (mut snapshot, mut stages, pause) = match frozen {
         Ok(frozen) => frozen,
         Err(error) => {
@@ -280,7 +282,7 @@ async fn carry_out(
     snapshot.lease = Some(grant.snapshot);
     let snapshot = Arc::new(snapshot);
     let brood = Brood {
-        core: Arc::clone(&core),
+        forker: Arc::clone(&forker),
         stem: Arc::new(Stem::of(&parent, job.clone())),
         snapshot: Arc::clone(&snapshot),
         began,
@@ -292,8 +294,8 @@ async fn carry_out(
     let all_or_nothing = order.all_or_nothing;
     let departed = async {
         let Some(away) = &away else { return Vec::new() };
-        let departure = away::Departure {
-            core: &core,
+        let departure = Departure {
+            core,
             parent: &parent,
             machine: &machine,
             snapshot: &snapshot,
@@ -327,7 +329,7 @@ async fn carry_out(
         return Err(error);
     }
     // In a cluster all have a host.
-    let here = core.cluster.member().map(|member| member.name());
+    let here = remote.here();
     results.iter_mut().for_each(|result| result.host.clone_from(&here));
     results.extend(departed);
     results.sort_by_key(|result| result.vmid);
@@ -391,8 +393,11 @@ pub(crate) async fn freeze_only(
             return Err(not_yet(&message));
         }
         let identity = &parent.identity;
-        let lease =
-            core.admission.snapshot(&identity.name, &identity.family, identity.memory_bytes)?;
+        let lease = core.admission.snapshot(
+            &identity.name,
+            &identity.family,
+            identity.spec().memory_bytes,
+        )?;
         let _no_refill = core.hold_pool();
         let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
         snapshot.lease = Some(lease);
@@ -431,7 +436,7 @@ pub(crate) fn was_given_up(message: &str) -> ErrorBody {
     }
 }
 
-fn name_taken(message: String, name: &str) -> ErrorBody {
+pub(crate) fn name_taken(message: String, name: &str) -> ErrorBody {
     ErrorBody {
         code: ErrorCode::Conflict,
         message,

@@ -1,16 +1,16 @@
 //! What a freeze yields: the device state and the memory image. Anonymous: it goes with
 //! the last clone that is being started from it; the image lives as long as it has views.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vmfork_memory::Engine;
+use vmfork_engine::Engine;
 
-use super::Lead;
 use crate::admission::Lease;
 use crate::agent::Inheritance;
-use crate::cluster::Arrival;
-use crate::snapshots::{Base, Opened};
+use crate::vm::machine::Lead;
+use crate::vm::{Provenance, Vm};
 
 #[derive(Debug)]
 pub(crate) struct Snapshot {
@@ -25,14 +25,33 @@ pub(crate) struct Snapshot {
     pub(crate) fork: u64,
     /// Memory for what the parent writes anew.
     pub(crate) lease: Option<Lease>,
-    /// The stored snapshot whose pages it may still need.
-    pub(crate) opened: Option<Arc<Opened>>,
-    /// The snapshot of another host whose pages it may still need.
-    pub(crate) arrival: Option<Arc<Arrival>>,
-    /// The name of the stored snapshot that VMs are started from, for which what they touch is learnt.
-    pub(crate) learn_as: Option<String>,
+    /// What it may still need pages of, and what else its clones came of.
+    pub(crate) provenance: Provenance,
+    pub(crate) on_run: OnRun,
     /// What its VMs touch is to be told page by page.
     pub(crate) is_watched: bool,
-    /// The newest stored snapshot that the VM descended from.
-    pub(crate) base: Option<Arc<Base>>,
+}
+
+/// What is done with each VM that begins to run.
+#[derive(Default)]
+pub(crate) struct OnRun(Option<Run>);
+
+type Run = Box<dyn Fn(&Arc<Vm>) + Send + Sync>;
+
+impl OnRun {
+    pub(crate) fn new(run: impl Fn(&Arc<Vm>) + Send + Sync + 'static) -> Self {
+        Self(Some(Box::new(run)))
+    }
+
+    pub(super) fn runs(&self, vm: &Arc<Vm>) {
+        if let Some(run) = &self.0 {
+            run(vm);
+        }
+    }
+}
+
+impl fmt::Debug for OnRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnRun").finish_non_exhaustive()
+    }
 }

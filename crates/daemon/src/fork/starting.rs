@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::task::{Id, JoinSet};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 
-use crate::hub::BUG;
+use crate::error::BUG;
 use crate::vm::Vm;
 
 /// A clone's line in the reply, and the VM if it is ready.

@@ -3,22 +3,18 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
 use vmfork_qemu::QmpError;
 use vmfork_qemu::qmp::{PreparedDevices, PreparedState, devices};
 
-use crate::vm::machine::Machine;
+use crate::vm::machine::{Lead, Machine};
 
 /// How long QEMU may take to write 30 to 300 kB to memory.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 /// A state is a few hundred kB.
 const STATE_BYTES_MAX: u64 = 64 << 20;
-
-/// What each stream of a VM, and of its clones, begins with.
-pub(crate) type Lead = Arc<[u8]>;
 
 /// Ready before the pause.
 pub(super) struct Prepared {

@@ -8,17 +8,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{self, error::SendError};
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::ErrorBody;
 
-use super::Order;
+use super::{Abroad, Allotted, Forker, Hold, Order, Reserved};
 use crate::admission::{ForkGrant, Loan};
 use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
-use crate::cluster::{Abroad, Allotted, Hold, Reserved, reserve};
-use crate::hub::Core;
 use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
-use crate::vm::{End, Vm};
+use crate::vm::{End, Fate, Origin, Vm};
 
 /// Requests of one guest that wait to be looked at.
 pub(crate) const REQUESTS_MAX: usize = 1024;
@@ -37,7 +35,7 @@ pub(crate) enum Event {
     /// A clone is being started.
     Born { ticket: u64, vm: Arc<Vm> },
     /// The same on another host.
-    Sent { ticket: u64, vm: u32, to: Arc<Abroad> },
+    Sent { ticket: u64, vm: u32, to: Arc<dyn Abroad> },
     /// A clone runs.
     Running { ticket: u64, vmid: u32 },
     /// A clone has ended.
@@ -46,13 +44,36 @@ pub(crate) enum Event {
     Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
 }
 
-/// Which ticket made a clone, and who is told what becomes of it.
+/// Which ticket makes clones, and who is told what becomes of them.
 #[derive(Debug, Clone)]
-pub(crate) struct Origin {
+pub(crate) struct TicketOrigin {
     pub(crate) ticket: u64,
     pub(crate) parent: mpsc::UnboundedSender<Event>,
     /// Where what its workers send lies until the parent receives it.
     pub(crate) room: MailRoom,
+}
+
+impl From<TicketOrigin> for Origin {
+    fn from(TicketOrigin { ticket, parent, room }: TicketOrigin) -> Self {
+        Self { ticket, fate: Arc::new(parent), room }
+    }
+}
+
+impl Fate for mpsc::UnboundedSender<Event> {
+    fn born(&self, ticket: u64, vm: Arc<Vm>) {
+        let _desk_closed = self.send(Event::Born { ticket, vm });
+    }
+
+    fn ended(&self, ticket: u64, vmid: u32, reason: String) {
+        let _desk_closed = self.send(Event::Ended { ticket, vmid, reason });
+    }
+
+    fn asked(&self, ticket: u64, vm: u32, request: GuestRequest) -> Result<(), GuestRequest> {
+        match self.send(Event::Worker { ticket, vm, request }) {
+            Err(SendError(Event::Worker { request, .. })) => Err(request),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Places of a ticket that is granted and not used.
@@ -67,13 +88,13 @@ pub(crate) struct Places {
 #[derive(Debug)]
 enum Whereabouts {
     Here(Arc<Vm>),
-    Away(Arc<Abroad>),
+    Away(Arc<dyn Abroad>),
 }
 
 type Book = TicketBook<Responder, Message>;
 
 struct Desk {
-    core: Arc<Core>,
+    forker: Arc<Forker>,
     vm: Arc<Vm>,
     book: Book,
     events: mpsc::UnboundedSender<Event>,
@@ -92,17 +113,17 @@ struct Desk {
 
 /// Serve the fork API of one VM until it ends. → where the events of its workers go.
 pub(crate) fn start(
-    core: Arc<Core>,
+    forker: Arc<Forker>,
     vm: Arc<Vm>,
     origin: Option<Origin>,
     mut requests: mpsc::Receiver<GuestRequest>,
 ) -> mpsc::UnboundedSender<Event> {
     let (events, mut events_rx) = mpsc::unbounded_channel();
-    let book = Book::numbered_from(vm.identity.cpus, core.first_ticket());
-    let room = MailRoom::new(&core.mail, ROOM_BYTES);
+    let book = Book::numbered_from(vm.identity.spec().cpus, forker.core.first_ticket());
+    let room = MailRoom::new(&forker.core.mail, ROOM_BYTES);
     let told = events.clone();
     let mut desk = Desk {
-        core,
+        forker,
         vm,
         book,
         events,
@@ -175,20 +196,17 @@ impl Desk {
     }
 
     fn pass_to_parent(&self, request: GuestRequest) {
-        let event = match &self.origin {
-            Some(origin) => {
-                let (ticket, vm) = (origin.ticket, self.vm.identity.vmid);
-                origin.parent.send(Event::Worker { ticket, vm, request }).map_err(|unsent| unsent.0)
-            }
-            None => Err(Event::Worker { ticket: 0, vm: 0, request }),
+        let passed_on = match &self.origin {
+            Some(origin) => origin.fate.asked(origin.ticket, self.vm.identity.vmid, request),
+            None => Err(request),
         };
         // Nobody above: the VM booted, was forked from outside, or its parent's desk has closed.
-        if let Err(Event::Worker { request, .. }) = event {
+        if let Err(request) = passed_on {
             let had_parent = self.origin.is_some();
             match request {
                 GuestRequest::ExitClone { reply, .. } if had_parent => {
                     reply.ok(0);
-                    self.core.end(&self.vm, End::exited("sf_exit"));
+                    self.forker.core.end(&self.vm, End::exited("sf_exit"));
                 }
                 GuestRequest::ExitClone { reply, .. } => {
                     reply.error(Errno::INVAL, "this VM is not a clone of a ticket");
@@ -250,7 +268,7 @@ impl Desk {
                 Action::StartClones { ticket, vms } => self.fork(ticket, vms),
                 Action::KillVm { ticket, vmid } => match self.clones.get(&(ticket, vmid)) {
                     Some(Whereabouts::Here(vm)) => {
-                        self.core.end(vm, End::exited("its workers have ended"));
+                        self.forker.core.end(vm, End::exited("its workers have ended"));
                     }
                     Some(Whereabouts::Away(abroad)) => abroad.kill(vmid),
                     None => {}
@@ -262,10 +280,10 @@ impl Desk {
     /// Set places aside.
     fn allocate(&mut self, ticket: u64, vms: u32) {
         let message = super::message(&self.vm);
-        let (core, vm, events) =
-            (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
+        let (forker, vm, events) =
+            (Arc::clone(&self.forker), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {
-            let allotted = allot(&core, &vm, vms, &message).await;
+            let allotted = allot(&forker, &vm, vms, &message).await;
             let _desk_closed = events.send(Event::Allocated { ticket, allotted });
         });
     }
@@ -303,7 +321,7 @@ impl Desk {
             .map(|spec| (spec.vmid, Some(TicketClone { ticket, workers: spec.workers, channel })))
             .collect();
         let room = self.room.clone();
-        let origin = Origin { ticket, parent: self.events.clone(), room };
+        let origin = TicketOrigin { ticket, parent: self.events.clone(), room };
         let order = Order {
             clones,
             names: None,
@@ -317,10 +335,10 @@ impl Desk {
                 ..super::Placement::default()
             },
         };
-        let (core, vm, events) =
-            (Arc::clone(&self.core), Arc::clone(&self.vm), self.events.clone());
+        let (forker, vm, events) =
+            (Arc::clone(&self.forker), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {
-            let outcome = match super::run(&core, &vm, order).await {
+            let outcome = match super::run(&forker, &vm, order).await {
                 Ok(_each_was_reported) => Ok(()),
                 Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
             };
@@ -330,16 +348,11 @@ impl Desk {
     }
 }
 
-/// Places for a ticket's clones: what there is here, or on all hosts of the cluster, as `--ticket-place` says.
-pub(crate) async fn allot(core: &Core, vm: &Vm, vms: u32, message: &str) -> Allotted {
-    let policy = core.config.ticket_place.policy();
-    if let Some(member) = core.cluster.member() {
-        if let Some(policy) = policy {
-            return reserve(core, &member, vm, (vms, policy), message).await;
-        }
-        if let Err(error) = member.check_active(message) {
-            return Allotted { refused: Some(error), ..Allotted::default() };
-        }
+/// Places for a ticket's clones: what there is here, or on other hosts, too.
+pub(crate) async fn allot(forker: &Forker, vm: &Vm, vms: u32, message: &str) -> Allotted {
+    let Forker { core, remote } = forker;
+    if let Some(allotted) = remote.reserve(core, vm, vms, message).await {
+        return allotted;
     }
     match core.admit(vm.identity.ask(message, vms, true), false).await {
         Ok(mut grant) => {

@@ -68,7 +68,7 @@ impl Collector {
                 Ok(Ok(cleared)) => tracing::debug!(?cleared, "what no snapshot needs is freed"),
                 Ok(Err(error)) => {
                     tracing::warn!(
-                        error = crate::hub::chain(&error),
+                        error = crate::error::chain(&error),
                         "what no snapshot needs stays"
                     );
                 }

@@ -10,10 +10,9 @@ use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 use super::record::{self, Subject};
 use super::under_way::{Doing, UnderWay};
 use super::work::{CancelOnDrop, blocking};
-use super::{Base, SnapshotError, Snapshots};
+use super::{Base, Library, SnapshotError, Snapshots};
 use crate::facts::{self, Facts};
 use crate::fork::{self, Frozen};
-use crate::hub::Core;
 use crate::vm::Vm;
 
 /// How long the freeze may take with all that leads to it.
@@ -33,18 +32,18 @@ const CHUNK_PAGES: u64 = 64;
 /// # Errors
 /// There is no snapshot of it.
 pub(crate) async fn create(
-    core: &Arc<Core>,
+    library: &Arc<Library>,
     request: SnapshotRequest,
 ) -> Result<vmfork_api::Snapshot, ErrorBody> {
-    let vm = core.registry.find("take a snapshot of", &request.vm)?;
+    let vm = library.core.registry.find("take a snapshot of", &request.vm)?;
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
-    let placed = core.snapshots.place(&name, Doing::Write, &message)?;
-    let frozen = fork::freeze_only(core, &vm, FREEZE_TIMEOUT).await?;
+    let placed = library.snapshots.place(&name, Doing::Write, &message)?;
+    let frozen = fork::freeze_only(&library.core, &vm, FREEZE_TIMEOUT).await?;
     let facts = facts_of(&vm, &frozen).await.map_err(|error| error.to_body(&message))?;
     let base = match request.full || request.keep_zero_pages {
         true => None,
-        false => core.snapshots.usable_base(&vm),
+        false => library.snapshots.usable_base(&vm),
     };
     let sealed = tokio::task::block_in_place(|| sealed_table(&frozen));
     let (id, table) = sealed.map_err(|error| error.to_body(&message))?;
@@ -61,14 +60,14 @@ pub(crate) async fn create(
     let time_max = request.record_ms.map_or(RECORD_DEFAULT, Duration::from_millis);
     if !time_max.is_zero() {
         let subject = Subject { name: name.clone(), id, table: table.clone(), time_max };
-        record::start(core, &vm, subject);
+        record::start(library, &vm, subject);
     }
     let wait = request.wait;
     let writing = {
-        let (core, vm, failed) = (Arc::clone(core), Arc::clone(&vm), message.clone());
+        let (library, vm, failed) = (Arc::clone(library), Arc::clone(&vm), message.clone());
         let order = Order { request, id, table, facts, base, frozen };
         blocking(message, move || {
-            let outcome = write(&core, &vm, order, &placed.under_way);
+            let outcome = write(&library, &vm, order, &placed.under_way);
             placed.ends(outcome.as_ref().err());
             outcome.map(drop).map_err(|error| error.to_body(failed))
         })
@@ -76,11 +75,11 @@ pub(crate) async fn create(
     if !wait {
         // It goes on.
         drop(writing);
-        return Ok(core.snapshots.listed_under_way(&under_way));
+        return Ok(library.snapshots.listed_under_way(&under_way));
     }
     let _cancel = CancelOnDrop(Arc::clone(&under_way.work));
     writing.await?;
-    core.snapshots.listed(core, &name)
+    library.snapshots.listed(&library.core, &name)
 }
 
 async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError> {
@@ -118,7 +117,7 @@ struct Order {
 
 /// Write all of it. Blocks for as long as that takes.
 fn write(
-    core: &Core,
+    library: &Library,
     vm: &Arc<Vm>,
     order: Order,
     under_way: &UnderWay,
@@ -144,7 +143,7 @@ fn write(
     let read = |range: PageRange, bytes: &mut [u8]| {
         image.read(range, bytes).map_err(std::io::Error::other)
     };
-    let store = &core.snapshots.store;
+    let store = &library.snapshots.store;
     let on = |base: Option<&Base>| Draft {
         base: base.map(|base| BaseRef { name: base.name.clone(), id: base.id }),
         extents: match request.keep_zero_pages {
@@ -157,7 +156,7 @@ fn write(
     if let (Some(base), Err(error)) = (&base, &written)
         && is_of_the_base(error)
     {
-        let error = crate::hub::chain(error);
+        let error = crate::error::chain(error);
         tracing::warn!(snapshot = under_way.name, base = base.name, error, "written in full");
         under_way.list(facts, None);
         under_way.begin_anew();
@@ -171,7 +170,7 @@ fn write(
         "snapshot stored"
     );
     let name = descriptor.name.clone();
-    vm.set_base(Some(Arc::new(Base { name, id, table })));
+    vm.add_provenance(Arc::new(Base { name, id, table }));
     Ok(descriptor)
 }
 
@@ -214,7 +213,7 @@ fn is_of_the_base(error: &StoreError) -> bool {
 impl Snapshots {
     /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any more).
     fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
-        let base = vm.base()?;
+        let base = vm.provenance().get::<Base>()?;
         let there = self.store.descriptor(&base.name).ok()?;
         (there.id == base.id).then_some(base)
     }

@@ -1,12 +1,12 @@
 //! What can go wrong with stored snapshots.
 
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_memory::{EngineError, OpenError, PageLost};
+use vmfork_engine::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
 use vmfork_store::StoreError;
 
+use crate::error::chain;
 use crate::fork::state::StateError;
-use crate::hub::chain;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SnapshotError {

@@ -9,8 +9,8 @@ use vmfork_store::{SnapshotId, StoreError, Work};
 
 use super::turns::Change;
 use super::work::{CancelOnDrop, blocking};
-use super::{SnapshotError, Snapshots};
-use crate::hub::{Core, chain};
+use super::{Library, SnapshotError, Snapshots};
+use crate::error::chain;
 
 /// How long a pull is waited for that has been given up: a request to a store may take longer.
 const PULL_ENDS: Duration = Duration::from_secs(5);
@@ -20,17 +20,17 @@ const PULL_ENDS: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// Other snapshots depend on it, or one that is being written does.
-pub(super) async fn remove(
-    core: &Arc<Core>,
+pub(crate) async fn remove(
+    library: &Arc<Library>,
     name: &str,
     cascade: bool,
 ) -> Result<RemovedSnapshots, ErrorBody> {
     let message = format!("remove snapshot `{name}`");
-    let was_under_way = core.snapshots.give_up(name).await;
+    let was_under_way = library.snapshots.give_up(name).await;
     let ids = {
-        let (core, name, message) = (Arc::clone(core), name.to_owned(), message.clone());
+        let (library, name, message) = (Arc::clone(library), name.to_owned(), message.clone());
         blocking(message.clone(), move || {
-            let found = core.snapshots.to_remove(&name, cascade);
+            let found = library.snapshots.to_remove(&name, cascade);
             found.map_err(|error| SnapshotError::from(error).to_body(message))
         })
         .await?
@@ -39,19 +39,19 @@ pub(super) async fn remove(
         if was_under_way {
             return Ok(RemovedSnapshots { names: vec![name.to_owned()], freed_bytes: 0 });
         }
-        return Err(core.snapshots.not_found(name, &message));
+        return Err(library.snapshots.not_found(name, &message));
     };
-    core.snapshots.end_pulls(&ids).await;
-    let work = core.snapshots.work();
+    library.snapshots.end_pulls(&ids).await;
+    let work = library.snapshots.work();
     let mut turns = Vec::new();
     for id in &ids {
-        turns.push(core.snapshots.turns.take(*id, Change::Remove, &work).await);
+        turns.push(library.snapshots.turns.take(*id, Change::Remove, &work).await);
     }
-    let (core, name, failed) = (Arc::clone(core), name.to_owned(), message.clone());
+    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
     blocking(message, move || {
-        let removed = core.snapshots.store.remove(&name, cascade);
+        let removed = library.snapshots.store.remove(&name, cascade);
         let removed = removed.map_err(|error| SnapshotError::from(error).to_body(failed))?;
-        core.snapshots.pulls().retain(|id, _| !ids.contains(id));
+        library.snapshots.pulls().retain(|id, _| !ids.contains(id));
         drop(turns);
         Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
     })
@@ -116,13 +116,15 @@ impl Snapshots {
 }
 
 /// Read and check every byte. If the caller gives up, so does this.
-pub(super) async fn verify(core: &Arc<Core>, name: &str) -> Result<VerifyReply, ErrorBody> {
+pub(crate) async fn verify(library: &Arc<Library>, name: &str) -> Result<VerifyReply, ErrorBody> {
     let message = format!("verify snapshot `{name}`");
-    core.snapshots.check_written(name, &message)?;
+    library.snapshots.check_written(name, &message)?;
     let verified = {
         let name = name.to_owned();
-        with_work(core, message, move |core, work| Ok(core.snapshots.store.verify(&name, work)?))
-            .await?
+        with_work(library, message, move |library, work| {
+            Ok(library.snapshots.store.verify(&name, work)?)
+        })
+        .await?
     };
     let damage = verified.damage.iter().map(|damage| {
         let error = StoreError::Damaged(damage.clone());
@@ -144,38 +146,38 @@ pub(super) async fn verify(core: &Arc<Core>, name: &str) -> Result<VerifyReply, 
 }
 
 /// Make a delta whole.
-pub(super) async fn flatten(core: &Arc<Core>, name: &str) -> Result<Snapshot, ErrorBody> {
+pub(crate) async fn flatten(library: &Arc<Library>, name: &str) -> Result<Snapshot, ErrorBody> {
     let message = format!("flatten snapshot `{name}`");
-    let id = core.snapshots.id_of(name, &message)?;
-    let work = core.snapshots.work();
+    let id = library.snapshots.id_of(name, &message)?;
+    let work = library.snapshots.work();
     let _on_drop = CancelOnDrop(Arc::clone(&work));
-    let turn = core.snapshots.turns.take(id, Change::Flatten, &work).await;
+    let turn = library.snapshots.turns.take(id, Change::Flatten, &work).await;
     {
-        let (core, name, failed) = (Arc::clone(core), name.to_owned(), message.clone());
+        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
         blocking(message, move || {
-            let flattened = core.snapshots.store.flatten(&name, &work);
+            let flattened = library.snapshots.store.flatten(&name, &work);
             if flattened.is_err() {
-                core.snapshots.collector.soon();
+                library.snapshots.collector.soon();
             }
             drop(turn);
             flattened.map_err(|error| SnapshotError::from(error).to_body(failed))
         })
         .await?;
     }
-    core.snapshots.listed(core, name)
+    library.snapshots.listed(&library.core, name)
 }
 
 /// Forget what VMs touch first.
 ///
 /// # Errors
 /// There is no such snapshot, or the store can't be written to.
-pub(super) async fn reset_profile(core: &Arc<Core>, name: &str) -> Result<(), ErrorBody> {
+pub(crate) async fn reset_profile(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
     let message = format!("reset the profile of snapshot `{name}`");
-    let id = core.snapshots.id_of(name, &message)?;
-    let turn = core.snapshots.turns.take(id, Change::Forget, &core.snapshots.work()).await;
-    let (core, name, failed) = (Arc::clone(core), name.to_owned(), message.clone());
+    let id = library.snapshots.id_of(name, &message)?;
+    let turn = library.snapshots.turns.take(id, Change::Forget, &library.snapshots.work()).await;
+    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
     blocking(message, move || {
-        let reset = core.snapshots.store.remove_profile(&name);
+        let reset = library.snapshots.store.remove_profile(&name);
         drop(turn);
         reset.map_err(|error| SnapshotError::from(error).to_body(failed))
     })
@@ -193,12 +195,12 @@ impl Snapshots {
 
 /// Something that takes a while, on a thread of its own, given up with this future.
 pub(super) async fn with_work<T: Send + 'static>(
-    core: &Arc<Core>,
+    library: &Arc<Library>,
     message: String,
-    run: impl FnOnce(&Arc<Core>, &Work) -> Result<T, SnapshotError> + Send + 'static,
+    run: impl FnOnce(&Arc<Library>, &Work) -> Result<T, SnapshotError> + Send + 'static,
 ) -> Result<T, ErrorBody> {
-    let work = core.snapshots.work();
+    let work = library.snapshots.work();
     let _on_drop = CancelOnDrop(Arc::clone(&work));
-    let (core, failed) = (Arc::clone(core), message.clone());
-    blocking(message, move || run(&core, &work).map_err(|error| error.to_body(failed))).await
+    let (library, failed) = (Arc::clone(library), message.clone());
+    blocking(message, move || run(&library, &work).map_err(|error| error.to_body(failed))).await
 }

@@ -10,18 +10,17 @@
 //! written is listed from the first moment, and nothing of it is left if that fails.
 
 mod collect;
-mod control;
-mod create;
+pub(crate) mod create;
 mod error;
-mod keep;
+pub(crate) mod keep;
 mod opened;
 pub(crate) mod prefetch;
 mod query;
 mod record;
-mod start;
+pub(crate) mod start;
 #[cfg(test)]
 mod tests;
-mod transfer;
+pub(crate) mod transfer;
 mod turns;
 mod under_way;
 mod work;
@@ -40,13 +39,22 @@ pub(crate) use self::opened::{Base, Opened};
 use self::turns::Turns;
 use self::under_way::{AllUnderWay, Pulls};
 use self::work::Works;
+use crate::core::Core;
 use crate::facts::Facts;
+use crate::fork::Forker;
 
 /// Decompressed chunks that are kept, over all snapshots: what faults come back to within moments.
 const HOT_BYTES: u64 = 64 << 20;
 
 // What the API takes as a name, the store does, too, and the other way round.
 const _: () = assert!(vmfork_store::NAME_BYTES_MAX == vmfork_api::NAME_BYTES_MAX);
+
+/// Stored snapshots, with the host that they are taken and started on.
+pub(crate) struct Library {
+    pub(crate) core: Arc<Core>,
+    pub(crate) forker: Arc<Forker>,
+    pub(crate) snapshots: Arc<Snapshots>,
+}
 
 /// The store of one host, and what is open of it.
 #[derive(Debug)]
@@ -103,8 +111,8 @@ impl Snapshots {
         let facts: Facts = serde_json::from_value(descriptor.vm.clone())
             .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
         let pages = descriptor.pages;
-        if facts.memory_bytes != pages * vmfork_image::PAGE_BYTES {
-            let said = facts.memory_bytes;
+        if facts.spec().memory_bytes != pages * vmfork_image::PAGE_BYTES {
+            let said = facts.spec().memory_bytes;
             return Err(SnapshotError::Size { name: name.clone(), said, pages });
         }
         Ok(facts)

@@ -7,16 +7,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
+use vmfork_engine::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_image::{PAGE_BYTES, PageTable};
-use vmfork_memory::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_store::{Blobs, Extent, SnapshotId, SourceOptions, Stored};
 
 use super::transfer::blobs_at;
 use super::{SnapshotError, Snapshots};
 use crate::admission::{Admission, Lease};
+use crate::core::Core;
 use crate::facts::Facts;
-use crate::fork::Lead;
-use crate::hub::Core;
+use crate::vm::CameOf;
+use crate::vm::machine::Lead;
 
 /// Open as long as a VM may need its pages.
 #[derive(Debug)]
@@ -152,6 +153,11 @@ pub(crate) struct Base {
     /// Of its image, while that was in memory: whose bytes it stored.
     pub(super) table: PageTable,
 }
+
+impl CameOf for Opened {}
+
+/// The newest stored snapshot that a VM descends from is the base of its next one.
+impl CameOf for Base {}
 
 /// What is open, by id.
 #[derive(Debug, Default)]
@@ -327,7 +333,7 @@ mod tests {
     use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
 
     use super::*;
-    use crate::hub::testing::Host;
+    use crate::operations::testing::Host;
 
     const PAGES: u64 = 512;
 
@@ -362,7 +368,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn what_was_pulled_opens_without_asking_for_the_rest() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         // Who asks this one for anything makes a store of it, or says that it is none.
         let origin = folder.path().join("nothing");
         std::fs::create_dir(&origin).expect("made");
@@ -384,7 +390,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn vms_need_all_of_a_chain_until_nothing_of_it_is_missing() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         let (there, work) = (store(folder.path()), Work::new(1));
         there.copy_to("top", &snapshots.store, &work).expect("copied");
         let opened = snapshots.open(&host.core, "top").expect("opens");
@@ -401,7 +407,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn what_is_done_once_for_all_vms_is_claimed_by_one() {
         let (host, folder) = (Host::start().await, tempfile::tempdir().expect("folder"));
-        let snapshots = &host.core.snapshots;
+        let snapshots = &host.hub.library.snapshots;
         let (there, work) = (store(folder.path()), Work::new(1));
         there.copy_to("base", &snapshots.store, &work).expect("copied");
         let opened = snapshots.open(&host.core, "base").expect("opens");

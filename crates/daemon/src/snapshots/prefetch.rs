@@ -10,12 +10,9 @@ use vmfork_image::PageRange;
 use vmfork_store::StoreError;
 
 use super::opened::WorkingSetClaim;
-use super::{Opened, SnapshotError, Snapshots};
-use crate::hub::{Core, chain};
+use super::{Library, Opened, SnapshotError, Snapshots};
+use crate::error::chain;
 
-/// What a host that is short of memory must have free, on top of its reserve, before anything is fetched that nobody
-/// asked for.
-const SPARE_BYTES: u64 = 256 << 20;
 /// How often that is looked at, and whether a store is needed no more.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Every so many of these it is counted what of open snapshots has come: that takes a while, and until then more is
@@ -31,7 +28,7 @@ const GIVE_WAY_MAX: Duration = Duration::from_millis(4);
 
 /// Have pages come, once for all VMs that share them.
 pub(super) fn begin(
-    core: &Arc<Core>,
+    library: &Arc<Library>,
     name: &str,
     opened: &Arc<Opened>,
     prefetch: Prefetch,
@@ -40,10 +37,10 @@ pub(super) fn begin(
     if matches!(prefetch, Prefetch::WorkingSet | Prefetch::All)
         && let Some(claim) = opened.claim_working_set()
     {
-        let (core, name) = (Arc::clone(core), name.to_owned());
+        let (library, name) = (Arc::clone(library), name.to_owned());
         tokio::task::spawn_blocking(move || {
             // What it lacks comes on demand.
-            if let Err(error) = load(&core, &name, claim) {
+            if let Err(error) = load(&library, &name, claim) {
                 let error = chain(&error);
                 tracing::warn!(snapshot = name, error, "working set not loaded");
             }
@@ -55,23 +52,23 @@ pub(super) fn begin(
     if let Some(bytes_per_s) = NonZeroU64::new(u64::from(mib_per_s) << 20)
         && opened.claim_hydration(bytes_per_s)
     {
-        watch_hydration(core, name, opened);
+        watch_hydration(library, name, opened);
     }
 }
 
 /// Read the working set, in the order in which it is stored, into the caches: as long as a VM may need it and the host
 /// has memory for it.
-fn load(core: &Core, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotError> {
+fn load(library: &Library, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotError> {
     let began = Instant::now();
-    let Some(set) = core.snapshots.store.working_set(name)? else { return Ok(()) };
+    let Some(set) = library.snapshots.store.working_set(name)? else { return Ok(()) };
     if claim.opened().is_none_or(|opened| opened.id != set.id()) {
         return Ok(());
     }
     // The VMs that start meanwhile need processors, too.
-    let work = core.snapshots.work_on((core.cores / 2).max(1));
+    let work = library.snapshots.work_on((library.core.cores / 2).max(1));
     let pages = AtomicU64::new(0);
     let insert = |range: PageRange, bytes: &[u8]| {
-        let wanted = claim.opened().filter(|_| !core.is_short_of_memory());
+        let wanted = claim.opened().filter(|_| !library.core.is_short_of_memory());
         let Some(opened) = wanted else {
             work.cancelled.store(true, Ordering::Relaxed);
             return Ok(());
@@ -99,15 +96,16 @@ fn load(core: &Core, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotE
 }
 
 /// See to it that all comes, until nothing depends on the store any more, or all VMs have ended.
-fn watch_hydration(core: &Arc<Core>, name: &str, opened: &Arc<Opened>) {
-    let (core, opened) = (Arc::downgrade(core), Arc::downgrade(opened));
+fn watch_hydration(library: &Arc<Library>, name: &str, opened: &Arc<Opened>) {
+    let (library, opened) = (Arc::downgrade(library), Arc::downgrade(opened));
     let name = name.to_owned();
     tokio::spawn(async move {
         let (mut watch, mut wait) = (HydrationWatch::new(), LOOK_EVERY);
         loop {
             tokio::time::sleep(wait).await;
-            let Some((core, opened)) = core.upgrade().zip(opened.upgrade()) else { return };
-            let look = || (opened.engine.image().missing_pages(), !core.is_short_of_memory());
+            let Some((library, opened)) = library.upgrade().zip(opened.upgrade()) else { return };
+            let look =
+                || (opened.engine.image().missing_pages(), !library.core.is_short_of_memory());
             let (missing, is_allowed) = tokio::task::block_in_place(look);
             wait = match watch.look(missing, is_allowed) {
                 Next::Over => {
@@ -166,31 +164,23 @@ impl HydrationWatch {
     }
 }
 
-impl Core {
-    /// Whether nothing is to come into memory that nobody asked for.
-    pub(crate) fn is_short_of_memory(&self) -> bool {
-        let available = self.admission.host().available_bytes;
-        available < self.config.memory_reserve_bytes.saturating_add(SPARE_BYTES)
-    }
-}
-
 /// Have prefetching give way whenever the host is short of memory, for as long as the daemon lives.
-pub(crate) fn mind_memory(core: &Arc<Core>) {
-    let weak = Arc::downgrade(core);
+pub(crate) fn mind_memory(library: &Arc<Library>) {
+    let weak = Arc::downgrade(library);
     tokio::spawn(async move {
         let mut was_short = false;
         for look in 1_u64.. {
             tokio::time::sleep(LOOK_EVERY).await;
-            let Some(core) = weak.upgrade() else { return };
+            let Some(library) = weak.upgrade() else { return };
             if look.is_multiple_of(UPDATE_LOOKS) {
-                tokio::task::block_in_place(|| core.snapshots.update_promises());
+                tokio::task::block_in_place(|| library.snapshots.update_promises());
             }
-            let is_short = core.is_short_of_memory();
+            let is_short = library.core.is_short_of_memory();
             if is_short != was_short {
                 tracing::info!(is_short, "memory for what nobody asked for");
             }
             if is_short || was_short {
-                tokio::task::block_in_place(|| core.snapshots.allow_prefetch(!is_short));
+                tokio::task::block_in_place(|| library.snapshots.allow_prefetch(!is_short));
             }
             was_short = is_short;
         }

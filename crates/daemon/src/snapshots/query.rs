@@ -7,9 +7,10 @@ use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
 use super::under_way::UnderWay;
-use super::{SnapshotError, Snapshots};
+use super::{Opened, SnapshotError, Snapshots};
+use crate::core::Core;
+use crate::error::chain;
 use crate::facts::Facts;
-use crate::hub::{Core, chain};
 use crate::vm::Vm;
 
 impl Snapshots {
@@ -72,10 +73,10 @@ impl Snapshots {
         };
         let Some((facts, base)) = under_way.listed() else { return of_it };
         Snapshot {
-            image: facts.image,
-            memory_mib: facts.memory_bytes >> 20,
-            cpus: facts.cpus,
-            accel: facts.accel,
+            image: facts.spec().image.clone(),
+            memory_mib: facts.spec().memory_bytes >> 20,
+            cpus: facts.spec().cpus,
+            accel: facts.spec().accel,
             base,
             ..of_it
         }
@@ -94,10 +95,10 @@ impl Snapshots {
             id: Some(descriptor.id.to_string()),
             reason,
             created_unix_ms: descriptor.created_unix_ms,
-            image: facts.as_ref().map(|facts| facts.image.clone()).unwrap_or_default(),
+            image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
             memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
-            cpus: facts.as_ref().map_or(0, |facts| facts.cpus),
-            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.accel),
+            cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
+            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
             base: descriptor.base.as_ref().map(|base| base.name.clone()),
             own_bytes: counts.own_pages * PAGE_BYTES,
             stored_bytes: counts.stored_bytes,
@@ -194,7 +195,9 @@ impl Snapshots {
         let needed: Vec<_> =
             self.all_opened().into_iter().filter(|opened| opened.needs(id)).collect();
         let needs = |vm: &Vm| {
-            vm.opened().is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
+            vm.provenance()
+                .get::<Opened>()
+                .is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
         };
         let live = core.registry.live().into_iter();
         live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()

@@ -18,8 +18,8 @@ use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
 use super::turns::Change;
-use super::{SnapshotError, Snapshots};
-use crate::hub::Core;
+use super::{Library, SnapshotError, Snapshots};
+use crate::core::Core;
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
@@ -76,26 +76,26 @@ pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Opt
 }
 
 /// Record a VM in the background, and learn from it, unless others of its snapshot are being recorded.
-pub(super) fn start(core: &Arc<Core>, vm: &Arc<Vm>, subject: Subject) {
-    let Some(turn) = core.snapshots.may_record(subject.id) else { return };
-    let (weak, vm) = (Arc::downgrade(core), Arc::clone(vm));
+pub(super) fn start(library: &Arc<Library>, vm: &Arc<Vm>, subject: Subject) {
+    let Some(turn) = library.snapshots.may_record(subject.id) else { return };
+    let (weak, vm) = (Arc::downgrade(library), Arc::clone(vm));
     tokio::spawn(async move {
         let recording = {
             // Held no longer than the VM lives: it is dropped with its end.
             let Some(machine) = vm.machine() else { return };
             record(&vm, &machine, &subject).await
         };
-        let (Some(core), Some(recording)) = (weak.upgrade(), recording) else { return };
-        core.snapshots.until_written(&subject.name).await;
-        let work = core.snapshots.work();
-        let turn_to_learn = core.snapshots.turns.take(subject.id, Change::Learn, &work).await;
+        let (Some(library), Some(recording)) = (weak.upgrade(), recording) else { return };
+        library.snapshots.until_written(&subject.name).await;
+        let work = library.snapshots.work();
+        let turn_to_learn = library.snapshots.turns.take(subject.id, Change::Learn, &work).await;
         let learnt = tokio::task::spawn_blocking(move || {
             let _until_learnt = turn_to_learn;
-            let outcome = core.snapshots.learn(&core, &subject, &recording, &work);
+            let outcome = library.snapshots.learn(&library.core, &subject, &recording, &work);
             if let Err(error) = outcome
                 && !error.is_cancelled()
             {
-                let error = crate::hub::chain(&error);
+                let error = crate::error::chain(&error);
                 tracing::warn!(snapshot = subject.name, error, "what its VM touched is not kept");
             }
         });

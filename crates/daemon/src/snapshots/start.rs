@@ -8,14 +8,15 @@ use vmfork_api::{ErrorBody, StartReply, StartRequest};
 use vmfork_qemu::probe::KvmFacts;
 
 use super::record::{self, Subject};
-use super::{Opened, SnapshotError};
+use super::{Library, Opened, SnapshotError};
 use crate::admission::ForkAsk;
+use crate::core::start_machines;
+use crate::error::outcome;
 use crate::facts::host;
-use crate::fork::{self, Brood, Granted, Names, Snapshot, Stem, Wanted, start_machines};
-use crate::hub::{Core, outcome};
+use crate::fork::{self, Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use crate::metrics::Stage;
 use crate::quotas::User;
-use crate::vm::{Identity, Vm, now_unix_ms};
+use crate::vm::{Identity, Provenance, now_unix_ms};
 
 /// How long what a VM touches is recorded at most.
 const RECORD_MAX: Duration = Duration::from_secs(300);
@@ -25,7 +26,7 @@ const RECORD_MAX: Duration = Duration::from_secs(300);
 /// # Errors
 /// None was started.
 pub(crate) async fn start(
-    core: &Arc<Core>,
+    library: &Arc<Library>,
     user: User,
     name: &str,
     request: StartRequest,
@@ -33,27 +34,28 @@ pub(crate) async fn start(
     let given_up = CancellationToken::new();
     let _on_drop = given_up.clone().drop_guard();
     let message = format!("start snapshot `{name}`");
-    let (core, name) = (Arc::clone(core), name.to_owned());
+    let (library, name) = (Arc::clone(library), name.to_owned());
     // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
     let task =
-        tokio::spawn(async move { carry_out(&core, (user, &name), request, given_up).await });
+        tokio::spawn(async move { carry_out(&library, (user, &name), request, given_up).await });
     outcome(task, message).await
 }
 
 async fn carry_out(
-    core: &Arc<Core>,
+    library: &Arc<Library>,
     (user, name): (User, &str),
     request: StartRequest,
     given_up: CancellationToken,
 ) -> Result<StartReply, ErrorBody> {
+    let core = &library.core;
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let message = format!("start snapshot `{name}`");
     let wanted = request.names.as_deref();
     let deadline = began + fork::check(&message, request.count, wanted, request.timeout_ms)?;
     let failed = |error: SnapshotError| error.to_body(&message);
     let opened = tokio::task::block_in_place(|| {
-        core.snapshots.check_written(name, &message)?;
-        core.snapshots.open(core, name).map_err(failed)
+        library.snapshots.check_written(name, &message)?;
+        library.snapshots.open(core, name).map_err(failed)
     })?;
     let open = began.elapsed();
     core.metrics.observe_stage(Stage::Open, open);
@@ -65,10 +67,7 @@ async fn carry_out(
     opened.keep_disk(disk);
     tokio::task::block_in_place(|| opened.promise_memory(&core.admission, &message))?;
 
-    let taken = match core.cluster.member() {
-        Some(member) => Some(member.names_elsewhere().await),
-        None => None,
-    };
+    let taken = library.forker.remote.names().await;
     let names = Names { wanted, stem: name, count: request.count, taken: taken.as_ref() };
     let (reservation, names) = fork::reserve(core, names, request.all_or_nothing, &message)?;
     let ask = ForkAsk {
@@ -76,7 +75,7 @@ async fn carry_out(
         family: &opened.id.to_string(),
         user,
         ram_bytes: shape.memory_bytes,
-        cpus: opened.facts.cpus,
+        cpus: opened.facts.spec().cpus,
         count: u32::try_from(reservation.names().len()).unwrap_or(request.count),
         by_guest: false,
         allowed: None,
@@ -87,7 +86,7 @@ async fn carry_out(
     let _no_refill = core.hold_pool();
     core.pool.want(&shape, core.config.pool as usize);
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    super::prefetch::begin(core, name, &opened, request.prefetch, request.hydrate_mib_per_s);
+    super::prefetch::begin(library, name, &opened, request.prefetch, request.hydrate_mib_per_s);
     if !request.force {
         host::check_machine(&message, &opened.facts, &mut pending, deadline).await?;
     }
@@ -102,14 +101,12 @@ async fn carry_out(
         inheritance: facts.inheritance.clone(),
         fork: facts.fork,
         lease: Some(grant.snapshot),
-        base: opened.base(name).map(Arc::new),
-        opened: Some(Arc::clone(&opened)),
-        arrival: None,
-        learn_as: Some(name.to_owned()),
+        provenance: provenance(name, &opened),
+        on_run: learn(library, name, &opened),
         is_watched: false,
     });
     let brood = Brood {
-        core: Arc::clone(core),
+        forker: Arc::clone(&library.forker),
         stem: Arc::new(stem(user, name, &opened)),
         snapshot,
         began,
@@ -141,13 +138,23 @@ async fn carry_out(
     })
 }
 
-impl Opened {
-    /// Learn what a VM touches that was started from it and begins to run. `name` is what it is called now.
-    pub(crate) fn record(&self, core: &Arc<Core>, vm: &Arc<Vm>, name: &str) {
-        let Some(table) = self.engine.image().table() else { return };
-        let (name, id, table) = (name.to_owned(), self.id, table.clone());
-        record::start(core, vm, Subject { name, id, table, time_max: RECORD_MAX });
+/// Of VMs that are started from it.
+fn provenance(name: &str, opened: &Arc<Opened>) -> Provenance {
+    let provenance = Provenance::default().with(Arc::clone(opened));
+    match opened.base(name) {
+        Some(base) => provenance.with(Arc::new(base)),
+        None => provenance,
     }
+}
+
+/// Learn what each VM touches that was started from it and begins to run. `name` is what it is called now.
+fn learn(library: &Arc<Library>, name: &str, opened: &Arc<Opened>) -> OnRun {
+    let (library, name, opened) = (Arc::clone(library), name.to_owned(), Arc::clone(opened));
+    OnRun::new(move |vm| {
+        let Some(table) = opened.engine.image().table() else { return };
+        let (name, id, table) = (name.clone(), opened.id, table.clone());
+        record::start(&library, vm, Subject { name, id, table, time_max: RECORD_MAX });
+    })
 }
 
 fn stem(user: User, name: &str, opened: &Opened) -> Stem {

@@ -13,10 +13,9 @@ use vmfork_image::{PageIdx, PageRange};
 use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, Store, StoreError};
 
 use super::under_way::{Doing, Placed};
-use super::{SnapshotError, keep, transfer};
+use super::{Library, SnapshotError, keep, transfer};
 use crate::facts::Facts;
-use crate::hub::Core;
-use crate::hub::testing::{Host, SOON};
+use crate::operations::testing::{Host, SOON};
 
 const PAGES: u64 = 256;
 
@@ -46,13 +45,13 @@ fn pages(seed: u8) -> impl Fn(PageRange, &mut [u8]) -> io::Result<()> + Sync {
     }
 }
 
-fn put(core: &Core, store: &Store, name: &str, seed: u8) -> Descriptor {
-    store.create(draft(name, None), &pages(seed), &core.snapshots.work()).expect("stored")
+fn put(library: &Library, store: &Store, name: &str, seed: u8) -> Descriptor {
+    store.create(draft(name, None), &pages(seed), &library.snapshots.work()).expect("stored")
 }
 
 /// Chunks in the store of a host.
-fn chunks(core: &Core) -> usize {
-    let root = Path::new(&core.snapshots.store.describe()).join("chunks");
+fn chunks(library: &Library) -> usize {
+    let root = Path::new(&library.snapshots.store.describe()).join("chunks");
     let folders = std::fs::read_dir(root).into_iter().flatten().flatten();
     folders.flat_map(|folder| std::fs::read_dir(folder.path()).into_iter().flatten()).count()
 }
@@ -67,8 +66,8 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
     assert!(tokio::time::timeout(SOON, looks).await.is_ok(), "{what}");
 }
 
-fn taken(core: &Core, name: &str) -> Placed {
-    let placed = core.snapshots.place(name, Doing::Write, "take it").expect("free");
+fn taken(library: &Library, name: &str) -> Placed {
+    let placed = library.snapshots.place(name, Doing::Write, "take it").expect("free");
     placed.under_way.list(Facts::of_a_test(PAGES * 4096), None);
     placed
 }
@@ -76,86 +75,86 @@ fn taken(core: &Core, name: &str) -> Placed {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_write_leaves_that_failed_is_freed() {
     let host = Host::start().await;
-    let core = &host.core;
-    let placed = taken(core, "warm");
+    let library = &host.hub.library;
+    let placed = taken(library, "warm");
     let full = |range: PageRange, bytes: &mut [u8]| match range.start().0 {
         0..128 => pages(1)(range, bytes),
         _ => Err(io::ErrorKind::StorageFull.into()),
     };
     let work = vmfork_store::Work::new(1);
-    let failed = core.snapshots.store.create(draft("warm", None), &full, &work);
+    let failed = library.snapshots.store.create(draft("warm", None), &full, &work);
     let failed = SnapshotError::from(failed.expect_err("no space"));
-    assert_eq!(chunks(core), 2);
+    assert_eq!(chunks(library), 2);
     placed.ends(Some(&failed));
-    let listed = core.snapshots.listed(core, "warm").expect("listed");
+    let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
     assert!(listed.reason.is_some_and(|reason| reason.contains("read pages")));
-    until("its chunks are freed", || chunks(core) == 0).await;
-    assert_eq!(keep::remove(core, "warm", false).await.expect("removed").names, ["warm"]);
-    let gone = keep::remove(core, "warm", false).await.expect_err("gone");
+    until("its chunks are freed", || chunks(library) == 0).await;
+    assert_eq!(keep::remove(library, "warm", false).await.expect("removed").names, ["warm"]);
+    let gone = keep::remove(library, "warm", false).await.expect_err("gone");
     assert_eq!(gone.code, ErrorCode::NotFound);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_was_open_when_it_was_removed_is_freed_when_it_is_closed() {
     let host = Host::start().await;
-    let core = &host.core;
-    put(core, &core.snapshots.store, "warm", 1);
-    let open = core.snapshots.store.open("warm").expect("opens");
-    keep::remove(core, "warm", false).await.expect("removed");
-    assert_eq!(chunks(core), 4);
+    let library = &host.hub.library;
+    put(library, &library.snapshots.store, "warm", 1);
+    let open = library.snapshots.store.open("warm").expect("opens");
+    keep::remove(library, "warm", false).await.expect("removed");
+    assert_eq!(chunks(library), 4);
     drop(open);
-    until("its chunks are freed", || chunks(core) == 0).await;
+    until("its chunks are freed", || chunks(library) == 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_writer_that_panics_leaves_its_name_to_others() {
     let host = Host::start().await;
-    let core = &host.core;
-    let placed = taken(core, "warm");
+    let library = &host.hub.library;
+    let placed = taken(library, "warm");
     let writing = tokio::task::spawn_blocking(move || {
         let _placed = placed;
         panic!("on purpose");
     });
     assert!(writing.await.is_err_and(|error| error.is_panic()));
-    let listed = core.snapshots.listed(core, "warm").expect("listed");
+    let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
-    core.snapshots.check_written("warm", "use it").expect("not being written");
-    taken(core, "warm").ends(None);
-    assert!(core.snapshots.under_way().is_empty());
+    library.snapshots.check_written("warm", "use it").expect("not being written");
+    taken(library, "warm").ends(None);
+    assert!(library.snapshots.under_way().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_is_had_by_one_at_a_time() {
     let host = Host::start().await;
-    let core = &host.core;
-    let placed = taken(core, "warm");
+    let library = &host.hub.library;
+    let placed = taken(library, "warm");
     for doing in [Doing::Write, Doing::Import, Doing::Pull] {
-        let refused = core.snapshots.place("warm", doing, "take it").expect_err("taken");
+        let refused = library.snapshots.place("warm", doing, "take it").expect_err("taken");
         assert_eq!(refused.code, ErrorCode::Conflict);
         assert!(refused.to_string().contains("being written"), "{refused}");
     }
     // One that failed may be replaced, and its end does not end the next.
     let error = SnapshotError::from(StoreError::Busy { name: "x".to_owned() });
     placed.ends(Some(&error));
-    let next = taken(core, "warm");
-    let other = core.snapshots.place("cold", Doing::Import, "import").expect("free");
-    put(core, &core.snapshots.store, "warm", 1);
+    let next = taken(library, "warm");
+    let other = library.snapshots.place("cold", Doing::Import, "import").expect("free");
+    put(library, &library.snapshots.store, "warm", 1);
     drop((next, other));
-    assert!(core.snapshots.under_way().is_empty());
-    let refused = core.snapshots.place("warm", Doing::Write, "take it").expect_err("there");
+    assert!(library.snapshots.under_way().is_empty());
+    let refused = library.snapshots.place("warm", Doing::Write, "take it").expect_err("there");
     assert!(refused.to_string().contains("already"), "{refused}");
-    assert!(core.snapshots.under_way().is_empty());
+    assert!(library.snapshots.under_way().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_is_given_up_by_rm() {
     let host = Host::start().await;
-    let core = &host.core;
-    let placed = taken(core, "warm");
+    let library = &host.hub.library;
+    let placed = taken(library, "warm");
     let work = Arc::clone(&placed.under_way.work);
     let writing = {
-        let core = Arc::clone(core);
+        let library = Arc::clone(library);
         tokio::task::spawn_blocking(move || {
             let work = Arc::clone(&placed.under_way.work);
             let slow = |range: PageRange, bytes: &mut [u8]| {
@@ -165,18 +164,18 @@ async fn a_write_is_given_up_by_rm() {
                 }
                 pages(1)(range, bytes)
             };
-            let outcome = core.snapshots.store.create(draft("warm", None), &slow, &work);
+            let outcome = library.snapshots.store.create(draft("warm", None), &slow, &work);
             let outcome = outcome.map_err(SnapshotError::from);
             placed.ends(outcome.as_ref().err());
             outcome
         })
     };
     until("a chunk is written", || work.done_bytes.load(Ordering::Relaxed) > 0).await;
-    let removed = keep::remove(core, "warm", false).await.expect("removed");
+    let removed = keep::remove(library, "warm", false).await.expect("removed");
     assert_eq!(removed.names, ["warm"]);
     assert!(writing.await.expect("no panic").expect_err("cancelled").is_cancelled());
-    assert!(core.snapshots.under_way().is_empty());
-    until("its chunks are freed", || chunks(core) == 0).await;
+    assert!(library.snapshots.under_way().is_empty());
+    until("its chunks are freed", || chunks(library) == 0).await;
 }
 
 fn from(folder: &Path) -> TransferRequest {
@@ -184,11 +183,11 @@ fn from(folder: &Path) -> TransferRequest {
 }
 
 /// A store elsewhere, with `base` and `warm`, which is a delta of that.
-fn elsewhere(core: &Core) -> (TempDir, Store) {
+fn elsewhere(library: &Library) -> (TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
     let store = Store::folder(folder.path()).expect("store");
-    let base = put(core, &store, "base", 1);
-    let work = core.snapshots.work();
+    let base = put(library, &store, "base", 1);
+    let work = library.snapshots.work();
     store.create(draft("warm", Some(&base)), &pages(2), &work).expect("stored");
     (folder, store)
 }
@@ -204,46 +203,47 @@ fn find_chunks(folder: &Path) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pull_that_failed_says_so_until_it_is_done_again() {
     let host = Host::start().await;
-    let core = &host.core;
-    let (folder, _store) = elsewhere(core);
+    let library = &host.hub.library;
+    let (folder, _store) = elsewhere(library);
     lose_chunks(folder.path());
-    transfer::pull(core, "warm", from(folder.path())).await.expect_err("no chunks");
+    transfer::pull(library, "warm", from(folder.path())).await.expect_err("no chunks");
     for name in ["base", "warm"] {
-        let listed = core.snapshots.listed(core, name).expect("listed");
+        let listed = library.snapshots.listed(&library.core, name).expect("listed");
         assert_eq!(listed.state, SnapshotState::Pulling);
         assert!(listed.progress.done_bytes < listed.progress.total_bytes, "{listed:?}");
         let reason = listed.reason.expect("told");
         assert!(reason.contains("chunks/"), "{reason}");
     }
     // As a daemon that starts finds it.
-    core.snapshots.pulls().clear();
-    let listed = core.snapshots.listed(core, "warm").expect("listed");
+    library.snapshots.pulls().clear();
+    let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert!(listed.reason.is_some_and(|reason| reason.contains("interrupted")));
     assert_eq!(listed.progress.done_bytes, 0);
 
     find_chunks(folder.path());
-    let pulled = transfer::pull(core, "warm", from(folder.path())).await.expect("pulled");
+    let pulled = transfer::pull(library, "warm", from(folder.path())).await.expect("pulled");
     assert_eq!((pulled.state, pulled.reason), (SnapshotState::Ready, None));
-    assert!(core.snapshots.pulls().is_empty() && core.snapshots.under_way().is_empty());
+    assert!(library.snapshots.pulls().is_empty() && library.snapshots.under_way().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pull_goes_by_what_the_snapshot_is_called_here() {
     let host = Host::start().await;
-    let core = &host.core;
-    let (folder, store) = elsewhere(core);
+    let library = &host.hub.library;
+    let (folder, store) = elsewhere(library);
     let mut stream = Vec::new();
-    store.export("base", &mut stream, &core.snapshots.work()).expect("exported");
+    store.export("base", &mut stream, &library.snapshots.work()).expect("exported");
     let (pieces_tx, pieces) = mpsc::channel(1);
     pieces_tx.send(Ok(stream.into())).await.expect("room");
     drop(pieces_tx);
-    let imported = transfer::import(core, Some("web".to_owned()), pieces).await.expect("imported");
+    let imported =
+        transfer::import(library, Some("web".to_owned()), pieces).await.expect("imported");
     assert_eq!(imported.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["web"]);
 
-    let pulled = transfer::pull(core, "base", from(folder.path())).await.expect("it is here");
+    let pulled = transfer::pull(library, "base", from(folder.path())).await.expect("it is here");
     assert_eq!((pulled.name.as_str(), pulled.state), ("web", SnapshotState::Ready));
-    put(core, &core.snapshots.store, "base", 3);
-    let refused = transfer::pull(core, "base", from(folder.path())).await.expect_err("another");
+    put(library, &library.snapshots.store, "base", 3);
+    let refused = transfer::pull(library, "base", from(folder.path())).await.expect_err("another");
     assert_eq!(refused.code, ErrorCode::Conflict);
     let text = refused.to_string();
     assert!(text.contains("`web`") && text.contains("`base`"), "{text}");

@@ -14,12 +14,12 @@ use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, Transfer
 use vmfork_store::{Blobs, Folder, Store, StoreError, Work};
 use vmfork_store_s3::{Location, OpenError, S3, Settings};
 
-use super::SnapshotError;
 use super::keep::with_work;
 use super::under_way::{Doing, Placed, Pulling, UnderWay};
+use super::{Library, SnapshotError};
+
 use super::work::{CancelOnDrop, blocking};
 use crate::control::ByteStream;
-use crate::hub::Core;
 
 /// Bytes between the store and a client: 4 MiB.
 const PIECES_MAX: usize = 16;
@@ -30,20 +30,20 @@ const IDLE_MAX: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// One stream with all of a snapshot and of what it depends on. Ends with the receiver.
-pub(super) fn export(core: &Arc<Core>, name: &str) -> Result<ByteStream, ErrorBody> {
+pub(crate) fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, ErrorBody> {
     let message = format!("export snapshot `{name}`");
     // What can be said before the first byte is said as an error.
-    core.snapshots.check_written(name, &message)?;
-    core.snapshots.listed(core, name)?;
+    library.snapshots.check_written(name, &message)?;
+    library.snapshots.listed(&library.core, name)?;
     let (out_tx, out) = mpsc::channel(PIECES_MAX + 1);
     // Room for it is there whatever the client takes.
     let last = out_tx.clone().try_reserve_owned();
-    let (core, name) = (Arc::clone(core), name.to_owned());
+    let (library, name) = (Arc::clone(library), name.to_owned());
     tokio::task::spawn_blocking(move || {
-        let work = core.snapshots.work();
-        let peer = Peer { runtime: core.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        let work = library.snapshots.work();
+        let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
         let mut sink = Sink { to: out_tx, peer, buffer: Vec::with_capacity(PIECE_BYTES) };
-        let outcome = core.snapshots.store.export(&name, &mut sink, &work);
+        let outcome = library.snapshots.store.export(&name, &mut sink, &work);
         let outcome = outcome
             .map_err(SnapshotError::from)
             .and_then(|_| sink.flush().map_err(|source| SnapshotError::Stream { source }));
@@ -105,29 +105,29 @@ impl Write for Sink {
 }
 
 /// Store what a stream brings. If it does not come whole, nothing is stored.
-pub(super) async fn import(
-    core: &Arc<Core>,
+pub(crate) async fn import(
+    library: &Arc<Library>,
     name: Option<String>,
     content: ByteStream,
 ) -> Result<Vec<Snapshot>, ErrorBody> {
     let message = "import a snapshot".to_owned();
-    let place = |name: &str| core.snapshots.place(name, Doing::Import, &message);
+    let place = |name: &str| library.snapshots.place(name, Doing::Import, &message);
     // Without a name, it is in the stream: the store sees to it that nobody else takes that.
     let placed = name.as_deref().map(place).transpose()?;
     let work = match &placed {
         Some(placed) => Arc::clone(&placed.under_way.work),
-        None => core.snapshots.work(),
+        None => library.snapshots.work(),
     };
     let _on_drop = CancelOnDrop(Arc::clone(&work));
     let stored = {
-        let (core, failed) = (Arc::clone(core), message.clone());
-        let peer = Peer { runtime: core.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        let (library, failed) = (Arc::clone(library), message.clone());
+        let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
         blocking(message, move || {
             let mut source = Pieces { from: content, peer, piece: Bytes::new() };
-            let outcome = core.snapshots.store.import(&mut source, name.as_deref(), &work);
+            let outcome = library.snapshots.store.import(&mut source, name.as_deref(), &work);
             let outcome = outcome.map_err(SnapshotError::from);
             if outcome.is_err() {
-                core.snapshots.collector.soon();
+                library.snapshots.collector.soon();
             }
             if let Some(placed) = placed {
                 placed.ends(outcome.as_ref().err());
@@ -136,7 +136,10 @@ pub(super) async fn import(
         })
         .await?
     };
-    stored.iter().map(|descriptor| core.snapshots.listed(core, &descriptor.name)).collect()
+    stored
+        .iter()
+        .map(|descriptor| library.snapshots.listed(&library.core, &descriptor.name))
+        .collect()
 }
 
 struct Pieces {
@@ -217,18 +220,18 @@ fn folder_at(location: &str, wanted: For) -> Result<&Path, SnapshotError> {
 }
 
 /// Copy a snapshot, and what it depends on, to another store.
-pub(super) async fn push(
-    core: &Arc<Core>,
+pub(crate) async fn push(
+    library: &Arc<Library>,
     name: &str,
     request: TransferRequest,
 ) -> Result<TransferReply, ErrorBody> {
     let began = Instant::now();
     let message = format!("push snapshot `{name}` to {}", request.location);
-    core.snapshots.check_written(name, &message)?;
+    library.snapshots.check_written(name, &message)?;
     let name = name.to_owned();
-    let copied = with_work(core, message, move |core, work| {
-        let other = store_at(&request.location, For::Writing, &core.snapshots.runtime)?;
-        Ok(core.snapshots.store.copy_to(&name, &other, work)?)
+    let copied = with_work(library, message, move |library, work| {
+        let other = store_at(&request.location, For::Writing, &library.snapshots.runtime)?;
+        Ok(library.snapshots.store.copy_to(&name, &other, work)?)
     })
     .await?;
     Ok(TransferReply {
@@ -240,17 +243,17 @@ pub(super) async fn push(
 }
 
 /// Bring a snapshot from another store: it can be started when this returns.
-pub(super) async fn pull(
-    core: &Arc<Core>,
+pub(crate) async fn pull(
+    library: &Arc<Library>,
     name: &str,
     request: TransferRequest,
 ) -> Result<Snapshot, ErrorBody> {
     let message = format!("pull snapshot `{name}` from {}", request.location);
-    let placed = core.snapshots.place(name, Doing::Pull, &message)?;
+    let placed = library.snapshots.place(name, Doing::Pull, &message)?;
     let adopted = {
         let _on_drop = CancelOnDrop(Arc::clone(&placed.under_way.work));
-        let (core, name, failed) = (Arc::clone(core), name.to_owned(), message.clone());
-        blocking(message.clone(), move || adopt(&core, placed, &name, &request.location, failed))
+        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+        blocking(message.clone(), move || adopt(&library, placed, &name, &request.location, failed))
             .await?
     };
     let under_way = match adopted.pulling {
@@ -260,9 +263,10 @@ pub(super) async fn pull(
             let under_way = Arc::clone(&pulling.under_way);
             // Whoever waits for all of it and goes away does not want it now; it still comes as it is needed.
             let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
-            let (core, name, failed) = (Arc::clone(core), adopted.name.clone(), message.clone());
+            let (library, name, failed) =
+                (Arc::clone(library), adopted.name.clone(), message.clone());
             drop(blocking(message, move || {
-                let snapshots = &core.snapshots;
+                let snapshots = &library.snapshots;
                 let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
                 let outcome = outcome.map_err(SnapshotError::from);
                 pulling.ends(outcome.as_ref().err(), failed);
@@ -279,7 +283,7 @@ pub(super) async fn pull(
             return Err(error);
         }
     }
-    core.snapshots.listed(core, &adopted.name)
+    library.snapshots.listed(&library.core, &adopted.name)
 }
 
 /// A snapshot of another store that can be started here.
@@ -291,13 +295,13 @@ struct Adopted {
 }
 
 fn adopt(
-    core: &Core,
+    library: &Library,
     placed: Placed,
     name: &str,
     location: &str,
     message: String,
 ) -> Result<Adopted, ErrorBody> {
-    let snapshots = &core.snapshots;
+    let snapshots = &library.snapshots;
     let begin = || {
         let remote = store_at(location, For::Reading, &snapshots.runtime)?;
         let adopted =

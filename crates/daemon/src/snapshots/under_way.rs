@@ -18,8 +18,8 @@ use vmfork_api::{ErrorBody, ErrorCode, Progress, SnapshotState};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
 use super::{SnapshotError, Snapshots, work};
+use crate::error::chain;
 use crate::facts::Facts;
-use crate::hub::chain;
 use crate::vm::now_unix_ms;
 
 /// What is done.

@@ -3,12 +3,16 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vmfork_memory::{Attachment, Engine, GuestMemory, MemorySample, ViewCounters, ViewId};
+use vmfork_engine::{Engine, ViewCounters};
+use vmfork_memory::{Attachment, GuestMemory, MemorySample};
+use vmfork_policy::ViewId;
 use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
 
 use super::launch::Kept;
 use crate::admission::Lease;
-use crate::fork::Lead;
+
+/// What each stream of the device state of a VM, and of its clones, begins with.
+pub(crate) type Lead = Arc<[u8]>;
 
 /// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
 #[derive(Debug)]

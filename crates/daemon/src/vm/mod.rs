@@ -11,29 +11,37 @@
 pub(crate) mod console;
 #[cfg(test)]
 pub(crate) mod fake;
+mod inherited;
+mod job;
 pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod machine;
+mod origin;
+mod provenance;
 mod users;
+mod working_set;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
-use vmfork_api::{Accel, ErrorBody, ErrorCode, ForkReply, VmState};
+use vmfork_api::{ErrorBody, ErrorCode, ForkReply, VmState};
+use vmfork_memory::ViewId;
 
 use self::console::Console;
+pub use self::inherited::{Inherited, MachineSpec};
+pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;
+pub(crate) use self::origin::{Fate, Origin};
+pub(crate) use self::provenance::{CameOf, Provenance};
+pub(crate) use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
 use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
-use crate::cluster::{Arrival, Job, Watch, WorkingSet};
-use crate::fork::tickets::Origin;
 use crate::metrics::EndReason;
 use crate::quotas::User;
-use crate::snapshots::{Base, Opened};
 
 /// What never changes.
 #[derive(Debug, Clone)]
@@ -41,9 +49,7 @@ pub struct Identity {
     /// 16 hex digits.
     pub id: String,
     pub name: String,
-    pub image: String,
-    /// BLAKE3 of the root disk that it booted from, in hex.
-    pub root_blake3: Option<String>,
+    pub inherited: Inherited,
     /// The stored snapshot that it, or the root of its family, was started from.
     pub snapshot: Option<String>,
     /// The id of the root of its family.
@@ -58,16 +64,16 @@ pub struct Identity {
     pub ancestors: Arc<[String]>,
     /// 0 in a VM that booted.
     pub vmid: u32,
-    pub accel: Accel,
-    pub accel_reason: String,
-    pub cpus: u32,
-    pub memory_bytes: u64,
     /// Whether an agent is expected in the guest.
     pub has_agent: bool,
     pub created_unix_ms: u64,
 }
 
 impl Identity {
+    pub fn spec(&self) -> &MachineSpec {
+        &self.inherited.spec
+    }
+
     /// The ancestors of its clones.
     pub(crate) fn line(&self) -> Arc<[String]> {
         self.ancestors.iter().chain([&self.id]).cloned().collect()
@@ -79,8 +85,8 @@ impl Identity {
             message,
             family: &self.family,
             user: self.user,
-            ram_bytes: self.memory_bytes,
-            cpus: self.cpus,
+            ram_bytes: self.spec().memory_bytes,
+            cpus: self.spec().cpus,
             count,
             by_guest,
             allowed: None,
@@ -118,6 +124,12 @@ impl End {
     }
 }
 
+/// Looks at a VM once more before it is gone.
+pub(crate) trait LastLook: std::fmt::Debug + Send + Sync {
+    /// The VM's process is about to end. `view`: its memory's, at the end.
+    fn last_look(&self, view: Option<ViewId>);
+}
+
 /// What changes.
 #[derive(Debug, Default)]
 struct Live {
@@ -127,14 +139,8 @@ struct Live {
     agent: Option<AgentInfo>,
     lease: Option<Lease>,
     cgroup: Option<Arc<VmCgroup>>,
-    /// The stored snapshot that its memory may depend on.
-    opened: Option<Arc<Opened>>,
-    /// The snapshot of another host that its memory may depend on.
-    arrival: Option<Arc<Arrival>>,
-    /// The newest stored snapshot that it descends from: the base of its next one.
-    base: Option<Arc<Base>>,
-    /// That what it touches is told to another host.
-    watch: Option<Arc<Watch>>,
+    provenance: Provenance,
+    watch: Option<Arc<dyn LastLook>>,
     /// When a clone's vCPUs began to run.
     runs: Option<Instant>,
     ready: Option<Duration>,
@@ -232,34 +238,20 @@ impl Vm {
         self.live().cgroup.as_ref().map_or(0, |cgroup| cgroup.oom_kills())
     }
 
-    /// It was started from a stored snapshot, or descends from a VM that was.
-    pub(crate) fn set_opened(&self, opened: Option<Arc<Opened>>) {
-        self.put(|live| live.opened = opened);
+    pub(crate) fn set_provenance(&self, provenance: Provenance) {
+        self.put(|live| live.provenance = provenance);
     }
 
-    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
-        self.live().opened.clone()
+    /// From now on it came of this, too.
+    pub(crate) fn add_provenance<T: CameOf>(&self, it: Arc<T>) {
+        self.put(|live| live.provenance.set(it));
     }
 
-    /// It was started from a snapshot of another host, or descends from a VM that was.
-    pub(crate) fn set_arrival(&self, arrival: Option<Arc<Arrival>>) {
-        self.put(|live| live.arrival = arrival);
+    pub(crate) fn provenance(&self) -> Provenance {
+        self.live().provenance.clone()
     }
 
-    pub(crate) fn arrival(&self) -> Option<Arc<Arrival>> {
-        self.live().arrival.clone()
-    }
-
-    /// It descends from that stored snapshot.
-    pub(crate) fn set_base(&self, base: Option<Arc<Base>>) {
-        self.put(|live| live.base = base);
-    }
-
-    pub(crate) fn base(&self) -> Option<Arc<Base>> {
-        self.live().base.clone()
-    }
-
-    pub(crate) fn set_watch(&self, watch: Arc<Watch>) {
+    pub(crate) fn set_watch(&self, watch: Arc<dyn LastLook>) {
         self.put(|live| live.watch = Some(watch));
     }
 
@@ -320,7 +312,7 @@ impl Vm {
             None => ErrorBody {
                 code: ErrorCode::Conflict,
                 message: format!("reach the agent of `{}`", self.name()),
-                cause: Some(format!("image `{}` has no agent", self.identity.image)),
+                cause: Some(format!("image `{}` has no agent", self.identity.spec().image)),
                 remedy: Some("`vmfork console` still works".to_owned()),
             },
         })
@@ -424,16 +416,7 @@ impl Vm {
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
-        drop((
-            live.link,
-            live.console,
-            live.machine,
-            live.lease,
-            live.cgroup,
-            live.opened,
-            live.arrival,
-            live.base,
-        ));
+        drop((live.link, live.console, live.machine, live.lease, live.cgroup, live.provenance));
         self.log.close();
     }
 
@@ -466,7 +449,7 @@ impl Vm {
         vmfork_api::Vm {
             id: identity.id.clone(),
             name: identity.name.clone(),
-            image: identity.image.clone(),
+            image: identity.spec().image.clone(),
             family: identity.family.clone(),
             parent: identity.parent.as_ref().map(|(_, name)| name.clone()),
             parent_id: identity.parent.as_ref().map(|(id, _)| id.clone()),
@@ -475,9 +458,9 @@ impl Vm {
             vmid: identity.vmid,
             state: self.state(),
             reason: self.end_now().map(|end| end.reason),
-            accel: identity.accel,
-            cpus: identity.cpus,
-            memory_mib: identity.memory_bytes >> 20,
+            accel: identity.spec().accel,
+            cpus: identity.spec().cpus,
+            memory_mib: identity.spec().memory_bytes >> 20,
             created_unix_ms: identity.created_unix_ms,
             ready_ms: self.ready().map(|ready| ready.as_secs_f64() * 1e3),
             pid: machine.map(|machine| machine.pid()),
@@ -495,8 +478,7 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
     Identity {
         id: format!("id-{name}"),
         name: name.to_owned(),
-        image: "default".to_owned(),
-        root_blake3: None,
+        inherited: Inherited::of_a_test(64 << 20),
         snapshot: None,
         family: "id-web".to_owned(),
         user: User::Uid(0),
@@ -504,10 +486,6 @@ pub(crate) fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
         vmid: 0,
-        accel: Accel::Tcg,
-        accel_reason: String::new(),
-        cpus: 1,
-        memory_bytes: 64 << 20,
         has_agent: true,
         created_unix_ms: 0,
     }

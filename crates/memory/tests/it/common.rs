@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmfork_engine::{Engine, EngineEvent, EngineOptions};
 use vmfork_image::ImageId;
-use vmfork_memory::{Engine, EngineEvent, EngineOptions, GuestMemory, Tap, USERFAULTFD_DEVICE};
+use vmfork_memory::{GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_tap_proto as proto;
 
 pub const PAGE_BYTES: u64 = 4096;

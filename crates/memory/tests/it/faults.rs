@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::common::{
     Events, FakeVm, await_event, clone_of, engine, freeze, kill, needs_userfaultfd,
 };
-use vmfork_memory::{Engine, EngineEvent};
+use vmfork_engine::{Engine, EngineEvent};
 use vmfork_tap_proto::Role;
 
 /// Large enough that the drain takes a while.
@@ -155,7 +155,7 @@ fn a_dead_engine_costs_its_own_views_and_nobody_elses() {
         vmfork_image::ImageId::new(1 << 40).expect("not 0"),
         PAGES,
         None,
-        &vmfork_memory::EngineOptions::default(),
+        &vmfork_engine::EngineOptions::default(),
         Arc::new(|_| ()),
     )
     .expect("engine");

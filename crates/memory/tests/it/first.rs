@@ -4,8 +4,8 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use vmfork_engine::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageRange, PageSource};
-use vmfork_memory::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 
 use crate::common::{clone_of, needs_userfaultfd};
 

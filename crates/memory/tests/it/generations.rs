@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use vmfork_engine::{Engine, HostImage, collect_garbage};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PageIdx, PageRange};
-use vmfork_memory::{Engine, HostImage, collect_garbage};
 use vmfork_tap_proto::Role;
 
 use crate::common::{FakeVm, PAGE_BYTES, clone_of, freeze, needs_userfaultfd};

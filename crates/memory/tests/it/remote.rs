@@ -5,10 +5,10 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use vmfork_engine::{Engine, EngineOptions, HostImage, Layout, OpenError};
 use vmfork_image::{
     BLOCK_PAGES, ImageId, Origin, PageIdx, PageRange, PageSource, PageTable, Source,
 };
-use vmfork_memory::{Engine, EngineOptions, HostImage, Layout, OpenError};
 use vmfork_tap_proto::Role;
 
 use crate::common::{FakeVm, clone_of, freeze, needs_userfaultfd};

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use vmfork_engine::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 use vmfork_image::{
     AheadOrder, BLOCK_PAGES, ImageId, NextAhead, Origin, PageIdx, PageRange, PageSource, Source,
 };
-use vmfork_memory::{Engine, EngineEvent, EngineOptions, HostImage, StoredRun};
 use vmfork_tap_proto::Role;
 
 use crate::common::{

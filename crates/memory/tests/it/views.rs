@@ -173,7 +173,7 @@ fn random_families_agree_with_a_model() {
                 _ => {
                     let engine = |(vm, _): &mut (FakeVm, _)| vm.memory().engine().cloned();
                     let live: Vec<_> = vms.iter_mut().filter_map(engine).collect();
-                    freed_bytes += vmfork_memory::collect_garbage(&live);
+                    freed_bytes += vmfork_engine::collect_garbage(&live);
                 }
             }
         }

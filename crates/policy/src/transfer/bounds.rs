@@ -32,6 +32,10 @@ pub const LATER_MIN: Duration = Duration::from_millis(1);
 pub const LATER_MAX: Duration = Duration::from_millis(50);
 /// What a VM waits for others than the origin may take no longer to send; nor the origin its sums.
 pub const DEMAND_WAIT: Duration = Duration::from_secs(1);
+/// How long a demand read waits for pages that are sent to all: then another host is asked.
+pub const HEAR_DEMAND: Duration = Duration::from_millis(50);
+/// The same for a prefetch.
+pub const HEAR_AHEAD: Duration = Duration::from_secs(10);
 /// An answer may take so long, from the request on.
 pub const ANSWER: Duration = Duration::from_secs(5);
 /// How long a host that gave no answer is asked only after others.

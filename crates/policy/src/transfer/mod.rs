@@ -8,6 +8,8 @@
 //!   swarm          ▲        ▲
 //!                  │        └── Pick::next, what nobody waits for
 //!               announced ◄── Swarm, which asks all others what they hold
+//!
+//!   one read    Read: group, swarm, named hosts, comparison with the origin, retries ──► done or given up
 //! ```
 //!
 //! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes and timers: it feeds
@@ -20,6 +22,7 @@
 
 pub mod bounds;
 pub mod multicast;
+pub mod read;
 pub mod swarm;
 
 mod answer_times;
@@ -31,6 +34,15 @@ use std::fmt;
 
 pub(crate) use self::answer_times::AnswerTimes;
 pub use self::demanded::Demanded;
+
+/// Whether a VM waits for pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Urgency {
+    /// A VM waits: a demand read.
+    Demand,
+    /// No VM waits yet: a prefetch. It gives way to demand.
+    Ahead,
+}
 
 /// A host of a cluster: random, chosen when it is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

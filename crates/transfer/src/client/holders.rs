@@ -1,7 +1,9 @@
 //! The hosts that have an image, in the order in which they are asked.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
+
+use vmfork_policy::transfer::HostId;
 
 use super::peer::{Peer, PeerError};
 use crate::lock;
@@ -27,10 +29,29 @@ struct State {
     holders: Vec<Holder>,
     /// Grows with each change.
     version: u64,
+    /// So many have been here.
+    count: u64,
+}
+
+impl State {
+    /// `refused_until`: of a host that was here before.
+    fn add(&mut self, peer: Arc<Peer>, before: Option<&Holder>) {
+        let (id, refused_until) = match before {
+            Some(before) => (before.id, before.refused_until),
+            None => {
+                self.count += 1;
+                // From the top: members' ids are random, and those of tests small.
+                (HostId(u64::MAX - self.count), None)
+            }
+        };
+        self.holders.push(Holder { id, peer, refused_until });
+    }
 }
 
 #[derive(Debug)]
 struct Holder {
+    /// Its name where it is no member of a swarm.
+    id: HostId,
     peer: Arc<Peer>,
     /// It refused, and is asked last until then.
     refused_until: Option<Instant>,
@@ -38,20 +59,19 @@ struct Holder {
 
 impl Holders {
     pub fn new(peers: impl IntoIterator<Item = Arc<Peer>>) -> Self {
-        let holder = |peer| Holder { peer, refused_until: None };
-        let holders = peers.into_iter().map(holder).collect();
-        Self { state: Mutex::new(State { holders, version: 0 }), changed: Condvar::new() }
+        let mut state = State { holders: Vec::new(), version: 0, count: 0 };
+        peers.into_iter().for_each(|peer| state.add(peer, None));
+        Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// From now on ask these. Reads that found nobody to answer them begin anew.
+    /// From now on ask these. Reads for which no host had an answer begin anew.
     pub fn set(&self, peers: impl IntoIterator<Item = Arc<Peer>>) {
         let mut state = lock(&self.state);
         let before = std::mem::take(&mut state.holders);
-        let refused_until = |peer: &Arc<Peer>| {
-            before.iter().find(|holder| Arc::ptr_eq(&holder.peer, peer))?.refused_until
-        };
-        let holder = |peer| Holder { refused_until: refused_until(&peer), peer };
-        state.holders = peers.into_iter().map(holder).collect();
+        for peer in peers {
+            let old = before.iter().find(|holder| Arc::ptr_eq(&holder.peer, &peer));
+            state.add(peer, old);
+        }
         state.version += 1;
         drop(state);
         self.changed.notify_all();
@@ -63,20 +83,37 @@ impl Holders {
         lock(&self.state).holders.iter().map(|holder| Arc::clone(&holder.peer)).collect()
     }
 
-    /// In the order in which to ask now, and of which version of the list that is.
-    pub(super) fn in_order(&self) -> (Vec<Arc<Peer>>, u64) {
+    /// In the order in which to ask now, by the ids that `member` knows, or else by those of this list.
+    pub(super) fn in_order(&self, member: impl Fn(&Arc<Peer>) -> Option<HostId>) -> Vec<HostId> {
         let state = lock(&self.state);
         let now = Instant::now();
-        let mut peers: Vec<_> = state
+        let mut hosts: Vec<_> = state
             .holders
             .iter()
-            .map(|Holder { peer, refused_until }| {
+            .map(|Holder { id, peer, refused_until }| {
                 let is_refusing = refused_until.is_some_and(|until| until > now);
-                (peer.is_avoided() || is_refusing, Arc::clone(peer))
+                (peer.is_avoided() || is_refusing, member(peer).unwrap_or(*id))
             })
             .collect();
-        peers.sort_by_key(|(last, _)| *last);
-        (peers.into_iter().map(|(_, peer)| peer).collect(), state.version)
+        hosts.sort_by_key(|(last, _)| *last);
+        hosts.into_iter().map(|(_, host)| host).collect()
+    }
+
+    /// Which version of the list this is.
+    pub(super) fn version(&self) -> u64 {
+        lock(&self.state).version
+    }
+
+    /// By its id of this list.
+    pub(super) fn peer(&self, host: HostId) -> Option<Arc<Peer>> {
+        let state = lock(&self.state);
+        let holder = state.holders.iter().find(|holder| holder.id == host)?;
+        Some(Arc::clone(&holder.peer))
+    }
+
+    pub(super) fn id_of(&self, peer: &Arc<Peer>) -> Option<HostId> {
+        let state = lock(&self.state);
+        state.holders.iter().find(|holder| Arc::ptr_eq(&holder.peer, peer)).map(|holder| holder.id)
     }
 
     /// What a peer was asked for it did not give.
@@ -96,10 +133,9 @@ impl Holders {
         }
     }
 
-    /// Wait for another list than that of `version`, but no longer than `timeout`. → whether there is.
-    pub(super) fn wait_changed(&self, version: u64, timeout: Duration) -> bool {
+    /// Wait for another list than that of `version`, but no longer than `timeout`.
+    pub(super) fn wait_changed(&self, version: u64, timeout: Duration) {
         let same = |state: &mut State| state.version == version;
-        let waited = self.changed.wait_timeout_while(lock(&self.state), timeout, same);
-        waited.unwrap_or_else(PoisonError::into_inner).0.version != version
+        let _late = self.changed.wait_timeout_while(lock(&self.state), timeout, same);
     }
 }

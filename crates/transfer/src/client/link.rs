@@ -11,10 +11,10 @@ use vmfork_image::{ImageName, PageIdx, PageRange};
 
 use super::peer::PeerConfig;
 use crate::channel::Channel;
-use crate::multicast::Invitation;
 use crate::pack::{self, Scratch};
 use crate::proto::{
-    self, HEAD_BYTES, Head, Op, PAGE, PREAMBLE, ProtoError, Refusal, Request, Route, Run, Urgency,
+    self, HEAD_BYTES, Head, Invitation, Op, PAGE, PREAMBLE, ProtoError, Refusal, Request, Route,
+    Run, Urgency,
 };
 use crate::sums::{SUM_BYTES, Sum};
 

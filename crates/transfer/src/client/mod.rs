@@ -1,26 +1,33 @@
 //! Reads pages from other hosts.
 //!
 //! ```text
-//!   PeerSource ──► Holders ──► Peer ──► Pool ──► Link
-//!   one image      in order,    one host          one connection,
-//!        │         who failed     ▲               one request at a time, or several together
-//!        └──────► Swarm ──────────┘
-//!                 who has which pages
+//!   PeerSource ──► Read ──────► Peer ──► Pool ──► Link
+//!   one image      one read,    one host          one connection,
+//!        │         or several                     one request at a time, or several together
+//!        │         (pipelined)
+//!        ├───────► Holders: the hosts named with the image, and which of them failed
+//!        ├───────► Swarm: which hosts have which pages
+//!        ├───────► PageGroup: pages that are sent to all who need them
+//!        └───────► Verifier: what the pages should be, by the origin
 //! ```
+//!
+//! What a read does in turn is decided in [`vmfork_policy::transfer::read`].
 //!
 //! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
 //! from the next. Bytes come from a member, whole, or not at all.
 
-mod beside;
+mod group;
 mod holders;
 mod link;
 mod peer;
+mod pipelined;
 mod pool;
+mod read;
 mod source;
 mod swarm;
-mod together;
 pub(crate) mod verify;
 
+pub use group::PageGroup;
 pub use holders::Holders;
 pub use peer::{Peer, PeerConfig, PeerError, PeerLimits};
 pub use source::{PeerSource, SourceCounters};

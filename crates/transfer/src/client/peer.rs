@@ -16,9 +16,9 @@ use super::pool::{Lease, Pool, Wanted};
 use crate::choice::{self, Choice};
 use crate::counters::PeerCounters;
 use crate::lock;
-use crate::multicast::Invitation;
 use crate::proto::{
-    Elsewhere, HELD_PAGES_MAX, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route, Urgency,
+    Elsewhere, HELD_PAGES_MAX, Invitation, ProtoError, READ_PAGES_MAX, Refusal, RefusalKind, Route,
+    Urgency,
 };
 use crate::sums::Sum;
 
@@ -420,7 +420,7 @@ impl Peer {
     ///
     /// # Errors
     /// [`PeerError`]; with [`RefusalKind::BadRequest`] the host sends none to groups.
-    pub(crate) fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
+    pub fn invitation(&self, image: ImageName) -> Result<Invitation, PeerError> {
         self.ask(Urgency::Ahead, self.limits.answer, |lease| match &mut lease.link {
             Some(link) => link.invitation(image, self.limits.answer),
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),

@@ -1,6 +1,5 @@
 //! An image whose pages are on other hosts, as a source of this host's.
 
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,19 +8,21 @@ use vmfork_image::{
     AheadOrder, AheadRead, ImageName, NextAhead, Origin, PageIdx, PageRange, PageSource,
 };
 use vmfork_policy::transfer::HostId;
-use vmfork_policy::transfer::bounds::{
-    DEMAND_WAIT, LATER_MAX, LATER_MIN, PATIENCE, PAUSE_MAX, PAUSE_MIN, REFRESH_WAIT,
-};
+use vmfork_policy::transfer::bounds::PATIENCE;
 use vmfork_policy::transfer::swarm::{READS_AHEAD, UNIT_PAGES};
 
+use super::group::PageGroup;
 use super::holders::Holders;
-use super::peer::{Early, Peer, PeerError};
-use super::swarm::{Asked, Chosen, Swarm};
-use super::together::TOGETHER;
-use super::verify::{Verdict, Verifier};
+use super::peer::{Early, Peer};
+use super::pipelined::TOGETHER;
+use super::read::Read;
+use super::swarm::Swarm;
+use super::verify::Verifier;
 use crate::counters::Counter;
-use crate::multicast::Listener;
-use crate::proto::{Elsewhere, READ_PAGES_MAX, Route, Urgency};
+use crate::proto::{READ_PAGES_MAX, Urgency};
+
+/// The origin, without a swarm: no named host has this id ([`Holders`] counts down from the next).
+const UNNAMED_ORIGIN: HostId = HostId(u64::MAX);
 
 /// What became of reads of one image, or of several that count together.
 #[derive(Debug, Default)]
@@ -48,54 +49,30 @@ pub struct SourceCounters {
 /// Reads pages of one image from the hosts that have it.
 #[derive(Debug)]
 pub struct PeerSource {
-    pub(super) image: ImageName,
+    image: ImageName,
+    began: Instant,
     holders: Arc<Holders>,
     swarm: Option<Arc<Swarm>>,
-    group: Option<Arc<Listener>>,
-    /// Who froze the image, if there is no swarm to say so.
+    group: Option<Arc<dyn PageGroup>>,
+    /// The host that froze the image, if there is no swarm to say so.
     origin: Option<Arc<Peer>>,
     patience: Duration,
     verifier: Verifier,
     counters: Arc<SourceCounters>,
 }
 
-/// A host that did not give what it was asked for, and why.
-pub(super) type Vain = (Arc<Peer>, PeerError);
-
-/// Nobody gave the pages.
-#[derive(Debug)]
-struct NobodyHas {
-    image: ImageName,
-    range: PageRange,
-    /// Each host that was asked in the last round, and what it said.
-    answers: Vec<String>,
-}
-
-impl fmt::Display for NobodyHas {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { image, range, answers } = self;
-        match answers.as_slice() {
-            [] => write!(f, "no other host has pages {range} of image {image}"),
-            answers => {
-                write!(f, "pages {range} of image {image} from no host: {}", answers.join("; "))
-            }
-        }
-    }
-}
-
-impl std::error::Error for NobodyHas {}
-
 impl PeerSource {
-    /// Of image `image`, from whoever `holders` has at the time.
+    /// Of image `image`, from the hosts that `holders` has at the time.
     pub fn new(image: ImageName, holders: Arc<Holders>) -> Self {
         Self {
             image,
+            began: Instant::now(),
             holders,
             swarm: None,
             group: None,
             origin: None,
             patience: PATIENCE,
-            verifier: Verifier::new(image, DEMAND_WAIT),
+            verifier: Verifier::new(image),
             counters: Arc::default(),
         }
     }
@@ -106,7 +83,7 @@ impl PeerSource {
         Self { patience, ..self }
     }
 
-    /// The same, but first whoever of `swarm` is best is asked; the others are for what nobody there gives.
+    /// The same, but the best host of `swarm` is asked first; the others are for what no host there gives.
     #[must_use]
     pub fn with_swarm(self, swarm: Arc<Swarm>) -> Self {
         Self { swarm: Some(swarm), ..self }
@@ -120,7 +97,7 @@ impl PeerSource {
 
     /// The same, but while the image's group is heard, pages are asked for there first.
     #[must_use]
-    pub fn with_group(self, group: Arc<Listener>) -> Self {
+    pub fn with_group(self, group: Arc<impl PageGroup + 'static>) -> Self {
         Self { group: Some(group), ..self }
     }
 
@@ -142,7 +119,7 @@ impl PeerSource {
         &self.counters
     }
 
-    /// As [`PageSource::read`], and says whether somebody waits.
+    /// As [`PageSource::read`], and says whether a VM waits.
     ///
     /// # Errors
     /// As there.
@@ -150,15 +127,20 @@ impl PeerSource {
         self.read_until(self.give_up(), urgency, range, bytes, None)
     }
 
+    /// The time, by one clock with the swarm's.
+    pub(super) fn now(&self) -> Duration {
+        self.swarm.as_ref().map_or_else(|| self.began.elapsed(), |swarm| swarm.now())
+    }
+
     /// Until when a read that begins now asks hosts again.
-    pub(super) fn give_up(&self) -> Instant {
-        Instant::now() + self.patience
+    pub(super) fn give_up(&self) -> Duration {
+        self.now() + self.patience
     }
 
     /// The same, but hosts that all failed are asked again until `give_up`.
     pub(super) fn read_until(
         &self,
-        give_up: Instant,
+        give_up: Duration,
         urgency: Urgency,
         range: PageRange,
         bytes: &mut [u8],
@@ -168,25 +150,16 @@ impl PeerSource {
             let text = format!("{} bytes for pages {range}", bytes.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        if let Some(swarm) = self.swarm.as_ref().filter(|_| !self.is_group_heard()) {
-            swarm.refresh_soon();
+        if !self.is_group_heard() {
+            self.refresh_soon();
         }
         let (mut rest, mut bytes) = (range, bytes);
         while !rest.is_empty() {
             let piece = rest.truncate(READ_PAGES_MAX);
             let len = usize::try_from(piece.byte_len()).unwrap_or(usize::MAX).min(bytes.len());
             let (front, back) = bytes.split_at_mut(len);
-            if self.read_in_group(urgency, piece, front) {
-                (rest, bytes) = (rest.from_page(piece.end()), back);
-                continue;
-            }
-            if let Err(error) =
-                self.read_piece(urgency, piece, front, give_up, early.as_deref_mut())
-            {
-                self.counters.failures.add(1);
-                return Err(io::Error::other(error));
-            }
-            self.tell_group(piece);
+            let mut read = Read::begin(self, urgency, piece, give_up);
+            read.run(front, early.as_deref_mut()).map_err(io::Error::other)?;
             (rest, bytes) = (rest.from_page(piece.end()), back);
         }
         self.count(range);
@@ -199,259 +172,40 @@ impl PeerSource {
         self.counters.pages.add(range.len());
     }
 
-    /// Pages came, but not there.
-    pub(super) fn tell_group(&self, piece: PageRange) {
-        if let Some(group) = &self.group {
-            group.filled(piece);
-        }
+    /// Ask others what they hold, if it is time.
+    pub(super) fn refresh_soon(&self) {
+        self.swarm.as_ref().inspect(|swarm| swarm.refresh_soon());
     }
 
     pub(super) fn swarm(&self) -> Option<&Arc<Swarm>> {
         self.swarm.as_ref()
     }
 
+    pub(super) fn verifier(&self) -> &Verifier {
+        &self.verifier
+    }
+
     pub(super) fn is_group_heard(&self) -> bool {
         self.group.as_ref().is_some_and(|group| group.is_heard())
     }
 
-    /// Of what is sent to all. → whether they came.
-    fn read_in_group(&self, urgency: Urgency, piece: PageRange, bytes: &mut [u8]) -> bool {
-        let came = self.group.as_ref().is_some_and(|group| group.read(urgency, piece, bytes));
-        self.counters.group_pages.add(if came { piece.len() } else { 0 });
-        came
+    pub(super) fn group(&self) -> Option<&Arc<dyn PageGroup>> {
+        self.group.as_ref()
     }
 
-    /// Go round the hosts until one gives the pages, all say that they never will, or it has taken too long.
-    fn read_piece(
-        &self,
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &mut [u8],
-        give_up: Instant,
-        mut early: Option<&mut Early<'_>>,
-    ) -> Result<(), NobodyHas> {
-        let mut pause = PAUSE_MIN;
-        let mut all_were_asked = false;
-        loop {
-            let (peers, version) = self.holders.in_order();
-            let mut failed: Vec<Vain> = Vec::new();
-            if self.read_in_swarm(urgency, piece, bytes, give_up, early.as_deref_mut(), &mut failed)
-                || self.read_in_order(
-                    &peers,
-                    urgency,
-                    piece,
-                    bytes,
-                    early.as_deref_mut(),
-                    &mut failed,
-                )
-                || all_were_asked
-                    && self.read_from_any(
-                        urgency,
-                        piece,
-                        bytes,
-                        give_up,
-                        early.as_deref_mut(),
-                        &mut failed,
-                    )
-            {
-                self.counters.resourced.add(u64::from(!failed.is_empty()));
-                return Ok(());
-            }
-            if let Some(swarm) = self.swarm.as_ref().filter(|_| !all_were_asked) {
-                // Somebody may have it of whom that is not known yet.
-                let left = give_up.saturating_duration_since(Instant::now());
-                swarm.refresh_within(left.min(REFRESH_WAIT));
-                all_were_asked = true;
-                continue;
-            }
-            let may_pass = failed.iter().any(|(_, error)| error.is_passing());
-            let left = give_up.saturating_duration_since(Instant::now());
-            let wait = if may_pass { pause.min(left) } else { Duration::ZERO };
-            let has_changed = self.holders.wait_changed(version, wait);
-            if left.is_zero() || !(may_pass || has_changed) {
-                let line = |(peer, error): Vain| {
-                    format!("{} ({}): {}", peer.name(), peer.address(), error.to_line())
-                };
-                let answers = failed.into_iter().map(line).collect();
-                return Err(NobodyHas { image: self.image, range: piece, answers });
-            }
-            pause = (pause * 2).min(PAUSE_MAX);
-            all_were_asked = false;
+    /// Without a swarm: the id of the host that froze the image.
+    pub(super) fn origin_id(&self) -> Option<HostId> {
+        let origin = self.origin.as_ref()?;
+        Some(self.holders.id_of(origin).unwrap_or(UNNAMED_ORIGIN))
+    }
+
+    /// A member of the swarm, or a named host.
+    pub(super) fn peer(&self, host: HostId) -> Option<Arc<Peer>> {
+        if host == UNNAMED_ORIGIN {
+            return self.origin.clone();
         }
-    }
-
-    /// From whoever is best of those that are known to have the pages, and from the next if that fails, until `give_up`. → whether
-    /// they came.
-    fn read_in_swarm(
-        &self,
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &mut [u8],
-        give_up: Instant,
-        mut early: Option<&mut Early<'_>>,
-        failed: &mut Vec<Vain>,
-    ) -> bool {
-        let Some(swarm) = &self.swarm else { return false };
-        let (mut named, mut is_late) = (None, false);
-        loop {
-            let asked = match named.take().map_or_else(|| swarm.choose(urgency, piece), Chosen::Ask)
-            {
-                _ if is_late => return false,
-                Chosen::Ask(asked) => asked,
-                Chosen::Later(wait) if urgency == Urgency::Ahead && Instant::now() < give_up => {
-                    std::thread::park_timeout(wait.clamp(LATER_MIN, LATER_MAX));
-                    continue;
-                }
-                Chosen::Later(_) | Chosen::Nobody => return false,
-            };
-            is_late = Instant::now() >= give_up;
-            let Asked { host, peer, origin, route } = asked;
-            let may_wait = match urgency {
-                Urgency::Demand if !origin => DEMAND_WAIT,
-                _ => Duration::MAX,
-            };
-            let answer = self.checked(origin, early.as_deref_mut(), |early| {
-                peer.read_by((route, may_wait), self.image, piece, urgency, bytes, early)
-            });
-            let error = match answer {
-                Ok(()) => {
-                    swarm.answered(host, piece);
-                    match self.verified(urgency, piece, bytes, &peer, origin) {
-                        Ok(()) => return true,
-                        Err(error) => error,
-                    }
-                }
-                // Only who is asked first names another: nobody is sent round and round.
-                Err(error) => match error.elsewhere() {
-                    Some(at) if route == Route::Direct => {
-                        named = self.redirected(swarm, (host, origin), piece, at);
-                        continue;
-                    }
-                    _ => error,
-                },
-            };
-            swarm.failed(host, piece, &error);
-            self.on_failed(peer, piece, error, failed);
-        }
-    }
-
-    /// A host said where a piece is. → whom to ask for it.
-    pub(super) fn redirected(
-        &self,
-        swarm: &Swarm,
-        (host, origin): (HostId, bool),
-        piece: PageRange,
-        at: &Elsewhere,
-    ) -> Option<Asked> {
-        self.counters.redirected.add(1);
-        if origin {
-            self.verifier.told(piece, &at.sums);
-        }
-        swarm.redirected(host, piece, at.host)
-    }
-
-    /// A read of which one page may come early: it is told of if it is `believed`, or known to be what the origin has.
-    pub(super) fn checked<T>(
-        &self,
-        believed: bool,
-        early: Option<&mut Early<'_>>,
-        read: impl FnOnce(Option<&mut Early<'_>>) -> T,
-    ) -> T {
-        let Some(Early { page, came }) = early else { return read(None) };
-        let mut came = |bytes: &[u8]| {
-            if believed || self.verifier.is_right(*page, bytes) {
-                came(bytes);
-            }
-        };
-        read(Some(&mut Early { page: *page, came: &mut came }))
-    }
-
-    /// What another host than the origin gave is compared with what that has; if it can't be, the origin is asked for it.
-    pub(super) fn verified(
-        &self,
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &mut [u8],
-        peer: &Peer,
-        origin: bool,
-    ) -> Result<(), PeerError> {
-        let undecided = match self.compared(urgency, piece, bytes, peer, origin) {
-            Err(error @ PeerError::Undecided) => error,
-            done => return done,
-        };
-        if let Some(swarm) = &self.swarm
-            && let Some(Asked { host, peer: of, route, .. }) = swarm.ask_origin()
-            && of.read_by((route, Duration::MAX), self.image, piece, urgency, bytes, None).is_ok()
-        {
-            swarm.answered(host, piece);
-            self.came_from(true, piece);
-            return Ok(());
-        }
-        // It may have been overwritten.
-        Err(undecided)
-    }
-
-    /// Whether what a host gave is what the origin has. It is believed only if the origin is not there any more.
-    ///
-    /// # Errors
-    /// It is not, or the origin does not say.
-    pub(super) fn compared(
-        &self,
-        urgency: Urgency,
-        piece: PageRange,
-        bytes: &[u8],
-        peer: &Peer,
-        origin: bool,
-    ) -> Result<(), PeerError> {
-        if self.swarm.is_none() && self.origin.is_none() {
-            return Ok(());
-        }
-        if !origin {
-            let of = match &self.swarm {
-                Some(swarm) => swarm.ask_origin().map(|asked| asked.peer),
-                None => self.origin.clone(),
-            };
-            match self.verifier.verify(urgency, piece, bytes, peer.name(), of.as_deref()) {
-                Verdict::Right => {}
-                Verdict::Wrong(page) => {
-                    self.counters.forged.add(1);
-                    return Err(PeerError::Forged { page });
-                }
-                Verdict::Undecided if of.is_some() => return Err(PeerError::Undecided),
-                Verdict::Undecided | Verdict::Believed => {
-                    self.counters.unverified_pages.add(piece.len());
-                }
-            }
-        }
-        self.came_from(origin, piece);
-        Ok(())
-    }
-
-    /// Without a swarm: whether what a host gives need not be compared.
-    pub(super) fn is_origin(&self, peer: &Arc<Peer>) -> bool {
-        self.origin.as_ref().is_none_or(|origin| Arc::ptr_eq(origin, peer))
-    }
-
-    fn came_from(&self, origin: bool, piece: PageRange) {
-        let SourceCounters { origin_pages, holder_pages, .. } = &*self.counters;
-        if origin { origin_pages } else { holder_pages }.add(piece.len());
-    }
-
-    pub(super) fn on_failed(
-        &self,
-        peer: Arc<Peer>,
-        piece: PageRange,
-        error: PeerError,
-        failed: &mut Vec<Vain>,
-    ) {
-        self.note_failure(&peer, piece, &error);
-        failed.push((peer, error));
-    }
-
-    pub(super) fn note_failure(&self, peer: &Arc<Peer>, piece: PageRange, error: &PeerError) {
-        let host = peer.name();
-        tracing::debug!(image = %self.image, %piece, host, %error, "no pages");
-        self.holders.on_failed(peer, error);
+        let member = self.swarm.as_ref().and_then(|swarm| swarm.peer(host));
+        member.or_else(|| self.holders.peer(host))
     }
 }
 
@@ -498,7 +252,7 @@ impl PageSource for PeerSource {
         reads: &mut [AheadRead<'_>],
         done: &mut dyn FnMut(usize, io::Result<&[u8]>),
     ) {
-        self.read_together(reads, done);
+        self.read_pipelined(reads, done);
     }
 
     fn order(&self) -> Option<&dyn AheadOrder> {

@@ -2,7 +2,7 @@
 //! are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the simulation drives, too.
 //!
 //! ```text
-//!   set_members, heard ──► members ──held?──► what each has ──► choose ──► PeerSource
+//!   set_members, heard ──► members ──held?──► what each has ──► choose ──► Read
 //!                             ▲        every 250 ms at most, while pages are fetched
 //!                             └── who says that the image is not there is left out for a while
 //! ```
@@ -13,13 +13,12 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageName, NextAhead, PageRange};
 use vmfork_policy::transfer::HostId;
-use vmfork_policy::transfer::swarm::{
-    self as policy, Failure, Picked, Route, Swarm as Known, SwarmConfig,
-};
+use vmfork_policy::transfer::read::ReplyError;
+use vmfork_policy::transfer::swarm::{Picked, Swarm as Known, SwarmConfig};
 
 use super::peer::{Peer, PeerError};
 use crate::lock;
-use crate::proto::{HELD_PAGES_MAX, RefusalKind, Urgency};
+use crate::proto::HELD_PAGES_MAX;
 
 /// A host that can be asked for pages of the image.
 #[derive(Debug)]
@@ -42,34 +41,17 @@ pub struct Swarm {
 }
 
 #[derive(Debug)]
-struct State {
-    known: Known,
+pub(super) struct State {
+    pub(super) known: Known,
     /// Of all members.
-    peers: HashMap<HostId, Arc<Peer>>,
-}
-
-/// What [`Swarm::choose`] says, as [`policy::Chosen`].
-#[derive(Debug)]
-pub(super) enum Chosen {
-    Ask(Asked),
-    Later(Duration),
-    Nobody,
-}
-
-/// Who is asked, and what for.
-#[derive(Debug)]
-pub(super) struct Asked {
-    pub(super) host: HostId,
-    pub(super) peer: Arc<Peer>,
-    pub(super) origin: bool,
-    pub(super) route: Route,
+    pub(super) peers: HashMap<HostId, Arc<Peer>>,
 }
 
 impl State {
-    fn with_peer(&self, asked: policy::Asked) -> Option<Asked> {
-        let policy::Asked { host, origin, route } = asked;
-        let peer = Arc::clone(self.peers.get(&host)?);
-        Some(Asked { host, peer, origin, route })
+    /// Which member this is.
+    pub(super) fn id_of(&self, peer: &Arc<Peer>) -> Option<HostId> {
+        let found = self.peers.iter().find(|(_, its)| Arc::ptr_eq(its, peer));
+        found.map(|(host, _)| *host)
     }
 }
 
@@ -104,24 +86,13 @@ impl Swarm {
         lock(&self.state).known.holders()
     }
 
-    /// Whom to ask for all of `pages`.
-    pub(super) fn choose(&self, urgency: Urgency, pages: PageRange) -> Chosen {
-        let now = self.now();
-        let mut state = lock(&self.state);
-        match state.known.choose(pages, urgency == Urgency::Demand, now) {
-            policy::Chosen::Ask(asked) => {
-                state.with_peer(asked).map_or(Chosen::Nobody, Chosen::Ask)
-            }
-            policy::Chosen::Later(wait) => Chosen::Later(wait),
-            policy::Chosen::Nobody => Chosen::Nobody,
-        }
+    /// For one step of a read.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
     }
 
-    /// Who may have pages though nothing is known of it: a part of what each holds.
-    pub(super) fn with_some(&self) -> Vec<(HostId, Arc<Peer>)> {
-        let state = lock(&self.state);
-        let peer = |host| Some((host, Arc::clone(state.peers.get(&host)?)));
-        state.known.with_some().filter_map(peer).collect()
+    pub(super) fn peer(&self, host: HostId) -> Option<Arc<Peer>> {
+        lock(&self.state).peers.get(&host).map(Arc::clone)
     }
 
     /// Whether any of these is being fetched.
@@ -129,64 +100,12 @@ impl Swarm {
         lock(&self.state).known.is_under_way(pages)
     }
 
-    /// The origin itself, to be asked for pages that another gave and that can't be compared.
-    pub(super) fn ask_origin(&self) -> Option<Asked> {
-        let state = lock(&self.state);
-        let host = state.known.origin()?;
-        state.with_peer(policy::Asked { host, origin: true, route: Route::Insist })
-    }
-
-    /// It answered that they are at host `to`, or about to be. → whom to ask now.
-    pub(super) fn redirected(&self, host: HostId, pages: PageRange, to: u64) -> Option<Asked> {
-        let (now, to) = (self.now(), HostId(to));
-        let mut state = lock(&self.state);
-        let is_avoided = state.peers.get(&to).is_none_or(|peer| peer.is_avoided());
-        let asked = state.known.redirected(host, pages, (to, is_avoided), now)?;
-        state.with_peer(asked)
-    }
-
-    /// It gave them.
-    pub(super) fn answered(&self, host: HostId, pages: PageRange) {
-        let now = self.now();
-        lock(&self.state).known.answered(host, pages, now);
-    }
-
-    /// It did not.
-    pub(super) fn failed(&self, host: HostId, pages: PageRange, error: &PeerError) {
-        let (why, now) = (Self::why(error), self.now());
-        lock(&self.state).known.failed(host, pages, why, now);
-    }
-
-    /// It did not give any of these, which were asked for together.
-    pub(super) fn failed_all(&self, host: HostId, all: &[PageRange], error: &PeerError) {
-        let (why, now) = (Self::why(error), self.now());
-        let known = &mut lock(&self.state).known;
-        match why {
-            // That happened to it once.
-            Failure::Broken => known.cut_off(host, all, now),
-            why => all.iter().for_each(|pages| known.failed(host, *pages, why, now)),
+    /// A connection ended on which a host was to give all of these: that is one failure.
+    pub(super) fn cut_off(&self, host: HostId, all: &[PageRange], error: &PeerError) {
+        if ReplyError::from(error) == ReplyError::Broken {
+            let now = self.now();
+            lock(&self.state).known.cut_off(host, all, now);
         }
-    }
-
-    fn why(error: &PeerError) -> Failure {
-        match error {
-            PeerError::Refused(refusal) => match refusal.kind {
-                RefusalKind::Busy | RefusalKind::Draining => Failure::Busy,
-                RefusalKind::NotMember | RefusalKind::BadRequest => Failure::Broken,
-                _ => Failure::Lacks,
-            },
-            PeerError::AllInUse { .. } | PeerError::Undecided => Failure::Busy,
-            PeerError::Forged { .. } => Failure::Forged,
-            _ => Failure::Broken,
-        }
-    }
-
-    /// Whether a host has all of the image, and that it gave pages after all.
-    pub(super) fn gave(&self, peer: &Arc<Peer>) -> bool {
-        let mut state = lock(&self.state);
-        let State { known, peers } = &mut *state;
-        let found = peers.iter().find(|(_, its)| Arc::ptr_eq(its, peer));
-        found.is_some_and(|(host, _)| known.gave(*host))
     }
 
     /// The place of a piece in this host's own order.
@@ -284,7 +203,7 @@ impl Swarm {
         }
     }
 
-    fn now(&self) -> Duration {
+    pub(super) fn now(&self) -> Duration {
         self.began.elapsed()
     }
 }

@@ -4,57 +4,66 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmfork_image::{BLOCK_PAGES, ImageName, PAGE_BYTES, PageIdx, PageRange};
-use vmfork_policy::transfer::bounds::ANSWER;
+use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange};
+use vmfork_policy::transfer::bounds::DEMAND_WAIT;
+use vmfork_policy::transfer::read::{self, SumRequests};
 
 use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::Urgency;
 use crate::sums::{self, Sum, Sums, UNKNOWN};
 
-/// What came of comparing.
+/// What came of comparing: [`read::Verdict`], and of a wrong page which it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub enum Comparison {
     Right,
-    /// This page is another than the origin has.
+    /// This page is other than the origin has.
     Wrong(PageIdx),
-    /// The origin does not know now, or has not answered: it has to be asked for the pages.
+    /// The origin does not know now, or has not replied.
     Undecided,
-    /// There is no origin any more that could be asked.
+    /// The origin is gone.
     Believed,
+}
+
+impl Comparison {
+    pub(super) fn verdict(self) -> read::Verdict {
+        match self {
+            Self::Right => read::Verdict::Right,
+            Self::Wrong(_) => read::Verdict::Wrong,
+            Self::Undecided => read::Verdict::Undecided,
+            Self::Believed => read::Verdict::Believed,
+        }
+    }
 }
 
 /// Of one image.
 #[derive(Debug)]
-pub(crate) struct Verifier {
+pub struct Verifier {
     image: ImageName,
-    /// How long it may take if a VM waits.
-    demand_wait: Duration,
     known: Mutex<Sums>,
-    /// Of which blocks the origin is being asked for what nobody waits for.
-    asked: Mutex<Vec<PageRange>>,
-    answered: Condvar,
-    /// It has been said that some can't be compared.
+    /// Of prefetches.
+    requests: Mutex<SumRequests>,
+    replied: Condvar,
+    /// It has been logged that some cannot be compared.
     has_warned: AtomicBool,
 }
 
 impl Verifier {
-    pub(crate) fn new(image: ImageName, demand_wait: Duration) -> Self {
+    pub fn new(image: ImageName) -> Self {
         Self {
             image,
-            demand_wait,
             known: Mutex::default(),
-            asked: Mutex::default(),
-            answered: Condvar::new(),
+            requests: Mutex::default(),
+            replied: Condvar::new(),
             has_warned: AtomicBool::new(false),
         }
     }
 
-    /// Have what the origin says of pages that are about to come, so that they need not wait for it then.
-    pub(crate) fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer) {
+    /// Ask for the sums of pages that are about to come, so that they need not wait for them then.
+    pub fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer, within: Duration) {
         let is_known = !lock(&self.known).get(range).contains(&UNKNOWN);
         if !is_known && !origin.is_avoided() {
-            let _asked_again = self.ask(urgency, range, origin);
+            let _asked_again = self.ask(urgency, range, origin, within);
         }
     }
 
@@ -69,82 +78,80 @@ impl Verifier {
         lock(&self.known).put(range, sums);
     }
 
-    /// Compare what `giver` gave with what the origin says that it should be. Only one that was not there lately is not asked: who
-    /// is merely slow must not make others believed.
-    pub(crate) fn verify(
+    /// Compare what `giver` gave with what the origin says that it should be, for which it has about so long. An origin that
+    /// is not there is not asked; one that is merely slow must not make others believed.
+    pub fn verify(
         &self,
         urgency: Urgency,
         range: PageRange,
         bytes: &[u8],
         giver: &str,
-        origin: Option<&Peer>,
-    ) -> Verdict {
+        (origin, within): (Option<&Peer>, Duration),
+    ) -> Comparison {
         let known = lock(&self.known).get(range);
-        let mut unknown = Verdict::Undecided;
+        let mut unknown = Comparison::Undecided;
         let sums = match origin {
             _ if !known.contains(&UNKNOWN) => known,
-            Some(origin) if !origin.is_gone() => match self.ask(urgency, range, origin) {
+            Some(origin) if !origin.is_gone() => match self.ask(urgency, range, origin, within) {
                 Ok(sums) => sums,
                 Err(error) => {
                     tracing::debug!(image = %self.image, host = origin.name(), %error, "no sums");
                     if error.is_gone() {
-                        unknown = Verdict::Believed;
+                        unknown = Comparison::Believed;
                     }
                     known
                 }
             },
             _ => {
-                unknown = Verdict::Believed;
+                unknown = Comparison::Believed;
                 known
             }
         };
         let pages = bytes.chunks(usize::try_from(PAGE_BYTES).unwrap_or(usize::MAX));
-        let mut verdict = Verdict::Right;
+        let mut verdict = Comparison::Right;
         for ((page, bytes), sum) in range.pages().zip(pages).zip(sums) {
             if sum == UNKNOWN {
                 verdict = unknown;
             } else if sum != sums::of(bytes) {
                 let image = self.image;
                 tracing::error!(%image, %page, host = giver, "gave another page than its origin has");
-                return Verdict::Wrong(page);
+                return Comparison::Wrong(page);
             }
         }
-        if verdict == Verdict::Believed && !self.has_warned.swap(true, Ordering::Relaxed) {
+        if verdict == Comparison::Believed && !self.has_warned.swap(true, Ordering::Relaxed) {
             let image = self.image;
             tracing::warn!(%image, host = giver, "pages can't be compared with their origin's: they are believed");
         }
-        if verdict == Verdict::Right {
+        if verdict == Comparison::Right {
             lock(&self.known).forget(range);
         }
         verdict
     }
 
-    /// What nobody waits for is asked of the whole block, so that the next pieces need no question, and of each block once at a time: pieces of it come
-    /// side by side.
+    /// Ask for the sums that [`SumRequests`] says, unless they come with the reply to another request.
     fn ask(
         &self,
         urgency: Urgency,
         range: PageRange,
         origin: &Peer,
+        within: Duration,
     ) -> Result<Vec<Sum>, PeerError> {
+        let wanted = SumRequests::wanted(range, urgency);
         if urgency == Urgency::Demand {
-            return self.ask_for(range, urgency, range, (origin, self.demand_wait));
+            return self.ask_for(wanted, urgency, range, (origin, within));
         }
-        let block = PageIdx(range.start().0 / BLOCK_PAGES * BLOCK_PAGES);
-        let whole = PageRange::new(block, BLOCK_PAGES).ok();
-        let wanted = whole.filter(|block| block.covers(&range)).unwrap_or(range);
-        let give_up = Instant::now() + ANSWER;
-        let is_asked = |asked: &mut Vec<PageRange>| asked.iter().any(|it| it.covers(&wanted));
-        let asked = self.answered.wait_timeout_while(lock(&self.asked), ANSWER, is_asked);
-        let (mut asked, _) = asked.unwrap_or_else(PoisonError::into_inner);
+        let give_up = Instant::now() + within;
+        let is_under_way = |requests: &mut SumRequests| requests.is_under_way(wanted);
+        let requests = self.replied.wait_timeout_while(lock(&self.requests), within, is_under_way);
+        let (mut requests, _) = requests.unwrap_or_else(PoisonError::into_inner);
         let known = lock(&self.known).get(range);
         if !known.contains(&UNKNOWN) {
             return Ok(known);
         }
-        asked.push(wanted);
-        drop(asked);
+        requests.began(wanted);
+        drop(requests);
         let _asking = Asking { verifier: self, wanted };
-        let left = give_up.saturating_duration_since(Instant::now()).max(self.demand_wait);
+        let left = give_up.saturating_duration_since(Instant::now()).max(DEMAND_WAIT);
         self.ask_for(wanted, urgency, range, (origin, left))
     }
 
@@ -162,7 +169,7 @@ impl Verifier {
     }
 }
 
-/// The origin is being asked. However that ends, whoever waits for it goes on.
+/// The origin is being asked. However that ends, reads that wait for it go on.
 #[derive(Debug)]
 struct Asking<'a> {
     verifier: &'a Verifier,
@@ -171,11 +178,7 @@ struct Asking<'a> {
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        let mut asked = lock(&self.verifier.asked);
-        if let Some(at) = asked.iter().position(|it| *it == self.wanted) {
-            asked.swap_remove(at);
-        }
-        drop(asked);
-        self.verifier.answered.notify_all();
+        lock(&self.verifier.requests).ended(self.wanted);
+        self.verifier.replied.notify_all();
     }
 }

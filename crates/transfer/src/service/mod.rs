@@ -38,8 +38,7 @@ use self::spreads::Spreads;
 use self::turns::Turns;
 use crate::counters::ServiceCounters;
 use crate::lock;
-use crate::multicast::Invitation;
-use crate::proto::{Refusal, RefusalKind, Urgency};
+use crate::proto::{Invitation, Refusal, RefusalKind, Urgency};
 
 /// After a connection could not be accepted (no fds left, say) until the next is tried.
 const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -121,7 +120,7 @@ pub trait Pages: Send + Sync {
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal>;
 
-    /// To hear the group to which an image is sent ([`crate::Groups::invite`]).
+    /// To hear the group to which an image is sent (`Groups::invite`).
     ///
     /// # Errors
     /// It is sent to none.
@@ -143,13 +142,13 @@ pub struct Wanted {
 pub struct ServiceLimits {
     /// Connections in all, those in their handshake among them: a thread and, while it answers, the pages' bytes each.
     pub connections_max: usize,
-    /// Connections of one member: a few more than a [`crate::Peer`] makes, since ends are not heard of at once.
+    /// Connections of one member: a few more than a `Peer` makes, since ends are not heard of at once.
     pub connections_per_member_max: usize,
     /// Connections in their handshake: what somebody who is no member can take up.
     pub handshakes_max: usize,
     /// Requests that nobody waits for, read at a time.
     pub ahead_max: usize,
-    /// A connection without a request. More than a [`crate::Peer`] keeps one for.
+    /// A connection without a request. More than a `Peer` keeps one for.
     pub idle: Duration,
     /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
     pub io: Duration,

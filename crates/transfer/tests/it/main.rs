@@ -6,7 +6,6 @@ mod failing;
 mod first;
 mod gone;
 mod keys;
-mod multicast;
 mod reading;
 mod strangers;
 mod swarm;

@@ -1,8 +1,8 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use vmfork_engine::{EngineOptions, StoredRun};
 use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageRange, PageSource};
-use vmfork_memory::{EngineOptions, StoredRun};
 
 use super::*;
 use crate::admission::{HostMemory, Policy, Probe};

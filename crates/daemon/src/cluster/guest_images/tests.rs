@@ -20,14 +20,14 @@ const SOON: Duration = Duration::from_secs(20);
 struct Host {
     folder: TempDir,
     store: Store,
-    images: GuestImages,
+    images: Fetches,
 }
 
 impl Host {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("folder");
         let store = Store::new(folder.path().join("images"));
-        Self { folder, store, images: GuestImages::default() }
+        Self { folder, store, images: Fetches::default() }
     }
 
     /// Put an image there. → the hash of its root disk.

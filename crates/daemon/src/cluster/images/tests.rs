@@ -2,8 +2,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use vmfork_engine::{EngineOptions, StoredRun};
 use vmfork_image::{Origin, PageIdx};
-use vmfork_memory::{EngineOptions, StoredRun};
 
 use super::*;
 
@@ -141,7 +141,7 @@ fn what_is_cut_or_names_strangers_is_refused() {
     let refusal = |entries: &[Entry], pages| {
         let source = |_| Arc::new(Filled(0)) as Arc<dyn PageSource>;
         let error = Images::new(2, 1).open(entries, pages, next, source).expect_err("refused");
-        crate::hub::chain(&error)
+        crate::error::chain(&error)
     };
     assert!(refusal(&entries[1..], PAGES).contains("came neither with it nor before it"));
     assert!(refusal(&entries, 2 * PAGES).contains("has 2048 pages, the VM 4096"));

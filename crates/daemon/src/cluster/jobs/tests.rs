@@ -1,13 +1,11 @@
 use std::collections::VecDeque;
-use std::net::{IpAddr, Ipv4Addr};
 
 use tokio::sync::Semaphore;
+use vmfork_cluster::Room;
 use vmfork_cluster::allocate::{Boxed, Policy};
-use vmfork_cluster::{Cluster as Keys, Room, Roster, Tls};
 
 use super::*;
-use crate::config::PageTransfer;
-use crate::hub::testing::SOON;
+use crate::operations::testing::SOON;
 
 fn host(id: u64) -> HostId {
     HostId::new(id).expect("not 0")
@@ -16,6 +14,10 @@ fn host(id: u64) -> HostId {
 fn held(job: &str) -> Arc<Held> {
     let places = BTreeMap::from([(host(1), 2), (host(2), 2)]);
     Arc::new(Held { job: job.to_owned(), places, short: Vec::new() })
+}
+
+fn jobs() -> Arc<Jobs> {
+    Jobs::new(host(1), Arc::new(BuiltIn))
 }
 
 fn of(id: &str) -> Job {
@@ -33,7 +35,7 @@ fn news(needs: &[Job]) -> JobNews {
 
 #[test]
 fn a_job_lasts_while_a_fork_a_vm_here_or_one_elsewhere_needs_it() {
-    let (jobs, began) = (Jobs::default(), Instant::now());
+    let (jobs, began) = (jobs(), Instant::now());
     let at = |s: u64| began + Duration::from_secs(s);
     let here = |ids: &[&str]| ids.iter().map(|id| of(id)).collect::<BTreeSet<_>>();
     let tend = |s, here| jobs.state().tend(at(s), here, host(1), &others(Liveness::Alive));
@@ -42,9 +44,9 @@ fn a_job_lasts_while_a_fork_a_vm_here_or_one_elsewhere_needs_it() {
     assert!(tend(100, here(&[])).is_empty(), "the fork goes on");
     drop(fork);
     assert!(tend(104, here(&["7"])).is_empty(), "a VM of it is here");
-    jobs.heard(host(1), host(2), &news(&[of("7"), Job { host: 2, id: "8".to_owned() }]));
+    jobs.heard(host(2), &news(&[of("7"), Job { host: 2, id: "8".to_owned() }]));
     assert!(tend(200, here(&[])).is_empty(), "and one elsewhere");
-    jobs.heard(host(1), host(2), &news(&[]));
+    jobs.heard(host(2), &news(&[]));
     assert!(tend(204, here(&[])).is_empty(), "for a while");
     let silent = others(Liveness::Suspect);
     assert!(jobs.state().tend(at(300), here(&[]), host(1), &silent).is_empty(), "who knows");
@@ -58,7 +60,7 @@ fn a_job_lasts_while_a_fork_a_vm_here_or_one_elsewhere_needs_it() {
 
 #[test]
 fn vms_of_a_job_that_come_after_its_end_end_too() {
-    let (jobs, now, none) = (Jobs::default(), Instant::now(), BTreeMap::new());
+    let (jobs, now, none) = (jobs(), Instant::now(), BTreeMap::new());
     let fork = held("7");
     jobs.state().begin(now, &fork);
     jobs.state().ended(now, host(1), "7", "CANCELLED".to_owned());
@@ -69,13 +71,13 @@ fn vms_of_a_job_that_come_after_its_end_end_too() {
 
 #[test]
 fn what_an_earlier_life_left_is_given_back_unless_somebody_names_it() {
-    let (jobs, began) = (Jobs::default(), Instant::now());
+    let (jobs, began) = (jobs(), Instant::now());
     let at = |s: u64| began + Duration::from_secs(s);
     let mine = held("1");
     jobs.state().begin(at(0), &mine);
     let listed = ["1", "2", "3"].map(ToOwned::to_owned).into();
     assert_eq!(jobs.state().adopt(at(0), listed).expect("none is asked for"), ["2", "3"]);
-    jobs.heard(host(1), host(2), &news(&[of("3")]));
+    jobs.heard(host(2), &news(&[of("3")]));
     let tend = |s| jobs.state().tend(at(s), BTreeSet::new(), host(1), &others(Liveness::Alive));
     assert!(tend(29).is_empty());
     assert_eq!(tend(30), ["2"]);
@@ -83,21 +85,21 @@ fn what_an_earlier_life_left_is_given_back_unless_somebody_names_it() {
 
 #[test]
 fn what_the_engine_ends_is_told_and_ends_its_vms_wherever_they_are() {
-    let (jobs, now) = (Jobs::default(), Instant::now());
+    let (jobs, now) = (jobs(), Instant::now());
     let fork = held("7");
     jobs.state().begin(now, &fork);
     jobs.state().ended(now, host(1), "7", "CANCELLED".to_owned());
     assert_eq!(jobs.state().over.get(&of("7")).map(String::as_str), Some("CANCELLED"));
     let told = jobs.news();
     assert_eq!(told.ended, [("7".to_owned(), "CANCELLED".to_owned())]);
-    let there = Jobs::default();
-    there.heard(host(2), host(1), &told);
+    let there = Jobs::new(host(2), Arc::new(BuiltIn));
+    there.heard(host(1), &told);
     assert!(there.state().over.is_empty(), "no VM of it is there");
     let none = BTreeMap::new();
     there.state().tend(now, BTreeSet::from([of("7")]), host(2), &none);
-    there.heard(host(2), host(3), &told);
+    there.heard(host(3), &told);
     assert!(there.state().over.is_empty(), "another host's job");
-    there.heard(host(2), host(1), &told);
+    there.heard(host(1), &told);
     assert_eq!(there.state().over.len(), 1);
     // What was given back ends nobody's VMs.
     let gone = held("9");
@@ -112,7 +114,7 @@ fn what_the_engine_ends_is_told_and_ends_its_vms_wherever_they_are() {
 #[test]
 fn what_a_host_needs_that_is_gone_or_no_member_any_more_is_given_back() {
     for gone in [others(Liveness::Gone), BTreeMap::new()] {
-        let (jobs, began) = (Jobs::default(), Instant::now());
+        let (jobs, began) = (jobs(), Instant::now());
         let at = |s: u64| began + Duration::from_secs(s);
         drop({
             let fork = held("7");
@@ -120,7 +122,7 @@ fn what_a_host_needs_that_is_gone_or_no_member_any_more_is_given_back() {
             fork
         });
         let tend = |s, others: &_| jobs.state().tend(at(s), BTreeSet::new(), host(1), others);
-        jobs.heard(host(1), host(2), &news(&[of("7")]));
+        jobs.heard(host(2), &news(&[of("7")]));
         assert!(tend(100, &others(Liveness::Alive)).is_empty(), "a VM of it is there");
         assert!(tend(104, &gone).is_empty(), "for a while");
         assert_eq!(tend(105, &gone), ["7"]);
@@ -129,7 +131,7 @@ fn what_a_host_needs_that_is_gone_or_no_member_any_more_is_given_back() {
 
 #[test]
 fn what_is_just_being_granted_is_not_taken_over() {
-    let (jobs, now) = (Jobs::default(), Instant::now());
+    let (jobs, now) = (jobs(), Instant::now());
     let listed = || BTreeSet::from(["1".to_owned()]);
     let asking = jobs.ask();
     assert!(!jobs.state().may_look());
@@ -200,17 +202,6 @@ impl Allocator for Engine {
     }
 }
 
-fn member(engine: &Arc<Engine>) -> Arc<Member> {
-    let keys = Keys::init("h1", "127.0.0.1:7072").expect("good");
-    let id = keys.identity.host();
-    let roster = Roster::new(keys.members);
-    let tls = Tls::new(keys.identity, &keys.authority, roster.clone()).expect("certified");
-    let client = || tls.client(b"x").expect("set up");
-    let by = (PageTransfer::default(), IpAddr::V4(Ipv4Addr::LOCALHOST));
-    let engine = Arc::clone(engine) as Arc<dyn Allocator>;
-    Arc::new(Member::new(id, 1, roster, client(), client(), engine, by))
-}
-
 fn ask() -> Ask {
     let shape = Room { memory_bytes: 1, vcpus: 1 };
     Ask { count: 1, shape, family: "f".to_owned(), policy: Policy::Spread }
@@ -228,9 +219,9 @@ async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobody_was_told() {
     for grants in [true, false] {
         let engine = Engine::new(grants);
-        let member = member(&engine);
+        let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>);
         let ask = ask();
-        let hold = member.hold(&ask, &[], "fork");
+        let hold = jobs.hold(&ask, &[], "fork");
         match grants {
             true => {
                 let waited = tokio::time::timeout(Duration::from_millis(20), hold).await;
@@ -242,11 +233,11 @@ async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobo
                 hold.await.expect_err("no answer");
             }
         }
-        let knows = || member.jobs.state().own.contains_key("7");
+        let knows = || jobs.state().own.contains_key("7");
         until("somebody knows it", knows).await;
         let later = Instant::now() + ADOPTED_FOR;
         let none = BTreeMap::new();
-        let unneeded = member.jobs.state().tend(later, BTreeSet::new(), member.id(), &none);
+        let unneeded = jobs.state().tend(later, BTreeSet::new(), host(1), &none);
         assert_eq!(unneeded, ["7"]);
     }
 }
@@ -254,14 +245,14 @@ async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobo
 #[tokio::test]
 async fn who_leaves_gives_back_what_it_has_and_what_it_still_gets() {
     let engine = Engine::new(true);
-    let member = member(&engine);
+    let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>);
     let ask = ask();
     engine.may.add_permits(1);
-    let _hold = member.hold(&ask, &[], "fork").await.expect("granted");
+    let _hold = jobs.hold(&ask, &[], "fork").await.expect("granted");
     engine.refuses.lock().expect("whole").push_back("once");
-    member.release_jobs().await;
+    jobs.release_all().await;
     assert!(engine.is_empty(), "it was tried again");
     engine.may.add_permits(1);
-    let _late = member.hold(&ask, &[], "fork").await.expect("granted");
+    let _late = jobs.hold(&ask, &[], "fork").await.expect("granted");
     until("it is given back", || engine.is_empty()).await;
 }

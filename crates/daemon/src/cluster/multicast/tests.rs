@@ -1,12 +1,12 @@
 use std::io;
 use std::sync::atomic::AtomicU64;
 
+use vmfork_engine::EngineOptions;
 use vmfork_image::{BLOCK_PAGES, ImageId, Origin, PageIdx, PageSource, PageTable, Source, wire};
-use vmfork_memory::EngineOptions;
 
+use super::super::arrivals::Arrival;
 use super::*;
 use crate::admission::{Admission, HostMemory, Policy, Probe};
-use crate::cluster::Arrival;
 use crate::cluster::images::Entry;
 use crate::metrics::Metrics;
 

@@ -13,19 +13,19 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, VmState};
 use vmfork_cluster::{Folder, HostId, Roster, Tls};
+use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
-use vmfork_memory::{Engine, EngineOptions, HostImage};
 
+use super::super::descriptor::CloneOrder;
 use super::super::descriptor::Descriptor;
-use super::super::place::CLONES;
+use super::super::place::{CLONES, Sending, Share, send};
 use super::super::server::{self, Bounds, Port, Routes};
-use super::super::{CloneOrder, Sending, Share, WorkingSet, send};
 use super::{One, cluster};
 use crate::facts::Facts;
-use crate::fork::{self, Snapshot};
-use crate::hub::testing::SOON;
+use crate::fork::{self, OnRun, Snapshot};
 use crate::metrics::Metrics;
-use crate::vm::test_identity;
+use crate::operations::testing::SOON;
+use crate::vm::{Provenance, WorkingSet, test_identity};
 
 /// In place of a host's daemon: takes descriptors, and answers none before as many have come as `all` waits for.
 struct StandIn {
@@ -112,11 +112,9 @@ fn snapshot(host: &One) -> Snapshot {
         inheritance: None,
         fork: 1,
         lease: None,
-        opened: None,
-        arrival: None,
-        learn_as: None,
+        provenance: Provenance::default(),
+        on_run: OnRun::default(),
         is_watched: false,
-        base: None,
     }
 }
 

@@ -12,7 +12,8 @@ use super::letter::{Item, LineId, Word};
 use super::wire::{End, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder};
 use crate::cluster::member::Member;
-use crate::fork::tickets::{Event, Origin};
+use crate::fork;
+use crate::fork::tickets::{Event, TicketOrigin};
 
 /// What an empty message costs.
 const MESSAGE_OVERHEAD_BYTES: u64 = 256;
@@ -35,12 +36,13 @@ impl Abroad {
         member: &Arc<Member>,
         host: HostId,
         order: u64,
-        origin: &Origin,
+        origin: &TicketOrigin,
         vms: impl Iterator<Item = u32>,
     ) -> Arc<Self> {
-        let id = LineId { parent: member.id().get(), order };
+        let id = LineId { parent: member.hosts.id().get(), order };
         let wire = Wire::new(Arc::downgrade(member), host, id);
-        let name = member.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
+        let name =
+            member.hosts.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
         let abroad = Self::new(&wire, name, origin, vms.collect());
         member.lines.start(&wire, Arc::clone(&abroad) as Arc<dyn End>);
         tokio::spawn(Arc::clone(&abroad).pass_on_wanted());
@@ -50,7 +52,7 @@ impl Abroad {
     pub(super) fn new(
         wire: &Arc<Wire>,
         host: String,
-        origin: &Origin,
+        origin: &TicketOrigin,
         vms: BTreeSet<u32>,
     ) -> Arc<Self> {
         let abroad = Arc::new(Self {
@@ -62,7 +64,8 @@ impl Abroad {
             open: Mutex::new(vms.clone()),
         });
         for vm in vms {
-            abroad.tell(Event::Sent { ticket: origin.ticket, vm, to: Arc::clone(&abroad) });
+            let to = Arc::clone(&abroad) as Arc<dyn fork::Abroad>;
+            abroad.tell(Event::Sent { ticket: origin.ticket, vm, to });
         }
         abroad
     }
@@ -70,11 +73,6 @@ impl Abroad {
     /// The order to start the clones was answered: before it has come the other host knows of no ticket.
     pub(crate) fn ordered(&self) {
         self.wire.let_speak();
-    }
-
-    /// Have a clone ended.
-    pub(crate) fn kill(&self, vm: u32) {
-        self.wire.say(Word::Kill { vm });
     }
 
     /// A clone has ended, or was not started.
@@ -122,6 +120,12 @@ impl Abroad {
                 changed = changes.changed() => if changed.is_err() { return },
             }
         }
+    }
+}
+
+impl fork::Abroad for Abroad {
+    fn kill(&self, vm: u32) {
+        self.wire.say(Word::Kill { vm });
     }
 }
 

@@ -13,8 +13,8 @@ use super::wire::{End, Wire};
 use crate::agent::{GuestRequest, Lease, MailRoom, ROOM_BYTES, Responder};
 use crate::cluster::descriptor::Order;
 use crate::cluster::member::Member;
-use crate::fork::tickets::{Event, Origin};
-use crate::hub::Core;
+use crate::core::Core;
+use crate::fork::tickets::{Event, TicketOrigin};
 use crate::vm::{End as VmEnd, Vm};
 
 pub(super) struct Branch {
@@ -48,7 +48,7 @@ pub(in crate::cluster) fn begin(
     core: &Arc<Core>,
     from: HostId,
     order: &Order,
-) -> Option<Origin> {
+) -> Option<TicketOrigin> {
     let ticket = order.ticket?;
     let id = LineId { parent: from.get(), order: order.number };
     let wire = Wire::new(Arc::downgrade(member), from, id);
@@ -66,7 +66,7 @@ impl Branch {
         core: &Arc<Core>,
         ticket: u64,
         left: BTreeSet<u32>,
-    ) -> (Arc<Self>, Origin) {
+    ) -> (Arc<Self>, TicketOrigin) {
         let room = MailRoom::new(&core.mail, ROOM_BYTES);
         let branch = Arc::new(Self {
             core: Arc::clone(core),
@@ -76,7 +76,7 @@ impl Branch {
         });
         let (parent, events) = mpsc::unbounded_channel();
         tokio::spawn(Arc::clone(&branch).listen(Arc::clone(wire), events));
-        (branch, Origin { ticket, parent, room })
+        (branch, TicketOrigin { ticket, parent, room })
     }
 
     async fn listen(self: Arc<Self>, wire: Arc<Wire>, mut events: mpsc::UnboundedReceiver<Event>) {

@@ -4,8 +4,7 @@
 //! back when it is not used in time.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -18,9 +17,10 @@ use vmfork_cluster::{HostId, Room};
 use crate::admission::{Admission, ForkAsk, ForkGrant, Lease};
 use crate::cluster::client::CallError;
 use crate::cluster::coming::Coming;
-use crate::cluster::jobs::Hold;
 use crate::cluster::member::{Member, WORD_WAIT};
-use crate::hub::{Core, chain};
+use crate::core::Core;
+use crate::error::chain;
+use crate::fork::{Allotted, Reserved};
 use crate::quotas::{Allowed, User};
 use crate::tickets::LEASE;
 use crate::vm::Vm;
@@ -150,71 +150,6 @@ impl Leases {
     }
 }
 
-/// Places on another host, given back on drop.
-#[derive(Debug)]
-pub(crate) struct Reserved {
-    member: Weak<Member>,
-    pub(crate) host: HostId,
-    pub(crate) count: u32,
-    lease: u64,
-    is_used: AtomicBool,
-}
-
-impl Reserved {
-    /// For the order that is to use it.
-    pub(crate) fn number(&self) -> u64 {
-        self.lease
-    }
-
-    /// That order is sent now: the host takes it from there.
-    pub(crate) fn sent(&self) {
-        self.is_used.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        let Some(member) = self.member.upgrade() else { return };
-        if *self.is_used.get_mut() {
-            return;
-        }
-        let (host, lease) = (self.host, self.lease);
-        tokio::spawn(async move {
-            let Ok(peer) = member.peer_of(host, "give places back") else { return };
-            if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
-                tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
-            }
-        });
-    }
-}
-
-/// Places for the clones of a ticket.
-#[derive(Debug, Default)]
-pub(crate) struct Allotted {
-    pub(crate) here: Option<ForkGrant>,
-    pub(crate) away: Vec<Reserved>,
-    /// What an engine holds for them.
-    pub(crate) hold: Option<Hold>,
-    /// Why there are not as many as were asked for.
-    pub(crate) refused: Option<ErrorBody>,
-}
-
-impl Allotted {
-    pub(crate) fn places(&self) -> u32 {
-        let here = self.here.as_ref().map_or(0, |grant| grant.clones.len());
-        let away = self.away.iter().map(|it| it.count).fold(0, u32::saturating_add);
-        away.saturating_add(u32::try_from(here).unwrap_or(u32::MAX))
-    }
-
-    fn add_here(&mut self, mut grant: ForkGrant) {
-        self.refused = grant.refused.take().or(self.refused.take());
-        match &mut self.here {
-            Some(here) => here.clones.append(&mut grant.clones),
-            here => *here = Some(grant),
-        }
-    }
-}
-
 /// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there are.
 pub(crate) async fn reserve(
     core: &Core,
@@ -225,12 +160,12 @@ pub(crate) async fn reserve(
 ) -> Allotted {
     let identity = &parent.identity;
     let shape = Room {
-        memory_bytes: core.admission.clone_bytes(identity.memory_bytes),
-        vcpus: identity.cpus,
+        memory_bytes: core.admission.clone_bytes(identity.spec().memory_bytes),
+        vcpus: identity.spec().cpus,
     };
-    let mut views = member.views(core);
+    let mut views = member.hosts.views(core);
     let coming = match parent.running_machine() {
-        Ok(machine) => member.coming(&core.admission, identity, &machine, &mut views),
+        Ok(machine) => member.estimates.coming(&core.admission, identity, &machine, &mut views),
         Err(_) => Coming::default(),
     };
     let over = match core.quota_left(identity.user, (vms, shape), message).await {
@@ -245,18 +180,19 @@ pub(crate) async fn reserve(
         return Allotted { refused: over, ..Allotted::default() };
     }
     let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
-    let hold = match member.hold(&ask, &views, message).await {
+    let hold = match member.jobs.hold(&ask, &views, message).await {
         Ok(hold) => hold,
         Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
     };
     let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
-    let new =
-        |views: &[_]| Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.id()));
+    let new = |views: &[_]| {
+        Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.hosts.id()))
+    };
     // Places on hosts that can't have the guest image would be of no use.
     let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
     let mut shares = new(&views).next_asks();
     while matches!(
-        member.give_image(identity, &shares, &mut views, (until, &given_up)).await,
+        member.guest_images.give(identity, &shares, &mut views, (until, &given_up)).await,
         Ok(true)
     ) {
         shares = new(&views).next_asks();
@@ -273,28 +209,31 @@ pub(crate) async fn reserve(
             }
             return allotted;
         }
-        let elsewhere = asks.iter().filter(|(host, _)| *host != member.id());
+        let elsewhere = asks.iter().filter(|(host, _)| *host != member.hosts.id());
         let elsewhere = elsewhere.map(|(host, count)| {
             let ask = PlacesAsk {
                 lease: member.next_order(),
                 parent: identity.name.clone(),
                 family: identity.family.clone(),
                 user: identity.user,
-                memory_bytes: identity.memory_bytes,
-                cpus: identity.cpus,
+                memory_bytes: identity.spec().memory_bytes,
+                cpus: identity.spec().cpus,
                 count: *count,
                 coming_bytes: coming.to(*host),
             };
             async move { (*host, lease(member, *host, ask).await) }
         });
-        for (_, count) in asks.iter().filter(|(host, _)| *host == member.id()) {
+        for (_, count) in asks.iter().filter(|(host, _)| *host == member.hosts.id()) {
             match core.admit(identity.ask(message, *count, true), false).await {
                 Ok(grant) => {
-                    plan.on_granted(member.id(), u32::try_from(grant.clones.len()).unwrap_or(0));
+                    plan.on_granted(
+                        member.hosts.id(),
+                        u32::try_from(grant.clones.len()).unwrap_or(0),
+                    );
                     allotted.add_here(grant);
                 }
                 Err(error) => {
-                    plan.on_refused(member.id());
+                    plan.on_refused(member.hosts.id());
                     allotted.refused = Some(error);
                 }
             }
@@ -317,14 +256,14 @@ pub(crate) async fn reserve(
 async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Reserved, CallError> {
     let (lease, asked) = (ask.lease, ask.count);
     // From here on, so that it is given back if its answer is lost.
-    let mut reserved = Reserved {
-        member: Arc::downgrade(member),
-        host,
-        count: 0,
-        lease,
-        is_used: AtomicBool::new(false),
-    };
+    let weak = Arc::downgrade(member);
+    let mut reserved = Reserved::new(host, lease, move |host, lease| {
+        if let Some(member) = weak.upgrade() {
+            give_back(member, host, lease);
+        }
+    });
     let peer = member
+        .hosts
         .peer_of(host, "ask for places")
         .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
     let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
@@ -332,10 +271,20 @@ async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Res
     Ok(reserved)
 }
 
+/// Places there are not needed.
+fn give_back(member: Arc<Member>, host: HostId, lease: u64) {
+    tokio::spawn(async move {
+        let Ok(peer) = member.hosts.peer_of(host, "give places back") else { return };
+        if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
+            tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hub::testing::Host;
+    use crate::operations::testing::Host;
 
     fn ask(lease: u64, parent: &str, count: u32, coming_bytes: u64) -> PlacesAsk {
         PlacesAsk {

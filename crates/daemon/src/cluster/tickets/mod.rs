@@ -28,9 +28,8 @@ mod line;
 mod tests;
 mod wire;
 
-pub(crate) use self::abroad::Abroad;
+pub(super) use self::abroad::Abroad;
 pub(super) use self::branch::begin;
 pub(super) use self::inbox::Inbox;
-pub(crate) use self::leases::{Allotted, Reserved, reserve};
-pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE, SetAside};
+pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE, SetAside, reserve};
 pub(super) use self::wire::{LETTERS, Lines};

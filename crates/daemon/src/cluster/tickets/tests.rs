@@ -15,8 +15,9 @@ use super::branch::Branch;
 use super::letter::LineId;
 use super::wire::{End, Lines, Wire};
 use crate::agent::{Asker, Counted, GuestRequest, MailRoom, Message, Responder};
-use crate::fork::tickets::{Event, Origin};
-use crate::hub::testing::{Guest, Host, SOON, link};
+use crate::fork::Abroad as _;
+use crate::fork::tickets::{Event, TicketOrigin};
+use crate::operations::testing::{Guest, Host, SOON, link};
 use crate::vm::Vm;
 
 const TICKET: u64 = 7;
@@ -28,7 +29,7 @@ struct Both {
     worker: Guest,
     asked: mpsc::Receiver<GuestRequest>,
     _link: crate::agent::AgentLink,
-    origin: Origin,
+    origin: TicketOrigin,
     there: (Arc<Wire>, Arc<Branch>),
     here: (Arc<Wire>, Arc<Abroad>),
     desk: mpsc::UnboundedReceiver<Event>,
@@ -43,7 +44,7 @@ impl Both {
         let (there, here) = (wire(parents), wire(others));
         let (branch, origin) = Branch::new(&there, &host.core, TICKET, [1].into());
         let (parent, mut desk) = mpsc::unbounded_channel();
-        let at_home = Origin { ticket: TICKET, parent, room: MailRoom::default() };
+        let at_home = TicketOrigin { ticket: TICKET, parent, room: MailRoom::default() };
         let abroad = Abroad::new(&here, "h1".to_owned(), &at_home, [1].into());
         assert!(matches!(desk.recv().await, Some(Event::Sent { ticket: TICKET, vm: 1, .. })));
         let vm = host.vm("web.1", Some(origin.clone()));

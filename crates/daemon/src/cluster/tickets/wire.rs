@@ -15,7 +15,7 @@ use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
 use crate::cluster::client::CallError;
 use crate::cluster::member::{Member, WORD_WAIT};
-use crate::hub::{BUG, chain};
+use crate::error::{BUG, chain};
 
 /// Where letters are posted. The answer is how many words came so far.
 pub(crate) const LETTERS: &str = "/cluster/v1/tickets/letters";
@@ -189,6 +189,7 @@ impl Wire {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
         let member = self.member.upgrade().ok_or_else(|| gone("left the cluster"))?;
         let peer = member
+            .hosts
             .peer_of(self.peer, "write to it")
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;

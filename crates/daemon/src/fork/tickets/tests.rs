@@ -5,7 +5,7 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{ToGuest, ToHost};
 
 use super::*;
-use crate::hub::testing::{Guest, Host, SOON, link};
+use crate::operations::testing::{Guest, Host, SOON, link};
 
 async fn ticket(guest: &mut Guest) -> u64 {
     guest.say(1, &ToHost::RequestTicket { count: 2, hierarchical: false }).await;
@@ -30,7 +30,7 @@ async fn when_the_agent_is_lost_tickets_are_given_back_and_workers_still_heard()
     let vm = host.vm("web", None);
     let free_bytes = host.core.admission.admissible_bytes();
     let (link, mut guest, requests) = link();
-    let events = start(Arc::clone(&host.core), Arc::clone(&vm), None, requests);
+    let events = start(Arc::clone(&host.hub.forker), Arc::clone(&vm), None, requests);
     let number = ticket(&mut guest).await;
     assert!(host.core.admission.admissible_bytes() < free_bytes);
 
@@ -51,7 +51,7 @@ async fn a_ticket_whose_fork_came_to_nothing_has_its_memory_as_before() {
     let host = Host::start().await;
     let vm = host.vm("web", None);
     let (_link, mut guest, requests) = link();
-    start(Arc::clone(&host.core), vm, None, requests);
+    start(Arc::clone(&host.hub.forker), vm, None, requests);
     let number = ticket(&mut guest).await;
     let left_bytes = host.core.admission.admissible_bytes();
     guest.say(3, &ToHost::Clone { ticket: number }).await;

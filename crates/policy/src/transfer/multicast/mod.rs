@@ -21,6 +21,7 @@
 
 mod receiver;
 mod sender;
+mod trust;
 
 #[cfg(test)]
 mod tests;
@@ -29,6 +30,7 @@ use vmfork_image::PageRange;
 
 pub use self::receiver::{GaveUp, Heard, Receiver, ReceiverConfig, TooManyWants};
 pub use self::sender::{Sender, SenderConfig, Sent};
+pub use self::trust::{Trust, TrustConfig};
 
 /// What a receiver asks the sender for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

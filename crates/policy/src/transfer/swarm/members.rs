@@ -209,6 +209,11 @@ impl Swarm {
         members.map(|(host, _)| *host).filter(|host| !self.known.is_barred(*host))
     }
 
+    /// Whether a host gave a page other than the origin's, so that it is asked no more.
+    pub fn is_barred(&self, host: HostId) -> bool {
+        self.known.is_barred(host)
+    }
+
     /// Whether any of these is being fetched.
     pub fn is_under_way(&self, pages: PageRange) -> bool {
         self.known.is_under_way(pages)

@@ -1,0 +1,287 @@
+//! [`Control`] on the real host.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use tokio::sync::mpsc;
+use vmfork_api::{
+    DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
+    KillRequest, RunRequest, SCHEMA, TreeNode, Version, VmDetail,
+};
+use vmfork_guest_image::Remedy as _;
+use vmfork_qemu::probe;
+
+use super::{Hub, boot};
+use crate::cluster::end_everywhere;
+use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
+use crate::core::store_code;
+use crate::error::chain;
+use crate::fork;
+use crate::quotas::User;
+use crate::vm::End;
+
+/// How long the agent may take to start a program, or to open a file.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a transfer into a guest may stand still.
+const STALL: Duration = Duration::from_secs(60);
+
+impl Control for Hub {
+    fn has_vm(&self, vm: &str) -> bool {
+        self.core.registry.find("find", vm).is_ok() || self.core.state.is_lost(vm)
+    }
+
+    fn version(&self) -> Answer<'_, Version> {
+        async {
+            let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+            let qemu = probe::find(Some(&self.core.config.qemu)).await;
+            Ok(Version {
+                schema: SCHEMA.to_owned(),
+                vmforkd: env!("CARGO_PKG_VERSION").to_owned(),
+                api: "v1".to_owned(),
+                qemu: qemu.ok().map(|binary| binary.version.to_string()),
+                kernel,
+            })
+        }
+        .boxed()
+    }
+
+    fn doctor(&self) -> Answer<'_, DoctorReport> {
+        async {
+            let cgroup = crate::cgroup::Cgroups::detect();
+            let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
+            Ok(crate::doctor::examine(&self.core.config, &self.core.admission, cgroup).await)
+        }
+        .boxed()
+    }
+
+    fn host(&self) -> Answer<'_, HostInfo> {
+        async { Ok(self.core.host_info()) }.boxed()
+    }
+
+    fn images(&self) -> Answer<'_, Vec<Image>> {
+        async {
+            let listed = self.core.images.list().map_err(|error| ErrorBody {
+                code: ErrorCode::Host,
+                message: "list the images".to_owned(),
+                cause: Some(chain(&error)),
+                remedy: error.remedy(),
+            })?;
+            let live = self.core.registry.live();
+            Ok(listed
+                .into_iter()
+                .map(|metadata| {
+                    let mut image = metadata.to_api();
+                    let users =
+                        live.iter().filter(|vm| vm.identity.spec().image == image.name).count();
+                    image.vms = u32::try_from(users).unwrap_or(u32::MAX);
+                    image
+                })
+                .collect())
+        }
+        .boxed()
+    }
+
+    fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        async move {
+            let user =
+                self.core.registry.live().into_iter().find(|vm| vm.identity.spec().image == name);
+            if let Some(vm) = user {
+                return Err(ErrorBody {
+                    code: ErrorCode::Conflict,
+                    message: format!("remove image `{name}`"),
+                    cause: Some(format!("VM `{}` runs from it", vm.name())),
+                    remedy: Some(format!("`vmfork kill --family {}` first", vm.name())),
+                });
+            }
+            self.core.images.remove(name).map_err(|error| ErrorBody {
+                code: store_code(&error),
+                message: format!("remove image `{name}`"),
+                cause: Some(chain(&error)),
+                remedy: error.remedy(),
+            })
+        }
+        .boxed()
+    }
+
+    fn vms(&self, all: bool) -> Answer<'_, Vec<vmfork_api::Vm>> {
+        async move {
+            let registry = &self.core.registry;
+            let vms = if all { registry.all() } else { registry.live() };
+            Ok(tokio::task::block_in_place(|| {
+                vms.iter().map(|vm| self.core.summary(vm, true)).collect()
+            }))
+        }
+        .boxed()
+    }
+
+    fn tree(&self) -> Answer<'_, Vec<TreeNode>> {
+        async { Ok(tokio::task::block_in_place(|| self.core.registry.tree())) }.boxed()
+    }
+
+    fn run(&self, user: User, request: RunRequest) -> Answer<'_, vmfork_api::Vm> {
+        async move {
+            let vm = boot::run(self, user, request).await?;
+            Ok(self.core.summary(&vm, false))
+        }
+        .boxed()
+    }
+
+    fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail> {
+        async move {
+            let vm = self.core.registry.find("inspect", vm)?;
+            let core = &self.core;
+            let agent = vm.agent();
+            let clones = core.registry.clones_of(&vm.identity.id);
+            let machine = vm.machine();
+            Ok(VmDetail {
+                schema: SCHEMA.to_owned(),
+                vm: core.summary(&vm, true),
+                memory: tokio::task::block_in_place(|| core.memory_info(&vm)),
+                qemu_version: machine.as_ref().map_or_else(String::new, |m| m.version.to_string()),
+                agent_version: agent.as_ref().map(|agent| agent.agent_version.clone()),
+                guest_kernel: agent.map(|agent| agent.kernel),
+                clone_names: clones.iter().map(|clone| clone.name().to_owned()).collect(),
+                accel_reason: vm.identity.spec().accel_reason.clone(),
+                user: vm.identity.user.to_string(),
+                job: vm.identity.job.as_ref().map(|job| job.id.clone()),
+                keeper_pid: machine.map(|machine| machine.keeper_pid()),
+                last_fork: vm.last_fork(),
+            })
+        }
+        .boxed()
+    }
+
+    fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()> {
+        async move {
+            let found = match self.core.registry.find("remove", vm) {
+                Ok(found) => found,
+                // One that an earlier daemon lost can be forgotten, too.
+                Err(_) if self.core.state.forget_lost(vm) => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            if found.end_now().is_none() {
+                if !force {
+                    return Err(ErrorBody {
+                        code: ErrorCode::Conflict,
+                        message: format!("remove `{}`", found.name()),
+                        cause: Some("it is running".to_owned()),
+                        remedy: Some(format!("`vmfork rm -f {}` ends it first", found.name())),
+                    });
+                }
+                self.core.end(&found, End::killed("removed"));
+            }
+            self.core.registry.remove(&found.identity.id);
+            self.core.forget_folder(&found.identity.id);
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed> {
+        async move {
+            let vm = self.core.registry.find("kill", vm)?;
+            let grace = Duration::from_millis(request.grace_ms);
+            let mut missing = Vec::new();
+            if request.family {
+                let family = (vm.identity.id.as_str(), vm.name());
+                missing = end_everywhere(&self.cluster, &self.core, family, grace).await?;
+            } else {
+                self.core.kill_all(&[Arc::clone(&vm)], grace).await;
+            }
+            Ok(Killed { vm: self.core.summary(&vm, false), missing })
+        }
+        .boxed()
+    }
+
+    fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
+        async move {
+            let parent = self.core.registry.find("fork", vm)?;
+            fork::by_request(&self.forker, &parent, request).await
+        }
+        .boxed()
+    }
+
+    fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession> {
+        async move {
+            let vm = self.core.registry.find("run a program in", vm)?;
+            let what = format!(
+                "run `{}` in `{}`",
+                request.argv.first().map_or("", String::as_str),
+                vm.name()
+            );
+            vm.link()?.exec(request, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream> {
+        async move {
+            let vm = self.core.registry.find("read a file of", vm)?;
+            let what = format!("read `{path}` in `{}`", vm.name());
+            vm.link()?.read_file(path, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn write_file<'a>(
+        &'a self,
+        vm: &'a str,
+        path: &'a str,
+        mode: u32,
+        content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+    ) -> Answer<'a, ()> {
+        async move {
+            let vm = self.core.registry.find("write a file of", vm)?;
+            let what = format!("write `{path}` in `{}`", vm.name());
+            let written = vm.link()?.write_file(path, mode, content, STALL).await;
+            written.map(drop).map_err(|error| error.to_body(what))
+        }
+        .boxed()
+    }
+
+    fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>> {
+        async move {
+            let vm = self.core.registry.find("read the log of", vm)?;
+            vm.log.read(follow).map_err(|error| ErrorBody {
+                code: ErrorCode::Host,
+                message: format!("read the log of `{}`", vm.name()),
+                cause: Some(chain(&error)),
+                remedy: None,
+            })
+        }
+        .boxed()
+    }
+
+    fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()> {
+        async move {
+            let vm = self.core.registry.find("make the page engine panic of", vm)?;
+            let engine = vm.running_machine()?.engine().ok_or_else(|| ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("make the page engine of `{}` panic", vm.name()),
+                cause: Some("it was never forked: it has none".to_owned()),
+                remedy: Some(format!("`vmfork fork {}` first", vm.name())),
+            })?;
+            tracing::warn!(vm = vm.name(), image = %engine.image().id(), "its page engine is made to panic");
+            engine.inject_panic();
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession> {
+        async move {
+            let vm = self.core.registry.find("look at the console of", vm)?;
+            vm.running_machine()?;
+            let console = vm.console().ok_or_else(|| ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("look at the console of `{}`", vm.name()),
+                cause: Some("it is still being started".to_owned()),
+                remedy: Some("try again in a moment".to_owned()),
+            })?;
+            Ok(console.attach())
+        }
+        .boxed()
+    }
+}

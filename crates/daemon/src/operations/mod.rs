@@ -1,0 +1,87 @@
+//! The operations of one host: everything that [`crate::control::Control`] promises, put together.
+//!
+//! ```text
+//!   Hub (Control) ──┬── core: the VMs of this host
+//!                   ├── forker: forks of them, here and on other hosts
+//!                   ├── library: stored snapshots
+//!                   └── cluster: this host among others
+//! ```
+
+mod boot;
+mod control;
+mod snapshots;
+#[cfg(test)]
+pub(crate) mod testing;
+
+use std::sync::Arc;
+
+use crate::cluster::Cluster;
+use crate::core::{self, Core};
+use crate::fork::{Forker, Remote};
+use crate::lifecycle::Parts;
+use crate::snapshots::{Library, prefetch};
+
+/// The real [`crate::control::Control`].
+pub struct Hub {
+    pub(crate) core: Arc<Core>,
+    pub(crate) forker: Arc<Forker>,
+    pub(crate) library: Arc<Library>,
+    pub(crate) cluster: Arc<Cluster>,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub").finish_non_exhaustive()
+    }
+}
+
+impl Hub {
+    /// Put the host together. On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who
+    /// wants a VM is told.
+    pub async fn start(parts: Parts) -> Arc<Self> {
+        let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
+        let cluster = Arc::new(Cluster::new(config.state.join("cluster")));
+        let parts = core::Parts {
+            config,
+            state,
+            metrics: Arc::clone(&metrics),
+            admission,
+            cgroups: cgroups.ok(),
+            keeper: Arc::clone(&cluster) as Arc<dyn core::Keeper>,
+            life: cluster.epoch(),
+        };
+        let core = Core::start(parts).await;
+        let remote = Arc::clone(&cluster) as Arc<dyn Remote>;
+        let forker = Arc::new(Forker { core: Arc::clone(&core), remote });
+        cluster.set_forker(&forker);
+        let library = Library { core: Arc::clone(&core), forker: Arc::clone(&forker), snapshots };
+        let library = Arc::new(library);
+        prefetch::mind_memory(&library);
+        let (weak, others) = (Arc::downgrade(&core), Arc::downgrade(&cluster));
+        metrics.on_scrape(move |metrics| {
+            let (Some(core), Some(cluster)) = (weak.upgrade(), others.upgrade()) else { return };
+            core.refresh(metrics);
+            for (side, role, traffic) in cluster.traffic() {
+                core.tally.look_at_traffic(side, role, traffic, metrics);
+            }
+            for (what, count) in cluster.sourced() {
+                core.tally.look_at_sourced(what, count, metrics);
+            }
+            for (what, count) in cluster.multicast() {
+                core.tally.look_at_multicast(what, count, metrics);
+            }
+        });
+        Arc::new(Self { core, forker, library, cluster })
+    }
+
+    /// What this host is, or is to be, in a cluster.
+    pub fn cluster(&self) -> Arc<Cluster> {
+        Arc::clone(&self.cluster)
+    }
+
+    /// End all VMs, in no particular order, and what is being written.
+    pub async fn stop(&self) {
+        self.library.snapshots.stop();
+        self.core.stop().await;
+    }
+}

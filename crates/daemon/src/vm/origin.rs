@@ -1,0 +1,32 @@
+//! Which ticket made a VM, and who is told what becomes of it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::Vm;
+use crate::agent::{GuestRequest, MailRoom};
+
+/// Of a VM that a ticket made.
+#[derive(Debug, Clone)]
+pub(crate) struct Origin {
+    pub(crate) ticket: u64,
+    /// The parent's.
+    pub(crate) fate: Arc<dyn Fate>,
+    /// Where what its workers send lies until the parent receives it.
+    pub(crate) room: MailRoom,
+}
+
+/// Who is told what becomes of clones of a ticket. Once that has closed it hears nothing.
+pub(crate) trait Fate: fmt::Debug + Send + Sync {
+    /// A clone is being started.
+    fn born(&self, ticket: u64, vm: Arc<Vm>);
+
+    /// A clone has ended.
+    fn ended(&self, ticket: u64, vmid: u32, reason: String);
+
+    /// A clone's program asks something that is for the parent to answer.
+    ///
+    /// # Errors
+    /// It has closed: the request, unanswered.
+    fn asked(&self, ticket: u64, vmid: u32, request: GuestRequest) -> Result<(), GuestRequest>;
+}

@@ -1,0 +1,175 @@
+//! Pages come into a cache: for a fault, for the drain, or ahead of any fault.
+//!
+//! ```text
+//!   in the cache already? ──► done        in the owner's cache? ──► copied from there
+//!   else read from the owner: its originals or its source ──► the cache ──► its presence
+//! ```
+//!
+//! Promises: presence is set after the bytes are there; pages that are present keep their bytes.
+//!
+//! Left to others: which pages to bring and when ([`vmfork_policy`]), and who waits for them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmfork_image::{Origin, PageIdx, PageRange};
+use vmfork_policy::{Fetch, Reason};
+
+use crate::host_image::{HostImage, PageLost};
+
+/// How long a background fill waits for another engine that brings the same pages.
+const OTHERS_WAIT: Duration = Duration::from_secs(2);
+
+/// Fewer come as quickly together as one does alone.
+const SPLIT_PAGES_MIN: u64 = 4;
+
+/// Bring pages of `owner` into the cache of `image` (the same, or one that descends from it). Pages
+/// of another host stay in both caches: another descendant, with a cache of its own, need not ask
+/// for them again. `early` is called when the page of a demand fetch is there before the others.
+///
+/// # Errors
+/// The pages could not be had, or the host is out of memory.
+pub(crate) fn fill(
+    image: &HostImage,
+    owner: &HostImage,
+    fetch: Fetch,
+    buffer: &mut Vec<u8>,
+    early: &mut dyn FnMut(PageIdx),
+) -> Result<(), PageLost> {
+    if is_there(image, owner, fetch) {
+        return Ok(());
+    }
+    let range = fetch.range;
+    let may_be_left = fetch.reason != Reason::Demand && owner.source().is_some();
+    let _bringing = if may_be_left { owner.incoming.begin(range, OTHERS_WAIT) } else { None };
+    if may_be_left && is_there(image, owner, fetch) {
+        return Ok(()); // another engine brought it
+    }
+    buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
+    let first = fetch.first.filter(|page| range.len() >= SPLIT_PAGES_MIN && range.contains(*page));
+    let origin = match (fetch.reason, first) {
+        (Reason::Demand, Some(page)) => {
+            owner.read_owned_first(range, page, buffer, &mut |bytes| {
+                if put(image, owner, page.range(), Origin::Peer, bytes).is_ok() {
+                    early(page);
+                }
+            })?
+        }
+        (Reason::Demand, None) => owner.read_owned(range, buffer)?,
+        (Reason::Background(_), _) => owner.read_owned_ahead(range, buffer)?,
+    };
+    store(image, owner, fetch, origin, buffer)
+}
+
+/// The same for several background fetches of one owner. `done` is called once for each, with its
+/// place.
+pub(crate) fn fill_together(
+    owner: &HostImage,
+    wanted: &[(Arc<HostImage>, Fetch)],
+    buffer: &mut Vec<u8>,
+    done: &mut dyn FnMut(usize, Result<(), PageLost>),
+) {
+    let source = owner.source().map(|source| source.origin());
+    // What is here in part is put together from both places, by itself; so is what another engine
+    // brings.
+    let is_absent = |range| owner.cache().presence().count(range) == 0;
+    let (mut far, mut bringing) = (Vec::new(), Vec::new());
+    let (mut places, mut later): (Vec<(usize, &HostImage, Fetch)>, Vec<_>) = Default::default();
+    for (place, (image, fetch)) in wanted.iter().enumerate() {
+        let range = fetch.range;
+        let begun = match source {
+            Some(_) if is_absent(range) => owner.incoming.begin(range, Duration::ZERO),
+            _ => None,
+        };
+        if is_there(image, owner, *fetch) {
+            done(place, Ok(()));
+        } else if begun.is_some() {
+            far.push(range);
+            places.push((place, image, *fetch));
+            bringing.push(begun);
+        } else {
+            later.push((place, image, *fetch));
+        }
+    }
+    let mut each = |at, came: Result<&[u8], PageLost>| {
+        let Some(&(place, image, fetch)) = places.get(at) else { return };
+        let Some(origin) = source else { return };
+        let outcome = match came.and_then(|bytes| store(image, owner, fetch, origin, bytes)) {
+            // Another answer was first.
+            Err(_) if is_there(image, owner, fetch) => Ok(()),
+            outcome => outcome,
+        };
+        drop(bringing.get_mut(at).and_then(Option::take));
+        done(place, outcome);
+    };
+    if !far.is_empty() {
+        owner.read_far_ahead(&far, buffer, &mut each);
+    }
+    drop(bringing);
+    for (place, image, fetch) in later {
+        done(place, fill(image, owner, fetch, buffer, &mut |_| ()));
+    }
+}
+
+/// Whether pages are in the cache already, if need be now, from the owner's.
+fn is_there(image: &HostImage, owner: &HostImage, fetch: Fetch) -> bool {
+    let range = fetch.range;
+    if image.cache().presence().count(range) == range.len() {
+        return true; // meanwhile
+    }
+    let is_cached = owner.cache().presence().count(range) == range.len();
+    if !is_cached || image.cache().copy_from(owner.cache(), range).is_err() {
+        return false;
+    }
+    image.cache().presence().set(range);
+    count(image, owner, fetch, Origin::Cache);
+    true
+}
+
+/// Have in the cache what was read.
+fn store(
+    image: &HostImage,
+    owner: &HostImage,
+    fetch: Fetch,
+    origin: Origin,
+    bytes: &[u8],
+) -> Result<(), PageLost> {
+    let range = fetch.range;
+    if image.cache().presence().count(range) == range.len() {
+        return Ok(()); // another answer was first
+    }
+    put(image, owner, range, origin, bytes)?;
+    count(image, owner, fetch, origin);
+    Ok(())
+}
+
+fn put(
+    image: &HostImage,
+    owner: &HostImage,
+    range: PageRange,
+    origin: Origin,
+    bytes: &[u8],
+) -> Result<(), PageLost> {
+    if origin == Origin::Peer && !std::ptr::eq(image, owner) {
+        owner.keep(range, bytes);
+    }
+    image.cache().add(range, bytes).map_err(|error| PageLost {
+        page: range.start(),
+        image: image.id(),
+        reason: format!("its cache can't grow: {error}"),
+    })
+}
+
+fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, origin: Origin) {
+    let bytes = fetch.range.byte_len();
+    let counter = match origin {
+        Origin::Chunk => &image.counters.from_stored_bytes,
+        Origin::Peer => &image.counters.from_peer_bytes,
+        _ if std::ptr::eq(image, owner) => &image.counters.from_frozen_bytes,
+        _ => &image.counters.from_image_bytes,
+    };
+    counter.add(bytes);
+    if origin == Origin::Peer && fetch.reason != Reason::Demand {
+        image.counters.from_peer_ahead_bytes.add(bytes);
+    }
+}
