@@ -1,7 +1,7 @@
 //! The guest images of this host, opened for VMs.
 
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_guest_image::{ImageFiles, StoreError};
+use vmfork_guest_image::{ImageFiles, Remedy as _, StoreError};
 
 use super::Core;
 use crate::error::chain;

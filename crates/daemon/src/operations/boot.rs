@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmfork_agent_proto::Firstboot;
 use vmfork_api::{ErrorBody, ErrorCode, RunRequest};
 use vmfork_cluster::Room;
-use vmfork_guest_image::{ImageFiles, Remedy as _};
+use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 

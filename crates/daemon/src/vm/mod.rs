@@ -27,7 +27,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
 use vmfork_api::{ErrorBody, ErrorCode, ForkReply, VmState};
-use vmfork_memory::ViewId;
+use vmfork_policy::ViewId;
 
 use self::console::Console;
 pub use self::inherited::{Inherited, MachineSpec};
