@@ -1,4 +1,4 @@
-"""The API's sockets outlive the daemon: who connects meanwhile waits, and the next daemon answers."""
+"""The API's sockets outlive the daemon: a client waits meanwhile, and the next daemon answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_S = 60.0
 
 
 def ask(address: Path | int) -> bytes:
-    """The status line of an answer on a connection of its own. ``address``: a unix socket or a TCP port."""
+    """The status line of an answer on its own connection, to a unix socket or a TCP port."""
     with socket.socket(socket.AF_INET if isinstance(address, int) else socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(("127.0.0.1", address) if isinstance(address, int) else str(address))

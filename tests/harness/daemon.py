@@ -171,11 +171,11 @@ class Daemon:
         return processes.holder_of(self.state)
 
     def _own_holder(self) -> processes.Process | None:
-        """The same, unless another daemon that runs has it."""
+        """The same, unless another running daemon of this folder uses it."""
         return None if any(other.state == self.state for other in running) else self.holder()
 
     def end_holder(self) -> list[str]:
-        """End the one of a daemon that did not end in good order; what of that failed."""
+        """End the holder of a daemon that was killed or failed. Returns what went wrong."""
         holder = self._own_holder()
         if holder is None or self.process is None or self.process.poll() in (None, 0):
             return []

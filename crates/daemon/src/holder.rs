@@ -6,9 +6,9 @@
 //!                                                  └────┘ watch: it died, start another
 //! ```
 //!
-//! Promises: a daemon that ends for good takes its holder with it; one that a successor follows, or
-//! that dies, leaves it its sockets. Without a holder a daemon serves as well, and warns: its clients
-//! are then refused while it restarts.
+//! Promises: a daemon that ends for good ends its holder too. A daemon that restarts or dies leaves
+//! its sockets in the holder. Without a holder a daemon serves as well, and warns: its clients are
+//! then refused while it restarts.
 //!
 //! Left to others: the holder's own end ([`vmfork_holder`]). That there is one daemon to a state
 //! folder is the lock's promise ([`crate::state`]); it must be held before [`Holding::begin`].

@@ -7,8 +7,8 @@
 //!   exit ◄─ socket and lock given up ◄─ host shuts down ◄─ requests finish ◄─ holder ends ◄┘
 //! ```
 //!
-//! The sockets are there before the host is, so that a client that just started the daemon waits in
-//! the backlog and not in a loop. They are a predecessor's, if the holder has them. On SIGUSR2 the
+//! The sockets exist before the host starts, so a client that just started the daemon waits in the
+//! backlog and not in a loop. They are a predecessor's, if the holder has them. On SIGUSR2 the
 //! holder stays, with the sockets: clients wait for a successor. A second signal ends the wait for
 //! whatever the end waits for.
 

@@ -56,8 +56,9 @@ struct Server {
     accept_from: Instant,
 }
 
-/// Be the holder of the folder `state`, until told to end or no daemon came for the linger time,
-/// which is `linger` until the first one says its own. `ready` is called once daemons can connect.
+/// Serves as the holder of the folder `state`, until a daemon ends it or the linger time has passed
+/// without a daemon. The time is `linger` until the first daemon sends its own. `ready` is called
+/// once daemons can connect.
 ///
 /// # Errors
 /// If another holder has the folder, or the kernel refuses.

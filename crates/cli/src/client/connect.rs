@@ -43,8 +43,8 @@ impl ConnectError {
     }
 }
 
-/// The same, to find out whether a daemon is there: when one dies, its socket still takes
-/// connections for a while, on which the next daemon answers. If none comes soon, there is none.
+/// The same, to find out whether a daemon is running. The socket of a daemon that died still takes
+/// connections for a while, and the next daemon answers them. If none starts soon, none is running.
 pub(crate) async fn find(endpoint: &Endpoint) -> Result<Stream, ConnectError> {
     find_within(endpoint, SUCCESSOR_BOUND).await
 }

@@ -143,7 +143,7 @@ fn restart_ends_the_daemon_and_starts_it_with_the_same_flags() {
     assert_eq!(install.run(&["daemon", "start"]).code, Some(0));
     let restarted = install.run(&["daemon", "restart", "--force"]);
     assert_eq!(restarted.code, Some(0), "{restarted:?}");
-    assert!(restarted.stderr.starts_with("Restarted vmforkd, its log is "), "{restarted:?}");
+    assert!(restarted.stderr.starts_with("Restarted vmforkd; its log is "), "{restarted:?}");
     let starts = std::fs::read_to_string(install.state().join("starts")).unwrap();
     let started: Vec<&str> = starts.split_whitespace().collect();
     install.run(&["daemon", "stop"]);
@@ -163,7 +163,7 @@ fn stop_and_restart_want_force_while_vms_run() {
         assert_eq!(ran.code, Some(1), "{ran:?}");
         assert!(
             ran.stderr.starts_with(&format!(
-                "error: {action} vmforkd\n  caused by: these VMs would end with it: web"
+                "error: {action} vmforkd\n  caused by: these VMs are running: web"
             )),
             "{ran:?}"
         );

@@ -197,9 +197,8 @@ async fn make_room(path: &Path) -> Result<(), ListenError> {
     }
 }
 
-/// The socket comes to be in a folder that only we can enter, gets its owner and mode, and is then
-/// moved to its place: at no moment may somebody connect who should not, and a stale socket is
-/// replaced in one step.
+/// Makes the socket in a closed folder, sets its owner and mode, and then moves it to its place. So
+/// at no moment can an unauthorized client connect, and a stale socket is replaced in one step.
 fn bind(path: &Path, owner: SocketOwner) -> io::Result<(UnixListener, SocketFile)> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));

@@ -15,7 +15,7 @@
 //! daemon that starts after one that died kills what that one left (by the journal, told apart from
 //! later processes by their beginnings; and by the mark in their environment, for what was started
 //! but not yet written down), removes its folders, and remembers which VMs were lost. The holder
-//! bears another mark and is in no journal: it is to outlive daemons.
+//! has another mark and is in no journal, since it outlives daemons.
 //!
 //! Promises: no two daemons on one folder; nothing is killed that was not ours; a folder that is
 //! somebody else's is left as it is.
