@@ -11,7 +11,7 @@
 //!
 //! | module | is |
 //! |---|---|
-//! | `operations` | [`control::Control`] on the real host; what all below is put together by |
+//! | `operations` | [`vmfork_control::Control`] on the real host; what all below is put together by |
 //! | `cluster` | this host among others: clones sent and received, images lent |
 //! | `snapshots` | stored snapshots: taken, started, recorded, moved |
 //! | `fork` | a freeze, and clones of it; the fork API of guests; what it asks of other hosts is a trait |
@@ -19,15 +19,13 @@
 //! | `core` | the VMs of this host, and what all of them share |
 //! | `vm` | one VM; what it came of, without knowing the kinds |
 //!
-//! [`http`] knows nothing of QEMU: it turns requests into calls of [`control::Control`]. Everything
+//! [`http`] knows nothing of QEMU: it turns requests into calls of [`vmfork_control::Control`]. Everything
 //! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
 pub mod admission;
-pub mod agent;
 pub mod cgroup;
 pub mod cluster;
 pub mod config;
-pub mod control;
 mod core;
 pub mod doctor;
 mod error;
@@ -40,5 +38,4 @@ pub mod operations;
 pub mod quotas;
 pub mod snapshots;
 pub mod state;
-pub mod tickets;
 pub mod vm;

@@ -11,7 +11,7 @@ use vmfork_api::{
 use super::App;
 use super::error::ApiError;
 use super::extract::{Body, OptionalBody};
-use crate::control::ClusterControl;
+use vmfork_control::ClusterControl;
 
 fn control(app: &App) -> Result<&Arc<dyn ClusterControl>, ApiError> {
     let none = || ErrorBody::new(ErrorCode::Host, "this daemon can be in no cluster");

@@ -10,7 +10,7 @@ use super::error::ApiError;
 use super::extract::VmRef;
 use super::files::CHUNK_BYTES_MAX;
 use super::{App, stopped, ws};
-use crate::control::ConsoleSession;
+use vmfork_control::ConsoleSession;
 
 /// The serial console, as a WebSocket: binary messages both ways, bytes as they are. It is closed
 /// when the VM ends. Several clients may look at one console; each may type.

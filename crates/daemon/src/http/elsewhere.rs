@@ -15,7 +15,7 @@ use vmfork_api::{ErrorBody, TreeNode, Vm};
 
 use super::App;
 use super::error::ApiError;
-use crate::control::Answer;
+use vmfork_control::Answer;
 
 /// Says that another host has passed the request on.
 pub(crate) const PASSED_ON: HeaderName = HeaderName::from_static("x-vmfork-passed-on");

@@ -14,7 +14,7 @@ use super::error::{ApiError, bad_request};
 use super::extract::{Body, VmRef};
 use super::files::CHUNK_BYTES_MAX;
 use super::{App, check};
-use crate::control::{ExecInput, ExecOutput, ExecSession};
+use vmfork_control::{ExecInput, ExecOutput, ExecSession};
 
 /// Most bytes of one output stream that are answered; the rest is read and dropped.
 const OUTPUT_BYTES_MAX: usize = 16 * 1024 * 1024;

@@ -30,7 +30,7 @@ use super::exec::{KILL_GRACE, SIGKILL, lost};
 use super::extract::VmRef;
 use super::files::CHUNK_BYTES_MAX;
 use super::{App, check, stopped, ws};
-use crate::control::{ExecInput, ExecOutput, ExecSession};
+use vmfork_control::{ExecInput, ExecOutput, ExecSession};
 
 const START_WAIT: Duration = Duration::from_secs(30);
 /// Messages taken from a client before its program runs; more stay in the socket.

@@ -17,9 +17,9 @@ use super::App;
 use super::check;
 use super::error::ApiError;
 use super::extract::{Params, VmRef};
-use crate::control::ByteStream;
+use vmfork_control::ByteStream;
 
-/// Most bytes that go to [`crate::control::Control`] at once.
+/// Most bytes that go to [`vmfork_control::Control`] at once.
 pub(super) const CHUNK_BYTES_MAX: usize = 64 * 1024;
 /// Chunks between a client and a guest: a megabyte.
 const CHUNKS_MAX: usize = 16;

@@ -49,8 +49,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 
 pub(crate) use self::error::ApiError;
 use self::error::bad_request;
-use crate::control::{ClusterControl, Control};
 use crate::metrics::Metrics;
+use vmfork_control::{ClusterControl, Control};
 
 pub use self::auth::{Token, TokenError};
 pub(crate) use self::elsewhere::PASSED_ON;

@@ -12,7 +12,7 @@ use super::check;
 use super::elsewhere::{self, OfHosts, PassedOn};
 use super::error::ApiError;
 use super::extract::{Body, By, OptionalBody, Params, VmRef, switch};
-use crate::control::Killed;
+use vmfork_control::Killed;
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]

@@ -3,13 +3,12 @@
 //! Left to others: whose turn it is to get more ([`crate::core`]), and what is counted.
 
 mod parse;
-mod user;
 
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::Amount;
 
 pub use self::parse::{QuotaError, bounds};
-pub use self::user::User;
+pub use vmfork_control::User;
 
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

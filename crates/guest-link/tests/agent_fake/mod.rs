@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use vmfork_agent_proto::{
     Decoder, ForkIdentity, Frame, Kind, ToGuest, ToHost, encode, encode_message,
 };
-use vmfork_daemon::agent::{
+use vmfork_guest_link::agent::{
     AgentLink, GuestRequest, Inheritance, LinkOptions, MailLimits, MailRoom,
 };
 

@@ -216,7 +216,7 @@ impl AgentLink {
     }
 
     /// End the link: its agent is not there any more. Everything under way fails with that reason.
-    pub(crate) fn give_up(&self, reason: CloseReason) {
+    pub fn give_up(&self, reason: CloseReason) {
         // It may have ended by itself.
         let _ = self.send(Command::GiveUp { reason });
     }

@@ -1,4 +1,6 @@
-//! What the REST layer may ask of the host: the seam between `http` and everything else.
+//! What the REST layer may ask of the host: the seam between it and everything else.
+//!
+//! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its calls. Neither knows the other.
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -11,7 +13,9 @@ use vmfork_api::{
     VerifyReply, Version, Vm, VmDetail,
 };
 
-use crate::quotas::User;
+mod user;
+
+pub use user::User;
 
 /// An answer to come.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;

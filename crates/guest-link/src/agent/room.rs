@@ -50,7 +50,7 @@ impl HostMail {
     }
 
     /// Room for a message of a clone on another host, where it waits for its turn; `None`: there is none.
-    pub(crate) fn hold(&self, bytes: u64) -> Option<HostShare> {
+    pub fn hold(&self, bytes: u64) -> Option<HostShare> {
         self.take(bytes).then(|| HostShare { host: self.clone(), bytes })
     }
 
@@ -62,7 +62,7 @@ impl HostMail {
 
 /// A part of the host's account; given back on drop.
 #[derive(Debug)]
-pub(crate) struct HostShare {
+pub struct HostShare {
     host: HostMail,
     bytes: u64,
 }
@@ -149,7 +149,7 @@ impl MailRoom {
     }
 
     /// For whose messages the parent waits now: the ticket and the worker, or any of the ticket.
-    pub(crate) fn want(&self, wanted: BTreeSet<(u64, Option<u32>)>) {
+    pub fn want(&self, wanted: BTreeSet<(u64, Option<u32>)>) {
         let mut held = self.0.held();
         if held.wanted == wanted {
             return;
@@ -160,18 +160,18 @@ impl MailRoom {
     }
 
     /// For which of a ticket's workers the parent waits; `None`: for any.
-    pub(crate) fn wanted(&self, ticket: u64) -> Vec<Option<u32>> {
+    pub fn wanted(&self, ticket: u64) -> Vec<Option<u32>> {
         let held = self.0.held();
         held.wanted.iter().filter(|(of, _)| *of == ticket).map(|(_, worker)| *worker).collect()
     }
 
     /// The account of the host that it is on.
-    pub(crate) fn host(&self) -> &HostMail {
+    pub fn host(&self) -> &HostMail {
         &self.0.host
     }
 
     /// Changes whenever something may fit that did not.
-    pub(crate) fn changes(&self) -> watch::Receiver<()> {
+    pub fn changes(&self) -> watch::Receiver<()> {
         self.0.changes.subscribe()
     }
 }

@@ -13,11 +13,11 @@ use vmfork_agent_proto::{
     Kind, MessageInfo, RequestError, ToGuest, ToHost, WINDOW_BYTES, Worker, encode, encode_message,
 };
 use vmfork_api::ExecRequest;
-use vmfork_daemon::agent::{
+use vmfork_control::{ExecInput, ExecOutput};
+use vmfork_guest_link::agent::{
     CloseReason, GuestRequest, HostMail, Inheritance, LinkError, MailLimits, MailRoom, Message,
     RequestId,
 };
-use vmfork_daemon::control::{ExecInput, ExecOutput};
 
 fn command(word: &str) -> ExecRequest {
     ExecRequest { argv: vec![word.to_owned()], ..ExecRequest::default() }

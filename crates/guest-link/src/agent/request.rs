@@ -114,13 +114,13 @@ enum Way {
 }
 
 /// Who asked for a clone on another host: its `sf_exit` and `sf_send` are answered with a value or an error.
-pub(crate) trait Asker: fmt::Debug + Send + Sync {
+pub trait Asker: fmt::Debug + Send + Sync {
     fn answered(&self, answer: Result<u64, RequestError>);
 }
 
 impl Responder {
     /// Answers a clone on another host.
-    pub(crate) fn to(asker: Box<dyn Asker>) -> Self {
+    pub fn to(asker: Box<dyn Asker>) -> Self {
         Self { way: Way::Away(asker), answered: false }
     }
 
@@ -211,12 +211,12 @@ impl Message {
     }
 
     /// One that counts against somebody as long as `lease` lives.
-    pub(crate) fn held(pieces: Vec<Bytes>, lease: Lease) -> Self {
+    pub fn held(pieces: Vec<Bytes>, lease: Lease) -> Self {
         Self { pieces, lease: Some(lease) }
     }
 
     /// Its bytes, and what it counts against.
-    pub(crate) fn into_parts(self) -> (Vec<Bytes>, Option<Lease>) {
+    pub fn into_parts(self) -> (Vec<Bytes>, Option<Lease>) {
         (self.pieces, self.lease)
     }
 
@@ -231,9 +231,9 @@ impl Message {
 }
 
 /// What a message counts against; given back on drop.
-pub(crate) type Lease = Box<dyn Counted>;
+pub type Lease = Box<dyn Counted>;
 
-pub(crate) trait Counted: fmt::Debug + Send + Sync {}
+pub trait Counted: fmt::Debug + Send + Sync {}
 
 /// A message's share of its worker's allowance, on the link it came from, and of its parent's room.
 #[derive(Debug)]

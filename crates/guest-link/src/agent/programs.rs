@@ -11,7 +11,7 @@ use super::command::{Command, Side};
 use super::error::LinkError;
 use super::link::{AgentLink, Opened};
 use super::outlet::{OUTPUT_ITEMS, Outlet};
-use crate::control::{ExecInput, ExecOutput, ExecSession};
+use vmfork_control::{ExecInput, ExecOutput, ExecSession};
 
 /// Items of input that a session's channel holds.
 const INPUT_ITEMS: usize = 16;

@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmfork_agent_proto::ForkIdentity;
 use vmfork_api::ExecRequest;
-use vmfork_daemon::agent::{
+use vmfork_control::{ExecInput, ExecOutput, ExecSession};
+use vmfork_guest_link::agent::{
     AgentLink, GuestRequest, HelloRequest, LinkError, LinkOptions, MailLimits, MailRoom,
 };
-use vmfork_daemon::control::{ExecInput, ExecOutput, ExecSession};
 
 const SOON: Duration = Duration::from_secs(20);
 

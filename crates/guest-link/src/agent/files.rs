@@ -12,7 +12,7 @@ use super::command::Side;
 use super::error::LinkError;
 use super::link::{AgentLink, Opened};
 use super::outlet::{OUTPUT_ITEMS, Outlet};
-use crate::control::FileStream;
+use vmfork_control::FileStream;
 
 impl AgentLink {
     /// Open a file of the guest. `timeout` bounds the wait for its first answer; the content comes as

@@ -15,11 +15,11 @@ use super::error::CloseReason;
 use super::link::AgentLink;
 
 /// A guest that powers off takes its agent along; so long its end may take to be the reason that is told.
-pub(crate) const SETTLE: Duration = Duration::from_millis(if cfg!(test) { 50 } else { 3000 });
+pub const SETTLE: Duration = Duration::from_millis(if cfg!(test) { 50 } else { 3000 });
 
 /// Waits until the link has ended, and says why; ends it if the guest closes the agent's port. `is_up`:
 /// whether the agent has ever answered. Before that its port may come and go.
-pub(crate) async fn lost(
+pub async fn lost(
     link: &AgentLink,
     events: Receiver<Event>,
     is_up: impl Fn() -> bool,
@@ -58,8 +58,8 @@ mod tests {
     use vmfork_api::ExecRequest;
 
     use super::*;
-    use crate::control::ExecOutput;
-    use crate::operations::testing::{SOON, link};
+    use crate::testing::{SOON, link};
+    use vmfork_control::ExecOutput;
 
     fn port(id: &str, open: bool) -> Event {
         let data = json!({ "id": id, "open": open });

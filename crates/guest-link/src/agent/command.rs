@@ -13,7 +13,7 @@ use super::link::AgentInfo;
 use super::mux::{Inheritance, Reply};
 use super::outlet::Outlet;
 use super::request::Lease;
-use crate::control::ExecOutput;
+use vmfork_control::ExecOutput;
 
 /// A caller's number for what it opens, chosen before the channel's is known.
 pub(super) type Key = u64;

@@ -25,7 +25,7 @@ use super::mux::{Event, Inheritance, Mux};
 use super::outlet::{Flushed, Outlet};
 use super::outq;
 use super::request::{CommandSender, GuestRequest, Lease, RequestId};
-use crate::control::ExecOutput;
+use vmfork_control::ExecOutput;
 
 /// Bytes asked for in one read; a socketpair holds about 200 KiB.
 const READ_BYTES: usize = 64 * 1024;

@@ -12,8 +12,8 @@ use vmfork_agent_proto::{
     FileInfo, Firstboot, Kind, PROTOCOL_VERSION, RequestError, ToGuest, ToHost, WINDOW_BYTES,
 };
 use vmfork_api::{ErrorBody, ErrorCode, ExecRequest};
-use vmfork_daemon::agent::{CloseReason, HelloRequest, LinkError};
-use vmfork_daemon::control::{ExecInput, ExecOutput};
+use vmfork_control::{ExecInput, ExecOutput};
+use vmfork_guest_link::agent::{CloseReason, HelloRequest, LinkError};
 
 fn command(argv: &[&str]) -> ExecRequest {
     ExecRequest {
