@@ -1,12 +1,11 @@
-//! `vmforkd`, one per host: puts the planes together, serves the REST API.
+//! `vmforkd`, one per host: puts the planes together.
 //!
 //! Top-level modules import each other in one direction, from the left to the right (`make check` asserts it):
 //!
 //! ```text
-//!   lifecycle ─► operations ─► cluster ───┬─► fork ─► facts ─► core ─► vm ─► agent ─► control ─► quotas
-//!                   │     └──► snapshots ─┘    │                │       │
-//!                   └─► doctor                 └─► tickets      └───────┴─► admission, cgroup, state, metrics, config
-//!   cluster, lifecycle, config ─► http ─► control
+//!   lifecycle ─► operations ─┬─► cluster ───┬─► fork ─► facts ─► core ─► vm ─┬─► admission ─► quotas
+//!                            ├─► snapshots ─┘                                └─► cgroup, state, metrics, config
+//!                            └─► doctor
 //! ```
 //!
 //! | module | is |
@@ -19,8 +18,8 @@
 //! | `core` | the VMs of this host, and what all of them share |
 //! | `vm` | one VM; what it came of, without knowing the kinds |
 //!
-//! [`http`] knows nothing of QEMU: it turns requests into calls of [`vmfork_control::Control`]. Everything
-//! that outlives a daemon is in [`state`]. `main.rs` only names the parts.
+//! The REST API ([`vmfork_rest`]) knows nothing of QEMU: it turns requests into calls of [`vmfork_control::Control`]. Links to
+//! guests' agents and the fork API's tickets are [`vmfork_guest_link`]. Everything that outlives a daemon is in [`state`]. `main.rs` only names the parts.
 
 pub mod admission;
 pub mod cgroup;
@@ -31,7 +30,6 @@ pub mod doctor;
 mod error;
 mod facts;
 mod fork;
-pub mod http;
 pub mod lifecycle;
 pub mod metrics;
 pub mod operations;

@@ -31,11 +31,11 @@ use crate::admission::{self, Admission, Policy, ProcProbe};
 use crate::cgroup::Cgroups;
 use crate::cluster::{Cluster, Operations};
 use crate::config::Config;
-use crate::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
 use crate::state::State;
 use vmfork_control::Control;
+use vmfork_rest::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 
 /// How long the host may take to end its VMs.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(30);

@@ -60,9 +60,9 @@ use self::member::WORD_WAIT;
 pub use self::operations::Operations;
 use crate::core::Core;
 use crate::fork::Forker;
-use crate::http::{Answered, Elsewhere};
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 use vmfork_control::Answer;
+use vmfork_rest::http::{Answered, Elsewhere};
 
 /// One per daemon.
 pub struct Cluster {

@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 
 use super::listen::{Listeners, keep_alive};
 use super::{App, router, router_with_token, stopped};
-use crate::quotas::User;
+use vmfork_control::User;
 
 /// More wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 1024;
@@ -108,7 +108,7 @@ async fn accept<L: Accept>(
 }
 
 /// Serve one connection, in good order until the daemon ends. `user`: whose it is, if that is a user's.
-pub(crate) async fn connection<S>(
+pub async fn connection<S>(
     stream: S,
     user: Option<User>,
     router: Router,

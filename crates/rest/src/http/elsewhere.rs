@@ -18,7 +18,7 @@ use super::error::ApiError;
 use vmfork_control::Answer;
 
 /// Says that another host has passed the request on.
-pub(crate) const PASSED_ON: HeaderName = HeaderName::from_static("x-vmfork-passed-on");
+pub const PASSED_ON: HeaderName = HeaderName::from_static("x-vmfork-passed-on");
 
 /// Names the hosts whose part an answer lacks, since they do not answer.
 const MISSING: HeaderName = HeaderName::from_static("x-vmfork-missing-hosts");

@@ -6,7 +6,7 @@ use vmfork_api::{ErrorBody, ErrorCode};
 /// A failed request. The status follows from the code, but for the few that HTTP has words of its
 /// own for (405, 413), which are a `bad_request` to programs.
 #[derive(Debug)]
-pub(crate) struct ApiError {
+pub struct ApiError {
     status: StatusCode,
     body: ErrorBody,
 }

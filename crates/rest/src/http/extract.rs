@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::check;
 use super::error::{ApiError, bad_request};
-use crate::quotas::User;
+use vmfork_control::User;
 
 /// A JSON body. An empty one is an error.
 #[derive(Debug)]

@@ -47,27 +47,35 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vmfork_api::{ErrorBody, ErrorCode};
 
-pub(crate) use self::error::ApiError;
+pub use self::error::ApiError;
 use self::error::bad_request;
-use crate::metrics::Metrics;
 use vmfork_control::{ClusterControl, Control};
 
 pub use self::auth::{Token, TokenError};
-pub(crate) use self::elsewhere::PASSED_ON;
+pub use self::elsewhere::PASSED_ON;
 pub use self::elsewhere::{Answered, Elsewhere};
-pub(crate) use self::listen::keep_alive;
+pub use self::listen::keep_alive;
 pub use self::listen::{ListenError, Listeners, SOCKET_PATH_BYTES_MAX, SocketOwner};
-pub(crate) use self::server::connection;
+pub use self::server::connection;
 pub use self::server::serve;
 
 /// JSON bodies are small; only `POST …/exec` may be larger, for its standard input.
 const JSON_BYTES_MAX: usize = 1024 * 1024;
 
+/// What is counted, of requests and of everything else.
+pub trait Counters: Send + Sync {
+    /// A request was answered.
+    fn request(&self, method: &str, route: &str, status: u16);
+
+    /// All of it, for Prometheus.
+    fn text(&self) -> String;
+}
+
 /// What each request is served with.
 #[derive(Clone)]
 pub struct App {
     control: Arc<dyn Control>,
-    metrics: Arc<Metrics>,
+    metrics: Arc<dyn Counters>,
     /// Becomes true when the daemon ends: open streams are closed.
     stop: watch::Receiver<bool>,
     debug_faults: bool,
@@ -84,7 +92,7 @@ impl fmt::Debug for App {
 impl App {
     pub fn new(
         control: Arc<dyn Control>,
-        metrics: Arc<Metrics>,
+        metrics: Arc<dyn Counters>,
         stop: watch::Receiver<bool>,
     ) -> Self {
         Self { control, metrics, stop, debug_faults: false, elsewhere: None, cluster: None }

@@ -150,7 +150,7 @@ fn bind(path: &Path, owner: SocketOwner) -> io::Result<(UnixListener, SocketFile
 
 /// Find out within about a minute that a client's machine is gone. A client that merely does not
 /// read is not gone: its kernel answers for it.
-pub(crate) fn keep_alive(stream: &TcpStream) {
+pub fn keep_alive(stream: &TcpStream) {
     let set = || {
         sockopt::set_socket_keepalive(stream, true)?;
         sockopt::set_tcp_keepidle(stream, Duration::from_secs(30))?;
