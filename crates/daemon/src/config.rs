@@ -15,8 +15,8 @@ use vmfork_cluster::allocate::{Bounds, Policy};
 use vmfork_cluster::slurm::Settings;
 
 pub use self::slurm::{AllocatorFlags, AllocatorKind};
-use crate::http::SOCKET_PATH_BYTES_MAX;
 use crate::quotas::{self, QuotaError};
+use vmfork_rest::http::SOCKET_PATH_BYTES_MAX;
 
 const STATE_DEFAULT: &str = "/var/lib/vmfork";
 const SOCKET_DEFAULT: &str = "/run/vmfork/vmforkd.sock";

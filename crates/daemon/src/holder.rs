@@ -34,7 +34,7 @@ use tokio::task::spawn_blocking;
 use vmfork_holder::{HolderError, Kind, Name, Owner, kill_other, start};
 
 use crate::config::Config;
-use crate::http::{FileId, ListenError, Listeners, SocketOwner};
+use vmfork_rest::http::{FileId, ListenError, Listeners, SocketOwner};
 
 /// Below the folder of the shim and the agent.
 const PROGRAM: &str = "vmfork-holder";

@@ -32,14 +32,14 @@ use tokio::time::timeout;
 
 use crate::admission::{self, Admission, Policy, ProcProbe};
 use crate::cgroup::Cgroups;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Operations};
 use crate::config::Config;
-use crate::control::Control;
 use crate::holder::{Ending, Holding};
-use crate::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
 use crate::state::State;
+use vmfork_control::Control;
+use vmfork_rest::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 
 /// How long the host may take to end its VMs.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(30);
@@ -154,7 +154,7 @@ where
         App::new(host.control, metrics, stop_rx.clone()).debug_faults(config.debug_faults);
     if let Some(cluster) = &host.cluster {
         app = app.elsewhere(Arc::clone(cluster) as Arc<dyn Elsewhere>);
-        app = app.cluster(Arc::new(Arc::clone(cluster)));
+        app = app.cluster(Arc::new(Operations::new(cluster)));
         cluster.begin(http::router(app.clone())).await;
     }
     let serving = tokio::spawn(http::serve(listeners, app, stop_rx));

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
+use vmfork_control::Control;
 use vmfork_daemon::config::Flags;
-use vmfork_daemon::control::Control;
 use vmfork_daemon::lifecycle::{self, Host, Parts};
 use vmfork_daemon::operations::Hub;
 

@@ -589,5 +589,15 @@ impl Metrics {
 }
 
 mod multicast;
+impl vmfork_rest::http::Counters for Metrics {
+    fn request(&self, method: &str, route: &str, status: u16) {
+        self.request(method, route, status);
+    }
+
+    fn text(&self) -> String {
+        self.text()
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -28,7 +28,7 @@ use vmfork_api::{ErrorBody, ErrorCode};
 
 use super::relay::{LastWord, relay};
 use crate::error::chain;
-use crate::http::PASSED_ON;
+use vmfork_rest::http::PASSED_ON;
 
 /// How long a host may take to be connected to.
 const CONNECT_WAIT: Duration = Duration::from_secs(2);

@@ -17,7 +17,7 @@ use super::member::WORD_WAIT;
 use super::routes::Of;
 use crate::core::{Core, KILL_TIMEOUT};
 use crate::error::outcome;
-use crate::http::ApiError;
+use vmfork_rest::http::ApiError;
 
 pub(super) const END: &str = "/cluster/v1/families/end";
 

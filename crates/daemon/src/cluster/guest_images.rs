@@ -48,8 +48,8 @@ use super::server::Caller;
 use crate::core::Core;
 use crate::error::chain;
 use crate::fork::was_given_up;
-use crate::http::ApiError;
 use crate::vm::Identity;
+use vmfork_rest::http::ApiError;
 
 pub(super) const GUEST_IMAGES: &str = "/cluster/v1/guest-images";
 /// How long the head of an answer may take: the host only has to open a file.

@@ -57,11 +57,12 @@ pub(crate) use self::family::end_everywhere;
 use self::life::Life;
 pub(crate) use self::member::Member;
 use self::member::WORD_WAIT;
-use crate::control::Answer;
+pub use self::operations::Operations;
 use crate::core::Core;
 use crate::fork::Forker;
-use crate::http::{Answered, Elsewhere};
 use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
+use vmfork_control::Answer;
+use vmfork_rest::http::{Answered, Elsewhere};
 
 /// One per daemon.
 pub struct Cluster {

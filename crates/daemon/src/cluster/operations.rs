@@ -18,8 +18,8 @@ use super::Cluster;
 use super::client::Peer;
 use super::life::Life;
 use super::routes::JOIN;
-use crate::control::{Answer, ClusterControl};
 use crate::error::{chain, outcome};
+use vmfork_control::{Answer, ClusterControl};
 
 const TTL_S_DEFAULT: u64 = 3600;
 const TTL_S_MAX: u64 = 7 * 24 * 3600;
@@ -337,11 +337,21 @@ fn no_host(message: &str, error: &MemberError) -> ErrorBody {
     }
 }
 
-impl ClusterControl for Arc<Cluster> {
+/// [`ClusterControl`] of this host.
+#[derive(Debug, Clone)]
+pub struct Operations(Arc<Cluster>);
+
+impl Operations {
+    pub fn new(cluster: &Arc<Cluster>) -> Self {
+        Self(Arc::clone(cluster))
+    }
+}
+
+impl ClusterControl for Operations {
     fn cluster(&self) -> Answer<'_, ClusterInfo> {
         async {
-            self.unhindered("list the hosts of the cluster")?;
-            Ok(self.info())
+            self.0.unhindered("list the hosts of the cluster")?;
+            Ok(self.0.info())
         }
         .boxed()
     }
@@ -349,21 +359,21 @@ impl ClusterControl for Arc<Cluster> {
     // Tasks of their own: half a change would leave this host a member of nothing, or others with one that is none.
 
     fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(self).init(request)), INIT).boxed()
+        outcome(tokio::spawn(Arc::clone(&self.0).init(request)), INIT).boxed()
     }
 
     fn join_cluster(&self, request: ClusterJoinRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(self).join(request)), JOINING).boxed()
+        outcome(tokio::spawn(Arc::clone(&self.0).join(request)), JOINING).boxed()
     }
 
     fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(self).leave(request)), LEAVE).boxed()
+        outcome(tokio::spawn(Arc::clone(&self.0).leave(request)), LEAVE).boxed()
     }
 
     fn cluster_token(&self, request: ClusterTokenRequest) -> Answer<'_, ClusterToken> {
         async move {
             let message = "make a token";
-            let life = self.in_one(message)?;
+            let life = self.0.in_one(message)?;
             let ttl_s = request.ttl_s.unwrap_or(TTL_S_DEFAULT);
             if !(1..=TTL_S_MAX).contains(&ttl_s) {
                 return Err(ErrorBody::new(ErrorCode::BadRequest, message)
@@ -397,7 +407,7 @@ impl ClusterControl for Arc<Cluster> {
     ) -> Answer<'_, ClusterInfo> {
         async move {
             let message = if drain { "drain a host" } else { "take a host back into use" };
-            let life = self.in_one(message)?;
+            let life = self.0.in_one(message)?;
             let now = life.member.hosts.now();
             let changed = found(&life, &request).and_then(|id| {
                 life.member.hosts.roster.change(|book| match drain {
@@ -407,7 +417,7 @@ impl ClusterControl for Arc<Cluster> {
             });
             changed.map_err(|error| no_host(message, &error))?;
             life.save();
-            Ok(self.info())
+            Ok(self.0.info())
         }
         .boxed()
     }

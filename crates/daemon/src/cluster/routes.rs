@@ -42,8 +42,8 @@ use super::touched::{self, TOUCHED};
 use crate::core::Core;
 use crate::error::{BUG, chain, outcome};
 use crate::fork::{self, Forker};
-use crate::http::ApiError;
 use crate::vm::End;
+use vmfork_rest::http::ApiError;
 
 pub(super) const JOIN: &str = "/cluster/v1/join";
 pub(super) const NAMES: &str = "/cluster/v1/names";

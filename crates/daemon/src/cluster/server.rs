@@ -17,7 +17,7 @@ use vmfork_cluster::HostId;
 use vmfork_cluster::keys::Tls;
 
 use super::places::{Callers, OfMember, Stranger, Strangers};
-use crate::http::{connection, keep_alive};
+use vmfork_rest::http::{connection, keep_alive};
 
 /// What members speak at this port.
 pub(super) const API_PROTOCOL: &[u8] = b"vmfork-api/1";

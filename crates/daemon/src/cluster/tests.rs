@@ -13,21 +13,22 @@ use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, Clu
 use vmfork_cluster::allocate::Policy;
 use vmfork_cluster::{Folder, HostId};
 
-use super::Cluster;
 use super::tickets::reserve;
+use super::{Cluster, Operations};
 use crate::admission::BootAsk;
 use crate::config::{Config, TicketPlace};
-use crate::control::ClusterControl;
 use crate::fork::Allotted;
 use crate::fork::tickets::allot;
 use crate::operations::testing::{Host, SOON};
 use crate::quotas::User;
+use vmfork_control::ClusterControl;
 
 static ADDRESSES: AtomicU16 = AtomicU16::new(1);
 
 /// A host that is in no cluster yet.
 struct One {
     host: Host,
+    operations: Operations,
     address: String,
 }
 
@@ -37,7 +38,9 @@ impl One {
         // Tests of other processes have others.
         let process = std::process::id().to_be_bytes()[3];
         let address = format!("127.{}.{}.{}:7072", process | 1, own[0], own[1]);
-        Self { host: Host::with(set).await, address }
+        let host = Host::with(set).await;
+        let operations = Operations::new(&host.hub.cluster);
+        Self { host, operations, address }
     }
 
     fn cluster(&self) -> &Arc<Cluster> {
@@ -74,11 +77,11 @@ async fn cluster_with(count: usize, set: impl Fn(&mut Config)) -> Vec<One> {
         let host = One::with(&set).await;
         let (address, name) = (host.address.clone(), Some(format!("h{number}")));
         match hosts.first() {
-            None => host.cluster().init_cluster(ClusterInitRequest { address, name }).await,
+            None => host.operations.init_cluster(ClusterInitRequest { address, name }).await,
             Some(first) => {
-                let token = first.cluster().cluster_token(ClusterTokenRequest::default()).await;
+                let token = first.operations.cluster_token(ClusterTokenRequest::default()).await;
                 let token = token.expect("a token").token;
-                host.cluster().join_cluster(ClusterJoinRequest { token, address, name }).await
+                host.operations.join_cluster(ClusterJoinRequest { token, address, name }).await
             }
         }
         .expect("a member");
@@ -111,7 +114,7 @@ async fn a_host_that_is_removed_is_told_and_is_in_no_cluster_then() {
     let id = hosts[1].id().expect("a member");
     let connections = hosts[0].cluster().life().expect("a member").callers.end_of(id);
     let h1 = ClusterHostRequest { host: Some("h1".to_owned()) };
-    let left = hosts[0].cluster().leave_cluster(h1).await.expect("removed");
+    let left = hosts[0].operations.leave_cluster(h1).await.expect("removed");
     assert_eq!(left.hosts.len(), 2);
     until("it is in none", || hosts[1].is_in_none()).await;
     until("its connections have ended", || connections.is_cancelled()).await;
@@ -119,7 +122,7 @@ async fn a_host_that_is_removed_is_told_and_is_in_no_cluster_then() {
     // One that can't be told is removed all the same.
     let _silent = silence(&hosts[2]).await;
     let h2 = ClusterHostRequest { host: Some("h2".to_owned()) };
-    let left = hosts[0].cluster().leave_cluster(h2).await.expect("removed");
+    let left = hosts[0].operations.leave_cluster(h2).await.expect("removed");
     assert_eq!(left.hosts.len(), 1);
     hosts[0].stop().await;
 }
@@ -139,7 +142,7 @@ async fn silent_hosts_do_not_keep_others_from_hearing_who_leaves_and_a_leave_end
         silent.push(silence(host).await);
     }
     let began = Instant::now();
-    let leave = leaves.cluster().leave_cluster(ClusterHostRequest::default());
+    let leave = leaves.operations.leave_cluster(ClusterHostRequest::default());
     assert!(leave.now_or_never().is_none(), "it takes a while; its caller has gone");
     until("it is told", || !hears.knows(own)).await;
     assert!(began.elapsed() < Duration::from_millis(1900), "{:?}", began.elapsed());
@@ -159,23 +162,24 @@ async fn a_membership_begins_when_it_can_and_can_be_left_until_then() {
     let in_the_way = silence(&host).await;
     let daemon = again();
     daemon.begin_every(Duration::from_millis(20)).await;
-    let error = daemon.cluster().await.expect_err("the port is taken");
+    let error = Operations::new(&daemon).cluster().await.expect_err("the port is taken");
     let cause = error.cause.expect("a cause");
     assert!(cause.starts_with(&format!("listen for other hosts on {}", host.address)), "{cause}");
     assert!(error.remedy.expect("a remedy").contains("cluster leave"));
     drop(in_the_way);
     until("it is a member again", || daemon.member().map(|member| member.hosts.id) == id).await;
-    daemon.cluster().await.expect("a member");
+    Operations::new(&daemon).cluster().await.expect("a member");
     daemon.stop().await;
 
     let _in_the_way = silence(&host).await;
     let daemon = again();
     daemon.begin_every(Duration::from_millis(20)).await;
-    let left = daemon.leave_cluster(ClusterHostRequest::default()).await.expect("left");
+    let left =
+        Operations::new(&daemon).leave_cluster(ClusterHostRequest::default()).await.expect("left");
     let note = left.note.expect("a note");
     assert!(note.contains("not told") && note.contains("leave h0"), "{note}");
     assert!(host.is_in_none());
-    assert!(daemon.cluster().await.expect("in none").hosts.is_empty());
+    assert!(Operations::new(&daemon).cluster().await.expect("in none").hosts.is_empty());
 }
 
 /// Wait until the first host knows what all have left.
@@ -266,7 +270,7 @@ async fn a_tickets_clones_are_put_where_its_host_is_set_to() {
         }
         drop((few, rest));
         let this = ClusterHostRequest { host: None };
-        hosts[0].cluster().drain_cluster_host(this, true).await.expect("it drains");
+        hosts[0].operations.drain_cluster_host(this, true).await.expect("it drains");
         assert_eq!(counts(&allot(forker, &vm, 1, "fork").await).0, 0, "{place:?}: it drains");
         for host in &hosts {
             host.stop().await;

@@ -25,8 +25,8 @@ use super::routes::Of;
 use super::server::Caller;
 use crate::core::Core;
 use crate::error::{BUG, chain};
-use crate::http::ApiError;
 use crate::vm::{LastLook, Vm};
+use vmfork_rest::http::ApiError;
 
 pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 

@@ -11,9 +11,9 @@ use tokio::sync::broadcast::Receiver;
 use vmfork_qemu::qmp::Event;
 
 use super::Core;
-use crate::agent::{self, AgentLink};
 use crate::metrics::EndReason;
 use crate::vm::{End, Vm};
+use vmfork_guest_link::agent::{self, AgentLink};
 
 /// Notice the end of a VM's agent. `events` are its QEMU's.
 pub(crate) fn watch(core: &Arc<Core>, vm: &Arc<Vm>, link: AgentLink, events: Receiver<Event>) {
@@ -44,9 +44,9 @@ mod tests {
     use vmfork_api::VmState;
 
     use super::*;
-    use crate::agent::MailRoom;
     use crate::fork::tickets::{self, TicketOrigin};
     use crate::operations::testing::{Host, SOON, link};
+    use vmfork_guest_link::agent::MailRoom;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_worker_whose_agent_is_lost_ends_and_its_parent_is_told() {

@@ -44,7 +44,6 @@ pub(crate) use self::quotas::{Keeper, Quotas, TOLD_WITHIN};
 pub(crate) use self::registry::{Registry, Reservation};
 use self::tally::Tally;
 use crate::admission::{self, Admission, Lease};
-use crate::agent::HostMail;
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::error::chain;
@@ -54,6 +53,7 @@ use crate::vm::launch::{LaunchError, Launcher};
 use crate::vm::log::Log;
 use crate::vm::machine::Machine;
 use crate::vm::{End, Identity, Origin, Vm};
+use vmfork_guest_link::agent::HostMail;
 
 /// What a host that is short of memory must have free, on top of its reserve, before anything is fetched that nobody
 /// asked for.

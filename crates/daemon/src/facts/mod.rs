@@ -12,10 +12,10 @@ use vmfork_qemu::probe::{self, KvmFacts, NoKvm};
 use vmfork_qemu::shape::ShapeError;
 use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
 
-use crate::agent::{AgentInfo, Inheritance};
 use crate::quotas::User;
 use crate::vm::machine::Machine;
 use crate::vm::{Identity, Inherited, MachineSpec};
+use vmfork_guest_link::agent::{AgentInfo, Inheritance};
 
 /// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

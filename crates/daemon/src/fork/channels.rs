@@ -6,12 +6,12 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 use super::{Forker, tickets};
-use crate::agent::{AgentLink, Inheritance, LinkOptions, MailLimits, MailRoom};
 use crate::cgroup;
 use crate::core::{agents, events};
 use crate::vm::Vm;
 use crate::vm::console::Console;
 use crate::vm::machine::Machine;
+use vmfork_guest_link::agent::{AgentLink, Inheritance, LinkOptions, MailLimits, MailRoom};
 
 /// Pieces of output that a log may lag behind before some are dropped.
 const LOG_PIECES: usize = 256;

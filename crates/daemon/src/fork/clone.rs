@@ -16,13 +16,13 @@ use super::snapshot::Snapshot;
 use super::tickets::{Event, TicketOrigin};
 use super::{Forker, ms};
 use crate::admission::Lease;
-use crate::agent::AgentInfo;
 use crate::core::{Core, PendingMachine};
 use crate::error::chain;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
 use crate::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
+use vmfork_guest_link::agent::AgentInfo;
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use vmfork_engine::Engine;
 
 use crate::admission::Lease;
-use crate::agent::Inheritance;
 use crate::vm::machine::Lead;
 use crate::vm::{Provenance, Vm};
+use vmfork_guest_link::agent::Inheritance;
 
 #[derive(Debug)]
 pub(crate) struct Snapshot {

@@ -14,9 +14,9 @@ use vmfork_api::ErrorBody;
 
 use super::{Abroad, Allotted, Forker, Hold, Order, Reserved};
 use crate::admission::{ForkGrant, Loan};
-use crate::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
-use crate::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
 use crate::vm::{End, Fate, Origin, Vm};
+use vmfork_guest_link::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
+use vmfork_guest_link::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
 
 /// Requests of one guest that wait to be looked at.
 pub(crate) const REQUESTS_MAX: usize = 1024;

@@ -15,12 +15,12 @@ use vmfork_qemu::probe;
 
 use super::{Hub, boot};
 use crate::cluster::end_everywhere;
-use crate::control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
 use crate::core::store_code;
 use crate::error::chain;
 use crate::fork;
 use crate::quotas::User;
 use crate::vm::End;
+use vmfork_control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
 
 /// How long the agent may take to start a program, or to open a file.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! The operations of one host: everything that [`crate::control::Control`] promises, put together.
+//! The operations of one host: everything that [`vmfork_control::Control`] promises, put together.
 //!
 //! ```text
 //!   Hub (Control) ──┬── core: the VMs of this host
@@ -21,7 +21,7 @@ use crate::fork::{Forker, Remote};
 use crate::lifecycle::Parts;
 use crate::snapshots::{Library, prefetch};
 
-/// The real [`crate::control::Control`].
+/// The real [`vmfork_control::Control`].
 pub struct Hub {
     pub(crate) core: Arc<Core>,
     pub(crate) forker: Arc<Forker>,

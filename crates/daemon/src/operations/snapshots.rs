@@ -7,9 +7,9 @@ use vmfork_api::{
 };
 
 use super::Hub;
-use crate::control::{Answer, ByteStream, SnapshotControl};
 use crate::quotas::User;
 use crate::snapshots::{create, keep, start, transfer};
+use vmfork_control::{Answer, ByteStream, SnapshotControl};
 
 impl SnapshotControl for Hub {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>> {

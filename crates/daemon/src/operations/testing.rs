@@ -2,19 +2,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
-use tokio::sync::mpsc;
-use tokio::time::timeout;
-use vmfork_agent_proto::{Decoder, ToGuest, ToHost, encode_message};
 use vmfork_cluster::allocate::Bounds;
+
+pub(crate) use vmfork_guest_link::testing::{Guest, SOON, link};
 
 use super::Hub;
 use crate::admission::{Admission, HostMemory, Policy, Probe};
-use crate::agent::{AgentLink, GuestRequest, LinkOptions, MailLimits, MailRoom};
 use crate::config::{Config, TicketPlace};
 use crate::core::Core;
 use crate::fork::tickets::TicketOrigin;
@@ -23,9 +18,6 @@ use crate::metrics::Metrics;
 use crate::snapshots::Snapshots;
 use crate::state::State;
 use crate::vm::{Identity, Vm, test_identity};
-
-/// Bounds every wait.
-pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Of the host, whatever the tests run on.
 const CORES: usize = 4;
@@ -105,44 +97,4 @@ fn config(folder: &Path) -> Config {
         libdir: folder.to_owned(),
         debug_faults: false,
     }
-}
-
-/// The guest's end of a link.
-pub(crate) struct Guest {
-    pub(crate) stream: UnixStream,
-    decoder: Decoder,
-}
-
-impl Guest {
-    pub(crate) async fn say(&mut self, channel: u32, message: &ToHost) {
-        let frame = encode_message(channel, message).expect("short");
-        self.stream.write_all(&frame).await.expect("write");
-    }
-
-    /// The next message.
-    pub(crate) async fn hear(&mut self) -> (u32, ToGuest) {
-        let next = async {
-            loop {
-                if let Some(frame) = self.decoder.next_frame().expect("frames") {
-                    let message = serde_json::from_slice(&frame.payload).expect("a message");
-                    return (frame.channel, message);
-                }
-                let mut buffer = vec![0; 4096];
-                let bytes = self.stream.read(&mut buffer).await.expect("read");
-                assert_ne!(bytes, 0, "the link was closed");
-                self.decoder.push(&buffer[..bytes]);
-            }
-        };
-        timeout(SOON, next).await.expect("an answer in time")
-    }
-}
-
-/// A link, its guest, and what that asks for.
-pub(crate) fn link() -> (AgentLink, Guest, mpsc::Receiver<GuestRequest>) {
-    let (here, there) = UnixStream::pair().expect("socketpair");
-    let (log, _) = mpsc::channel(1);
-    let (requests_tx, requests) = mpsc::channel(16);
-    let (mail, room) = (MailLimits::default(), MailRoom::default());
-    let link = AgentLink::start(here, LinkOptions { log, requests: requests_tx, mail, room });
-    (link, Guest { stream: there, decoder: Decoder::new() }, requests)
 }

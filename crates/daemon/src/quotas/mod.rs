@@ -1,15 +1,14 @@
 //! What users may have on all hosts together: who they are, the settings, and what a quota leaves of what is asked for.
 //!
-//! Left to others: whose turn it is to get more ([`crate::core`]), and what is counted.
+//! Left to others: whose turn it is to get more (`core`), and what is counted.
 
 mod parse;
-mod user;
 
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::Amount;
 
 pub use self::parse::{QuotaError, bounds};
-pub use self::user::User;
+pub use vmfork_control::User;
 
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

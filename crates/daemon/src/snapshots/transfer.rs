@@ -19,7 +19,7 @@ use super::under_way::{Doing, Placed, Pulling, UnderWay};
 use super::{Library, SnapshotError};
 
 use super::work::{CancelOnDrop, blocking};
-use crate::control::ByteStream;
+use vmfork_control::ByteStream;
 
 /// Bytes between the store and a client: 4 MiB.
 const PIECES_MAX: usize = 16;

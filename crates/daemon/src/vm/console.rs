@@ -10,7 +10,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{broadcast, mpsc, watch};
 
 use super::log::Log;
-use crate::control::ConsoleSession;
+use vmfork_control::ConsoleSession;
 
 const INPUT_PIECES: usize = 64;
 const OUTPUT_PIECES: usize = 1024;

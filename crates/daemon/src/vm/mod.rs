@@ -38,10 +38,10 @@ pub(crate) use self::origin::{Fate, Origin};
 pub(crate) use self::provenance::{CameOf, Provenance};
 pub(crate) use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
-use crate::agent::{AgentInfo, AgentLink};
 use crate::cgroup::VmCgroup;
 use crate::metrics::EndReason;
 use crate::quotas::User;
+use vmfork_guest_link::agent::{AgentInfo, AgentLink};
 
 /// What never changes.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::Vm;
-use crate::agent::{GuestRequest, MailRoom};
+use vmfork_guest_link::agent::{GuestRequest, MailRoom};
 
 /// Of a VM that a ticket made.
 #[derive(Debug, Clone)]

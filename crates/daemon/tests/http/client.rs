@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::Message;
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_daemon::http::{App, Listeners, SocketOwner, serve};
 use vmfork_daemon::metrics::Metrics;
+use vmfork_rest::http::{App, Listeners, SocketOwner, serve};
 
 use crate::fake::Fake;
 

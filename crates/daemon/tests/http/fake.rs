@@ -13,7 +13,7 @@ use vmfork_api::{
     Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
     KillRequest, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
 };
-use vmfork_daemon::control::{
+use vmfork_control::{
     Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
 };
 use vmfork_daemon::quotas::User;

@@ -8,7 +8,7 @@ use vmfork_api::{
     SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
     TransferRequest, VerifyReply,
 };
-use vmfork_daemon::control::{Answer, ByteStream, SnapshotControl};
+use vmfork_control::{Answer, ByteStream, SnapshotControl};
 use vmfork_daemon::quotas::User;
 
 use crate::fake::Fake;

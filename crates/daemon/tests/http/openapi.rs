@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use vmfork_daemon::http::openapi_json;
+use vmfork_rest::http::openapi_json;
 
 #[test]
 fn the_checked_in_document_is_the_served_one() {

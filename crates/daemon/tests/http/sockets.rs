@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_tungstenite::tungstenite::Message;
-use vmfork_daemon::http::{ListenError, Listeners, SocketOwner, Token};
+use vmfork_rest::http::{ListenError, Listeners, SocketOwner, Token};
 
 use crate::client::{Daemon, LONG, eventually, next};
 

@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, watch};
 use vmfork_guest_image::FileInfo;
 
 use super::*;
-use crate::http::connection;
+use vmfork_rest::http::connection;
 
 const SOON: Duration = Duration::from_secs(20);
 

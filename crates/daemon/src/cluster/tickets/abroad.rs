@@ -10,10 +10,12 @@ use vmfork_cluster::HostId;
 
 use super::letter::{Item, LineId, Word};
 use super::wire::{End, Wire};
-use crate::agent::{Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder};
 use crate::cluster::member::Member;
 use crate::fork;
 use crate::fork::tickets::{Event, TicketOrigin};
+use vmfork_guest_link::agent::{
+    Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder,
+};
 
 /// What an empty message costs.
 const MESSAGE_OVERHEAD_BYTES: u64 = 256;

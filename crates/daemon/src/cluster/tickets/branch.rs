@@ -10,12 +10,12 @@ use vmfork_cluster::HostId;
 
 use super::letter::{Item, LineId, Word};
 use super::wire::{End, Wire};
-use crate::agent::{GuestRequest, Lease, MailRoom, ROOM_BYTES, Responder};
 use crate::cluster::descriptor::Order;
 use crate::cluster::member::Member;
 use crate::core::Core;
 use crate::fork::tickets::{Event, TicketOrigin};
 use crate::vm::{End as VmEnd, Vm};
+use vmfork_guest_link::agent::{GuestRequest, Lease, MailRoom, ROOM_BYTES, Responder};
 
 pub(super) struct Branch {
     core: Arc<Core>,

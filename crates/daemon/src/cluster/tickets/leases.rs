@@ -22,8 +22,8 @@ use crate::core::Core;
 use crate::error::chain;
 use crate::fork::{Allotted, Reserved};
 use crate::quotas::{Allowed, User};
-use crate::tickets::LEASE;
 use crate::vm::Vm;
+use vmfork_guest_link::tickets::LEASE;
 
 /// Where places are asked for.
 pub(in crate::cluster) const LEASES: &str = "/cluster/v1/leases";

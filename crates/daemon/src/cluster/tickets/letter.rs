@@ -10,7 +10,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::RequestError;
 
-use crate::agent::ROOM_BYTES;
+use vmfork_guest_link::agent::ROOM_BYTES;
 
 /// Words of one letter, and the bytes that go with them, unless a single message is longer.
 pub(super) const WORDS_MAX: usize = 1024;

@@ -12,7 +12,7 @@
 //!
 //! Promises: what is said comes once and in order, whatever is lost on the way ([`line`]); a host that is silent for 20 s, is no
 //! member any more or has forgotten is lost, and nobody waits for it longer: its clones have failed for who joins; theirs
-//! lose their parent as they would by its end ([`crate::tickets`]).
+//! lose their parent as they would by its end ([`vmfork_guest_link::tickets`]).
 //!
 //! A message counts against its worker's allowance, and against a room of its line on its host, until the parent has it; on the
 //! parent's host it counts against what may lie there over all VMs, and is refused where that is full; until then against what is

@@ -14,11 +14,11 @@ use super::abroad::Abroad;
 use super::branch::Branch;
 use super::letter::LineId;
 use super::wire::{End, Lines, Wire};
-use crate::agent::{Asker, Counted, GuestRequest, MailRoom, Message, Responder};
 use crate::fork::Abroad as _;
 use crate::fork::tickets::{Event, TicketOrigin};
 use crate::operations::testing::{Guest, Host, SOON, link};
 use crate::vm::Vm;
+use vmfork_guest_link::agent::{Asker, Counted, GuestRequest, MailRoom, Message, Responder};
 
 const TICKET: u64 = 7;
 
@@ -28,7 +28,7 @@ struct Both {
     vm: Arc<Vm>,
     worker: Guest,
     asked: mpsc::Receiver<GuestRequest>,
-    _link: crate::agent::AgentLink,
+    _link: vmfork_guest_link::agent::AgentLink,
     origin: TicketOrigin,
     there: (Arc<Wire>, Arc<Branch>),
     here: (Arc<Wire>, Arc<Abroad>),

@@ -1,0 +1,163 @@
+//! What the REST layer may ask of the host: the seam between it and everything else.
+//!
+//! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its calls. Neither knows the other.
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
+use vmfork_api::{
+    ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
+    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
+    Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail,
+    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode,
+    VerifyReply, Version, Vm, VmDetail,
+};
+
+mod user;
+
+pub use user::User;
+
+/// An answer to come.
+pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
+
+/// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the operation
+/// up and leaves nothing half-done.
+pub trait Control: SnapshotControl {
+    /// Whether a VM of this name or id is on this host, running or ended.
+    fn has_vm(&self, vm: &str) -> bool;
+    fn version(&self) -> Answer<'_, Version>;
+    fn doctor(&self) -> Answer<'_, DoctorReport>;
+    fn host(&self) -> Answer<'_, HostInfo>;
+    fn images(&self) -> Answer<'_, Vec<Image>>;
+    fn remove_image<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+    /// `all`: the ended ones too.
+    fn vms(&self, all: bool) -> Answer<'_, Vec<Vm>>;
+    fn tree(&self) -> Answer<'_, Vec<TreeNode>>;
+    /// `user`: who asks, and whose family begins.
+    fn run(&self, user: User, request: RunRequest) -> Answer<'_, Vm>;
+    fn inspect<'a>(&'a self, vm: &'a str) -> Answer<'a, VmDetail>;
+    /// Forget an ended VM; `force` ends it first.
+    fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()>;
+    fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed>;
+    fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply>;
+    /// Start a program. `stdin_base64` and `timeout_ms` of the request are the caller's affair.
+    fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession>;
+    fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream>;
+    /// `content` yields the bytes; dropping its sender without an `Err` is the end of the file; an `Err`
+    /// abandons the transfer and leaves the old file as it was.
+    fn write_file<'a>(
+        &'a self,
+        vm: &'a str,
+        path: &'a str,
+        mode: u32,
+        content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+    ) -> Answer<'a, ()>;
+    /// The log so far, and what comes while `follow` and until the VM ends.
+    fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>>;
+    /// Make the page engine of the image panic that a VM is a view of. For tests of what happens then.
+    fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
+    fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
+}
+
+/// The operations on the cluster that this host is a member of, or is to be.
+pub trait ClusterControl: Send + Sync + 'static {
+    fn cluster(&self) -> Answer<'_, ClusterInfo>;
+    fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo>;
+    fn join_cluster(&self, request: ClusterJoinRequest) -> Answer<'_, ClusterInfo>;
+    fn cluster_token(&self, request: ClusterTokenRequest) -> Answer<'_, ClusterToken>;
+    fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo>;
+    /// `drain`: give the host nothing new; else take it back into use.
+    fn drain_cluster_host(
+        &self,
+        request: ClusterHostRequest,
+        drain: bool,
+    ) -> Answer<'_, ClusterInfo>;
+}
+
+/// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after an `Err` they are
+/// not whole.
+pub type ByteStream = mpsc::Receiver<Result<Bytes, ErrorBody>>;
+
+/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's. What is created or pulled without waiting
+/// goes on after the answer; removing it gives it up.
+pub trait SnapshotControl: Send + Sync + 'static {
+    fn snapshots(&self) -> Answer<'_, Vec<Snapshot>>;
+    fn create_snapshot(&self, request: SnapshotRequest) -> Answer<'_, Snapshot>;
+    fn inspect_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, SnapshotDetail>;
+    /// `cascade`: its deltas, and theirs, too.
+    fn remove_snapshot<'a>(&'a self, name: &'a str, cascade: bool) -> Answer<'a, RemovedSnapshots>;
+    /// `user` as in [`Control::run`].
+    fn start_snapshot<'a>(
+        &'a self,
+        user: User,
+        name: &'a str,
+        request: StartRequest,
+    ) -> Answer<'a, StartReply>;
+    fn verify_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, VerifyReply>;
+    fn flatten_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, Snapshot>;
+    fn export_snapshot<'a>(&'a self, name: &'a str) -> Answer<'a, ByteStream>;
+    /// `name`: what to call the snapshot that the stream is about, if not as before.
+    fn import_snapshot(
+        &self,
+        name: Option<String>,
+        content: ByteStream,
+    ) -> Answer<'_, Vec<Snapshot>>;
+    fn push_snapshot<'a>(
+        &'a self,
+        name: &'a str,
+        request: TransferRequest,
+    ) -> Answer<'a, TransferReply>;
+    fn pull_snapshot<'a>(&'a self, name: &'a str, request: TransferRequest)
+    -> Answer<'a, Snapshot>;
+    fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo>;
+    fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+}
+
+/// A VM that was ended.
+#[derive(Debug)]
+pub struct Killed {
+    pub vm: Vm,
+    /// The hosts that do not answer: what is there of its family goes on.
+    pub missing: Vec<String>,
+}
+
+/// A program that runs in a guest. Dropping `input` hangs it up (SIGHUP).
+#[derive(Debug)]
+pub struct ExecSession {
+    pub pid: u32,
+    pub input: mpsc::Sender<ExecInput>,
+    /// Ends after `Exited` or `Error`.
+    pub output: mpsc::Receiver<ExecOutput>,
+}
+
+#[derive(Debug)]
+pub enum ExecInput {
+    Stdin(Bytes),
+    StdinEof,
+    Signal(i32),
+    Resize { rows: u16, cols: u16 },
+}
+
+#[derive(Debug)]
+pub enum ExecOutput {
+    Stdout(Bytes),
+    Stderr(Bytes),
+    Exited { exit_code: i32, signal: Option<i32> },
+    Error(ErrorBody),
+}
+
+/// A file on its way out of a guest.
+#[derive(Debug)]
+pub struct FileStream {
+    pub mode: u32,
+    pub size_bytes: u64,
+    /// Ends at the end of the file, or after an `Err`.
+    pub content: mpsc::Receiver<Result<Bytes, ErrorBody>>,
+}
+
+/// The serial console. Several may look at one; all see the output, each may type.
+#[derive(Debug)]
+pub struct ConsoleSession {
+    pub input: mpsc::Sender<Bytes>,
+    pub output: mpsc::Receiver<Bytes>,
+}
