@@ -1,6 +1,7 @@
 //! What the REST layer may ask of the host: the seam between it and everything else.
 //!
-//! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its calls. Neither knows the other.
+//! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its
+//! calls. Neither knows the other.
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -20,8 +21,8 @@ pub use user::User;
 /// An answer to come.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
-/// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the operation
-/// up and leaves nothing half-done.
+/// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the
+/// operation up and leaves nothing half-done.
 pub trait Control: SnapshotControl {
     /// Whether a VM of this name or id is on this host, running or ended.
     fn has_vm(&self, vm: &str) -> bool;
@@ -43,8 +44,8 @@ pub trait Control: SnapshotControl {
     /// Start a program. `stdin_base64` and `timeout_ms` of the request are the caller's affair.
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession>;
     fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream>;
-    /// `content` yields the bytes; dropping its sender without an `Err` is the end of the file; an `Err`
-    /// abandons the transfer and leaves the old file as it was.
+    /// `content` yields the bytes; dropping its sender without an `Err` is the end of the file; an
+    /// `Err` abandons the transfer and leaves the old file as it was.
     fn write_file<'a>(
         &'a self,
         vm: &'a str,
@@ -54,7 +55,8 @@ pub trait Control: SnapshotControl {
     ) -> Answer<'a, ()>;
     /// The log so far, and what comes while `follow` and until the VM ends.
     fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>>;
-    /// Make the page engine of the image panic that a VM is a view of. For tests of what happens then.
+    /// Make the page engine of the image panic that a VM is a view of. For tests of what happens
+    /// then.
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
 }
@@ -74,12 +76,12 @@ pub trait ClusterControl: Send + Sync + 'static {
     ) -> Answer<'_, ClusterInfo>;
 }
 
-/// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after an `Err` they are
-/// not whole.
+/// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after
+/// an `Err` they are not whole.
 pub type ByteStream = mpsc::Receiver<Result<Bytes, ErrorBody>>;
 
-/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's. What is created or pulled without waiting
-/// goes on after the answer; removing it gives it up.
+/// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's. What is created or
+/// pulled without waiting goes on after the answer; removing it gives it up.
 pub trait SnapshotControl: Send + Sync + 'static {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>>;
     fn create_snapshot(&self, request: SnapshotRequest) -> Answer<'_, Snapshot>;

@@ -5,8 +5,9 @@
 //!   tickets: who may fork, who waits for whom: a state machine without I/O or clock
 //! ```
 //!
-//! Promises: what a guest sends is bounded and believed nothing of; a request of a guest is answered once. Left to others: what a
-//! VM is and where it runs, whether a fork fits, and how it is carried out.
+//! Promises: what a guest sends is bounded and believed nothing of; a request of a guest is
+//! answered once. Left to others: what a VM is and where it runs, whether a fork fits, and how it
+//! is carried out.
 
 pub mod agent;
 #[cfg(any(test, feature = "testing"))]

@@ -7,8 +7,8 @@
 //!          └── events of page engines and QEMUs ──► the VM concerned ends
 //! ```
 //!
-//! Promises: a VM ends once, and the first reason stands; a name is one VM's. Left to others: where VMs come from (an image, a
-//! fork, a stored snapshot, another host).
+//! Promises: a VM ends once, and the first reason stands; a name is one VM's. Left to others: where
+//! VMs come from (an image, a fork, a stored snapshot, another host).
 
 mod accounts;
 pub(crate) mod agents;
@@ -55,14 +55,15 @@ use crate::vm::machine::Machine;
 use crate::vm::{End, Identity, Origin, Vm};
 use vmfork_guest_link::agent::HostMail;
 
-/// What a host that is short of memory must have free, on top of its reserve, before anything is fetched that nobody
-/// asked for.
+/// What a host that is short of memory must have free, on top of its reserve, before anything is
+/// fetched that nobody asked for.
 const SPARE_BYTES: u64 = 256 << 20;
 /// Most waiting QEMUs over all shapes.
 const POOL_MAX: usize = 1024;
 /// A shape that nobody used for so long gives its waiting QEMUs back.
 const POOL_IDLE: Duration = Duration::from_secs(600);
-/// How long QEMUs that were killed may take to leave their cgroups: one with much memory takes a second.
+/// How long QEMUs that were killed may take to leave their cgroups: one with much memory takes a
+/// second.
 const CGROUP_WAIT: Duration = Duration::from_secs(10);
 
 /// What all parts of the control plane share.
@@ -87,7 +88,8 @@ pub(crate) struct Core {
     pub(crate) loading: Semaphore,
     engine_events: mpsc::UnboundedSender<EngineEvent>,
     next_image: AtomicU64,
-    /// The engines of all images that someone holds, also of snapshots whose clones have not attached yet.
+    /// The engines of all images that someone holds, also of snapshots whose clones have not
+    /// attached yet.
     engines: Mutex<Vec<Weak<Engine>>>,
     next_book: AtomicU64,
     pool_hits: AtomicU64,
@@ -115,7 +117,8 @@ pub(crate) struct Parts {
 }
 
 impl Core {
-    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who wants a VM is told.
+    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who wants a VM
+    /// is told.
     pub(crate) async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups, keeper, life } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {
@@ -264,8 +267,8 @@ impl Core {
         claimed
     }
 
-    /// One for a clone whose lease is for the QEMU, too: one that has come to wait meanwhile, or one that is
-    /// started now.
+    /// One for a clone whose lease is for the QEMU, too: one that has come to wait meanwhile, or
+    /// one that is started now.
     ///
     /// # Errors
     /// It can't be started.
@@ -349,7 +352,8 @@ impl Core {
         parent.with_lease(|lease| lease.is_now_a_clone(parent.identity.spec().memory_bytes));
     }
 
-    /// Nothing is started for the pool as long as this is kept: a pause, and clones that start, come first.
+    /// Nothing is started for the pool as long as this is kept: a pause, and clones that start,
+    /// come first.
     pub(crate) fn hold_pool(&self) -> pool::Hold<Shape, Machine, LaunchError> {
         self.pool.hold()
     }

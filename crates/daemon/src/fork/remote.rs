@@ -50,8 +50,8 @@ pub(crate) trait Remote: Send + Sync {
         ask: PlanAsk<'a>,
     ) -> BoxFuture<'a, Result<Option<Box<dyn Away>>, ErrorBody>>;
 
-    /// Places for `vms` clones of a VM, for a ticket, on this and other hosts: as many as there are. `None`: this host alone
-    /// decides.
+    /// Places for `vms` clones of a VM, for a ticket, on this and other hosts: as many as there
+    /// are. `None`: this host alone decides.
     fn reserve<'a>(
         &'a self,
         core: &'a Core,

@@ -1,7 +1,8 @@
 //! What all clones of a VM inherit, wherever they run and whenever they are started.
 //!
-//! It goes as a whole: from the VM to its clones, to other hosts in the descriptor of a fork, and into stored snapshots. So a new
-//! property is a field here, and a value where VMs boot; what is read from a store needs a default, since older snapshots lack it.
+//! It goes as a whole: from the VM to its clones, to other hosts in the descriptor of a fork, and
+//! into stored snapshots. So a new property is a field here, and a value where VMs boot; what is
+//! read from a store needs a default, since older snapshots lack it.
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::Accel;
