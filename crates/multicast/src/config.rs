@@ -9,13 +9,14 @@ use vmfork_policy::transfer::multicast::{ReceiverConfig, TrustConfig};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerConfig {
     pub receiver: ReceiverConfig,
-    /// Pages are asked for here only while so many hosts listen: one alone is served sooner over a connection.
+    /// Pages are requested here only while at least this many hosts listen: one alone is served
+    /// sooner over a connection.
     pub listeners_min: u64,
     /// And only if the sender was heard within this.
     pub heard_within: Duration,
     /// What a VM waits for waits so long, then another host is asked.
     pub demand_wait: Duration,
-    /// The same for what nobody waits for.
+    /// The same for background reads.
     pub ahead_wait: Duration,
     /// For how long nothing is asked for here after several reads in vain.
     pub trust: TrustConfig,

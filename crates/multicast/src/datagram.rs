@@ -15,13 +15,13 @@
 //!                | u64        | u8   | u8| u16   | u16 | u16 |              |
 //!                +------------+------+---+-------+-----+-----+-------- - - -+
 //!                form 0: a page's bytes as they are; 1: as one lz4 block. `total` bytes in all, `len` of them here, from `at` on
-//!                form 2: `total` pages of zeros. 3: so many listen as `first page` says
+//!                form 2: `total` pages of zeros. 3: `first page` is the number of listeners
 //!
 //! body of kind 2 +---------------+   requests of 16:  +------------+-------+-------+-----+
 //!                | received, u64 |                    | first page | pages | flags | 0   |
 //!                +---------------+                    | u64        | u32   | u8    | u24 |
 //!                                                     +------------+-------+-------+-----+
-//!                received: bytes per second, all ones: nothing new. flags 1: somebody waits. 2: asked for before
+//!                received: bytes per second, all ones: nothing new. flags 1: demand. 2: requested before
 //! ```
 //!
 //! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram is fragmented by IP where links
@@ -339,7 +339,7 @@ fn unpack(form: Form, bytes: &[u8]) -> Result<Box<[u8; PAGE]>, ProtoError> {
     Ok(page)
 }
 
-/// After a page that did not get smaller, up to so many go out without a try.
+/// After a page that did not get smaller, up to this many are sent without a try.
 const SKIP_MAX: u32 = 64;
 
 /// Cuts pages into bodies of datagrams.

@@ -46,7 +46,7 @@ pub struct GroupsConfig {
     pub tell_every: Duration,
     /// Who says nothing for so long listens no more.
     pub silent: Duration,
-    /// A group that nobody listens to ends after so long.
+    /// A group without listeners ends after this long.
     pub alone: Duration,
 }
 

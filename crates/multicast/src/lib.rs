@@ -14,8 +14,12 @@
 //! listeners have, each listener's under one of its own. What is forged, cut short, of another image, or a copy of what came before is
 //! counted and dropped. Members who have the group's key could forge: they are trusted with memory anyhow.
 //!
-//! Promises: a read here ends within a bound, soon for what a VM waits for, and then whoever asked goes to another host; nothing is read
-//! while the group is not heard. Who is no member any more has no key of what is sent after that. Buffers are bounded.
+//! Promises:
+//! - A read here ends within a bound, soon for what a VM waits for. The reader then asks another
+//!   host.
+//! - Nothing is read while the group is not heard.
+//! - A host that was removed from the cluster has no key of what is sent after that.
+//! - Buffers are bounded.
 //!
 //! Left to others: whose pages may be asked for ([`vmfork_transfer::Pages`]), which of those that come are kept ([`HeardPages`]).
 

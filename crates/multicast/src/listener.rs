@@ -33,7 +33,7 @@ use crate::lock;
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
-/// So often the sender is asked what it has of pages that nobody waits for …
+/// The sender is asked at most this often what it has of background pages …
 const CHECKS_MAX: u32 = 4;
 /// … with a pause between.
 const CHECK_PAUSE: Duration = Duration::from_millis(50);
@@ -42,8 +42,8 @@ const RECEIVED_MAX: usize = 256;
 
 /// This host's cache of the image.
 pub trait HeardPages: Send + Sync {
-    /// Pages were heard that nobody here had asked for. Those that are not needed, that are there, or for which there is no room are left
-    /// out. → how many were taken.
+    /// Pages were heard that were not requested here. Those that are not needed, that are present,
+    /// or for which there is no room are left out. → how many were taken.
     fn take(&self, range: PageRange, bytes: &[u8]) -> u64;
 
     /// Whether any are needed still. Asked twice a second or so.
@@ -262,7 +262,7 @@ impl Shared {
             self.rest(rest);
             rest = (rest * 2).min(REST_MAX);
         }
-        // Whoever waits goes to another host.
+        // The readers that wait ask another host.
         lock(&self.state).stopped = true;
         self.changed.notify_all();
     }
@@ -420,7 +420,8 @@ impl Shared {
         }
     }
 
-    /// To be compared, and for the cache, what nobody here waits for. Not here: while the sender is asked, datagrams would be lost.
+    /// To be compared, and for the cache, what no read waits for here. Not in this thread: while it
+    /// asks the sender, datagrams would be lost.
     fn hand_on(&self, heard: &Sender<Run>) {
         let now = self.now();
         for run in lock(&self.state).reads.batch(now) {
@@ -464,7 +465,8 @@ impl Shared {
         self.is_good(self.compare(urgency, range, bytes), range)
     }
 
-    /// The same for pages that nobody waits for: while others wait for pages of the sender, it may have no time to say.
+    /// The same for background pages: while hosts wait for pages of the sender, it may have no time
+    /// to answer.
     fn is_right_at_last(&self, range: PageRange, bytes: &[u8]) -> bool {
         for _ in 1..CHECKS_MAX {
             match self.compare(Urgency::Ahead, range, bytes) {

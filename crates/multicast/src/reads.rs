@@ -184,7 +184,8 @@ impl Reads {
         self.left_over.extend(pages.filter(|page| self.pending.contains_key(page)));
     }
 
-    /// Pages have come another way. Nobody asks for them here any more, so reads that wait for them fail. → whether there are any.
+    /// Pages have come another way. They are not requested here any more, so reads that wait for
+    /// them fail. → whether there are any.
     pub(super) fn filled(&mut self, range: PageRange) -> bool {
         self.receiver.filled(range);
         self.fail(|read| read.lacks(range))

@@ -6,7 +6,7 @@ use vmfork_transfer::proto::Key;
 
 use super::datagram::{From, HEAD_BYTES, Head, TAG_BYTES};
 
-/// Random bytes, for keys and numbers that nobody may guess. `None`: the system has none.
+/// Random bytes, for keys and numbers that must not be guessable. `None`: the system has none.
 pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
     let mut bytes = [0; N];
     aws_lc_rs::rand::fill(&mut bytes).ok()?;

@@ -1,4 +1,4 @@
-//! So many bytes per second.
+//! A limit in bytes per second.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -8,9 +8,10 @@ const NS_PER_S: u128 = 1_000_000_000;
 /// A token bucket: bytes come in at a steady rate, up to a burst, and are spent. For what must leave room to others:
 /// hydration.
 ///
-/// Kept as one time, when the bucket would be full again (the generic cell rate algorithm, ITU-T I.371, turned round).
-/// In any stretch of time no more is spent than the burst and what came in meanwhile, if nobody spends more than is
-/// available; who does is in debt, which is paid off first. Rounding costs less than 1 ns of rate each time.
+/// Kept as one time, when the bucket would be full again (the generic cell rate algorithm, ITU-T
+/// I.371, inverted). In any stretch of time no more is spent than the burst and what came in
+/// meanwhile, if no spender exceeds what is available. A spender that exceeds it is in debt, which
+/// is paid off first. Rounding costs less than 1 ns of rate each time.
 ///
 /// All times are of one clock of the caller's that does not go back; to an earlier one, less is available.
 #[derive(Debug, Clone)]

@@ -28,8 +28,8 @@ const LOOKS: [Duration; 5] = [
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Into so many parts the time is cut over which a VM must be quiet, so that little is kept however often somebody
-/// looks.
+/// The time over which a VM must be quiet is cut into this many parts, so that little is kept
+/// however often the recorder is polled.
 const QUIET_PARTS: u32 = 64;
 
 /// When a recording is over.

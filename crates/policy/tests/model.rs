@@ -266,7 +266,8 @@ impl Pair {
         Some(fetch)
     }
 
-    /// Only what nobody waited for is asked for again, once, when it is not young any more and somebody waits.
+    /// Only a background read is requested again, once, when it is not young any more and a view
+    /// waits.
     fn set_out_again(&mut self, fetch: Fetch) {
         assert_eq!(fetch.reason, Reason::Demand);
         assert!(fetch.range.pages().any(|page| self.waits.contains_key(&page.0)), "{fetch:?}");

@@ -101,7 +101,7 @@ fn that_there_is_no_room_does_not_mean_that_there_is_nothing_left() {
 }
 
 #[test]
-fn one_bad_neighbour_stops_nobody() {
+fn one_bad_neighbour_stops_no_view() {
     let (mut scheduler, present) = scheduler(64, Config::default());
     scheduler.add_background(Box::new(Drain::new(own(), 512))).expect("room");
     scheduler.on_fault(VIEW, PageIdx(3));
@@ -424,7 +424,7 @@ fn how_long_it_is_young_goes_by_what_others_took() {
 }
 
 #[test]
-fn nobody_is_stopped_while_the_other_may_come() {
+fn no_view_is_stopped_while_the_other_may_come() {
     for first_fails_first in [true, false] {
         let (mut scheduler, _) = twice_under_way();
         let failed = |scheduler: &mut Scheduler<Presence>, first: bool| match first {

@@ -12,9 +12,12 @@
 //! it touches a page that has not come. Everything follows from the [`Scenario`] and its seed: the same twice gives
 //! the same [`Report`].
 //!
-//! On every run is checked: a page comes to a host once, but for retransmissions, which are counted (promise 4); each wait ends,
-//! with the page or with a clone that is stopped since nobody has it who can be reached (promise 5); what is sent is
-//! there; requests in lockstep are served once.
+//! Every run checks:
+//! - A page comes to a host once, but for retransmissions, which are counted (promise 4).
+//! - Each wait ends: with the page, or with a clone that is stopped since no reachable host has it
+//!   (promise 5).
+//! - What is sent is present.
+//! - Requests in lockstep are served once.
 //!
 //! The loop of a read is the daemon's own (`vmfork_policy::transfer::read`). What else blocks in a daemon's threads, the loop of an answer
 //! (`service`), is followed here with the same bounds.

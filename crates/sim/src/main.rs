@@ -56,7 +56,7 @@ struct Table {
     /// Of a million packets.
     #[arg(long, value_name = "N", default_value_t = 0)]
     loss: u32,
-    /// Fetch everything that nobody waits for, in each host's own order.
+    /// Fetch everything in the background, in each host's own order.
     #[arg(long)]
     hydrate: bool,
     /// Clones begin at random within so long.

@@ -65,13 +65,13 @@ pub(crate) enum Message {
 /// Why there are no pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// That host has them, or is about to; and the sums of so many of them.
+    /// That host has them, or is about to; and the sums of this many of them.
     Elsewhere {
         to: usize,
         summed: u64,
     },
     NotHere,
-    /// Nobody listens.
+    /// No program listens.
     Gone,
 }
 

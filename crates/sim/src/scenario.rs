@@ -20,7 +20,7 @@ pub(crate) const IMAGE_PAGES_MAX: u64 = 1 << 24;
 /// What headers of a page's packets add: three of Ethernet, IP and TCP or UDP, and seals.
 const PAGE_OVERHEAD_BYTES: u64 = 250;
 
-/// Bytes of so many pages on a link.
+/// Bytes of this many pages on a link.
 pub(crate) fn wire_bytes(pages: u64) -> u64 {
     pages * (PAGE_BYTES + PAGE_OVERHEAD_BYTES)
 }
@@ -100,7 +100,7 @@ pub struct Slow {
 pub struct Death {
     pub host: usize,
     pub at: Duration,
-    /// Nobody answers in its place: it is not its daemon that ends, but the host or its network.
+    /// No answer comes in its place: the host or its network ends, not only its daemon.
     pub silent: bool,
 }
 
@@ -122,7 +122,7 @@ pub struct Scenario {
     pub traces: Vec<Rc<Trace>>,
     /// What is fetched ahead, most urgent first, such as a working set.
     pub ahead: Vec<PageRange>,
-    /// Everything is fetched that nobody waits for, in each host's own order.
+    /// Everything is fetched in the background, in each host's own order.
     pub hydrates: bool,
     /// Clones begin at random within so long.
     pub start_within: Duration,

@@ -65,9 +65,14 @@ pub enum TraceError {
 }
 
 impl Trace {
-    /// Reads one touch per line, `micros page[+pages] r|w`: microseconds since the start of a VM that did not have to wait for pages, the number of
-    /// the page, or of the first of so many that were touched one after the other, and whether they were read or written. In order of
-    /// time; empty lines and what follows a `#` are left out. Touches of consecutive pages at one time are one step.
+    /// Reads one touch per line, `micros page[+pages] r|w`:
+    /// - microseconds since the start of a VM that did not have to wait for pages;
+    /// - the number of the page, or of the first page and the count of pages touched one after the
+    ///   other;
+    /// - whether they were read or written.
+    ///
+    /// In order of time. Empty lines and what follows a `#` are left out. Touches of consecutive
+    /// pages at one time are one step.
     ///
     /// # Errors
     /// If a line is something else, goes back in time, or names a page that an image of `pages` pages does not have.

@@ -27,7 +27,7 @@ const SMALL_BYTES: u64 = 150;
 /// Of the sum of a page, in an answer.
 const SUM_BYTES: u64 = 16;
 
-/// Whoever still waits by then waits for ever.
+/// A VM that still waits by then waits forever.
 const TIME_MAX: Duration = Duration::from_secs(8 * 3600);
 
 #[derive(Debug)]
@@ -322,7 +322,7 @@ impl<'a> World<'a> {
             return;
         }
         while let Some((parcel, time)) = self.network.dequeue(host) {
-            // Whoever gives up closes his connection.
+            // A reader that gives up closes its connection.
             if let (Receivers::One(to), Message::Answer { read, .. }) = (parcel.to, &parcel.message)
                 && !self.hosts[to - 1].client.waits_for(*read)
             {
@@ -380,7 +380,7 @@ impl<'a> World<'a> {
             return;
         }
         if !self.network.is_alive(to) {
-            // Nobody listens there: its kernel says so.
+            // No program listens there: its kernel reports that.
             let answer = match message {
                 Message::Ask { read, .. } | Message::Sums { read, .. } => {
                     Some(Message::Refuse { read, why: Refused::Gone })

@@ -177,7 +177,7 @@ fn what_others_hold_survives_the_parents_host() {
 }
 
 #[test]
-fn a_partition_that_heals_in_time_stops_nobody() {
+fn a_partition_that_heals_in_time_stops_no_clone() {
     for mode in Mode::ALL {
         let mut scenario = database(mode, 4);
         scenario.ahead.clear();
@@ -192,7 +192,7 @@ fn a_partition_that_heals_in_time_stops_nobody() {
 }
 
 #[test]
-fn nobody_waits_for_a_slow_host_to_get_everything() {
+fn no_host_waits_for_a_slow_host_to_get_everything() {
     for mode in [Mode::Multicast, Mode::Swarm] {
         let normal = run(&database(mode, 8));
         let mut scenario = database(mode, 8);

@@ -134,7 +134,7 @@ fn memory() -> Memory {
     Memory(words.flat_map(|_| word()).collect())
 }
 
-/// Somebody who answers each request with so many bytes, over plain TCP.
+/// A server that answers each request with this many bytes, over plain TCP.
 fn plain(between: &Between, answer: usize) -> Result<SocketAddr, Box<dyn Error>> {
     let listener = between.listen()?;
     let address = listener.local_addr()?;

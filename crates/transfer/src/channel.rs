@@ -153,7 +153,7 @@ impl Channel {
         self.socket.0.get_mut().deadline = Instant::now() + timeout;
     }
 
-    /// Whether so many bytes can be read without waiting.
+    /// Whether this many bytes can be read without waiting.
     pub(crate) fn has(&self, bytes: usize) -> bool {
         self.here >= bytes
     }

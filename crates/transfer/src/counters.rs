@@ -53,7 +53,7 @@ impl Histogram {
     }
 }
 
-/// The part of answers that nobody waited for.
+/// The part of answers that were background reads.
 #[derive(Debug, Default)]
 pub struct AheadCounters {
     pub requests: Counter,

@@ -12,11 +12,14 @@
 //! that serves it and one back, and nothing in between. Many requests at a time are many connections. The bytes are
 //! in [`proto`] and in `docs/protocol.md`.
 //!
-//! Promises: a read is answered or fails within a bound, and what it returns is what the other host's [`Pages`] gave,
-//! whole; TLS authenticates it, and what a host passes on that did not freeze the image is compared with the sums of the one that did, as
-//! long as that answers. Whoever is no member gets nothing, and a member that was removed nothing more. What the other
-//! side sends is checked before memory is taken for it. [`PageService::stop`] and dropping leave no thread behind that does not
-//! wait for [`Pages`].
+//! Promises:
+//! - A read is answered or fails within a bound. What it returns is what the other host's [`Pages`]
+//!   gave, whole.
+//! - TLS authenticates it. What a host passes on without having frozen the image is compared with
+//!   the sums of the host that did, as long as that one answers.
+//! - Only members get anything, and a member that was removed gets nothing more.
+//! - What the other side sends is checked before memory is taken for it.
+//! - [`PageService::stop`] and dropping leave no thread behind that does not wait for [`Pages`].
 //!
 //! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are handed in); which
 //! hosts have an image.

@@ -6,9 +6,10 @@
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};
 
-/// Compressed bytes are sent if they are at most so many eighths of the others: less is not worth unpacking them.
+/// Compressed bytes are sent if they are at most this many eighths of the others: less is not worth
+/// unpacking them.
 const WORTH_EIGHTHS: usize = 7;
-/// After bytes that did not get smaller, up to so many answers go out without a try.
+/// After bytes that did not get smaller, up to this many answers are sent without a try.
 const SKIP_MAX: u32 = 64;
 
 /// The pages of an answer, ready to be sent.

@@ -10,7 +10,7 @@
 //!                +--------+--------+------------+--------+----+-------+----------+
 //!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 3: an invitation to the image's group; 1 page. 4: sums, of 1 to 512.
 //!                5: read, one of them first: pages is a u16 then, 2 to 512, and behind it is the place of that one, u16
-//!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
+//!                flags 1: a background read (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
 //!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+

@@ -337,7 +337,7 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
     let group = sending.origin.invitations.lock().expect("no panic")[0].group;
-    // Whoever is in the network hears what is sent, and can send himself.
+    // Any host in the network hears what is sent, and can send itself.
     let stranger = stranger_of(group);
     let mut bytes = buffer(range(0, UNIT));
     asks.source.read(range(0, UNIT), &mut bytes).expect("pages");
@@ -375,14 +375,14 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     assert_eq!(counters.forged.get(), forged + 4 * all);
     assert_eq!(counters.wrong.get(), 0);
     assert_eq!(*hears.cache.0.lock().expect("no panic"), (0..UNIT).collect());
-    // And nobody is deaf now.
+    // And every host hears now.
     asks.source.read(range(UNIT, UNIT), &mut bytes).expect("pages");
     wait_until("it comes to the other, too", || hears.cache.has(range(UNIT, UNIT)));
 }
 
-/// Whoever hears a group has its key.
+/// Each host that hears a group has its key.
 #[test]
-fn what_a_member_forges_is_used_by_nobody() {
+fn no_host_uses_what_a_member_forges() {
     let sending = Sending::new();
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
@@ -407,7 +407,7 @@ fn what_a_member_forges_is_used_by_nobody() {
 }
 
 #[test]
-fn what_the_sender_says_nothing_of_is_used_by_nobody() {
+fn no_host_uses_pages_that_the_sender_does_not_confirm() {
     let sending = Sending::new();
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
@@ -469,7 +469,7 @@ fn a_group_of_which_a_member_left_goes_on_as_another() {
 }
 
 #[test]
-fn with_nobody_who_sends_to_all_each_asks_alone() {
+fn without_a_sender_to_all_each_host_asks_alone() {
     let sending = Sending::new();
     let host = sending.hearing(1);
     host.wait_heard();

@@ -1,4 +1,4 @@
-//! What to bring in when nobody waits.
+//! What to fetch in the background.
 
 mod listed;
 mod segments;
@@ -31,8 +31,8 @@ pub enum Priority {
     Rest,
 }
 
-/// A policy that proposes pages nobody waits for. It says what it wants; the scheduler leaves
-/// out what is zero, present or under way, and cuts the rest to the bandwidth there is.
+/// A policy that proposes pages for background reads. It proposes what it wants. The scheduler
+/// leaves out what is zero, present or in flight, and cuts the rest to the available bandwidth.
 ///
 /// A policy that follows a list (the drain, a working set, a profile) proposes it piece by piece; one
 /// that predicts (by segment) learns from [`Background::on_fault`] and proposes when it has seen

@@ -16,10 +16,11 @@ pub const SEGMENT_PAGES_MAX: u64 = 1 << 16;
 pub struct SegmentsConfig {
     /// Pages of a segment: a multiple of `unit_pages`, at most [`SEGMENT_PAGES_MAX`].
     pub segment_pages: u64,
-    /// Once more than so many of a hundred of a segment's pages have been demanded, the rest is proposed. 0 to 99.
+    /// Once more than this percentage of a segment's pages has been demanded, the rest is proposed.
+    /// 0 to 99.
     pub percent: u64,
-    /// One fault brings the aligned window of so many pages, and counts for all of them. A power of two, 1 to 512:
-    /// the scheduler's.
+    /// One fault brings the aligned window of this many pages, and counts for all of them. A power
+    /// of two, 1 to 512: the scheduler's.
     pub unit_pages: u64,
     /// Most pages of one fetch, at least 1.
     pub pages_max: u64,

@@ -30,7 +30,7 @@ const KEPT: (u32, u32) = (15, 16);
 /// What no score exceeds: ONE / (1 - KEPT).
 const SCORE_MAX: u32 = 16 * ONE;
 
-/// A cluster of which the frequency falls below one in so many is forgotten.
+/// A cluster is forgotten when its frequency falls below one in this many.
 const FORGOTTEN: u32 = 64;
 
 /// First accesses later than this count as at this time: three days.
@@ -38,10 +38,11 @@ const TIME_MS_MAX: u32 = (1 << 28) - 1;
 
 /// How often, and when, VMs touch each cluster of an image's pages.
 ///
-/// A start's part in a frequency fades: one that was merged *n* starts ago counts (15/16)ⁿ. The frequency of a cluster is
-/// the sum over the starts that touched it, over the sum over all. So with a few starts it is what it says, and with
-/// many it is that of the last 16 or so; what nobody touches any more is forgotten after 22 starts if it was touched
-/// once, after 64 if always. First accesses are averaged with the same weights, over the starts that touched the cluster.
+/// A start's part in a frequency fades: one that was merged *n* starts ago counts (15/16)ⁿ. The
+/// frequency of a cluster is the sum over the starts that touched it, over the sum over all. With a
+/// few starts this is the plain frequency, and with many it is that of the last 16 or so. A cluster
+/// that VMs stop touching is forgotten after 22 starts if it was touched once, after 64 if always.
+/// First accesses are averaged with the same weights, over the starts that touched the cluster.
 ///
 /// Takes 16 bytes for each cluster that is touched.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -234,7 +235,7 @@ fn faded(score: u32) -> u32 {
     score * KEPT.0 / KEPT.1
 }
 
-/// What [`Profile::whole`] is after so many runs.
+/// The value of [`Profile::whole`] after this many runs.
 fn whole(runs: u32) -> u32 {
     let mut whole = 0;
     for _ in 0..runs {

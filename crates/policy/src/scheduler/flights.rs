@@ -23,7 +23,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// Nobody waited for it when it set out.
+    /// It began as a background read.
     fn is_background(&self) -> bool {
         self.reason != Reason::Demand
     }
@@ -35,7 +35,7 @@ impl Flights {
         self.runs.len()
     }
 
-    /// How many of them nobody waited for when they set out.
+    /// How many of them began as background reads.
     pub(super) fn background(&self) -> usize {
         self.background
     }

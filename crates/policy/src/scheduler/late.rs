@@ -1,5 +1,6 @@
-//! Pages that were asked for when nobody waited for them, and for which somebody waits now. Who waits joins what is under way while
-//! that is young: an answer that takes several times as long as others may never come, so they are asked for once more then.
+//! Pages that were requested as background reads, and for which a VM waits now. A waiter joins the
+//! request in flight while that is young. An answer that takes several times as long as others may
+//! never come, so the pages are then requested once more.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,12 +16,12 @@ use crate::transfer::AnswerTimes;
 const START: Duration = Duration::from_millis(250);
 const MIN: Duration = Duration::from_millis(100);
 const MAX: Duration = Duration::from_secs(1);
-/// So many times what nearly all answers take.
+/// This many times what nearly all answers take.
 const TIMES: u32 = 2;
 
 #[derive(Debug, Default)]
 pub(super) struct Late {
-    /// Of what nobody waited for.
+    /// Of background reads.
     took: AnswerTimes,
     /// Pages that are waited for, by when that has taken too long.
     due: BTreeSet<(Duration, PageIdx)>,
@@ -40,7 +41,7 @@ impl Late {
         self.again.len()
     }
 
-    /// Somebody waits for a page that nobody waited for when it set out.
+    /// A VM waits for a page that was requested as a background read.
     pub(super) fn joined(&mut self, page: PageIdx, set_out: Duration) {
         if !self.tried.contains(page) {
             self.due.insert((set_out.saturating_add(self.patience()), page));
@@ -74,9 +75,10 @@ impl Late {
         self.again.insert(range, Reason::Demand, now);
     }
 
-    /// What was under way in `range` since `set_out` has come, and nobody had waited for it at first.
+    /// What was in flight in `range` since `set_out` has come, and it began as a background read.
     pub(super) fn came(&mut self, range: PageRange, set_out: Duration, now: Duration) {
-        // Of what was asked for twice nobody knows which was answered; and a host that hangs does not make others slow.
+        // Of what was requested twice it is unknown which request was answered. A host that hangs
+        // does not make others slow.
         if self.tried.count(range) == 0 {
             self.took.sample(now.saturating_sub(set_out).min(self.patience()));
         }

@@ -31,18 +31,18 @@ impl fmt::Display for ViewId {
 /// Sizes and bounds of a [`Scheduler`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// A page that is waited for is fetched with its neighbours: those in the aligned window of so
-    /// many pages. A power of two, 1 to 512.
+    /// A demanded page is fetched with its neighbours: those in the aligned window of this many
+    /// pages. A power of two, 1 to 512.
     pub unit_pages: u64,
-    /// The same for a page that the image does not own itself, if it is known which one that is: such a page is
-    /// copied, and its bytes are then on the host twice, so that neighbours which nobody touches cost memory.
+    /// The same for a page that the image does not own itself, if its owner is known. Such a page
+    /// is copied, and its bytes are then on the host twice, so untouched neighbours cost memory.
     pub copy_unit_pages: u64,
     /// The image.
     pub image: Option<ImageId>,
     /// Most fetches under way at a time, at least 1.
     pub fetches_max: usize,
-    /// Most of those that nobody waits for, so that demand always finds room: fewer than
-    /// `fetches_max`. 0: no background.
+    /// Most background fetches, so that demand always finds room: fewer than `fetches_max`. 0: no
+    /// background.
     pub background_fetches_max: usize,
     /// Most pairs of a view and a page that wait at a time, at least 1. A view waits for as many
     /// pages at once as it has vCPUs and I/O threads, so this is far from what happens; it
@@ -115,7 +115,8 @@ pub struct Fetch {
     pub reason: Reason,
     /// The one that is waited for, and was first; the others are its neighbours.
     pub first: Option<PageIdx>,
-    /// They are under way already, for nobody who waited then, and take too long: whichever comes first counts.
+    /// They are in flight already, as a background read that takes too long: the first answer
+    /// counts.
     pub again: bool,
 }
 
@@ -298,8 +299,8 @@ impl<P: Presence> Scheduler<P> {
     /// named all of it, in one piece or several. `None`: nothing now; ask again after the next
     /// event.
     ///
-    /// `background_pages`: most pages to fetch that nobody waits for, 0 for none. Demand is not
-    /// held back by it.
+    /// `background_pages`: most pages to fetch in the background, 0 for none. Demand is not held
+    /// back by it.
     pub fn next(&mut self, background_pages: u64) -> Option<Fetch> {
         if !self.has_room() {
             return None;
@@ -380,7 +381,8 @@ impl<P: Presence> Scheduler<P> {
         self.failed(range, range.len() == 1)
     }
 
-    /// The same for what was asked for [again](Fetch::again). Nobody is stopped whose page is under way besides.
+    /// The same for what was requested [again](Fetch::again). A view whose page is also in flight
+    /// otherwise is not stopped.
     pub fn on_failed_again(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
         self.late.given_up(range);
         // Where the first has failed by now, this was the only one.
@@ -421,7 +423,7 @@ impl<P: Presence> Scheduler<P> {
         self.waits.remove_view(view);
     }
 
-    /// Whether nobody waits and nothing is under way.
+    /// Whether no view waits and nothing is in flight.
     pub fn is_idle(&self) -> bool {
         self.waits.count() == 0 && self.fetches() == 0
     }
@@ -436,8 +438,8 @@ impl<P: Presence> Scheduler<P> {
                 .all(|running| running.rest.is_none() && running.policy.is_done())
     }
 
-    /// Whether there is room for a fetch that nobody waits for. If there is, and [`Scheduler::next`] has none, no
-    /// policy has anything to propose.
+    /// Whether there is room for a background fetch. If there is, and [`Scheduler::next`] has none,
+    /// no policy has anything to propose.
     pub fn has_room_ahead(&self) -> bool {
         self.has_room() && self.flights.background() < self.config.background_fetches_max
     }
@@ -474,7 +476,7 @@ impl<P: Presence> Scheduler<P> {
         self.table.run_at(page, PageRange::between(start, end)).0
     }
 
-    /// The pages to fetch that nobody waits for.
+    /// The pages to fetch in the background.
     fn propose(&mut self, pages_max: u64) -> Option<(PageRange, Reason)> {
         if pages_max == 0 {
             return None;

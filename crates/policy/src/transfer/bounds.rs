@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// Most threads that fetch pages into one image's cache: so many reads are under way at a time.
+/// Most threads that fetch pages into one image's cache: this many reads are in flight at a time.
 pub const FETCHERS_MAX: usize = 20;
-/// Most of those with what nobody waits for: if all of that hangs, demand still finds a thread.
+/// Most of those with background reads: if all of these hang, demand still finds a thread.
 pub const FETCHERS_AHEAD_MAX: usize = 16;
 /// From how many pieces of hydration a source that cares picks the next (vmTorrent's k).
 pub const PICK_AMONG: usize = 300;
@@ -14,8 +14,9 @@ pub const PICK_AMONG: usize = 300;
 /// parent's host sends and the later is what is wanted first; with 16, hosts are in each other's way (docs/decisions/0019).
 pub const URGENT_AMONG: u64 = 64;
 
-/// Once more than so many of a hundred pages of a segment were asked for, the rest of it comes from another host, too. Twinkle's 30, which images in a
-/// store have, brings a third to a half more bytes than clones of a first fork need, and saves no time (docs/decisions/0021).
+/// Once more than this percentage of a segment's pages was requested, the rest of it comes from
+/// another host, too. Stored images use Twinkle's 30. Here, 30 brings a third to a half more bytes
+/// than clones of a first fork need, and saves no time (docs/decisions/0021).
 pub const PREDICT_PERCENT: u64 = 60;
 
 /// How long hosts that all failed are asked again: one that restarts, or a network that is mended, is there within it.
@@ -26,7 +27,7 @@ pub const REFRESH_WAIT: Duration = Duration::from_secs(1);
 pub const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// … up to this.
 pub const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// What nobody waits for waits so long for hosts that are busy: at least …
+/// How long a background read waits for busy hosts: at least …
 pub const LATER_MIN: Duration = Duration::from_millis(1);
 /// … and at most.
 pub const LATER_MAX: Duration = Duration::from_millis(50);
@@ -49,5 +50,5 @@ pub const ARRIVAL_AHEAD: Duration = Duration::from_secs(1);
 pub const ARRIVAL_PAUSE_MIN: Duration = Duration::from_micros(200);
 /// … and at most.
 pub const ARRIVAL_PAUSE_MAX: Duration = Duration::from_millis(5);
-/// So many more looks for pages that are not under way any more.
+/// This many further polls for pages that are not in flight any more.
 pub const LOOKS_AFTER: u32 = 4;

@@ -7,7 +7,7 @@ use vmfork_image::{PageIdx, PageRange};
 
 use crate::page_set::PageSet;
 
-/// Demand brings its neighbours along: so many pages, at a multiple of it.
+/// Demand brings its neighbours along: this many pages, at a multiple of it.
 const WINDOW_PAGES: u64 = 16;
 /// A window of which so much was touched stays whole: one run, at a place where others ask, too.
 const WHOLE_PAGES: u64 = 10;
@@ -153,7 +153,7 @@ mod tests {
             [range(3, 2), range(8, 1)]
         );
         assert_eq!(demanded.pages(), 4 + 3 + 16 + 1);
-        // Most of a window, which nobody had waited for.
+        // Most of a window that was read in the background.
         demanded.refine(&[range(304, 4), range(310, 6)]);
         assert_eq!(demanded.runs().last(), Some(&range(304, 16)));
     }

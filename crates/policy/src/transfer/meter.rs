@@ -7,10 +7,10 @@ const SLOT: Duration = Duration::from_millis(10);
 
 const SLOTS_PER_S: u64 = 100;
 
-/// A slot counts one in so many; so the average follows within about 80 ms.
+/// A slot has the weight of one in this many, so the average follows within about 80 ms.
 const WEIGHT: u64 = 8;
 
-/// After so many empty slots nothing worth counting is left.
+/// After this many empty slots nothing worth counting is left.
 const SLOTS_MAX: u128 = 128;
 
 /// The weighted average of bytes per second over slots of 10 ms.

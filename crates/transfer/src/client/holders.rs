@@ -29,7 +29,7 @@ struct State {
     holders: Vec<Holder>,
     /// Grows with each change.
     version: u64,
-    /// So many have been here.
+    /// This many have been here.
     count: u64,
 }
 

@@ -82,7 +82,7 @@ impl From<ProtoError> for LinkError {
 #[derive(Debug)]
 pub(super) struct NotOpen {
     pub(super) error: io::Error,
-    /// Nobody listens there, or another than the host.
+    /// No program listens there, or another one than the host.
     pub(super) is_gone: bool,
 }
 

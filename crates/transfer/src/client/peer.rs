@@ -57,7 +57,7 @@ pub struct PeerLimits {
     pub connect: Duration,
     /// An answer, from the request on; and waiting for a connection that others use.
     pub answer: Duration,
-    /// How long a connection is kept that nobody uses. Less than a service keeps one for.
+    /// How long an unused connection is kept. Less than a service keeps one for.
     pub idle: Duration,
     /// How long a host that gave no answer is asked only after others.
     pub avoid: Duration,
@@ -84,7 +84,7 @@ pub enum PeerError {
         address: SocketAddr,
         #[source]
         source: io::Error,
-        /// It was not there: nobody listens, or another host.
+        /// It was not there: no program listens, or another host.
         is_gone: bool,
     },
     #[error("not tried for another {} ms: connect to {address}: {why}", left.as_millis())]
@@ -168,7 +168,7 @@ impl PeerError {
     }
 }
 
-/// Of a host's connections, so many are not for what nobody waits for.
+/// Connections reserved for demand reads.
 const FOR_DEMAND: usize = 8;
 
 /// It gave no answer, and is asked only after others.
@@ -316,8 +316,8 @@ impl Peer {
         if error.elsewhere().is_some() { redirected } else { failures }.add(1);
     }
 
-    /// Several reads that nobody waits for, sent together, by a route; each may take no longer than an answer. `each` is told of every one,
-    /// with its place and, if they came, the pages.
+    /// Several background reads, sent together, by a route; each may take no longer than an answer.
+    /// `each` is called for every one, with its place and, if they came, the pages.
     ///
     /// # Errors
     /// [`PeerError`]: those of which `each` has not heard are not answered.
@@ -427,7 +427,8 @@ impl Peer {
         })
     }
 
-    /// Put a question on some connection, and again on a new one if that had ended while nobody used it.
+    /// Send a request on some connection, and again on a new one if the first had ended while it
+    /// was unused.
     fn ask<T>(
         &self,
         urgency: Urgency,

@@ -1,4 +1,5 @@
-//! The connections to one host: made when they are needed, kept for a while, never more than so many.
+//! The connections to one host: made when they are needed, kept for a while, never more than a
+//! limit.
 //!
 //! ```text
 //!            lease: the one used last, else a new one if there may be, else wait

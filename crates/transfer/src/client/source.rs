@@ -273,7 +273,7 @@ impl AheadOrder for PeerSource {
     fn next(&self, pieces: &[PageRange]) -> NextAhead {
         let Some(swarm) = &self.swarm else { return NextAhead::Piece(0) };
         if self.is_group_heard() {
-            // Whoever asks for it, all get it.
+            // Whichever reader requests it, all get it.
             return NextAhead::Piece(0);
         }
         // While all that is missing is waited for, nothing else asks.

@@ -56,7 +56,7 @@ impl State {
 }
 
 impl Swarm {
-    /// For an image of `pages` pages, on host `own`. Knows nobody yet.
+    /// For an image of `pages` pages, on host `own`. Knows no host yet.
     pub fn new(image: ImageName, pages: u64, own: HostId, config: SwarmConfig) -> Self {
         let state = State { known: Known::new(pages, own, config), peers: HashMap::new() };
         let (began, state, round_ended) = (Instant::now(), Mutex::new(state), Condvar::new());
@@ -118,7 +118,7 @@ impl Swarm {
         lock(&self.state).known.place_near(at, piece)
     }
 
-    /// Which of `pieces`, that nobody waits for, to fetch now.
+    /// Which of `pieces` to fetch in the background now.
     pub(super) fn next_ahead(&self, pieces: &[PageRange]) -> NextAhead {
         let now = self.now();
         match lock(&self.state).known.next_ahead(pieces, now) {

@@ -67,7 +67,7 @@ impl Verifier {
         }
     }
 
-    /// Whether a page is known to be what the origin has. Asks nobody.
+    /// Whether a page is known to be what the origin has. Asks no host.
     pub(super) fn is_right(&self, page: PageIdx, bytes: &[u8]) -> bool {
         let known = lock(&self.known).get(page.range());
         known == [sums::of(bytes)]

@@ -82,7 +82,7 @@ impl RefusalKind {
 }
 
 impl RefusalKind {
-    /// Of a refusal to `op` of so many pages.
+    /// Of a refusal to `op` of this many pages.
     pub(super) const fn bytes_max(self, op: Op, pages: u64) -> u64 {
         match (self, op) {
             (Self::Elsewhere, Op::Read) => HOST_BYTES as u64 + pages * SUM_BYTES as u64,
@@ -110,7 +110,7 @@ pub struct Refusal {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Elsewhere {
     pub(crate) host: u64,
-    /// Of each page, if whoever says so knows them; else nothing.
+    /// Of each page, if the refusing host knows them; else nothing.
     pub(crate) sums: Vec<Sum>,
 }
 
@@ -150,7 +150,7 @@ impl Refusal {
         [&host.to_le_bytes()[..], sums.as_flattened()].concat()
     }
 
-    /// One that was sent in answer to a request of so many pages.
+    /// One that was sent in answer to a request of this many pages.
     ///
     /// # Errors
     /// What is wrong with it.

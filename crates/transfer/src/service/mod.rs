@@ -6,10 +6,14 @@
 //!                    └── Connections: who is connected, how many, all of them ended by `stop`
 //! ```
 //!
-//! Promises: a connection serves a member of this cluster, who is one still at each request, or ends; one
-//! that stands still (in the handshake, within a request, while its answer is taken) ends after [`ServiceLimits::io`], an idle
-//! one after [`ServiceLimits::idle`]. Who asks for what another was sent is told so ([`Spread`](vmfork_policy::transfer::swarm::Spread)). What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
-//! for does not wait for it. A [`Pages`] that panics costs one answer.
+//! Promises:
+//! - A connection serves a member of this cluster that still is one at each request, or ends.
+//! - A connection that stands still (in the handshake, within a request, while its answer is taken)
+//!   ends after [`ServiceLimits::io`], an idle one after [`ServiceLimits::idle`].
+//! - A host that requests what another was sent is redirected there
+//!   ([`Spread`](vmfork_policy::transfer::swarm::Spread)).
+//! - Background reads take turns ([`ServiceLimits::ahead_max`]); demand reads do not wait for them.
+//! - A [`Pages`] that panics costs one answer.
 //!
 //! Left to others: the images ([`Pages`]), and who is a member.
 
@@ -45,7 +49,8 @@ const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// The images of this host, to which others put questions. Asked by many threads at a time.
 pub trait Pages: Send + Sync {
-    /// Which member of the cluster has this certificate (DER), whose key whoever is at `address` has shown to have. Once for each connection.
+    /// Which member of the cluster has this certificate (DER), whose key the client at `address`
+    /// has shown to have. Once for each connection.
     ///
     /// # Errors
     /// None.
@@ -146,17 +151,18 @@ pub struct ServiceLimits {
     pub connections_per_member_max: usize,
     /// Connections in their handshake: what somebody who is no member can take up.
     pub handshakes_max: usize,
-    /// Requests that nobody waits for, read at a time.
+    /// Background requests, read at a time.
     pub ahead_max: usize,
     /// A connection without a request. More than a `Peer` keeps one for.
     pub idle: Duration,
     /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
     pub io: Duration,
-    /// A host that did not freeze an image sends those whose VMs wait for its pages elsewhere only while it answers more than so many.
+    /// A host that did not freeze an image redirects demand reads only while it answers more than
+    /// this many.
     pub demand_max: usize,
     /// How long pages that a VM waits for are waited for here, if the host that froze the image has said that they are on their way …
     pub arrival: Duration,
-    /// … and those that nobody waits for.
+    /// … and those of background reads.
     pub arrival_ahead: Duration,
     /// What [`PageService::stop`] waits for its threads.
     pub stop: Duration,

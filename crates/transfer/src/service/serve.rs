@@ -213,7 +213,7 @@ impl<'a> Session<'a> {
         self.send_unless_next()
     }
 
-    /// Send the page that comes first: whoever waits for it does not wait for the others.
+    /// Send the page that comes first: its waiter does not wait for the others.
     fn send_first(&mut self, request: &Request, began: Instant) -> Result<(), Ended> {
         self.put_pages(request, began, 0..PAGE)?;
         Ok(self.channel.flush()?)
@@ -264,7 +264,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// A turn of what nobody waits for.
+    /// A turn for a background read.
     fn turn(&mut self, wait: Duration) -> Result<Turn<'a>, Refusal> {
         let turns = &self.shared.turns;
         if let Some(turn) = turns.wait(Duration::ZERO) {
@@ -274,10 +274,10 @@ impl<'a> Session<'a> {
         turns.wait(wait).ok_or_else(busy)
     }
 
-    /// Whoever waits for earlier answers need not wait for the next one.
+    /// A client that waits for earlier answers need not wait for the next one.
     ///
     /// # Errors
-    /// They are not taken: the connection has ended, and nobody hears of this one.
+    /// The client does not take them: the connection has ended, and no client receives this error.
     fn send_before_waiting(&mut self) -> Result<(), Refusal> {
         self.channel.set_timeout(self.shared.limits.io);
         self.channel.flush().map_err(|error| {
@@ -335,7 +335,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// What nobody waits for takes a turn, for which it waits no longer than `wait`.
+    /// A background read takes a turn, for which it waits no longer than `wait`.
     fn read(
         &mut self,
         member: u64,
@@ -378,7 +378,7 @@ impl<'a> Session<'a> {
         let reading = Answering::begin(answering);
         pages.read(member, image, first.range(), urgency, &mut self.answer.pages[..PAGE])?;
         self.answer.has_begun = true;
-        drop(reading); // who takes nothing keeps nobody from being answered
+        drop(reading); // a client that takes nothing blocks no other answer
         self.channel.set_timeout(self.shared.limits.io);
         if let Err(why) = self.send_first(request, began) {
             self.ended = Some(why);
@@ -420,7 +420,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// What pages of an image of so many, that was frozen here, should be; of those that are not here nothing is known.
+    /// What pages of an image of this many, which was frozen here, should be. Of those that are not
+    /// here nothing is known.
     fn own_sums(
         &mut self,
         member: u64,

@@ -10,7 +10,8 @@ use vmfork_policy::transfer::swarm::{Serve, Spread, SpreadConfig};
 use crate::lock;
 use crate::sums::{Sum, Sums, UNKNOWN};
 
-/// Of so many images; for one more, the one that was asked for longest ago is forgotten.
+/// Spreads of at most this many images. For one more, the one that was requested longest ago is
+/// forgotten.
 const IMAGES_MAX: usize = 64;
 
 /// Of all images.
@@ -49,8 +50,9 @@ impl State {
 }
 
 impl Spreads {
-    /// A host asks for `range` of an image of so many pages. → who else has it, or is about to. `insist`: it has been sent elsewhere in vain; `demand`: its
-    /// VM waits; `may_name`: those that may be named.
+    /// A host requests `range` of an image of this many pages. → which other host has it, or is
+    /// about to. `insist`: it has been sent elsewhere and failed; `demand`: its VM waits;
+    /// `may_name`: those that may be named.
     pub(super) fn elsewhere(
         &self,
         (image, pages): (ImageName, u64),
@@ -97,7 +99,7 @@ impl Spreads {
         }
     }
 
-    /// Others than these are named no more. Of images that nobody has, nothing is kept.
+    /// Others than these are named no more. Of images that no host has, nothing is kept.
     pub(super) fn keep(&self, is_member: impl Fn(u64) -> bool) {
         lock(&self.0).images.retain(|_, Image { spread, .. }| {
             let gone: Vec<_> = spread.hosts().filter(|host| !is_member(host.0)).collect();
@@ -134,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_is_no_member_any_more_is_named_no_more_and_what_nobody_has_is_forgotten() {
+    fn a_host_that_is_no_member_any_more_is_named_no_more_and_what_no_host_has_is_forgotten() {
         let spreads = Spreads::default();
         ask(&spreads, 1, 7);
         ask(&spreads, 1, 8);

@@ -94,7 +94,7 @@ impl Gate {
         self.state.lock().expect("no panic").1
     }
 
-    /// Wait until so many wait.
+    /// Wait until this many wait.
     pub(crate) fn wait_for(&self, waiting: usize) {
         let state = self.state.lock().expect("no panic");
         let enough = self.changed.wait_timeout_while(state, LONG, |(_, n)| *n < waiting);
@@ -119,7 +119,7 @@ pub(crate) struct Images {
     pub(crate) gone: Mutex<Vec<u64>>,
     /// Reads wait here.
     pub(crate) gate: Gate,
-    /// Reads that nobody waits for do here.
+    /// Background reads wait here.
     pub(crate) ahead_gate: Gate,
     /// From this page on they are lost; at the one before, reading panics.
     pub(crate) lost_from: Mutex<Option<u64>>,
@@ -127,7 +127,7 @@ pub(crate) struct Images {
     pub(crate) has_all: AtomicBool,
     /// Reads of several pages wait here, too.
     pub(crate) several_gate: Gate,
-    /// So many of those find the pages not here.
+    /// This many of those find the pages not here.
     pub(crate) several_absent: AtomicUsize,
 }
 

@@ -163,7 +163,7 @@ fn when_no_host_has_a_page_the_error_names_it_and_what_each_host_said() {
 #[test]
 fn who_has_little_time_to_connect_does_not_say_that_a_host_is_not_there() {
     let world = World::new();
-    // The kernel takes the connection, nobody the handshake.
+    // The kernel takes the connection, but no program takes the handshake.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound");
     let (short, long) = (Duration::from_millis(100), Duration::from_millis(200));
@@ -199,7 +199,7 @@ fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
 }
 
 #[test]
-fn a_read_that_found_nobody_begins_anew_with_another_list() {
+fn a_read_that_found_no_host_begins_again_with_another_list() {
     let world = World::new();
     let server = world.serve(3, ServiceLimits::default());
     let closed = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
@@ -219,7 +219,7 @@ fn a_read_that_found_nobody_begins_anew_with_another_list() {
 }
 
 #[test]
-fn a_connection_that_ended_while_nobody_used_it_is_made_anew() {
+fn a_connection_that_ended_while_it_was_unused_is_made_again() {
     let world = World::new();
     let idle = Duration::from_millis(500);
     let server = world.serve(2, ServiceLimits { idle, ..ServiceLimits::default() });

@@ -1,4 +1,4 @@
-//! Reads that nobody waits for, asked for several at once.
+//! Background reads, several in one request.
 
 use std::io::{self, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -109,7 +109,7 @@ fn what_is_refused_says_nothing_about_the_others() {
     let all = pieces(COUNT);
     let source = source([world.peer(&server, PeerLimits::default())]);
     assert_eq!(read_all(&source, &all), all[all.len() - 1..]);
-    // A piece that nobody can answer does not go out at all.
+    // A piece that no host can answer is not sent at all.
     let mut bytes = [buffer(range(0, 1)), buffer(range(2, 2))];
     let [one, two] = &mut bytes;
     let mut reads = [

@@ -7,9 +7,10 @@
 //!        └──── feedback: what comes in per second ────►┘
 //! ```
 //!
-//! The sender is flow control and a queue, no more: first come, first served, what somebody waits for before what nobody
-//! does. It keeps no state of any receiver's pages and repeats nothing by itself. Clones that run in *lockstep* ask for the same page
-//! at nearly the same time: while it is queued, and for a moment after it was sent, further requests for it are dropped.
+//! The sender is flow control and a queue, no more. It serves first come, first served, and demand
+//! before background. It keeps no state of any receiver's pages and repeats nothing by itself.
+//! Clones that run in *lockstep* request the same page at nearly the same time. While it is queued,
+//! and for a moment after it was sent, further requests for it are dropped.
 //!
 //! What gets lost, the receivers ask for again, when an answer takes longer than answers took so far; a repeated request
 //! tells the sender of the loss. After some attempts a receiver gives up, and its host asks somebody else, by unicast.

@@ -28,7 +28,7 @@ pub struct ReceiverConfig {
     pub attempts_max: u32,
     /// Most runs that are wanted at a time.
     pub wants_max: usize,
-    /// Pages are handed on in batches of so many.
+    /// Pages are handed on in batches of this many.
     pub batch_pages: u64,
     /// Or after so long, if no more come.
     pub batch_age: Duration,
@@ -160,8 +160,9 @@ impl Receiver {
         }
     }
 
-    /// These pages are needed; with `demand`, somebody waits for one of them. What is here or wanted already is not asked for
-    /// again, unless it was wanted for nobody so far and is now for somebody.
+    /// These pages are needed; with `demand`, a VM waits for one of them. What is here or wanted
+    /// already is not requested again, unless it was wanted in the background so far and is now
+    /// demanded.
     ///
     /// # Errors
     /// If too much is wanted: of `pages`, a part may be wanted then.

@@ -13,10 +13,11 @@ use crate::transfer::meter::Meter;
 /// A receive rate that was reported longer ago says nothing any more, and nor does a listener that has fallen silent.
 const FEEDBACK_KEPT: Duration = Duration::from_secs(1);
 
-/// Loss is what it was in about the last so many slots of 10 ms: counts are halved each time so many have passed.
+/// Loss is measured over about the last slots of 10 ms, this many: counts are halved each time this
+/// many have passed.
 const LOSS_SLOTS: u64 = 16;
 
-/// A rate is raised for at most so many slots at once, if nobody looked after it for long.
+/// A rate is raised for at most this many slots at once, if it was not polled for long.
 const RAISED_SLOTS_MAX: u64 = 8;
 
 /// Sizes, rates and bounds of a [`Sender`]. Bytes are of pages, without headers.
@@ -30,7 +31,8 @@ pub struct SenderConfig {
     pub rate_max_bytes_per_s: u64,
     /// Faster by so much after each 10 ms in which there was more to send than the rate allowed.
     pub raise_bytes_per_s: u64,
-    /// After a pause, so many pages may leave at once: what a driver's timer is late by.
+    /// After a pause, this many pages may leave at once: they cover the lateness of a driver's
+    /// timer.
     pub burst_pages: u64,
     /// Most pages of a run, at least 1: of a datagram, or a few that leave together.
     pub run_pages_max: u64,
@@ -117,7 +119,8 @@ pub struct Sender {
     /// Sent within the lockstep window, the oldest first, each page once.
     recent: VecDeque<(Duration, PageRange)>,
     recent_pages: PageSet,
-    /// Queued since somebody asked for them, and nobody again: who does so now has not lost them, but waits.
+    /// Queued since a receiver requested them, and not requested again. A receiver that does so now
+    /// has not lost them, but waits.
     unanswered: PageSet,
     /// Ever sent.
     sent: PageSet,
@@ -271,7 +274,7 @@ impl Sender {
         self.counts.lockstep += pages.len() - taken;
     }
 
-    /// So many bytes per second came in at a listener, on average over the last slots of 10 ms.
+    /// This many bytes per second came in at a listener, on average over the last slots of 10 ms.
     pub fn feedback(&mut self, from: HostId, received_bytes_per_s: u64, now: Duration) {
         if let Some(listener) = self.listener(from, now) {
             listener.received_bytes_per_s = received_bytes_per_s;

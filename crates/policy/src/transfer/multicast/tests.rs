@@ -63,7 +63,7 @@ fn requests_in_lockstep_are_served_once() {
 }
 
 #[test]
-fn demand_overtakes_what_nobody_waits_for_and_is_first_come_first_served() {
+fn demand_overtakes_background_reads_and_is_first_come_first_served() {
     let mut sender = Sender::new(1000, fast());
     sender.request(A, ahead(0, 64), ms(1));
     sender.request(A, demand(500, 1), ms(1));
@@ -297,7 +297,7 @@ fn a_batch_is_handed_on_when_it_is_full_old_or_waited_for() {
 }
 
 #[test]
-fn what_is_wanted_for_nobody_and_then_for_somebody_is_asked_for_again() {
+fn what_is_wanted_in_the_background_and_then_demanded_is_asked_for_again() {
     let mut receiver = Receiver::new(ReceiverConfig { wants_max: 3, ..ReceiverConfig::default() });
     receiver.want(range(0, 64), false, ms(0)).expect("room");
     assert_eq!(receiver.next_request(ms(0)), Some(ahead(0, 64)));

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use crate::transfer::Urgency;
 
-/// After so many demand reads in a row for which pages were not heard in time, the group is asked for none for a while.
+/// After this many demand reads in a row for which pages were not heard in time, the group is asked
+/// for none for a while.
 const DEMAND_IN_VAIN_MAX: u32 = 3;
 /// The same for prefetches, several of which are under way at a time.
 const AHEAD_IN_VAIN_MAX: u32 = 16;

@@ -24,7 +24,7 @@ pub struct HoldersConfig {
     pub hosts_max: usize,
     /// Most requests under way to one host, at least 1.
     pub in_flight_max: usize,
-    /// Most of those that nobody waits for.
+    /// Most background reads of those.
     pub ahead_in_flight_max: usize,
     /// The same at an origin, which all others ask, too.
     pub origin_ahead_in_flight_max: usize,
@@ -36,7 +36,8 @@ pub struct HoldersConfig {
     /// A host that failed is left alone for so long, and twice as long with each failure that follows, up to `avoid_max`.
     pub avoid_min: Duration,
     pub avoid_max: Duration,
-    /// After so many failures in a row it is not asked any more, until it is heard of; at least 1.
+    /// After this many failures in a row it is not asked any more, until it is heard of; at least
+    /// 1.
     pub failures_max: u32,
 }
 
@@ -68,7 +69,7 @@ pub enum Choice {
     UnderWay,
     /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next event.
     Later(Duration),
-    /// No host has it that is worth asking. Whoever waits can't be helped, unless a host is heard of.
+    /// No host that has it is worth asking. The read fails, unless a host is heard of.
     Nobody,
 }
 
@@ -233,7 +234,7 @@ impl Holders {
         self.choose_among(pages, false, now, |_, is_origin| is_origin == origin)
     }
 
-    /// The same for what nobody waits for: a peer, and an origin if no peer has it that has room.
+    /// The same for background reads: a peer, and an origin if no peer that has it has room.
     pub fn choose_unwaited(&mut self, pages: PageRange, now: Duration) -> Choice {
         match self.choose_ahead(pages, false, now) {
             Choice::Nobody | Choice::Later(_) => self.choose_ahead(pages, true, now),
@@ -252,8 +253,10 @@ impl Holders {
         self.hosts.change(host, |holder| took.for_each(|took| holder.times.sample(took)));
     }
 
-    /// An origin answered that another host has these pages, or is about to ([`Spread`](super::Spread)): whom to ask now, and whether to
-    /// insist: the origin again, if that host is none to ask. `None`: nothing of it is under way any more, so that nobody need be asked.
+    /// An origin answered that another host has these pages, or is about to
+    /// ([`Spread`](super::Spread)). Returns whom to ask now, and whether to insist: the origin
+    /// again, if that host cannot be asked. `None`: nothing of it is in flight any more, so that no
+    /// host need be asked.
     pub fn redirected(
         &mut self,
         origin: HostId,
@@ -373,7 +376,7 @@ impl Holders {
         self.flights.len()
     }
 
-    /// How many of them nobody waited for when they set out.
+    /// How many of them began as background reads.
     pub fn ahead_under_way(&self) -> usize {
         self.flights.iter().filter(|(_, flight)| !flight.demand).count()
     }
@@ -389,7 +392,8 @@ impl Holders {
         copies.copied().unwrap_or(0)
     }
 
-    /// Whether origins have as much to do that nobody waits for as they may, or failed a moment ago. Of none that is worth asking: no.
+    /// Whether origins have all the background reads that they may have, or failed a moment ago. If
+    /// no origin is worth asking: no.
     pub fn origins_are_full(&self, now: Duration) -> bool {
         let config = self.config;
         let mut origins = self.hosts.origins().peekable();

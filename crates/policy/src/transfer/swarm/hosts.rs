@@ -19,7 +19,7 @@ pub(super) struct Holder {
     /// In a row.
     pub(super) failures: u32,
     pub(super) avoid_until: Duration,
-    /// The same for what nobody waits for.
+    /// The same for background reads.
     pub(super) avoid_ahead_until: Duration,
     /// It gave what is wrong: not asked any more.
     pub(super) barred: bool,
@@ -59,12 +59,12 @@ struct Brief {
     lot: u64,
     /// What an answer takes on average; `u64::MAX`: not measured yet.
     mean_ns: u64,
-    /// An answer waits for so many, itself included.
+    /// An answer waits for this many, itself included.
     in_line: u32,
     distance: u32,
     is_origin: bool,
     is_lost: bool,
-    /// With demand, and with what nobody waits for.
+    /// With demand, and with background reads.
     is_full: [bool; 2],
     /// For a while, that may be over.
     is_avoided: bool,
@@ -74,7 +74,7 @@ struct Brief {
 #[derive(Debug)]
 struct Held {
     words: Vec<u64>,
-    /// For so many holders there is room.
+    /// There is room for this many holders.
     room: usize,
     /// For each holder.
     words_each: usize,
@@ -235,8 +235,9 @@ impl Hosts {
             // What we have under way there is answered one after the other.
             let mean_ns = if brief.mean_ns == u64::MAX { quickest_ns } else { brief.mean_ns };
             let expected_us = mean_ns.saturating_mul(brief.in_line.into()) / 1000;
-            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not. What nobody waits
-            // for is better spread over many than quick.
+            // Up to a factor of two, times are the same. Else all would take the host that was
+            // quickest last, which then is not. For background reads, spreading over many hosts is
+            // better than speed.
             let magnitude = expected_us.max(1).ilog2() / if demand { 1 } else { 3 };
             let nearness = (magnitude, brief.distance);
             if best.is_some_and(|((magnitude, distance, _), _)| nearness > (magnitude, distance)) {

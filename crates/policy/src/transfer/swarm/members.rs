@@ -11,7 +11,8 @@ use crate::transfer::HostId;
 /// What is asked of other hosts at a time: 64 KiB, half a millisecond at 1 Gbit/s.
 pub const UNIT_PAGES: u64 = 16;
 
-/// Reads under way that nobody waits for: so that a link of 1 Gbit/s is full at a round trip of some milliseconds, and one half is asked for while the other comes.
+/// Background reads in flight. They fill a link of 1 Gbit/s at a round trip of some milliseconds:
+/// one half is requested while the other comes.
 pub const READS_AHEAD: usize = 12;
 
 /// Times and bounds of a [`Swarm`].
@@ -106,7 +107,7 @@ struct Round {
 }
 
 impl Swarm {
-    /// For an image of `pages` pages, on host `own`. Knows nobody yet.
+    /// For an image of `pages` pages, on host `own`. Knows no host yet.
     pub fn new(pages: u64, own: HostId, config: SwarmConfig) -> Self {
         let known = HoldersConfig {
             piece_pages: UNIT_PAGES,
@@ -271,7 +272,7 @@ impl Swarm {
         if has_others { Pick::place_near(at, piece, self.own.0) } else { at }
     }
 
-    /// Which of `pieces`, that nobody waits for, to fetch now.
+    /// Which of `pieces` to fetch in the background now.
     pub fn next_ahead(&mut self, pieces: &[PageRange], now: Duration) -> Picked {
         if std::mem::take(&mut self.is_share_new) {
             let holders = self.members.iter().filter(|(_, member)| member.holds && !member.origin);

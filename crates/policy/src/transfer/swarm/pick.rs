@@ -38,10 +38,10 @@ pub enum Picked {
 ///           none ──► the first: if the origin has sent it to somebody, it says to whom (Spread)
 /// ```
 ///
-/// Nobody waits for others to get their shares: how long they take is not known.
+/// No host waits for others to get their shares: how long they take is not known.
 ///
-/// Pieces are to come in an order that is another on each host: [`Pick::place`], or [`Pick::place_near`] where some are more urgent than others, and
-/// nobody is asked which is next.
+/// Pieces come in an order that differs on each host: [`Pick::place`], or [`Pick::place_near`]
+/// where some are more urgent than others. No host is asked which is next.
 #[derive(Debug)]
 pub struct Pick {
     config: PickConfig,
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(pick.next(&[piece(40)], &holders, ms(1)), Picked::Piece(0));
     }
 
-    /// A list of so many pieces, most urgent first, in the order of a host.
+    /// A list of this many pieces, most urgent first, in the order of a host.
     fn in_order_of(salt: u64, count: u64) -> Vec<u64> {
         let mut order: Vec<u64> = (0..count).collect();
         order.sort_by_key(|at| Pick::place_near(*at, piece(*at * 7), salt));

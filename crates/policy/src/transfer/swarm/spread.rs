@@ -14,7 +14,8 @@ pub struct SpreadConfig {
     pub piece_pages: u64,
     /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the fewer steps, each of which is a wait …
     pub fanout: u32,
-    /// … and what nobody waits for: the fewer, the less hangs on a host that got all of it before the others asked.
+    /// … and for background reads: the fewer, the less depends on a host that got all of it before
+    /// the others asked.
     pub fanout_ahead: u32,
     /// Most hosts that are kept for a piece.
     pub hosts_max: usize,
@@ -124,7 +125,7 @@ impl Spread {
         }
     }
 
-    /// A host is gone: nobody is sent there any more.
+    /// A host has left: no host is sent there any more.
     pub fn left(&mut self, host: HostId) {
         if self.hosts.remove(&host).is_none() {
             return;
