@@ -23,7 +23,8 @@ pub struct GroupCounters {
     pub requests: Counter,
     /// … and the pages in them.
     pub requested_pages: Counter,
-    /// Of these, not queued, since they were queued already or had just been sent: hosts run in lockstep.
+    /// Of these, not queued, since they were queued already or had just been sent: hosts run in
+    /// lockstep.
     pub lockstep_pages: Counter,
     /// Of these, asked for again by a host that had asked before, …
     pub repeated_pages: Counter,
@@ -60,7 +61,8 @@ pub struct ListenerCounters {
     pub replayed: Counter,
     /// Those of the sender that make no sense.
     pub wrong: Counter,
-    /// Pages that are others than the sender has: somebody who hears the group sent them. None was used.
+    /// Pages that are others than the sender has: somebody who hears the group sent them. None was
+    /// used.
     pub false_pages: Counter,
     /// Pages that were not used since the sender did not say whether they are its own.
     pub undecided_pages: Counter,

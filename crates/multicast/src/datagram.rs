@@ -1,5 +1,5 @@
-//! What multicast datagrams are, byte by byte; little endian. No I/O, and no keys: the body of one is read here after it
-//! was opened.
+//! What multicast datagrams are, byte by byte; little endian. No I/O, and no keys: the body of one
+//! is read here after it was opened.
 //!
 //! ```text
 //! head, 24       0        4         5      6          8         16
@@ -24,9 +24,10 @@
 //!                received: bytes per second, all ones: nothing new. flags 1: demand. 2: requested before
 //! ```
 //!
-//! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram is fragmented by IP where links
-//! carry 1450 bytes: a fragment is not authenticated, and one that is forged or lost spoils all others; firewalls drop them, and what
-//! is put together from them has little room in the kernel.
+//! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram
+//! is fragmented by IP where links carry 1450 bytes: a fragment is not authenticated, and one that
+//! is forged or lost spoils all others; firewalls drop them, and what is put together from them has
+//! little room in the kernel.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -252,7 +253,8 @@ impl Asking {
     }
 }
 
-/// Most pages of which a part is kept until the others come: those of the oldest are forgotten then, and asked for again.
+/// Most pages of which a part is kept until the others come: those of the oldest are forgotten
+/// then, and asked for again.
 pub const PARTIAL_PAGES_MAX: usize = 1024;
 
 /// Puts pages together from parts, in whatever order they come.
@@ -352,8 +354,8 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    /// The pages of `range` with these bytes, in bodies: zeros as a number, small ones together, compressed if fewer datagrams
-    /// are enough then.
+    /// The pages of `range` with these bytes, in bodies: zeros as a number, small ones together,
+    /// compressed if fewer datagrams are enough then.
     pub fn cut(&mut self, range: PageRange, bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut bodies = Bodies::default();
         let mut zeros: Option<PageRange> = None;

@@ -1,4 +1,5 @@
-//! The side that has the pages: for each image that hosts listen for, a group, a queue, and a thread that sends.
+//! The side that has the pages: for each image that hosts listen for, a group, a queue, and a
+//! thread that sends.
 //!
 //! ```text
 //!   invite (over TLS) ──► Session: group, keys, who listens
@@ -30,7 +31,8 @@ use super::seal::{Seal, Window, random, random_key};
 use super::socket;
 use crate::lock;
 
-/// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
+/// Longer than policy would have it: a host that has little processor time asks again for what it
+/// has received and not read yet.
 const LOCKSTEP: Duration = Duration::from_millis(25);
 
 /// Each has a number of its own.
@@ -42,7 +44,8 @@ pub struct GroupsConfig {
     pub sender: SenderConfig,
     /// Images that are sent at a time, each with a thread.
     pub groups_max: usize,
-    /// How often all who listen are told how many they are, which tells them, too, that they hear the group.
+    /// How often all who listen are told how many they are, which tells them, too, that they hear
+    /// the group.
     pub tell_every: Duration,
     /// Who says nothing for so long listens no more.
     pub silent: Duration,
@@ -101,7 +104,8 @@ struct Session {
 #[derive(Debug)]
 struct State {
     sender: Sender,
-    /// One for each member at most. Who is silent stays: it may hear the group all the same, and then asks for no other invitation.
+    /// One for each member at most. Who is silent stays: it may hear the group all the same, and
+    /// then asks for no other invitation.
     listeners: BTreeMap<u16, Listener>,
     /// Members who have the key, whether they listen or not.
     invited: BTreeSet<u64>,
@@ -132,7 +136,8 @@ enum Step {
 }
 
 impl Groups {
-    /// Send from `address`, and take requests there; a port of 0 is any. `pages` are asked for as if by this host itself.
+    /// Send from `address`, and take requests there; a port of 0 is any. `pages` are asked for as
+    /// if by this host itself.
     ///
     /// # Errors
     /// The port is taken, or no fds or threads are left.
@@ -210,7 +215,8 @@ impl Groups {
         })
     }
 
-    /// Groups of which somebody has the key who is no member any more end: those who still listen are invited to another.
+    /// Groups of which somebody has the key who is no member any more end: those who still listen
+    /// are invited to another.
     pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
         for session in self.shared.sessions() {
             let mut state = lock(&session.state);
@@ -389,7 +395,8 @@ impl Shared {
         }
     }
 
-    /// Wait until there is something to do. Counters are given out here: as many as the step may need.
+    /// Wait until there is something to do. Counters are given out here: as many as the step may
+    /// need.
     fn next_step(&self, session: &Session) -> Step {
         let config = &self.config;
         let mut state = lock(&session.state);

@@ -1,11 +1,13 @@
-//! The side that needs the pages: hears the group of one image, gives reads what they wait for and the host's cache all else.
+//! The side that needs the pages: hears the group of one image, gives reads what they wait for and
+//! the host's cache all else.
 //!
 //! ```text
 //!   group ──mcast-hear──► Reads ──► read ──────┐
 //!                           └──► mcast-check ──┴─ sums of the sender, over TLS ──► used
 //! ```
 //!
-//! Who hears a group has its key and can send, too: so nothing is used that is not what the sender says it has, to each host alone.
+//! Who hears a group has its key and can send, too: so nothing is used that is not what the sender
+//! says it has, to each host alone.
 
 use std::fmt;
 use std::io;
@@ -102,8 +104,9 @@ impl fmt::Debug for Listener {
 }
 
 impl Listener {
-    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the address `own`. What becomes of them is
-    /// added to `counters`, which may be those of others, too.
+    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the
+    /// address `own`. What becomes of them is added to `counters`, which may be those of others,
+    /// too.
     ///
     /// # Errors
     /// No fds or threads left.

@@ -6,11 +6,12 @@ use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// What the kernel keeps until it is read: what comes in 20 ms at 1 Gbit/s, as it counts datagrams, and some more.
+/// What the kernel keeps until it is read: what comes in 20 ms at 1 Gbit/s, as it counts datagrams,
+/// and some more.
 const RECEIVE_BYTES: usize = 8 << 20;
 
-/// A socket that sends to groups by the interface that has `address`, to no other network, and receives what is sent to it
-/// alone.
+/// A socket that sends to groups by the interface that has `address`, to no other network, and
+/// receives what is sent to it alone.
 pub(super) fn unicast(address: SocketAddrV4) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind(address)?;
     sockopt::set_ip_multicast_if(&socket, address.ip())?;
@@ -56,7 +57,8 @@ pub(super) fn receive<'a>(socket: &UdpSocket, buffer: &'a mut [u8]) -> io::Resul
 /// How long a datagram waits for those before it to leave this host.
 const SEND_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
-/// Send one, when there is room: a link that is full slows down who sends, and nothing is lost here.
+/// Send one, when there is room: a link that is full slows down who sends, and nothing is lost
+/// here.
 pub(super) fn send(socket: &UdpSocket, datagram: &[u8], to: SocketAddrV4) -> io::Result<()> {
     let mut has_waited = false;
     loop {

@@ -27,7 +27,8 @@
 //! [`transfer`]: how pages travel between hosts, by multicast and in a swarm.
 //!
 //! Left to others: reading sources, writing caches, waking (`vmfork-engine`); looking at page maps
-//! (`vmfork-memory`); where profiles are kept. No I/O, no threads, no clock (times are passed in), no unsafe code.
+//! (`vmfork-memory`); where profiles are kept. No I/O, no threads, no clock (times are passed in),
+//! no unsafe code.
 
 #![deny(unsafe_code)]
 

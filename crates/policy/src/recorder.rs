@@ -6,9 +6,9 @@
 //!                                  └─► what was not touched before, at this time ──► Recording
 //! ```
 //!
-//! The kernel tells which pages a view has mapped (`PAGEMAP_SCAN`), without a fault of the VM's being taken for it
-//! and without its order. So the times are those of the looks: soon after each other at first, where the order
-//! matters most.
+//! The kernel tells which pages a view has mapped (`PAGEMAP_SCAN`), without a fault of the VM's
+//! being taken for it and without its order. So the times are those of the looks: soon after each
+//! other at first, where the order matters most.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,7 +17,8 @@ use vmfork_image::{PageRange, PageTable, Source};
 
 use crate::page_set::PageSet;
 
-/// When to look first; from then on every [`LOOK_EVERY`]. A look costs about 1 ms for each GiB that is mapped.
+/// When to look first; from then on every [`LOOK_EVERY`]. A look costs about 1 ms for each GiB that
+/// is mapped.
 const LOOKS: [Duration; 5] = [
     Duration::from_millis(20),
     Duration::from_millis(50),
@@ -45,8 +46,8 @@ pub struct RecorderConfig {
 }
 
 impl Default for RecorderConfig {
-    /// Twinkle's ten pages per second over a minute; 1 GiB, so that what is read ahead of a start has a bound, and ten
-    /// minutes, since some VMs are never quiet.
+    /// Twinkle's ten pages per second over a minute; 1 GiB, so that what is read ahead of a start
+    /// has a bound, and ten minutes, since some VMs are never quiet.
     fn default() -> Self {
         Self {
             quiet_pages_per_s: 10,
@@ -79,17 +80,19 @@ impl RecordingEnd {
     }
 }
 
-/// Records the working set of one VM: for each page, the first look that found it touched (Twinkle, INFOCOM 2011,
-/// "working set").
+/// Records the working set of one VM: for each page, the first look that found it touched (Twinkle,
+/// INFOCOM 2011, "working set").
 ///
-/// Takes a bit for each page that was touched, and two words for each run of pages that were new at the same look.
+/// Takes a bit for each page that was touched, and two words for each run of pages that were new at
+/// the same look.
 #[derive(Debug)]
 pub struct Recorder {
     config: RecorderConfig,
     table: PageTable,
     touched: PageSet,
     recording: Recording,
-    /// Times with the pages that there were by then: one from before the last `quiet_for`, and those within.
+    /// Times with the pages that there were by then: one from before the last `quiet_for`, and
+    /// those within.
     history: VecDeque<(Duration, u64)>,
 }
 
@@ -114,8 +117,8 @@ impl Recorder {
         }
     }
 
-    /// A look: at `at`, since the VM began to run, all these pages had been touched. Returns how many were not known.
-    /// Nothing is taken on after the end.
+    /// A look: at `at`, since the VM began to run, all these pages had been touched. Returns how
+    /// many were not known. Nothing is taken on after the end.
     ///
     /// A look that is older than the last one counts as one at the same time.
     pub fn observe(&mut self, at: Duration, touched: impl IntoIterator<Item = PageRange>) -> u64 {

@@ -1,12 +1,14 @@
-//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, and rounds of asking what others hold.
+//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, and
+//! rounds of asking what others hold.
 //!
 //! ```text
 //!   submit ──► queues ──► 20 reads at a time, each a Read ──Ask, Compare──► messages ──► replies ──► settled
 //!                                                         ──Hear──────────► the host's Receiver
 //! ```
 //!
-//! What a read does is decided in [`vmfork_policy::transfer::read`], which the daemon drives, too. What is here carries it out with
-//! messages in place of sockets; the rounds follow `vmfork_transfer`'s `Swarm`, and the queues the engine's `Fetchers`.
+//! What a read does is decided in [`vmfork_policy::transfer::read`], which the daemon drives, too.
+//! What is here carries it out with messages in place of sockets; the rounds follow
+//! `vmfork_transfer`'s `Swarm`, and the queues the engine's `Fetchers`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -64,7 +66,8 @@ enum Does {
     /// It waits for a reply, for hosts, or for time to pass.
     Waits,
     Hears,
-    /// Of its pages the origin's sums are missing. It has asked for `asked`, or another read has asked for them.
+    /// Of its pages the origin's sums are missing. It has asked for `asked`, or another read has
+    /// asked for them.
     Compares {
         asked: Option<PageRange>,
     },
@@ -398,7 +401,8 @@ impl Client {
         }
     }
 
-    /// A read's pages are not asked for in the group, or not any more. A part of them may have come, and comes twice.
+    /// A read's pages are not asked for in the group, or not any more. A part of them may have
+    /// come, and comes twice.
     pub(crate) fn not_heard(&mut self, read: u64, now: Duration, out: &mut Outbox) {
         let Some(active) = self.reads.get(&read) else { return };
         let Request { pages, urgency, .. } = *active.read.request();
@@ -518,7 +522,8 @@ impl Client {
         }
     }
 
-    /// A host told what it holds; `None`: nothing, or it gave no answer (`refused`: it said that there is no such image).
+    /// A host told what it holds; `None`: nothing, or it gave no answer (`refused`: it said that
+    /// there is no such image).
     pub(crate) fn on_held(
         &mut self,
         from: usize,

@@ -33,8 +33,9 @@ struct Line<'a> {
     by_mode: bool,
 }
 
-/// Against the number of hosts: when the last clone is through; what the parent's host sends over what one host gets; and the bytes per host. All axes are
-/// logarithmic. What the fluid model says is in each that it says something about.
+/// Against the number of hosts: when the last clone is through; what the parent's host sends over
+/// what one host gets; and the bytes per host. All axes are logarithmic. What the fluid model says
+/// is in each that it says something about.
 pub fn svg(rows: &[Row]) -> String {
     let (width, height) = (3.0 * PITCH, HEIGHT + 2.0 * MARGIN);
     let mut svg = String::new();
@@ -169,7 +170,8 @@ mod tests {
         element.split_once(&format!(" {name}=\""))?.1.split_once('"').map(|(value, _)| value)
     }
 
-    /// The heights of lines of a colour and with dashes, in the chart that begins `left`; from the fewest hosts to the most.
+    /// The heights of lines of a colour and with dashes, in the chart that begins `left`; from the
+    /// fewest hosts to the most.
     fn heights(svg: &str, left: f64, colour: &str, dashes: &str) -> Vec<f64> {
         let is_it = |line: &&str| {
             attribute(line, "stroke") == Some(colour)

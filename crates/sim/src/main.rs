@@ -35,8 +35,9 @@ struct Table {
     mode: Vec<Mode>,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program, `idle` runs `true`. Made up: `database` reads
-    /// the whole image in order; `clone` a tenth of it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
+    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program,
+    /// `idle` runs `true`. Made up: `database` reads the whole image in order; `clone` a tenth of
+    /// it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
     #[arg(long, value_name = "NAME|FILE", default_value = "scan")]
     trace: String,
     #[arg(long, value_name = "MIB", default_value_t = 1024)]

@@ -209,7 +209,8 @@ impl Network {
         [first, if copied { self.datagram_delay() } else { None }]
     }
 
-    /// Whether all copies of a datagram arrive at the same time, as far as they arrive: one event will do for all hosts.
+    /// Whether all copies of a datagram arrive at the same time, as far as they arrive: one event
+    /// will do for all hosts.
     pub(crate) fn datagrams_are_alike(&self) -> bool {
         self.link.duplicates_per_million == 0 && self.link.jitter.is_zero()
     }
@@ -218,7 +219,8 @@ impl Network {
         self.link.latency
     }
 
-    /// Takes bytes in, after what is coming in already. When they are in; `None`: too much is coming in already, for datagrams.
+    /// Takes bytes in, after what is coming in already. When they are in; `None`: too much is
+    /// coming in already, for datagrams.
     pub(crate) fn take_in(
         &mut self,
         host: usize,

@@ -68,7 +68,8 @@ pub struct Link {
     /// Up to so much more, at random: messages overtake each other.
     pub jitter: Duration,
     pub loss_per_million: u32,
-    /// What is small waits in line behind what is large, as in a queue of packets that knows no flows.
+    /// What is small waits in line behind what is large, as in a queue of packets that knows no
+    /// flows.
     pub one_line: bool,
     /// Of datagrams; TCP removes them.
     pub duplicates_per_million: u32,
@@ -126,7 +127,8 @@ pub struct Scenario {
     pub hydrates: bool,
     /// Clones begin at random within so long.
     pub start_within: Duration,
-    /// A host's daemon tells the others that it has the image within so long after its clone has begun.
+    /// A host's daemon tells the others that it has the image within so long after its clone has
+    /// begun.
     pub heard_within: Duration,
     pub link: Link,
     pub slow: Vec<Slow>,
@@ -193,8 +195,9 @@ impl Scenario {
         Ok(())
     }
 
-    /// Whether what all may have under way takes the parent's host so long to send that answers come too late: then reads fail, and clones
-    /// are stopped, though everybody lives. A limit of what is simulated, which has one time for an answer, whatever the link.
+    /// Whether what all may have under way takes the parent's host so long to send that answers
+    /// come too late: then reads fail, and clones are stopped, though everybody lives. A limit of
+    /// what is simulated, which has one time for an answer, whatever the link.
     pub fn is_narrow(&self) -> bool {
         let slow = self.slow.iter().find(|slow| slow.host == 0).map_or(1, |slow| slow.times.max(1));
         let reads = (self.traces.len() * (READS_AHEAD + 1)) as u64;

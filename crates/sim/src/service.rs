@@ -22,7 +22,8 @@ pub(crate) struct Asking {
     pub(crate) route: Route,
 }
 
-/// After that time pages that are not on their way are given up: at first, when pauses double, and later.
+/// After that time pages that are not on their way are given up: at first, when pauses double, and
+/// later.
 const GRACE_MIN: Duration = ARRIVAL_PAUSE_MIN.saturating_mul((1 << LOOKS_AFTER) - 1);
 const GRACE_MAX: Duration = ARRIVAL_PAUSE_MAX.saturating_mul(LOOKS_AFTER);
 

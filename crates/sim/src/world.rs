@@ -546,8 +546,8 @@ impl<'a> World<'a> {
     }
 }
 
-/// For the scenario's links: no faster than they are, and in runs and bursts that take a millisecond or two, so that what was sent has
-/// arrived within the lockstep window.
+/// For the scenario's links: no faster than they are, and in runs and bursts that take a
+/// millisecond or two, so that what was sent has arrived within the lockstep window.
 fn sender_config(scenario: &Scenario) -> SenderConfig {
     let defaults = SenderConfig::default();
     let rate_max_bytes_per_s = scenario.link.bytes_per_s / 100 * 93;

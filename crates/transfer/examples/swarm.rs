@@ -1,11 +1,12 @@
-//! Measures how much of an image its origin sends to hosts that all bring it, one by one from the origin and as a swarm, and how
-//! long a read takes that somebody waits for meanwhile.
+//! Measures how much of an image its origin sends to hosts that all bring it, one by one from the
+//! origin and as a swarm, and how long a read takes that somebody waits for meanwhile.
 //!
 //! ```text
 //! cargo run --release -p vmfork-transfer --example swarm [RECEIVERS]
 //! ```
 //!
-//! All hosts are in this process, over loopback, with TLS between them; the image is 64 MiB that do not compress.
+//! All hosts are in this process, over loopback, with TLS between them; the image is 64 MiB that do
+//! not compress.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
 

@@ -1,7 +1,7 @@
 //! One TLS connection, blocking, with a time limit on whatever is going on.
 //!
-//! rustls takes 4 KiB at most from its reader at a time; a buffer of several records below it makes one system call of
-//! what has come. All that is sent together goes out in one write.
+//! rustls takes 4 KiB at most from its reader at a time; a buffer of several records below it makes
+//! one system call of what has come. All that is sent together goes out in one write.
 
 use std::io::{self, BufReader, ErrorKind, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -16,8 +16,8 @@ const WRITE_BYTES: usize = 256 << 10;
 
 /// A socket whose reads and writes end at a deadline.
 ///
-/// Setting a socket's time-out is a system call. It is left as it is where it would end a wait too early (the wait
-/// goes on) or at most a quarter too late.
+/// Setting a socket's time-out is a system call. It is left as it is where it would end a wait too
+/// early (the wait goes on) or at most a quarter too late.
 #[derive(Debug)]
 struct Socket {
     tcp: TcpStream,
@@ -220,7 +220,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Read as many bytes as have come, at least one; 0 if the other side has closed the connection properly.
+    /// Read as many bytes as have come, at least one; 0 if the other side has closed the connection
+    /// properly.
     ///
     /// # Errors
     /// The connection is gone, what came is not from the other side, or nothing came in time.

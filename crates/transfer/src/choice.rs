@@ -9,8 +9,8 @@ const CLASSES: [u64; 3] = [4, 64, u64::MAX];
 const TRIES: u32 = 8;
 /// … and from then on, the other one once per this many answers.
 const AGAIN_EVERY: u32 = 64;
-/// What leaves out a quarter of the bytes, or more, may take a quarter longer: others need the link, too. Of few pages it may not: a VM waits for
-/// them, most often.
+/// What leaves out a quarter of the bytes, or more, may take a quarter longer: others need the
+/// link, too. Of few pages it may not: a VM waits for them, most often.
 const WORTH_IT: f64 = 0.25;
 
 /// What is best of this peer: bytes as they are, or compressed.

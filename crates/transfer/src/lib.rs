@@ -1,5 +1,6 @@
-//! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]); or
-//! once to all that need them ([`PageGroup`], which `vmfork-multicast` implements).
+//! Pages from one host to another, one host asking one other at a time; of several that have them,
+//! the best ([`Swarm`]); or once to all that need them ([`PageGroup`], which `vmfork-multicast`
+//! implements).
 //!
 //! ```text
 //!   this host                                    another host
@@ -8,9 +9,9 @@
 //!                   the image  connections       each connection  that it holds
 //! ```
 //!
-//! A connection carries one request at a time, both ends block on it: a remote fault costs a switch to the thread
-//! that serves it and one back, and nothing in between. Many requests at a time are many connections. The bytes are
-//! in [`proto`] and in `docs/protocol.md`.
+//! A connection carries one request at a time, both ends block on it: a remote fault costs a switch
+//! to the thread that serves it and one back, and nothing in between. Many requests at a time are
+//! many connections. The bytes are in [`proto`] and in `docs/protocol.md`.
 //!
 //! Promises:
 //! - A read is answered or fails within a bound. What it returns is what the other host's [`Pages`]
@@ -21,8 +22,8 @@
 //! - What the other side sends is checked before memory is taken for it.
 //! - [`PageService::stop`] and dropping leave no thread behind that does not wait for [`Pages`].
 //!
-//! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are handed in); which
-//! hosts have an image.
+//! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are
+//! handed in); which hosts have an image.
 
 #![deny(unsafe_code)]
 

@@ -1,8 +1,9 @@
 //! Pages as they are sent: zeros as a number, the rest as it is or compressed, if that pays.
 //!
-//! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever more seldom while
-//! they don't. The client knows how long answers take, either way: `Choice` asks for what is best on this link
-//! between these processors, and tries the other now and then, since links and loads change.
+//! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever
+//! more seldom while they don't. The client knows how long answers take, either way: `Choice` asks
+//! for what is best on this link between these processors, and tries the other now and then, since
+//! links and loads change.
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};
 
@@ -110,7 +111,8 @@ pub(crate) fn shrink(buffer: &mut Vec<u8>, bytes: usize) {
 }
 
 fn is_zero(page: &[u8; PAGE]) -> bool {
-    // The first bytes tell of most pages; the rest as one comparison, which is quick also in a debug build.
+    // The first bytes tell of most pages; the rest as one comparison, which is quick also in a
+    // debug build.
     page[..16] == [0; 16] && *page == [0; PAGE]
 }
 
@@ -131,8 +133,8 @@ impl Scratch {
     }
 }
 
-/// The pages of an answer with head `head` into `out`, which is as long as what was asked for; `read` gives what follows the
-/// head, piece by piece. → the runs that they came in.
+/// The pages of an answer with head `head` into `out`, which is as long as what was asked for;
+/// `read` gives what follows the head, piece by piece. → the runs that they came in.
 ///
 /// # Errors
 /// Those of `read`, or what came is something else.

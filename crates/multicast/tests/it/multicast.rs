@@ -32,7 +32,8 @@ struct Origin {
     demanded: Mutex<BTreeSet<u64>>,
     /// What is read for the group waits here.
     gate: Gate,
-    /// Of this page the group gets another than this host has, as if one who hears it had sent that.
+    /// Of this page the group gets another than this host has, as if one who hears it had sent
+    /// that.
     lies_about: AtomicU64,
     /// It says nothing of what it has.
     is_silent: AtomicBool,
@@ -283,7 +284,8 @@ fn who_waits_for_a_page_that_does_not_come_in_time_asks_alone() {
     sending.origin.gate.open();
     // Counted after the client has it.
     wait_until("all were sent to it alone", || sending.sent().1 == 4 * UNIT);
-    // Three waits, and then the group is not asked any more; many times that on a machine under load.
+    // Three waits, and then the group is not asked any more; many times that on a machine under
+    // load.
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(host.group.counters().in_vain.get(), 3);
 }

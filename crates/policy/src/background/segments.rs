@@ -47,19 +47,19 @@ pub enum SegmentsError {
     Percent { percent: u64 },
 }
 
-/// Proposes the rest of each segment of which enough has been demanded, fullest segment first, each once
-/// (Twinkle, INFOCOM 2011, "demand prediction").
+/// Proposes the rest of each segment of which enough has been demanded, fullest segment first, each
+/// once (Twinkle, INFOCOM 2011, "demand prediction").
 ///
 /// ```text
 ///   Counting ── more than P % of its non-zero pages demanded ──► Ready ── it is the fullest ──► Proposed
 /// ```
 ///
-/// A share is of the pages that are not zero, since the others never travel: a segment with ten such pages is past
-/// 30 % with the fourth. Faults in a segment that is ready still count, and may make it the fullest. What fails of a
-/// segment is left to demand.
+/// A share is of the pages that are not zero, since the others never travel: a segment with ten
+/// such pages is past 30 % with the fourth. Faults in a segment that is ready still count, and may
+/// make it the fullest. What fails of a segment is left to demand.
 ///
-/// Takes a bit for each demanded page of segments that have not been proposed yet, and a few words for each segment
-/// that has ever seen a fault.
+/// Takes a bit for each demanded page of segments that have not been proposed yet, and a few words
+/// for each segment that has ever seen a fault.
 #[derive(Debug)]
 pub struct Segments {
     config: SegmentsConfig,
@@ -71,7 +71,8 @@ pub struct Segments {
     crossings: Crossing,
 }
 
-/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of so few pages differ by more.
+/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of so few
+/// pages differ by more.
 type Share = u64;
 
 /// The place of a segment in the order in which segments became ready.

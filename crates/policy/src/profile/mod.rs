@@ -7,9 +7,9 @@
 //!                        bytes
 //! ```
 //!
-//! After vmTorrent (CoNEXT 2012, "profiles"): for each *cluster* of pages the average time of its first access, and in how
-//! many of the starts it was touched. Unlike there, starts count the less the more have followed, so that what a
-//! service no longer does is forgotten.
+//! After vmTorrent (CoNEXT 2012, "profiles"): for each *cluster* of pages the average time of its
+//! first access, and in how many of the starts it was touched. Unlike there, starts count the less
+//! the more have followed, so that what a service no longer does is forgotten.
 
 mod codec;
 
@@ -78,8 +78,8 @@ pub struct Cluster {
 }
 
 impl Profile {
-    /// One without any runs, of an image of `pages` pages. `cluster_pages`: a power of two, 1 to 512; 16 goes with fill
-    /// units of 64 KiB.
+    /// One without any runs, of an image of `pages` pages. `cluster_pages`: a power of two, 1 to
+    /// 512; 16 goes with fill units of 64 KiB.
     ///
     /// # Errors
     /// If the sizes make no sense.
@@ -93,8 +93,8 @@ impl Profile {
         Ok(Self { pages, cluster_pages, runs: 0, whole: 0, touched: Vec::new() })
     }
 
-    /// Adds what one VM touched. A cluster is touched if any of its pages is, and when the first of them is. Pages that the
-    /// image does not have are left out.
+    /// Adds what one VM touched. A cluster is touched if any of its pages is, and when the first of
+    /// them is. Pages that the image does not have are left out.
     ///
     /// A recording that was cut short makes what the VM did not come to look unused: leave it out.
     pub fn merge(&mut self, recording: &Recording) {
@@ -126,9 +126,10 @@ impl Profile {
         self.touched.sort_unstable_by_key(|touched| touched.index);
     }
 
-    /// The pages that are touched in at least `min_frequency` (0 to 1) of the starts, by the average time of their first
-    /// access: what to fetch in which order. At most `pages_max` pages, the most frequent and of those the earliest. Runs are
-    /// of whole clusters: pages that are zero are among them.
+    /// The pages that are touched in at least `min_frequency` (0 to 1) of the starts, by the
+    /// average time of their first access: what to fetch in which order. At most `pages_max` pages,
+    /// the most frequent and of those the earliest. Runs are of whole clusters: pages that are zero
+    /// are among them.
     pub fn working_set(&self, min_frequency: f64, pages_max: u64) -> Vec<PageRange> {
         let frequent = |touched: &&Touched| self.frequency(touched) >= min_frequency;
         let mut chosen: Vec<_> = self.touched.iter().filter(frequent).copied().collect();
@@ -209,7 +210,8 @@ impl Profile {
     }
 }
 
-/// The same pages in page order and in runs as long as possible, each page once: to read them in one go.
+/// The same pages in page order and in runs as long as possible, each page once: to read them in
+/// one go.
 pub fn sequential(runs: &[PageRange]) -> Vec<PageRange> {
     let mut sorted: Vec<_> = runs.iter().copied().filter(|run| !run.is_empty()).collect();
     sorted.sort_unstable_by_key(PageRange::start);

@@ -84,7 +84,8 @@ impl Late {
         }
     }
 
-    /// Nothing of `range` is under way any more as far as anybody cares. → what was for the second time.
+    /// Nothing of `range` is under way any more as far as anybody cares. → what was for the second
+    /// time.
     pub(super) fn over(&mut self, range: PageRange) -> Vec<PageRange> {
         self.tried.remove(range);
         self.given_up(range)

@@ -196,9 +196,9 @@ impl<P: Presence> Scheduler<P> {
         &self.table
     }
 
-    /// Replaces the table while it is still being derived. It must be right for a block before a fault
-    /// in that block is reported, and for all blocks before a background policy is added; what is
-    /// waited for or under way must not change.
+    /// Replaces the table while it is still being derived. It must be right for a block before a
+    /// fault in that block is reported, and for all blocks before a background policy is added;
+    /// what is waited for or under way must not change.
     ///
     /// # Panics
     /// If it is for another number of pages.
@@ -212,9 +212,9 @@ impl<P: Presence> Scheduler<P> {
         &self.presence
     }
 
-    /// Adds a background policy behind those that are there and as urgent; in the place of the one of
-    /// the same name, if there is one. Whenever a fetch is chosen, the most urgent policies are asked first, so
-    /// that one that is added later takes over at once from what is less urgent.
+    /// Adds a background policy behind those that are there and as urgent; in the place of the one
+    /// of the same name, if there is one. Whenever a fetch is chosen, the most urgent policies are
+    /// asked first, so that one that is added later takes over at once from what is less urgent.
     ///
     /// # Errors
     /// If there are [`BACKGROUNDS_MAX`].
@@ -245,13 +245,14 @@ impl<P: Presence> Scheduler<P> {
         self.backgrounds.retain(|running| running.policy.name() != name);
     }
 
-    /// The time, of a clock of the caller's that does not go back. Without one, what is under way is waited for however long it
-    /// takes.
+    /// The time, of a clock of the caller's that does not go back. Without one, what is under way
+    /// is waited for however long it takes.
     pub fn set_now(&mut self, now: Duration) {
         self.now = now;
     }
 
-    /// When [`Scheduler::next`] may have something although nothing has happened: what is under way will have taken too long.
+    /// When [`Scheduler::next`] may have something although nothing has happened: what is under way
+    /// will have taken too long.
     pub fn late_at(&self) -> Option<Duration> {
         self.late.due_at().filter(|_| self.has_room())
     }
@@ -328,7 +329,8 @@ impl<P: Presence> Scheduler<P> {
         self.fetches() < self.config.fetches_max
     }
 
-    /// What to ask for once more: around a page that somebody has waited for for too long, which is named.
+    /// What to ask for once more: around a page that somebody has waited for for too long, which is
+    /// named.
     fn next_late(&mut self) -> Option<(PageIdx, PageRange)> {
         loop {
             let page = self.late.next(self.now)?;
@@ -361,8 +363,8 @@ impl<P: Presence> Scheduler<P> {
         self.waits.take(range)
     }
 
-    /// These pages were brought by somebody else for `policy`, as far as they were not under way. To be followed by
-    /// `on_filled`. For [`Tally`] only.
+    /// These pages were brought by somebody else for `policy`, as far as they were not under way.
+    /// To be followed by `on_filled`. For [`Tally`] only.
     pub fn on_inserted(&mut self, range: PageRange, policy: &'static str) {
         for page in range.pages().filter(|page| self.flights.at(*page).is_none()) {
             self.tally.on_brought(page.range(), Reason::Background(policy));
@@ -407,8 +409,9 @@ impl<P: Presence> Scheduler<P> {
         Vec::new()
     }
 
-    /// Views have touched these pages without a fault, as the kernel tells: it maps what is present by itself.
-    /// May say again what it said before. For [`Tally`] only: nothing is fetched, and no policy learns.
+    /// Views have touched these pages without a fault, as the kernel tells: it maps what is present
+    /// by itself. May say again what it said before. For [`Tally`] only: nothing is fetched, and no
+    /// policy learns.
     pub fn on_touched(&mut self, range: PageRange) {
         self.tally.on_touched(range.intersect(&self.table.range()));
     }

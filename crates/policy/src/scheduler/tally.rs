@@ -5,14 +5,16 @@ use vmfork_image::{PageIdx, PageRange};
 use super::Reason;
 use crate::page_set::PageSet;
 
-/// Faults, by what they found. A view that faults again where it waits already is not counted again.
+/// Faults, by what they found. A view that faults again where it waits already is not counted
+/// again.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Faults {
     /// The page is zero.
     pub zero: u64,
     /// It is present or under way because a background policy proposed it.
     pub predicted: u64,
-    /// It is present or under way because another fault brought it, or somebody other than this scheduler.
+    /// It is present or under way because another fault brought it, or somebody other than this
+    /// scheduler.
     pub shared: u64,
     /// It had to be fetched for this fault.
     pub remote: u64,

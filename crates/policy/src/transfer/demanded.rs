@@ -1,5 +1,6 @@
-//! What clones on other hosts asked for, so that those of the next fork have it before they ask: SnowFlock's working sets are
-//! those of Twinkle (INFOCOM 2011, §4.3), recorded where the pages are asked for.
+//! What clones on other hosts asked for, so that those of the next fork have it before they ask:
+//! SnowFlock's working sets are those of Twinkle (INFOCOM 2011, §4.3), recorded where the pages are
+//! asked for.
 
 use std::collections::BTreeSet;
 
@@ -14,8 +15,8 @@ const WHOLE_PAGES: u64 = 10;
 /// Pages between two runs that are taken along: to ask for two runs costs about as much as these.
 const GAP_PAGES: u64 = 2;
 
-/// Pages of a VM's snapshots in the order in which they were demanded first, each once. Where it is known which of them a
-/// clone has touched in all its life, only those.
+/// Pages of a VM's snapshots in the order in which they were demanded first, each once. Where it is
+/// known which of them a clone has touched in all its life, only those.
 #[derive(Debug)]
 pub struct Demanded {
     known: PageSet,
@@ -51,9 +52,10 @@ impl Demanded {
         }
     }
 
-    /// A clone has touched these pages and no others, until its end or for long. Of what was brought along where it touched
-    /// anything, only pages stay that it, or one before it, has touched, unless that is most of the window; what it touched and was not asked for (it had come
-    /// unasked) comes behind all else.
+    /// A clone has touched these pages and no others, until its end or for long. Of what was
+    /// brought along where it touched anything, only pages stay that it, or one before it, has
+    /// touched, unless that is most of the window; what it touched and was not asked for (it had
+    /// come unasked) comes behind all else.
     pub fn refine(&mut self, touched: &[PageRange]) {
         for run in touched {
             self.touched.insert(*run);
@@ -144,7 +146,8 @@ mod tests {
         assert_eq!(demanded.runs(), runs, "nothing is known of the window at 48");
         let ahead = [range(98, 6), range(3, 2), range(48, 16), range(200, 1)];
         assert_eq!(demanded.ahead(), ahead);
-        // Asked for again, by a clone that does something else: all of it, until it is known better.
+        // Asked for again, by a clone that does something else: all of it, until it is known
+        // better.
         demanded.record(range(0, 16));
         assert_eq!(demanded.pages(), 4 + 16 + 16 + 1);
         demanded.refine(&[range(8, 1)]);

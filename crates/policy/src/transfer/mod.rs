@@ -12,8 +12,9 @@
 //!   one read    Read: group, swarm, named hosts, comparison with the origin, retries ──► done or given up
 //! ```
 //!
-//! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes and timers: it feeds
-//! in what came, asks what to do next until there is nothing, and sleeps until the `wake_at` of each.
+//! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes
+//! and timers: it feeds in what came, asks what to do next until there is nothing, and sleeps until
+//! the `wake_at` of each.
 //!
 //! Promises:
 //! - Every queue and every retry has a bound.

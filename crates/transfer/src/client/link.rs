@@ -1,4 +1,5 @@
-//! One connection to another host, used by one at a time: for one request, or for several, which are sent together.
+//! One connection to another host, used by one at a time: for one request, or for several, which
+//! are sent together.
 
 use std::io;
 use std::net::TcpStream;
@@ -167,8 +168,8 @@ impl Link {
         })
     }
 
-    /// Several questions for pages at once, which are answered one after the other, each within `timeout`; `each` is told of every answer,
-    /// with its place and, if there are, the pages.
+    /// Several questions for pages at once, which are answered one after the other, each within
+    /// `timeout`; `each` is told of every answer, with its place and, if there are, the pages.
     ///
     /// # Errors
     /// [`LinkError`]: of the questions of which `each` has not heard there will be no answer. A refusal: the other side has sent us away with

@@ -238,8 +238,9 @@ impl Peer {
         avoided.as_ref().is_some_and(|avoided| avoided.is_gone && avoided.until > Instant::now())
     }
 
-    /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within four time-outs: waiting for
-    /// a connection, making one, asking on one that turns out to have ended, and asking.
+    /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within
+    /// four time-outs: waiting for a connection, making one, asking on one that turns out to have
+    /// ended, and asking.
     ///
     /// # Errors
     /// [`PeerError`]; then `out` has no meaning.
@@ -253,7 +254,8 @@ impl Peer {
         self.read_by((Route::Insist, self.limits.answer), image, range, urgency, out, None)
     }
 
-    /// The same by another route and with less patience: an answer may take no longer than `timeout`. One page may be to come early.
+    /// The same by another route and with less patience: an answer may take no longer than
+    /// `timeout`. One page may be to come early.
     ///
     /// # Errors
     /// As [`Peer::read`], and that another host has the pages.

@@ -1,5 +1,6 @@
-//! The hosts that serve each other one image. Asks them what they hold while pages are fetched; who they are, what each has, whom to ask
-//! are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the simulation drives, too.
+//! The hosts that serve each other one image. Asks them what they hold while pages are fetched; who
+//! they are, what each has, whom to ask are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the
+//! simulation drives, too.
 //!
 //! ```text
 //!   set_members, heard ──► members ──held?──► what each has ──► choose ──► Read
@@ -63,7 +64,8 @@ impl Swarm {
         Self { image, pages, own, began, state, round_ended }
     }
 
-    /// From now on these are all that can be asked. Of those that are not origins nothing is known until they say what they hold.
+    /// From now on these are all that can be asked. Of those that are not origins nothing is known
+    /// until they say what they hold.
     pub fn set_members(&self, members: impl IntoIterator<Item = SwarmMember>) {
         let members: Vec<_> = members.into_iter().filter(|m| m.id != self.own).collect();
         let mut state = lock(&self.state);
@@ -136,7 +138,8 @@ impl Swarm {
         }
     }
 
-    /// Ask others what they hold, unless that goes on, and wait until they have answered, but no longer than `wait`.
+    /// Ask others what they hold, unless that goes on, and wait until they have answered, but no
+    /// longer than `wait`.
     pub fn refresh_within(self: &Arc<Self>, wait: Duration) {
         let state = lock(&self.state);
         match state.known.is_round_running() {

@@ -1,4 +1,5 @@
-//! Pages that another host than their origin gave, or that came by multicast, are compared with the origin's sums.
+//! Pages that another host than their origin gave, or that came by multicast, are compared with the
+//! origin's sums.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -78,8 +79,9 @@ impl Verifier {
         lock(&self.known).put(range, sums);
     }
 
-    /// Compare what `giver` gave with what the origin says that it should be, for which it has about so long. An origin that
-    /// is not there is not asked; one that is merely slow must not make others believed.
+    /// Compare what `giver` gave with what the origin says that it should be, for which it has
+    /// about so long. An origin that is not there is not asked; one that is merely slow must not
+    /// make others believed.
     pub fn verify(
         &self,
         urgency: Urgency,
@@ -128,7 +130,8 @@ impl Verifier {
         verdict
     }
 
-    /// Ask for the sums that [`SumRequests`] says, unless they come with the reply to another request.
+    /// Ask for the sums that [`SumRequests`] says, unless they come with the reply to another
+    /// request.
     fn ask(
         &self,
         urgency: Urgency,

@@ -30,7 +30,8 @@ pub enum RefusalKind {
     BadRequest,
     /// Something of its own went wrong.
     Failed,
-    /// It has sent the pages to another host, and that has them, or is about to ([`Refusal::elsewhere`]).
+    /// It has sent the pages to another host, and that has them, or is about to
+    /// ([`Refusal::elsewhere`]).
     Elsewhere,
 }
 
@@ -115,7 +116,8 @@ pub(crate) struct Elsewhere {
 }
 
 impl Refusal {
-    /// `text` says why, for people; of a long one the beginning is kept. What is no visible character is left out.
+    /// `text` says why, for people; of a long one the beginning is kept. What is no visible
+    /// character is left out.
     pub fn new(kind: RefusalKind, text: impl AsRef<str>) -> Self {
         let mut kept = String::new();
         for c in text.as_ref().chars().filter(|c| !c.is_control()) {
@@ -172,7 +174,8 @@ impl Refusal {
         &self.text
     }
 
-    /// Whether it is of who asks, and not of the pages: the host may have closed the connection after it.
+    /// Whether it is of who asks, and not of the pages: the host may have closed the connection
+    /// after it.
     pub(crate) fn may_be_the_last(&self) -> bool {
         use RefusalKind::{BadRequest, Busy, Draining, NotMember};
         matches!(self.kind, BadRequest | Busy | Draining | NotMember)

@@ -22,8 +22,8 @@ use crate::proto::{
 };
 use crate::sums::{self, Sum, UNKNOWN};
 
-/// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
-/// rest is given back.
+/// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a
+/// larger answer the rest is given back.
 const KEPT_BYTES: usize = 256 << 10;
 /// So much of answers is put together, while the next request is there already, before it is sent.
 const TOGETHER_BYTES: usize = 64 << 10;
@@ -139,8 +139,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Read all of `bytes`. → whether there are any: the other side may have closed the connection, or be idle for too
-    /// long.
+    /// Read all of `bytes`. → whether there are any: the other side may have closed the connection,
+    /// or be idle for too long.
     fn receive(&mut self, bytes: &mut [u8]) -> Result<bool, Ended> {
         self.channel.set_timeout(self.shared.limits.idle);
         let read = match self.channel.read(bytes) {
@@ -364,8 +364,8 @@ impl<'a> Session<'a> {
         pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
 
-    /// The page that comes first is sent before the others are read, which are all here: if one is not any more by then, the connection
-    /// ends.
+    /// The page that comes first is sent before the others are read, which are all here: if one is
+    /// not any more by then, the connection ends.
     fn read_first(
         &mut self,
         member: u64,

@@ -1,4 +1,5 @@
-//! Who has been sent what of each image, so that hosts that ask for the same are sent to each other; and the sums that they compare it with.
+//! Who has been sent what of each image, so that hosts that ask for the same are sent to each
+//! other; and the sums that they compare it with.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;

@@ -275,7 +275,8 @@ impl World {
         self.fake_together(number, 1, move |requests| answer(&requests[0]))
     }
 
-    /// A host that answers the first `count` requests of each connection when it has all of them, and ends.
+    /// A host that answers the first `count` requests of each connection when it has all of them,
+    /// and ends.
     pub(crate) fn fake_together(
         &self,
         number: u64,
@@ -303,8 +304,8 @@ impl World {
         address
     }
 
-    /// A host that answers what it is asked, one request after the other, until `answer` has none: it is given the number of the connection,
-    /// and of the request on that.
+    /// A host that answers what it is asked, one request after the other, until `answer` has none:
+    /// it is given the number of the connection, and of the request on that.
     pub(crate) fn fake_in_turn(
         &self,
         number: u64,

@@ -159,7 +159,8 @@ fn when_no_host_has_a_page_the_error_names_it_and_what_each_host_said() {
     assert_eq!(error, "no other host has pages 39+2 of image 0000000000000abc/100000007");
 }
 
-/// Else one that is busy would be taken for one that has gone, and what others say of its pages be believed.
+/// Else one that is busy would be taken for one that has gone, and what others say of its pages be
+/// believed.
 #[test]
 fn who_has_little_time_to_connect_does_not_say_that_a_host_is_not_there() {
     let world = World::new();
@@ -184,7 +185,8 @@ fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
     let peer = world.peer_at(2, address, PeerLimits::default());
     let error = read_from(&peer, 0, 1).expect_err("nobody listens");
     assert!(matches!(error, PeerError::Connect { .. }), "{error}");
-    // Not within 100 ms of the first: nothing between them takes as long, or else it is tried again.
+    // Not within 100 ms of the first: nothing between them takes as long, or else it is tried
+    // again.
     let errors: Vec<_> = (0..50).map(|_| read_from(&peer, 0, 1).expect_err("no one")).collect();
     let backed_off = errors.iter().filter(|e| matches!(e, PeerError::BackingOff { .. })).count();
     assert!(backed_off >= 40, "{backed_off} of 50");

@@ -134,7 +134,8 @@ fn what_has_been_sent_is_not_sent_again_when_the_others_come_later() {
     check(PageIdx(37).range(), &answers[HEAD_BYTES + 2..]);
 }
 
-/// What a host that is not the image's origin gives is used only if it is what the origin has; also early.
+/// What a host that is not the image's origin gives is used only if it is what the origin has; also
+/// early.
 #[test]
 fn a_forged_one_is_not_told_of() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];

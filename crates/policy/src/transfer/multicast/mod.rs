@@ -1,4 +1,5 @@
-//! Pages for many hosts at a time, one datagram for all of them: SnowFlock's mcdist (EuroSys 2009, sections 4.3 and 4.4).
+//! Pages for many hosts at a time, one datagram for all of them: SnowFlock's mcdist (EuroSys 2009,
+//! sections 4.3 and 4.4).
 //!
 //! ```text
 //!   host 1: Receiver ──Request──►┐                         ┌──► Receiver::heard ──► batch ──► cache
@@ -12,13 +13,16 @@
 //! Clones that run in *lockstep* request the same page at nearly the same time. While it is queued,
 //! and for a moment after it was sent, further requests for it are dropped.
 //!
-//! What gets lost, the receivers ask for again, when an answer takes longer than answers took so far; a repeated request
-//! tells the sender of the loss. After some attempts a receiver gives up, and its host asks somebody else, by unicast.
+//! What gets lost, the receivers ask for again, when an answer takes longer than answers took so
+//! far; a repeated request tells the sender of the loss. After some attempts a receiver gives up,
+//! and its host asks somebody else, by unicast.
 //!
-//! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not slow the sender down
-//! ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is too high for all, and among many receivers there is always one
-//! that has lost something. What is asked for again while it waits in the queue since it was asked for first is no loss at all. And the
-//! mean receive rate is set against what was sent meanwhile, so that a loss while little was asked for does not cut the rate to that.
+//! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not
+//! slow the sender down ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is
+//! too high for all, and among many receivers there is always one that has lost something. What is
+//! asked for again while it waits in the queue since it was asked for first is no loss at all. And
+//! the mean receive rate is set against what was sent meanwhile, so that a loss while little was
+//! asked for does not cut the rate to that.
 
 mod receiver;
 mod sender;

@@ -17,11 +17,11 @@ const DOUBLINGS_MAX: u32 = 16;
 /// Sizes, times and bounds of a [`Receiver`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiverConfig {
-    /// Nothing came for so long: ask again. As long as no answer was measured; afterwards mean + 4 deviations of the answers'
-    /// times, and doubled with each attempt.
+    /// Nothing came for so long: ask again. As long as no answer was measured; afterwards mean + 4
+    /// deviations of the answers' times, and doubled with each attempt.
     pub timeout_start: Duration,
-    /// Never sooner: more than the sender's lockstep window, within which it would take the second request for a copy of
-    /// the first.
+    /// Never sooner: more than the sender's lockstep window, within which it would take the second
+    /// request for a copy of the first.
     pub timeout_min: Duration,
     pub timeout_max: Duration,
     /// How often a run is asked for before the receiver gives up; at least 1.
@@ -60,8 +60,8 @@ pub struct TooManyWants {
     pub wants_max: usize,
 }
 
-/// Pages that did not come by multicast: to be had from somebody by unicast, if at all. They are wanted no more, but heard
-/// if they come after all.
+/// Pages that did not come by multicast: to be had from somebody by unicast, if at all. They are
+/// wanted no more, but heard if they come after all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GaveUp {
     pub pages: PageRange,
@@ -102,9 +102,11 @@ impl Heard {
     }
 }
 
-/// Decides for one image on one host what to ask the sender for, and when to put in the cache what was heard.
+/// Decides for one image on one host what to ask the sender for, and when to put in the cache what
+/// was heard.
 ///
-/// The caller keeps the bytes that [`Receiver::heard`] calls new until [`Receiver::batch`] names them.
+/// The caller keeps the bytes that [`Receiver::heard`] calls new until [`Receiver::batch`] names
+/// them.
 #[derive(Debug)]
 pub struct Receiver {
     config: ReceiverConfig,
@@ -231,8 +233,8 @@ impl Receiver {
         self.wants.remove(pages);
     }
 
-    /// What to put in the cache now: a full batch, one that somebody waits for, or one that is old. Its pages are in the order in
-    /// which they came.
+    /// What to put in the cache now: a full batch, one that somebody waits for, or one that is old.
+    /// Its pages are in the order in which they came.
     pub fn batch(&mut self, now: Duration) -> Option<Vec<PageRange>> {
         if self.batch.runs.is_empty() || now < self.batch_at() {
             return None;
@@ -273,7 +275,8 @@ impl Receiver {
         Some(Request { pages, demand: want.demand, repeat })
     }
 
-    /// What did not come, attempt after attempt. To be called until there is nothing, after [`Receiver::next_request`].
+    /// What did not come, attempt after attempt. To be called until there is nothing, after
+    /// [`Receiver::next_request`].
     pub fn gave_up(&mut self) -> Option<GaveUp> {
         self.given_up.pop_front()
     }

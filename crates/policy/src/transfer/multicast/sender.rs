@@ -10,7 +10,8 @@ use crate::page_set::PageSet;
 use crate::transfer::HostId;
 use crate::transfer::meter::Meter;
 
-/// A receive rate that was reported longer ago says nothing any more, and nor does a listener that has fallen silent.
+/// A receive rate that was reported longer ago says nothing any more, and nor does a listener that
+/// has fallen silent.
 const FEEDBACK_KEPT: Duration = Duration::from_secs(1);
 
 /// Loss is measured over about the last slots of 10 ms, this many: counts are halved each time this
@@ -36,12 +37,14 @@ pub struct SenderConfig {
     pub burst_pages: u64,
     /// Most pages of a run, at least 1: of a datagram, or a few that leave together.
     pub run_pages_max: u64,
-    /// How long after a page was sent requests for it are taken for copies of the one that was answered. More than a
-    /// round trip, less than [`ReceiverConfig::timeout_min`](super::ReceiverConfig::timeout_min).
+    /// How long after a page was sent requests for it are taken for copies of the one that was
+    /// answered. More than a round trip, less than
+    /// [`ReceiverConfig::timeout_min`](super::ReceiverConfig::timeout_min).
     pub lockstep: Duration,
     /// After a cut, how long until the next: the time it takes to be seen at the receivers.
     pub settle: Duration,
-    /// What a listener may lose without being counted. If more than half of them lose more, the sender slows down. 0: any loss counts.
+    /// What a listener may lose without being counted. If more than half of them lose more, the
+    /// sender slows down. 0: any loss counts.
     pub loss_tolerated_permille: u64,
     /// Most runs that wait to be sent, for demand and for the rest each.
     pub queue_runs_max: usize,
@@ -187,7 +190,8 @@ impl Queue {
 }
 
 impl Sender {
-    /// For an image of `pages` pages. Rates that contradict each other are put in order: min, start, max.
+    /// For an image of `pages` pages. Rates that contradict each other are put in order: min,
+    /// start, max.
     pub fn new(pages: u64, config: SenderConfig) -> Self {
         let rate_min_bytes_per_s = config.rate_min_bytes_per_s.max(1);
         let rate_max_bytes_per_s = config.rate_max_bytes_per_s.max(rate_min_bytes_per_s);
@@ -227,8 +231,8 @@ impl Sender {
         self.counts.requested += pages.len();
         if request.repeat {
             self.counts.repeats += pages.len();
-            // What was never sent was not lost on its way: the request was, or the queue is long. Nor is what has just been sent: who is busy reads it
-            // later.
+            // What was never sent was not lost on its way: the request was, or the queue is long.
+            // Nor is what has just been sent: who is busy reads it later.
             let answered = self.unanswered.absent(pages);
             let lost = answered.flat_map(|run| self.recent_pages.absent(run));
             let lost = lost.map(|run| self.sent.count(run)).sum();
@@ -328,7 +332,8 @@ impl Sender {
         self.counts
     }
 
-    /// A host that has just been heard of; `None` if there is no room: those that there are have to do.
+    /// A host that has just been heard of; `None` if there is no room: those that there are have to
+    /// do.
     fn listener(&mut self, host: HostId, now: Duration) -> Option<&mut Listener> {
         let max = self.config.listeners_max;
         if self.listeners.len() >= max && !self.listeners.contains_key(&host) {

@@ -162,7 +162,8 @@ fn what_is_asked_for_again_and_still_to_be_sent_is_no_loss() {
     let mut sender = Sender::new(1 << 20, config);
     busy(&mut sender, ms(1000), ms(1500));
     let rate = sender.rate_bytes_per_s();
-    // Another host comes for what the first has got, and waits longer than it should for a queue that is long.
+    // Another host comes for what the first has got, and waits longer than it should for a queue
+    // that is long.
     sender.request(B, ahead(100_000, 512), ms(1600));
     sender.request(B, Request { demand: false, ..repeat(100_000, 512) }, ms(1700));
     sender.request(B, repeat(100_000, 256), ms(1800));
@@ -354,8 +355,8 @@ impl Net {
     }
 }
 
-/// Runs a sender and receivers that want the same pages at about the same time; returns what was sent, and what each
-/// receiver has in the end and has given up.
+/// Runs a sender and receivers that want the same pages at about the same time; returns what was
+/// sent, and what each receiver has in the end and has given up.
 fn run(mut net: Net, wants: &[(u64, u64, bool)], hosts: usize) -> (Sent, Vec<Result>) {
     let mut sender = Sender::new(4096, SenderConfig::default());
     let config = ReceiverConfig::default();

@@ -18,7 +18,8 @@ const DOUBLINGS_MAX: u32 = 16;
 pub struct HoldersConfig {
     /// What holders are told apart by. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// Another on each host, such as its id: so that of holders which are all the same, not all askers take the same.
+    /// Another on each host, such as its id: so that of holders which are all the same, not all
+    /// askers take the same.
     pub salt: u64,
     /// Most hosts that are known.
     pub hosts_max: usize,
@@ -30,10 +31,12 @@ pub struct HoldersConfig {
     pub origin_ahead_in_flight_max: usize,
     /// What an answer is thought to take before one was measured.
     pub answer_start: Duration,
-    /// An answer that takes longer is not waited for: mean + 4 deviations of that host's answers, times four, but between these.
+    /// An answer that takes longer is not waited for: mean + 4 deviations of that host's answers,
+    /// times four, but between these.
     pub deadline_min: Duration,
     pub deadline_max: Duration,
-    /// A host that failed is left alone for so long, and twice as long with each failure that follows, up to `avoid_max`.
+    /// A host that failed is left alone for so long, and twice as long with each failure that
+    /// follows, up to `avoid_max`.
     pub avoid_min: Duration,
     pub avoid_max: Duration,
     /// After this many failures in a row it is not asked any more, until it is heard of; at least
@@ -67,7 +70,8 @@ pub enum Choice {
     Ask(HostId),
     /// Some of it is under way already.
     UnderWay,
-    /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next event.
+    /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next
+    /// event.
     Later(Duration),
     /// No host that has it is worth asking. The read fails, unless a host is heard of.
     Nobody,
@@ -133,8 +137,9 @@ impl Holders {
         }
     }
 
-    /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which has what it announces. `distance`: the less,
-    /// the nearer. Of one that is known, this is a sign of life. `false`: there is no room for it.
+    /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which
+    /// has what it announces. `distance`: the less, the nearer. Of one that is known, this is a
+    /// sign of life. `false`: there is no room for it.
     pub fn joined(&mut self, host: HostId, origin: bool, distance: u32) -> bool {
         if self.hosts.knows(host) {
             self.heard_of(host);
@@ -209,15 +214,17 @@ impl Holders {
         }
     }
 
-    /// Whom to ask for all of `pages`, which should lie in one piece or few: the holder that is expected to answer first; of
-    /// equals the nearest. If it says [`Choice::Ask`], one of [`Holders::answered`] and [`Holders::failed`] must follow, or time
-    /// until [`Holders::expired`] names it.
+    /// Whom to ask for all of `pages`, which should lie in one piece or few: the holder that is
+    /// expected to answer first; of equals the nearest. If it says [`Choice::Ask`], one of
+    /// [`Holders::answered`] and [`Holders::failed`] must follow, or time until
+    /// [`Holders::expired`] names it.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Choice {
         self.choose_among(pages, demand, now, |_, _| true)
     }
 
-    /// The same where they are under way, and somebody waits for whom that takes too long: another host, if one has them, or the same.
-    /// What was asked for before is not under way any more, whatever comes of it.
+    /// The same where they are under way, and somebody waits for whom that takes too long: another
+    /// host, if one has them, or the same. What was asked for before is not under way any more,
+    /// whatever comes of it.
     pub fn choose_again(&mut self, pages: PageRange, now: Duration) -> Choice {
         let before: Vec<_> = self.flights.within(pages).map(|(_, flight)| flight.host).collect();
         for host in &before {
@@ -283,7 +290,8 @@ impl Holders {
         Some((host, vain))
     }
 
-    /// Whether to insist when these pages are asked for: an origin sent us elsewhere before, in vain.
+    /// Whether to insist when these pages are asked for: an origin sent us elsewhere before, in
+    /// vain.
     pub fn insists(&self, pages: PageRange) -> bool {
         self.insist.count(pages) > 0
     }
@@ -329,7 +337,8 @@ impl Holders {
         }
     }
 
-    /// A connection ended on which a host was to answer with all of these. That is one failure, however many they are.
+    /// A connection ended on which a host was to answer with all of these. That is one failure,
+    /// however many they are.
     pub fn cut_off(&mut self, host: HostId, all: &[PageRange], now: Duration) {
         for pages in all {
             for (run, flight) in self.take(host, *pages) {
@@ -339,7 +348,8 @@ impl Holders {
         self.fault(host, now);
     }
 
-    /// What was not answered in time, with the host that was asked: it counts as failed, and can be asked for elsewhere.
+    /// What was not answered in time, with the host that was asked: it counts as failed, and can be
+    /// asked for elsewhere.
     pub fn expired(&mut self, now: Duration) -> Vec<(HostId, PageRange)> {
         if now < self.deadline {
             return Vec::new();

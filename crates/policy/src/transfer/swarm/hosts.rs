@@ -70,7 +70,8 @@ struct Brief {
     is_avoided: bool,
 }
 
-/// A flag for each piece and holder. Those of 64 pieces lie beside those that the next holder has of the same.
+/// A flag for each piece and holder. Those of 64 pieces lie beside those that the next holder has
+/// of the same.
 #[derive(Debug)]
 struct Held {
     words: Vec<u64>,
@@ -197,8 +198,8 @@ impl Hosts {
         }
     }
 
-    /// Of those that have all of `wanted`, are `among` (by host and whether it is an origin), and are not lost: the one that is expected to answer
-    /// first; of equals the nearest.
+    /// Of those that have all of `wanted`, are `among` (by host and whether it is an origin), and
+    /// are not lost: the one that is expected to answer first; of equals the nearest.
     pub(super) fn best(
         &self,
         wanted: Range<u64>,
@@ -209,7 +210,8 @@ impl Hosts {
         if wanted.is_empty() {
             return Best::Nobody;
         }
-        // One that was never asked is thought to be as quick as the quickest: else it never would be.
+        // One that was never asked is thought to be as quick as the quickest: else it never would
+        // be.
         let quickest_ns = self.quickest_ns.unwrap_or_else(|| nanos(self.config.answer_start));
         let (mut best, mut later) = (None::<((u32, u32, u64), HostId)>, Best::Nobody);
         let bit = wanted.start % 64;

@@ -129,8 +129,8 @@ impl Swarm {
         }
     }
 
-    /// From now on these are all that can be asked, and whether each has all of the image. Of the others nothing is known until they say
-    /// what they hold.
+    /// From now on these are all that can be asked, and whether each has all of the image. Of the
+    /// others nothing is known until they say what they hold.
     pub fn set_members(&mut self, members: impl IntoIterator<Item = (HostId, bool)>) {
         self.is_share_new = true;
         let mut before = std::mem::take(&mut self.members);
@@ -203,8 +203,8 @@ impl Swarm {
         Chosen::Ask(Asked { host, origin, route })
     }
 
-    /// Who has some of the image, and is no origin. What each holds is known by the piece of [`UNIT_PAGES`]; of one that is not all there
-    /// it may have a part.
+    /// Who has some of the image, and is no origin. What each holds is known by the piece of
+    /// [`UNIT_PAGES`]; of one that is not all there it may have a part.
     pub fn with_some(&self) -> impl Iterator<Item = HostId> {
         let members = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
         members.map(|(host, _)| *host).filter(|host| !self.known.is_barred(*host))
@@ -220,7 +220,8 @@ impl Swarm {
         self.known.is_under_way(pages)
     }
 
-    /// It answered that they are at host `to`, or about to be. → whom to ask now. `is_avoided`: `to` has given no answer lately.
+    /// It answered that they are at host `to`, or about to be. → whom to ask now. `is_avoided`:
+    /// `to` has given no answer lately.
     pub fn redirected(
         &mut self,
         host: HostId,
@@ -266,7 +267,8 @@ impl Swarm {
         Pick::place(piece, self.own.0)
     }
 
-    /// The same where there is an order in which they are wanted, and this one is number `at`. A host that can ask none but the origin keeps to that.
+    /// The same where there is an order in which they are wanted, and this one is number `at`. A
+    /// host that can ask none but the origin keeps to that.
     pub fn place_near(&self, at: u64, piece: PageRange) -> u64 {
         let has_others = self.members.values().any(|member| !member.origin);
         if has_others { Pick::place_near(at, piece, self.own.0) } else { at }
@@ -296,8 +298,8 @@ impl Swarm {
         self.round.is_running
     }
 
-    /// Begins a round: of those who are due, or of `all`. → whom to ask what they hold, one after the other, and whether these are all that there are.
-    /// [`Swarm::end_round`] must follow.
+    /// Begins a round: of those who are due, or of `all`. → whom to ask what they hold, one after
+    /// the other, and whether these are all that there are. [`Swarm::end_round`] must follow.
     pub fn begin_round(
         &mut self,
         all: bool,
@@ -326,8 +328,8 @@ impl Swarm {
         self.known.announced_all(host, held);
     }
 
-    /// It did not. `refused`: it said that there is no such image. One that does not answer may still have what it had: who asks it for pages
-    /// finds out.
+    /// It did not. `refused`: it said that there is no such image. One that does not answer may
+    /// still have what it had: who asks it for pages finds out.
     pub fn silent(&mut self, host: HostId, refused: bool, now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         member.ask_at = now + self.config.settled;

@@ -1,5 +1,5 @@
-//! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a swarm, in which hosts
-//! ask each other what they hold (vmTorrent, CoNEXT 2012).
+//! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a
+//! swarm, in which hosts ask each other what they hold (vmTorrent, CoNEXT 2012).
 //!
 //! ```text
 //!   Swarm: members ──rounds of asking what they hold──► Holders ◄── answered, failed, redirected
@@ -9,8 +9,9 @@
 //!   the host that froze the image: Spread ──► serve it, or name who was sent it
 //! ```
 //!
-//! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone this is unicast. Hosts are told apart by
-//! pieces, aligned windows of pages; who lacks a page of a piece does not count as its holder.
+//! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone
+//! this is unicast. Hosts are told apart by pieces, aligned windows of pages; who lacks a page of a
+//! piece does not count as its holder.
 //!
 //! Demand goes to the best holder: the one that is expected to answer first, by what it has to do
 //! for us and how long it took lately. Background reads are picked from the next pieces in an order

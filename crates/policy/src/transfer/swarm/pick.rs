@@ -54,8 +54,9 @@ impl Pick {
         Self { config, share: (0, 1) }
     }
 
-    /// This host is number `index` of `of` that want the image: its share is what a hash of the piece gives it. All should use the
-    /// same order of hosts; if for a moment they don't, two ask the origin for a piece.
+    /// This host is number `index` of `of` that want the image: its share is what a hash of the
+    /// piece gives it. All should use the same order of hosts; if for a moment they don't, two ask
+    /// the origin for a piece.
     pub fn set_share(&mut self, index: u64, of: u64) {
         self.share = (index, of.max(1));
     }
@@ -65,8 +66,9 @@ impl Pick {
         mixed(piece.start().0 ^ mixed(salt))
     }
 
-    /// The same in a list that is most urgent first, of a piece that is number `at` of it: where it is, or a little later, by a number of the
-    /// host's own below [`URGENT_AMONG`]. Who follows that order (of equals, the more urgent first) brings whatever is next from among the
+    /// The same in a list that is most urgent first, of a piece that is number `at` of it: where it
+    /// is, or a little later, by a number of the host's own below [`URGENT_AMONG`]. Who follows
+    /// that order (of equals, the more urgent first) brings whatever is next from among the
     /// `URGENT_AMONG` most urgent that are left, and nothing much later than it was wanted.
     pub fn place_near(at: u64, piece: PageRange, salt: u64) -> u64 {
         at.saturating_add(Self::place(piece, salt) % URGENT_AMONG)
@@ -190,7 +192,8 @@ mod tests {
             prop_assert!(left.is_empty());
         }
 
-        /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what the others have after some of them.
+        /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what
+        /// the others have after some of them.
         #[test]
         fn what_all_want_leaves_the_origin_about_once(
             hosts in 1..9u64,

@@ -12,7 +12,8 @@ use crate::transfer::HostId;
 pub struct SpreadConfig {
     /// As everywhere in the swarm. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the fewer steps, each of which is a wait …
+    /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the
+    /// fewer steps, each of which is a wait …
     pub fanout: u32,
     /// … and for background reads: the fewer, the less depends on a host that got all of it before
     /// the others asked.
@@ -32,15 +33,17 @@ impl Default for SpreadConfig {
 pub enum Serve {
     /// With the pages.
     Here,
-    /// That this host has them, or is about to: see [`Holders::redirected`](super::Holders::redirected).
+    /// That this host has them, or is about to: see
+    /// [`Holders::redirected`](super::Holders::redirected).
     At(HostId),
 }
 
 /// Decides for an origin which requests it serves itself.
 ///
-/// Clones in lockstep ask for the same piece at nearly the same time, before any of them can have announced it; served one by one, that is unicast.
-/// So the first gets it from here, the next few are sent to the first, the next to those: a tree for each piece, by the order in
-/// which it was asked for; with a fan-out of two:
+/// Clones in lockstep ask for the same piece at nearly the same time, before any of them can have
+/// announced it; served one by one, that is unicast. So the first gets it from here, the next few
+/// are sent to the first, the next to those: a tree for each piece, by the order in which it was
+/// asked for; with a fan-out of two:
 ///
 /// ```text
 ///   origin ──► 1st ──► 2nd ──► 4th
@@ -48,8 +51,8 @@ pub enum Serve {
 ///                 └──► 3rd ──► 6th …
 /// ```
 ///
-/// A host that is sent elsewhere in vain says so when it asks again (`insist`), and is served here. This is not vmTorrent's, where the seed is
-/// one peer among others.
+/// A host that is sent elsewhere in vain says so when it asks again (`insist`), and is served here.
+/// This is not vmTorrent's, where the seed is one peer among others.
 #[derive(Debug)]
 pub struct Spread {
     config: SpreadConfig,
@@ -78,9 +81,11 @@ impl Spread {
         Self { config, pieces, entries: BTreeMap::new(), hosts: BTreeMap::new() }
     }
 
-    /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece are served here.
+    /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece
+    /// are served here.
     ///
-    /// Only a host that asked for all of these pages is named; for a VM that waits, only one where a VM waited or that has been sent them.
+    /// Only a host that asked for all of these pages is named; for a VM that waits, only one where
+    /// a VM waited or that has been sent them.
     pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool, demand: bool) -> Serve {
         let SpreadConfig { fanout, fanout_ahead, hosts_max, .. } = self.config;
         let pieces = self.pieces.touching(pages);
@@ -103,7 +108,8 @@ impl Spread {
             Serve::At(entry.host)
         });
         if entries.len() >= hosts_max {
-            // One that is not named any more makes room; if it asks again, it may be sent to another.
+            // One that is not named any more makes room; if it asks again, it may be sent to
+            // another.
             let Some(full) = entries.iter().position(|entry| entry.told >= fanout_ahead) else {
                 return at;
             };

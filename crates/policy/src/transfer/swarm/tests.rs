@@ -329,7 +329,8 @@ fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
     );
 }
 
-/// Requests end where pages are another image's, or there already: two hosts may ask for different parts of a piece.
+/// Requests end where pages are another image's, or there already: two hosts may ask for different
+/// parts of a piece.
 #[test]
 fn no_host_is_sent_to_one_that_asked_for_other_pages_or_for_what_no_vm_waits_for() {
     let (mut spread, host) = (Spread::new(100, SpreadConfig::default()), HostId);
