@@ -46,7 +46,7 @@ pub struct RecorderConfig {
 }
 
 impl Default for RecorderConfig {
-    /// Twinkle's ten pages per second over a minute; 1 GiB, so that what is read ahead of a start
+    /// Twinkle's ten pages per second over a minute. 1 GiB, so that what is read ahead of a start
     /// has a bound, and ten minutes, since some VMs are never quiet.
     fn default() -> Self {
         Self {
@@ -248,7 +248,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Looks when it is told to, at a VM that has touched `touched(at)` pages from page 0 on.
+    /// Polls, at the times given, a VM that has touched `touched(at)` pages from page 0 on.
     fn record(config: RecorderConfig, touched: impl Fn(Duration) -> u64) -> Recording {
         let mut recorder = Recorder::new(table(1 << 20), config);
         let mut looks = 0;

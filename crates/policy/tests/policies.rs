@@ -62,7 +62,7 @@ struct Host {
     scheduler: Scheduler<Rc<RefCell<Vec<bool>>>>,
     present: Rc<RefCell<Vec<bool>>>,
     under_way: Vec<PageRange>,
-    /// Pages that are waited for and not under way.
+    /// Pages that are demanded and not in flight.
     queued: BTreeSet<PageIdx>,
     failed_alone: BTreeSet<PageIdx>,
     fetches: Vec<Fetch>,

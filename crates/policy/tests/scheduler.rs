@@ -48,7 +48,7 @@ fn several_views_on_one_page_cause_one_fetch_and_are_all_woken() {
     }
     let fetch = scheduler.next(0).expect("demand");
     assert_eq!((fetch.range, fetch.reason), (range(16, 16), Reason::Demand));
-    // A neighbour that is under way needs no fetch of its own.
+    // A neighbour that is in flight needs no fetch of its own.
     assert_eq!(scheduler.on_fault(OTHER, PageIdx(31)), Outcome::Waits);
     assert_eq!(scheduler.next(0), None);
     let woken = fill(&mut scheduler, &present, fetch.range);
@@ -112,7 +112,7 @@ fn one_bad_neighbour_stops_no_view() {
     assert_eq!(scheduler.next(0).expect("demand").range, range(5, 1));
     assert_eq!(fill(&mut scheduler, &present, range(3, 1)), [(VIEW, PageIdx(3))]);
     assert_eq!(scheduler.on_failed(range(5, 1)), [(OTHER, PageIdx(5))]);
-    // The drain brings in the rest, though it is told of a failure.
+    // The drain brings in the rest, though it is notified of a failure.
     let mut steps = 0;
     while let Some(fetch) = scheduler.next(512) {
         if fetch.range.contains(PageIdx(5)) {
@@ -439,7 +439,7 @@ fn no_view_is_stopped_while_the_other_may_come() {
     }
 }
 
-/// Page 5 is under way twice.
+/// Page 5 is in flight twice.
 fn twice_under_way() -> (Scheduler<Presence>, Presence) {
     let config = Config { unit_pages: 1, ..Config::default() };
     let (mut scheduler, present) = scheduler(64, config);

@@ -34,8 +34,8 @@ pub enum Priority {
 /// A policy that proposes pages for background reads. It proposes what it wants. The scheduler
 /// leaves out what is zero, present or in flight, and cuts the rest to the available bandwidth.
 ///
-/// A policy that follows a list (the drain, a working set, a profile) proposes it piece by piece;
-/// one that predicts (by segment) learns from [`Background::on_fault`] and proposes when it has
+/// A policy that follows a list (the drain, a working set, a profile) proposes it piece by piece.
+/// One that predicts (by segment) learns from [`Background::on_fault`] and proposes when it has
 /// seen enough.
 pub trait Background: Debug + Send {
     /// One word, for metrics. A scheduler has one policy of a name.

@@ -1,4 +1,4 @@
-//! Demand prediction: who has touched a part of a segment will touch the rest.
+//! Demand prediction: a VM that has touched a part of a segment will touch the rest.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -58,8 +58,8 @@ pub enum SegmentsError {
 /// such pages is past 30 % with the fourth. Faults in a segment that is ready still count, and may
 /// make it the fullest. What fails of a segment is left to demand.
 ///
-/// Takes a bit for each demanded page of segments that have not been proposed yet, and a few words
-/// for each segment that has ever seen a fault.
+/// Takes a bit for each demanded page of segments that have not been proposed yet. Takes a few
+/// words, too, for each segment that has ever seen a fault.
 #[derive(Debug)]
 pub struct Segments {
     config: SegmentsConfig,

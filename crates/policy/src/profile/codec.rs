@@ -1,8 +1,8 @@
 //! A profile as bytes.
 //!
-//! All numbers little endian. A *varint* has seven bits in a byte, the lowest first, and the eighth
-//! set in all but the last (LEB128); never a longer form than needed, so that one profile has one
-//! form.
+//! All numbers are little endian. A *varint* has seven bits in a byte, the lowest first, and the
+//! eighth set in all but the last (LEB128). It is never longer than needed, so that one profile has
+//! one form.
 //!
 //! | at | bytes | |
 //! |---|---|---|

@@ -1,4 +1,4 @@
-//! Fetches under way.
+//! Fetches in flight.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -40,7 +40,7 @@ impl Flights {
         self.background
     }
 
-    /// The run that holds `page`, and why it is under way.
+    /// The run that holds `page`, and why it is in flight.
     pub(super) fn at(&self, page: PageIdx) -> Option<(PageRange, Reason)> {
         let (start, flight) = self.runs.range(..=page).next_back()?;
         (page < flight.end).then(|| (PageRange::between(*start, flight.end), flight.reason))
@@ -52,7 +52,7 @@ impl Flights {
         (page < flight.end).then_some(flight.set_out)
     }
 
-    /// What of `range` is under way for somebody who waits.
+    /// What of `range` is in flight as a demand read.
     pub(super) fn demand_in(&self, range: PageRange) -> Vec<PageRange> {
         let first = self.at(range.start()).map_or(range.start(), |(flight, _)| flight.start());
         let runs = self.runs.range(first..range.end().max(first));

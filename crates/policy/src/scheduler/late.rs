@@ -12,7 +12,7 @@ use super::flights::Flights;
 use crate::page_set::PageSet;
 use crate::transfer::AnswerTimes;
 
-/// How long is waited for an answer before one was measured, and at least, and at most.
+/// How long to wait for an answer before one was measured, and at least, and at most.
 const START: Duration = Duration::from_millis(250);
 const MIN: Duration = Duration::from_millis(100);
 const MAX: Duration = Duration::from_secs(1);
@@ -23,9 +23,9 @@ const TIMES: u32 = 2;
 pub(super) struct Late {
     /// Of background reads.
     took: AnswerTimes,
-    /// Pages that are waited for, by when that has taken too long.
+    /// Demanded pages, by the time at which their request has taken too long.
     due: BTreeSet<(Duration, PageIdx)>,
-    /// Under way for the second time.
+    /// In flight for the second time.
     again: Flights,
     /// Asked for a second time, whatever became of that: not a third time.
     tried: PageSet,
@@ -36,7 +36,7 @@ impl Late {
         self.took.bound(START / TIMES).saturating_mul(TIMES).clamp(MIN, MAX)
     }
 
-    /// How many fetches are under way for the second time.
+    /// How many fetches are in flight for the second time.
     pub(super) fn len(&self) -> usize {
         self.again.len()
     }
@@ -53,7 +53,7 @@ impl Late {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// The next page that has taken too long, if it is still waited for.
+    /// The next page that has taken too long, if a view still waits for it.
     pub(super) fn next(&mut self, now: Duration) -> Option<PageIdx> {
         loop {
             let (_, page) = *self.due.first().filter(|(at, _)| *at <= now)?;
@@ -84,14 +84,13 @@ impl Late {
         }
     }
 
-    /// Nothing of `range` is under way any more as far as anybody cares. → what was for the second
-    /// time.
+    /// Nothing of `range` counts as in flight any more. → what was in flight for the second time.
     pub(super) fn over(&mut self, range: PageRange) -> Vec<PageRange> {
         self.tried.remove(range);
         self.given_up(range)
     }
 
-    /// The second time was in vain. → what of it was under way.
+    /// The second request failed. → what of it was in flight.
     pub(super) fn given_up(&mut self, range: PageRange) -> Vec<PageRange> {
         self.again.remove(range).into_iter().map(|(run, _)| run).collect()
     }

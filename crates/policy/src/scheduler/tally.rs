@@ -11,9 +11,9 @@ use crate::page_set::PageSet;
 pub struct Faults {
     /// The page is zero.
     pub zero: u64,
-    /// It is present or under way because a background policy proposed it.
+    /// It is present or in flight because a background policy proposed it.
     pub predicted: u64,
-    /// It is present or under way because another fault brought it, or somebody other than this
+    /// It is present or in flight because another fault brought it, or a part other than this
     /// scheduler.
     pub shared: u64,
     /// It had to be fetched for this fault.
@@ -72,7 +72,7 @@ impl Tally {
         self.on_touched(page.range());
     }
 
-    /// A fault on a page that is under way.
+    /// A fault on a page that is in flight.
     pub(super) fn on_under_way(&mut self, page: PageIdx, reason: Reason) {
         self.count(Some(reason));
         self.touched.insert(page.range());
@@ -106,7 +106,7 @@ impl Tally {
         self.touched.insert(range);
     }
 
-    /// These pages came in, which were under way for this reason.
+    /// These pages came in, which were in flight for this reason.
     pub(super) fn on_brought(&mut self, range: PageRange, reason: Reason) {
         let at = self.reasons.iter().position(|brought| brought.reason == reason);
         let at = at.unwrap_or_else(|| {

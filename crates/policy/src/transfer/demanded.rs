@@ -34,7 +34,7 @@ impl Demanded {
         Self { known, touched, runs: Vec::new(), pages: 0, pages_max }
     }
 
-    /// Somebody waits for these.
+    /// A VM waits for these.
     pub fn record(&mut self, range: PageRange) {
         let new: Vec<PageRange> = self.known.absent(range).collect();
         for run in new {
@@ -52,10 +52,10 @@ impl Demanded {
         }
     }
 
-    /// A clone has touched these pages and no others, until its end or for long. Of what was
-    /// brought along where it touched anything, only pages stay that it, or one before it, has
-    /// touched, unless that is most of the window; what it touched and was not asked for (it had
-    /// come unasked) comes behind all else.
+    /// A clone has touched these pages and no others, until its end or for long. Of the neighbours
+    /// fetched around a touched page, only pages stay that it, or one before it, has touched,
+    /// unless that is most of the window. What it touched without a request (it had come unasked)
+    /// comes behind all else.
     pub fn refine(&mut self, touched: &[PageRange]) {
         for run in touched {
             self.touched.insert(*run);

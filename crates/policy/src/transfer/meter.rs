@@ -16,7 +16,7 @@ const SLOTS_MAX: u128 = 128;
 /// The weighted average of bytes per second over slots of 10 ms.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Meter {
-    /// When the slot under way began.
+    /// When the current slot began.
     slot_at: Duration,
     slot_bytes: u64,
     bytes_per_s: u64,

@@ -21,7 +21,7 @@
 //! - A request for a page ends with the page, or with a give-up to act on.
 //! - A page that is in flight to a host is requested again only after a timeout.
 //!
-//! Left to others: bytes and their authenticity, who is a member, when a VM is stopped.
+//! Left to others: bytes and their authenticity, which hosts are members, when a VM is stopped.
 
 pub mod bounds;
 pub mod multicast;

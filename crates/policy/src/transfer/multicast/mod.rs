@@ -13,16 +13,16 @@
 //! Clones that run in *lockstep* request the same page at nearly the same time. While it is queued,
 //! and for a moment after it was sent, further requests for it are dropped.
 //!
-//! What gets lost, the receivers ask for again, when an answer takes longer than answers took so
-//! far; a repeated request tells the sender of the loss. After some attempts a receiver gives up,
-//! and its host asks somebody else, by unicast.
+//! The receivers request lost pages again, when an answer takes longer than answers took so far. A
+//! repeated request shows the sender the loss. After some attempts a receiver gives up, and its
+//! host asks another host, by unicast.
 //!
 //! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not
-//! slow the sender down ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is
-//! too high for all, and among many receivers there is always one that has lost something. What is
-//! asked for again while it waits in the queue since it was asked for first is no loss at all. And
-//! the mean receive rate is set against what was sent meanwhile, so that a loss while little was
-//! asked for does not cut the rate to that.
+//! slow the sender down ([`SenderConfig::loss_tolerated_permille`]). It is no sign that the rate is
+//! too high for all, and among many receivers there is always one that has lost something. A page
+//! that is requested again while it waits in the queue since its first request is no loss at all.
+//! And the mean receive rate is compared with what was sent meanwhile, so that a loss while little
+//! was requested does not cut the rate to that.
 
 mod receiver;
 mod sender;
@@ -42,7 +42,7 @@ pub use self::trust::{Trust, TrustConfig};
 pub struct Request {
     /// Never empty, from a [`Receiver`].
     pub pages: PageRange,
-    /// Somebody waits for at least one of them.
+    /// A VM waits for at least one of them.
     pub demand: bool,
     /// It was asked for before, and nothing came in time.
     pub repeat: bool,

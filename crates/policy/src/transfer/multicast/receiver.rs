@@ -32,7 +32,7 @@ pub struct ReceiverConfig {
     pub batch_pages: u64,
     /// Or after so long, if no more come.
     pub batch_age: Duration,
-    /// How often the sender is told what comes in.
+    /// How often the receiver reports to the sender what comes in.
     pub feedback_every: Duration,
 }
 
@@ -60,12 +60,12 @@ pub struct TooManyWants {
     pub wants_max: usize,
 }
 
-/// Pages that did not come by multicast: to be had from somebody by unicast, if at all. They are
-/// wanted no more, but heard if they come after all.
+/// Pages that did not come by multicast: available from another host by unicast, if at all. They
+/// are wanted no more, but heard if they come after all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GaveUp {
     pub pages: PageRange,
-    /// Somebody waits for at least one of them.
+    /// A VM waits for at least one of them.
     pub demand: bool,
     /// How often they were asked for.
     pub attempts: u32,
@@ -140,7 +140,7 @@ struct Batch {
     runs: Vec<PageRange>,
     pages: u64,
     since: Duration,
-    /// Somebody waits for one of them.
+    /// A VM waits for one of them.
     urgent: bool,
 }
 
@@ -233,7 +233,7 @@ impl Receiver {
         self.wants.remove(pages);
     }
 
-    /// What to put in the cache now: a full batch, one that somebody waits for, or one that is old.
+    /// What to put in the cache now: a full batch, one with a demanded page, or one that is old.
     /// Its pages are in the order in which they came.
     pub fn batch(&mut self, now: Duration) -> Option<Vec<PageRange>> {
         if self.batch.runs.is_empty() || now < self.batch_at() {

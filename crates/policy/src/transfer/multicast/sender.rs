@@ -86,7 +86,7 @@ pub struct Sent {
     pub lockstep: u64,
     /// Asked for again by a host that had asked before.
     pub repeats: u64,
-    /// Of these, sent before and now to be sent again: lost on their way, or not read in time.
+    /// Of these, sent before and now to be sent again: lost in the network, or not read in time.
     pub lost: u64,
     /// Not queued, since the queue was full; receivers ask again.
     pub refused: u64,
@@ -231,8 +231,8 @@ impl Sender {
         self.counts.requested += pages.len();
         if request.repeat {
             self.counts.repeats += pages.len();
-            // What was never sent was not lost on its way: the request was, or the queue is long.
-            // Nor is what has just been sent: who is busy reads it later.
+            // What was never sent was not lost in the network: the request was, or the queue is
+            // long. Nor is what has just been sent: a busy receiver reads it later.
             let answered = self.unanswered.absent(pages);
             let lost = answered.flat_map(|run| self.recent_pages.absent(run));
             let lost = lost.map(|run| self.sent.count(run)).sum();
@@ -312,7 +312,7 @@ impl Sender {
         Some(run)
     }
 
-    /// When there is something to send; `None` before somebody asks.
+    /// When there is something to send; `None` before a receiver asks.
     pub fn wake_at(&self) -> Option<Duration> {
         (self.queued_pages() > 0).then_some(self.free_at)
     }

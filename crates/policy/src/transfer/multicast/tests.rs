@@ -312,7 +312,7 @@ fn what_is_wanted_in_the_background_and_then_demanded_is_asked_for_again() {
     assert_eq!(receiver.wants(), 0);
 }
 
-/// What is on its way.
+/// Messages in flight.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Message {
     Request { from: u64, start: u64, len: u64, demand: bool, repeat: bool },
@@ -355,7 +355,7 @@ impl Net {
     }
 }
 
-/// Runs a sender and receivers that want the same pages at about the same time; returns what was
+/// Runs a sender and receivers that want the same pages at about the same time. Returns what was
 /// sent, and what each receiver has in the end and has given up.
 fn run(mut net: Net, wants: &[(u64, u64, bool)], hosts: usize) -> (Sent, Vec<Result>) {
     let mut sender = Sender::new(4096, SenderConfig::default());

@@ -27,7 +27,7 @@
 //! - A read ends, with its pages or with a [`FailedRead`]: once its patience is over it asks no
 //!   host more than once in each of two more rounds.
 //! - Pages are handed on only if the origin gave them, if they were compared with its sums, or if
-//!   it is gone and the driver believes others. Without a swarm and without a known origin the
+//!   it has gone and the driver believes others. Without a swarm and without a known origin the
 //!   named hosts are believed.
 //! - A read asks one host at a time.
 //! - A host that gave a page other than the origin's is not asked again by the read.

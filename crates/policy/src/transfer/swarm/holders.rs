@@ -1,4 +1,4 @@
-//! Who has what, and whom to ask.
+//! Which host has what, and which one to ask.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub struct HoldersConfig {
     pub salt: u64,
     /// Most hosts that are known.
     pub hosts_max: usize,
-    /// Most requests under way to one host, at least 1.
+    /// Most requests in flight to one host, at least 1.
     pub in_flight_max: usize,
     /// Most background reads of those.
     pub ahead_in_flight_max: usize,
@@ -31,8 +31,8 @@ pub struct HoldersConfig {
     pub origin_ahead_in_flight_max: usize,
     /// What an answer is thought to take before one was measured.
     pub answer_start: Duration,
-    /// An answer that takes longer is not waited for: mean + 4 deviations of that host's answers,
-    /// times four, but between these.
+    /// An answer that takes longer has timed out: mean + 4 deviations of that host's answers, times
+    /// four, but between these.
     pub deadline_min: Duration,
     pub deadline_max: Duration,
     /// A host that failed is left alone for so long, and twice as long with each failure that
@@ -66,12 +66,12 @@ impl Default for HoldersConfig {
 /// What [`Holders::choose`] says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// Ask this host for all of it. It is under way from now on.
+    /// Ask this host for all of it. It is in flight from now on.
     Ask(HostId),
-    /// Some of it is under way already.
+    /// Some of it is in flight already.
     UnderWay,
-    /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next
-    /// event.
+    /// The hosts that have it have too much to do, or failed a moment ago: choose again then, or
+    /// after the next event.
     Later(Duration),
     /// No host that has it is worth asking. The read fails, unless a host is heard of.
     Nobody,
@@ -86,18 +86,18 @@ pub enum Failure {
     Lacks,
     /// It could not be reached, broke off, or sent what makes no sense.
     Broken,
-    /// It sent other pages than the origin has. It is not asked any more until it joins anew.
+    /// It sent other pages than the origin has. It is not asked any more until it joins again.
     Forged,
 }
 
-/// Decides for one image on one host whom to ask, and keeps what is under way.
+/// Decides for one image on one host which host to ask, and keeps what is in flight.
 #[derive(Debug)]
 pub struct Holders {
     config: HoldersConfig,
     pieces: Pieces,
     hosts: Hosts,
     flights: RunMap<Flight>,
-    /// Asked for where an origin sent us, in vain.
+    /// Requested where an origin sent us, which failed.
     insist: PageSet,
     /// No flight's deadline is before.
     deadline: Duration,
@@ -152,7 +152,7 @@ impl Holders {
         true
     }
 
-    /// A host is gone for good. Returns what was under way from it, to be asked for elsewhere.
+    /// A host has left for good. Returns what was in flight from it, to be requested elsewhere.
     pub fn left(&mut self, host: HostId) -> Vec<PageRange> {
         if self.hosts.get(host).is_some_and(|holder| holder.failures < self.config.failures_max) {
             self.count_copies(host, false);
@@ -222,9 +222,9 @@ impl Holders {
         self.choose_among(pages, demand, now, |_, _| true)
     }
 
-    /// The same where they are under way, and somebody waits for whom that takes too long: another
-    /// host, if one has them, or the same. What was asked for before is not under way any more,
-    /// whatever comes of it.
+    /// The same where they are in flight, and a waiter considers that too slow: another host, if
+    /// one has them, or the same. The earlier request is not in flight any more, whatever comes of
+    /// it.
     pub fn choose_again(&mut self, pages: PageRange, now: Duration) -> Choice {
         let before: Vec<_> = self.flights.within(pages).map(|(_, flight)| flight.host).collect();
         for host in &before {
@@ -290,13 +290,13 @@ impl Holders {
         Some((host, vain))
     }
 
-    /// Whether to insist when these pages are asked for: an origin sent us elsewhere before, in
-    /// vain.
+    /// Whether to insist when these pages are requested: an origin sent us elsewhere before, and
+    /// that failed.
     pub fn insists(&self, pages: PageRange) -> bool {
         self.insist.count(pages) > 0
     }
 
-    /// A host did not answer with these pages. They are not under way any more.
+    /// A host did not answer with these pages. They are not in flight any more.
     pub fn failed(&mut self, host: HostId, pages: PageRange, why: Failure, now: Duration) {
         let flights = self.take(host, pages);
         for (run, flight) in &flights {
@@ -376,12 +376,12 @@ impl Holders {
         (!self.flights.is_empty()).then_some(self.deadline)
     }
 
-    /// Whether any of these pages is under way.
+    /// Whether any of these pages is in flight.
     pub fn is_under_way(&self, pages: PageRange) -> bool {
         self.flights.within(pages).next().is_some()
     }
 
-    /// How many requests are under way.
+    /// How many requests are in flight.
     pub fn under_way(&self) -> usize {
         self.flights.len()
     }
@@ -461,7 +461,7 @@ impl Holders {
             holder.times.bound(config.answer_start).saturating_mul(4)
         });
         let bound = bound.unwrap_or(config.deadline_min);
-        // Who is named may have to wait itself.
+        // The named host may have to wait itself.
         let bound = if redirected { config.deadline_max } else { bound };
         let deadline = now.saturating_add(bound.clamp(config.deadline_min, config.deadline_max));
         self.flights.insert(pages, Flight { host, demand, redirected, asked_at: now, deadline });
@@ -475,7 +475,7 @@ impl Holders {
         }
     }
 
-    /// Takes out what is under way from `host` in `pages`.
+    /// Takes out what is in flight from `host` in `pages`.
     fn take(&mut self, host: HostId, pages: PageRange) -> Vec<(PageRange, Flight)> {
         let its: Vec<_> =
             self.flights.within(pages).filter(|(_, flight)| flight.host == host).collect();

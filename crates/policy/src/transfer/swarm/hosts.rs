@@ -234,7 +234,7 @@ impl Hosts {
                 later = later.or_avoided(until);
                 continue;
             }
-            // What we have under way there is answered one after the other.
+            // Our requests in flight there are answered one after the other.
             let mean_ns = if brief.mean_ns == u64::MAX { quickest_ns } else { brief.mean_ns };
             let expected_us = mean_ns.saturating_mul(brief.in_line.into()) / 1000;
             // Up to a factor of two, times are the same. Else all would take the host that was
@@ -343,7 +343,7 @@ impl Held {
         }
     }
 
-    /// Room for one more, who is number `number`.
+    /// Room for one more, which is number `number`.
     fn push(&mut self, number: usize) {
         if number < self.room {
             return;

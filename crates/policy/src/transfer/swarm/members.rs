@@ -46,11 +46,11 @@ pub enum Route {
     Direct,
     /// It was asked before, and who it named had nothing: it has to give them itself.
     Insist,
-    /// It was named by the host that froze the image: what is not there yet is on its way there.
+    /// It was named by the host that froze the image: pages not present yet are in flight to it.
     Redirected,
 }
 
-/// Who is asked, and how.
+/// Which host is asked, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asked {
     pub host: HostId,
@@ -65,7 +65,7 @@ pub enum Chosen {
     Ask(Asked),
     /// Those that have them are busy for so long.
     Later(Duration),
-    /// No host is known to have them that is worth asking, or they are under way.
+    /// No host is known to have them that is worth asking, or they are in flight.
     Nobody,
 }
 
@@ -112,7 +112,7 @@ impl Swarm {
         let known = HoldersConfig {
             piece_pages: UNIT_PAGES,
             salt: own.0,
-            // As many as the engine has under way: a host that is alone is no slower for it.
+            // As many as the engine has in flight: a host that is alone is no slower for it.
             ahead_in_flight_max: READS_AHEAD,
             origin_ahead_in_flight_max: READS_AHEAD,
             ..HoldersConfig::default()
@@ -183,7 +183,7 @@ impl Swarm {
         let _late = self.known.expired(now);
         let choice = match demand {
             true => match self.known.choose(pages, true, now) {
-                // Who asks knows that.
+                // The caller knows that.
                 Choice::UnderWay => self.known.choose_again(pages, now),
                 choice => choice,
             },
@@ -203,8 +203,8 @@ impl Swarm {
         Chosen::Ask(Asked { host, origin, route })
     }
 
-    /// Who has some of the image, and is no origin. What each holds is known by the piece of
-    /// [`UNIT_PAGES`]; of one that is not all there it may have a part.
+    /// The hosts that have some of the image, and are no origin. What each holds is known by the
+    /// piece of [`UNIT_PAGES`]; of an incomplete piece it may have a part.
     pub fn with_some(&self) -> impl Iterator<Item = HostId> {
         let members = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
         members.map(|(host, _)| *host).filter(|host| !self.known.is_barred(*host))
@@ -328,8 +328,8 @@ impl Swarm {
         self.known.announced_all(host, held);
     }
 
-    /// It did not. `refused`: it said that there is no such image. One that does not answer may
-    /// still have what it had: who asks it for pages finds out.
+    /// It did not. `refused`: it answered that there is no such image. One that does not answer may
+    /// still have what it had: a host that asks it for pages finds out.
     pub fn silent(&mut self, host: HostId, refused: bool, now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         member.ask_at = now + self.config.settled;

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone
-//! this is unicast. Hosts are told apart by pieces, aligned windows of pages; who lacks a page of a
-//! piece does not count as its holder.
+//! this is unicast. Hosts are told apart by pieces, aligned windows of pages. A host that lacks a
+//! page of a piece does not count as its holder.
 //!
 //! Demand goes to the best holder: the one that is expected to answer first, by what it has to do
 //! for us and how long it took lately. Background reads are picked from the next pieces in an order

@@ -1,4 +1,4 @@
-//! Which of some pieces to fetch next, where somebody else says what is missing.
+//! Which of some pieces to fetch next, where the caller lists what is missing.
 
 use std::time::Duration;
 
@@ -30,7 +30,8 @@ pub enum Picked {
     Later(Duration),
 }
 
-/// Decides for who keeps a list of what is missing: of the pieces that he could fetch next, which.
+/// Decides for the keeper of a list of what is missing: of the pieces that it could fetch next,
+/// which one.
 ///
 /// ```text
 ///   one of this host's share that no peer has ──► it: the origin has room
@@ -66,10 +67,11 @@ impl Pick {
         mixed(piece.start().0 ^ mixed(salt))
     }
 
-    /// The same in a list that is most urgent first, of a piece that is number `at` of it: where it
-    /// is, or a little later, by a number of the host's own below [`URGENT_AMONG`]. Who follows
-    /// that order (of equals, the more urgent first) brings whatever is next from among the
-    /// `URGENT_AMONG` most urgent that are left, and nothing much later than it was wanted.
+    /// The same in a list that is most urgent first, of a piece that is number `at` of it. The
+    /// result is its number, or a little later, by a number of the host's own below
+    /// [`URGENT_AMONG`]. A host that follows that order (of equals, the more urgent first) brings
+    /// the next piece from among the `URGENT_AMONG` most urgent that are left. It brings nothing
+    /// much later than it was wanted.
     pub fn place_near(at: u64, piece: PageRange, salt: u64) -> u64 {
         at.saturating_add(Self::place(piece, salt) % URGENT_AMONG)
     }

@@ -1,4 +1,4 @@
-//! Who gets a piece from here, and who from those that got it.
+//! Which hosts get a piece from here, and which from those that got it.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -40,10 +40,10 @@ pub enum Serve {
 
 /// Decides for an origin which requests it serves itself.
 ///
-/// Clones in lockstep ask for the same piece at nearly the same time, before any of them can have
-/// announced it; served one by one, that is unicast. So the first gets it from here, the next few
-/// are sent to the first, the next to those: a tree for each piece, by the order in which it was
-/// asked for; with a fan-out of two:
+/// Clones in lockstep request the same piece at nearly the same time, before any of them can have
+/// announced it. Served one by one, that is unicast. So the first gets it from here, the next few
+/// are sent to the first, and the next ones to those. This is a tree for each piece, by the order
+/// of the requests; with a fan-out of two:
 ///
 /// ```text
 ///   origin ──► 1st ──► 2nd ──► 4th
@@ -51,8 +51,8 @@ pub enum Serve {
 ///                 └──► 3rd ──► 6th …
 /// ```
 ///
-/// A host that is sent elsewhere in vain says so when it asks again (`insist`), and is served here.
-/// This is not vmTorrent's, where the seed is one peer among others.
+/// A host that was sent elsewhere and failed reports that when it asks again (`insist`), and is
+/// served here. This is not vmTorrent's, where the seed is one peer among others.
 #[derive(Debug)]
 pub struct Spread {
     config: SpreadConfig,
@@ -84,8 +84,8 @@ impl Spread {
     /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece
     /// are served here.
     ///
-    /// Only a host that asked for all of these pages is named; for a VM that waits, only one where
-    /// a VM waited or that has been sent them.
+    /// Only a host that requested all of these pages is named. For a VM that waits, only one is
+    /// named where a VM waited or that has been sent them.
     pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool, demand: bool) -> Serve {
         let SpreadConfig { fanout, fanout_ahead, hosts_max, .. } = self.config;
         let pieces = self.pieces.touching(pages);

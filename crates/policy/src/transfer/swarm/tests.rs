@@ -293,7 +293,7 @@ proptest! {
                 prop_assert!(held || holders.copies(pages) == 0, "piece {} is at no peer", piece);
             }
         }
-        // After all hosts have given signs of life, it is known exactly who has what.
+        // After all hosts have given signs of life, it is known exactly which host has what.
         for host in model.hosts.keys() {
             holders.heard_of(HostId(*host));
         }
