@@ -18,9 +18,9 @@ pub struct ListenerConfig {
     pub demand_wait: Duration,
     /// The same for background reads.
     pub ahead_wait: Duration,
-    /// For how long nothing is asked for here after several reads in vain.
+    /// For how long nothing is requested here after several reads failed.
     pub trust: TrustConfig,
-    /// The sender is told so often that somebody listens.
+    /// How often the listener reports to the sender that it listens.
     pub tell_every: Duration,
     /// While it has not been heard: so often.
     pub tell_unheard_every: Duration,

@@ -28,7 +28,7 @@ pub struct GroupCounters {
     pub lockstep_pages: Counter,
     /// Of these, asked for again by a host that had asked before, …
     pub repeated_pages: Counter,
-    /// … and, of those, sent before and to be sent again: lost on their way, or not read in time.
+    /// … and, of those, sent before and to be sent again: lost in the network, or not read in time.
     pub lost_pages: Counter,
     /// Of these, not queued, since the queue was full.
     pub refused_pages: Counter,
@@ -57,12 +57,12 @@ pub struct ListenerCounters {
     pub datagrams: Counter,
     /// Those of others: forged, of another image or another key, cut short.
     pub forged: Counter,
-    /// Copies of what had come, and what is older than anything that is still waited for.
+    /// Copies of what had come, and what is older than anything that a read still waits for.
     pub replayed: Counter,
     /// Those of the sender that make no sense.
     pub wrong: Counter,
-    /// Pages that are others than the sender has: somebody who hears the group sent them. None was
-    /// used.
+    /// Pages that are others than the sender has: another host that hears the group sent them. None
+    /// was used.
     pub false_pages: Counter,
     /// Pages that were not used since the sender did not say whether they are its own.
     pub undecided_pages: Counter,

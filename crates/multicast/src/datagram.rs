@@ -25,9 +25,9 @@
 //! ```
 //!
 //! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram
-//! is fragmented by IP where links carry 1450 bytes: a fragment is not authenticated, and one that
-//! is forged or lost spoils all others; firewalls drop them, and what is put together from them has
-//! little room in the kernel.
+//! is fragmented by IP where links carry 1450 bytes. A fragment is not authenticated, and one that
+//! is forged or lost spoils all others. Firewalls drop fragments, and what is put together from
+//! them has little room in the kernel.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -44,8 +44,8 @@ pub struct GroupsConfig {
     pub sender: SenderConfig,
     /// Images that are sent at a time, each with a thread.
     pub groups_max: usize,
-    /// How often all who listen are told how many they are, which tells them, too, that they hear
-    /// the group.
+    /// How often all listeners receive their number. The message also shows them that they hear the
+    /// group.
     pub tell_every: Duration,
     /// Who says nothing for so long listens no more.
     pub silent: Duration,
@@ -104,8 +104,8 @@ struct Session {
 #[derive(Debug)]
 struct State {
     sender: Sender,
-    /// One for each member at most. Who is silent stays: it may hear the group all the same, and
-    /// then asks for no other invitation.
+    /// One for each member at most. A silent listener stays: it may hear the group all the same,
+    /// and then asks for no other invitation.
     listeners: BTreeMap<u16, Listener>,
     /// Members who have the key, whether they listen or not.
     invited: BTreeSet<u64>,
@@ -113,7 +113,7 @@ struct State {
     /// Of the next datagram.
     counter: u64,
     tell_at: Duration,
-    /// When somebody was heard of last.
+    /// When a listener was heard of last.
     heard_at: Duration,
     ended: bool,
 }
@@ -124,7 +124,7 @@ struct Listener {
     seal: Seal,
     window: Window,
     heard_at: Duration,
-    /// It has said that it listens: before, nothing that is told reaches it for certain.
+    /// It has said that it listens: before, no message reaches it for certain.
     is_there: bool,
 }
 
@@ -192,7 +192,7 @@ impl Groups {
         if state.ended {
             return Err(Refusal::new(RefusalKind::Busy, "the group has just ended"));
         }
-        // It asks again since it was not heard any more, or has begun anew.
+        // It asks again since it was not heard any more, or has restarted.
         state.listeners.retain(|_, listener| listener.member != member);
         let mut number = state.next_listener;
         while state.listeners.contains_key(&number) && state.listeners.len() < LISTENERS_MAX {
@@ -215,8 +215,8 @@ impl Groups {
         })
     }
 
-    /// Groups of which somebody has the key who is no member any more end: those who still listen
-    /// are invited to another.
+    /// A group ends if a host that is no member any more has its key: its remaining listeners are
+    /// invited to another.
     pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
         for session in self.shared.sessions() {
             let mut state = lock(&session.state);
@@ -431,7 +431,7 @@ impl Shared {
 
     fn read(&self, image: ImageName, run: PageRange, bytes: &mut [u8]) -> bool {
         let read = AssertUnwindSafe(|| {
-            // That somebody waits for them was told when they were asked for.
+            // That they are demanded was reported when they were requested.
             self.pages.read(0, image, run, Urgency::Ahead, bytes)
         });
         match std::panic::catch_unwind(read) {
@@ -458,7 +458,7 @@ impl Shared {
                     self.counters.datagrams.add(1);
                     self.counters.bytes.add(datagram.len() as u64);
                 }
-                // Lost, as others are on their way: receivers ask again.
+                // Lost, as others are in the network: receivers ask again.
                 Err(error) => {
                     self.counters.unsent.add(1);
                     tracing::trace!(group = %session.group, %error, "send to a group");

@@ -261,7 +261,7 @@ impl Shared {
                 rest = self.config.lost;
                 continue;
             }
-            // No way for it to here, maybe for ever.
+            // No way for it to here, maybe forever.
             self.rest(rest);
             rest = (rest * 2).min(REST_MAX);
         }
@@ -352,7 +352,7 @@ impl Shared {
         }
     }
 
-    /// Until something comes, or somebody rings.
+    /// Until something comes, or another thread rings the bell.
     fn wait_for(&self, sockets: &[&UdpSocket], wait: Duration) {
         let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
         fds.extend(sockets.iter().map(|socket| PollFd::new(*socket, PollFlags::IN)));
@@ -456,7 +456,7 @@ impl Shared {
         self.verifier.verify(urgency, range, bytes, "a member in its group", sender)
     }
 
-    /// How long the sender's sums are waited for: on demand, no longer than its pages.
+    /// How long to wait for the sender's sums: on demand, no longer than for its pages.
     fn sums_wait(&self, urgency: Urgency) -> Duration {
         match urgency {
             Urgency::Demand => self.config.demand_wait,

@@ -1,5 +1,5 @@
-//! What a listener knows and keeps, without sockets: pages that came, who waits for which, whether
-//! the group is heard.
+//! What a listener knows and keeps, without sockets: pages that came, which reads wait for which,
+//! whether the group is heard.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -173,7 +173,7 @@ impl Reads {
         }
     }
 
-    /// It was waited for long enough, or has failed.
+    /// It has waited for long enough, or has failed.
     pub(super) fn give_up(&mut self, read: u64, demand: bool, now: Duration) {
         let it = self.waiting.remove(&read);
         self.leave(it);
@@ -219,7 +219,7 @@ impl Reads {
         has
     }
 
-    /// A page was heard. → whether somebody waits for it.
+    /// A page was heard. → whether a read waits for it.
     pub(super) fn page(&mut self, page: PageIdx, bytes: Page, now: Duration) -> bool {
         let is_wanted = || self.waiting.values().any(|read| read.range.contains(page));
         if self.pending.len() >= PENDING_PAGES_MAX && !is_wanted() {

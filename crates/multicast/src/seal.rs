@@ -48,7 +48,7 @@ impl Seal {
         Some(datagram)
     }
 
-    /// The body of a datagram with this head. `None`: somebody else made it, or something changed
+    /// The body of a datagram with this head. `None`: another program made it, or something changed
     /// it.
     pub(super) fn open<'a>(&self, head: &Head, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
         let (bytes, sealed) = datagram.split_first_chunk_mut::<HEAD_BYTES>()?;

@@ -24,7 +24,7 @@ pub(super) fn unicast(address: SocketAddrV4) -> io::Result<UdpSocket> {
 pub(super) fn of_group(group: SocketAddrV4, own: Ipv4Addr) -> io::Result<UdpSocket> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, flags, None)?;
-    // Two images' groups may be one: then each is told from the other by its session.
+    // Two images' groups may be one: then their sessions distinguish them.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     // To the group's address: what is sent to others, or to this host, is not seen.
     rustix::net::bind(&socket, &group)?;
@@ -57,7 +57,7 @@ pub(super) fn receive<'a>(socket: &UdpSocket, buffer: &'a mut [u8]) -> io::Resul
 /// How long a datagram waits for those before it to leave this host.
 const SEND_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
-/// Send one, when there is room: a link that is full slows down who sends, and nothing is lost
+/// Send one, when there is room: a link that is full slows down the sender, and nothing is lost
 /// here.
 pub(super) fn send(socket: &UdpSocket, datagram: &[u8], to: SocketAddrV4) -> io::Result<()> {
     let mut has_waited = false;

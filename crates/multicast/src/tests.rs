@@ -112,7 +112,7 @@ fn datagrams(range: PageRange, kinds: &[u8], counter: &mut u64) -> Vec<Vec<u8>> 
     sealed.collect()
 }
 
-/// What becomes of a datagram on its way.
+/// What becomes of a datagram in flight.
 #[derive(Debug, Clone)]
 enum Fate {
     Comes,

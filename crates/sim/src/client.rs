@@ -37,7 +37,7 @@ pub(crate) struct Outbox {
     pub(crate) messages: Vec<(usize, Message)>,
     /// Reads that came to their end, and whether the pages are here.
     pub(crate) settled: Vec<(PageRange, bool)>,
-    /// Pages that were asked for, and are not waited for any more.
+    /// Pages that were requested, and for which no read waits any more.
     pub(crate) gave_up: Vec<PageRange>,
     /// Reads that wait for their pages in the group.
     pub(crate) hear: Vec<Hear>,
@@ -51,7 +51,7 @@ pub(crate) struct Hear {
     pub(crate) urgency: Urgency,
 }
 
-/// A read that is under way.
+/// A read that is in progress.
 #[derive(Debug)]
 struct Active {
     read: Read,
@@ -312,7 +312,7 @@ impl Client {
             && is_ahead
         {
             self.sum_requests.ended(asked);
-            // Reads that waited for the same sums ask for them, if they have not come.
+            // Reads that waited for the same sums request them, if they have not come.
             for other in self.waiting_for(asked) {
                 self.compare(other, Some(id(ORIGIN)), now, out);
             }

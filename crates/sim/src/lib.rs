@@ -22,9 +22,11 @@
 //! The loop of a read is the daemon's own (`vmfork_policy::transfer::read`). What else blocks in a
 //! daemon's threads, the loop of an answer (`service`), is followed here with the same bounds.
 //!
-//! Left out: connections and how many there may be, what hosts compute for each other's sake
-//! (encryption, copying), switches that are themselves a bottleneck, more than one clone of an
-//! image on a host (its cache makes them one).
+//! Left out:
+//! - connections and how many there may be;
+//! - what hosts compute for each other's sake (encryption, copying);
+//! - switches that are themselves a bottleneck;
+//! - more than one clone of an image on a host (its cache makes them one).
 
 #![deny(unsafe_code)]
 

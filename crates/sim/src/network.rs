@@ -192,7 +192,7 @@ impl Network {
         adapter.silent = silent;
     }
 
-    /// How long a message by TCP is under way, once sent: longer if something is lost.
+    /// How long a message by TCP is in flight, once sent: longer if something is lost.
     pub(crate) fn tcp_delay(&mut self, bytes: u64) -> Duration {
         let mut delay = self.one_way();
         while self.random.happens(self.link.loss_per_million) && delay < Duration::from_secs(1) {

@@ -195,9 +195,9 @@ impl Scenario {
         Ok(())
     }
 
-    /// Whether what all may have under way takes the parent's host so long to send that answers
-    /// come too late: then reads fail, and clones are stopped, though everybody lives. A limit of
-    /// what is simulated, which has one time for an answer, whatever the link.
+    /// Whether the parent's host takes so long to send all that may be in flight that answers come
+    /// too late. Then reads fail, and clones are stopped, though every host lives. A limit of what
+    /// is simulated, which has one time for an answer, whatever the link.
     pub fn is_narrow(&self) -> bool {
         let slow = self.slow.iter().find(|slow| slow.host == 0).map_or(1, |slow| slow.times.max(1));
         let reads = (self.traces.len() * (READS_AHEAD + 1)) as u64;

@@ -12,7 +12,7 @@ use vmfork_policy::transfer::swarm::{Route, Serve, Spread, SpreadConfig};
 use crate::cache::Cache;
 use crate::network::Refused;
 
-/// Somebody asked for pages.
+/// A host asked for pages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Asking {
     pub(crate) from: usize,
@@ -22,12 +22,12 @@ pub(crate) struct Asking {
     pub(crate) route: Route,
 }
 
-/// After that time pages that are not on their way are given up: at first, when pauses double, and
+/// After that time pages that are not in flight are given up: at first, when pauses double, and
 /// later.
 const GRACE_MIN: Duration = ARRIVAL_PAUSE_MIN.saturating_mul((1 << LOOKS_AFTER) - 1);
 const GRACE_MAX: Duration = ARRIVAL_PAUSE_MAX.saturating_mul(LOOKS_AFTER);
 
-/// They are on their way here.
+/// They are in flight to here.
 #[derive(Debug)]
 struct Arrival {
     asking: Asking,
@@ -89,7 +89,7 @@ impl Service {
         }
     }
 
-    /// Pages came here. → who waited for them, and when it is seen that they are here.
+    /// Pages came here. → which requests waited for them, and when it is seen that they are here.
     pub(crate) fn came(&mut self, cache: &Cache, now: Duration) -> Vec<(Asking, Duration)> {
         let mut seen = Vec::new();
         self.waiting.retain(|arrival| {
@@ -102,7 +102,7 @@ impl Service {
         seen
     }
 
-    /// Who has waited for too long, or for what does not come; and when to look again.
+    /// Which requests have waited for too long, or for what does not come; and when to look again.
     pub(crate) fn late(
         &mut self,
         is_coming: impl Fn(PageRange) -> bool,

@@ -78,7 +78,7 @@ impl Row {
             (Mode::Unicast, false) => fluid.demand_central,
             (Mode::Swarm, true) => fluid.prefetch_swarm,
             (Mode::Swarm, false) => fluid.demand_swarm,
-            // What each waits for is on its way to all: demand alone waits for no less than by
+            // What each waits for is in flight to all: demand alone waits for no less than by
             // unicast on one host.
             (Mode::Multicast, true) => fluid.multicast,
             (Mode::Multicast, false) => Need { hosts: 1, ..need }.fluid().demand_central,

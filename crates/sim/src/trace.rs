@@ -131,10 +131,10 @@ impl Trace {
         Self { steps: runs.map(|pages| Step { compute: each, pages, write: false }).collect() }
     }
 
-    /// What a clone touches that runs a program of its parent's: a few zones of the image, the same
-    /// for all clones of a `family`, in an order of each clone's own, nearly all of each zone (93 %
-    /// of what was touched before is touched again), and a little that is no other's. About
-    /// `touched` pages, with so much computing in all.
+    /// What a clone touches that runs a program of its parent's. It touches a few zones of the
+    /// image, the same for all clones of a `family`, in an order of each clone's own. Of each zone
+    /// it touches nearly all (93 % of what was touched before is touched again), and a little that
+    /// is no other's. About `touched` pages, with so much computing in all.
     pub fn clone_like(
         pages: u64,
         touched: u64,
@@ -192,7 +192,7 @@ impl Trace {
         &self.steps
     }
 
-    /// How long it takes if nothing has to be waited for.
+    /// How long it takes if it need not wait for pages.
     pub fn compute(&self) -> Duration {
         self.steps.iter().map(|step| step.compute).sum()
     }

@@ -64,7 +64,7 @@ enum Event {
         host: usize,
         asking: Asking,
     },
-    /// Others have waited for long enough for what has not come to a host.
+    /// Requests of others have waited for long enough for what has not come to a host.
     Late {
         host: usize,
     },
@@ -233,7 +233,7 @@ impl<'a> World<'a> {
         if before.is_none() && after.is_some() {
             self.running -= 1;
             if let Some(Outcome::Stopped { page, .. }) = after {
-                // Who asked while it could not be reached is told after a while.
+                // A host that asked while it could not be reached is notified after a while.
                 let healed =
                     self.scenario.partition.map_or(Duration::ZERO, |partition| partition.until);
                 let origin = self.network.is_alive(ORIGIN)
@@ -547,7 +547,7 @@ impl<'a> World<'a> {
 }
 
 /// For the scenario's links: no faster than they are, and in runs and bursts that take a
-/// millisecond or two, so that what was sent has arrived within the lockstep window.
+/// millisecond or two. So what was sent has arrived within the lockstep window.
 fn sender_config(scenario: &Scenario) -> SenderConfig {
     let defaults = SenderConfig::default();
     let rate_max_bytes_per_s = scenario.link.bytes_per_s / 100 * 93;

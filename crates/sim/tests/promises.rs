@@ -142,8 +142,8 @@ fn a_swarm_takes_the_load_off_the_parents_host_and_unicast_does_not() {
     assert!(unicast.all_done() && swarm.all_done());
     let over_one = |report: &Report| report.sent_bytes[0] * 100 / report.mean_received_bytes();
     assert!(over_one(&unicast) >= 790, "{}", over_one(&unicast));
-    // All bring the same list, and their VMs wait for what is on it: who waits is not sent to who
-    // does not.
+    // All bring the same list, and their VMs wait for what is on it: a host whose VM waits is not
+    // sent to one whose VM does not.
     assert!(over_one(&swarm) <= 175, "{}", over_one(&swarm));
     assert!(swarm.completion() < unicast.completion());
     assert_eq!((unicast.duplicate_pages, swarm.duplicate_pages), (0, 0));

@@ -5,9 +5,9 @@
 //! ```
 //!
 //! Reads of 1 and 16 pages, with TLS between members as in a cluster, from an image in memory whose
-//! pages do not compress; one reader, which rests before each, then eight at a time, which don't.
-//! For comparison the same bytes there and back over plain TCP. All over loopback, or between two
-//! network namespaces (`ip netns`), of which the server's has that address.
+//! pages do not compress. First one reader, which rests before each read, then eight at a time
+//! without a rest. For comparison the same bytes there and back over plain TCP. All over loopback,
+//! or between two network namespaces (`ip netns`), of which the server's has that address.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
 

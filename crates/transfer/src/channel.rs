@@ -1,6 +1,6 @@
 //! One TLS connection, blocking, with a time limit on whatever is going on.
 //!
-//! rustls takes 4 KiB at most from its reader at a time; a buffer of several records below it makes
+//! rustls takes 4 KiB at most from its reader at a time. A buffer of several records below it makes
 //! one system call of what has come. All that is sent together goes out in one write.
 
 use std::io::{self, BufReader, ErrorKind, IoSlice, Read, Write};

@@ -1,6 +1,6 @@
-//! Pages from one host to another, one host asking one other at a time; of several that have them,
-//! the best ([`Swarm`]); or once to all that need them ([`PageGroup`], which `vmfork-multicast`
-//! implements).
+//! Pages from one host to another: one host asks one other at a time. Of several hosts that have
+//! them, it asks the best ([`Swarm`]). Or they are sent once to all that need them ([`PageGroup`],
+//! which `vmfork-multicast` implements).
 //!
 //! ```text
 //!   this host                                    another host
@@ -17,13 +17,13 @@
 //! - A read is answered or fails within a bound. What it returns is what the other host's [`Pages`]
 //!   gave, whole.
 //! - TLS authenticates it. What a host passes on without having frozen the image is compared with
-//!   the sums of the host that did, as long as that one answers.
+//!   the sums of the host that froze it, as long as that one answers.
 //! - Only members get anything, and a member that was removed gets nothing more.
 //! - What the other side sends is checked before memory is taken for it.
 //! - [`PageService::stop`] and dropping leave no thread behind that does not wait for [`Pages`].
 //!
-//! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are
-//! handed in); which hosts have an image.
+//! Left to others: what a page is for; which hosts are members, and TLS's keys (the configurations
+//! are handed in); which hosts have an image.
 
 #![deny(unsafe_code)]
 

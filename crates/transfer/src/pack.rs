@@ -35,7 +35,7 @@ pub(crate) struct Packer {
     compressed: Vec<u8>,
     /// Pages that are to be compressed together, if they don't lie together.
     gathered: Vec<u8>,
-    /// Tries in a row that were in vain.
+    /// Tries in a row that failed.
     in_vain: u32,
     /// Answers to go without a try.
     skip: u32,
@@ -133,8 +133,8 @@ impl Scratch {
     }
 }
 
-/// The pages of an answer with head `head` into `out`, which is as long as what was asked for;
-/// `read` gives what follows the head, piece by piece. → the runs that they came in.
+/// Reads the pages of an answer with head `head` into `out`, which is as long as what was
+/// requested. `read` gives what follows the head, piece by piece. → the runs that they came in.
 ///
 /// # Errors
 /// Those of `read`, or what came is something else.

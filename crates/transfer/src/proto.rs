@@ -26,8 +26,8 @@
 //! A read with one first has two answers: that page, then the others in their order; or one, a
 //! refusal.
 //!
-//! The runs of an answer to `read` are as many pages as were asked for. The answer to `held` has no
-//! runs; its bytes are a bitmap, a bit per page from the first on, the lowest bit of a byte first,
+//! The runs of an answer to `read` are as many pages as were requested. The answer to `held` has no
+//! runs. Its bytes are a bitmap: a bit per page from the first on, the lowest bit of a byte first,
 //! and 0 where there are no pages. A sequence is its connection's own; an answer repeats that of
 //! its request. `server_us`: how long the server took, until it began to send.
 //!
@@ -112,8 +112,7 @@ pub struct Request {
     pub urgency: Urgency,
     pub route: Route,
     pub may_compress: bool,
-    /// Of a read of several pages: the one that somebody waits for, which is answered before the
-    /// others.
+    /// Of a read of several pages: the demanded one, which is answered before the others.
     pub first: Option<PageIdx>,
     pub sequence: u16,
 }

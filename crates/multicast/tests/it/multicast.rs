@@ -305,7 +305,7 @@ fn what_does_not_come_is_asked_for_again_and_all_that_is_counted() {
         read.join().expect("no panic").expect("pages");
     });
     check(range(0, UNIT), &bytes);
-    // What was asked for again while it was being read is sent again, and comes in vain.
+    // Pages that were requested again while they were being read are sent again, for nothing.
     wait_until("it comes twice", || heard.known_pages.get() >= UNIT);
     let done = || sent.pages.get() + sent.lockstep_pages.get();
     wait_until("all requests are done with", || sent.requested_pages.get() == done());
@@ -424,7 +424,7 @@ fn no_host_uses_pages_that_the_sender_does_not_confirm() {
     assert!(hears.cache.0.lock().expect("no panic").is_empty());
 }
 
-/// A socket of somebody who has no key.
+/// A socket of a program that has no key.
 fn stranger_of(group: SocketAddrV4) -> UdpSocket {
     use rustix::net::{AddressFamily, SocketType, sockopt};
     let socket = rustix::net::socket(AddressFamily::INET, SocketType::DGRAM, None).expect("a fd");

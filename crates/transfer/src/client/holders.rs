@@ -14,7 +14,7 @@ use crate::proto::RefusalKind;
 const AVOID_WITHOUT: Duration = Duration::from_secs(30);
 /// One that is busy: others may be less so.
 const AVOID_BUSY: Duration = Duration::from_millis(200);
-/// One that is about to leave, or does not know who asks.
+/// One that is about to leave, or does not know the client.
 const AVOID_LEAVING: Duration = Duration::from_secs(10);
 
 /// The hosts that have an image, the best first; may change at any time. One that failed is asked
@@ -65,7 +65,7 @@ impl Holders {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// From now on ask these. Reads for which no host had an answer begin anew.
+    /// From now on ask these. Reads for which no host had an answer begin again.
     pub fn set(&self, peers: impl IntoIterator<Item = Arc<Peer>>) {
         let mut state = lock(&self.state);
         let before = std::mem::take(&mut state.holders);

@@ -114,7 +114,7 @@ impl Link {
         Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
     }
 
-    /// `came` is told of the page that was to come first, unless the others are there already.
+    /// `came` is called for the page that was to come first, unless the others are present already.
     pub(super) fn read(
         &mut self,
         question: Question,
@@ -168,8 +168,9 @@ impl Link {
         })
     }
 
-    /// Several questions for pages at once, which are answered one after the other, each within
-    /// `timeout`; `each` is told of every answer, with its place and, if there are, the pages.
+    /// Several requests for pages at once, which are answered one after the other, each within
+    /// `timeout`. `each` is called for every answer, with its place and, if there are any, the
+    /// pages.
     ///
     /// # Errors
     /// [`LinkError`]: of the questions of which `each` has not heard there will be no answer. A refusal: the other side has sent us away with
@@ -203,7 +204,7 @@ impl Link {
                     each(place, Err(refusal));
                 }
                 Err(LinkError::Unanswered(error)) if place > 0 => {
-                    // Who is sent away hears why once.
+                    // A client that is refused receives the reason once.
                     let refused = sent_away.filter(|_| error.kind() != io::ErrorKind::TimedOut);
                     return Err(refused.map_or(LinkError::Cut(error), LinkError::Refused));
                 }

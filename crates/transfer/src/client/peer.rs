@@ -190,7 +190,7 @@ pub struct Peer {
     counters: PeerCounters,
 }
 
-/// Of several pages one that somebody waits for.
+/// The demanded one of several pages.
 pub(super) struct Early<'a> {
     pub(super) page: PageIdx,
     /// Told of its bytes when they have come, if that is before the others.
@@ -319,7 +319,7 @@ impl Peer {
     }
 
     /// Several background reads, sent together, by a route; each may take no longer than an answer.
-    /// `each` is called for every one, with its place and, if they came, the pages.
+    /// `each` is called for every read, with its place and, if they came, the pages.
     ///
     /// # Errors
     /// [`PeerError`]: those of which `each` has not heard are not answered.
@@ -412,7 +412,7 @@ impl Peer {
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         });
         if matches!(answer, Err(PeerError::Timeout { .. })) {
-            // Whether it answers at all, who asks it for the pages finds out.
+            // The next reader that asks it for the pages finds out whether it answers at all.
             *lock(&self.avoided) = None;
         }
         answer

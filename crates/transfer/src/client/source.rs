@@ -280,7 +280,7 @@ impl AheadOrder for PeerSource {
             // Whichever reader requests it, all get it.
             return NextAhead::Piece(0);
         }
-        // While all that is missing is waited for, nothing else asks.
+        // While all that is missing is demanded, nothing else asks.
         swarm.refresh_soon();
         swarm.next_ahead(pieces)
     }

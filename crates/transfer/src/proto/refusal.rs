@@ -22,9 +22,9 @@ pub enum RefusalKind {
     PageLost,
     /// Too much is asked of it.
     Busy,
-    /// It is about to leave, and serves no one any more.
+    /// It is about to leave, and serves no client any more.
     Draining,
-    /// It does not know who asks, or not any more.
+    /// It does not know the client, or not any more.
     NotMember,
     /// The request makes no sense to it.
     BadRequest,
@@ -174,7 +174,7 @@ impl Refusal {
         &self.text
     }
 
-    /// Whether it is of who asks, and not of the pages: the host may have closed the connection
+    /// Whether it concerns the client, and not the pages: the host may have closed the connection
     /// after it.
     pub(crate) fn may_be_the_last(&self) -> bool {
         use RefusalKind::{BadRequest, Busy, Draining, NotMember};

@@ -15,7 +15,7 @@
 //! - Background reads take turns ([`ServiceLimits::ahead_max`]); demand reads do not wait for them.
 //! - A [`Pages`] that panics costs one answer.
 //!
-//! Left to others: the images ([`Pages`]), and who is a member.
+//! Left to others: the images ([`Pages`]), and which hosts are members.
 
 mod connections;
 mod serve;
@@ -76,8 +76,8 @@ pub trait Pages: Send + Sync {
         false
     }
 
-    /// Whether all of `range` can be read here at once. Then a page of it that somebody waits for
-    /// is sent before the others are read.
+    /// Whether all of `range` can be read here at once. Then a demanded page of it is sent before
+    /// the others are read.
     fn has(&self, _image: ImageName, _range: PageRange) -> bool {
         false
     }
@@ -153,7 +153,7 @@ pub struct ServiceLimits {
     /// Connections of one member: a few more than a `Peer` makes, since ends are not heard of at
     /// once.
     pub connections_per_member_max: usize,
-    /// Connections in their handshake: what somebody who is no member can take up.
+    /// Connections in their handshake: the most that clients other than members can take up.
     pub handshakes_max: usize,
     /// Background requests, read at a time.
     pub ahead_max: usize,
@@ -165,8 +165,8 @@ pub struct ServiceLimits {
     /// A host that did not freeze an image redirects demand reads only while it answers more than
     /// this many.
     pub demand_max: usize,
-    /// How long pages that a VM waits for are waited for here, if the host that froze the image has
-    /// said that they are on their way …
+    /// How long a demand read waits here for pages, if the host that froze the image has said that
+    /// they are in flight …
     pub arrival: Duration,
     /// … and those of background reads.
     pub arrival_ahead: Duration,
@@ -281,8 +281,8 @@ impl PageService {
         self.shared.spreads.heard(member, open);
     }
 
-    /// Accept no more, and end all connections, also those with an answer under way. → how many are
-    /// left after
+    /// Accept no more, and end all connections, also those with an answer in progress. → how many
+    /// are left after
     /// [`ServiceLimits::stop`]: those whose [`Pages`] has not come back yet. They end when it does.
     pub fn stop(&self) -> usize {
         self.shared.connections.close();

@@ -67,7 +67,7 @@ fn serve(tcp: TcpStream, address: SocketAddr, shared: &Shared, place: &Place) ->
         Some(certificate) => shared.pages.admit(certificate, address),
         None => Err(Refusal::new(RefusalKind::NotMember, "no certificate was shown")),
     };
-    // Who may not stay hears why, in answer to his first request.
+    // A client that may not stay receives the reason, in answer to its first request.
     let admitted = admitted.and_then(|member| match place.of_member(member) {
         true => Ok(member),
         false => {
@@ -93,7 +93,7 @@ struct Answer {
     pages: Vec<u8>,
     packer: Packer,
     head: Vec<u8>,
-    /// The page that was to come first is on its way, and at the front of `pages`.
+    /// The page that was to come first is being sent, and at the front of `pages`.
     has_begun: bool,
 }
 
@@ -301,7 +301,7 @@ impl<'a> Session<'a> {
             let how = (route != Route::Direct || !may_refuse, demand);
             let may_name = |host| pages.is_alive(host);
             if let Some(host) = spreads.elsewhere((image, len), member, range, how, may_name) {
-                // Who gets them from there need not ask what they should be.
+                // A host that gets them from there need not ask what they should be.
                 let sums = is_own.then(|| self.own_sums(member, (image, len), range));
                 let sums =
                     sums.and_then(Result::ok).filter(|sums| sums.iter().any(|sum| *sum != UNKNOWN));
@@ -324,7 +324,7 @@ impl<'a> Session<'a> {
                 }
                 read => return read,
             };
-            // What was under way when it was looked for may have come since.
+            // What was in flight at the last poll may have come since.
             looks_left = if pages.is_coming(image, range) { LOOKS_AFTER } else { looks_left };
             self.send_before_waiting()?;
             if looks_left == 0 || left <= pause || self.shared.connections.wait_closed(pause) {

@@ -1,5 +1,5 @@
-//! Who has been sent what of each image, so that hosts that ask for the same are sent to each
-//! other; and the sums that they compare it with.
+//! Which host has been sent what of each image, so that hosts that request the same are sent to
+//! each other. Also keeps the sums that they compare it with.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
@@ -88,7 +88,7 @@ impl Spreads {
         state.images.get(&image).map_or_else(unknown, |image| image.sums.get(range))
     }
 
-    /// They are kept as long as it is known who has what.
+    /// They are kept as long as it is known which host has what.
     pub(super) fn summed(&self, (image, pages): (ImageName, u64), range: PageRange, sums: &[Sum]) {
         lock(&self.0).image(image, pages).sums.put(range, sums);
     }

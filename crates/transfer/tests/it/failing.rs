@@ -269,7 +269,7 @@ fn stopping_ends_reads_that_are_under_way_and_leaves_no_connection() {
             })
             .collect();
         server.images.gate.wait_for(4);
-        // Their threads wait for pages that do not come: they are told of, and end later.
+        // Their threads wait for pages that do not come: `stop` reports them, and they end later.
         assert_eq!(server.service.stop(), 4);
         for reader in readers {
             let error = reader.join().expect("no panic").expect_err("the service stopped");

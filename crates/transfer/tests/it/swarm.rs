@@ -27,7 +27,7 @@ pub(crate) struct Cache {
     pub(crate) has: Mutex<BTreeSet<u64>>,
     /// It says that it has everything.
     pub(crate) boasts: AtomicBool,
-    /// Who has which certificate.
+    /// Which member has which certificate.
     pub(crate) members: Mutex<BTreeMap<Vec<u8>, u64>>,
     /// It froze the image.
     pub(crate) is_origin: AtomicBool,

@@ -26,7 +26,7 @@ fn pieces(count: u64) -> Vec<PageRange> {
     (0..count).map(|at| range(at * UNIT, UNIT)).collect()
 }
 
-/// Read these. `each` is told of each.
+/// Read these. `each` is called for each.
 fn read_each(
     source: &PeerSource,
     pieces: &[PageRange],
