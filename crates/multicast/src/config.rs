@@ -14,7 +14,7 @@ pub struct ListenerConfig {
     pub listeners_min: u64,
     /// And only if the sender was heard within this.
     pub heard_within: Duration,
-    /// What a VM waits for waits so long, then another host is asked.
+    /// How long a demand read waits here before another host is asked.
     pub demand_wait: Duration,
     /// The same for background reads.
     pub ahead_wait: Duration,
@@ -22,9 +22,9 @@ pub struct ListenerConfig {
     pub trust: TrustConfig,
     /// How often the listener reports to the sender that it listens.
     pub tell_every: Duration,
-    /// While it has not been heard: so often.
+    /// While it has not been heard: this often.
     pub tell_unheard_every: Duration,
-    /// Not heard for so long: a new invitation is asked for. Also how long after one was refused.
+    /// Not heard for this time: a new invitation is requested. Also how long after one was refused.
     pub lost: Duration,
 }
 

@@ -9,7 +9,7 @@ pub struct GroupCounters {
     pub datagrams: Counter,
     /// Of those, without UDP's own and what is below it.
     pub bytes: Counter,
-    /// Once for all who listen.
+    /// Once for all listeners.
     pub pages: Counter,
     /// Of these, sent before.
     pub resent_pages: Counter,

@@ -59,7 +59,7 @@ const VERSION: u8 = 1;
 const FLAG_DEMAND: u8 = 1;
 const FLAG_REPEAT: u8 = 2;
 
-/// Who a datagram is from.
+/// The sender of a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
     Sender,

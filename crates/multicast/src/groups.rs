@@ -47,7 +47,7 @@ pub struct GroupsConfig {
     /// How often all listeners receive their number. The message also shows them that they hear the
     /// group.
     pub tell_every: Duration,
-    /// Who says nothing for so long listens no more.
+    /// A listener that is silent for this time listens no more.
     pub silent: Duration,
     /// A group without listeners ends after this long.
     pub alone: Duration,
@@ -107,7 +107,7 @@ struct State {
     /// One for each member at most. A silent listener stays: it may hear the group all the same,
     /// and then asks for no other invitation.
     listeners: BTreeMap<u16, Listener>,
-    /// Members who have the key, whether they listen or not.
+    /// Members that have the key, whether they listen or not.
     invited: BTreeSet<u64>,
     next_listener: u16,
     /// Of the next datagram.

@@ -1,5 +1,5 @@
-//! Pages for many hosts at a time, each sent once to a UDP group that all who need the image hear:
-//! SnowFlock's mcdist, whose decisions are [`vmfork_policy::transfer::multicast`]'s.
+//! Pages for many hosts at a time, each sent once to a UDP group that all hosts that need the image
+//! hear. This is SnowFlock's mcdist, whose decisions are [`vmfork_policy::transfer::multicast`]'s.
 //!
 //! ```text
 //!   host with the image                                      each host that needs it
@@ -10,10 +10,10 @@
 //!                                                                └──► all else ──► HeardPages (this host's cache)
 //! ```
 //!
-//! The bytes are in [`datagram`]. Each is sealed (AES-256-GCM) under a key that came over TLS: the
-//! sender's datagrams under one that all listeners have, each listener's under one of its own. What
-//! is forged, cut short, of another image, or a copy of what came before is counted and dropped.
-//! Members who have the group's key could forge: they are trusted with memory anyhow.
+//! The bytes are in [`datagram`]. Each is sealed (AES-256-GCM) under a key that came over TLS. The
+//! sender's datagrams use one that all listeners have, each listener's use one of its own. What is
+//! forged, cut short, of another image, or a copy of what came before is counted and dropped.
+//! Members that have the group's key could forge: they are trusted with memory anyhow.
 //!
 //! Promises:
 //! - A read here ends within a bound, soon for what a VM waits for. The reader then asks another

@@ -6,8 +6,8 @@
 //!                           └──► mcast-check ──┴─ sums of the sender, over TLS ──► used
 //! ```
 //!
-//! Who hears a group has its key and can send, too: so nothing is used that is not what the sender
-//! says it has, to each host alone.
+//! A host that hears a group has its key and can send, too. So only pages are used that the sender
+//! confirms as its own, to each host alone.
 
 use std::fmt;
 use std::io;
@@ -360,7 +360,7 @@ impl Shared {
             tv_sec: i64::try_from(wait.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(wait.subsec_nanos()),
         };
-        // An error is looked into by who reads.
+        // The reader of the socket handles an error.
         let _ready = rustix::event::poll(&mut fds, Some(&wait));
         let _none_rang = rustix::io::read(&self.bell, &mut [0; 8]);
     }
@@ -428,7 +428,7 @@ impl Shared {
     fn hand_on(&self, heard: &Sender<Run>) {
         let now = self.now();
         for run in lock(&self.state).reads.batch(now) {
-            // That it is gone can't be: it ends last.
+            // It cannot have ended: it ends last.
             let _ended = heard.send(run);
         }
     }

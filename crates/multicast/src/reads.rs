@@ -250,7 +250,7 @@ impl Reads {
                 requests.push(Request { pages, ..request });
             }
         }
-        // A sender that is gone answers none.
+        // A sender that has gone answers none.
         let mut has_failed = !self.is_there(now) && self.fail(|_| true);
         while let Some(gave_up) = self.receiver.gave_up() {
             has_failed |= self.fail(|read| read.lacks(gave_up.pages));

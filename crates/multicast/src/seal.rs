@@ -1,4 +1,4 @@
-//! Keys: who may have sent a datagram, and that it is no copy of one that was heard before.
+//! Keys: which hosts may have sent a datagram, and that it is no copy of one that was heard before.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use vmfork_image::ImageName;

@@ -36,7 +36,8 @@ pub(super) fn of_group(group: SocketAddrV4, own: Ipv4Addr) -> io::Result<UdpSock
 
 fn prepare(socket: &UdpSocket) -> io::Result<()> {
     socket.set_nonblocking(true)?;
-    // Beyond the system's bound only who may administer networks: others get what there is.
+    // Only a process that may administer networks can exceed the system's bound: others get what
+    // there is.
     if sockopt::set_socket_recv_buffer_size_force(socket, RECEIVE_BYTES).is_err() {
         sockopt::set_socket_recv_buffer_size(socket, RECEIVE_BYTES)?;
     }

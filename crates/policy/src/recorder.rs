@@ -29,8 +29,8 @@ const LOOKS: [Duration; 5] = [
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The time over which a VM must be quiet is cut into this many parts, so that little is kept
-/// however often the recorder is polled.
+/// The time over which a VM must be quiet is cut into this many parts. So little is kept however
+/// often the recorder is polled.
 const QUIET_PARTS: u32 = 64;
 
 /// When a recording is over.
@@ -38,7 +38,7 @@ const QUIET_PARTS: u32 = 64;
 pub struct RecorderConfig {
     /// With fewer new pages per second than this …
     pub quiet_pages_per_s: u64,
-    /// … over so long.
+    /// … over this time.
     pub quiet_for: Duration,
     /// Most pages of a recording. What a look finds beyond is left out.
     pub pages_max: u64,

@@ -101,7 +101,7 @@ impl Hosts for Known {
         self.swarm.as_mut()
     }
 
-    /// The host that told of the image, which froze it.
+    /// The host that announced the image, which froze it.
     fn named(&mut self) -> Vec<HostId> {
         vec![id(ORIGIN)]
     }
@@ -300,7 +300,7 @@ impl Client {
         self.on(number, Event::Tick, now, out);
     }
 
-    /// Something has happened to a read, which goes on.
+    /// Something has happened to a read, which continues.
     fn on(&mut self, number: u64, event: Event, now: Duration, out: &mut Outbox) {
         self.known.now = now;
         let Some(active) = self.reads.get_mut(&number) else { return };
@@ -435,7 +435,7 @@ impl Client {
         self.on(read, Event::Reply { from: id(from) }, now, out);
     }
 
-    /// The origin told sums.
+    /// The origin sent sums.
     pub(crate) fn on_sums(&mut self, read: u64, pages: PageRange, now: Duration, out: &mut Outbox) {
         self.known.avoided.remove(&ORIGIN);
         self.sums.insert(pages);
@@ -522,8 +522,8 @@ impl Client {
         }
     }
 
-    /// A host told what it holds; `None`: nothing, or it gave no answer (`refused`: it said that
-    /// there is no such image).
+    /// A host reported what it holds; `None`: nothing, or it gave no answer (`refused`: it answered
+    /// that there is no such image).
     pub(crate) fn on_held(
         &mut self,
         from: usize,
@@ -545,7 +545,7 @@ impl Client {
         self.ask_next(Some(host), now, out);
     }
 
-    /// The host that was asked what it holds is gone.
+    /// The host that was asked what it holds has gone.
     pub(crate) fn on_held_gone(&mut self, from: usize, now: Duration, out: &mut Outbox) {
         self.avoid(from, now);
         self.on_held(from, None, false, now, out);

@@ -34,8 +34,8 @@ struct Line<'a> {
 }
 
 /// Against the number of hosts: when the last clone is through; what the parent's host sends over
-/// what one host gets; and the bytes per host. All axes are logarithmic. What the fluid model says
-/// is in each that it says something about.
+/// what one host gets; and the bytes per host. All axes are logarithmic. The values of the fluid
+/// model are in each that it covers.
 pub fn svg(rows: &[Row]) -> String {
     let (width, height) = (3.0 * PITCH, HEIGHT + 2.0 * MARGIN);
     let mut svg = String::new();
@@ -228,7 +228,7 @@ mod tests {
         let scenario = |mode, hosts| Scenario::new(mode, 64, hosts, &trace);
         let hosts = [1, 2, 3, 4, 8, 16, 17, 18, 32];
         let rows = table(&hosts, &Mode::ALL, scenario, |_| {}).expect("valid");
-        // As many as there may be, though nothing is simulated for so long here.
+        // As many as there may be, though nothing is simulated for that long here.
         let more = [64, 128, 129, 256, 512, 1000, 1024].into_iter();
         let more = more.map(|hosts| crate::Row { hosts, ..rows[0].clone() });
         let rows: Vec<_> = rows.iter().cloned().chain(more).collect();

@@ -170,8 +170,8 @@ impl Host {
         self.not_before = None;
     }
 
-    /// Everything that can go on goes on, with what came of questions in `out`. What of that others
-    /// must know is in `wishes`.
+    /// Everything that can continue does, with the answers to questions in `out`. What others must
+    /// know of that is in `wishes`.
     pub(crate) fn pump(&mut self, now: Duration, mut out: Outbox, wishes: &mut Wishes) {
         if self.is_gone() || now < self.starts_at {
             return;
@@ -222,7 +222,7 @@ impl Host {
         times.into_iter().flatten().min().map(|at| at.max(now))
     }
 
-    /// The clone goes on until it needs a page that is not here, or time has not come so far.
+    /// The clone continues until it needs a page that is not here, or until its time.
     fn run(&mut self, now: Duration) {
         match self.state {
             State::Through(_) | State::Ended(_) => return,

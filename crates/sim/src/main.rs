@@ -60,7 +60,7 @@ struct Table {
     /// Fetch everything in the background, in each host's own order.
     #[arg(long)]
     hydrate: bool,
-    /// Clones begin at random within so long.
+    /// Clones begin at random within this time.
     #[arg(long, value_name = "MS", default_value_t = 0)]
     start_within: u64,
     /// What is small waits in line behind what is large.

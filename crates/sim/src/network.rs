@@ -14,7 +14,7 @@ use crate::scenario::{Link, Scenario};
 /// What waits in an adapter or a switch for longer than this is dropped, if it is a datagram.
 const DATAGRAM_WAIT_MAX: Duration = Duration::from_millis(20);
 
-/// TCP notices a loss by what follows, or after about so long.
+/// TCP notices a loss by what follows, or after about this time.
 const TCP_REPAIR: Duration = Duration::from_millis(10);
 
 /// What one host tells another.
@@ -183,7 +183,7 @@ impl Network {
         Some((parcel, time))
     }
 
-    /// All that is in line is gone.
+    /// All that is in line is lost.
     pub(crate) fn die(&mut self, host: usize, now: Duration, silent: bool) {
         let adapter = &mut self.adapters[host];
         adapter.queue.clear();

@@ -32,7 +32,7 @@ impl Random {
         per_million > 0 && self.below(1_000_000) < u64::from(per_million)
     }
 
-    /// Another generator, independent of what this one goes on to give.
+    /// Another generator, independent of what this one gives from here on.
     pub(crate) fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -65,7 +65,7 @@ pub struct Link {
     pub bytes_per_s: u64,
     /// From host to host.
     pub latency: Duration,
-    /// Up to so much more, at random: messages overtake each other.
+    /// Random extra delay, up to this: messages overtake each other.
     pub jitter: Duration,
     pub loss_per_million: u32,
     /// What is small waits in line behind what is large, as in a queue of packets that knows no
@@ -125,10 +125,10 @@ pub struct Scenario {
     pub ahead: Vec<PageRange>,
     /// Everything is fetched in the background, in each host's own order.
     pub hydrates: bool,
-    /// Clones begin at random within so long.
+    /// Clones begin at random within this time.
     pub start_within: Duration,
-    /// A host's daemon tells the others that it has the image within so long after its clone has
-    /// begun.
+    /// A host's daemon announces to the others that it has the image within this time after its
+    /// clone has begun.
     pub heard_within: Duration,
     pub link: Link,
     pub slow: Vec<Slow>,

@@ -54,7 +54,7 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// `is_own`: the image was frozen here. `names`: it tells who else has pages.
+    /// `is_own`: the image was frozen here. `names`: it names other hosts that have pages.
     pub(crate) fn new(pages: u64, is_own: bool, names: bool) -> Self {
         let spread = names.then(|| Spread::new(pages, SpreadConfig::default()));
         Self { is_own, spread, waiting: Vec::new() }
@@ -125,7 +125,7 @@ impl Service {
     }
 }
 
-/// The first look at `now` or later of one who began to look at `began`.
+/// The first poll at `now` or later of a wait that began to poll at `began`.
 fn look_after(began: Duration, now: Duration) -> Duration {
     let (mut at, mut pause) = (began, ARRIVAL_PAUSE_MIN);
     while at < now && pause < ARRIVAL_PAUSE_MAX {

@@ -118,9 +118,9 @@ impl Trace {
         Ok(Self { steps })
     }
 
-    /// All of an image from its first page to its last, with so much computing in all: a database
-    /// that is in the parent's page cache, and that each clone searches (SnowFlock's BLAST, figure
-    /// 4c).
+    /// All of an image from its first page to its last, with this much computing in all. It is a
+    /// database that is in the parent's page cache, and that each clone searches (SnowFlock's
+    /// BLAST, figure 4c).
     pub fn database(pages: u64, compute: Duration) -> Self {
         const RUN_PAGES: u64 = 16;
         let runs = pages.div_ceil(RUN_PAGES);
@@ -198,7 +198,7 @@ impl Trace {
     }
 
     /// What the parent's host knows of it afterwards, and sends along with the next fork: the units
-    /// that were asked for, in the order in which they first were.
+    /// that were requested, in the order of their first requests.
     pub fn working_set(&self, pages: u64) -> Vec<PageRange> {
         let image = PageRange::first(pages);
         let mut demanded = Demanded::new(pages);

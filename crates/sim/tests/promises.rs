@@ -142,7 +142,7 @@ fn a_swarm_takes_the_load_off_the_parents_host_and_unicast_does_not() {
     assert!(unicast.all_done() && swarm.all_done());
     let over_one = |report: &Report| report.sent_bytes[0] * 100 / report.mean_received_bytes();
     assert!(over_one(&unicast) >= 790, "{}", over_one(&unicast));
-    // All bring the same list, and their VMs wait for what is on it: a host whose VM waits is not
+    // All bring the same list, and their VMs wait for what is on it. A host whose VM waits is not
     // sent to one whose VM does not.
     assert!(over_one(&swarm) <= 175, "{}", over_one(&swarm));
     assert!(swarm.completion() < unicast.completion());
@@ -210,8 +210,8 @@ fn no_host_waits_for_a_slow_host_to_get_everything() {
             })
             .collect();
         ends.sort();
-        // In a swarm, what it was to bring in first comes late; a multicast goes on as if it was
-        // not there.
+        // In a swarm, what it was to bring in first comes late; a multicast continues as if it was
+        // not present.
         let by = if mode == Mode::Swarm { ends[7] / 2 } else { normal.completion() * 2 };
         assert!(ends[6] < by, "{mode}: {ends:?} and {:?}", normal.completion());
     }
@@ -264,8 +264,8 @@ fn a_list_that_all_bring_ahead_leaves_the_parents_host_about_once_and_clones_har
         let (compute, report) = with_a_working_set(Mode::Swarm, hosts, name);
         let sent = report.sent_bytes[0] * 100 / report.mean_received_bytes();
         assert!(sent <= 130, "{name}: {sent} %");
-        // In the order of the list all hosts ask for the same at once: 157 and 991 times, and 8.7 s
-        // of which 5.5 are computing.
+        // In the order of the list all hosts request the same at once. That is 157 and 991 times,
+        // and 8.7 s of which 5.5 are computing.
         let waits = report.waits / hosts as u64;
         assert!(waits <= 60, "{name}: a clone waits {waits} times");
         let took = report.completion();

@@ -125,7 +125,7 @@ impl Channel {
     /// Shake hands on a socket.
     ///
     /// # Errors
-    /// The other side is not who it should be, does not speak TLS, or took too long.
+    /// The other side is not the expected host, does not speak TLS, or took too long.
     pub(crate) fn open(tls: Connection, tcp: TcpStream, timeout: Duration) -> io::Result<Self> {
         tcp.set_nodelay(true)?;
         tcp.set_read_timeout(Some(timeout))?;
@@ -166,7 +166,7 @@ impl Channel {
     /// Send `parts`, one after the other.
     ///
     /// # Errors
-    /// The connection is gone, or the other side takes too long to take it.
+    /// The connection has ended, or the other side takes too long to take it.
     pub(crate) fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         self.put(parts)?;
         self.flush()
@@ -224,7 +224,7 @@ impl Channel {
     /// properly.
     ///
     /// # Errors
-    /// The connection is gone, what came is not from the other side, or nothing came in time.
+    /// The connection has ended, what came is not from the other side, or nothing came in time.
     pub(crate) fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.tls.reader().read(bytes) {

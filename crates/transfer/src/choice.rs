@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Only answers of about this many pages are compared with each other: with few pages the time is
 /// all latency, with many all bytes.
 const CLASSES: [u64; 3] = [4, 64, u64::MAX];
-/// Each way is tried so often before the first is preferred …
+/// Each way is tried this often before the first is preferred …
 const TRIES: u32 = 8;
 /// … and from then on, the other one once per this many answers.
 const AGAIN_EVERY: u32 = 64;
@@ -85,7 +85,7 @@ impl Choice {
 mod tests {
     use super::*;
 
-    /// How many of this many answers are compressed, where `ns` is the time of a page each way, and
+    /// How many of this many answers are compressed. `ns` is the time of a page each way, and
     /// `bytes` the size of a compressed one.
     fn chosen(choice: &mut Choice, answers: u32, pages: u64, ns: (u64, u64), bytes: u64) -> u32 {
         let mut compressed = 0;

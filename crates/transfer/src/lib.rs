@@ -9,15 +9,15 @@
 //!                   the image  connections       each connection  that it holds
 //! ```
 //!
-//! A connection carries one request at a time, both ends block on it: a remote fault costs a switch
-//! to the thread that serves it and one back, and nothing in between. Many requests at a time are
-//! many connections. The bytes are in [`proto`] and in `docs/protocol.md`.
+//! A connection carries one request at a time, and both ends block on it. A remote fault costs a
+//! switch to the thread that serves it and one back, and nothing in between. Many requests at a
+//! time are many connections. The bytes are in [`proto`] and in `docs/protocol.md`.
 //!
 //! Promises:
 //! - A read is answered or fails within a bound. What it returns is what the other host's [`Pages`]
 //!   gave, whole.
-//! - TLS authenticates it. What a host passes on without having frozen the image is compared with
-//!   the sums of the host that froze it, as long as that one answers.
+//! - TLS authenticates it. If the giver did not freeze the image, what it passes on is compared
+//!   with the sums of the host that did, as long as that one answers.
 //! - Only members get anything, and a member that was removed gets nothing more.
 //! - What the other side sends is checked before memory is taken for it.
 //! - [`PageService::stop`] and dropping leave no thread behind that does not wait for [`Pages`].

@@ -1,9 +1,9 @@
 //! Pages as they are sent: zeros as a number, the rest as it is or compressed, if that pays.
 //!
-//! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever
-//! more seldom while they don't. The client knows how long answers take, either way: `Choice` asks
-//! for what is best on this link between these processors, and tries the other now and then, since
-//! links and loads change.
+//! The server and the client decide together whether it does. The server knows how much smaller
+//! bytes get: [`Packer`] tries ever more seldom while they don't. The client knows how long answers
+//! take, either way. Its `Choice` requests what is best on this link between these processors, and
+//! tries the other now and then, since links and loads change.
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};
 

@@ -27,9 +27,9 @@
 //! refusal.
 //!
 //! The runs of an answer to `read` are as many pages as were requested. The answer to `held` has no
-//! runs. Its bytes are a bitmap: a bit per page from the first on, the lowest bit of a byte first,
-//! and 0 where there are no pages. A sequence is its connection's own; an answer repeats that of
-//! its request. `server_us`: how long the server took, until it began to send.
+//! runs. Its bytes are a bitmap: a bit per page from the first on, the lowest bit of a byte first.
+//! A bit is 0 where there are no pages. A sequence is its connection's own; an answer repeats that
+//! of its request. `server_us`: how long the server took, until it began to send.
 //!
 //! Anything else ends the connection.
 

@@ -8,7 +8,7 @@ use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable, Source};
 use super::{Background, Priority, Proposal};
 use crate::page_set::PageSet;
 
-/// Most pages of a segment: 256 MiB. So few that shares of two segments are told apart exactly.
+/// Most pages of a segment: 256 MiB. Few enough to distinguish the shares of two segments exactly.
 pub const SEGMENT_PAGES_MAX: u64 = 1 << 16;
 
 /// Sizes of [`Segments`].
@@ -54,9 +54,9 @@ pub enum SegmentsError {
 ///   Counting ── more than P % of its non-zero pages demanded ──► Ready ── it is the fullest ──► Proposed
 /// ```
 ///
-/// A share is of the pages that are not zero, since the others never travel: a segment with ten
+/// A share is of the pages that are not zero, since the others never travel. A segment with ten
 /// such pages is past 30 % with the fourth. Faults in a segment that is ready still count, and may
-/// make it the fullest. What fails of a segment is left to demand.
+/// make it the fullest. Pages of a segment that fail are left to demand.
 ///
 /// Takes a bit for each demanded page of segments that have not been proposed yet. Takes a few
 /// words, too, for each segment that has ever seen a fault.
@@ -71,8 +71,8 @@ pub struct Segments {
     crossings: Crossing,
 }
 
-/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of so few
-/// pages differ by more.
+/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of at most
+/// [`SEGMENT_PAGES_MAX`] pages differ by more.
 type Share = u64;
 
 /// The place of a segment in the order in which segments became ready.

@@ -15,8 +15,8 @@
 //! | 36 | | *n* times, in order of clusters: clusters left out since the last one (varint), average first access in ms (varint), score (2) |
 //! | end - 4 | 4 | CRC-32 of all before |
 //!
-//! A cluster takes 4 to 7 bytes, and 1 more for each 128 clusters left out before it: of 4 GiB in
-//! clusters of 16 pages at most 460 kB, even if all are touched.
+//! A cluster takes 4 to 7 bytes, and 1 more for each 128 clusters left out before it. For 4 GiB in
+//! clusters of 16 pages that is at most 460 kB, even if all are touched.
 
 use vmfork_image::{BLOCK_PAGES, PAGES_MAX};
 

@@ -9,7 +9,7 @@
 //!
 //! After vmTorrent (CoNEXT 2012, "profiles"): for each *cluster* of pages the average time of its
 //! first access, and in how many of the starts it was touched. Unlike there, starts count the less
-//! the more have followed, so that what a service no longer does is forgotten.
+//! the more have followed. So what a service no longer does is forgotten.
 
 mod codec;
 
@@ -126,10 +126,10 @@ impl Profile {
         self.touched.sort_unstable_by_key(|touched| touched.index);
     }
 
-    /// The pages that are touched in at least `min_frequency` (0 to 1) of the starts, by the
-    /// average time of their first access: what to fetch in which order. At most `pages_max` pages,
-    /// the most frequent and of those the earliest. Runs are of whole clusters: pages that are zero
-    /// are among them.
+    /// What to fetch in which order: the pages that are touched in at least `min_frequency` (0 to
+    /// 1) of the starts, by the average time of their first access. At most `pages_max` pages, the
+    /// most frequent and of those the earliest. Runs are of whole clusters: pages that are zero are
+    /// among them.
     pub fn working_set(&self, min_frequency: f64, pages_max: u64) -> Vec<PageRange> {
         let frequent = |touched: &&Touched| self.frequency(touched) >= min_frequency;
         let mut chosen: Vec<_> = self.touched.iter().filter(frequent).copied().collect();

@@ -131,8 +131,8 @@ pub enum Reason {
 
 /// Decides for one image on one host which pages come into its cache next.
 ///
-/// Serves whatever non-zero pages it is asked for, by whichever image they are owned: blocks that
-/// are better mapped from an ancestor's cache the engine sends to that ancestor's scheduler.
+/// Serves whatever non-zero pages it is asked for, whichever images own them. The engine sends
+/// blocks that are better mapped from an ancestor's cache to that ancestor's scheduler.
 ///
 /// Each call takes time for the pages it names and a logarithm of those that wait. `next` also
 /// passes over what the background finds present, once per page and pass.
@@ -346,8 +346,8 @@ impl<P: Presence> Scheduler<P> {
         }
     }
 
-    /// These pages are present now (and [`Presence`] says so). They need not have been asked for,
-    /// nor be all of what was. Returns whom to wake, by page.
+    /// These pages are present now (and [`Presence`] confirms it). They need not have been
+    /// requested, nor be all of what was. Returns the views to wake, by page.
     pub fn on_filled(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
         if let Some((flight, Reason::Background(_))) = self.flights.at(range.start())
             && let Some(set_out) = self.flights.set_out(range.start())

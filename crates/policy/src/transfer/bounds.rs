@@ -10,11 +10,11 @@ pub const FETCHERS_AHEAD_MAX: usize = 16;
 /// From how many pieces of hydration a source that cares picks the next (vmTorrent's k).
 pub const PICK_AMONG: usize = 300;
 
-/// Each host brings a list that is most urgent first in an order of its own, in which a piece is at
-/// most this far from its place (4 MiB at 1 Gbit/s: 34 ms). vmTorrent picks among the k = 300 most
-/// urgent. Simulated, with 32, 64 and 128 the last clone is through at about the same time. The
-/// larger the number, the more the parent's host sends and the later the most urgent pieces come.
-/// With 16, hosts obstruct each other (docs/decisions/0019).
+/// Each host brings a list that is most urgent first in an order of its own. In that order a piece
+/// is at most this far from its place (4 MiB at 1 Gbit/s: 34 ms). vmTorrent picks among the k = 300
+/// most urgent. Simulated, with 32, 64 and 128 the last clone is through at about the same time.
+/// The larger the number, the more the parent's host sends and the later the most urgent pieces
+/// come. With 16, hosts obstruct each other (docs/decisions/0019).
 pub const URGENT_AMONG: u64 = 64;
 
 /// Once more than this percentage of a segment's pages was requested, the rest of it comes from
@@ -41,7 +41,7 @@ pub const DEMAND_WAIT: Duration = Duration::from_secs(1);
 pub const HEAR_DEMAND: Duration = Duration::from_millis(50);
 /// The same for a prefetch.
 pub const HEAR_AHEAD: Duration = Duration::from_secs(10);
-/// An answer may take so long, from the request on.
+/// The longest time that an answer may take, from the request on.
 pub const ANSWER: Duration = Duration::from_secs(5);
 /// How long a host that gave no answer is asked only after others.
 pub const AVOID: Duration = Duration::from_secs(5);

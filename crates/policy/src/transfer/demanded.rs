@@ -1,6 +1,6 @@
-//! What clones on other hosts asked for, so that those of the next fork have it before they ask:
+//! What clones on other hosts requested, so that those of the next fork have it before they ask.
 //! SnowFlock's working sets are those of Twinkle (INFOCOM 2011, §4.3), recorded where the pages are
-//! asked for.
+//! requested.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,8 @@ use crate::page_set::PageSet;
 
 /// Demand brings its neighbours along: this many pages, at a multiple of it.
 const WINDOW_PAGES: u64 = 16;
-/// A window of which so much was touched stays whole: one run, at a place where others ask, too.
+/// A window of which this many pages were touched stays whole: one run, at a place where others
+/// ask, too.
 const WHOLE_PAGES: u64 = 10;
 /// Pages between two runs that are taken along: to ask for two runs costs about as much as these.
 const GAP_PAGES: u64 = 2;
@@ -53,8 +54,8 @@ impl Demanded {
     }
 
     /// A clone has touched these pages and no others, until its end or for long. Of the neighbours
-    /// fetched around a touched page, only pages stay that it, or one before it, has touched,
-    /// unless that is most of the window. What it touched without a request (it had come unasked)
+    /// fetched around a touched page, only pages stay that it, or one before it, has touched. All
+    /// stay if that is most of the window. What it touched without a request (it had come unasked)
     /// comes behind all else.
     pub fn refine(&mut self, touched: &[PageRange]) {
         for run in touched {

@@ -28,8 +28,8 @@ impl Meter {
         self.slot_bytes = self.slot_bytes.saturating_add(bytes);
     }
 
-    /// As of the last slot that is over. Closes slots: returns how many, too, for who counts by
-    /// them.
+    /// As of the last slot that is over. Closes slots. Also returns how many, for callers that
+    /// count by them.
     pub(super) fn roll(&mut self, now: Duration) -> u64 {
         let over = now.saturating_sub(self.slot_at).as_nanos() / SLOT.as_nanos();
         if over > SLOTS_MAX {

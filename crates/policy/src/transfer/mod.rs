@@ -13,7 +13,7 @@
 //! ```
 //!
 //! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes
-//! and timers: it feeds in what came, asks what to do next until there is nothing, and sleeps until
+//! and timers. It feeds in what came, asks what to do next until there is nothing, and sleeps until
 //! the `wake_at` of each.
 //!
 //! Promises:

@@ -9,8 +9,8 @@ use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::RefusalKind;
 
-/// A host that does not have what it was asked for, or something else, comes last for so long: it
-/// may get it.
+/// A host that does not have what was requested, or has something else, comes last for this time:
+/// it may get it.
 const AVOID_WITHOUT: Duration = Duration::from_secs(30);
 /// One that is busy: others may be less so.
 const AVOID_BUSY: Duration = Duration::from_millis(200);

@@ -57,9 +57,9 @@ pub(super) struct Came {
 /// Why there is no answer, or another.
 #[derive(Debug)]
 pub(super) enum LinkError {
-    /// The connection is gone; nothing of an answer had come.
+    /// The connection has ended; nothing of an answer had come.
     Unanswered(io::Error),
-    /// The connection is gone within the answer.
+    /// The connection has ended within the answer.
     Cut(io::Error),
     /// What came is none.
     Wrong(ProtoError),
@@ -95,7 +95,7 @@ impl NotOpen {
         Self { error, is_gone: !is_own }
     }
 
-    /// Who takes a connection, and is slow then or ends it, may have too many.
+    /// A host that takes a connection, and is slow then or ends it, may have too many.
     fn shaking_hands(error: io::Error) -> Self {
         let is_gone = error.kind() == io::ErrorKind::InvalidData;
         Self { error, is_gone }

@@ -114,7 +114,7 @@ pub enum PeerError {
 }
 
 impl PeerError {
-    /// Whether it may be otherwise in a moment, without anybody doing something.
+    /// Whether it may be otherwise in a moment, without a change by a user or another host.
     pub fn is_passing(&self) -> bool {
         match self {
             Self::Connect { .. }
@@ -193,7 +193,7 @@ pub struct Peer {
 /// The demanded one of several pages.
 pub(super) struct Early<'a> {
     pub(super) page: PageIdx,
-    /// Told of its bytes when they have come, if that is before the others.
+    /// Called with its bytes when they have come, if that is before the others.
     pub(super) came: &'a mut dyn FnMut(&[u8]),
 }
 

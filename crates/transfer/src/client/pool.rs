@@ -74,7 +74,7 @@ impl Pool {
     ///
     /// # Errors
     /// There is none, and none can be made. One that took longer than is wanted, though less than
-    /// the limits give it, is a time-out: that says nothing of whether the host is there.
+    /// the limits give it, is a timeout. That is no sign that the host is absent.
     pub(super) fn lease(
         &self,
         config: &PeerConfig,

@@ -34,7 +34,7 @@ pub struct SourceCounters {
     pub origin_pages: Counter,
     /// How many from others that hold it.
     pub holder_pages: Counter,
-    /// How many were sent to all who need them.
+    /// How many were sent to all that need them.
     pub group_pages: Counter,
     /// How many of those could not be compared with their origin's.
     pub unverified_pages: Counter,
@@ -78,7 +78,7 @@ impl PeerSource {
         }
     }
 
-    /// The same, but hosts that all failed are asked again for so long.
+    /// The same, but hosts that all failed are asked again for this time.
     #[must_use]
     pub fn with_patience(self, patience: Duration) -> Self {
         Self { patience, ..self }

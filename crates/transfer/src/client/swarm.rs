@@ -1,6 +1,6 @@
-//! The hosts that serve each other one image. Asks them what they hold while pages are fetched; who
-//! they are, what each has, whom to ask are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the
-//! simulation drives, too.
+//! The hosts that serve each other one image. Asks them what they hold while pages are fetched.
+//! [`vmfork_policy::transfer::swarm::Swarm`], which the simulation drives, too, knows which hosts
+//! they are, what each has, and which one to ask.
 //!
 //! ```text
 //!   set_members, heard ──► members ──held?──► what each has ──► choose ──► Read
@@ -77,7 +77,7 @@ impl Swarm {
         drop(before); // not under the lock: connections are closed with the last of a peer
     }
 
-    /// A member has told which images it has; `holds`: this one is among them.
+    /// A member has reported which images it has; `holds`: this one is among them.
     pub fn heard(&self, host: HostId, holds: bool) {
         let now = self.now();
         lock(&self.state).known.heard(host, holds, now);
@@ -138,8 +138,8 @@ impl Swarm {
         }
     }
 
-    /// Ask others what they hold, unless that goes on, and wait until they have answered, but no
-    /// longer than `wait`.
+    /// Ask others what they hold, unless that is in progress, and wait until they have answered,
+    /// but no longer than `wait`.
     pub fn refresh_within(self: &Arc<Self>, wait: Duration) {
         let state = lock(&self.state);
         match state.known.is_round_running() {

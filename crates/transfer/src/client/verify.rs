@@ -22,7 +22,7 @@ pub enum Comparison {
     Wrong(PageIdx),
     /// The origin does not know now, or has not replied.
     Undecided,
-    /// The origin is gone.
+    /// The origin has gone.
     Believed,
 }
 
@@ -60,7 +60,7 @@ impl Verifier {
         }
     }
 
-    /// Ask for the sums of pages that are about to come, so that they need not wait for them then.
+    /// Ask for the sums of pages that are expected soon, so that they need not wait for them then.
     pub fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer, within: Duration) {
         let is_known = !lock(&self.known).get(range).contains(&UNKNOWN);
         if !is_known && !origin.is_avoided() {

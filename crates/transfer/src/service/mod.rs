@@ -59,7 +59,7 @@ pub trait Pages: Send + Sync {
     /// Whether it is one still. Before each answer.
     fn is_member(&self, member: u64) -> bool;
 
-    /// A member asks for these pages. → what that image is, if it is known here: those that ask for
+    /// A member requests these pages. → what that image is, if it is known here. Hosts that request
     /// the same are sent to each other then, and each page leaves its origin about once.
     fn asked(
         &self,
@@ -91,7 +91,7 @@ pub trait Pages: Send + Sync {
     /// has a bound.
     ///
     /// # Errors
-    /// The pages are not to be had here.
+    /// The pages are not available here.
     fn read(
         &self,
         member: u64,
@@ -101,8 +101,8 @@ pub trait Pages: Send + Sync {
         bytes: &mut [u8],
     ) -> Result<(), Refusal>;
 
-    /// Which pages of `range` of an image that this host froze are its own and need not be fetched
-    /// to be read: each run of them is given to `each`. Only these have sums here.
+    /// Reports which pages of `range`, of an image that this host froze, are its own and need not
+    /// be fetched to be read. Each run of them is given to `each`. Only these have sums here.
     ///
     /// # Errors
     /// There is no such image here.
@@ -229,8 +229,7 @@ impl PageService {
         pages: Arc<dyn Pages>,
         limits: ServiceLimits,
     ) -> io::Result<Self> {
-        // A connection that is gone before it is accepted must not make the thread wait for the
-        // next.
+        // A connection that ends before it is accepted must not make the thread wait for the next.
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let stop_bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;

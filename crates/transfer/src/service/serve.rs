@@ -25,7 +25,8 @@ use crate::sums::{self, Sum, UNKNOWN};
 /// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a
 /// larger answer the rest is given back.
 const KEPT_BYTES: usize = 256 << 10;
-/// So much of answers is put together, while the next request is there already, before it is sent.
+/// Answers are put together up to this size, while the next request is present already, before they
+/// are sent.
 const TOGETHER_BYTES: usize = 64 << 10;
 
 /// Why a connection ends early: not an error of this host.
@@ -255,7 +256,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Send the answer: with the next one, if that is to come at once.
+    /// Send the answer: with the next one, if that comes at once.
     fn send_unless_next(&mut self) -> Result<(), Ended> {
         let has_next = self.channel.has(REQUEST_BYTES);
         if !has_next || self.channel.unsent() >= TOGETHER_BYTES {
@@ -364,7 +365,7 @@ impl<'a> Session<'a> {
         pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
 
-    /// The page that comes first is sent before the others are read, which are all here: if one is
+    /// The page that comes first is sent before the others are read, which are all here. If one is
     /// not any more by then, the connection ends.
     fn read_first(
         &mut self,

@@ -21,7 +21,7 @@ pub(crate) const PAGE: usize = 4096;
 /// Of the image that every host has.
 pub(crate) const PAGES: u64 = 5000;
 pub(crate) const IMAGE: ImageName = ImageName { host: 0xabc, image: 0x1_0000_0007 };
-/// Nothing in a test takes so long.
+/// No step of a test takes this long.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn range(start: u64, len: u64) -> PageRange {
@@ -304,8 +304,8 @@ impl World {
         address
     }
 
-    /// A host that answers what it is asked, one request after the other, until `answer` has none:
-    /// it is given the number of the connection, and of the request on that.
+    /// A host that answers what it is asked, one request after the other, until `answer` has none.
+    /// `answer` gets the number of the connection, and of the request on that.
     pub(crate) fn fake_in_turn(
         &self,
         number: u64,

@@ -436,7 +436,7 @@ fn an_origin_that_was_slow_a_moment_ago_is_asked_all_the_same() {
     let counters = source.counters();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Who gave it is found out, so the origin is asked for it.
+            // It is found out which host gave it, so the origin is asked for it.
             wait_until("it was compared", || counters.forged.get() > 0);
             nodes[0].cache.gate.open();
         });

@@ -19,7 +19,7 @@ use crate::common::*;
 use crate::keys::name_of;
 use crate::swarm::*;
 
-/// Half of what goes out at once is enough to see it.
+/// Half of what is sent at once is enough to see it.
 const COUNT: u64 = 4;
 
 fn pieces(count: u64) -> Vec<PageRange> {
@@ -40,8 +40,8 @@ fn read_each(
     source.read_ahead_all(&mut reads, &mut each);
 }
 
-/// Read these, and see that each is answered once and with its own bytes. → those that were not to
-/// be had.
+/// Read these, and see that each is answered once and with its own bytes. → those that were not
+/// available.
 fn read_all(source: &PeerSource, pieces: &[PageRange]) -> Vec<PageRange> {
     let (mut answered, mut failed) = (vec![0; pieces.len()], Vec::new());
     read_each(source, pieces, |at, came| {
@@ -281,7 +281,7 @@ fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
     assert!(began.elapsed() < LONG / 3, "as if nothing were to be sent: {:?}", began.elapsed());
 }
 
-/// What other hosts gave is compared with the origin's sums: of a block these are asked for once,
+/// What other hosts gave is compared with the origin's sums. Those of a block are requested once,
 /// however many pieces of it come side by side.
 #[test]
 fn sums_of_a_block_are_asked_for_once() {

@@ -21,8 +21,8 @@
 //! slow the sender down ([`SenderConfig::loss_tolerated_permille`]). It is no sign that the rate is
 //! too high for all, and among many receivers there is always one that has lost something. A page
 //! that is requested again while it waits in the queue since its first request is no loss at all.
-//! And the mean receive rate is compared with what was sent meanwhile, so that a loss while little
-//! was requested does not cut the rate to that.
+//! And the mean receive rate is compared with what was sent meanwhile. So a loss while little was
+//! requested does not cut the rate to that.
 
 mod receiver;
 mod sender;

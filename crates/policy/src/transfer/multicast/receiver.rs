@@ -11,14 +11,14 @@ use crate::transfer::answer_times::AnswerTimes;
 use crate::transfer::meter::Meter;
 use crate::transfer::run_map::RunMap;
 
-/// A time-out is doubled at most so often.
+/// A timeout is doubled at most this often.
 const DOUBLINGS_MAX: u32 = 16;
 
 /// Sizes, times and bounds of a [`Receiver`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiverConfig {
-    /// Nothing came for so long: ask again. As long as no answer was measured; afterwards mean + 4
-    /// deviations of the answers' times, and doubled with each attempt.
+    /// Nothing came for this time: ask again. Used until an answer was measured; afterwards mean +
+    /// 4 deviations of the answers' times, and doubled with each attempt.
     pub timeout_start: Duration,
     /// Never sooner: more than the sender's lockstep window, within which it would take the second
     /// request for a copy of the first.
@@ -30,7 +30,7 @@ pub struct ReceiverConfig {
     pub wants_max: usize,
     /// Pages are handed on in batches of this many.
     pub batch_pages: u64,
-    /// Or after so long, if no more come.
+    /// Or after this time, if no more come.
     pub batch_age: Duration,
     /// How often the receiver reports to the sender what comes in.
     pub feedback_every: Duration,

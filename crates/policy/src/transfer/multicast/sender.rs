@@ -30,7 +30,7 @@ pub struct SenderConfig {
     pub rate_start_bytes_per_s: u64,
     /// Never faster.
     pub rate_max_bytes_per_s: u64,
-    /// Faster by so much after each 10 ms in which there was more to send than the rate allowed.
+    /// Rate increase after each 10 ms in which there was more to send than the rate allowed.
     pub raise_bytes_per_s: u64,
     /// After a pause, this many pages may leave at once: they cover the lateness of a driver's
     /// timer.
@@ -78,7 +78,7 @@ pub struct Sent {
     pub requests: u64,
     /// Asked for, in all requests.
     pub requested: u64,
-    /// Sent, once for all who listen.
+    /// Sent, once for all listeners.
     pub served: u64,
     /// Of these, sent before.
     pub resent: u64,

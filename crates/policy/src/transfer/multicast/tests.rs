@@ -98,7 +98,7 @@ fn pages_that_there_are_not_and_more_than_fits_are_left_out() {
     assert_eq!(all(&mut sender, ms(1)), [range(90, 10), range(0, 1), range(5, 1), range(15, 1)]);
 }
 
-/// Keeps the sender busy for so long.
+/// Keeps the sender busy for this time.
 fn busy(sender: &mut Sender, from: Duration, to: Duration) -> u64 {
     let mut now = from;
     let mut pages = 0;

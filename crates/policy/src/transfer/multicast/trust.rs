@@ -25,8 +25,8 @@ impl Default for TrustConfig {
     }
 }
 
-/// Whether one host's reads of one image are for its group: not for a while after several in a row
-/// whose pages were not heard in time. Demand and prefetch are judged apart.
+/// Whether one host's reads of one image are for its group. They are not for a while after several
+/// in a row whose pages were not heard in time. Demand and prefetch are judged apart.
 #[derive(Debug)]
 pub struct Trust {
     config: TrustConfig,

@@ -24,19 +24,20 @@
 //! reads side by side do not ask for the same.
 //!
 //! Promises:
-//! - A read ends, with its pages or with a [`FailedRead`]: once its patience is over it asks no
+//! - A read ends, with its pages or with a [`FailedRead`]. Once its patience is over it asks no
 //!   host more than once in each of two more rounds.
-//! - Pages are handed on only if the origin gave them, if they were compared with its sums, or if
-//!   it has gone and the driver believes others. Without a swarm and without a known origin the
+//! - Pages are handed on only if the origin gave them, or if they were compared with its sums, or
+//!   if it has gone and the driver believes others. Without a swarm and without a known origin the
 //!   named hosts are believed.
 //! - A read asks one host at a time.
 //! - A host that gave a page other than the origin's is not asked again by the read.
 //! - A demand read never waits for a host that is busy: it asks another one, or the origin. A
 //!   prefetch waits.
 //!
-//! Left to others: bytes, sockets, threads, clocks and sums themselves; the order in which reads
-//! begin (demand first: `Scheduler` and the fetchers of the image); that two reads of a page begin
-//! only if the second is demand.
+//! Left to others:
+//! - bytes, sockets, threads, clocks and sums themselves;
+//! - the order in which reads begin (demand first: `Scheduler` and the fetchers of the image);
+//! - that two reads of a page begin only if the second is demand.
 
 mod machine;
 mod sums;
@@ -116,7 +117,7 @@ pub enum Action {
     },
     /// The pages are here: hand them on.
     Done(Done),
-    /// They are not to be had.
+    /// They are not available.
     GiveUp(FailedRead),
 }
 
@@ -135,7 +136,7 @@ pub enum Event {
     Failed { from: HostId, why: ReplyError },
     /// The pages were compared.
     Compared(Verdict),
-    /// Other hosts have told what they hold, as far as they will.
+    /// Other hosts have reported what they hold, as far as they will.
     Refreshed,
     /// Time has passed, or other hosts are named.
     Tick,
@@ -150,7 +151,7 @@ pub enum ReplyError {
     Lacks,
     /// It was not reached, gave no reply in time, or broke off.
     Broken,
-    /// The same, and the swarm was told of it once for all that it had been asked for
+    /// The same, and the swarm was notified of it once for all that it had been asked for
     /// ([`Swarm::cut_off`]).
     CutOff,
     /// It does not answer this host, or not such requests.
@@ -203,7 +204,7 @@ pub enum Verdict {
     Wrong,
     /// The origin does not say now what the pages are.
     Undecided,
-    /// The origin is gone, so that it cannot say any more: other hosts are believed.
+    /// The origin has gone, so that it cannot confirm pages any more: other hosts are believed.
     Believed,
 }
 
@@ -215,7 +216,7 @@ pub struct Done {
     pub resourced: bool,
 }
 
-/// Who gave the pages of a read.
+/// Which host gave the pages of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Giver {
     /// They were sent to all hosts that need them.

@@ -214,8 +214,8 @@ impl Holders {
         }
     }
 
-    /// Whom to ask for all of `pages`, which should lie in one piece or few: the holder that is
-    /// expected to answer first; of equals the nearest. If it says [`Choice::Ask`], one of
+    /// Which host to ask for all of `pages`, which should lie in one piece or few: the holder that
+    /// is expected to answer first; of equals the nearest. After [`Choice::Ask`], one of
     /// [`Holders::answered`] and [`Holders::failed`] must follow, or time until
     /// [`Holders::expired`] names it.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Choice {

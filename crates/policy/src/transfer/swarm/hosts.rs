@@ -198,8 +198,9 @@ impl Hosts {
         }
     }
 
-    /// Of those that have all of `wanted`, are `among` (by host and whether it is an origin), and
-    /// are not lost: the one that is expected to answer first; of equals the nearest.
+    /// The best holder of those that have all of `wanted`, are `among` (by host and whether it is
+    /// an origin), and are not lost. The best is the one that is expected to answer first; of
+    /// equals the nearest.
     pub(super) fn best(
         &self,
         wanted: Range<u64>,

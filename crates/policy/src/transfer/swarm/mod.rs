@@ -1,5 +1,5 @@
-//! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a
-//! swarm, in which hosts ask each other what they hold (vmTorrent, CoNEXT 2012).
+//! Which host to ask for which pages, one host at a time. By unicast these are hosts that have
+//! them. In a swarm, hosts also ask each other what they hold (vmTorrent, CoNEXT 2012).
 //!
 //! ```text
 //!   Swarm: members ──rounds of asking what they hold──► Holders ◄── answered, failed, redirected

@@ -12,8 +12,8 @@ use crate::transfer::HostId;
 pub struct SpreadConfig {
     /// As everywhere in the swarm. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the
-    /// fewer steps, each of which is a wait …
+    /// The number of hosts to which a host passes on what it got where VMs wait for it, at least 1.
+    /// The higher, the fewer steps, each of which is a wait …
     pub fanout: u32,
     /// … and for background reads: the fewer, the less depends on a host that got all of it before
     /// the others asked.
