@@ -22,8 +22,8 @@
 //! - A host that was removed from the cluster has no key of what is sent after that.
 //! - Buffers are bounded.
 //!
-//! Left to others: whose pages may be asked for ([`vmfork_transfer::Pages`]), which of those that
-//! come are kept ([`HeardPages`]).
+//! Left to others: which pages may be requested by which hosts ([`vmfork_transfer::Pages`]), and
+//! which of those that come are kept ([`HeardPages`]).
 
 #![deny(unsafe_code)]
 

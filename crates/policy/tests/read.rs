@@ -227,9 +227,9 @@ impl Dice {
 struct Watched {
     read: Read,
     request: Request,
-    /// Whom it asks now.
+    /// The host that it asks now.
     asks: Option<HostId>,
-    /// Who replied with pages that are not handed on yet, and whether that is the origin.
+    /// The host that replied with pages that are not handed on yet, and whether that is the origin.
     replied: Option<(HostId, bool)>,
     verdict: Option<(Verdict, bool)>,
     heard: bool,

@@ -12,7 +12,7 @@ const MARGIN: f64 = 60.0;
 const PITCH: f64 = WIDTH + 2.0 * MARGIN;
 
 const FONT: f64 = 12.0;
-/// Of a letter, on average, and a little more: so much is left for words.
+/// Width of a letter, on average, and a little more: this much is left for words.
 const LETTER: f64 = 7.0;
 /// Of a line that shows what its dashes mean.
 const SAMPLE: f64 = 28.0;

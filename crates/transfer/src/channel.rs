@@ -16,8 +16,8 @@ const WRITE_BYTES: usize = 256 << 10;
 
 /// A socket whose reads and writes end at a deadline.
 ///
-/// Setting a socket's time-out is a system call. It is left as it is where it would end a wait too
-/// early (the wait goes on) or at most a quarter too late.
+/// Setting a socket's timeout is a system call. It is left as it is where it would end a wait too
+/// early (the wait continues) or at most a quarter too late.
 #[derive(Debug)]
 struct Socket {
     tcp: TcpStream,

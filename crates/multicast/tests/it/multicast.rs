@@ -32,7 +32,7 @@ struct Origin {
     demanded: Mutex<BTreeSet<u64>>,
     /// What is read for the group waits here.
     gate: Gate,
-    /// Of this page the group gets another than this host has, as if one who hears it had sent
+    /// Of this page the group gets another than this host has, as if a host that hears it had sent
     /// that.
     lies_about: AtomicU64,
     /// It says nothing of what it has.

@@ -25,7 +25,7 @@ pub struct Proposal {
 pub enum Priority {
     /// What was touched by others that began here: most of it will be wanted, and soon.
     WorkingSet,
-    /// What is likely by what has been touched so far: some of it will be wanted.
+    /// What VMs will probably want, judged by their accesses up to now: some of it will be wanted.
     Prediction,
     /// All the rest, wanted or not: the drain, hydration.
     Rest,

@@ -39,7 +39,7 @@ pub(super) struct Question {
     pub(super) urgency: Urgency,
     pub(super) route: Route,
     pub(super) may_compress: bool,
-    /// Whose answer comes before the others'.
+    /// The page whose answer comes before the others'.
     pub(super) first: Option<PageIdx>,
 }
 

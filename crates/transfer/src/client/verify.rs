@@ -79,9 +79,9 @@ impl Verifier {
         lock(&self.known).put(range, sums);
     }
 
-    /// Compare what `giver` gave with what the origin says that it should be, for which it has
-    /// about so long. An origin that is not there is not asked; one that is merely slow must not
-    /// make others believed.
+    /// Compare what `giver` gave with what the origin reports that it should be, within about this
+    /// time. An origin that is absent is not asked; one that is merely slow must not make others
+    /// believed.
     pub fn verify(
         &self,
         urgency: Urgency,

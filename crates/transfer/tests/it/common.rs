@@ -1,4 +1,4 @@
-//! Hosts of a made-up cluster, with images whose pages can be told from each other.
+//! Hosts of a made-up cluster, with images whose pages are distinct.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};

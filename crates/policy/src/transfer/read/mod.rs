@@ -224,7 +224,7 @@ pub enum Giver {
     Origin,
     /// Another host, and they are what the origin has.
     Holder,
-    /// Another host, and the origin is gone.
+    /// Another host, and the origin has gone.
     Believed,
     /// A named host, where no host is known to be the origin.
     Named,

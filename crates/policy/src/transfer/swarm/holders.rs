@@ -10,13 +10,13 @@ use crate::page_set::PageSet;
 use crate::transfer::HostId;
 use crate::transfer::run_map::RunMap;
 
-/// A pause is doubled at most so often.
+/// A pause is doubled at most this often.
 const DOUBLINGS_MAX: u32 = 16;
 
 /// Sizes, times and bounds of [`Holders`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HoldersConfig {
-    /// What holders are told apart by. A power of two, 1 to 512.
+    /// The pages of one piece: holders are distinguished by piece. A power of two, 1 to 512.
     pub piece_pages: u64,
     /// Another on each host, such as its id: so that of holders which are all the same, not all
     /// askers take the same.
@@ -35,7 +35,7 @@ pub struct HoldersConfig {
     /// four, but between these.
     pub deadline_min: Duration,
     pub deadline_max: Duration,
-    /// A host that failed is left alone for so long, and twice as long with each failure that
+    /// A host that failed is left alone for this time, and twice as long with each failure that
     /// follows, up to `avoid_max`.
     pub avoid_min: Duration,
     pub avoid_max: Duration,
@@ -254,14 +254,14 @@ impl Holders {
         let flights = self.take(host, pages);
         self.heard_of(host);
         self.insist.remove(pages);
-        // Who was named by an origin may have had to wait for the pages itself.
+        // A host that an origin named may have had to wait for the pages itself.
         let measured = flights.iter().filter(|(_, flight)| !flight.redirected);
         let took = measured.map(|(_, flight)| now.saturating_sub(flight.asked_at));
         self.hosts.change(host, |holder| took.for_each(|took| holder.times.sample(took)));
     }
 
     /// An origin answered that another host has these pages, or is about to
-    /// ([`Spread`](super::Spread)). Returns whom to ask now, and whether to insist: the origin
+    /// ([`Spread`](super::Spread)). Returns the host to ask now, and whether to insist: the origin
     /// again, if that host cannot be asked. `None`: nothing of it is in flight any more, so that no
     /// host need be asked.
     pub fn redirected(

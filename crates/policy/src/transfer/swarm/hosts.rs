@@ -357,7 +357,7 @@ impl Held {
         (self.words, self.room) = (words, room);
     }
 
-    /// Who was `last` is `number` from now on.
+    /// The host that was `last` is `number` from now on.
     fn swap_remove(&mut self, number: usize, last: usize) {
         for all in self.words.chunks_mut(self.room.max(1)) {
             all.swap(number, last);

@@ -44,7 +44,7 @@ pub enum Route {
     /// It may name another host that has the pages ([`Serve::At`](super::Serve::At)).
     #[default]
     Direct,
-    /// It was asked before, and who it named had nothing: it has to give them itself.
+    /// It was asked before, and the host that it named had nothing: it has to give them itself.
     Insist,
     /// It was named by the host that froze the image: pages not present yet are in flight to it.
     Redirected,
@@ -63,13 +63,13 @@ pub struct Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chosen {
     Ask(Asked),
-    /// Those that have them are busy for so long.
+    /// Those that have them are busy for this time.
     Later(Duration),
     /// No host is known to have them that is worth asking, or they are in flight.
     Nobody,
 }
 
-/// Decides for one image on one host whom to ask for pages, and whom to ask what they hold.
+/// Decides for one image on one host which host to ask for pages, and which to ask what they hold.
 ///
 /// ```text
 ///   set_members, heard ──► members ──begin_round──► who is asked what it holds ──told, silent──► Holders ──► choose, next_ahead
@@ -83,7 +83,7 @@ pub struct Swarm {
     known: Holders,
     pick: Pick,
     members: BTreeMap<HostId, Member>,
-    /// Whether those that hold the image have changed since `pick` was told its share.
+    /// Whether those that hold the image have changed since `pick` got its share.
     is_share_new: bool,
     round: Round,
 }
@@ -102,7 +102,7 @@ struct Round {
     is_running: bool,
     /// The earliest time of the next.
     next_at: Duration,
-    /// Who was asked last, if not all were.
+    /// The host that was asked last, if not all were.
     last: Option<HostId>,
 }
 
@@ -150,7 +150,7 @@ impl Swarm {
         }
     }
 
-    /// A member has told which images it has; `holds`: this one is among them.
+    /// A member has reported which images it has; `holds`: this one is among them.
     pub fn heard(&mut self, host: HostId, holds: bool, now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         if member.origin {
@@ -172,14 +172,14 @@ impl Swarm {
         self.members.values().filter(|member| member.holds && !member.origin).count()
     }
 
-    /// Who froze the image.
+    /// The host that froze the image.
     pub fn origin(&self) -> Option<HostId> {
         self.members.iter().find(|(_, member)| member.origin).map(|(host, _)| *host)
     }
 
-    /// Whom to ask for all of `pages`.
+    /// Which host to ask for all of `pages`.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Chosen {
-        // Who asked still waits for them, and will tell.
+        // The read that requested them still waits for them, and will report.
         let _late = self.known.expired(now);
         let choice = match demand {
             true => match self.known.choose(pages, true, now) {
@@ -220,7 +220,7 @@ impl Swarm {
         self.known.is_under_way(pages)
     }
 
-    /// It answered that they are at host `to`, or about to be. → whom to ask now. `is_avoided`:
+    /// It answered that they are at host `to`, or about to be. → the host to ask now. `is_avoided`:
     /// `to` has given no answer lately.
     pub fn redirected(
         &mut self,
@@ -298,8 +298,8 @@ impl Swarm {
         self.round.is_running
     }
 
-    /// Begins a round: of those who are due, or of `all`. → whom to ask what they hold, one after
-    /// the other, and whether these are all that there are. [`Swarm::end_round`] must follow.
+    /// Begins a round: of those that are due, or of `all`. → the hosts to ask what they hold, one
+    /// after the other, and whether these are all that there are. [`Swarm::end_round`] must follow.
     pub fn begin_round(
         &mut self,
         all: bool,
@@ -340,7 +340,7 @@ impl Swarm {
         }
     }
 
-    /// `last`: who was asked last; `all`: all were.
+    /// `last`: the host that was asked last; `all`: all were.
     pub fn end_round(&mut self, last: Option<HostId>, all: bool, now: Duration) {
         self.round.is_running = false;
         self.round.next_at = now + self.config.every;

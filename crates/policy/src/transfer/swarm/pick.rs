@@ -26,7 +26,7 @@ impl Default for PickConfig {
 pub enum Picked {
     /// The piece at this place.
     Piece(usize),
-    /// None yet: look again after so long, or when something has come.
+    /// None yet: poll again after this time, or when something has come.
     Later(Duration),
 }
 

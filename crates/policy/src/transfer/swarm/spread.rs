@@ -57,7 +57,7 @@ pub enum Serve {
 pub struct Spread {
     config: SpreadConfig,
     pieces: Pieces,
-    /// For each piece, who asked for what of it, the first first.
+    /// For each piece, the hosts that requested a part of it, the first first.
     entries: BTreeMap<u64, VecDeque<Entry>>,
     /// Of how many entries each host is.
     hosts: BTreeMap<HostId, usize>,
@@ -68,7 +68,7 @@ pub struct Spread {
 struct Entry {
     host: HostId,
     pages: PageRange,
-    /// To how many it has been told to pass them on.
+    /// To how many it has been asked to pass them on.
     told: u32,
     /// They come as fast as for a VM that waits: one does there, or they have been sent.
     is_quick: bool,
