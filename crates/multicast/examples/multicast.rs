@@ -1,10 +1,12 @@
-//! Measures what a host sends to hosts that all bring its image, by multicast, over what one of them needs.
+//! Measures what a host sends to hosts that all bring its image, by multicast, over what one of
+//! them needs.
 //!
 //! ```text
 //! cargo run --release -p vmfork-multicast --example multicast [RECEIVERS] [MIB]
 //! ```
 //!
-//! All hosts are in this process, over loopback, where each datagram is handed to all of them; the image does not compress.
+//! All hosts are in this process, over loopback, where each datagram is handed to all of them; the
+//! image does not compress.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
 

@@ -9,21 +9,22 @@ use vmfork_policy::transfer::multicast::{ReceiverConfig, TrustConfig};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerConfig {
     pub receiver: ReceiverConfig,
-    /// Pages are asked for here only while so many hosts listen: one alone is served sooner over a connection.
+    /// Pages are requested here only while at least this many hosts listen: one alone is served
+    /// sooner over a connection.
     pub listeners_min: u64,
     /// And only if the sender was heard within this.
     pub heard_within: Duration,
-    /// What a VM waits for waits so long, then another host is asked.
+    /// How long a demand read waits here before another host is asked.
     pub demand_wait: Duration,
-    /// The same for what nobody waits for.
+    /// The same for background reads.
     pub ahead_wait: Duration,
-    /// For how long nothing is asked for here after several reads in vain.
+    /// For how long nothing is requested here after several reads failed.
     pub trust: TrustConfig,
-    /// The sender is told so often that somebody listens.
+    /// How often the listener reports to the sender that it listens.
     pub tell_every: Duration,
-    /// While it has not been heard: so often.
+    /// While it has not been heard: this often.
     pub tell_unheard_every: Duration,
-    /// Not heard for so long: a new invitation is asked for. Also how long after one was refused.
+    /// Not heard for this time: a new invitation is requested. Also how long after one was refused.
     pub lost: Duration,
 }
 

@@ -9,7 +9,7 @@ pub struct GroupCounters {
     pub datagrams: Counter,
     /// Of those, without UDP's own and what is below it.
     pub bytes: Counter,
-    /// Once for all who listen.
+    /// Once for all listeners.
     pub pages: Counter,
     /// Of these, sent before.
     pub resent_pages: Counter,
@@ -23,11 +23,12 @@ pub struct GroupCounters {
     pub requests: Counter,
     /// … and the pages in them.
     pub requested_pages: Counter,
-    /// Of these, not queued, since they were queued already or had just been sent: hosts run in lockstep.
+    /// Of these, not queued, since they were queued already or had just been sent: hosts run in
+    /// lockstep.
     pub lockstep_pages: Counter,
     /// Of these, asked for again by a host that had asked before, …
     pub repeated_pages: Counter,
-    /// … and, of those, sent before and to be sent again: lost on their way, or not read in time.
+    /// … and, of those, sent before and to be sent again: lost in the network, or not read in time.
     pub lost_pages: Counter,
     /// Of these, not queued, since the queue was full.
     pub refused_pages: Counter,
@@ -56,11 +57,12 @@ pub struct ListenerCounters {
     pub datagrams: Counter,
     /// Those of others: forged, of another image or another key, cut short.
     pub forged: Counter,
-    /// Copies of what had come, and what is older than anything that is still waited for.
+    /// Copies of what had come, and what is older than anything that a read still waits for.
     pub replayed: Counter,
     /// Those of the sender that make no sense.
     pub wrong: Counter,
-    /// Pages that are others than the sender has: somebody who hears the group sent them. None was used.
+    /// Pages that are others than the sender has: another host that hears the group sent them. None
+    /// was used.
     pub false_pages: Counter,
     /// Pages that were not used since the sender did not say whether they are its own.
     pub undecided_pages: Counter,
@@ -68,7 +70,7 @@ pub struct ListenerCounters {
     pub pages: Counter,
     /// … those that had come before or were here otherwise, …
     pub known_pages: Counter,
-    /// … those that nobody here had asked for, and that were taken, …
+    /// … those that were not requested here, and that were taken, …
     pub kept_pages: Counter,
     /// … and those that a read here got.
     pub read_pages: Counter,

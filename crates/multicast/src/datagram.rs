@@ -1,5 +1,5 @@
-//! What multicast datagrams are, byte by byte; little endian. No I/O, and no keys: the body of one is read here after it
-//! was opened.
+//! What multicast datagrams are, byte by byte; little endian. No I/O, and no keys: the body of one
+//! is read here after it was opened.
 //!
 //! ```text
 //! head, 24       0        4         5      6          8         16
@@ -15,18 +15,19 @@
 //!                | u64        | u8   | u8| u16   | u16 | u16 |              |
 //!                +------------+------+---+-------+-----+-----+-------- - - -+
 //!                form 0: a page's bytes as they are; 1: as one lz4 block. `total` bytes in all, `len` of them here, from `at` on
-//!                form 2: `total` pages of zeros. 3: so many listen as `first page` says
+//!                form 2: `total` pages of zeros. 3: `first page` is the number of listeners
 //!
 //! body of kind 2 +---------------+   requests of 16:  +------------+-------+-------+-----+
 //!                | received, u64 |                    | first page | pages | flags | 0   |
 //!                +---------------+                    | u64        | u32   | u8    | u24 |
 //!                                                     +------------+-------+-------+-----+
-//!                received: bytes per second, all ones: nothing new. flags 1: somebody waits. 2: asked for before
+//!                received: bytes per second, all ones: nothing new. flags 1: demand. 2: requested before
 //! ```
 //!
-//! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram is fragmented by IP where links
-//! carry 1450 bytes: a fragment is not authenticated, and one that is forged or lost spoils all others; firewalls drop them, and what
-//! is put together from them has little room in the kernel.
+//! A page that does not fit into a datagram is cut at multiples of [`PART_BYTES`]. So no datagram
+//! is fragmented by IP where links carry 1450 bytes. A fragment is not authenticated, and one that
+//! is forged or lost spoils all others. Firewalls drop fragments, and what is put together from
+//! them has little room in the kernel.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -58,7 +59,7 @@ const VERSION: u8 = 1;
 const FLAG_DEMAND: u8 = 1;
 const FLAG_REPEAT: u8 = 2;
 
-/// Who a datagram is from.
+/// The sender of a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
     Sender,
@@ -252,7 +253,8 @@ impl Asking {
     }
 }
 
-/// Most pages of which a part is kept until the others come: those of the oldest are forgotten then, and asked for again.
+/// Most pages of which a part is kept until the others come: those of the oldest are forgotten
+/// then, and asked for again.
 pub const PARTIAL_PAGES_MAX: usize = 1024;
 
 /// Puts pages together from parts, in whatever order they come.
@@ -339,7 +341,7 @@ fn unpack(form: Form, bytes: &[u8]) -> Result<Box<[u8; PAGE]>, ProtoError> {
     Ok(page)
 }
 
-/// After a page that did not get smaller, up to so many go out without a try.
+/// After a page that did not get smaller, up to this many are sent without a try.
 const SKIP_MAX: u32 = 64;
 
 /// Cuts pages into bodies of datagrams.
@@ -352,8 +354,8 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    /// The pages of `range` with these bytes, in bodies: zeros as a number, small ones together, compressed if fewer datagrams
-    /// are enough then.
+    /// The pages of `range` with these bytes, in bodies: zeros as a number, small ones together,
+    /// compressed if fewer datagrams are enough then.
     pub fn cut(&mut self, range: PageRange, bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut bodies = Bodies::default();
         let mut zeros: Option<PageRange> = None;

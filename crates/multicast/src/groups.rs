@@ -1,4 +1,5 @@
-//! The side that has the pages: for each image that hosts listen for, a group, a queue, and a thread that sends.
+//! The side that has the pages: for each image that hosts listen for, a group, a queue, and a
+//! thread that sends.
 //!
 //! ```text
 //!   invite (over TLS) ──► Session: group, keys, who listens
@@ -30,7 +31,8 @@ use super::seal::{Seal, Window, random, random_key};
 use super::socket;
 use crate::lock;
 
-/// Longer than policy would have it: a host that has little processor time asks again for what it has received and not read yet.
+/// Longer than policy would have it: a host that has little processor time asks again for what it
+/// has received and not read yet.
 const LOCKSTEP: Duration = Duration::from_millis(25);
 
 /// Each has a number of its own.
@@ -42,11 +44,12 @@ pub struct GroupsConfig {
     pub sender: SenderConfig,
     /// Images that are sent at a time, each with a thread.
     pub groups_max: usize,
-    /// How often all who listen are told how many they are, which tells them, too, that they hear the group.
+    /// How often all listeners receive their number. The message also shows them that they hear the
+    /// group.
     pub tell_every: Duration,
-    /// Who says nothing for so long listens no more.
+    /// A listener that is silent for this time listens no more.
     pub silent: Duration,
-    /// A group that nobody listens to ends after so long.
+    /// A group without listeners ends after this long.
     pub alone: Duration,
 }
 
@@ -101,15 +104,16 @@ struct Session {
 #[derive(Debug)]
 struct State {
     sender: Sender,
-    /// One for each member at most. Who is silent stays: it may hear the group all the same, and then asks for no other invitation.
+    /// One for each member at most. A silent listener stays: it may hear the group all the same,
+    /// and then asks for no other invitation.
     listeners: BTreeMap<u16, Listener>,
-    /// Members who have the key, whether they listen or not.
+    /// Members that have the key, whether they listen or not.
     invited: BTreeSet<u64>,
     next_listener: u16,
     /// Of the next datagram.
     counter: u64,
     tell_at: Duration,
-    /// When somebody was heard of last.
+    /// When a listener was heard of last.
     heard_at: Duration,
     ended: bool,
 }
@@ -120,7 +124,7 @@ struct Listener {
     seal: Seal,
     window: Window,
     heard_at: Duration,
-    /// It has said that it listens: before, nothing that is told reaches it for certain.
+    /// It has said that it listens: before, no message reaches it for certain.
     is_there: bool,
 }
 
@@ -132,7 +136,8 @@ enum Step {
 }
 
 impl Groups {
-    /// Send from `address`, and take requests there; a port of 0 is any. `pages` are asked for as if by this host itself.
+    /// Send from `address`, and take requests there; a port of 0 is any. `pages` are asked for as
+    /// if by this host itself.
     ///
     /// # Errors
     /// The port is taken, or no fds or threads are left.
@@ -187,7 +192,7 @@ impl Groups {
         if state.ended {
             return Err(Refusal::new(RefusalKind::Busy, "the group has just ended"));
         }
-        // It asks again since it was not heard any more, or has begun anew.
+        // It asks again since it was not heard any more, or has restarted.
         state.listeners.retain(|_, listener| listener.member != member);
         let mut number = state.next_listener;
         while state.listeners.contains_key(&number) && state.listeners.len() < LISTENERS_MAX {
@@ -210,7 +215,8 @@ impl Groups {
         })
     }
 
-    /// Groups of which somebody has the key who is no member any more end: those who still listen are invited to another.
+    /// A group ends if a host that is no member any more has its key: its remaining listeners are
+    /// invited to another.
     pub fn keep(&self, is_member: impl Fn(u64) -> bool) {
         for session in self.shared.sessions() {
             let mut state = lock(&session.state);
@@ -389,7 +395,8 @@ impl Shared {
         }
     }
 
-    /// Wait until there is something to do. Counters are given out here: as many as the step may need.
+    /// Wait until there is something to do. Counters are given out here: as many as the step may
+    /// need.
     fn next_step(&self, session: &Session) -> Step {
         let config = &self.config;
         let mut state = lock(&session.state);
@@ -424,7 +431,7 @@ impl Shared {
 
     fn read(&self, image: ImageName, run: PageRange, bytes: &mut [u8]) -> bool {
         let read = AssertUnwindSafe(|| {
-            // That somebody waits for them was told when they were asked for.
+            // That they are demanded was reported when they were requested.
             self.pages.read(0, image, run, Urgency::Ahead, bytes)
         });
         match std::panic::catch_unwind(read) {
@@ -451,7 +458,7 @@ impl Shared {
                     self.counters.datagrams.add(1);
                     self.counters.bytes.add(datagram.len() as u64);
                 }
-                // Lost, as others are on their way: receivers ask again.
+                // Lost, as others are in the network: receivers ask again.
                 Err(error) => {
                     self.counters.unsent.add(1);
                     tracing::trace!(group = %session.group, %error, "send to a group");

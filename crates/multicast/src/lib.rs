@@ -1,5 +1,5 @@
-//! Pages for many hosts at a time, each sent once to a UDP group that all who need the image hear: SnowFlock's mcdist, whose
-//! decisions are [`vmfork_policy::transfer::multicast`]'s.
+//! Pages for many hosts at a time, each sent once to a UDP group that all hosts that need the image
+//! hear. This is SnowFlock's mcdist, whose decisions are [`vmfork_policy::transfer::multicast`]'s.
 //!
 //! ```text
 //!   host with the image                                      each host that needs it
@@ -10,14 +10,20 @@
 //!                                                                └──► all else ──► HeardPages (this host's cache)
 //! ```
 //!
-//! The bytes are in [`datagram`]. Each is sealed (AES-256-GCM) under a key that came over TLS: the sender's datagrams under one that all
-//! listeners have, each listener's under one of its own. What is forged, cut short, of another image, or a copy of what came before is
-//! counted and dropped. Members who have the group's key could forge: they are trusted with memory anyhow.
+//! The bytes are in [`datagram`]. Each is sealed (AES-256-GCM) under a key that came over TLS. The
+//! sender's datagrams use one that all listeners have, each listener's use one of its own. What is
+//! forged, cut short, of another image, or a copy of what came before is counted and dropped.
+//! Members that have the group's key could forge: they are trusted with memory anyhow.
 //!
-//! Promises: a read here ends within a bound, soon for what a VM waits for, and then whoever asked goes to another host; nothing is read
-//! while the group is not heard. Who is no member any more has no key of what is sent after that. Buffers are bounded.
+//! Promises:
+//! - A read here ends within a bound, soon for what a VM waits for. The reader then asks another
+//!   host.
+//! - Nothing is read while the group is not heard.
+//! - A host that was removed from the cluster has no key of what is sent after that.
+//! - Buffers are bounded.
 //!
-//! Left to others: whose pages may be asked for ([`vmfork_transfer::Pages`]), which of those that come are kept ([`HeardPages`]).
+//! Left to others: which pages may be requested by which hosts ([`vmfork_transfer::Pages`]), and
+//! which of those that come are kept ([`HeardPages`]).
 
 #![deny(unsafe_code)]
 

@@ -1,11 +1,13 @@
-//! The side that needs the pages: hears the group of one image, gives reads what they wait for and the host's cache all else.
+//! The side that needs the pages: hears the group of one image, gives reads what they wait for and
+//! the host's cache all else.
 //!
 //! ```text
 //!   group ──mcast-hear──► Reads ──► read ──────┐
 //!                           └──► mcast-check ──┴─ sums of the sender, over TLS ──► used
 //! ```
 //!
-//! Who hears a group has its key and can send, too: so nothing is used that is not what the sender says it has, to each host alone.
+//! A host that hears a group has its key and can send, too. So only pages are used that the sender
+//! confirms as its own, to each host alone.
 
 use std::fmt;
 use std::io;
@@ -33,7 +35,7 @@ use crate::lock;
 
 /// Between two attempts to hear a group that is not heard, at most.
 const REST_MAX: Duration = Duration::from_secs(60);
-/// So often the sender is asked what it has of pages that nobody waits for …
+/// The sender is asked at most this often what it has of background pages …
 const CHECKS_MAX: u32 = 4;
 /// … with a pause between.
 const CHECK_PAUSE: Duration = Duration::from_millis(50);
@@ -42,8 +44,8 @@ const RECEIVED_MAX: usize = 256;
 
 /// This host's cache of the image.
 pub trait HeardPages: Send + Sync {
-    /// Pages were heard that nobody here had asked for. Those that are not needed, that are there, or for which there is no room are left
-    /// out. → how many were taken.
+    /// Pages were heard that were not requested here. Those that are not needed, that are present,
+    /// or for which there is no room are left out. → how many were taken.
     fn take(&self, range: PageRange, bytes: &[u8]) -> u64;
 
     /// Whether any are needed still. Asked twice a second or so.
@@ -102,8 +104,9 @@ impl fmt::Debug for Listener {
 }
 
 impl Listener {
-    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the address `own`. What becomes of them is
-    /// added to `counters`, which may be those of others, too.
+    /// Listen for `image` of `pages` pages, which `peer` sends, at the interface that has the
+    /// address `own`. What becomes of them is added to `counters`, which may be those of others,
+    /// too.
     ///
     /// # Errors
     /// No fds or threads left.
@@ -258,11 +261,11 @@ impl Shared {
                 rest = self.config.lost;
                 continue;
             }
-            // No way for it to here, maybe for ever.
+            // No way for it to here, maybe forever.
             self.rest(rest);
             rest = (rest * 2).min(REST_MAX);
         }
-        // Whoever waits goes to another host.
+        // The readers that wait ask another host.
         lock(&self.state).stopped = true;
         self.changed.notify_all();
     }
@@ -349,7 +352,7 @@ impl Shared {
         }
     }
 
-    /// Until something comes, or somebody rings.
+    /// Until something comes, or another thread rings the bell.
     fn wait_for(&self, sockets: &[&UdpSocket], wait: Duration) {
         let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
         fds.extend(sockets.iter().map(|socket| PollFd::new(*socket, PollFlags::IN)));
@@ -357,7 +360,7 @@ impl Shared {
             tv_sec: i64::try_from(wait.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(wait.subsec_nanos()),
         };
-        // An error is looked into by who reads.
+        // The reader of the socket handles an error.
         let _ready = rustix::event::poll(&mut fds, Some(&wait));
         let _none_rang = rustix::io::read(&self.bell, &mut [0; 8]);
     }
@@ -420,11 +423,12 @@ impl Shared {
         }
     }
 
-    /// To be compared, and for the cache, what nobody here waits for. Not here: while the sender is asked, datagrams would be lost.
+    /// To be compared, and for the cache, what no read waits for here. Not in this thread: while it
+    /// asks the sender, datagrams would be lost.
     fn hand_on(&self, heard: &Sender<Run>) {
         let now = self.now();
         for run in lock(&self.state).reads.batch(now) {
-            // That it is gone can't be: it ends last.
+            // It cannot have ended: it ends last.
             let _ended = heard.send(run);
         }
     }
@@ -452,7 +456,7 @@ impl Shared {
         self.verifier.verify(urgency, range, bytes, "a member in its group", sender)
     }
 
-    /// How long the sender's sums are waited for: on demand, no longer than its pages.
+    /// How long to wait for the sender's sums: on demand, no longer than for its pages.
     fn sums_wait(&self, urgency: Urgency) -> Duration {
         match urgency {
             Urgency::Demand => self.config.demand_wait,
@@ -464,7 +468,8 @@ impl Shared {
         self.is_good(self.compare(urgency, range, bytes), range)
     }
 
-    /// The same for pages that nobody waits for: while others wait for pages of the sender, it may have no time to say.
+    /// The same for background pages: while hosts wait for pages of the sender, it may have no time
+    /// to answer.
     fn is_right_at_last(&self, range: PageRange, bytes: &[u8]) -> bool {
         for _ in 1..CHECKS_MAX {
             match self.compare(Urgency::Ahead, range, bytes) {

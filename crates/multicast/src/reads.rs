@@ -1,4 +1,5 @@
-//! What a listener knows and keeps, without sockets: pages that came, who waits for which, whether the group is heard.
+//! What a listener knows and keeps, without sockets: pages that came, which reads wait for which,
+//! whether the group is heard.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -116,7 +117,8 @@ impl Reads {
         counters.no_room_pages.add(std::mem::take(&mut self.no_room));
     }
 
-    /// Whether pages are best asked for here: the sender is heard, of late, and tells of enough hosts that listen.
+    /// Whether pages are best asked for here: the sender is heard, of late, and tells of enough
+    /// hosts that listen.
     pub(super) fn is_heard(&self, now: Duration) -> bool {
         self.is_there(now) && self.listeners >= self.config.listeners_min
     }
@@ -171,7 +173,7 @@ impl Reads {
         }
     }
 
-    /// It was waited for long enough, or has failed.
+    /// It has waited for long enough, or has failed.
     pub(super) fn give_up(&mut self, read: u64, demand: bool, now: Duration) {
         let it = self.waiting.remove(&read);
         self.leave(it);
@@ -184,7 +186,8 @@ impl Reads {
         self.left_over.extend(pages.filter(|page| self.pending.contains_key(page)));
     }
 
-    /// Pages have come another way. Nobody asks for them here any more, so reads that wait for them fail. → whether there are any.
+    /// Pages have come another way. They are not requested here any more, so reads that wait for
+    /// them fail. → whether there are any.
     pub(super) fn filled(&mut self, range: PageRange) -> bool {
         self.receiver.filled(range);
         self.fail(|read| read.lacks(range))
@@ -206,7 +209,8 @@ impl Reads {
         self.listeners = count;
     }
 
-    /// Whether a page has come before, so that its parts need not be put together. Counts as heard once for all its parts.
+    /// Whether a page has come before, so that its parts need not be put together. Counts as heard
+    /// once for all its parts.
     pub(super) fn has(&mut self, page: PageIdx, is_first_part: bool, now: Duration) -> bool {
         let has = self.receiver.has(page);
         if has && is_first_part {
@@ -215,7 +219,7 @@ impl Reads {
         has
     }
 
-    /// A page was heard. → whether somebody waits for it.
+    /// A page was heard. → whether a read waits for it.
     pub(super) fn page(&mut self, page: PageIdx, bytes: Page, now: Duration) -> bool {
         let is_wanted = || self.waiting.values().any(|read| read.range.contains(page));
         if self.pending.len() >= PENDING_PAGES_MAX && !is_wanted() {
@@ -234,7 +238,8 @@ impl Reads {
         is_waited_for
     }
 
-    /// What is to be asked now, and what did not come after many attempts. → datagrams' worth of it, and whether a read has failed.
+    /// What is to be asked now, and what did not come after many attempts. → datagrams' worth of
+    /// it, and whether a read has failed.
     pub(super) fn asking(&mut self, now: Duration) -> (Vec<Asking>, bool) {
         let mut requests: Vec<Request> = Vec::new();
         while let Some(request) = self.receiver.next_request(now) {
@@ -245,7 +250,7 @@ impl Reads {
                 requests.push(Request { pages, ..request });
             }
         }
-        // A sender that is gone answers none.
+        // A sender that has gone answers none.
         let mut has_failed = !self.is_there(now) && self.fail(|_| true);
         while let Some(gave_up) = self.receiver.gave_up() {
             has_failed |= self.fail(|read| read.lacks(gave_up.pages));
@@ -264,7 +269,8 @@ impl Reads {
         (all, has_failed)
     }
 
-    /// Pages for the cache that no read waits for, as runs with their bytes; they are here until [`Reads::taken`].
+    /// Pages for the cache that no read waits for, as runs with their bytes; they are here until
+    /// [`Reads::taken`].
     pub(super) fn batch(&mut self, now: Duration) -> Vec<(PageRange, Vec<u8>)> {
         let mut runs: Vec<(PageRange, Vec<u8>)> = Vec::new();
         let mut pages = std::mem::take(&mut self.left_over);

@@ -1,4 +1,4 @@
-//! Keys: who may have sent a datagram, and that it is no copy of one that was heard before.
+//! Keys: which hosts may have sent a datagram, and that it is no copy of one that was heard before.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use vmfork_image::ImageName;
@@ -6,7 +6,7 @@ use vmfork_transfer::proto::Key;
 
 use super::datagram::{From, HEAD_BYTES, Head, TAG_BYTES};
 
-/// Random bytes, for keys and numbers that nobody may guess. `None`: the system has none.
+/// Random bytes, for keys and numbers that must not be guessable. `None`: the system has none.
 pub(super) fn random<const N: usize>() -> Option<[u8; N]> {
     let mut bytes = [0; N];
     aws_lc_rs::rand::fill(&mut bytes).ok()?;
@@ -20,8 +20,8 @@ pub(super) fn random_key() -> Option<Key> {
 
 /// Seals datagrams of one image under one key, and opens them.
 ///
-/// The nonce is the datagram's counter, of which no two under a key are the same: each key has one side that seals. The
-/// image's name is authenticated along, and so is the head.
+/// The nonce is the datagram's counter, of which no two under a key are the same: each key has one
+/// side that seals. The image's name is authenticated along, and so is the head.
 #[derive(Debug)]
 pub(super) struct Seal {
     key: LessSafeKey,
@@ -34,7 +34,8 @@ impl Seal {
         Some(Self { key: LessSafeKey::new(key), image })
     }
 
-    /// The datagram of `head` with this body. `None` does not happen to bodies of datagrams: they are short.
+    /// The datagram of `head` with this body. `None` does not happen to bodies of datagrams: they
+    /// are short.
     pub(super) fn seal(&self, head: &Head, body: &[u8]) -> Option<Vec<u8>> {
         let mut datagram = Vec::with_capacity(HEAD_BYTES + body.len() + TAG_BYTES);
         let bytes = head.encode();
@@ -47,7 +48,8 @@ impl Seal {
         Some(datagram)
     }
 
-    /// The body of a datagram with this head. `None`: somebody else made it, or something changed it.
+    /// The body of a datagram with this head. `None`: another program made it, or something changed
+    /// it.
     pub(super) fn open<'a>(&self, head: &Head, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
         let (bytes, sealed) = datagram.split_first_chunk_mut::<HEAD_BYTES>()?;
         let opened = self.key.open_in_place(nonce(head), self.aad(bytes), sealed).ok()?;
@@ -73,7 +75,8 @@ fn nonce(head: &Head) -> Nonce {
     Nonce::assume_unique_for_key(nonce)
 }
 
-/// Words of the window's bitmap: datagrams may overtake each other by 64 times as many, less one word's.
+/// Words of the window's bitmap: datagrams may overtake each other by 64 times as many, less one
+/// word's.
 const WINDOW_WORDS: usize = 64;
 
 /// Which counters were heard: each counts once, and none that is older than the window.
@@ -92,7 +95,8 @@ impl Window {
         Self { from, next: from, words: [0; WINDOW_WORDS] }
     }
 
-    /// → whether this is the first time. Only for datagrams that were opened: a forged one must not move the window.
+    /// → whether this is the first time. Only for datagrams that were opened: a forged one must not
+    /// move the window.
     pub(super) fn accept(&mut self, counter: u64) -> bool {
         let word = counter / 64;
         let newest = self.next.saturating_sub(1) / 64;

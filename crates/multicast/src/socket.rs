@@ -6,11 +6,12 @@ use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// What the kernel keeps until it is read: what comes in 20 ms at 1 Gbit/s, as it counts datagrams, and some more.
+/// What the kernel keeps until it is read: what comes in 20 ms at 1 Gbit/s, as it counts datagrams,
+/// and some more.
 const RECEIVE_BYTES: usize = 8 << 20;
 
-/// A socket that sends to groups by the interface that has `address`, to no other network, and receives what is sent to it
-/// alone.
+/// A socket that sends to groups by the interface that has `address`, to no other network, and
+/// receives what is sent to it alone.
 pub(super) fn unicast(address: SocketAddrV4) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind(address)?;
     sockopt::set_ip_multicast_if(&socket, address.ip())?;
@@ -23,7 +24,7 @@ pub(super) fn unicast(address: SocketAddrV4) -> io::Result<UdpSocket> {
 pub(super) fn of_group(group: SocketAddrV4, own: Ipv4Addr) -> io::Result<UdpSocket> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, flags, None)?;
-    // Two images' groups may be one: then each is told from the other by its session.
+    // Two images' groups may be one: then their sessions distinguish them.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     // To the group's address: what is sent to others, or to this host, is not seen.
     rustix::net::bind(&socket, &group)?;
@@ -35,7 +36,8 @@ pub(super) fn of_group(group: SocketAddrV4, own: Ipv4Addr) -> io::Result<UdpSock
 
 fn prepare(socket: &UdpSocket) -> io::Result<()> {
     socket.set_nonblocking(true)?;
-    // Beyond the system's bound only who may administer networks: others get what there is.
+    // Only a process that may administer networks can exceed the system's bound: others get what
+    // there is.
     if sockopt::set_socket_recv_buffer_size_force(socket, RECEIVE_BYTES).is_err() {
         sockopt::set_socket_recv_buffer_size(socket, RECEIVE_BYTES)?;
     }
@@ -56,7 +58,8 @@ pub(super) fn receive<'a>(socket: &UdpSocket, buffer: &'a mut [u8]) -> io::Resul
 /// How long a datagram waits for those before it to leave this host.
 const SEND_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
-/// Send one, when there is room: a link that is full slows down who sends, and nothing is lost here.
+/// Send one, when there is room: a link that is full slows down the sender, and nothing is lost
+/// here.
 pub(super) fn send(socket: &UdpSocket, datagram: &[u8], to: SocketAddrV4) -> io::Result<()> {
     let mut has_waited = false;
     loop {

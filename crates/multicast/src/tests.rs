@@ -112,7 +112,7 @@ fn datagrams(range: PageRange, kinds: &[u8], counter: &mut u64) -> Vec<Vec<u8>> 
     sealed.collect()
 }
 
-/// What becomes of a datagram on its way.
+/// What becomes of a datagram in flight.
 #[derive(Debug, Clone)]
 enum Fate {
     Comes,
@@ -365,7 +365,7 @@ fn after_several_reads_in_vain_the_group_is_left_alone_for_a_while() {
 }
 
 #[test]
-fn a_read_that_is_never_answered_fails_after_so_many_requests() {
+fn a_read_that_is_never_answered_fails_after_a_bounded_number_of_requests() {
     let mut reads = heard(ListenerConfig::default());
     let read = reads.begin(range(0, 4), false, ms(0)).expect("heard");
     let (mut asked, mut failed_at) = (0, None);

@@ -13,17 +13,22 @@
 //! ```
 //!
 //! [`Scheduler`] holds every decision and does nothing itself: feed it what happened, carry out
-//! what it returns. The engine, the benchmarks and the simulator run the same code. Its [`Tally`] says what faults
-//! found and what each [`Background`] was good for. [`Rate`] says how much of what nobody waits for may travel.
+//! what it returns. The engine, the benchmarks and the simulator run the same code. Its [`Tally`]
+//! counts what faults found and what each [`Background`] was good for. [`Rate`] limits background
+//! traffic.
 //!
-//! Promises: demand goes before everything else, first come first served; a page is under way at
-//! most once, or twice if the first was for nobody who waited, and takes too long, and never while present; whoever waits for a page is named exactly once, to be woken
-//! or to be stopped; every queue has a bound.
+//! Promises:
+//! - Demand goes before everything else, first come first served.
+//! - A page is in flight at most once, and never while present. It is in flight twice if the first
+//!   request was a background read that takes too long.
+//! - Every waiter of a page is named exactly once, to be woken or to be stopped.
+//! - Every queue has a bound.
 //!
 //! [`transfer`]: how pages travel between hosts, by multicast and in a swarm.
 //!
 //! Left to others: reading sources, writing caches, waking (`vmfork-engine`); looking at page maps
-//! (`vmfork-memory`); where profiles are kept. No I/O, no threads, no clock (times are passed in), no unsafe code.
+//! (`vmfork-memory`); where profiles are kept. No I/O, no threads, no clock (times are passed in),
+//! no unsafe code.
 
 #![deny(unsafe_code)]
 

@@ -7,8 +7,8 @@ use vmfork_image::{BLOCK_PAGES, BlockIdx, PageIdx, PageRange};
 const WORDS: usize = 8;
 const _: () = assert!(WORDS as u64 * 64 == BLOCK_PAGES);
 
-/// A set of pages: a bit for each page of the blocks that have one in it. So it costs at most a bit for each page of
-/// an image and a few words for each block, and nothing where it is empty.
+/// A set of pages: a bit for each page of the blocks that have one in it. It costs at most a bit
+/// for each page of an image and a few words for each block. Where it is empty it costs nothing.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PageSet {
     blocks: BTreeMap<BlockIdx, [u64; WORDS]>,
@@ -81,8 +81,8 @@ impl PageSet {
         })
     }
 
-    /// Where the run from the start of `range` on ends, of pages that are all in it, or all not; at most the
-    /// end of `range`.
+    /// The end of the run that starts where `range` starts, of pages that are all in it, or all
+    /// not. At most the end of `range`.
     fn run_end(&self, range: PageRange, inside: bool) -> PageIdx {
         for (block, piece) in range.by_block() {
             let start = piece.start().0 - piece.start().index_in_block() as u64;

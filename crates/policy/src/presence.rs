@@ -7,7 +7,8 @@ use vmfork_image::{PageIdx, PageRange};
 /// Which pages of an image are in its cache on this host.
 ///
 /// A page that has become present stays so for the image's life. It may become present at any
-/// moment, but whoever makes it so tells the scheduler afterwards (`Scheduler::on_filled`).
+/// moment, but the one that makes it present reports it to the scheduler afterwards
+/// (`Scheduler::on_filled`).
 pub trait Presence {
     /// Whether the page is in the cache. Of a page that the image does not have: anything.
     fn is_present(&self, page: PageIdx) -> bool;

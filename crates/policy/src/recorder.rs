@@ -6,9 +6,9 @@
 //!                                  └─► what was not touched before, at this time ──► Recording
 //! ```
 //!
-//! The kernel tells which pages a view has mapped (`PAGEMAP_SCAN`), without a fault of the VM's being taken for it
-//! and without its order. So the times are those of the looks: soon after each other at first, where the order
-//! matters most.
+//! The kernel tells which pages a view has mapped (`PAGEMAP_SCAN`), without a fault of the VM's
+//! being taken for it and without its order. So the times are those of the looks: soon after each
+//! other at first, where the order matters most.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,7 +17,8 @@ use vmfork_image::{PageRange, PageTable, Source};
 
 use crate::page_set::PageSet;
 
-/// When to look first; from then on every [`LOOK_EVERY`]. A look costs about 1 ms for each GiB that is mapped.
+/// When to look first; from then on every [`LOOK_EVERY`]. A look costs about 1 ms for each GiB that
+/// is mapped.
 const LOOKS: [Duration; 5] = [
     Duration::from_millis(20),
     Duration::from_millis(50),
@@ -28,8 +29,8 @@ const LOOKS: [Duration; 5] = [
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Into so many parts the time is cut over which a VM must be quiet, so that little is kept however often somebody
-/// looks.
+/// The time over which a VM must be quiet is cut into this many parts. So little is kept however
+/// often the recorder is polled.
 const QUIET_PARTS: u32 = 64;
 
 /// When a recording is over.
@@ -37,7 +38,7 @@ const QUIET_PARTS: u32 = 64;
 pub struct RecorderConfig {
     /// With fewer new pages per second than this …
     pub quiet_pages_per_s: u64,
-    /// … over so long.
+    /// … over this time.
     pub quiet_for: Duration,
     /// Most pages of a recording. What a look finds beyond is left out.
     pub pages_max: u64,
@@ -45,8 +46,8 @@ pub struct RecorderConfig {
 }
 
 impl Default for RecorderConfig {
-    /// Twinkle's ten pages per second over a minute; 1 GiB, so that what is read ahead of a start has a bound, and ten
-    /// minutes, since some VMs are never quiet.
+    /// Twinkle's ten pages per second over a minute. 1 GiB, so that what is read ahead of a start
+    /// has a bound, and ten minutes, since some VMs are never quiet.
     fn default() -> Self {
         Self {
             quiet_pages_per_s: 10,
@@ -79,17 +80,19 @@ impl RecordingEnd {
     }
 }
 
-/// Records the working set of one VM: for each page, the first look that found it touched (Twinkle, INFOCOM 2011,
-/// "working set").
+/// Records the working set of one VM: for each page, the first look that found it touched (Twinkle,
+/// INFOCOM 2011, "working set").
 ///
-/// Takes a bit for each page that was touched, and two words for each run of pages that were new at the same look.
+/// Takes a bit for each page that was touched, and two words for each run of pages that were new at
+/// the same look.
 #[derive(Debug)]
 pub struct Recorder {
     config: RecorderConfig,
     table: PageTable,
     touched: PageSet,
     recording: Recording,
-    /// Times with the pages that there were by then: one from before the last `quiet_for`, and those within.
+    /// Times with the pages that there were by then: one from before the last `quiet_for`, and
+    /// those within.
     history: VecDeque<(Duration, u64)>,
 }
 
@@ -114,8 +117,8 @@ impl Recorder {
         }
     }
 
-    /// A look: at `at`, since the VM began to run, all these pages had been touched. Returns how many were not known.
-    /// Nothing is taken on after the end.
+    /// A look: at `at`, since the VM began to run, all these pages had been touched. Returns how
+    /// many were not known. Nothing is taken on after the end.
     ///
     /// A look that is older than the last one counts as one at the same time.
     pub fn observe(&mut self, at: Duration, touched: impl IntoIterator<Item = PageRange>) -> u64 {
@@ -245,7 +248,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Looks when it is told to, at a VM that has touched `touched(at)` pages from page 0 on.
+    /// Polls, at the times given, a VM that has touched `touched(at)` pages from page 0 on.
     fn record(config: RecorderConfig, touched: impl Fn(Duration) -> u64) -> Recording {
         let mut recorder = Recorder::new(table(1 << 20), config);
         let mut looks = 0;

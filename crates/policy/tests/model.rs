@@ -43,7 +43,7 @@ enum Step {
     Next {
         background_pages: u64,
     },
-    /// Report a part of a fetch that is under way: which, from where (in 1/8), to where.
+    /// Report a part of a fetch that is in flight: which, from where (in 1/8), to where.
     Filled {
         which: prop::sample::Index,
         from: u64,
@@ -54,7 +54,7 @@ enum Step {
         from: u64,
         to: u64,
     },
-    /// Somebody else brought in pages.
+    /// Another part brought in pages.
     Heard {
         page: u64,
         len: u64,
@@ -95,16 +95,16 @@ struct Pair {
     present: Rc<RefCell<Vec<bool>>>,
     config: Config,
     table: PageTable,
-    /// Who waits, by page, with the page's place in the order of arrival.
+    /// Waiting views, by page, with the page's place in the order of arrival.
     waits: BTreeMap<u64, (u64, BTreeSet<u64>)>,
     arrivals: u64,
     /// With why, and since when.
     under_way: BTreeMap<u64, (Reason, u64)>,
-    /// Those of them that were asked for again, and under way so.
+    /// Those of them that were requested again, and are in flight so.
     tried: BTreeSet<u64>,
     again: BTreeSet<u64>,
     now_ms: u64,
-    /// Pages that must be fetched alone if they are waited for.
+    /// Pages that must be fetched alone if they are demanded.
     alone: BTreeSet<u64>,
     /// Each with whether it was for the second time.
     fetches: Vec<(PageRange, bool)>,
@@ -117,7 +117,7 @@ struct Pair {
 #[derive(Default)]
 struct Counts {
     faults: Faults,
-    /// Why each page is under way, or came in.
+    /// Why each page is in flight, or came in.
     reasons: BTreeMap<u64, Reason>,
     brought: BTreeSet<u64>,
     touched: BTreeSet<u64>,
@@ -266,7 +266,8 @@ impl Pair {
         Some(fetch)
     }
 
-    /// Only what nobody waited for is asked for again, once, when it is not young any more and somebody waits.
+    /// Only a background read is requested again, once, when it is not young any more and a view
+    /// waits.
     fn set_out_again(&mut self, fetch: Fetch) {
         assert_eq!(fetch.reason, Reason::Demand);
         assert!(fetch.range.pages().any(|page| self.waits.contains_key(&page.0)), "{fetch:?}");
@@ -343,7 +344,7 @@ impl Pair {
         }
     }
 
-    /// A part of a fetch under way, which is under way no more.
+    /// A part of a fetch in flight, which is in flight no more.
     fn part(
         &mut self,
         which: prop::sample::Index,
@@ -362,7 +363,7 @@ impl Pair {
                 self.fetches.push((rest, again));
             }
         }
-        // What was heard meanwhile is under way no more, and must not be failed.
+        // What was heard meanwhile is in flight no more, and must not be failed.
         let is_under_way = |page: PageIdx| self.under_way.contains_key(&page.0);
         (again || part.pages().all(is_under_way)).then_some((part, again))
     }

@@ -40,7 +40,7 @@ fn tables() -> impl Strategy<Value = PageTable> {
 #[derive(Debug, Clone)]
 enum Step {
     Fault(u64),
-    /// Choose a fetch, of at most so many pages if nobody waits.
+    /// Choose a fetch, of at most this many pages if no view waits.
     Next(u64),
     Fill(prop::sample::Index),
     Fail(prop::sample::Index),
@@ -62,7 +62,7 @@ struct Host {
     scheduler: Scheduler<Rc<RefCell<Vec<bool>>>>,
     present: Rc<RefCell<Vec<bool>>>,
     under_way: Vec<PageRange>,
-    /// Pages that are waited for and not under way.
+    /// Pages that are demanded and not in flight.
     queued: BTreeSet<PageIdx>,
     failed_alone: BTreeSet<PageIdx>,
     fetches: Vec<Fetch>,
@@ -166,7 +166,7 @@ impl Host {
         }
     }
 
-    /// From now on everything is readable, and nobody faults.
+    /// From now on everything is readable, and no view faults.
     fn run_out(&mut self) {
         for round in 0.. {
             assert!(round < 10 * PAGES, "it does not end");
@@ -265,7 +265,7 @@ proptest! {
         let policy = Segments::new(config).expect("valid");
         let mut host = Host::new(&table, vec![Box::new(policy)]);
         host.run(&steps);
-        // Nobody faults any more: what is proposed from here on comes by fullness.
+        // No view faults any more: what is proposed from here on comes by fullness.
         let fetched = host.fetches.len();
         host.run_out();
         let is_zero = |page: PageIdx| table.lookup(page) == Source::Zero;

@@ -1,4 +1,5 @@
-//! One read of pages from other hosts: what it asks for in turn, and that its promises hold whatever hosts do.
+//! One read of pages from other hosts: what it asks for in turn, and that its promises hold
+//! whatever hosts do.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -226,9 +227,9 @@ impl Dice {
 struct Watched {
     read: Read,
     request: Request,
-    /// Whom it asks now.
+    /// The host that it asks now.
     asks: Option<HostId>,
-    /// Who replied with pages that are not handed on yet, and whether that is the origin.
+    /// The host that replied with pages that are not handed on yet, and whether that is the origin.
     replied: Option<(HostId, bool)>,
     verdict: Option<(Verdict, bool)>,
     heard: bool,
@@ -485,7 +486,8 @@ impl World {
         let named = self.known.named.len();
         for it in &self.watched {
             assert!(it.is_over, "a read of {} waits for ever", it.request.pages);
-            // What was asked when the patience ended, and two rounds, with one named by a host each.
+            // What was asked when the patience ended, and two rounds, with one named by a host
+            // each.
             let most = 3 * (named + 3);
             assert!(it.asked_late <= most, "{} of {most} requests too late", it.asked_late);
         }

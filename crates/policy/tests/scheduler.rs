@@ -48,7 +48,7 @@ fn several_views_on_one_page_cause_one_fetch_and_are_all_woken() {
     }
     let fetch = scheduler.next(0).expect("demand");
     assert_eq!((fetch.range, fetch.reason), (range(16, 16), Reason::Demand));
-    // A neighbour that is under way needs no fetch of its own.
+    // A neighbour that is in flight needs no fetch of its own.
     assert_eq!(scheduler.on_fault(OTHER, PageIdx(31)), Outcome::Waits);
     assert_eq!(scheduler.next(0), None);
     let woken = fill(&mut scheduler, &present, fetch.range);
@@ -101,7 +101,7 @@ fn that_there_is_no_room_does_not_mean_that_there_is_nothing_left() {
 }
 
 #[test]
-fn one_bad_neighbour_stops_nobody() {
+fn one_bad_neighbour_stops_no_view() {
     let (mut scheduler, present) = scheduler(64, Config::default());
     scheduler.add_background(Box::new(Drain::new(own(), 512))).expect("room");
     scheduler.on_fault(VIEW, PageIdx(3));
@@ -112,7 +112,7 @@ fn one_bad_neighbour_stops_nobody() {
     assert_eq!(scheduler.next(0).expect("demand").range, range(5, 1));
     assert_eq!(fill(&mut scheduler, &present, range(3, 1)), [(VIEW, PageIdx(3))]);
     assert_eq!(scheduler.on_failed(range(5, 1)), [(OTHER, PageIdx(5))]);
-    // The drain brings in the rest, though it is told of a failure.
+    // The drain brings in the rest, though it is notified of a failure.
     let mut steps = 0;
     while let Some(fetch) = scheduler.next(512) {
         if fetch.range.contains(PageIdx(5)) {
@@ -424,7 +424,7 @@ fn how_long_it_is_young_goes_by_what_others_took() {
 }
 
 #[test]
-fn nobody_is_stopped_while_the_other_may_come() {
+fn no_view_is_stopped_while_the_other_may_come() {
     for first_fails_first in [true, false] {
         let (mut scheduler, _) = twice_under_way();
         let failed = |scheduler: &mut Scheduler<Presence>, first: bool| match first {
@@ -439,7 +439,7 @@ fn nobody_is_stopped_while_the_other_may_come() {
     }
 }
 
-/// Page 5 is under way twice.
+/// Page 5 is in flight twice.
 fn twice_under_way() -> (Scheduler<Presence>, Presence) {
     let config = Config { unit_pages: 1, ..Config::default() };
     let (mut scheduler, present) = scheduler(64, config);

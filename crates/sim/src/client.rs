@@ -1,12 +1,14 @@
-//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, and rounds of asking what others hold.
+//! What brings pages to a host from others, as a daemon does it: fetchers, each with one read, and
+//! rounds of asking what others hold.
 //!
 //! ```text
 //!   submit ──► queues ──► 20 reads at a time, each a Read ──Ask, Compare──► messages ──► replies ──► settled
 //!                                                         ──Hear──────────► the host's Receiver
 //! ```
 //!
-//! What a read does is decided in [`vmfork_policy::transfer::read`], which the daemon drives, too. What is here carries it out with
-//! messages in place of sockets; the rounds follow `vmfork_transfer`'s `Swarm`, and the queues the engine's `Fetchers`.
+//! What a read does is decided in [`vmfork_policy::transfer::read`], which the daemon drives, too.
+//! What is here carries it out with messages in place of sockets; the rounds follow
+//! `vmfork_transfer`'s `Swarm`, and the queues the engine's `Fetchers`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -35,7 +37,7 @@ pub(crate) struct Outbox {
     pub(crate) messages: Vec<(usize, Message)>,
     /// Reads that came to their end, and whether the pages are here.
     pub(crate) settled: Vec<(PageRange, bool)>,
-    /// Pages that were asked for, and are not waited for any more.
+    /// Pages that were requested, and for which no read waits any more.
     pub(crate) gave_up: Vec<PageRange>,
     /// Reads that wait for their pages in the group.
     pub(crate) hear: Vec<Hear>,
@@ -49,7 +51,7 @@ pub(crate) struct Hear {
     pub(crate) urgency: Urgency,
 }
 
-/// A read that is under way.
+/// A read that is in progress.
 #[derive(Debug)]
 struct Active {
     read: Read,
@@ -64,7 +66,8 @@ enum Does {
     /// It waits for a reply, for hosts, or for time to pass.
     Waits,
     Hears,
-    /// Of its pages the origin's sums are missing. It has asked for `asked`, or another read has asked for them.
+    /// Of its pages the origin's sums are missing. It has asked for `asked`, or another read has
+    /// asked for them.
     Compares {
         asked: Option<PageRange>,
     },
@@ -98,7 +101,7 @@ impl Hosts for Known {
         self.swarm.as_mut()
     }
 
-    /// The host that told of the image, which froze it.
+    /// The host that announced the image, which froze it.
     fn named(&mut self) -> Vec<HostId> {
         vec![id(ORIGIN)]
     }
@@ -297,7 +300,7 @@ impl Client {
         self.on(number, Event::Tick, now, out);
     }
 
-    /// Something has happened to a read, which goes on.
+    /// Something has happened to a read, which continues.
     fn on(&mut self, number: u64, event: Event, now: Duration, out: &mut Outbox) {
         self.known.now = now;
         let Some(active) = self.reads.get_mut(&number) else { return };
@@ -309,7 +312,7 @@ impl Client {
             && is_ahead
         {
             self.sum_requests.ended(asked);
-            // Reads that waited for the same sums ask for them, if they have not come.
+            // Reads that waited for the same sums request them, if they have not come.
             for other in self.waiting_for(asked) {
                 self.compare(other, Some(id(ORIGIN)), now, out);
             }
@@ -398,7 +401,8 @@ impl Client {
         }
     }
 
-    /// A read's pages are not asked for in the group, or not any more. A part of them may have come, and comes twice.
+    /// A read's pages are not asked for in the group, or not any more. A part of them may have
+    /// come, and comes twice.
     pub(crate) fn not_heard(&mut self, read: u64, now: Duration, out: &mut Outbox) {
         let Some(active) = self.reads.get(&read) else { return };
         let Request { pages, urgency, .. } = *active.read.request();
@@ -431,7 +435,7 @@ impl Client {
         self.on(read, Event::Reply { from: id(from) }, now, out);
     }
 
-    /// The origin told sums.
+    /// The origin sent sums.
     pub(crate) fn on_sums(&mut self, read: u64, pages: PageRange, now: Duration, out: &mut Outbox) {
         self.known.avoided.remove(&ORIGIN);
         self.sums.insert(pages);
@@ -518,7 +522,8 @@ impl Client {
         }
     }
 
-    /// A host told what it holds; `None`: nothing, or it gave no answer (`refused`: it said that there is no such image).
+    /// A host reported what it holds; `None`: nothing, or it gave no answer (`refused`: it answered
+    /// that there is no such image).
     pub(crate) fn on_held(
         &mut self,
         from: usize,
@@ -540,7 +545,7 @@ impl Client {
         self.ask_next(Some(host), now, out);
     }
 
-    /// The host that was asked what it holds is gone.
+    /// The host that was asked what it holds has gone.
     pub(crate) fn on_held_gone(&mut self, from: usize, now: Duration, out: &mut Outbox) {
         self.avoid(from, now);
         self.on_held(from, None, false, now, out);

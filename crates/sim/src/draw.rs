@@ -12,7 +12,7 @@ const MARGIN: f64 = 60.0;
 const PITCH: f64 = WIDTH + 2.0 * MARGIN;
 
 const FONT: f64 = 12.0;
-/// Of a letter, on average, and a little more: so much is left for words.
+/// Width of a letter, on average, and a little more: this much is left for words.
 const LETTER: f64 = 7.0;
 /// Of a line that shows what its dashes mean.
 const SAMPLE: f64 = 28.0;
@@ -33,8 +33,9 @@ struct Line<'a> {
     by_mode: bool,
 }
 
-/// Against the number of hosts: when the last clone is through; what the parent's host sends over what one host gets; and the bytes per host. All axes are
-/// logarithmic. What the fluid model says is in each that it says something about.
+/// Against the number of hosts: when the last clone is through; what the parent's host sends over
+/// what one host gets; and the bytes per host. All axes are logarithmic. The values of the fluid
+/// model are in each that it covers.
 pub fn svg(rows: &[Row]) -> String {
     let (width, height) = (3.0 * PITCH, HEIGHT + 2.0 * MARGIN);
     let mut svg = String::new();
@@ -169,7 +170,8 @@ mod tests {
         element.split_once(&format!(" {name}=\""))?.1.split_once('"').map(|(value, _)| value)
     }
 
-    /// The heights of lines of a colour and with dashes, in the chart that begins `left`; from the fewest hosts to the most.
+    /// The heights of lines of a colour and with dashes, in the chart that begins `left`; from the
+    /// fewest hosts to the most.
     fn heights(svg: &str, left: f64, colour: &str, dashes: &str) -> Vec<f64> {
         let is_it = |line: &&str| {
             attribute(line, "stroke") == Some(colour)
@@ -226,7 +228,7 @@ mod tests {
         let scenario = |mode, hosts| Scenario::new(mode, 64, hosts, &trace);
         let hosts = [1, 2, 3, 4, 8, 16, 17, 18, 32];
         let rows = table(&hosts, &Mode::ALL, scenario, |_| {}).expect("valid");
-        // As many as there may be, though nothing is simulated for so long here.
+        // As many as there may be, though nothing is simulated for that long here.
         let more = [64, 128, 129, 256, 512, 1000, 1024].into_iter();
         let more = more.map(|hosts| crate::Row { hosts, ..rows[0].clone() });
         let rows: Vec<_> = rows.iter().cloned().chain(more).collect();

@@ -1,4 +1,5 @@
-//! A host with a clone: drives the state machines as a daemon does, with messages in place of sockets.
+//! A host with a clone: drives the state machines as a daemon does, with messages in place of
+//! sockets.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -145,7 +146,8 @@ impl Host {
         matches!(self.state, State::Ended(Outcome::Died | Outcome::Stopped { .. }))
     }
 
-    /// Multicast: pages came. Whether that changed anything but what is to be put in the cache later.
+    /// Multicast: pages came. Whether that changed anything but what is to be put in the cache
+    /// later.
     pub(crate) fn on_heard(&mut self, pages: PageRange, now: Duration) -> bool {
         let Some(receiver) = &mut self.receiver else { return false };
         receiver.heard(pages, now);
@@ -168,7 +170,8 @@ impl Host {
         self.not_before = None;
     }
 
-    /// Everything that can go on goes on, with what came of questions in `out`. What of that others must know is in `wishes`.
+    /// Everything that can continue does, with the answers to questions in `out`. What others must
+    /// know of that is in `wishes`.
     pub(crate) fn pump(&mut self, now: Duration, mut out: Outbox, wishes: &mut Wishes) {
         if self.is_gone() || now < self.starts_at {
             return;
@@ -219,7 +222,7 @@ impl Host {
         times.into_iter().flatten().min().map(|at| at.max(now))
     }
 
-    /// The clone goes on until it needs a page that is not here, or time has not come so far.
+    /// The clone continues until it needs a page that is not here, or until its time.
     fn run(&mut self, now: Duration) {
         match self.state {
             State::Through(_) | State::Ended(_) => return,
@@ -253,7 +256,8 @@ impl Host {
                     self.state = State::Waiting(page);
                     let by_unicast = self.client.brings_by_unicast(page);
                     if let Some(receiver) = self.receiver.as_mut().filter(|_| !by_unicast) {
-                        // It may be a prefetch already. If there is no room, its turn comes: nothing is lost.
+                        // It may be a prefetch already. If there is no room, its turn comes:
+                        // nothing is lost.
                         let _ = receiver.want(page.range(), true, now);
                     }
                     return;

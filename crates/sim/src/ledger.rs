@@ -24,7 +24,7 @@ pub(crate) struct Ledger {
 #[derive(Debug)]
 struct Entry {
     arrived: Cache,
-    /// May come twice: somebody stopped waiting for them, and asked again.
+    /// May come twice: a waiter gave up, and asked again.
     excused: Cache,
 }
 

@@ -1,5 +1,5 @@
-//! Page transfer between hosts under virtual time: the state machines that the daemon runs, on up to a thousand hosts that there
-//! are not.
+//! Page transfer between hosts under virtual time: the state machines that the daemon runs, on up
+//! to a thousand hosts that there are not.
 //!
 //! ```text
 //!   Scenario ──► World: events by time ──► hosts: Scheduler, Receiver, Read, Swarm; Sender, Spread (vmfork-policy)
@@ -8,19 +8,25 @@
 //!                  └──► Ledger: are the promises kept? ──► Report ──► table, beside the fluid model
 //! ```
 //!
-//! One host, number 0, has the image: the parent's. Each other one runs a clone, which follows a [`Trace`] and waits where
-//! it touches a page that has not come. Everything follows from the [`Scenario`] and its seed: the same twice gives
-//! the same [`Report`].
+//! One host, number 0, has the image: the parent's. Each other one runs a clone, which follows a
+//! [`Trace`] and waits where it touches a page that has not come. Everything follows from the
+//! [`Scenario`] and its seed: the same twice gives the same [`Report`].
 //!
-//! On every run is checked: a page comes to a host once, but for retransmissions, which are counted (promise 4); each wait ends,
-//! with the page or with a clone that is stopped since nobody has it who can be reached (promise 5); what is sent is
-//! there; requests in lockstep are served once.
+//! Every run checks:
+//! - A page comes to a host once, but for retransmissions, which are counted (promise 4).
+//! - Each wait ends: with the page, or with a clone that is stopped since no reachable host has it
+//!   (promise 5).
+//! - What is sent is present.
+//! - Requests in lockstep are served once.
 //!
-//! The loop of a read is the daemon's own (`vmfork_policy::transfer::read`). What else blocks in a daemon's threads, the loop of an answer
-//! (`service`), is followed here with the same bounds.
+//! The loop of a read is the daemon's own (`vmfork_policy::transfer::read`). What else blocks in a
+//! daemon's threads, the loop of an answer (`service`), is followed here with the same bounds.
 //!
-//! Left out: connections and how many there may be, what hosts compute for each other's sake (encryption, copying), switches that are themselves a bottleneck, more than
-//! one clone of an image on a host (its cache makes them one).
+//! Left out:
+//! - connections and how many there may be;
+//! - what hosts compute for each other's sake (encryption, copying);
+//! - switches that are themselves a bottleneck;
+//! - more than one clone of an image on a host (its cache makes them one).
 
 #![deny(unsafe_code)]
 

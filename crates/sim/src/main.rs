@@ -35,8 +35,9 @@ struct Table {
     mode: Vec<Mode>,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program, `idle` runs `true`. Made up: `database` reads
-    /// the whole image in order; `clone` a tenth of it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
+    /// Recorded from real clones: `scan` reads 256 MiB of its parent's, `python` starts a program,
+    /// `idle` runs `true`. Made up: `database` reads the whole image in order; `clone` a tenth of
+    /// it, in a few zones. Else a file with lines `micros page[+pages] r|w`.
     #[arg(long, value_name = "NAME|FILE", default_value = "scan")]
     trace: String,
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
@@ -56,10 +57,10 @@ struct Table {
     /// Of a million packets.
     #[arg(long, value_name = "N", default_value_t = 0)]
     loss: u32,
-    /// Fetch everything that nobody waits for, in each host's own order.
+    /// Fetch everything in the background, in each host's own order.
     #[arg(long)]
     hydrate: bool,
-    /// Clones begin at random within so long.
+    /// Clones begin at random within this time.
     #[arg(long, value_name = "MS", default_value_t = 0)]
     start_within: u64,
     /// What is small waits in line behind what is large.

@@ -1,18 +1,24 @@
-//! What to expect: a fluid model of demand and prefetch, of a central server, a multicast and a swarm.
+//! What to expect: a fluid model of demand and prefetch, of a central server, a multicast and a
+//! swarm.
 //!
-//! vmTorrent (CoNEXT 2012) has such a model in its equations 8 to 15. Their text could not be had here, so that these are *not* its
-//! equations but derived anew, for the same four things. Pages are a fluid; links are shared evenly; nothing is lost.
+//! vmTorrent (CoNEXT 2012) has such a model in its equations 8 to 15. Their text was not available
+//! here. So these are *not* its equations but a new derivation, for the same four things. Pages are
+//! a fluid; links are shared evenly; nothing is lost.
 //!
-//! With *S* bytes that each of *n* hosts needs, links of *b* bytes per second at the hosts and at the origin, computing time *C*, *F* faults
-//! of *u* bytes each that find their page absent without prefetch, and a round trip *R*:
+//! *S* is the bytes that each of *n* hosts needs, *b* the bytes per second of links at the hosts
+//! and at the origin, and *C* the computing time. *F* is the number of faults, of *u* bytes each,
+//! that find their page absent without prefetch, and *R* a round trip.
 //!
-//! - demand, central: each fault waits for a round trip and its bytes; when all ask at once the origin's link is shared:
-//!   *C + F (R + u/b)*, and at least *n S/b*.
+//! - demand, central: each fault waits for a round trip and its bytes. When all ask at once the
+//!   origin's link is shared: *C + F (R + u/b)*, and at least *n S/b*.
 //! - prefetch, central: computing and fetching overlap: max(*C*, *n S/b*), plus *R*.
-//! - prefetch, swarm: the origin sends everything once, each host takes in all, and all together send *n S* through *n + 1* links
-//!   (the bound of Kumar and Ross, "Peer-assisted file distribution", 2006, which they show to be tight): max(*C*, *S/b*, *n S/((n + 1) b)*), plus *R*.
+//! - prefetch, swarm: the origin sends everything once, each host takes in all, and all together
+//!   send *n S* through *n + 1* links. So it takes max(*C*, *S/b*, *n S/((n + 1) b)*), plus *R*.
+//!   This is the bound of Kumar and Ross, "Peer-assisted file distribution", 2006, which they show
+//!   to be tight.
 //! - demand, swarm: as central, but at least *n S/((n + 1) b)*.
-//! - multicast: all take in what the origin sends once: max(*C*, *S/b'*), plus *R*, with *b'* what the sender makes of its link.
+//! - multicast: all take in what the origin sends once: max(*C*, *S/b'*), plus *R*, with *b'* what
+//!   the sender makes of its link.
 
 use std::time::Duration;
 

@@ -14,7 +14,7 @@ use crate::scenario::{Link, Scenario};
 /// What waits in an adapter or a switch for longer than this is dropped, if it is a datagram.
 const DATAGRAM_WAIT_MAX: Duration = Duration::from_millis(20);
 
-/// TCP notices a loss by what follows, or after about so long.
+/// TCP notices a loss by what follows, or after about this time.
 const TCP_REPAIR: Duration = Duration::from_millis(10);
 
 /// What one host tells another.
@@ -65,13 +65,13 @@ pub(crate) enum Message {
 /// Why there are no pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// That host has them, or is about to; and the sums of so many of them.
+    /// That host has them, or is about to; and the sums of this many of them.
     Elsewhere {
         to: usize,
         summed: u64,
     },
     NotHere,
-    /// Nobody listens.
+    /// No program listens.
     Gone,
 }
 
@@ -183,7 +183,7 @@ impl Network {
         Some((parcel, time))
     }
 
-    /// All that is in line is gone.
+    /// All that is in line is lost.
     pub(crate) fn die(&mut self, host: usize, now: Duration, silent: bool) {
         let adapter = &mut self.adapters[host];
         adapter.queue.clear();
@@ -192,7 +192,7 @@ impl Network {
         adapter.silent = silent;
     }
 
-    /// How long a message by TCP is under way, once sent: longer if something is lost.
+    /// How long a message by TCP is in flight, once sent: longer if something is lost.
     pub(crate) fn tcp_delay(&mut self, bytes: u64) -> Duration {
         let mut delay = self.one_way();
         while self.random.happens(self.link.loss_per_million) && delay < Duration::from_secs(1) {
@@ -209,7 +209,8 @@ impl Network {
         [first, if copied { self.datagram_delay() } else { None }]
     }
 
-    /// Whether all copies of a datagram arrive at the same time, as far as they arrive: one event will do for all hosts.
+    /// Whether all copies of a datagram arrive at the same time, as far as they arrive: one event
+    /// will do for all hosts.
     pub(crate) fn datagrams_are_alike(&self) -> bool {
         self.link.duplicates_per_million == 0 && self.link.jitter.is_zero()
     }
@@ -218,7 +219,8 @@ impl Network {
         self.link.latency
     }
 
-    /// Takes bytes in, after what is coming in already. When they are in; `None`: too much is coming in already, for datagrams.
+    /// Takes bytes in, after what is coming in already. When they are in; `None`: too much is
+    /// coming in already, for datagrams.
     pub(crate) fn take_in(
         &mut self,
         host: usize,

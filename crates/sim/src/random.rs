@@ -22,17 +22,17 @@ impl Random {
         u64::try_from(wide >> 64).unwrap_or(0)
     }
 
-    /// An index of a list of so many.
+    /// An index of a list of this many.
     pub(crate) fn index(&mut self, len: usize) -> usize {
         usize::try_from(self.below(len as u64)).unwrap_or(0)
     }
 
-    /// True so many times in a million.
+    /// True this many times in a million.
     pub(crate) fn happens(&mut self, per_million: u32) -> bool {
         per_million > 0 && self.below(1_000_000) < u64::from(per_million)
     }
 
-    /// Another generator, independent of what this one goes on to give.
+    /// Another generator, independent of what this one gives from here on.
     pub(crate) fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -10,7 +10,7 @@ use vmfork_policy::transfer::multicast::Sent;
 pub enum Outcome {
     /// Its trace is through.
     Done { at: Duration },
-    /// It waited for a page that nobody has who could be reached.
+    /// It waited for a page that no reachable host has.
     Stopped { at: Duration, page: PageIdx },
     /// Its host died.
     Died,

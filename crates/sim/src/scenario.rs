@@ -20,7 +20,7 @@ pub(crate) const IMAGE_PAGES_MAX: u64 = 1 << 24;
 /// What headers of a page's packets add: three of Ethernet, IP and TCP or UDP, and seals.
 const PAGE_OVERHEAD_BYTES: u64 = 250;
 
-/// Bytes of so many pages on a link.
+/// Bytes of this many pages on a link.
 pub(crate) fn wire_bytes(pages: u64) -> u64 {
     pages * (PAGE_BYTES + PAGE_OVERHEAD_BYTES)
 }
@@ -65,10 +65,11 @@ pub struct Link {
     pub bytes_per_s: u64,
     /// From host to host.
     pub latency: Duration,
-    /// Up to so much more, at random: messages overtake each other.
+    /// Random extra delay, up to this: messages overtake each other.
     pub jitter: Duration,
     pub loss_per_million: u32,
-    /// What is small waits in line behind what is large, as in a queue of packets that knows no flows.
+    /// What is small waits in line behind what is large, as in a queue of packets that knows no
+    /// flows.
     pub one_line: bool,
     /// Of datagrams; TCP removes them.
     pub duplicates_per_million: u32,
@@ -100,7 +101,7 @@ pub struct Slow {
 pub struct Death {
     pub host: usize,
     pub at: Duration,
-    /// Nobody answers in its place: it is not its daemon that ends, but the host or its network.
+    /// No answer comes in its place: the host or its network ends, not only its daemon.
     pub silent: bool,
 }
 
@@ -122,11 +123,12 @@ pub struct Scenario {
     pub traces: Vec<Rc<Trace>>,
     /// What is fetched ahead, most urgent first, such as a working set.
     pub ahead: Vec<PageRange>,
-    /// Everything is fetched that nobody waits for, in each host's own order.
+    /// Everything is fetched in the background, in each host's own order.
     pub hydrates: bool,
-    /// Clones begin at random within so long.
+    /// Clones begin at random within this time.
     pub start_within: Duration,
-    /// A host's daemon tells the others that it has the image within so long after its clone has begun.
+    /// A host's daemon announces to the others that it has the image within this time after its
+    /// clone has begun.
     pub heard_within: Duration,
     pub link: Link,
     pub slow: Vec<Slow>,
@@ -193,8 +195,9 @@ impl Scenario {
         Ok(())
     }
 
-    /// Whether what all may have under way takes the parent's host so long to send that answers come too late: then reads fail, and clones
-    /// are stopped, though everybody lives. A limit of what is simulated, which has one time for an answer, whatever the link.
+    /// Whether the parent's host takes so long to send all that may be in flight that answers come
+    /// too late. Then reads fail, and clones are stopped, though every host lives. A limit of what
+    /// is simulated, which has one time for an answer, whatever the link.
     pub fn is_narrow(&self) -> bool {
         let slow = self.slow.iter().find(|slow| slow.host == 0).map_or(1, |slow| slow.times.max(1));
         let reads = (self.traces.len() * (READS_AHEAD + 1)) as u64;

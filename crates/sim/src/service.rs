@@ -12,7 +12,7 @@ use vmfork_policy::transfer::swarm::{Route, Serve, Spread, SpreadConfig};
 use crate::cache::Cache;
 use crate::network::Refused;
 
-/// Somebody asked for pages.
+/// A host asked for pages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Asking {
     pub(crate) from: usize,
@@ -22,11 +22,12 @@ pub(crate) struct Asking {
     pub(crate) route: Route,
 }
 
-/// After that time pages that are not on their way are given up: at first, when pauses double, and later.
+/// After that time pages that are not in flight are given up: at first, when pauses double, and
+/// later.
 const GRACE_MIN: Duration = ARRIVAL_PAUSE_MIN.saturating_mul((1 << LOOKS_AFTER) - 1);
 const GRACE_MAX: Duration = ARRIVAL_PAUSE_MAX.saturating_mul(LOOKS_AFTER);
 
-/// They are on their way here.
+/// They are in flight to here.
 #[derive(Debug)]
 struct Arrival {
     asking: Asking,
@@ -53,7 +54,7 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// `is_own`: the image was frozen here. `names`: it tells who else has pages.
+    /// `is_own`: the image was frozen here. `names`: it names other hosts that have pages.
     pub(crate) fn new(pages: u64, is_own: bool, names: bool) -> Self {
         let spread = names.then(|| Spread::new(pages, SpreadConfig::default()));
         Self { is_own, spread, waiting: Vec::new() }
@@ -88,7 +89,7 @@ impl Service {
         }
     }
 
-    /// Pages came here. → who waited for them, and when it is seen that they are here.
+    /// Pages came here. → which requests waited for them, and when it is seen that they are here.
     pub(crate) fn came(&mut self, cache: &Cache, now: Duration) -> Vec<(Asking, Duration)> {
         let mut seen = Vec::new();
         self.waiting.retain(|arrival| {
@@ -101,7 +102,7 @@ impl Service {
         seen
     }
 
-    /// Who has waited for too long, or for what does not come; and when to look again.
+    /// Which requests have waited for too long, or for what does not come; and when to look again.
     pub(crate) fn late(
         &mut self,
         is_coming: impl Fn(PageRange) -> bool,
@@ -124,7 +125,7 @@ impl Service {
     }
 }
 
-/// The first look at `now` or later of one who began to look at `began`.
+/// The first poll at `now` or later of a wait that began to poll at `began`.
 fn look_after(began: Duration, now: Duration) -> Duration {
     let (mut at, mut pause) = (began, ARRIVAL_PAUSE_MIN);
     while at < now && pause < ARRIVAL_PAUSE_MAX {

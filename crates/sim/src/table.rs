@@ -26,7 +26,8 @@ pub struct Row {
     /// What the parent's host sent, also over what one host takes in: 1 is the least there can be.
     pub origin_sent_bytes: u64,
     pub origin_sent_over_one: f64,
-    /// What a host with a clone has to get, by the model: what the clone touches, in whole units, or all that is hydrated.
+    /// What a host with a clone has to get, by the model: what the clone touches, in whole units,
+    /// or all that is hydrated.
     pub need_bytes: u64,
     /// Of the hosts with a clone, on average.
     pub received_bytes: u64,
@@ -77,7 +78,8 @@ impl Row {
             (Mode::Unicast, false) => fluid.demand_central,
             (Mode::Swarm, true) => fluid.prefetch_swarm,
             (Mode::Swarm, false) => fluid.demand_swarm,
-            // What each waits for is on its way to all: demand alone waits for no less than by unicast on one host.
+            // What each waits for is in flight to all: demand alone waits for no less than by
+            // unicast on one host.
             (Mode::Multicast, true) => fluid.multicast,
             (Mode::Multicast, false) => Need { hosts: 1, ..need }.fluid().demand_central,
         };

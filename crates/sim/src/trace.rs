@@ -17,7 +17,8 @@ const LINES_MAX: usize = 1 << 24;
 pub struct Step {
     pub compute: Duration,
     pub pages: PageRange,
-    /// Writes to them. A page has to come before part of it can be written, so this changes nothing here.
+    /// Writes to them. A page has to come before part of it can be written, so this changes nothing
+    /// here.
     pub write: bool,
 }
 
@@ -34,7 +35,8 @@ pub struct Recorded {
     text: &'static str,
 }
 
-/// One that hardly does anything, one that starts a program, and one that reads 256 MiB of its parent's (SnowFlock's BLAST, figure 4c).
+/// One that hardly does anything, one that starts a program, and one that reads 256 MiB of its
+/// parent's (SnowFlock's BLAST, figure 4c).
 pub const RECORDED: [Recorded; 3] = [
     Recorded { name: "idle", text: include_str!("../traces/idle.trace") },
     Recorded { name: "python", text: include_str!("../traces/python.trace") },
@@ -65,12 +67,18 @@ pub enum TraceError {
 }
 
 impl Trace {
-    /// Reads one touch per line, `micros page[+pages] r|w`: microseconds since the start of a VM that did not have to wait for pages, the number of
-    /// the page, or of the first of so many that were touched one after the other, and whether they were read or written. In order of
-    /// time; empty lines and what follows a `#` are left out. Touches of consecutive pages at one time are one step.
+    /// Reads one touch per line, `micros page[+pages] r|w`:
+    /// - microseconds since the start of a VM that did not have to wait for pages;
+    /// - the number of the page, or of the first page and the count of pages touched one after the
+    ///   other;
+    /// - whether they were read or written.
+    ///
+    /// In order of time. Empty lines and what follows a `#` are left out. Touches of consecutive
+    /// pages at one time are one step.
     ///
     /// # Errors
-    /// If a line is something else, goes back in time, or names a page that an image of `pages` pages does not have.
+    /// If a line is something else, goes back in time, or names a page that an image of `pages`
+    /// pages does not have.
     pub fn parse(text: &str, pages: u64) -> Result<Self, TraceError> {
         let mut steps: Vec<Step> = Vec::new();
         let mut before = 0;
@@ -110,8 +118,9 @@ impl Trace {
         Ok(Self { steps })
     }
 
-    /// All of an image from its first page to its last, with so much computing in all: a database that is in the parent's page
-    /// cache, and that each clone searches (SnowFlock's BLAST, figure 4c).
+    /// All of an image from its first page to its last, with this much computing in all. It is a
+    /// database that is in the parent's page cache, and that each clone searches (SnowFlock's
+    /// BLAST, figure 4c).
     pub fn database(pages: u64, compute: Duration) -> Self {
         const RUN_PAGES: u64 = 16;
         let runs = pages.div_ceil(RUN_PAGES);
@@ -122,9 +131,10 @@ impl Trace {
         Self { steps: runs.map(|pages| Step { compute: each, pages, write: false }).collect() }
     }
 
-    /// What a clone touches that runs a program of its parent's: a few zones of the image, the same for all clones of a `family`, in an
-    /// order of each clone's own, nearly all of each zone (93 % of what was touched before is touched again), and a little that is
-    /// no other's. About `touched` pages, with so much computing in all.
+    /// What a clone touches that runs a program of its parent's. It touches a few zones of the
+    /// image, the same for all clones of a `family`, in an order of each clone's own. Of each zone
+    /// it touches nearly all (93 % of what was touched before is touched again), and a little that
+    /// is no other's. About `touched` pages, with so much computing in all.
     pub fn clone_like(
         pages: u64,
         touched: u64,
@@ -182,13 +192,13 @@ impl Trace {
         &self.steps
     }
 
-    /// How long it takes if nothing has to be waited for.
+    /// How long it takes if it need not wait for pages.
     pub fn compute(&self) -> Duration {
         self.steps.iter().map(|step| step.compute).sum()
     }
 
-    /// What the parent's host knows of it afterwards, and sends along with the next fork: the units that were asked for, in the order in which they
-    /// first were.
+    /// What the parent's host knows of it afterwards, and sends along with the next fork: the units
+    /// that were requested, in the order of their first requests.
     pub fn working_set(&self, pages: u64) -> Vec<PageRange> {
         let image = PageRange::first(pages);
         let mut demanded = Demanded::new(pages);

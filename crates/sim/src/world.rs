@@ -27,7 +27,7 @@ const SMALL_BYTES: u64 = 150;
 /// Of the sum of a page, in an answer.
 const SUM_BYTES: u64 = 16;
 
-/// Whoever still waits by then waits for ever.
+/// A VM that still waits by then waits forever.
 const TIME_MAX: Duration = Duration::from_secs(8 * 3600);
 
 #[derive(Debug)]
@@ -64,7 +64,7 @@ enum Event {
         host: usize,
         asking: Asking,
     },
-    /// Others have waited for long enough for what has not come to a host.
+    /// Requests of others have waited for long enough for what has not come to a host.
     Late {
         host: usize,
     },
@@ -233,7 +233,7 @@ impl<'a> World<'a> {
         if before.is_none() && after.is_some() {
             self.running -= 1;
             if let Some(Outcome::Stopped { page, .. }) = after {
-                // Who asked while it could not be reached is told after a while.
+                // A host that asked while it could not be reached is notified after a while.
                 let healed =
                     self.scenario.partition.map_or(Duration::ZERO, |partition| partition.until);
                 let origin = self.network.is_alive(ORIGIN)
@@ -322,7 +322,7 @@ impl<'a> World<'a> {
             return;
         }
         while let Some((parcel, time)) = self.network.dequeue(host) {
-            // Whoever gives up closes his connection.
+            // A reader that gives up closes its connection.
             if let (Receivers::One(to), Message::Answer { read, .. }) = (parcel.to, &parcel.message)
                 && !self.hosts[to - 1].client.waits_for(*read)
             {
@@ -380,7 +380,7 @@ impl<'a> World<'a> {
             return;
         }
         if !self.network.is_alive(to) {
-            // Nobody listens there: its kernel says so.
+            // No program listens there: its kernel reports that.
             let answer = match message {
                 Message::Ask { read, .. } | Message::Sums { read, .. } => {
                     Some(Message::Refuse { read, why: Refused::Gone })
@@ -546,8 +546,8 @@ impl<'a> World<'a> {
     }
 }
 
-/// For the scenario's links: no faster than they are, and in runs and bursts that take a millisecond or two, so that what was sent has
-/// arrived within the lockstep window.
+/// For the scenario's links: no faster than they are, and in runs and bursts that take a
+/// millisecond or two. So what was sent has arrived within the lockstep window.
 fn sender_config(scenario: &Scenario) -> SenderConfig {
     let defaults = SenderConfig::default();
     let rate_max_bytes_per_s = scenario.link.bytes_per_s / 100 * 93;

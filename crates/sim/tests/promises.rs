@@ -1,4 +1,5 @@
-//! Promises 4 and 5 under everything that can go wrong, by seed; and what each way of travelling is for.
+//! Promises 4 and 5 under everything that can go wrong, by seed; and what each way of travelling is
+//! for.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -141,7 +142,8 @@ fn a_swarm_takes_the_load_off_the_parents_host_and_unicast_does_not() {
     assert!(unicast.all_done() && swarm.all_done());
     let over_one = |report: &Report| report.sent_bytes[0] * 100 / report.mean_received_bytes();
     assert!(over_one(&unicast) >= 790, "{}", over_one(&unicast));
-    // All bring the same list, and their VMs wait for what is on it: who waits is not sent to who does not.
+    // All bring the same list, and their VMs wait for what is on it. A host whose VM waits is not
+    // sent to one whose VM does not.
     assert!(over_one(&swarm) <= 175, "{}", over_one(&swarm));
     assert!(swarm.completion() < unicast.completion());
     assert_eq!((unicast.duplicate_pages, swarm.duplicate_pages), (0, 0));
@@ -177,7 +179,7 @@ fn what_others_hold_survives_the_parents_host() {
 }
 
 #[test]
-fn a_partition_that_heals_in_time_stops_nobody() {
+fn a_partition_that_heals_in_time_stops_no_clone() {
     for mode in Mode::ALL {
         let mut scenario = database(mode, 4);
         scenario.ahead.clear();
@@ -192,7 +194,7 @@ fn a_partition_that_heals_in_time_stops_nobody() {
 }
 
 #[test]
-fn nobody_waits_for_a_slow_host_to_get_everything() {
+fn no_host_waits_for_a_slow_host_to_get_everything() {
     for mode in [Mode::Multicast, Mode::Swarm] {
         let normal = run(&database(mode, 8));
         let mut scenario = database(mode, 8);
@@ -208,13 +210,15 @@ fn nobody_waits_for_a_slow_host_to_get_everything() {
             })
             .collect();
         ends.sort();
-        // In a swarm, what it was to bring in first comes late; a multicast goes on as if it was not there.
+        // In a swarm, what it was to bring in first comes late; a multicast continues as if it was
+        // not present.
         let by = if mode == Mode::Swarm { ends[7] / 2 } else { normal.completion() * 2 };
         assert!(ends[6] < by, "{mode}: {ends:?} and {:?}", normal.completion());
     }
 }
 
-/// Eight hosts with links of 1 Gbit/s that all need the same, and what the parent's host sends over what one needs, in percent.
+/// Eight hosts with links of 1 Gbit/s that all need the same, and what the parent's host sends over
+/// what one needs, in percent.
 fn eight_hosts(mode: Mode, seed: u64, mib: u64, hydrates: bool) -> u64 {
     let pages = mib << 8;
     let touched = if hydrates { 0 } else { pages };
@@ -241,7 +245,8 @@ fn what_eight_hosts_need_leaves_the_parents_host_about_once() {
     }
 }
 
-/// All clones do what a recorded one did, and have its working set brought ahead. → what they compute, and what came of it.
+/// All clones do what a recorded one did, and have its working set brought ahead. → what they
+/// compute, and what came of it.
 fn with_a_working_set(mode: Mode, hosts: usize, name: &str) -> (Duration, Report) {
     const PAGES: u64 = 1 << 18;
     let recorded = RECORDED.iter().find(|recorded| recorded.name == name).expect("recorded");
@@ -259,7 +264,8 @@ fn a_list_that_all_bring_ahead_leaves_the_parents_host_about_once_and_clones_har
         let (compute, report) = with_a_working_set(Mode::Swarm, hosts, name);
         let sent = report.sent_bytes[0] * 100 / report.mean_received_bytes();
         assert!(sent <= 130, "{name}: {sent} %");
-        // In the order of the list all hosts ask for the same at once: 157 and 991 times, and 8.7 s of which 5.5 are computing.
+        // In the order of the list all hosts request the same at once. That is 157 and 991 times,
+        // and 8.7 s of which 5.5 are computing.
         let waits = report.waits / hosts as u64;
         assert!(waits <= 60, "{name}: a clone waits {waits} times");
         let took = report.completion();

@@ -4,8 +4,9 @@
 //! cargo run --release -p vmfork-transfer --example fault [READS [REST_US [SERVER CLIENT ADDRESS]]]
 //! ```
 //!
-//! Reads of 1 and 16 pages, with TLS between members as in a cluster, from an image in memory whose pages do
-//! not compress; one reader, which rests before each, then eight at a time, which don't. For comparison the same bytes there and back over plain TCP. All over loopback,
+//! Reads of 1 and 16 pages, with TLS between members as in a cluster, from an image in memory whose
+//! pages do not compress. First one reader, which rests before each read, then eight at a time
+//! without a rest. For comparison the same bytes there and back over plain TCP. All over loopback,
 //! or between two network namespaces (`ip netns`), of which the server's has that address.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
@@ -59,7 +60,8 @@ impl Between {
         })
     }
 
-    /// Listen on the server's side, and be on the client's from then on, with all threads that are begun.
+    /// Listen on the server's side, and be on the client's from then on, with all threads that are
+    /// begun.
     fn listen(&self) -> std::io::Result<TcpListener> {
         let enter = |namespace: &File| {
             move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
@@ -134,7 +136,7 @@ fn memory() -> Memory {
     Memory(words.flat_map(|_| word()).collect())
 }
 
-/// Somebody who answers each request with so many bytes, over plain TCP.
+/// A server that answers each request with this many bytes, over plain TCP.
 fn plain(between: &Between, answer: usize) -> Result<SocketAddr, Box<dyn Error>> {
     let listener = between.listen()?;
     let address = listener.local_addr()?;

@@ -1,11 +1,12 @@
-//! Measures how much of an image its origin sends to hosts that all bring it, one by one from the origin and as a swarm, and how
-//! long a read takes that somebody waits for meanwhile.
+//! Measures how much of an image its origin sends to hosts that all bring it, one by one from the
+//! origin and as a swarm. Also measures how long a demand read takes meanwhile.
 //!
 //! ```text
 //! cargo run --release -p vmfork-transfer --example swarm [RECEIVERS]
 //! ```
 //!
-//! All hosts are in this process, over loopback, with TLS between them; the image is 64 MiB that do not compress.
+//! All hosts are in this process, over loopback, with TLS between them; the image is 64 MiB that do
+//! not compress.
 
 #![expect(clippy::print_stdout, reason = "a program for people")]
 
@@ -135,7 +136,7 @@ fn source(own: &Node, nodes: &[Node], in_swarm: bool) -> PeerSource {
     source.with_swarm(Arc::new(swarm))
 }
 
-/// Bring all of it. Each hundredth unit is waited for. → how long those took.
+/// Bring all of it. Each hundredth unit is a demand read. → how long those took.
 fn bring(node: &Node, source: &PeerSource) -> Vec<Duration> {
     let mut left: Vec<_> = (0..PAGES / UNIT).map(unit).collect();
     if let Some(order) = source.order() {

@@ -1,7 +1,7 @@
 //! One TLS connection, blocking, with a time limit on whatever is going on.
 //!
-//! rustls takes 4 KiB at most from its reader at a time; a buffer of several records below it makes one system call of
-//! what has come. All that is sent together goes out in one write.
+//! rustls takes 4 KiB at most from its reader at a time. A buffer of several records below it makes
+//! one system call of what has come. All that is sent together goes out in one write.
 
 use std::io::{self, BufReader, ErrorKind, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -16,8 +16,8 @@ const WRITE_BYTES: usize = 256 << 10;
 
 /// A socket whose reads and writes end at a deadline.
 ///
-/// Setting a socket's time-out is a system call. It is left as it is where it would end a wait too early (the wait
-/// goes on) or at most a quarter too late.
+/// Setting a socket's timeout is a system call. It is left as it is where it would end a wait too
+/// early (the wait continues) or at most a quarter too late.
 #[derive(Debug)]
 struct Socket {
     tcp: TcpStream,
@@ -125,7 +125,7 @@ impl Channel {
     /// Shake hands on a socket.
     ///
     /// # Errors
-    /// The other side is not who it should be, does not speak TLS, or took too long.
+    /// The other side is not the expected host, does not speak TLS, or took too long.
     pub(crate) fn open(tls: Connection, tcp: TcpStream, timeout: Duration) -> io::Result<Self> {
         tcp.set_nodelay(true)?;
         tcp.set_read_timeout(Some(timeout))?;
@@ -153,7 +153,7 @@ impl Channel {
         self.socket.0.get_mut().deadline = Instant::now() + timeout;
     }
 
-    /// Whether so many bytes can be read without waiting.
+    /// Whether this many bytes can be read without waiting.
     pub(crate) fn has(&self, bytes: usize) -> bool {
         self.here >= bytes
     }
@@ -166,7 +166,7 @@ impl Channel {
     /// Send `parts`, one after the other.
     ///
     /// # Errors
-    /// The connection is gone, or the other side takes too long to take it.
+    /// The connection has ended, or the other side takes too long to take it.
     pub(crate) fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         self.put(parts)?;
         self.flush()
@@ -220,10 +220,11 @@ impl Channel {
         Ok(())
     }
 
-    /// Read as many bytes as have come, at least one; 0 if the other side has closed the connection properly.
+    /// Read as many bytes as have come, at least one; 0 if the other side has closed the connection
+    /// properly.
     ///
     /// # Errors
-    /// The connection is gone, what came is not from the other side, or nothing came in time.
+    /// The connection has ended, what came is not from the other side, or nothing came in time.
     pub(crate) fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.tls.reader().read(bytes) {

@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-/// Answers of so many pages are compared with each other only: few pages are all latency, many all bytes.
+/// Only answers of about this many pages are compared with each other: with few pages the time is
+/// all latency, with many all bytes.
 const CLASSES: [u64; 3] = [4, 64, u64::MAX];
-/// Each way is tried so often before the first is preferred …
+/// Each way is tried this often before the first is preferred …
 const TRIES: u32 = 8;
-/// … and from then on, the other one every so many answers.
+/// … and from then on, the other one once per this many answers.
 const AGAIN_EVERY: u32 = 64;
-/// What leaves out a quarter of the bytes, or more, may take a quarter longer: others need the link, too. Of few pages it may not: a VM waits for
-/// them, most often.
+/// What leaves out a quarter of the bytes, or more, may take a quarter longer: others need the
+/// link, too. Of few pages it may not: a VM waits for them, most often.
 const WORTH_IT: f64 = 0.25;
 
 /// What is best of this peer: bytes as they are, or compressed.
@@ -47,7 +48,7 @@ impl Choice {
         CLASSES.iter().position(|most| pages < *most).unwrap_or(0)
     }
 
-    /// Whether the next answer, of so many pages, may be compressed.
+    /// Whether the next answer, of this many pages, may be compressed.
     pub(crate) fn may_compress(&mut self, pages: u64) -> bool {
         let class = Self::class(pages);
         let Ways { ways: [plain, packed], answers } = &mut self.classes[class];
@@ -60,13 +61,13 @@ impl Choice {
         (packed.ns < may_take) != answers.is_multiple_of(AGAIN_EVERY)
     }
 
-    /// An answer of so many pages has come. Of zeros alone nothing is learnt.
+    /// An answer of this many pages has come. Zeros alone teach nothing.
     pub(crate) fn took(&mut self, may_compress: bool, pages: u64, came: Came) {
         if came.sent_pages == 0 {
             return;
         }
         let way = &mut self.classes[Self::class(pages)].ways[usize::from(may_compress)];
-        // Nobody minds the precision.
+        // The precision does not matter.
         let a_page = |all: f64| all / came.sent_pages as f64;
         let (ns, bytes) = (a_page(came.took.as_secs_f64() * 1e9), a_page(came.wire_bytes as f64));
         if way.tries == 0 {
@@ -84,7 +85,8 @@ impl Choice {
 mod tests {
     use super::*;
 
-    /// How many of so many answers are compressed, where a page takes so long each way, and a compressed one so many bytes.
+    /// How many of this many answers are compressed. `ns` is the time of a page each way, and
+    /// `bytes` the size of a compressed one.
     fn chosen(choice: &mut Choice, answers: u32, pages: u64, ns: (u64, u64), bytes: u64) -> u32 {
         let mut compressed = 0;
         for _ in 0..answers {

@@ -53,7 +53,7 @@ impl Histogram {
     }
 }
 
-/// The part of answers that nobody waited for.
+/// The part of answers that were background reads.
 #[derive(Debug, Default)]
 pub struct AheadCounters {
     pub requests: Counter,
@@ -139,8 +139,8 @@ impl PeerCounters {
         self.last_rtt_us.store(us, Ordering::Relaxed);
     }
 
-    /// How long the last request took beyond what the other host needed to read the pages: both ways, and the bytes'
-    /// own time. 0 before the first.
+    /// How long the last request took beyond what the other host needed to read the pages: both
+    /// ways, and the bytes' own time. 0 before the first.
     pub fn last_rtt_us(&self) -> u64 {
         self.last_rtt_us.load(Ordering::Relaxed)
     }

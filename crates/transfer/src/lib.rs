@@ -1,5 +1,6 @@
-//! Pages from one host to another, one host asking one other at a time; of several that have them, the best ([`Swarm`]); or
-//! once to all that need them ([`PageGroup`], which `vmfork-multicast` implements).
+//! Pages from one host to another: one host asks one other at a time. Of several hosts that have
+//! them, it asks the best ([`Swarm`]). Or they are sent once to all that need them ([`PageGroup`],
+//! which `vmfork-multicast` implements).
 //!
 //! ```text
 //!   this host                                    another host
@@ -8,18 +9,21 @@
 //!                   the image  connections       each connection  that it holds
 //! ```
 //!
-//! A connection carries one request at a time, both ends block on it: a remote fault costs a switch to the thread
-//! that serves it and one back, and nothing in between. Many requests at a time are many connections. The bytes are
-//! in [`proto`] and in `docs/protocol.md`.
+//! A connection carries one request at a time, and both ends block on it. A remote fault costs a
+//! switch to the thread that serves it and one back, and nothing in between. Many requests at a
+//! time are many connections. The bytes are in [`proto`] and in `docs/protocol.md`.
 //!
-//! Promises: a read is answered or fails within a bound, and what it returns is what the other host's [`Pages`] gave,
-//! whole; TLS authenticates it, and what a host passes on that did not freeze the image is compared with the sums of the one that did, as
-//! long as that answers. Whoever is no member gets nothing, and a member that was removed nothing more. What the other
-//! side sends is checked before memory is taken for it. [`PageService::stop`] and dropping leave no thread behind that does not
-//! wait for [`Pages`].
+//! Promises:
+//! - A read is answered or fails within a bound. What it returns is what the other host's [`Pages`]
+//!   gave, whole.
+//! - TLS authenticates it. If the giver did not freeze the image, what it passes on is compared
+//!   with the sums of the host that did, as long as that one answers.
+//! - Only members get anything, and a member that was removed gets nothing more.
+//! - What the other side sends is checked before memory is taken for it.
+//! - [`PageService::stop`] and dropping leave no thread behind that does not wait for [`Pages`].
 //!
-//! Left to others: what a page is for; who is a member, and TLS's keys (the configurations are handed in); which
-//! hosts have an image.
+//! Left to others: what a page is for; which hosts are members, and TLS's keys (the configurations
+//! are handed in); which hosts have an image.
 
 #![deny(unsafe_code)]
 

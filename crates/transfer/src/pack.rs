@@ -1,14 +1,16 @@
 //! Pages as they are sent: zeros as a number, the rest as it is or compressed, if that pays.
 //!
-//! Two decide whether it does. The server knows how much smaller bytes get: [`Packer`] tries ever more seldom while
-//! they don't. The client knows how long answers take, either way: `Choice` asks for what is best on this link
-//! between these processors, and tries the other now and then, since links and loads change.
+//! The server and the client decide together whether it does. The server knows how much smaller
+//! bytes get: [`Packer`] tries ever more seldom while they don't. The client knows how long answers
+//! take, either way. Its `Choice` requests what is best on this link between these processors, and
+//! tries the other now and then, since links and loads change.
 
 use crate::proto::{Form, Head, PAGE, ProtoError, Run, decode_runs, wrong};
 
-/// Compressed bytes are sent if they are at most so many eighths of the others: less is not worth unpacking them.
+/// Compressed bytes are sent if they are at most this many eighths of the others: less is not worth
+/// unpacking them.
 const WORTH_EIGHTHS: usize = 7;
-/// After bytes that did not get smaller, up to so many answers go out without a try.
+/// After bytes that did not get smaller, up to this many answers are sent without a try.
 const SKIP_MAX: u32 = 64;
 
 /// The pages of an answer, ready to be sent.
@@ -33,7 +35,7 @@ pub(crate) struct Packer {
     compressed: Vec<u8>,
     /// Pages that are to be compressed together, if they don't lie together.
     gathered: Vec<u8>,
-    /// Tries in a row that were in vain.
+    /// Tries in a row that failed.
     in_vain: u32,
     /// Answers to go without a try.
     skip: u32,
@@ -109,7 +111,8 @@ pub(crate) fn shrink(buffer: &mut Vec<u8>, bytes: usize) {
 }
 
 fn is_zero(page: &[u8; PAGE]) -> bool {
-    // The first bytes tell of most pages; the rest as one comparison, which is quick also in a debug build.
+    // The first bytes tell of most pages; the rest as one comparison, which is quick also in a
+    // debug build.
     page[..16] == [0; 16] && *page == [0; PAGE]
 }
 
@@ -130,8 +133,8 @@ impl Scratch {
     }
 }
 
-/// The pages of an answer with head `head` into `out`, which is as long as what was asked for; `read` gives what follows the
-/// head, piece by piece. → the runs that they came in.
+/// Reads the pages of an answer with head `head` into `out`, which is as long as what was
+/// requested. `read` gives what follows the head, piece by piece. → the runs that they came in.
 ///
 /// # Errors
 /// Those of `read`, or what came is something else.

@@ -10,7 +10,7 @@
 //!                +--------+--------+------------+--------+----+-------+----------+
 //!                op 1: read, of 1 to 512 pages. 2: which are held, of 1 to 262,144. 3: an invitation to the image's group; 1 page. 4: sums, of 1 to 512.
 //!                5: read, one of them first: pages is a u16 then, 2 to 512, and behind it is the place of that one, u16
-//!                flags 1: nobody waits for them (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
+//!                flags 1: a background read (ahead). 2: may be compressed. 4: not from elsewhere. 8: they are on their way there
 //!
 //! answer, 16     0          2        3      4       6     8         12
 //!                +----------+--------+------+-------+-----+---------+-----------+------- - - -+----- - - -+
@@ -23,11 +23,13 @@
 //!                form 0: those bytes as they are. 1: as one lz4 block
 //! ```
 //!
-//! A read with one first has two answers: that page, then the others in their order; or one, a refusal.
+//! A read with one first has two answers: that page, then the others in their order; or one, a
+//! refusal.
 //!
-//! The runs of an answer to `read` are as many pages as were asked for. The answer to `held` has no runs; its bytes are a bitmap, a bit
-//! per page from the first on, the lowest bit of a byte first, and 0 where there are no pages. A sequence is its connection's
-//! own; an answer repeats that of its request. `server_us`: how long the server took, until it began to send.
+//! The runs of an answer to `read` are as many pages as were requested. The answer to `held` has no
+//! runs. Its bytes are a bitmap: a bit per page from the first on, the lowest bit of a byte first.
+//! A bit is 0 where there are no pages. A sequence is its connection's own; an answer repeats that
+//! of its request. `server_us`: how long the server took, until it began to send.
 //!
 //! Anything else ends the connection.
 
@@ -110,7 +112,7 @@ pub struct Request {
     pub urgency: Urgency,
     pub route: Route,
     pub may_compress: bool,
-    /// Of a read of several pages: the one that somebody waits for, which is answered before the others.
+    /// Of a read of several pages: the demanded one, which is answered before the others.
     pub first: Option<PageIdx>,
     pub sequence: u16,
 }
@@ -258,7 +260,8 @@ impl Head {
         bytes
     }
 
-    /// The head of an answer to `request`: what follows it is no longer than an answer to that may be.
+    /// The head of an answer to `request`: what follows it is no longer than an answer to that may
+    /// be.
     ///
     /// # Errors
     /// What is wrong with it.

@@ -32,7 +32,8 @@ struct Origin {
     demanded: Mutex<BTreeSet<u64>>,
     /// What is read for the group waits here.
     gate: Gate,
-    /// Of this page the group gets another than this host has, as if one who hears it had sent that.
+    /// Of this page the group gets another than this host has, as if a host that hears it had sent
+    /// that.
     lies_about: AtomicU64,
     /// It says nothing of what it has.
     is_silent: AtomicBool,
@@ -283,7 +284,8 @@ fn who_waits_for_a_page_that_does_not_come_in_time_asks_alone() {
     sending.origin.gate.open();
     // Counted after the client has it.
     wait_until("all were sent to it alone", || sending.sent().1 == 4 * UNIT);
-    // Three waits, and then the group is not asked any more; many times that on a machine under load.
+    // Three waits, and then the group is not asked any more; many times that on a machine under
+    // load.
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(host.group.counters().in_vain.get(), 3);
 }
@@ -303,7 +305,7 @@ fn what_does_not_come_is_asked_for_again_and_all_that_is_counted() {
         read.join().expect("no panic").expect("pages");
     });
     check(range(0, UNIT), &bytes);
-    // What was asked for again while it was being read is sent again, and comes in vain.
+    // Pages that were requested again while they were being read are sent again, for nothing.
     wait_until("it comes twice", || heard.known_pages.get() >= UNIT);
     let done = || sent.pages.get() + sent.lockstep_pages.get();
     wait_until("all requests are done with", || sent.requested_pages.get() == done());
@@ -337,7 +339,7 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
     let group = sending.origin.invitations.lock().expect("no panic")[0].group;
-    // Whoever is in the network hears what is sent, and can send himself.
+    // Any host in the network hears what is sent, and can send itself.
     let stranger = stranger_of(group);
     let mut bytes = buffer(range(0, UNIT));
     asks.source.read(range(0, UNIT), &mut bytes).expect("pages");
@@ -375,14 +377,14 @@ fn forged_replayed_and_cut_datagrams_change_nothing() {
     assert_eq!(counters.forged.get(), forged + 4 * all);
     assert_eq!(counters.wrong.get(), 0);
     assert_eq!(*hears.cache.0.lock().expect("no panic"), (0..UNIT).collect());
-    // And nobody is deaf now.
+    // And every host hears now.
     asks.source.read(range(UNIT, UNIT), &mut bytes).expect("pages");
     wait_until("it comes to the other, too", || hears.cache.has(range(UNIT, UNIT)));
 }
 
-/// Whoever hears a group has its key.
+/// Each host that hears a group has its key.
 #[test]
-fn what_a_member_forges_is_used_by_nobody() {
+fn no_host_uses_what_a_member_forges() {
     let sending = Sending::new();
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
@@ -407,7 +409,7 @@ fn what_a_member_forges_is_used_by_nobody() {
 }
 
 #[test]
-fn what_the_sender_says_nothing_of_is_used_by_nobody() {
+fn no_host_uses_pages_that_the_sender_does_not_confirm() {
     let sending = Sending::new();
     let (asks, hears) = (sending.hearing(1), sending.hearing(2));
     [&asks, &hears].into_iter().for_each(Hearing::wait_heard);
@@ -422,7 +424,7 @@ fn what_the_sender_says_nothing_of_is_used_by_nobody() {
     assert!(hears.cache.0.lock().expect("no panic").is_empty());
 }
 
-/// A socket of somebody who has no key.
+/// A socket of a program that has no key.
 fn stranger_of(group: SocketAddrV4) -> UdpSocket {
     use rustix::net::{AddressFamily, SocketType, sockopt};
     let socket = rustix::net::socket(AddressFamily::INET, SocketType::DGRAM, None).expect("a fd");
@@ -469,7 +471,7 @@ fn a_group_of_which_a_member_left_goes_on_as_another() {
 }
 
 #[test]
-fn with_nobody_who_sends_to_all_each_asks_alone() {
+fn without_a_sender_to_all_each_host_asks_alone() {
     let sending = Sending::new();
     let host = sending.hearing(1);
     host.wait_heard();

@@ -4,8 +4,9 @@ use vmfork_image::{PageRange, PageTable};
 
 use super::{Background, Priority, Proposal};
 
-/// Brings in the pages of a list in its order, once: a working set, a [`Profile`](crate::Profile)'s, or all that is
-/// missing. A help, not a promise: what fails is left to demand, or to another list.
+/// Brings in the pages of a list in its order, once: a working set, a
+/// [`Profile`](crate::Profile)'s, or all that is missing. A help, not a promise: what fails is left
+/// to demand, or to another list.
 #[derive(Debug)]
 pub struct Listed {
     name: &'static str,
@@ -15,8 +16,8 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// `runs` may overlap each other and name pages that the image does not have: those are left out.
-    /// `pages_max`: most pages of one fetch, at least 1.
+    /// `runs` may overlap each other and name pages that the image does not have: those are left
+    /// out. `pages_max`: most pages of one fetch, at least 1.
     pub fn new(
         name: &'static str,
         priority: Priority,

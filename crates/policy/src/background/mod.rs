@@ -1,4 +1,4 @@
-//! What to bring in when nobody waits.
+//! What to fetch in the background.
 
 mod listed;
 mod segments;
@@ -25,18 +25,18 @@ pub struct Proposal {
 pub enum Priority {
     /// What was touched by others that began here: most of it will be wanted, and soon.
     WorkingSet,
-    /// What is likely by what has been touched so far: some of it will be wanted.
+    /// What VMs will probably want, judged by their accesses up to now: some of it will be wanted.
     Prediction,
     /// All the rest, wanted or not: the drain, hydration.
     Rest,
 }
 
-/// A policy that proposes pages nobody waits for. It says what it wants; the scheduler leaves
-/// out what is zero, present or under way, and cuts the rest to the bandwidth there is.
+/// A policy that proposes pages for background reads. It proposes what it wants. The scheduler
+/// leaves out what is zero, present or in flight, and cuts the rest to the available bandwidth.
 ///
-/// A policy that follows a list (the drain, a working set, a profile) proposes it piece by piece; one
-/// that predicts (by segment) learns from [`Background::on_fault`] and proposes when it has seen
-/// enough.
+/// A policy that follows a list (the drain, a working set, a profile) proposes it piece by piece.
+/// One that predicts (by segment) learns from [`Background::on_fault`] and proposes when it has
+/// seen enough.
 pub trait Background: Debug + Send {
     /// One word, for metrics. A scheduler has one policy of a name.
     fn name(&self) -> &'static str;
@@ -47,14 +47,15 @@ pub trait Background: Debug + Send {
     }
 
     /// What to fetch next. Called when all of the last proposal has been asked for (or was not
-    /// needed). After finitely many proposals the answer must be `None`, at least until something new
-    /// is learnt from the calls below. `table` is the image's.
+    /// needed). After finitely many proposals the answer must be `None`, at least until something
+    /// new is learnt from the calls below. `table` is the image's.
     fn propose(&mut self, table: &PageTable) -> Option<Proposal>;
 
     /// Whether `propose` would return `None`, and will unless something new is learnt.
     fn is_done(&self) -> bool;
 
-    /// A view touched `page`, which is not zero; maybe it was present already. `table` is the image's.
+    /// A view touched `page`, which is not zero; maybe it was present already. `table` is the
+    /// image's.
     fn on_fault(&mut self, page: PageIdx, table: &PageTable) {
         let _ = (page, table);
     }

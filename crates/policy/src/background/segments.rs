@@ -1,4 +1,4 @@
-//! Demand prediction: who has touched a part of a segment will touch the rest.
+//! Demand prediction: a VM that has touched a part of a segment will touch the rest.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use vmfork_image::{BLOCK_PAGES, PageIdx, PageRange, PageTable, Source};
 use super::{Background, Priority, Proposal};
 use crate::page_set::PageSet;
 
-/// Most pages of a segment: 256 MiB. So few that shares of two segments are told apart exactly.
+/// Most pages of a segment: 256 MiB. Few enough to distinguish the shares of two segments exactly.
 pub const SEGMENT_PAGES_MAX: u64 = 1 << 16;
 
 /// Sizes of [`Segments`].
@@ -16,10 +16,11 @@ pub const SEGMENT_PAGES_MAX: u64 = 1 << 16;
 pub struct SegmentsConfig {
     /// Pages of a segment: a multiple of `unit_pages`, at most [`SEGMENT_PAGES_MAX`].
     pub segment_pages: u64,
-    /// Once more than so many of a hundred of a segment's pages have been demanded, the rest is proposed. 0 to 99.
+    /// Once more than this percentage of a segment's pages has been demanded, the rest is proposed.
+    /// 0 to 99.
     pub percent: u64,
-    /// One fault brings the aligned window of so many pages, and counts for all of them. A power of two, 1 to 512:
-    /// the scheduler's.
+    /// One fault brings the aligned window of this many pages, and counts for all of them. A power
+    /// of two, 1 to 512: the scheduler's.
     pub unit_pages: u64,
     /// Most pages of one fetch, at least 1.
     pub pages_max: u64,
@@ -46,19 +47,19 @@ pub enum SegmentsError {
     Percent { percent: u64 },
 }
 
-/// Proposes the rest of each segment of which enough has been demanded, fullest segment first, each once
-/// (Twinkle, INFOCOM 2011, "demand prediction").
+/// Proposes the rest of each segment of which enough has been demanded, fullest segment first, each
+/// once (Twinkle, INFOCOM 2011, "demand prediction").
 ///
 /// ```text
 ///   Counting ── more than P % of its non-zero pages demanded ──► Ready ── it is the fullest ──► Proposed
 /// ```
 ///
-/// A share is of the pages that are not zero, since the others never travel: a segment with ten such pages is past
-/// 30 % with the fourth. Faults in a segment that is ready still count, and may make it the fullest. What fails of a
-/// segment is left to demand.
+/// A share is of the pages that are not zero, since the others never travel. A segment with ten
+/// such pages is past 30 % with the fourth. Faults in a segment that is ready still count, and may
+/// make it the fullest. Pages of a segment that fail are left to demand.
 ///
-/// Takes a bit for each demanded page of segments that have not been proposed yet, and a few words for each segment
-/// that has ever seen a fault.
+/// Takes a bit for each demanded page of segments that have not been proposed yet. Takes a few
+/// words, too, for each segment that has ever seen a fault.
 #[derive(Debug)]
 pub struct Segments {
     config: SegmentsConfig,
@@ -70,7 +71,8 @@ pub struct Segments {
     crossings: Crossing,
 }
 
-/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of so few pages differ by more.
+/// How full a segment is: demanded over non-zero pages, in 2⁻³². Two different shares of at most
+/// [`SEGMENT_PAGES_MAX`] pages differ by more.
 type Share = u64;
 
 /// The place of a segment in the order in which segments became ready.

@@ -4,11 +4,11 @@ use vmfork_image::{ImageId, PageIdx, PageRange, PageTable};
 
 use super::{Background, Proposal};
 
-/// Brings in all pages that the image itself owns, in order, so that nothing depends any more on where
-/// it was frozen. Pages of ancestors it leaves where they are.
+/// Brings in all pages that the image itself owns, in order, so that nothing depends any more on
+/// where it was frozen. Pages of ancestors it leaves where they are.
 ///
-/// If a fetch of several pages fails, another pass goes over what is missing, page by page, so that
-/// one bad page does not cost its neighbours. Whether all came in, presence tells.
+/// If a fetch of several pages fails, another pass goes over what is missing, page by page. So one
+/// bad page does not cost its neighbours. [`Presence`] tells whether all pages came in.
 #[derive(Debug, Clone)]
 pub struct Drain {
     image: ImageId,

@@ -1,7 +1,8 @@
 //! A profile as bytes.
 //!
-//! All numbers little endian. A *varint* has seven bits in a byte, the lowest first, and the eighth set in all but the
-//! last (LEB128); never a longer form than needed, so that one profile has one form.
+//! All numbers are little endian. A *varint* has seven bits in a byte, the lowest first, and the
+//! eighth set in all but the last (LEB128). It is never longer than needed, so that one profile has
+//! one form.
 //!
 //! | at | bytes | |
 //! |---|---|---|
@@ -14,8 +15,8 @@
 //! | 36 | | *n* times, in order of clusters: clusters left out since the last one (varint), average first access in ms (varint), score (2) |
 //! | end - 4 | 4 | CRC-32 of all before |
 //!
-//! A cluster takes 4 to 7 bytes, and 1 more for each 128 clusters left out before it: of 4 GiB in clusters of 16 pages at most
-//! 460 kB, even if all are touched.
+//! A cluster takes 4 to 7 bytes, and 1 more for each 128 clusters left out before it. For 4 GiB in
+//! clusters of 16 pages that is at most 460 kB, even if all are touched.
 
 use vmfork_image::{BLOCK_PAGES, PAGES_MAX};
 
@@ -27,7 +28,8 @@ const VERSION: u32 = 1;
 /// The least that a cluster takes.
 const CLUSTER_BYTES_MIN: usize = 4;
 
-/// Sizes that make no profile, or bytes that are none. A damaged one can be thrown away: the next starts make another.
+/// Sizes that make no profile, or bytes that are none. A damaged one can be thrown away: the next
+/// starts make another.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProfileError {
     #[error("profile of an image of {pages} pages; none has more than {PAGES_MAX}")]
@@ -76,7 +78,8 @@ impl Profile {
         bytes
     }
 
-    /// Reads what [`Profile::encode`] wrote. Takes memory for what is there, not for what the bytes say there is.
+    /// Reads what [`Profile::encode`] wrote. Takes memory for what is there, not for what the bytes
+    /// say there is.
     ///
     /// # Errors
     /// If the bytes are anything else: what, and where.

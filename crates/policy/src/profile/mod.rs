@@ -7,9 +7,9 @@
 //!                        bytes
 //! ```
 //!
-//! After vmTorrent (CoNEXT 2012, "profiles"): for each *cluster* of pages the average time of its first access, and in how
-//! many of the starts it was touched. Unlike there, starts count the less the more have followed, so that what a
-//! service no longer does is forgotten.
+//! After vmTorrent (CoNEXT 2012, "profiles"): for each *cluster* of pages the average time of its
+//! first access, and in how many of the starts it was touched. Unlike there, starts count the less
+//! the more have followed. So what a service no longer does is forgotten.
 
 mod codec;
 
@@ -30,7 +30,7 @@ const KEPT: (u32, u32) = (15, 16);
 /// What no score exceeds: ONE / (1 - KEPT).
 const SCORE_MAX: u32 = 16 * ONE;
 
-/// A cluster of which the frequency falls below one in so many is forgotten.
+/// A cluster is forgotten when its frequency falls below one in this many.
 const FORGOTTEN: u32 = 64;
 
 /// First accesses later than this count as at this time: three days.
@@ -38,10 +38,11 @@ const TIME_MS_MAX: u32 = (1 << 28) - 1;
 
 /// How often, and when, VMs touch each cluster of an image's pages.
 ///
-/// A start's part in a frequency fades: one that was merged *n* starts ago counts (15/16)ⁿ. The frequency of a cluster is
-/// the sum over the starts that touched it, over the sum over all. So with a few starts it is what it says, and with
-/// many it is that of the last 16 or so; what nobody touches any more is forgotten after 22 starts if it was touched
-/// once, after 64 if always. First accesses are averaged with the same weights, over the starts that touched the cluster.
+/// A start's part in a frequency fades: one that was merged *n* starts ago counts (15/16)ⁿ. The
+/// frequency of a cluster is the sum over the starts that touched it, over the sum over all. With a
+/// few starts this is the plain frequency, and with many it is that of the last 16 or so. A cluster
+/// that VMs stop touching is forgotten after 22 starts if it was touched once, after 64 if always.
+/// First accesses are averaged with the same weights, over the starts that touched the cluster.
 ///
 /// Takes 16 bytes for each cluster that is touched.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,8 +78,8 @@ pub struct Cluster {
 }
 
 impl Profile {
-    /// One without any runs, of an image of `pages` pages. `cluster_pages`: a power of two, 1 to 512; 16 goes with fill
-    /// units of 64 KiB.
+    /// One without any runs, of an image of `pages` pages. `cluster_pages`: a power of two, 1 to
+    /// 512; 16 goes with fill units of 64 KiB.
     ///
     /// # Errors
     /// If the sizes make no sense.
@@ -92,8 +93,8 @@ impl Profile {
         Ok(Self { pages, cluster_pages, runs: 0, whole: 0, touched: Vec::new() })
     }
 
-    /// Adds what one VM touched. A cluster is touched if any of its pages is, and when the first of them is. Pages that the
-    /// image does not have are left out.
+    /// Adds what one VM touched. A cluster is touched if any of its pages is, and when the first of
+    /// them is. Pages that the image does not have are left out.
     ///
     /// A recording that was cut short makes what the VM did not come to look unused: leave it out.
     pub fn merge(&mut self, recording: &Recording) {
@@ -125,9 +126,10 @@ impl Profile {
         self.touched.sort_unstable_by_key(|touched| touched.index);
     }
 
-    /// The pages that are touched in at least `min_frequency` (0 to 1) of the starts, by the average time of their first
-    /// access: what to fetch in which order. At most `pages_max` pages, the most frequent and of those the earliest. Runs are
-    /// of whole clusters: pages that are zero are among them.
+    /// What to fetch in which order: the pages that are touched in at least `min_frequency` (0 to
+    /// 1) of the starts, by the average time of their first access. At most `pages_max` pages, the
+    /// most frequent and of those the earliest. Runs are of whole clusters: pages that are zero are
+    /// among them.
     pub fn working_set(&self, min_frequency: f64, pages_max: u64) -> Vec<PageRange> {
         let frequent = |touched: &&Touched| self.frequency(touched) >= min_frequency;
         let mut chosen: Vec<_> = self.touched.iter().filter(frequent).copied().collect();
@@ -208,7 +210,8 @@ impl Profile {
     }
 }
 
-/// The same pages in page order and in runs as long as possible, each page once: to read them in one go.
+/// The same pages in page order and in runs as long as possible, each page once: to read them in
+/// one go.
 pub fn sequential(runs: &[PageRange]) -> Vec<PageRange> {
     let mut sorted: Vec<_> = runs.iter().copied().filter(|run| !run.is_empty()).collect();
     sorted.sort_unstable_by_key(PageRange::start);
@@ -234,7 +237,7 @@ fn faded(score: u32) -> u32 {
     score * KEPT.0 / KEPT.1
 }
 
-/// What [`Profile::whole`] is after so many runs.
+/// The value of [`Profile::whole`] after this many runs.
 fn whole(runs: u32) -> u32 {
     let mut whole = 0;
     for _ in 0..runs {

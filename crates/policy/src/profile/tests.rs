@@ -316,7 +316,8 @@ proptest! {
         prop_assert!(Profile::decode(&bytes[..cut.index(bytes.len())]).is_err());
     }
 
-    /// Any bytes behind a good head, with a good checksum: refused, or the one form of what they say.
+    /// Any bytes behind a good head, with a good checksum: refused, or the one form of what they
+    /// say.
     #[test]
     fn bytes_are_refused_or_mean_one_profile(
         head in any::<bool>(),

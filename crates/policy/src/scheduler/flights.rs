@@ -1,4 +1,4 @@
-//! Fetches under way.
+//! Fetches in flight.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,7 +23,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// Nobody waited for it when it set out.
+    /// It began as a background read.
     fn is_background(&self) -> bool {
         self.reason != Reason::Demand
     }
@@ -35,12 +35,12 @@ impl Flights {
         self.runs.len()
     }
 
-    /// How many of them nobody waited for when they set out.
+    /// How many of them began as background reads.
     pub(super) fn background(&self) -> usize {
         self.background
     }
 
-    /// The run that holds `page`, and why it is under way.
+    /// The run that holds `page`, and why it is in flight.
     pub(super) fn at(&self, page: PageIdx) -> Option<(PageRange, Reason)> {
         let (start, flight) = self.runs.range(..=page).next_back()?;
         (page < flight.end).then(|| (PageRange::between(*start, flight.end), flight.reason))
@@ -52,7 +52,7 @@ impl Flights {
         (page < flight.end).then_some(flight.set_out)
     }
 
-    /// What of `range` is under way for somebody who waits.
+    /// What of `range` is in flight as a demand read.
     pub(super) fn demand_in(&self, range: PageRange) -> Vec<PageRange> {
         let first = self.at(range.start()).map_or(range.start(), |(flight, _)| flight.start());
         let runs = self.runs.range(first..range.end().max(first));

@@ -1,5 +1,6 @@
-//! Pages that were asked for when nobody waited for them, and for which somebody waits now. Who waits joins what is under way while
-//! that is young: an answer that takes several times as long as others may never come, so they are asked for once more then.
+//! Pages that were requested as background reads, and for which a VM waits now. A waiter joins the
+//! request in flight while that is young. An answer that takes several times as long as others may
+//! never come, so the pages are then requested once more.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,20 +12,20 @@ use super::flights::Flights;
 use crate::page_set::PageSet;
 use crate::transfer::AnswerTimes;
 
-/// How long is waited for an answer before one was measured, and at least, and at most.
+/// How long to wait for an answer before one was measured, and at least, and at most.
 const START: Duration = Duration::from_millis(250);
 const MIN: Duration = Duration::from_millis(100);
 const MAX: Duration = Duration::from_secs(1);
-/// So many times what nearly all answers take.
+/// This many times what nearly all answers take.
 const TIMES: u32 = 2;
 
 #[derive(Debug, Default)]
 pub(super) struct Late {
-    /// Of what nobody waited for.
+    /// Of background reads.
     took: AnswerTimes,
-    /// Pages that are waited for, by when that has taken too long.
+    /// Demanded pages, by the time at which their request has taken too long.
     due: BTreeSet<(Duration, PageIdx)>,
-    /// Under way for the second time.
+    /// In flight for the second time.
     again: Flights,
     /// Asked for a second time, whatever became of that: not a third time.
     tried: PageSet,
@@ -35,12 +36,12 @@ impl Late {
         self.took.bound(START / TIMES).saturating_mul(TIMES).clamp(MIN, MAX)
     }
 
-    /// How many fetches are under way for the second time.
+    /// How many fetches are in flight for the second time.
     pub(super) fn len(&self) -> usize {
         self.again.len()
     }
 
-    /// Somebody waits for a page that nobody waited for when it set out.
+    /// A VM waits for a page that was requested as a background read.
     pub(super) fn joined(&mut self, page: PageIdx, set_out: Duration) {
         if !self.tried.contains(page) {
             self.due.insert((set_out.saturating_add(self.patience()), page));
@@ -52,7 +53,7 @@ impl Late {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// The next page that has taken too long, if it is still waited for.
+    /// The next page that has taken too long, if a view still waits for it.
     pub(super) fn next(&mut self, now: Duration) -> Option<PageIdx> {
         loop {
             let (_, page) = *self.due.first().filter(|(at, _)| *at <= now)?;
@@ -74,21 +75,22 @@ impl Late {
         self.again.insert(range, Reason::Demand, now);
     }
 
-    /// What was under way in `range` since `set_out` has come, and nobody had waited for it at first.
+    /// What was in flight in `range` since `set_out` has come, and it began as a background read.
     pub(super) fn came(&mut self, range: PageRange, set_out: Duration, now: Duration) {
-        // Of what was asked for twice nobody knows which was answered; and a host that hangs does not make others slow.
+        // Of what was requested twice it is unknown which request was answered. A host that hangs
+        // does not make others slow.
         if self.tried.count(range) == 0 {
             self.took.sample(now.saturating_sub(set_out).min(self.patience()));
         }
     }
 
-    /// Nothing of `range` is under way any more as far as anybody cares. → what was for the second time.
+    /// Nothing of `range` counts as in flight any more. → what was in flight for the second time.
     pub(super) fn over(&mut self, range: PageRange) -> Vec<PageRange> {
         self.tried.remove(range);
         self.given_up(range)
     }
 
-    /// The second time was in vain. → what of it was under way.
+    /// The second request failed. → what of it was in flight.
     pub(super) fn given_up(&mut self, range: PageRange) -> Vec<PageRange> {
         self.again.remove(range).into_iter().map(|(run, _)| run).collect()
     }

@@ -31,21 +31,21 @@ impl fmt::Display for ViewId {
 /// Sizes and bounds of a [`Scheduler`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// A page that is waited for is fetched with its neighbours: those in the aligned window of so
-    /// many pages. A power of two, 1 to 512.
+    /// A demanded page is fetched with its neighbours: those in the aligned window of this many
+    /// pages. A power of two, 1 to 512.
     pub unit_pages: u64,
-    /// The same for a page that the image does not own itself, if it is known which one that is: such a page is
-    /// copied, and its bytes are then on the host twice, so that neighbours which nobody touches cost memory.
+    /// The same for a page that the image does not own itself, if its owner is known. Such a page
+    /// is copied, and its bytes are then on the host twice, so untouched neighbours cost memory.
     pub copy_unit_pages: u64,
     /// The image.
     pub image: Option<ImageId>,
-    /// Most fetches under way at a time, at least 1.
+    /// Most fetches in flight at a time, at least 1.
     pub fetches_max: usize,
-    /// Most of those that nobody waits for, so that demand always finds room: fewer than
-    /// `fetches_max`. 0: no background.
+    /// Most background fetches, so that demand always finds room: fewer than `fetches_max`. 0: no
+    /// background.
     pub background_fetches_max: usize,
     /// Most pairs of a view and a page that wait at a time, at least 1. A view waits for as many
-    /// pages at once as it has vCPUs and I/O threads, so this is far from what happens; it
+    /// pages at once as it has vCPUs and I/O threads. So the limit is far above what happens; it
     /// bounds memory.
     pub waits_max: usize,
 }
@@ -105,7 +105,7 @@ pub enum Refusal {
     TooManyWaits,
 }
 
-/// Pages to bring into the cache: all absent, none under way but `again`, all of one source.
+/// Pages to bring into the cache: all absent, none in flight but `again`, all of one source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fetch {
     /// Never empty.
@@ -113,9 +113,10 @@ pub struct Fetch {
     /// By the image's table; never zero.
     pub source: Source,
     pub reason: Reason,
-    /// The one that is waited for, and was first; the others are its neighbours.
+    /// The demanded page that was first; the others are its neighbours.
     pub first: Option<PageIdx>,
-    /// They are under way already, for nobody who waited then, and take too long: whichever comes first counts.
+    /// They are in flight already, as a background read that takes too long: the first answer
+    /// counts.
     pub again: bool,
 }
 
@@ -130,10 +131,10 @@ pub enum Reason {
 
 /// Decides for one image on one host which pages come into its cache next.
 ///
-/// Serves whatever non-zero pages it is asked for, by whichever image they are owned: blocks that
-/// are better mapped from an ancestor's cache the engine sends to that ancestor's scheduler.
+/// Serves whatever non-zero pages it is asked for, whichever images own them. The engine sends
+/// blocks that are better mapped from an ancestor's cache to that ancestor's scheduler.
 ///
-/// Each call takes time for the pages it names and a logarithm of those that wait; `next` also
+/// Each call takes time for the pages it names and a logarithm of those that wait. `next` also
 /// passes over what the background finds present, once per page and pass.
 #[derive(Debug)]
 pub struct Scheduler<P> {
@@ -195,9 +196,9 @@ impl<P: Presence> Scheduler<P> {
         &self.table
     }
 
-    /// Replaces the table while it is still being derived. It must be right for a block before a fault
-    /// in that block is reported, and for all blocks before a background policy is added; what is
-    /// waited for or under way must not change.
+    /// Replaces the table while it is still being derived. It must be right for a block before a
+    /// fault in that block is reported, and for all blocks before a background policy is added.
+    /// What is demanded or in flight must not change.
     ///
     /// # Panics
     /// If it is for another number of pages.
@@ -211,9 +212,10 @@ impl<P: Presence> Scheduler<P> {
         &self.presence
     }
 
-    /// Adds a background policy behind those that are there and as urgent; in the place of the one of
-    /// the same name, if there is one. Whenever a fetch is chosen, the most urgent policies are asked first, so
-    /// that one that is added later takes over at once from what is less urgent.
+    /// Adds a background policy behind those that are present and as urgent. It takes the place of
+    /// the one of the same name, if there is one. Whenever a fetch is chosen, the most urgent
+    /// policies are asked first. So one that is added later takes over at once from what is less
+    /// urgent.
     ///
     /// # Errors
     /// If there are [`BACKGROUNDS_MAX`].
@@ -239,18 +241,19 @@ impl<P: Presence> Scheduler<P> {
         Ok(())
     }
 
-    /// Ends a background policy; what it has under way still arrives.
+    /// Ends a background policy; what it has in flight still arrives.
     pub fn remove_background(&mut self, name: &str) {
         self.backgrounds.retain(|running| running.policy.name() != name);
     }
 
-    /// The time, of a clock of the caller's that does not go back. Without one, what is under way is waited for however long it
-    /// takes.
+    /// The time, of a clock of the caller's that does not go back. Without one, what is in flight
+    /// has no time limit.
     pub fn set_now(&mut self, now: Duration) {
         self.now = now;
     }
 
-    /// When [`Scheduler::next`] may have something although nothing has happened: what is under way will have taken too long.
+    /// When [`Scheduler::next`] may have something although nothing has happened: what is in flight
+    /// will have taken too long.
     pub fn late_at(&self) -> Option<Duration> {
         self.late.due_at().filter(|_| self.has_room())
     }
@@ -294,12 +297,12 @@ impl<P: Presence> Scheduler<P> {
         Outcome::Waits
     }
 
-    /// What to fetch next. From then on it is under way, until `on_filled` and `on_failed` have
+    /// What to fetch next. From then on it is in flight, until `on_filled` and `on_failed` have
     /// named all of it, in one piece or several. `None`: nothing now; ask again after the next
     /// event.
     ///
-    /// `background_pages`: most pages to fetch that nobody waits for, 0 for none. Demand is not
-    /// held back by it.
+    /// `background_pages`: most pages to fetch in the background, 0 for none. Demand is not held
+    /// back by it.
     pub fn next(&mut self, background_pages: u64) -> Option<Fetch> {
         if !self.has_room() {
             return None;
@@ -327,7 +330,8 @@ impl<P: Presence> Scheduler<P> {
         self.fetches() < self.config.fetches_max
     }
 
-    /// What to ask for once more: around a page that somebody has waited for for too long, which is named.
+    /// What to request once more: around a page for which a view has waited for too long, which is
+    /// named.
     fn next_late(&mut self) -> Option<(PageIdx, PageRange)> {
         loop {
             let page = self.late.next(self.now)?;
@@ -342,8 +346,8 @@ impl<P: Presence> Scheduler<P> {
         }
     }
 
-    /// These pages are present now (and [`Presence`] says so). They need not have been asked for,
-    /// nor be all of what was. Returns whom to wake, by page.
+    /// These pages are present now (and [`Presence`] confirms it). They need not have been
+    /// requested, nor be all of what was. Returns the views to wake, by page.
     pub fn on_filled(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
         if let Some((flight, Reason::Background(_))) = self.flights.at(range.start())
             && let Some(set_out) = self.flights.set_out(range.start())
@@ -360,8 +364,8 @@ impl<P: Presence> Scheduler<P> {
         self.waits.take(range)
     }
 
-    /// These pages were brought by somebody else for `policy`, as far as they were not under way. To be followed by
-    /// `on_filled`. For [`Tally`] only.
+    /// Another part than this scheduler brought these pages for `policy`, as far as they were not
+    /// in flight. To be followed by `on_filled`. For [`Tally`] only.
     pub fn on_inserted(&mut self, range: PageRange, policy: &'static str) {
         for page in range.pages().filter(|page| self.flights.at(*page).is_none()) {
             self.tally.on_brought(page.range(), Reason::Background(policy));
@@ -370,9 +374,9 @@ impl<P: Presence> Scheduler<P> {
 
     /// No source could serve these pages. Returns which views to stop, with the page of each.
     ///
-    /// A failure is put down to a page only if it is reported alone: of several pages, those
-    /// that are waited for are fetched again one by one, since one bad neighbour must not stop a
-    /// view; the result is empty then.
+    /// A failure is attributed to a page only if it is reported alone. Of several pages, the
+    /// demanded ones are fetched again one by one, since one bad neighbour must not stop a view.
+    /// The result is empty then.
     pub fn on_failed(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
         for running in &mut self.backgrounds {
             running.policy.on_failed(range);
@@ -380,7 +384,8 @@ impl<P: Presence> Scheduler<P> {
         self.failed(range, range.len() == 1)
     }
 
-    /// The same for what was asked for [again](Fetch::again). Nobody is stopped whose page is under way besides.
+    /// The same for what was requested [again](Fetch::again). A view whose page is also in flight
+    /// otherwise is not stopped.
     pub fn on_failed_again(&mut self, range: PageRange) -> Vec<(ViewId, PageIdx)> {
         self.late.given_up(range);
         // Where the first has failed by now, this was the only one.
@@ -390,7 +395,7 @@ impl<P: Presence> Scheduler<P> {
 
     fn failed(&mut self, range: PageRange, alone: bool) -> Vec<(ViewId, PageIdx)> {
         self.flights.remove(range);
-        // What is under way for the second time may come yet: it is the only one from now on.
+        // What is in flight for the second time may come yet: it is the only one from now on.
         let again = self.late.over(range);
         let mut rest = range;
         for run in again {
@@ -405,8 +410,9 @@ impl<P: Presence> Scheduler<P> {
         Vec::new()
     }
 
-    /// Views have touched these pages without a fault, as the kernel tells: it maps what is present by itself.
-    /// May say again what it said before. For [`Tally`] only: nothing is fetched, and no policy learns.
+    /// Views have touched these pages without a fault, as the kernel tells: it maps what is present
+    /// by itself. May say again what it said before. For [`Tally`] only: nothing is fetched, and no
+    /// policy learns.
     pub fn on_touched(&mut self, range: PageRange) {
         self.tally.on_touched(range.intersect(&self.table.range()));
     }
@@ -416,18 +422,18 @@ impl<P: Presence> Scheduler<P> {
         &self.tally
     }
 
-    /// The view is gone: it waits for nothing any more. What is under way still arrives.
+    /// The view has ended: it waits for nothing any more. What is in flight still arrives.
     pub fn remove_view(&mut self, view: ViewId) {
         self.waits.remove_view(view);
     }
 
-    /// Whether nobody waits and nothing is under way.
+    /// Whether no view waits and nothing is in flight.
     pub fn is_idle(&self) -> bool {
         self.waits.count() == 0 && self.fetches() == 0
     }
 
-    /// Whether no background policy has anything left to fetch, nor under way. Of the drain: it has
-    /// tried everything; whether all came in, [`Presence`] tells.
+    /// Whether no background policy has anything left to fetch, nor in flight. For the drain this
+    /// means that it has tried everything; [`Presence`] tells whether all came in.
     pub fn background_done(&self) -> bool {
         self.flights.background() == 0
             && self
@@ -436,8 +442,8 @@ impl<P: Presence> Scheduler<P> {
                 .all(|running| running.rest.is_none() && running.policy.is_done())
     }
 
-    /// Whether there is room for a fetch that nobody waits for. If there is, and [`Scheduler::next`] has none, no
-    /// policy has anything to propose.
+    /// Whether there is room for a background fetch. If there is, and [`Scheduler::next`] has none,
+    /// no policy has anything to propose.
     pub fn has_room_ahead(&self) -> bool {
         self.has_room() && self.flights.background() < self.config.background_fetches_max
     }
@@ -447,12 +453,12 @@ impl<P: Presence> Scheduler<P> {
         self.waits.count()
     }
 
-    /// How many fetches are under way. One that is reported in pieces may count more than once.
+    /// How many fetches are in flight. One that is reported in pieces may count more than once.
     pub fn fetches(&self) -> usize {
         self.flights.len() + self.late.len()
     }
 
-    /// The pages to fetch for one that is waited for.
+    /// The pages to fetch for a demanded one.
     fn around(&self, first: First) -> PageRange {
         let page = first.page;
         let unit = if first.alone { 1 } else { self.unit_of(page) };
@@ -474,7 +480,7 @@ impl<P: Presence> Scheduler<P> {
         self.table.run_at(page, PageRange::between(start, end)).0
     }
 
-    /// The pages to fetch that nobody waits for.
+    /// The pages to fetch in the background.
     fn propose(&mut self, pages_max: u64) -> Option<(PageRange, Reason)> {
         if pages_max == 0 {
             return None;
@@ -509,8 +515,8 @@ fn around(page: PageIdx, run: PageRange, out: impl Fn(PageIdx) -> bool) -> PageR
     PageRange::between(start, PageIdx(last.0 + 1))
 }
 
-/// The first run in `whole`, of at most `pages_max` pages, that is neither zero nor present nor
-/// under way and has one source.
+/// The first run in `whole`, of at most `pages_max` pages, that is neither zero nor present nor in
+/// flight and has one source.
 fn first_fetchable(
     table: &PageTable,
     presence: &impl Presence,

@@ -5,14 +5,16 @@ use vmfork_image::{PageIdx, PageRange};
 use super::Reason;
 use crate::page_set::PageSet;
 
-/// Faults, by what they found. A view that faults again where it waits already is not counted again.
+/// Faults, by what they found. A view that faults again where it waits already is not counted
+/// again.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Faults {
     /// The page is zero.
     pub zero: u64,
-    /// It is present or under way because a background policy proposed it.
+    /// It is present or in flight because a background policy proposed it.
     pub predicted: u64,
-    /// It is present or under way because another fault brought it, or somebody other than this scheduler.
+    /// It is present or in flight because another fault brought it, or a part other than this
+    /// scheduler.
     pub shared: u64,
     /// It had to be fetched for this fault.
     pub remote: u64,
@@ -70,7 +72,7 @@ impl Tally {
         self.on_touched(page.range());
     }
 
-    /// A fault on a page that is under way.
+    /// A fault on a page that is in flight.
     pub(super) fn on_under_way(&mut self, page: PageIdx, reason: Reason) {
         self.count(Some(reason));
         self.touched.insert(page.range());
@@ -104,7 +106,7 @@ impl Tally {
         self.touched.insert(range);
     }
 
-    /// These pages came in, which were under way for this reason.
+    /// These pages came in, which were in flight for this reason.
     pub(super) fn on_brought(&mut self, range: PageRange, reason: Reason) {
         let at = self.reasons.iter().position(|brought| brought.reason == reason);
         let at = at.unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! Who waits for what.
+//! Which views wait for which pages.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::ViewId;
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     pages: BTreeMap<PageIdx, Wait>,
-    /// Pages not under way, by arrival. Each is in `pages`.
+    /// Pages not in flight, by arrival. Each is in `pages`.
     queue: BTreeMap<u64, PageIdx>,
     next_arrival: u64,
     /// Pairs of a view and a page.
@@ -50,7 +50,7 @@ impl Waits {
         self.pages.contains_key(&page)
     }
 
-    /// Adds a wait that is not there yet. `queued`: the page is not under way, fetch it.
+    /// Adds a wait that does not exist yet. `queued`: the page is not in flight, fetch it.
     pub(super) fn add(&mut self, view: ViewId, page: PageIdx, queued: bool) {
         self.count += 1;
         if let Some(wait) = self.pages.get_mut(&page) {
@@ -72,7 +72,7 @@ impl Waits {
         Some(First { page: *page, alone })
     }
 
-    /// The pages in `range` are under way.
+    /// The pages in `range` are in flight.
     pub(super) fn set_out(&mut self, range: PageRange) {
         for (_, wait) in self.pages.range(range.start()..range.end()) {
             self.queue.remove(&wait.arrival);

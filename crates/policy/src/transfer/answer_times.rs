@@ -13,8 +13,8 @@ pub(crate) struct AnswerTimes {
 }
 
 impl AnswerTimes {
-    /// An answer took so long. Not to be called for what was asked for twice: nobody knows which of the two was answered
-    /// (Karn's rule).
+    /// An answer took this long. Not to be called for what was requested twice: it is unknown which
+    /// of the two was answered (Karn's rule).
     pub(crate) fn sample(&mut self, took: Duration) {
         let took = took.min(TOOK_MAX);
         self.known = Some(match self.known {

@@ -1,5 +1,6 @@
-//! What clones on other hosts asked for, so that those of the next fork have it before they ask: SnowFlock's working sets are
-//! those of Twinkle (INFOCOM 2011, §4.3), recorded where the pages are asked for.
+//! What clones on other hosts requested, so that those of the next fork have it before they ask.
+//! SnowFlock's working sets are those of Twinkle (INFOCOM 2011, §4.3), recorded where the pages are
+//! requested.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +8,16 @@ use vmfork_image::{PageIdx, PageRange};
 
 use crate::page_set::PageSet;
 
-/// Demand brings its neighbours along: so many pages, at a multiple of it.
+/// Demand brings its neighbours along: this many pages, at a multiple of it.
 const WINDOW_PAGES: u64 = 16;
-/// A window of which so much was touched stays whole: one run, at a place where others ask, too.
+/// A window of which this many pages were touched stays whole: one run, at a place where others
+/// ask, too.
 const WHOLE_PAGES: u64 = 10;
 /// Pages between two runs that are taken along: to ask for two runs costs about as much as these.
 const GAP_PAGES: u64 = 2;
 
-/// Pages of a VM's snapshots in the order in which they were demanded first, each once. Where it is known which of them a
-/// clone has touched in all its life, only those.
+/// Pages of a VM's snapshots in the order in which they were demanded first, each once. Where it is
+/// known which of them a clone has touched in all its life, only those.
 #[derive(Debug)]
 pub struct Demanded {
     known: PageSet,
@@ -33,7 +35,7 @@ impl Demanded {
         Self { known, touched, runs: Vec::new(), pages: 0, pages_max }
     }
 
-    /// Somebody waits for these.
+    /// A VM waits for these.
     pub fn record(&mut self, range: PageRange) {
         let new: Vec<PageRange> = self.known.absent(range).collect();
         for run in new {
@@ -51,9 +53,10 @@ impl Demanded {
         }
     }
 
-    /// A clone has touched these pages and no others, until its end or for long. Of what was brought along where it touched
-    /// anything, only pages stay that it, or one before it, has touched, unless that is most of the window; what it touched and was not asked for (it had come
-    /// unasked) comes behind all else.
+    /// A clone has touched these pages and no others, until its end or for long. Of the neighbours
+    /// fetched around a touched page, only pages stay that it, or one before it, has touched. All
+    /// stay if that is most of the window. What it touched without a request (it had come unasked)
+    /// comes behind all else.
     pub fn refine(&mut self, touched: &[PageRange]) {
         for run in touched {
             self.touched.insert(*run);
@@ -144,7 +147,8 @@ mod tests {
         assert_eq!(demanded.runs(), runs, "nothing is known of the window at 48");
         let ahead = [range(98, 6), range(3, 2), range(48, 16), range(200, 1)];
         assert_eq!(demanded.ahead(), ahead);
-        // Asked for again, by a clone that does something else: all of it, until it is known better.
+        // Asked for again, by a clone that does something else: all of it, until it is known
+        // better.
         demanded.record(range(0, 16));
         assert_eq!(demanded.pages(), 4 + 16 + 16 + 1);
         demanded.refine(&[range(8, 1)]);
@@ -153,7 +157,7 @@ mod tests {
             [range(3, 2), range(8, 1)]
         );
         assert_eq!(demanded.pages(), 4 + 3 + 16 + 1);
-        // Most of a window, which nobody had waited for.
+        // Most of a window that was read in the background.
         demanded.refine(&[range(304, 4), range(310, 6)]);
         assert_eq!(demanded.runs().last(), Some(&range(304, 16)));
     }

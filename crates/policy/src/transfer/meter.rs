@@ -7,16 +7,16 @@ const SLOT: Duration = Duration::from_millis(10);
 
 const SLOTS_PER_S: u64 = 100;
 
-/// A slot counts one in so many; so the average follows within about 80 ms.
+/// A slot has the weight of one in this many, so the average follows within about 80 ms.
 const WEIGHT: u64 = 8;
 
-/// After so many empty slots nothing worth counting is left.
+/// After this many empty slots nothing worth counting is left.
 const SLOTS_MAX: u128 = 128;
 
 /// The weighted average of bytes per second over slots of 10 ms.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Meter {
-    /// When the slot under way began.
+    /// When the current slot began.
     slot_at: Duration,
     slot_bytes: u64,
     bytes_per_s: u64,
@@ -28,7 +28,8 @@ impl Meter {
         self.slot_bytes = self.slot_bytes.saturating_add(bytes);
     }
 
-    /// As of the last slot that is over. Closes slots: returns how many, too, for who counts by them.
+    /// As of the last slot that is over. Closes slots. Also returns how many, for callers that
+    /// count by them.
     pub(super) fn roll(&mut self, now: Duration) -> u64 {
         let over = now.saturating_sub(self.slot_at).as_nanos() / SLOT.as_nanos();
         if over > SLOTS_MAX {

@@ -6,19 +6,22 @@
 //!
 //!   unicast,    Holders::choose ──► whom to ask ──► answered, failed, expired
 //!   swarm          ▲        ▲
-//!                  │        └── Pick::next, what nobody waits for
+//!                  │        └── Pick::next, background reads
 //!               announced ◄── Swarm, which asks all others what they hold
 //!
 //!   one read    Read: group, swarm, named hosts, comparison with the origin, retries ──► done or given up
 //! ```
 //!
-//! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes and timers: it feeds
-//! in what came, asks what to do next until there is nothing, and sleeps until the `wake_at` of each.
+//! All times are of one clock of the caller's that does not go back. The caller owns sockets, bytes
+//! and timers. It feeds in what came, asks what to do next until there is nothing, and sleeps until
+//! the `wake_at` of each.
 //!
-//! Promises: every queue and every retry has a bound; whoever wants a page gets it, or a give-up to act on; a page that is
-//! on its way to a host is not asked for again but after a time-out.
+//! Promises:
+//! - Every queue and every retry has a bound.
+//! - A request for a page ends with the page, or with a give-up to act on.
+//! - A page that is in flight to a host is requested again only after a timeout.
 //!
-//! Left to others: bytes and their authenticity, who is a member, when a VM is stopped.
+//! Left to others: bytes and their authenticity, which hosts are members, when a VM is stopped.
 
 pub mod bounds;
 pub mod multicast;

@@ -9,15 +9,16 @@ use super::peer::{Peer, PeerError};
 use crate::lock;
 use crate::proto::RefusalKind;
 
-/// A host that does not have what it was asked for, or something else, comes last for so long: it may get it.
+/// A host that does not have what was requested, or has something else, comes last for this time:
+/// it may get it.
 const AVOID_WITHOUT: Duration = Duration::from_secs(30);
 /// One that is busy: others may be less so.
 const AVOID_BUSY: Duration = Duration::from_millis(200);
-/// One that is about to leave, or does not know who asks.
+/// One that is about to leave, or does not know the client.
 const AVOID_LEAVING: Duration = Duration::from_secs(10);
 
-/// The hosts that have an image, the best first; may change at any time. One that failed is asked after the others for a
-/// while.
+/// The hosts that have an image, the best first; may change at any time. One that failed is asked
+/// after the others for a while.
 #[derive(Debug)]
 pub struct Holders {
     state: Mutex<State>,
@@ -29,7 +30,7 @@ struct State {
     holders: Vec<Holder>,
     /// Grows with each change.
     version: u64,
-    /// So many have been here.
+    /// This many have been here.
     count: u64,
 }
 
@@ -64,7 +65,7 @@ impl Holders {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// From now on ask these. Reads for which no host had an answer begin anew.
+    /// From now on ask these. Reads for which no host had an answer begin again.
     pub fn set(&self, peers: impl IntoIterator<Item = Arc<Peer>>) {
         let mut state = lock(&self.state);
         let before = std::mem::take(&mut state.holders);
@@ -83,7 +84,8 @@ impl Holders {
         lock(&self.state).holders.iter().map(|holder| Arc::clone(&holder.peer)).collect()
     }
 
-    /// In the order in which to ask now, by the ids that `member` knows, or else by those of this list.
+    /// In the order in which to ask now, by the ids that `member` knows, or else by those of this
+    /// list.
     pub(super) fn in_order(&self, member: impl Fn(&Arc<Peer>) -> Option<HostId>) -> Vec<HostId> {
         let state = lock(&self.state);
         let now = Instant::now();

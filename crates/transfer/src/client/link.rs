@@ -1,4 +1,5 @@
-//! One connection to another host, used by one at a time: for one request, or for several, which are sent together.
+//! One connection to another host, used by one at a time: for one request, or for several, which
+//! are sent together.
 
 use std::io;
 use std::net::TcpStream;
@@ -38,7 +39,7 @@ pub(super) struct Question {
     pub(super) urgency: Urgency,
     pub(super) route: Route,
     pub(super) may_compress: bool,
-    /// Whose answer comes before the others'.
+    /// The page whose answer comes before the others'.
     pub(super) first: Option<PageIdx>,
 }
 
@@ -56,9 +57,9 @@ pub(super) struct Came {
 /// Why there is no answer, or another.
 #[derive(Debug)]
 pub(super) enum LinkError {
-    /// The connection is gone; nothing of an answer had come.
+    /// The connection has ended; nothing of an answer had come.
     Unanswered(io::Error),
-    /// The connection is gone within the answer.
+    /// The connection has ended within the answer.
     Cut(io::Error),
     /// What came is none.
     Wrong(ProtoError),
@@ -82,7 +83,7 @@ impl From<ProtoError> for LinkError {
 #[derive(Debug)]
 pub(super) struct NotOpen {
     pub(super) error: io::Error,
-    /// Nobody listens there, or another than the host.
+    /// No program listens there, or another one than the host.
     pub(super) is_gone: bool,
 }
 
@@ -94,7 +95,7 @@ impl NotOpen {
         Self { error, is_gone: !is_own }
     }
 
-    /// Who takes a connection, and is slow then or ends it, may have too many.
+    /// A host that takes a connection, and is slow then or ends it, may have too many.
     fn shaking_hands(error: io::Error) -> Self {
         let is_gone = error.kind() == io::ErrorKind::InvalidData;
         Self { error, is_gone }
@@ -113,7 +114,7 @@ impl Link {
         Ok(Self { channel, scratch: Scratch::default(), sequence: 0, began: false })
     }
 
-    /// `came` is told of the page that was to come first, unless the others are there already.
+    /// `came` is called for the page that was to come first, unless the others are present already.
     pub(super) fn read(
         &mut self,
         question: Question,
@@ -167,8 +168,9 @@ impl Link {
         })
     }
 
-    /// Several questions for pages at once, which are answered one after the other, each within `timeout`; `each` is told of every answer,
-    /// with its place and, if there are, the pages.
+    /// Several requests for pages at once, which are answered one after the other, each within
+    /// `timeout`. `each` is called for every answer, with its place and, if there are any, the
+    /// pages.
     ///
     /// # Errors
     /// [`LinkError`]: of the questions of which `each` has not heard there will be no answer. A refusal: the other side has sent us away with
@@ -202,7 +204,7 @@ impl Link {
                     each(place, Err(refusal));
                 }
                 Err(LinkError::Unanswered(error)) if place > 0 => {
-                    // Who is sent away hears why once.
+                    // A client that is refused receives the reason once.
                     let refused = sent_away.filter(|_| error.kind() != io::ErrorKind::TimedOut);
                     return Err(refused.map_or(LinkError::Cut(error), LinkError::Refused));
                 }

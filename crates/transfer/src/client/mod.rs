@@ -13,8 +13,8 @@
 //!
 //! What a read does in turn is decided in [`vmfork_policy::transfer::read`].
 //!
-//! Promises: a read ends within a bound; a host that fails is asked last for a while, and what failed there is read
-//! from the next. Bytes come from a member, whole, or not at all.
+//! Promises: a read ends within a bound. A host that fails is asked last for a while, and what
+//! failed there is read from the next. Bytes come from a member, whole, or not at all.
 
 mod group;
 mod holders;

@@ -57,7 +57,7 @@ pub struct PeerLimits {
     pub connect: Duration,
     /// An answer, from the request on; and waiting for a connection that others use.
     pub answer: Duration,
-    /// How long a connection is kept that nobody uses. Less than a service keeps one for.
+    /// How long an unused connection is kept. Less than a service keeps one for.
     pub idle: Duration,
     /// How long a host that gave no answer is asked only after others.
     pub avoid: Duration,
@@ -84,7 +84,7 @@ pub enum PeerError {
         address: SocketAddr,
         #[source]
         source: io::Error,
-        /// It was not there: nobody listens, or another host.
+        /// It was not there: no program listens, or another host.
         is_gone: bool,
     },
     #[error("not tried for another {} ms: connect to {address}: {why}", left.as_millis())]
@@ -114,7 +114,7 @@ pub enum PeerError {
 }
 
 impl PeerError {
-    /// Whether it may be otherwise in a moment, without anybody doing something.
+    /// Whether it may be otherwise in a moment, without a change by a user or another host.
     pub fn is_passing(&self) -> bool {
         match self {
             Self::Connect { .. }
@@ -168,7 +168,7 @@ impl PeerError {
     }
 }
 
-/// Of a host's connections, so many are not for what nobody waits for.
+/// Connections reserved for demand reads.
 const FOR_DEMAND: usize = 8;
 
 /// It gave no answer, and is asked only after others.
@@ -190,10 +190,10 @@ pub struct Peer {
     counters: PeerCounters,
 }
 
-/// Of several pages one that somebody waits for.
+/// The demanded one of several pages.
 pub(super) struct Early<'a> {
     pub(super) page: PageIdx,
-    /// Told of its bytes when they have come, if that is before the others.
+    /// Called with its bytes when they have come, if that is before the others.
     pub(super) came: &'a mut dyn FnMut(&[u8]),
 }
 
@@ -238,8 +238,9 @@ impl Peer {
         avoided.as_ref().is_some_and(|avoided| avoided.is_gone && avoided.until > Instant::now())
     }
 
-    /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within four time-outs: waiting for
-    /// a connection, making one, asking on one that turns out to have ended, and asking.
+    /// Read `range`, at most [`READ_PAGES_MAX`] pages, into `out`, which is as long. Ends within
+    /// four time-outs: waiting for a connection, making one, asking on one that turns out to have
+    /// ended, and asking.
     ///
     /// # Errors
     /// [`PeerError`]; then `out` has no meaning.
@@ -253,7 +254,8 @@ impl Peer {
         self.read_by((Route::Insist, self.limits.answer), image, range, urgency, out, None)
     }
 
-    /// The same by another route and with less patience: an answer may take no longer than `timeout`. One page may be to come early.
+    /// The same by another route and with less patience: an answer may take no longer than
+    /// `timeout`. One page may be to come early.
     ///
     /// # Errors
     /// As [`Peer::read`], and that another host has the pages.
@@ -316,8 +318,8 @@ impl Peer {
         if error.elsewhere().is_some() { redirected } else { failures }.add(1);
     }
 
-    /// Several reads that nobody waits for, sent together, by a route; each may take no longer than an answer. `each` is told of every one,
-    /// with its place and, if they came, the pages.
+    /// Several background reads, sent together, by a route; each may take no longer than an answer.
+    /// `each` is called for every read, with its place and, if they came, the pages.
     ///
     /// # Errors
     /// [`PeerError`]: those of which `each` has not heard are not answered.
@@ -410,7 +412,7 @@ impl Peer {
             None => Err(io::Error::from(io::ErrorKind::NotConnected).into()),
         });
         if matches!(answer, Err(PeerError::Timeout { .. })) {
-            // Whether it answers at all, who asks it for the pages finds out.
+            // The next reader that asks it for the pages finds out whether it answers at all.
             *lock(&self.avoided) = None;
         }
         answer
@@ -427,7 +429,8 @@ impl Peer {
         })
     }
 
-    /// Put a question on some connection, and again on a new one if that had ended while nobody used it.
+    /// Send a request on some connection, and again on a new one if the first had ended while it
+    /// was unused.
     fn ask<T>(
         &self,
         urgency: Urgency,

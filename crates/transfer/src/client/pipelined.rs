@@ -18,11 +18,12 @@ use super::read::Read;
 use super::source::PeerSource;
 use crate::proto::{READ_PAGES_MAX, Route, Urgency};
 
-/// How many reads go out at once: half of those that are under way at a time, so that the others come meanwhile.
+/// How many reads are sent at once: half of those that are in flight at a time, so that the others
+/// come meanwhile.
 pub(super) const TOGETHER: usize = READS_AHEAD / 2;
 
-/// How often reads are sorted by the host that is to be asked: at first, and once those that were asked for in vain know
-/// another one.
+/// How often reads are sorted by the host that is to be asked: at first, and once those that failed
+/// know another one.
 const ROUNDS: usize = 2;
 
 /// A read of several, with its place among them.

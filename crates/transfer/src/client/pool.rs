@@ -1,4 +1,5 @@
-//! The connections to one host: made when they are needed, kept for a while, never more than so many.
+//! The connections to one host: made when they are needed, kept for a while, never more than a
+//! limit.
 //!
 //! ```text
 //!            lease: the one used last, else a new one if there may be, else wait
@@ -7,7 +8,8 @@
 //!    └───────────────────keep─────────────────────┘
 //! ```
 //!
-//! A host that can't be connected to is not tried again for a while, which doubles with each failure.
+//! A host that can't be connected to is not tried again for a while, which doubles with each
+//! failure.
 
 use std::io::ErrorKind;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -60,7 +62,8 @@ pub(super) struct Lease<'a> {
 pub(super) struct Wanted {
     /// A new one: those that are idle are taken to have ended.
     pub(super) fresh: bool,
-    /// Waiting for one, connecting and shaking hands may each take no longer, whatever the limits say.
+    /// Waiting for one, connecting and shaking hands may each take no longer, whatever the limits
+    /// say.
     pub(super) within: Duration,
     /// If fewer are in use.
     pub(super) connections_max: usize,
@@ -70,8 +73,8 @@ impl Pool {
     /// A connection.
     ///
     /// # Errors
-    /// There is none, and none can be made. One that took longer than is wanted, though less than the limits give it, is a
-    /// time-out: that says nothing of whether the host is there.
+    /// There is none, and none can be made. One that took longer than is wanted, though less than
+    /// the limits give it, is a timeout. That is no sign that the host is absent.
     pub(super) fn lease(
         &self,
         config: &PeerConfig,

@@ -1,4 +1,5 @@
-//! Carries out one read: the decisions are [`machine::Read`]'s, the threads, sockets and sums are here.
+//! Carries out one read: the decisions are [`machine::Read`]'s, the threads, sockets and sums are
+//! here.
 //!
 //! ```text
 //!   PeerSource ──► Read::run ──Ask──────► Peer ────────────┐
@@ -87,7 +88,8 @@ pub(super) struct Read<'a> {
 }
 
 impl<'a> Read<'a> {
-    /// Of pages of one request at most. Hosts that all failed are asked again until `give_up`, by the source's clock.
+    /// Of pages of one request at most. Hosts that all failed are asked again until `give_up`, by
+    /// the source's clock.
     pub(super) fn begin(
         source: &'a PeerSource,
         urgency: Urgency,
@@ -291,7 +293,8 @@ impl<'a> Read<'a> {
         Event::Compared(comparison.verdict())
     }
 
-    /// The host that was asked, with others of its kind, gave the pages or not. → whether the pages are to be used.
+    /// The host that was asked, with others of its kind, gave the pages or not. → whether the pages
+    /// are to be used.
     pub(super) fn replied(&mut self, peer: &Arc<Peer>, reply: Result<&[u8], &PeerError>) -> bool {
         let Some((host, route)) = self.next_host() else { return false };
         let event = match reply {

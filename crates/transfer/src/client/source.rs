@@ -29,11 +29,12 @@ const UNNAMED_ORIGIN: HostId = HostId(u64::MAX);
 pub struct SourceCounters {
     pub reads: Counter,
     pub pages: Counter,
-    /// How many of the pages came from a host that has the whole image, where one is known that has not.
+    /// How many of the pages came from a host that has the whole image, where one is known that has
+    /// not.
     pub origin_pages: Counter,
     /// How many from others that hold it.
     pub holder_pages: Counter,
-    /// How many were sent to all who need them.
+    /// How many were sent to all that need them.
     pub group_pages: Counter,
     /// How many of those could not be compared with their origin's.
     pub unverified_pages: Counter,
@@ -77,19 +78,21 @@ impl PeerSource {
         }
     }
 
-    /// The same, but hosts that all failed are asked again for so long.
+    /// The same, but hosts that all failed are asked again for this time.
     #[must_use]
     pub fn with_patience(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 
-    /// The same, but the best host of `swarm` is asked first; the others are for what no host there gives.
+    /// The same, but the best host of `swarm` is asked first; the others are for what no host there
+    /// gives.
     #[must_use]
     pub fn with_swarm(self, swarm: Arc<Swarm>) -> Self {
         Self { swarm: Some(swarm), ..self }
     }
 
-    /// The same without a swarm, but what others give than `origin`, which froze the image, is compared with what that has.
+    /// The same without a swarm, but what others give than `origin`, which froze the image, is
+    /// compared with what that has.
     #[must_use]
     pub fn with_origin(self, origin: Arc<Peer>) -> Self {
         Self { origin: Some(origin), ..self }
@@ -222,7 +225,8 @@ impl PageSource for PeerSource {
         READS_AHEAD
     }
 
-    /// From the best host that gives them. Ends within the patience and one round through all hosts.
+    /// From the best host that gives them. Ends within the patience and one round through all
+    /// hosts.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         self.read_for(Urgency::Demand, range, bytes)
     }
@@ -273,10 +277,10 @@ impl AheadOrder for PeerSource {
     fn next(&self, pieces: &[PageRange]) -> NextAhead {
         let Some(swarm) = &self.swarm else { return NextAhead::Piece(0) };
         if self.is_group_heard() {
-            // Whoever asks for it, all get it.
+            // Whichever reader requests it, all get it.
             return NextAhead::Piece(0);
         }
-        // While all that is missing is waited for, nothing else asks.
+        // While all that is missing is demanded, nothing else asks.
         swarm.refresh_soon();
         swarm.next_ahead(pieces)
     }

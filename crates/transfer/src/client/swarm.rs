@@ -1,5 +1,6 @@
-//! The hosts that serve each other one image. Asks them what they hold while pages are fetched; who they are, what each has, whom to ask
-//! are [`vmfork_policy::transfer::swarm::Swarm`]'s, which the simulation drives, too.
+//! The hosts that serve each other one image. Asks them what they hold while pages are fetched.
+//! [`vmfork_policy::transfer::swarm::Swarm`], which the simulation drives, too, knows which hosts
+//! they are, what each has, and which one to ask.
 //!
 //! ```text
 //!   set_members, heard ──► members ──held?──► what each has ──► choose ──► Read
@@ -56,14 +57,15 @@ impl State {
 }
 
 impl Swarm {
-    /// For an image of `pages` pages, on host `own`. Knows nobody yet.
+    /// For an image of `pages` pages, on host `own`. Knows no host yet.
     pub fn new(image: ImageName, pages: u64, own: HostId, config: SwarmConfig) -> Self {
         let state = State { known: Known::new(pages, own, config), peers: HashMap::new() };
         let (began, state, round_ended) = (Instant::now(), Mutex::new(state), Condvar::new());
         Self { image, pages, own, began, state, round_ended }
     }
 
-    /// From now on these are all that can be asked. Of those that are not origins nothing is known until they say what they hold.
+    /// From now on these are all that can be asked. Of those that are not origins nothing is known
+    /// until they say what they hold.
     pub fn set_members(&self, members: impl IntoIterator<Item = SwarmMember>) {
         let members: Vec<_> = members.into_iter().filter(|m| m.id != self.own).collect();
         let mut state = lock(&self.state);
@@ -75,7 +77,7 @@ impl Swarm {
         drop(before); // not under the lock: connections are closed with the last of a peer
     }
 
-    /// A member has told which images it has; `holds`: this one is among them.
+    /// A member has reported which images it has; `holds`: this one is among them.
     pub fn heard(&self, host: HostId, holds: bool) {
         let now = self.now();
         lock(&self.state).known.heard(host, holds, now);
@@ -118,7 +120,7 @@ impl Swarm {
         lock(&self.state).known.place_near(at, piece)
     }
 
-    /// Which of `pieces`, that nobody waits for, to fetch now.
+    /// Which of `pieces` to fetch in the background now.
     pub(super) fn next_ahead(&self, pieces: &[PageRange]) -> NextAhead {
         let now = self.now();
         match lock(&self.state).known.next_ahead(pieces, now) {
@@ -136,7 +138,8 @@ impl Swarm {
         }
     }
 
-    /// Ask others what they hold, unless that goes on, and wait until they have answered, but no longer than `wait`.
+    /// Ask others what they hold, unless that is in progress, and wait until they have answered,
+    /// but no longer than `wait`.
     pub fn refresh_within(self: &Arc<Self>, wait: Duration) {
         let state = lock(&self.state);
         match state.known.is_round_running() {

@@ -1,4 +1,5 @@
-//! Pages that another host than their origin gave, or that came by multicast, are compared with the origin's sums.
+//! Pages that another host than their origin gave, or that came by multicast, are compared with the
+//! origin's sums.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -21,7 +22,7 @@ pub enum Comparison {
     Wrong(PageIdx),
     /// The origin does not know now, or has not replied.
     Undecided,
-    /// The origin is gone.
+    /// The origin has gone.
     Believed,
 }
 
@@ -59,7 +60,7 @@ impl Verifier {
         }
     }
 
-    /// Ask for the sums of pages that are about to come, so that they need not wait for them then.
+    /// Ask for the sums of pages that are expected soon, so that they need not wait for them then.
     pub fn prepare(&self, urgency: Urgency, range: PageRange, origin: &Peer, within: Duration) {
         let is_known = !lock(&self.known).get(range).contains(&UNKNOWN);
         if !is_known && !origin.is_avoided() {
@@ -67,7 +68,7 @@ impl Verifier {
         }
     }
 
-    /// Whether a page is known to be what the origin has. Asks nobody.
+    /// Whether a page is known to be what the origin has. Asks no host.
     pub(super) fn is_right(&self, page: PageIdx, bytes: &[u8]) -> bool {
         let known = lock(&self.known).get(page.range());
         known == [sums::of(bytes)]
@@ -78,8 +79,9 @@ impl Verifier {
         lock(&self.known).put(range, sums);
     }
 
-    /// Compare what `giver` gave with what the origin says that it should be, for which it has about so long. An origin that
-    /// is not there is not asked; one that is merely slow must not make others believed.
+    /// Compare what `giver` gave with what the origin reports that it should be, within about this
+    /// time. An origin that is absent is not asked; one that is merely slow must not make others
+    /// believed.
     pub fn verify(
         &self,
         urgency: Urgency,
@@ -128,7 +130,8 @@ impl Verifier {
         verdict
     }
 
-    /// Ask for the sums that [`SumRequests`] says, unless they come with the reply to another request.
+    /// Ask for the sums that [`SumRequests`] says, unless they come with the reply to another
+    /// request.
     fn ask(
         &self,
         urgency: Urgency,

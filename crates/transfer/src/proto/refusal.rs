@@ -22,15 +22,16 @@ pub enum RefusalKind {
     PageLost,
     /// Too much is asked of it.
     Busy,
-    /// It is about to leave, and serves no one any more.
+    /// It is about to leave, and serves no client any more.
     Draining,
-    /// It does not know who asks, or not any more.
+    /// It does not know the client, or not any more.
     NotMember,
     /// The request makes no sense to it.
     BadRequest,
     /// Something of its own went wrong.
     Failed,
-    /// It has sent the pages to another host, and that has them, or is about to ([`Refusal::elsewhere`]).
+    /// It has sent the pages to another host, and that has them, or is about to
+    /// ([`Refusal::elsewhere`]).
     Elsewhere,
 }
 
@@ -82,7 +83,7 @@ impl RefusalKind {
 }
 
 impl RefusalKind {
-    /// Of a refusal to `op` of so many pages.
+    /// Of a refusal to `op` of this many pages.
     pub(super) const fn bytes_max(self, op: Op, pages: u64) -> u64 {
         match (self, op) {
             (Self::Elsewhere, Op::Read) => HOST_BYTES as u64 + pages * SUM_BYTES as u64,
@@ -110,12 +111,13 @@ pub struct Refusal {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Elsewhere {
     pub(crate) host: u64,
-    /// Of each page, if whoever says so knows them; else nothing.
+    /// Of each page, if the refusing host knows them; else nothing.
     pub(crate) sums: Vec<Sum>,
 }
 
 impl Refusal {
-    /// `text` says why, for people; of a long one the beginning is kept. What is no visible character is left out.
+    /// `text` says why, for people; of a long one the beginning is kept. What is no visible
+    /// character is left out.
     pub fn new(kind: RefusalKind, text: impl AsRef<str>) -> Self {
         let mut kept = String::new();
         for c in text.as_ref().chars().filter(|c| !c.is_control()) {
@@ -150,7 +152,7 @@ impl Refusal {
         [&host.to_le_bytes()[..], sums.as_flattened()].concat()
     }
 
-    /// One that was sent in answer to a request of so many pages.
+    /// One that was sent in answer to a request of this many pages.
     ///
     /// # Errors
     /// What is wrong with it.
@@ -172,7 +174,8 @@ impl Refusal {
         &self.text
     }
 
-    /// Whether it is of who asks, and not of the pages: the host may have closed the connection after it.
+    /// Whether it concerns the client, and not the pages: the host may have closed the connection
+    /// after it.
     pub(crate) fn may_be_the_last(&self) -> bool {
         use RefusalKind::{BadRequest, Busy, Draining, NotMember};
         matches!(self.kind, BadRequest | Busy | Draining | NotMember)

@@ -1,4 +1,4 @@
-//! Who is connected: so many in all, in the handshake, and of each member.
+//! Which hosts are connected, with limits in all, in the handshake, and for each member.
 //!
 //! ```text
 //!   begin ──► in its handshake ──of_member──► a member's ──┐
@@ -67,7 +67,7 @@ impl Connections {
         Some(Place { connections: Arc::clone(self), number })
     }
 
-    /// Nobody begins any more, and no one's reads and writes succeed.
+    /// No connection begins any more, and all reads and writes fail.
     pub(super) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;

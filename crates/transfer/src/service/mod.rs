@@ -6,12 +6,16 @@
 //!                    └── Connections: who is connected, how many, all of them ended by `stop`
 //! ```
 //!
-//! Promises: a connection serves a member of this cluster, who is one still at each request, or ends; one
-//! that stands still (in the handshake, within a request, while its answer is taken) ends after [`ServiceLimits::io`], an idle
-//! one after [`ServiceLimits::idle`]. Who asks for what another was sent is told so ([`Spread`](vmfork_policy::transfer::swarm::Spread)). What nobody waits for takes turns ([`ServiceLimits::ahead_max`]), what somebody waits
-//! for does not wait for it. A [`Pages`] that panics costs one answer.
+//! Promises:
+//! - A connection serves a member of this cluster that still is one at each request, or ends.
+//! - A connection that stands still (in the handshake, within a request, while its answer is taken)
+//!   ends after [`ServiceLimits::io`], an idle one after [`ServiceLimits::idle`].
+//! - A host that requests what another was sent is redirected there
+//!   ([`Spread`](vmfork_policy::transfer::swarm::Spread)).
+//! - Background reads take turns ([`ServiceLimits::ahead_max`]); demand reads do not wait for them.
+//! - A [`Pages`] that panics costs one answer.
 //!
-//! Left to others: the images ([`Pages`]), and who is a member.
+//! Left to others: the images ([`Pages`]), and which hosts are members.
 
 mod connections;
 mod serve;
@@ -45,7 +49,8 @@ const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// The images of this host, to which others put questions. Asked by many threads at a time.
 pub trait Pages: Send + Sync {
-    /// Which member of the cluster has this certificate (DER), whose key whoever is at `address` has shown to have. Once for each connection.
+    /// Which member of the cluster has this certificate (DER), whose key the client at `address`
+    /// has shown to have. Once for each connection.
     ///
     /// # Errors
     /// None.
@@ -54,8 +59,8 @@ pub trait Pages: Send + Sync {
     /// Whether it is one still. Before each answer.
     fn is_member(&self, member: u64) -> bool;
 
-    /// A member asks for these pages. → what that image is, if it is known here: those that ask for the same are sent to each other
-    /// then, and each page leaves its origin about once.
+    /// A member requests these pages. → what that image is, if it is known here. Hosts that request
+    /// the same are sent to each other then, and each page leaves its origin about once.
     fn asked(
         &self,
         _member: u64,
@@ -71,7 +76,8 @@ pub trait Pages: Send + Sync {
         false
     }
 
-    /// Whether all of `range` can be read here at once. Then a page of it that somebody waits for is sent before the others are read.
+    /// Whether all of `range` can be read here at once. Then a demanded page of it is sent before
+    /// the others are read.
     fn has(&self, _image: ImageName, _range: PageRange) -> bool {
         false
     }
@@ -81,10 +87,11 @@ pub trait Pages: Send + Sync {
         self.is_member(member)
     }
 
-    /// Read `range`, which is 1 to 512 pages, into `bytes`, which is as long. May take a while, but has a bound.
+    /// Read `range`, which is 1 to 512 pages, into `bytes`, which is as long. May take a while, but
+    /// has a bound.
     ///
     /// # Errors
-    /// The pages are not to be had here.
+    /// The pages are not available here.
     fn read(
         &self,
         member: u64,
@@ -94,8 +101,8 @@ pub trait Pages: Send + Sync {
         bytes: &mut [u8],
     ) -> Result<(), Refusal>;
 
-    /// Which pages of `range` of an image that this host froze are its own and need not be fetched to be read: each run of them
-    /// is given to `each`. Only these have sums here.
+    /// Reports which pages of `range`, of an image that this host froze, are its own and need not
+    /// be fetched to be read. Each run of them is given to `each`. Only these have sums here.
     ///
     /// # Errors
     /// There is no such image here.
@@ -107,8 +114,8 @@ pub trait Pages: Send + Sync {
         each: &mut dyn FnMut(PageRange),
     ) -> Result<(), Refusal>;
 
-    /// Which pages of `range` can be read here at once: each run of them is given to `each`. Pages beyond the image
-    /// are not.
+    /// Which pages of `range` can be read here at once: each run of them is given to `each`. Pages
+    /// beyond the image are not.
     ///
     /// # Errors
     /// There is no such image here.
@@ -140,23 +147,28 @@ pub struct Wanted {
 /// Bounds of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceLimits {
-    /// Connections in all, those in their handshake among them: a thread and, while it answers, the pages' bytes each.
+    /// Connections in all, those in their handshake among them: a thread and, while it answers, the
+    /// pages' bytes each.
     pub connections_max: usize,
-    /// Connections of one member: a few more than a `Peer` makes, since ends are not heard of at once.
+    /// Connections of one member: a few more than a `Peer` makes, since ends are not heard of at
+    /// once.
     pub connections_per_member_max: usize,
-    /// Connections in their handshake: what somebody who is no member can take up.
+    /// Connections in their handshake: the most that clients other than members can take up.
     pub handshakes_max: usize,
-    /// Requests that nobody waits for, read at a time.
+    /// Background requests, read at a time.
     pub ahead_max: usize,
     /// A connection without a request. More than a `Peer` keeps one for.
     pub idle: Duration,
-    /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for one's turn.
+    /// A handshake; a request, from its first byte; an answer, until it is taken; and waiting for
+    /// one's turn.
     pub io: Duration,
-    /// A host that did not freeze an image sends those whose VMs wait for its pages elsewhere only while it answers more than so many.
+    /// A host that did not freeze an image redirects demand reads only while it answers more than
+    /// this many.
     pub demand_max: usize,
-    /// How long pages that a VM waits for are waited for here, if the host that froze the image has said that they are on their way …
+    /// How long a demand read waits here for pages, if the host that froze the image has said that
+    /// they are in flight …
     pub arrival: Duration,
-    /// … and those that nobody waits for.
+    /// … and those of background reads.
     pub arrival_ahead: Duration,
     /// What [`PageService::stop`] waits for its threads.
     pub stop: Duration,
@@ -217,7 +229,7 @@ impl PageService {
         pages: Arc<dyn Pages>,
         limits: ServiceLimits,
     ) -> io::Result<Self> {
-        // A connection that is gone before it is accepted must not make the thread wait for the next.
+        // A connection that ends before it is accepted must not make the thread wait for the next.
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let stop_bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
@@ -262,12 +274,14 @@ impl PageService {
         self.shared.spreads.keep(is_member);
     }
 
-    /// A member has said which images of others it has open: for others' pages it is not named any more.
+    /// A member has said which images of others it has open: for others' pages it is not named any
+    /// more.
     pub fn heard(&self, member: u64, open: &BTreeSet<ImageName>) {
         self.shared.spreads.heard(member, open);
     }
 
-    /// Accept no more, and end all connections, also those with an answer under way. → how many are left after
+    /// Accept no more, and end all connections, also those with an answer in progress. → how many
+    /// are left after
     /// [`ServiceLimits::stop`]: those whose [`Pages`] has not come back yet. They end when it does.
     pub fn stop(&self) -> usize {
         self.shared.connections.close();

@@ -22,10 +22,11 @@ use crate::proto::{
 };
 use crate::sums::{self, Sum, UNKNOWN};
 
-/// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a larger answer the
-/// rest is given back.
+/// Memory that a connection keeps for its next answer: enough for what one fault brings in. After a
+/// larger answer the rest is given back.
 const KEPT_BYTES: usize = 256 << 10;
-/// So much of answers is put together, while the next request is there already, before it is sent.
+/// Answers are put together up to this size, while the next request is present already, before they
+/// are sent.
 const TOGETHER_BYTES: usize = 64 << 10;
 
 /// Why a connection ends early: not an error of this host.
@@ -67,7 +68,7 @@ fn serve(tcp: TcpStream, address: SocketAddr, shared: &Shared, place: &Place) ->
         Some(certificate) => shared.pages.admit(certificate, address),
         None => Err(Refusal::new(RefusalKind::NotMember, "no certificate was shown")),
     };
-    // Who may not stay hears why, in answer to his first request.
+    // A client that may not stay receives the reason, in answer to its first request.
     let admitted = admitted.and_then(|member| match place.of_member(member) {
         true => Ok(member),
         false => {
@@ -93,7 +94,7 @@ struct Answer {
     pages: Vec<u8>,
     packer: Packer,
     head: Vec<u8>,
-    /// The page that was to come first is on its way, and at the front of `pages`.
+    /// The page that was to come first is being sent, and at the front of `pages`.
     has_begun: bool,
 }
 
@@ -139,8 +140,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Read all of `bytes`. → whether there are any: the other side may have closed the connection, or be idle for too
-    /// long.
+    /// Read all of `bytes`. → whether there are any: the other side may have closed the connection,
+    /// or be idle for too long.
     fn receive(&mut self, bytes: &mut [u8]) -> Result<bool, Ended> {
         self.channel.set_timeout(self.shared.limits.idle);
         let read = match self.channel.read(bytes) {
@@ -213,7 +214,7 @@ impl<'a> Session<'a> {
         self.send_unless_next()
     }
 
-    /// Send the page that comes first: whoever waits for it does not wait for the others.
+    /// Send the page that comes first: its waiter does not wait for the others.
     fn send_first(&mut self, request: &Request, began: Instant) -> Result<(), Ended> {
         self.put_pages(request, began, 0..PAGE)?;
         Ok(self.channel.flush()?)
@@ -255,7 +256,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Send the answer: with the next one, if that is to come at once.
+    /// Send the answer: with the next one, if that comes at once.
     fn send_unless_next(&mut self) -> Result<(), Ended> {
         let has_next = self.channel.has(REQUEST_BYTES);
         if !has_next || self.channel.unsent() >= TOGETHER_BYTES {
@@ -264,7 +265,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// A turn of what nobody waits for.
+    /// A turn for a background read.
     fn turn(&mut self, wait: Duration) -> Result<Turn<'a>, Refusal> {
         let turns = &self.shared.turns;
         if let Some(turn) = turns.wait(Duration::ZERO) {
@@ -274,10 +275,10 @@ impl<'a> Session<'a> {
         turns.wait(wait).ok_or_else(busy)
     }
 
-    /// Whoever waits for earlier answers need not wait for the next one.
+    /// A client that waits for earlier answers need not wait for the next one.
     ///
     /// # Errors
-    /// They are not taken: the connection has ended, and nobody hears of this one.
+    /// The client does not take them: the connection has ended, and no client receives this error.
     fn send_before_waiting(&mut self) -> Result<(), Refusal> {
         self.channel.set_timeout(self.shared.limits.io);
         self.channel.flush().map_err(|error| {
@@ -301,7 +302,7 @@ impl<'a> Session<'a> {
             let how = (route != Route::Direct || !may_refuse, demand);
             let may_name = |host| pages.is_alive(host);
             if let Some(host) = spreads.elsewhere((image, len), member, range, how, may_name) {
-                // Who gets them from there need not ask what they should be.
+                // A host that gets them from there need not ask what they should be.
                 let sums = is_own.then(|| self.own_sums(member, (image, len), range));
                 let sums =
                     sums.and_then(Result::ok).filter(|sums| sums.iter().any(|sum| *sum != UNKNOWN));
@@ -324,7 +325,7 @@ impl<'a> Session<'a> {
                 }
                 read => return read,
             };
-            // What was under way when it was looked for may have come since.
+            // What was in flight at the last poll may have come since.
             looks_left = if pages.is_coming(image, range) { LOOKS_AFTER } else { looks_left };
             self.send_before_waiting()?;
             if looks_left == 0 || left <= pause || self.shared.connections.wait_closed(pause) {
@@ -335,7 +336,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// What nobody waits for takes a turn, for which it waits no longer than `wait`.
+    /// A background read takes a turn, for which it waits no longer than `wait`.
     fn read(
         &mut self,
         member: u64,
@@ -364,8 +365,8 @@ impl<'a> Session<'a> {
         pages.read(member, image, range, urgency, &mut self.answer.pages)
     }
 
-    /// The page that comes first is sent before the others are read, which are all here: if one is not any more by then, the connection
-    /// ends.
+    /// The page that comes first is sent before the others are read, which are all here. If one is
+    /// not any more by then, the connection ends.
     fn read_first(
         &mut self,
         member: u64,
@@ -378,7 +379,7 @@ impl<'a> Session<'a> {
         let reading = Answering::begin(answering);
         pages.read(member, image, first.range(), urgency, &mut self.answer.pages[..PAGE])?;
         self.answer.has_begun = true;
-        drop(reading); // who takes nothing keeps nobody from being answered
+        drop(reading); // a client that takes nothing blocks no other answer
         self.channel.set_timeout(self.shared.limits.io);
         if let Err(why) = self.send_first(request, began) {
             self.ended = Some(why);
@@ -420,7 +421,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// What pages of an image of so many, that was frozen here, should be; of those that are not here nothing is known.
+    /// What pages of an image of this many, which was frozen here, should be. Of those that are not
+    /// here nothing is known.
     fn own_sums(
         &mut self,
         member: u64,

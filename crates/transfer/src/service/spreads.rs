@@ -1,4 +1,5 @@
-//! Who has been sent what of each image, so that hosts that ask for the same are sent to each other; and the sums that they compare it with.
+//! Which host has been sent what of each image, so that hosts that request the same are sent to
+//! each other. Also keeps the sums that they compare it with.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
@@ -10,7 +11,8 @@ use vmfork_policy::transfer::swarm::{Serve, Spread, SpreadConfig};
 use crate::lock;
 use crate::sums::{Sum, Sums, UNKNOWN};
 
-/// Of so many images; for one more, the one that was asked for longest ago is forgotten.
+/// Spreads of at most this many images. For one more, the one that was requested longest ago is
+/// forgotten.
 const IMAGES_MAX: usize = 64;
 
 /// Of all images.
@@ -49,8 +51,9 @@ impl State {
 }
 
 impl Spreads {
-    /// A host asks for `range` of an image of so many pages. → who else has it, or is about to. `insist`: it has been sent elsewhere in vain; `demand`: its
-    /// VM waits; `may_name`: those that may be named.
+    /// A host requests `range` of an image of this many pages. → which other host has it, or is
+    /// about to. `insist`: it has been sent elsewhere and failed; `demand`: its VM waits;
+    /// `may_name`: those that may be named.
     pub(super) fn elsewhere(
         &self,
         (image, pages): (ImageName, u64),
@@ -85,7 +88,7 @@ impl Spreads {
         state.images.get(&image).map_or_else(unknown, |image| image.sums.get(range))
     }
 
-    /// They are kept as long as it is known who has what.
+    /// They are kept as long as it is known which host has what.
     pub(super) fn summed(&self, (image, pages): (ImageName, u64), range: PageRange, sums: &[Sum]) {
         lock(&self.0).image(image, pages).sums.put(range, sums);
     }
@@ -97,7 +100,7 @@ impl Spreads {
         }
     }
 
-    /// Others than these are named no more. Of images that nobody has, nothing is kept.
+    /// Others than these are named no more. Of images that no host has, nothing is kept.
     pub(super) fn keep(&self, is_member: impl Fn(u64) -> bool) {
         lock(&self.0).images.retain(|_, Image { spread, .. }| {
             let gone: Vec<_> = spread.hosts().filter(|host| !is_member(host.0)).collect();
@@ -134,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_is_no_member_any_more_is_named_no_more_and_what_nobody_has_is_forgotten() {
+    fn a_host_that_is_no_member_any_more_is_named_no_more_and_what_no_host_has_is_forgotten() {
         let spreads = Spreads::default();
         ask(&spreads, 1, 7);
         ask(&spreads, 1, 8);

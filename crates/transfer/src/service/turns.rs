@@ -1,4 +1,4 @@
-//! Turns of what nobody waits for: so many are read at a time, the others wait a while.
+//! Turns of background reads: a limited number is read at a time, the others wait a while.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -38,7 +38,7 @@ impl Turns {
         Some(Turn(self))
     }
 
-    /// Let nobody wait any more.
+    /// End all waits, and let no read wait any more.
     pub(super) fn close(&self) {
         lock(&self.left).closed = true;
         self.given_back.notify_all();
@@ -60,7 +60,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn there_are_so_many_turns_and_each_comes_back() {
+    fn there_is_a_limit_of_turns_and_each_comes_back() {
         let turns = Turns::new(2);
         let (first, second) = (turns.wait(SHORT), turns.wait(SHORT));
         assert!(first.is_some() && second.is_some() && turns.wait(SHORT).is_none());
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_turn_after_the_end() {
+    fn no_read_waits_for_a_turn_after_the_end() {
         let turns = Turns::new(0);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| turns.wait(LONG).is_none());

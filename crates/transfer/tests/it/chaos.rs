@@ -1,4 +1,5 @@
-//! Hosts that do whatever a host can do wrong: no read gets another's bytes, each ends once, and nothing stays behind.
+//! Hosts that do whatever a host can do wrong: no read gets another's bytes, each ends once, and
+//! nothing stays behind.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

@@ -1,4 +1,4 @@
-//! Hosts of a made-up cluster, with images whose pages can be told from each other.
+//! Hosts of a made-up cluster, with images whose pages are distinct.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -21,7 +21,7 @@ pub(crate) const PAGE: usize = 4096;
 /// Of the image that every host has.
 pub(crate) const PAGES: u64 = 5000;
 pub(crate) const IMAGE: ImageName = ImageName { host: 0xabc, image: 0x1_0000_0007 };
-/// Nothing in a test takes so long.
+/// No step of a test takes this long.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn range(start: u64, len: u64) -> PageRange {
@@ -94,7 +94,7 @@ impl Gate {
         self.state.lock().expect("no panic").1
     }
 
-    /// Wait until so many wait.
+    /// Wait until this many wait.
     pub(crate) fn wait_for(&self, waiting: usize) {
         let state = self.state.lock().expect("no panic");
         let enough = self.changed.wait_timeout_while(state, LONG, |(_, n)| *n < waiting);
@@ -119,7 +119,7 @@ pub(crate) struct Images {
     pub(crate) gone: Mutex<Vec<u64>>,
     /// Reads wait here.
     pub(crate) gate: Gate,
-    /// Reads that nobody waits for do here.
+    /// Background reads wait here.
     pub(crate) ahead_gate: Gate,
     /// From this page on they are lost; at the one before, reading panics.
     pub(crate) lost_from: Mutex<Option<u64>>,
@@ -127,7 +127,7 @@ pub(crate) struct Images {
     pub(crate) has_all: AtomicBool,
     /// Reads of several pages wait here, too.
     pub(crate) several_gate: Gate,
-    /// So many of those find the pages not here.
+    /// This many of those find the pages not here.
     pub(crate) several_absent: AtomicUsize,
 }
 
@@ -275,7 +275,8 @@ impl World {
         self.fake_together(number, 1, move |requests| answer(&requests[0]))
     }
 
-    /// A host that answers the first `count` requests of each connection when it has all of them, and ends.
+    /// A host that answers the first `count` requests of each connection when it has all of them,
+    /// and ends.
     pub(crate) fn fake_together(
         &self,
         number: u64,
@@ -303,8 +304,8 @@ impl World {
         address
     }
 
-    /// A host that answers what it is asked, one request after the other, until `answer` has none: it is given the number of the connection,
-    /// and of the request on that.
+    /// A host that answers what it is asked, one request after the other, until `answer` has none.
+    /// `answer` gets the number of the connection, and of the request on that.
     pub(crate) fn fake_in_turn(
         &self,
         number: u64,

@@ -159,11 +159,12 @@ fn when_no_host_has_a_page_the_error_names_it_and_what_each_host_said() {
     assert_eq!(error, "no other host has pages 39+2 of image 0000000000000abc/100000007");
 }
 
-/// Else one that is busy would be taken for one that has gone, and what others say of its pages be believed.
+/// Else one that is busy would be taken for one that has gone, and what others say of its pages be
+/// believed.
 #[test]
 fn who_has_little_time_to_connect_does_not_say_that_a_host_is_not_there() {
     let world = World::new();
-    // The kernel takes the connection, nobody the handshake.
+    // The kernel takes the connection, but no program takes the handshake.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound");
     let (short, long) = (Duration::from_millis(100), Duration::from_millis(200));
@@ -184,7 +185,8 @@ fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
     let peer = world.peer_at(2, address, PeerLimits::default());
     let error = read_from(&peer, 0, 1).expect_err("nobody listens");
     assert!(matches!(error, PeerError::Connect { .. }), "{error}");
-    // Not within 100 ms of the first: nothing between them takes as long, or else it is tried again.
+    // Not within 100 ms of the first: nothing between them takes as long, or else it is tried
+    // again.
     let errors: Vec<_> = (0..50).map(|_| read_from(&peer, 0, 1).expect_err("no one")).collect();
     let backed_off = errors.iter().filter(|e| matches!(e, PeerError::BackingOff { .. })).count();
     assert!(backed_off >= 40, "{backed_off} of 50");
@@ -199,7 +201,7 @@ fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
 }
 
 #[test]
-fn a_read_that_found_nobody_begins_anew_with_another_list() {
+fn a_read_that_found_no_host_begins_again_with_another_list() {
     let world = World::new();
     let server = world.serve(3, ServiceLimits::default());
     let closed = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
@@ -219,7 +221,7 @@ fn a_read_that_found_nobody_begins_anew_with_another_list() {
 }
 
 #[test]
-fn a_connection_that_ended_while_nobody_used_it_is_made_anew() {
+fn a_connection_that_ended_while_it_was_unused_is_made_again() {
     let world = World::new();
     let idle = Duration::from_millis(500);
     let server = world.serve(2, ServiceLimits { idle, ..ServiceLimits::default() });
@@ -267,7 +269,7 @@ fn stopping_ends_reads_that_are_under_way_and_leaves_no_connection() {
             })
             .collect();
         server.images.gate.wait_for(4);
-        // Their threads wait for pages that do not come: they are told of, and end later.
+        // Their threads wait for pages that do not come: `stop` reports them, and they end later.
         assert_eq!(server.service.stop(), 4);
         for reader in readers {
             let error = reader.join().expect("no panic").expect_err("the service stopped");

@@ -1,4 +1,4 @@
-//! A page that somebody waits for, before its neighbours.
+//! A demanded page, before its neighbours.
 
 use std::cell::RefCell;
 use std::io::{Read as _, Write as _};
@@ -107,7 +107,7 @@ fn neighbours_that_are_gone_by_then_end_the_connection() {
     check(wanted, &bytes);
 }
 
-/// Who was sent to a host waits there for pages that are on their way; not once some are sent.
+/// A redirected host waits there for pages that are in flight; not once some are sent.
 #[test]
 fn what_has_been_sent_is_not_sent_again_when_the_others_come_later() {
     let world = World::new();
@@ -134,7 +134,8 @@ fn what_has_been_sent_is_not_sent_again_when_the_others_come_later() {
     check(PageIdx(37).range(), &answers[HEAD_BYTES + 2..]);
 }
 
-/// What a host that is not the image's origin gives is used only if it is what the origin has; also early.
+/// What a host that is not the image's origin gives is used only if it is what the origin has; also
+/// early.
 #[test]
 fn a_forged_one_is_not_told_of() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];

@@ -11,7 +11,8 @@ use vmfork_transfer::{Holders, PageService, PeerSource, ServiceLimits, Urgency};
 use crate::common::*;
 use crate::swarm::{Cache, ORIGIN, UNIT, WHOLE, nodes, quick};
 
-/// Whoever can take all places of those in their handshake could else have a member's pages believed.
+/// Otherwise, an attacker that takes all places in the handshake could have a member's pages
+/// believed.
 #[test]
 fn an_origin_that_has_no_place_for_one_more_is_not_gone() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..1024))];
@@ -64,7 +65,8 @@ fn an_origin_that_refuses_is_there_again() {
     assert_eq!(source.counters().forged.get(), 1);
 }
 
-/// Of pages that a later image has changed in part nobody who needs that image brings the others.
+/// Of pages that a later image has changed in part, no host that needs that image brings the
+/// others.
 #[test]
 fn who_has_a_part_of_a_unit_is_asked_for_that_when_the_origin_is_gone() {
     let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(30..40))]);

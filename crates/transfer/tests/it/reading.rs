@@ -95,7 +95,7 @@ fn pages_that_compress_come_compressed_when_that_is_tried() {
 }
 
 #[test]
-fn what_nobody_waits_for_is_counted_apart() {
+fn background_reads_are_counted_apart() {
     let world = World::new();
     let server = world.serve(2, ServiceLimits::default());
     let peer = world.peer(&server, PeerLimits::default());
@@ -153,7 +153,7 @@ fn a_refusal_says_why_and_the_connection_serves_on() {
 }
 
 #[test]
-fn what_nobody_waits_for_takes_turns_and_demand_does_not_wait_for_it() {
+fn background_reads_take_turns_and_demand_does_not_wait_for_them() {
     let world = World::new();
     let io = Duration::from_secs(1);
     let server = world.serve(2, ServiceLimits { ahead_max: 1, io, ..ServiceLimits::default() });
@@ -206,7 +206,7 @@ fn connections_are_no_more_than_allowed_and_who_gets_none_hears_it() {
 }
 
 #[test]
-fn a_member_has_so_many_connections_and_is_told_of_it() {
+fn a_member_has_a_limit_of_connections_and_is_told_of_it() {
     let world = World::new();
     let limits = ServiceLimits { connections_per_member_max: 1, ..ServiceLimits::default() };
     let server = world.serve(2, limits);

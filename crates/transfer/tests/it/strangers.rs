@@ -1,4 +1,4 @@
-//! Whoever is no member gets nothing, and costs little.
+//! A client that is no member gets nothing, and costs little.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -40,7 +40,7 @@ fn another_clusters_host_a_nameless_one_and_one_that_is_no_member_get_nothing() 
     assert!(matches!(error, PeerError::Connect { .. }), "{error}");
     let error = read(&peer_with(&server, &world.client.nameless)).expect_err("no certificate");
     assert!(matches!(error, PeerError::Lost(_) | PeerError::Connect { .. }), "{error}");
-    // Of this cluster's authority, and yet nobody's.
+    // Signed by this cluster's authority, but of no member.
     let left = world.cluster.host(7);
     let error = read(&peer_with(&server, &left.client)).expect_err("no member");
     assert_eq!(error.to_string(), "refused: nobody knows you (not-member)");
@@ -184,7 +184,7 @@ fn who_stands_still_is_cut_off() {
 }
 
 #[test]
-fn strangers_in_their_handshake_take_only_so_many_places() {
+fn strangers_in_their_handshake_take_only_a_limited_number_of_places() {
     let world = World::new();
     let limits = ServiceLimits { handshakes_max: 2, ..ServiceLimits::default() };
     let server = world.serve(2, limits);

@@ -27,7 +27,7 @@ pub(crate) struct Cache {
     pub(crate) has: Mutex<BTreeSet<u64>>,
     /// It says that it has everything.
     pub(crate) boasts: AtomicBool,
-    /// Who has which certificate.
+    /// Which member has which certificate.
     pub(crate) members: Mutex<BTreeMap<Vec<u8>, u64>>,
     /// It froze the image.
     pub(crate) is_origin: AtomicBool,
@@ -273,7 +273,7 @@ fn hosts_that_all_want_an_image_take_most_of_it_from_each_other() {
     assert!(sent[0] <= WHOLE * 5 / 4, "the origin sent much of it again: {sent:?}");
 }
 
-/// All read the same at nearly the same time, so that nobody has heard yet who has it.
+/// All read the same at nearly the same time, so that no host has heard yet which one has it.
 #[test]
 fn what_hosts_wait_for_in_lockstep_leaves_the_origin_once() {
     let nodes = nodes(receivers(6));
@@ -365,7 +365,7 @@ fn pages_of_a_holder_that_dies_come_from_another() {
 }
 
 #[test]
-fn a_page_whose_origin_is_gone_comes_from_whoever_has_it() {
+fn a_page_whose_origin_is_gone_comes_from_any_host_that_has_it() {
     let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(32..64))]);
     let (source, _) = nodes[1].source(&nodes, SwarmConfig::default());
     nodes[0].service.stop();
@@ -414,14 +414,14 @@ fn what_is_not_what_the_origin_has_is_not_taken() {
     let counters = source.counters();
     assert_eq!(counters.forged.get(), 1, "it is asked no more");
     assert_eq!((counters.failures.get(), counters.unverified_pages.get()), (0, 0));
-    // Without its origin nobody can say.
+    // Without its origin, no host can tell.
     nodes[0].service.stop();
     let unit = range(1024, UNIT);
     source.read(unit, &mut buffer(unit)).expect("host 3 has it");
     assert_eq!(counters.unverified_pages.get(), UNIT);
 }
 
-/// Whoever can keep the origin busy could else have its own pages believed.
+/// Otherwise, an attacker that keeps the origin busy could have its own pages believed.
 #[test]
 fn an_origin_that_was_slow_a_moment_ago_is_asked_all_the_same() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..1024))];
@@ -436,7 +436,7 @@ fn an_origin_that_was_slow_a_moment_ago_is_asked_all_the_same() {
     let counters = source.counters();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Who gave it is found out, so the origin is asked for it.
+            // It is found out which host gave it, so the origin is asked for it.
             wait_until("it was compared", || counters.forged.get() > 0);
             nodes[0].cache.gate.open();
         });
@@ -468,7 +468,7 @@ fn who_is_sent_elsewhere_knows_what_is_there() {
                 check(unit, &bytes);
             });
             gate.wait_for(1);
-            // There is nobody to be asked any more.
+            // No host is left to be asked.
             nodes[0].service.stop();
             gate.open();
             reader.join().expect("no panic");
@@ -498,7 +498,8 @@ fn what_can_not_be_compared_is_asked_of_the_origin() {
     assert!(nodes[2].service.counters().pages.get() > 0, "nobody was asked but the origin");
 }
 
-/// Sums are asked for by the block: pages of it may have been lost, or given back since nobody needs them.
+/// Sums are requested by the block: pages of it may have been lost, or given back since no VM needs
+/// them.
 #[test]
 fn what_the_origin_can_not_read_makes_nothing_else_undecided() {
     let origin = Cache::of((0..WHOLE).filter(|page| page / UNIT != 3));
@@ -518,7 +519,7 @@ fn what_the_origin_can_not_read_makes_nothing_else_undecided() {
 
 /// A member that says that it has everything, and that itself has it, or another that has nothing.
 #[test]
-fn nobody_is_sent_round_and_round() {
+fn no_host_is_sent_round_and_round() {
     for named in [2, 3] {
         let empty = |number| (number, Cache::of([]));
         let nodes = nodes([(ORIGIN, Cache::of(0..WHOLE)), empty(1), empty(2), empty(3)]);
@@ -541,7 +542,7 @@ fn nobody_is_sent_round_and_round() {
 fn what_a_vm_waits_for_overtakes_hydration() {
     let nodes = nodes(receivers(1));
     let (source, _) = nodes[1].source(&nodes, quick());
-    // Nothing of what nobody waits for comes on.
+    // No background read advances.
     nodes[0].cache.ahead_gate.shut();
     std::thread::scope(|scope| {
         let hydrating = scope.spawn(|| nodes[1].hydrate(&source));

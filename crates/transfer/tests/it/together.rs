@@ -1,4 +1,4 @@
-//! Reads that nobody waits for, asked for several at once.
+//! Background reads, several in one request.
 
 use std::io::{self, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -19,14 +19,14 @@ use crate::common::*;
 use crate::keys::name_of;
 use crate::swarm::*;
 
-/// Half of what goes out at once is enough to see it.
+/// Half of what is sent at once is enough to see it.
 const COUNT: u64 = 4;
 
 fn pieces(count: u64) -> Vec<PageRange> {
     (0..count).map(|at| range(at * UNIT, UNIT)).collect()
 }
 
-/// Read these. `each` is told of each.
+/// Read these. `each` is called for each.
 fn read_each(
     source: &PeerSource,
     pieces: &[PageRange],
@@ -40,7 +40,8 @@ fn read_each(
     source.read_ahead_all(&mut reads, &mut each);
 }
 
-/// Read these, and see that each is answered once and with its own bytes. → those that were not to be had.
+/// Read these, and see that each is answered once and with its own bytes. → those that were not
+/// available.
 fn read_all(source: &PeerSource, pieces: &[PageRange]) -> Vec<PageRange> {
     let (mut answered, mut failed) = (vec![0; pieces.len()], Vec::new());
     read_each(source, pieces, |at, came| {
@@ -109,7 +110,7 @@ fn what_is_refused_says_nothing_about_the_others() {
     let all = pieces(COUNT);
     let source = source([world.peer(&server, PeerLimits::default())]);
     assert_eq!(read_all(&source, &all), all[all.len() - 1..]);
-    // A piece that nobody can answer does not go out at all.
+    // A piece that no host can answer is not sent at all.
     let mut bytes = [buffer(range(0, 1)), buffer(range(2, 2))];
     let [one, two] = &mut bytes;
     let mut reads = [
@@ -122,8 +123,8 @@ fn what_is_refused_says_nothing_about_the_others() {
     assert_eq!(answers, [(0, true), (1, false)]);
 }
 
-/// The first of two hosts has asked the origin for all of `pieces`, so that this sends the second one there. → both, and what the second
-/// reads from.
+/// The first of two hosts has asked the origin for all of `pieces`, so that this sends the second
+/// one there. → both, and what the second reads from.
 fn second_of_two(pieces: &[PageRange]) -> (Vec<Node>, PeerSource) {
     let nodes = nodes(receivers(2));
     let (first, _) = nodes[1].source(&nodes, SwarmConfig::default());
@@ -209,8 +210,8 @@ fn all_of_them_have_the_patience_of_one() {
     assert!((patience..patience * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
 }
 
-/// The origin of seven pieces that are read together fails on its first connection, and does well on the next: another host is
-/// not asked.
+/// The origin of seven pieces that are read together fails on its first connection, and does well
+/// on the next: another host is not asked.
 fn is_asked_again(
     limits: PeerLimits,
     answers: impl Fn(&Request, usize, usize) -> Option<Vec<u8>> + Send + Sync + 'static,
@@ -259,7 +260,8 @@ fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
     let tls = ClientConnection::new(Arc::clone(&node.keys.client), name_of(ORIGIN));
     let tcp = TcpStream::connect(service.address()).expect("a connection");
     let mut slow = StreamOwned::new(tls.expect("a configuration"), tcp);
-    // What is there, of which less than is sent at once, and what is not: far more than sockets hold.
+    // What is there, of which less than is sent at once, and what is not: far more than sockets
+    // hold.
     let ask = |range, route| Request {
         image: IMAGE,
         range,
@@ -279,7 +281,8 @@ fn who_takes_nothing_is_cut_off_also_while_it_is_to_wait() {
     assert!(began.elapsed() < LONG / 3, "as if nothing were to be sent: {:?}", began.elapsed());
 }
 
-/// What other hosts gave is compared with the origin's sums: of a block these are asked for once, however many pieces of it come side by side.
+/// What other hosts gave is compared with the origin's sums. Those of a block are requested once,
+/// however many pieces of it come side by side.
 #[test]
 fn sums_of_a_block_are_asked_for_once() {
     let all = [(ORIGIN, Cache::of(0..WHOLE)), (1, Cache::of([])), (2, Cache::of(0..WHOLE))];

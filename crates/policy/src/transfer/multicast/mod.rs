@@ -1,4 +1,5 @@
-//! Pages for many hosts at a time, one datagram for all of them: SnowFlock's mcdist (EuroSys 2009, sections 4.3 and 4.4).
+//! Pages for many hosts at a time, one datagram for all of them: SnowFlock's mcdist (EuroSys 2009,
+//! sections 4.3 and 4.4).
 //!
 //! ```text
 //!   host 1: Receiver ──Request──►┐                         ┌──► Receiver::heard ──► batch ──► cache
@@ -7,17 +8,21 @@
 //!        └──── feedback: what comes in per second ────►┘
 //! ```
 //!
-//! The sender is flow control and a queue, no more: first come, first served, what somebody waits for before what nobody
-//! does. It keeps no state of any receiver's pages and repeats nothing by itself. Clones that run in *lockstep* ask for the same page
-//! at nearly the same time: while it is queued, and for a moment after it was sent, further requests for it are dropped.
+//! The sender is flow control and a queue, no more. It serves first come, first served, and demand
+//! before background. It keeps no state of any receiver's pages and repeats nothing by itself.
+//! Clones that run in *lockstep* request the same page at nearly the same time. While it is queued,
+//! and for a moment after it was sent, further requests for it are dropped.
 //!
-//! What gets lost, the receivers ask for again, when an answer takes longer than answers took so far; a repeated request
-//! tells the sender of the loss. After some attempts a receiver gives up, and its host asks somebody else, by unicast.
+//! The receivers request lost pages again, when an answer takes longer than answers took so far. A
+//! repeated request shows the sender the loss. After some attempts a receiver gives up, and its
+//! host asks another host, by unicast.
 //!
-//! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not slow the sender down
-//! ([`SenderConfig::loss_tolerated_permille`]): it is no sign that the rate is too high for all, and among many receivers there is always one
-//! that has lost something. What is asked for again while it waits in the queue since it was asked for first is no loss at all. And the
-//! mean receive rate is set against what was sent meanwhile, so that a loss while little was asked for does not cut the rate to that.
+//! Three things are not SnowFlock's. A little loss, or a loss at few of the receivers, does not
+//! slow the sender down ([`SenderConfig::loss_tolerated_permille`]). It is no sign that the rate is
+//! too high for all, and among many receivers there is always one that has lost something. A page
+//! that is requested again while it waits in the queue since its first request is no loss at all.
+//! And the mean receive rate is compared with what was sent meanwhile. So a loss while little was
+//! requested does not cut the rate to that.
 
 mod receiver;
 mod sender;
@@ -37,7 +42,7 @@ pub use self::trust::{Trust, TrustConfig};
 pub struct Request {
     /// Never empty, from a [`Receiver`].
     pub pages: PageRange,
-    /// Somebody waits for at least one of them.
+    /// A VM waits for at least one of them.
     pub demand: bool,
     /// It was asked for before, and nothing came in time.
     pub repeat: bool,

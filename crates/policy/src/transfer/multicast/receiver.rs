@@ -11,28 +11,28 @@ use crate::transfer::answer_times::AnswerTimes;
 use crate::transfer::meter::Meter;
 use crate::transfer::run_map::RunMap;
 
-/// A time-out is doubled at most so often.
+/// A timeout is doubled at most this often.
 const DOUBLINGS_MAX: u32 = 16;
 
 /// Sizes, times and bounds of a [`Receiver`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiverConfig {
-    /// Nothing came for so long: ask again. As long as no answer was measured; afterwards mean + 4 deviations of the answers'
-    /// times, and doubled with each attempt.
+    /// Nothing came for this time: ask again. Used until an answer was measured; afterwards mean +
+    /// 4 deviations of the answers' times, and doubled with each attempt.
     pub timeout_start: Duration,
-    /// Never sooner: more than the sender's lockstep window, within which it would take the second request for a copy of
-    /// the first.
+    /// Never sooner: more than the sender's lockstep window, within which it would take the second
+    /// request for a copy of the first.
     pub timeout_min: Duration,
     pub timeout_max: Duration,
     /// How often a run is asked for before the receiver gives up; at least 1.
     pub attempts_max: u32,
     /// Most runs that are wanted at a time.
     pub wants_max: usize,
-    /// Pages are handed on in batches of so many.
+    /// Pages are handed on in batches of this many.
     pub batch_pages: u64,
-    /// Or after so long, if no more come.
+    /// Or after this time, if no more come.
     pub batch_age: Duration,
-    /// How often the sender is told what comes in.
+    /// How often the receiver reports to the sender what comes in.
     pub feedback_every: Duration,
 }
 
@@ -60,12 +60,12 @@ pub struct TooManyWants {
     pub wants_max: usize,
 }
 
-/// Pages that did not come by multicast: to be had from somebody by unicast, if at all. They are wanted no more, but heard
-/// if they come after all.
+/// Pages that did not come by multicast: available from another host by unicast, if at all. They
+/// are wanted no more, but heard if they come after all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GaveUp {
     pub pages: PageRange,
-    /// Somebody waits for at least one of them.
+    /// A VM waits for at least one of them.
     pub demand: bool,
     /// How often they were asked for.
     pub attempts: u32,
@@ -102,9 +102,11 @@ impl Heard {
     }
 }
 
-/// Decides for one image on one host what to ask the sender for, and when to put in the cache what was heard.
+/// Decides for one image on one host what to ask the sender for, and when to put in the cache what
+/// was heard.
 ///
-/// The caller keeps the bytes that [`Receiver::heard`] calls new until [`Receiver::batch`] names them.
+/// The caller keeps the bytes that [`Receiver::heard`] calls new until [`Receiver::batch`] names
+/// them.
 #[derive(Debug)]
 pub struct Receiver {
     config: ReceiverConfig,
@@ -138,7 +140,7 @@ struct Batch {
     runs: Vec<PageRange>,
     pages: u64,
     since: Duration,
-    /// Somebody waits for one of them.
+    /// A VM waits for one of them.
     urgent: bool,
 }
 
@@ -160,8 +162,9 @@ impl Receiver {
         }
     }
 
-    /// These pages are needed; with `demand`, somebody waits for one of them. What is here or wanted already is not asked for
-    /// again, unless it was wanted for nobody so far and is now for somebody.
+    /// These pages are needed; with `demand`, a VM waits for one of them. What is here or wanted
+    /// already is not requested again, unless it was wanted in the background so far and is now
+    /// demanded.
     ///
     /// # Errors
     /// If too much is wanted: of `pages`, a part may be wanted then.
@@ -230,8 +233,8 @@ impl Receiver {
         self.wants.remove(pages);
     }
 
-    /// What to put in the cache now: a full batch, one that somebody waits for, or one that is old. Its pages are in the order in
-    /// which they came.
+    /// What to put in the cache now: a full batch, one with a demanded page, or one that is old.
+    /// Its pages are in the order in which they came.
     pub fn batch(&mut self, now: Duration) -> Option<Vec<PageRange>> {
         if self.batch.runs.is_empty() || now < self.batch_at() {
             return None;
@@ -272,7 +275,8 @@ impl Receiver {
         Some(Request { pages, demand: want.demand, repeat })
     }
 
-    /// What did not come, attempt after attempt. To be called until there is nothing, after [`Receiver::next_request`].
+    /// What did not come, attempt after attempt. To be called until there is nothing, after
+    /// [`Receiver::next_request`].
     pub fn gave_up(&mut self) -> Option<GaveUp> {
         self.given_up.pop_front()
     }

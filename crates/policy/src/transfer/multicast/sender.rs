@@ -10,13 +10,15 @@ use crate::page_set::PageSet;
 use crate::transfer::HostId;
 use crate::transfer::meter::Meter;
 
-/// A receive rate that was reported longer ago says nothing any more, and nor does a listener that has fallen silent.
+/// A receive rate that was reported longer ago says nothing any more, and nor does a listener that
+/// has fallen silent.
 const FEEDBACK_KEPT: Duration = Duration::from_secs(1);
 
-/// Loss is what it was in about the last so many slots of 10 ms: counts are halved each time so many have passed.
+/// Loss is measured over about the last slots of 10 ms, this many: counts are halved each time this
+/// many have passed.
 const LOSS_SLOTS: u64 = 16;
 
-/// A rate is raised for at most so many slots at once, if nobody looked after it for long.
+/// A rate is raised for at most this many slots at once, if it was not polled for long.
 const RAISED_SLOTS_MAX: u64 = 8;
 
 /// Sizes, rates and bounds of a [`Sender`]. Bytes are of pages, without headers.
@@ -28,18 +30,21 @@ pub struct SenderConfig {
     pub rate_start_bytes_per_s: u64,
     /// Never faster.
     pub rate_max_bytes_per_s: u64,
-    /// Faster by so much after each 10 ms in which there was more to send than the rate allowed.
+    /// Rate increase after each 10 ms in which there was more to send than the rate allowed.
     pub raise_bytes_per_s: u64,
-    /// After a pause, so many pages may leave at once: what a driver's timer is late by.
+    /// After a pause, this many pages may leave at once: they cover the lateness of a driver's
+    /// timer.
     pub burst_pages: u64,
     /// Most pages of a run, at least 1: of a datagram, or a few that leave together.
     pub run_pages_max: u64,
-    /// How long after a page was sent requests for it are taken for copies of the one that was answered. More than a
-    /// round trip, less than [`ReceiverConfig::timeout_min`](super::ReceiverConfig::timeout_min).
+    /// How long after a page was sent requests for it are taken for copies of the one that was
+    /// answered. More than a round trip, less than
+    /// [`ReceiverConfig::timeout_min`](super::ReceiverConfig::timeout_min).
     pub lockstep: Duration,
     /// After a cut, how long until the next: the time it takes to be seen at the receivers.
     pub settle: Duration,
-    /// What a listener may lose without being counted. If more than half of them lose more, the sender slows down. 0: any loss counts.
+    /// What a listener may lose without being counted. If more than half of them lose more, the
+    /// sender slows down. 0: any loss counts.
     pub loss_tolerated_permille: u64,
     /// Most runs that wait to be sent, for demand and for the rest each.
     pub queue_runs_max: usize,
@@ -73,7 +78,7 @@ pub struct Sent {
     pub requests: u64,
     /// Asked for, in all requests.
     pub requested: u64,
-    /// Sent, once for all who listen.
+    /// Sent, once for all listeners.
     pub served: u64,
     /// Of these, sent before.
     pub resent: u64,
@@ -81,7 +86,7 @@ pub struct Sent {
     pub lockstep: u64,
     /// Asked for again by a host that had asked before.
     pub repeats: u64,
-    /// Of these, sent before and now to be sent again: lost on their way, or not read in time.
+    /// Of these, sent before and now to be sent again: lost in the network, or not read in time.
     pub lost: u64,
     /// Not queued, since the queue was full; receivers ask again.
     pub refused: u64,
@@ -117,7 +122,8 @@ pub struct Sender {
     /// Sent within the lockstep window, the oldest first, each page once.
     recent: VecDeque<(Duration, PageRange)>,
     recent_pages: PageSet,
-    /// Queued since somebody asked for them, and nobody again: who does so now has not lost them, but waits.
+    /// Queued since a receiver requested them, and not requested again. A receiver that does so now
+    /// has not lost them, but waits.
     unanswered: PageSet,
     /// Ever sent.
     sent: PageSet,
@@ -184,7 +190,8 @@ impl Queue {
 }
 
 impl Sender {
-    /// For an image of `pages` pages. Rates that contradict each other are put in order: min, start, max.
+    /// For an image of `pages` pages. Rates that contradict each other are put in order: min,
+    /// start, max.
     pub fn new(pages: u64, config: SenderConfig) -> Self {
         let rate_min_bytes_per_s = config.rate_min_bytes_per_s.max(1);
         let rate_max_bytes_per_s = config.rate_max_bytes_per_s.max(rate_min_bytes_per_s);
@@ -224,8 +231,8 @@ impl Sender {
         self.counts.requested += pages.len();
         if request.repeat {
             self.counts.repeats += pages.len();
-            // What was never sent was not lost on its way: the request was, or the queue is long. Nor is what has just been sent: who is busy reads it
-            // later.
+            // What was never sent was not lost in the network: the request was, or the queue is
+            // long. Nor is what has just been sent: a busy receiver reads it later.
             let answered = self.unanswered.absent(pages);
             let lost = answered.flat_map(|run| self.recent_pages.absent(run));
             let lost = lost.map(|run| self.sent.count(run)).sum();
@@ -271,7 +278,7 @@ impl Sender {
         self.counts.lockstep += pages.len() - taken;
     }
 
-    /// So many bytes per second came in at a listener, on average over the last slots of 10 ms.
+    /// This many bytes per second came in at a listener, on average over the last slots of 10 ms.
     pub fn feedback(&mut self, from: HostId, received_bytes_per_s: u64, now: Duration) {
         if let Some(listener) = self.listener(from, now) {
             listener.received_bytes_per_s = received_bytes_per_s;
@@ -305,7 +312,7 @@ impl Sender {
         Some(run)
     }
 
-    /// When there is something to send; `None` before somebody asks.
+    /// When there is something to send; `None` before a receiver asks.
     pub fn wake_at(&self) -> Option<Duration> {
         (self.queued_pages() > 0).then_some(self.free_at)
     }
@@ -325,7 +332,8 @@ impl Sender {
         self.counts
     }
 
-    /// A host that has just been heard of; `None` if there is no room: those that there are have to do.
+    /// A host that has just been heard of; `None` if there is no room: those that there are have to
+    /// do.
     fn listener(&mut self, host: HostId, now: Duration) -> Option<&mut Listener> {
         let max = self.config.listeners_max;
         if self.listeners.len() >= max && !self.listeners.contains_key(&host) {

@@ -63,7 +63,7 @@ fn requests_in_lockstep_are_served_once() {
 }
 
 #[test]
-fn demand_overtakes_what_nobody_waits_for_and_is_first_come_first_served() {
+fn demand_overtakes_background_reads_and_is_first_come_first_served() {
     let mut sender = Sender::new(1000, fast());
     sender.request(A, ahead(0, 64), ms(1));
     sender.request(A, demand(500, 1), ms(1));
@@ -98,7 +98,7 @@ fn pages_that_there_are_not_and_more_than_fits_are_left_out() {
     assert_eq!(all(&mut sender, ms(1)), [range(90, 10), range(0, 1), range(5, 1), range(15, 1)]);
 }
 
-/// Keeps the sender busy for so long.
+/// Keeps the sender busy for this time.
 fn busy(sender: &mut Sender, from: Duration, to: Duration) -> u64 {
     let mut now = from;
     let mut pages = 0;
@@ -162,7 +162,8 @@ fn what_is_asked_for_again_and_still_to_be_sent_is_no_loss() {
     let mut sender = Sender::new(1 << 20, config);
     busy(&mut sender, ms(1000), ms(1500));
     let rate = sender.rate_bytes_per_s();
-    // Another host comes for what the first has got, and waits longer than it should for a queue that is long.
+    // Another host comes for what the first has got, and waits longer than it should for a queue
+    // that is long.
     sender.request(B, ahead(100_000, 512), ms(1600));
     sender.request(B, Request { demand: false, ..repeat(100_000, 512) }, ms(1700));
     sender.request(B, repeat(100_000, 256), ms(1800));
@@ -297,7 +298,7 @@ fn a_batch_is_handed_on_when_it_is_full_old_or_waited_for() {
 }
 
 #[test]
-fn what_is_wanted_for_nobody_and_then_for_somebody_is_asked_for_again() {
+fn what_is_wanted_in_the_background_and_then_demanded_is_asked_for_again() {
     let mut receiver = Receiver::new(ReceiverConfig { wants_max: 3, ..ReceiverConfig::default() });
     receiver.want(range(0, 64), false, ms(0)).expect("room");
     assert_eq!(receiver.next_request(ms(0)), Some(ahead(0, 64)));
@@ -311,7 +312,7 @@ fn what_is_wanted_for_nobody_and_then_for_somebody_is_asked_for_again() {
     assert_eq!(receiver.wants(), 0);
 }
 
-/// What is on its way.
+/// Messages in flight.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Message {
     Request { from: u64, start: u64, len: u64, demand: bool, repeat: bool },
@@ -354,8 +355,8 @@ impl Net {
     }
 }
 
-/// Runs a sender and receivers that want the same pages at about the same time; returns what was sent, and what each
-/// receiver has in the end and has given up.
+/// Runs a sender and receivers that want the same pages at about the same time. Returns what was
+/// sent, and what each receiver has in the end and has given up.
 fn run(mut net: Net, wants: &[(u64, u64, bool)], hosts: usize) -> (Sent, Vec<Result>) {
     let mut sender = Sender::new(4096, SenderConfig::default());
     let config = ReceiverConfig::default();

@@ -4,15 +4,16 @@ use std::time::Duration;
 
 use crate::transfer::Urgency;
 
-/// After so many demand reads in a row for which pages were not heard in time, the group is asked for none for a while.
+/// After this many demand reads in a row for which pages were not heard in time, the group is asked
+/// for none for a while.
 const DEMAND_IN_VAIN_MAX: u32 = 3;
-/// The same for prefetches, several of which are under way at a time.
+/// The same for prefetches, several of which are in flight at a time.
 const AHEAD_IN_VAIN_MAX: u32 = 16;
 
 /// Times of [`Trust`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrustConfig {
-    /// How long no demand read is for the group after several in vain.
+    /// How long no demand read is for the group after several failed.
     pub distrust: Duration,
     /// The same for prefetches.
     pub distrust_ahead: Duration,
@@ -24,8 +25,8 @@ impl Default for TrustConfig {
     }
 }
 
-/// Whether one host's reads of one image are for its group: not for a while after several in a row whose pages were not
-/// heard in time. Demand and prefetch are judged apart.
+/// Whether one host's reads of one image are for its group. They are not for a while after several
+/// in a row whose pages were not heard in time. Demand and prefetch are judged apart.
 #[derive(Debug)]
 pub struct Trust {
     config: TrustConfig,

@@ -226,7 +226,8 @@ impl Read {
         self.ask(host, Via::Swarm, origin, route, (wait, now))
     }
 
-    /// How long a host other than the origin may take: on demand, the origin is better than a slow host.
+    /// How long a host other than the origin may take: on demand, the origin is better than a slow
+    /// host.
     fn wait_for_holder(&self) -> Duration {
         match self.request.urgency {
             Urgency::Demand => DEMAND_WAIT,
@@ -246,7 +247,8 @@ impl Read {
         Action::Ask { host, route, within, believed }
     }
 
-    /// The next of the hosts that were named with the image, and then of those that have a part of it.
+    /// The next of the hosts that were named with the image, and then of those that have a part of
+    /// it.
     fn ask_named(&mut self, hosts: &mut impl Hosts, now: Duration) -> Action {
         let next = hosts.named().into_iter().find(|host| self.may_ask(*host, hosts.swarm()));
         if let Some(host) = next {
@@ -268,8 +270,8 @@ impl Read {
             && swarm.is_none_or(|swarm| !swarm.is_barred(host))
     }
 
-    /// What hosts have is known by whole units. Of a unit that a later image changed in part, hosts that need only that
-    /// image bring the rest, and never have the whole unit.
+    /// What hosts have is known by whole units. Of a unit that a later image changed in part, hosts
+    /// that need only that image bring the rest, and never have the whole unit.
     fn ask_for_part(&mut self, hosts: &mut impl Hosts, now: Duration) -> Action {
         let is_over = self.was_late(Via::Part, now);
         let swarm = hosts.swarm().filter(|_| !is_over);

@@ -1,4 +1,5 @@
-//! One read of pages from other hosts, as a state machine. The daemon's threads and the simulation drive the same one.
+//! One read of pages from other hosts, as a state machine. The daemon's threads and the simulation
+//! drive the same one.
 //!
 //! ```text
 //!   begin ──► Hear ──not heard in time──┐
@@ -17,21 +18,26 @@
 //!                                                                              GiveUp ◄───┘
 //! ```
 //!
-//! [`Read::begin`] and [`Read::on`] return the [`Action`] that is to be carried out; what comes of it is the next
-//! [`Event`]. What is known of hosts is in [`Hosts`]: the swarm, and the hosts that were named with the image.
-//! [`SumRequests`] says which of the origin's sums to ask for, so that reads side by side do not ask for the same.
+//! [`Read::begin`] and [`Read::on`] return the [`Action`] that is to be carried out; what comes of
+//! it is the next [`Event`]. What is known of hosts is in [`Hosts`]: the swarm, and the hosts that
+//! were named with the image. [`SumRequests`] says which of the origin's sums to ask for, so that
+//! reads side by side do not ask for the same.
 //!
 //! Promises:
-//! - A read ends, with its pages or with a [`FailedRead`]: once its patience is over it asks no host more than once in
-//!   each of two more rounds.
-//! - Pages are handed on only if the origin gave them, if they were compared with its sums, or if it is gone and the
-//!   driver believes others. Without a swarm and without a known origin the named hosts are believed.
+//! - A read ends, with its pages or with a [`FailedRead`]. Once its patience is over it asks no
+//!   host more than once in each of two more rounds.
+//! - Pages are handed on only if the origin gave them, or if they were compared with its sums, or
+//!   if it has gone and the driver believes others. Without a swarm and without a known origin the
+//!   named hosts are believed.
 //! - A read asks one host at a time.
 //! - A host that gave a page other than the origin's is not asked again by the read.
-//! - A demand read never waits for a host that is busy: it asks another one, or the origin. A prefetch waits.
+//! - A demand read never waits for a host that is busy: it asks another one, or the origin. A
+//!   prefetch waits.
 //!
-//! Left to others: bytes, sockets, threads, clocks and sums themselves; the order in which reads begin (demand first:
-//! `Scheduler` and the fetchers of the image); that two reads of a page begin only if the second is demand.
+//! Left to others:
+//! - bytes, sockets, threads, clocks and sums themselves;
+//! - the order in which reads begin (demand first: `Scheduler` and the fetchers of the image);
+//! - that two reads of a page begin only if the second is demand.
 
 mod machine;
 mod sums;
@@ -63,8 +69,8 @@ pub trait Hosts {
     /// The hosts that serve each other the image.
     fn swarm(&mut self) -> Option<&mut Swarm>;
 
-    /// The hosts that were named with the image, the one to ask first in front. A host that is no member of the swarm
-    /// has an id that no member has.
+    /// The hosts that were named with the image, the one to ask first in front. A host that is no
+    /// member of the swarm has an id that no member has.
     fn named(&mut self) -> Vec<HostId>;
 
     /// Grows when other hosts are named.
@@ -82,13 +88,15 @@ pub trait Hosts {
 pub enum Action {
     /// Wait for the pages in the image's group: [`Event::Heard`] or [`Event::NotHeard`] follows.
     Hear { until: Duration },
-    /// Ask a host for the pages: [`Event::Reply`], [`Event::Elsewhere`] or [`Event::Failed`] follows.
+    /// Ask a host for the pages: [`Event::Reply`], [`Event::Elsewhere`] or [`Event::Failed`]
+    /// follows.
     Ask {
         host: HostId,
         route: Route,
         /// No reply within this time is a failure.
         within: Duration,
-        /// It is the origin, or is believed: a part of its reply may be used before the rest has come.
+        /// It is the origin, or is believed: a part of its reply may be used before the rest has
+        /// come.
         believed: bool,
     },
     /// Compare the pages that came with the origin's sums, which may have to be asked for first:
@@ -109,7 +117,7 @@ pub enum Action {
     },
     /// The pages are here: hand them on.
     Done(Done),
-    /// They are not to be had.
+    /// They are not available.
     GiveUp(FailedRead),
 }
 
@@ -128,7 +136,7 @@ pub enum Event {
     Failed { from: HostId, why: ReplyError },
     /// The pages were compared.
     Compared(Verdict),
-    /// Other hosts have told what they hold, as far as they will.
+    /// Other hosts have reported what they hold, as far as they will.
     Refreshed,
     /// Time has passed, or other hosts are named.
     Tick,
@@ -143,7 +151,8 @@ pub enum ReplyError {
     Lacks,
     /// It was not reached, gave no reply in time, or broke off.
     Broken,
-    /// The same, and the swarm was told of it once for all that it had been asked for ([`Swarm::cut_off`]).
+    /// The same, and the swarm was notified of it once for all that it had been asked for
+    /// ([`Swarm::cut_off`]).
     CutOff,
     /// It does not answer this host, or not such requests.
     Rejected,
@@ -195,7 +204,7 @@ pub enum Verdict {
     Wrong,
     /// The origin does not say now what the pages are.
     Undecided,
-    /// The origin is gone, so that it cannot say any more: other hosts are believed.
+    /// The origin has gone, so that it cannot confirm pages any more: other hosts are believed.
     Believed,
 }
 
@@ -207,7 +216,7 @@ pub struct Done {
     pub resourced: bool,
 }
 
-/// Who gave the pages of a read.
+/// Which host gave the pages of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Giver {
     /// They were sent to all hosts that need them.
@@ -215,7 +224,7 @@ pub enum Giver {
     Origin,
     /// Another host, and they are what the origin has.
     Holder,
-    /// Another host, and the origin is gone.
+    /// Another host, and the origin has gone.
     Believed,
     /// A named host, where no host is known to be the origin.
     Named,

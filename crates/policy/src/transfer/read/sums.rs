@@ -17,8 +17,9 @@ pub fn sums_wait(urgency: Urgency) -> Duration {
 
 /// The sums of one image that its origin is being asked for.
 ///
-/// A demand read asks for the sums of its pages at once. A prefetch asks for those of the whole block, so that the next
-/// pieces of it need no request; while another one asks for that block, it waits for that reply.
+/// A demand read asks for the sums of its pages at once. A prefetch asks for those of the whole
+/// block, so that the next pieces of it need no request. While another one asks for that block, it
+/// waits for that reply.
 #[derive(Debug, Default)]
 pub struct SumRequests {
     under_way: Vec<PageRange>,

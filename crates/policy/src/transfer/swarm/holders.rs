@@ -1,4 +1,4 @@
-//! Who has what, and whom to ask.
+//! Which host has what, and which one to ask.
 
 use std::time::Duration;
 
@@ -10,33 +10,37 @@ use crate::page_set::PageSet;
 use crate::transfer::HostId;
 use crate::transfer::run_map::RunMap;
 
-/// A pause is doubled at most so often.
+/// A pause is doubled at most this often.
 const DOUBLINGS_MAX: u32 = 16;
 
 /// Sizes, times and bounds of [`Holders`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HoldersConfig {
-    /// What holders are told apart by. A power of two, 1 to 512.
+    /// The pages of one piece: holders are distinguished by piece. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// Another on each host, such as its id: so that of holders which are all the same, not all askers take the same.
+    /// Another on each host, such as its id: so that of holders which are all the same, not all
+    /// askers take the same.
     pub salt: u64,
     /// Most hosts that are known.
     pub hosts_max: usize,
-    /// Most requests under way to one host, at least 1.
+    /// Most requests in flight to one host, at least 1.
     pub in_flight_max: usize,
-    /// Most of those that nobody waits for.
+    /// Most background reads of those.
     pub ahead_in_flight_max: usize,
     /// The same at an origin, which all others ask, too.
     pub origin_ahead_in_flight_max: usize,
     /// What an answer is thought to take before one was measured.
     pub answer_start: Duration,
-    /// An answer that takes longer is not waited for: mean + 4 deviations of that host's answers, times four, but between these.
+    /// An answer that takes longer has timed out: mean + 4 deviations of that host's answers, times
+    /// four, but between these.
     pub deadline_min: Duration,
     pub deadline_max: Duration,
-    /// A host that failed is left alone for so long, and twice as long with each failure that follows, up to `avoid_max`.
+    /// A host that failed is left alone for this time, and twice as long with each failure that
+    /// follows, up to `avoid_max`.
     pub avoid_min: Duration,
     pub avoid_max: Duration,
-    /// After so many failures in a row it is not asked any more, until it is heard of; at least 1.
+    /// After this many failures in a row it is not asked any more, until it is heard of; at least
+    /// 1.
     pub failures_max: u32,
 }
 
@@ -62,13 +66,14 @@ impl Default for HoldersConfig {
 /// What [`Holders::choose`] says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// Ask this host for all of it. It is under way from now on.
+    /// Ask this host for all of it. It is in flight from now on.
     Ask(HostId),
-    /// Some of it is under way already.
+    /// Some of it is in flight already.
     UnderWay,
-    /// Who has it has too much to do, or failed a moment ago: choose again then, or after the next event.
+    /// The hosts that have it have too much to do, or failed a moment ago: choose again then, or
+    /// after the next event.
     Later(Duration),
-    /// No host has it that is worth asking. Whoever waits can't be helped, unless a host is heard of.
+    /// No host that has it is worth asking. The read fails, unless a host is heard of.
     Nobody,
 }
 
@@ -81,18 +86,18 @@ pub enum Failure {
     Lacks,
     /// It could not be reached, broke off, or sent what makes no sense.
     Broken,
-    /// It sent other pages than the origin has. It is not asked any more until it joins anew.
+    /// It sent other pages than the origin has. It is not asked any more until it joins again.
     Forged,
 }
 
-/// Decides for one image on one host whom to ask, and keeps what is under way.
+/// Decides for one image on one host which host to ask, and keeps what is in flight.
 #[derive(Debug)]
 pub struct Holders {
     config: HoldersConfig,
     pieces: Pieces,
     hosts: Hosts,
     flights: RunMap<Flight>,
-    /// Asked for where an origin sent us, in vain.
+    /// Requested where an origin sent us, which failed.
     insist: PageSet,
     /// No flight's deadline is before.
     deadline: Duration,
@@ -132,8 +137,9 @@ impl Holders {
         }
     }
 
-    /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which has what it announces. `distance`: the less,
-    /// the nearer. Of one that is known, this is a sign of life. `false`: there is no room for it.
+    /// A host is there that can be asked: an `origin`, which has the whole image, or a peer, which
+    /// has what it announces. `distance`: the less, the nearer. Of one that is known, this is a
+    /// sign of life. `false`: there is no room for it.
     pub fn joined(&mut self, host: HostId, origin: bool, distance: u32) -> bool {
         if self.hosts.knows(host) {
             self.heard_of(host);
@@ -146,7 +152,7 @@ impl Holders {
         true
     }
 
-    /// A host is gone for good. Returns what was under way from it, to be asked for elsewhere.
+    /// A host has left for good. Returns what was in flight from it, to be requested elsewhere.
     pub fn left(&mut self, host: HostId) -> Vec<PageRange> {
         if self.hosts.get(host).is_some_and(|holder| holder.failures < self.config.failures_max) {
             self.count_copies(host, false);
@@ -208,15 +214,17 @@ impl Holders {
         }
     }
 
-    /// Whom to ask for all of `pages`, which should lie in one piece or few: the holder that is expected to answer first; of
-    /// equals the nearest. If it says [`Choice::Ask`], one of [`Holders::answered`] and [`Holders::failed`] must follow, or time
-    /// until [`Holders::expired`] names it.
+    /// Which host to ask for all of `pages`, which should lie in one piece or few: the holder that
+    /// is expected to answer first; of equals the nearest. After [`Choice::Ask`], one of
+    /// [`Holders::answered`] and [`Holders::failed`] must follow, or time until
+    /// [`Holders::expired`] names it.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Choice {
         self.choose_among(pages, demand, now, |_, _| true)
     }
 
-    /// The same where they are under way, and somebody waits for whom that takes too long: another host, if one has them, or the same.
-    /// What was asked for before is not under way any more, whatever comes of it.
+    /// The same where they are in flight, and a waiter considers that too slow: another host, if
+    /// one has them, or the same. The earlier request is not in flight any more, whatever comes of
+    /// it.
     pub fn choose_again(&mut self, pages: PageRange, now: Duration) -> Choice {
         let before: Vec<_> = self.flights.within(pages).map(|(_, flight)| flight.host).collect();
         for host in &before {
@@ -233,7 +241,7 @@ impl Holders {
         self.choose_among(pages, false, now, |_, is_origin| is_origin == origin)
     }
 
-    /// The same for what nobody waits for: a peer, and an origin if no peer has it that has room.
+    /// The same for background reads: a peer, and an origin if no peer that has it has room.
     pub fn choose_unwaited(&mut self, pages: PageRange, now: Duration) -> Choice {
         match self.choose_ahead(pages, false, now) {
             Choice::Nobody | Choice::Later(_) => self.choose_ahead(pages, true, now),
@@ -246,14 +254,16 @@ impl Holders {
         let flights = self.take(host, pages);
         self.heard_of(host);
         self.insist.remove(pages);
-        // Who was named by an origin may have had to wait for the pages itself.
+        // A host that an origin named may have had to wait for the pages itself.
         let measured = flights.iter().filter(|(_, flight)| !flight.redirected);
         let took = measured.map(|(_, flight)| now.saturating_sub(flight.asked_at));
         self.hosts.change(host, |holder| took.for_each(|took| holder.times.sample(took)));
     }
 
-    /// An origin answered that another host has these pages, or is about to ([`Spread`](super::Spread)): whom to ask now, and whether to
-    /// insist: the origin again, if that host is none to ask. `None`: nothing of it is under way any more, so that nobody need be asked.
+    /// An origin answered that another host has these pages, or is about to
+    /// ([`Spread`](super::Spread)). Returns the host to ask now, and whether to insist: the origin
+    /// again, if that host cannot be asked. `None`: nothing of it is in flight any more, so that no
+    /// host need be asked.
     pub fn redirected(
         &mut self,
         origin: HostId,
@@ -280,12 +290,13 @@ impl Holders {
         Some((host, vain))
     }
 
-    /// Whether to insist when these pages are asked for: an origin sent us elsewhere before, in vain.
+    /// Whether to insist when these pages are requested: an origin sent us elsewhere before, and
+    /// that failed.
     pub fn insists(&self, pages: PageRange) -> bool {
         self.insist.count(pages) > 0
     }
 
-    /// A host did not answer with these pages. They are not under way any more.
+    /// A host did not answer with these pages. They are not in flight any more.
     pub fn failed(&mut self, host: HostId, pages: PageRange, why: Failure, now: Duration) {
         let flights = self.take(host, pages);
         for (run, flight) in &flights {
@@ -326,7 +337,8 @@ impl Holders {
         }
     }
 
-    /// A connection ended on which a host was to answer with all of these. That is one failure, however many they are.
+    /// A connection ended on which a host was to answer with all of these. That is one failure,
+    /// however many they are.
     pub fn cut_off(&mut self, host: HostId, all: &[PageRange], now: Duration) {
         for pages in all {
             for (run, flight) in self.take(host, *pages) {
@@ -336,7 +348,8 @@ impl Holders {
         self.fault(host, now);
     }
 
-    /// What was not answered in time, with the host that was asked: it counts as failed, and can be asked for elsewhere.
+    /// What was not answered in time, with the host that was asked: it counts as failed, and can be
+    /// asked for elsewhere.
     pub fn expired(&mut self, now: Duration) -> Vec<(HostId, PageRange)> {
         if now < self.deadline {
             return Vec::new();
@@ -363,17 +376,17 @@ impl Holders {
         (!self.flights.is_empty()).then_some(self.deadline)
     }
 
-    /// Whether any of these pages is under way.
+    /// Whether any of these pages is in flight.
     pub fn is_under_way(&self, pages: PageRange) -> bool {
         self.flights.within(pages).next().is_some()
     }
 
-    /// How many requests are under way.
+    /// How many requests are in flight.
     pub fn under_way(&self) -> usize {
         self.flights.len()
     }
 
-    /// How many of them nobody waited for when they set out.
+    /// How many of them began as background reads.
     pub fn ahead_under_way(&self) -> usize {
         self.flights.iter().filter(|(_, flight)| !flight.demand).count()
     }
@@ -389,7 +402,8 @@ impl Holders {
         copies.copied().unwrap_or(0)
     }
 
-    /// Whether origins have as much to do that nobody waits for as they may, or failed a moment ago. Of none that is worth asking: no.
+    /// Whether origins have all the background reads that they may have, or failed a moment ago. If
+    /// no origin is worth asking: no.
     pub fn origins_are_full(&self, now: Duration) -> bool {
         let config = self.config;
         let mut origins = self.hosts.origins().peekable();
@@ -447,7 +461,7 @@ impl Holders {
             holder.times.bound(config.answer_start).saturating_mul(4)
         });
         let bound = bound.unwrap_or(config.deadline_min);
-        // Who is named may have to wait itself.
+        // The named host may have to wait itself.
         let bound = if redirected { config.deadline_max } else { bound };
         let deadline = now.saturating_add(bound.clamp(config.deadline_min, config.deadline_max));
         self.flights.insert(pages, Flight { host, demand, redirected, asked_at: now, deadline });
@@ -461,7 +475,7 @@ impl Holders {
         }
     }
 
-    /// Takes out what is under way from `host` in `pages`.
+    /// Takes out what is in flight from `host` in `pages`.
     fn take(&mut self, host: HostId, pages: PageRange) -> Vec<(PageRange, Flight)> {
         let its: Vec<_> =
             self.flights.within(pages).filter(|(_, flight)| flight.host == host).collect();

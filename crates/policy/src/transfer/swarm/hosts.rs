@@ -19,7 +19,7 @@ pub(super) struct Holder {
     /// In a row.
     pub(super) failures: u32,
     pub(super) avoid_until: Duration,
-    /// The same for what nobody waits for.
+    /// The same for background reads.
     pub(super) avoid_ahead_until: Duration,
     /// It gave what is wrong: not asked any more.
     pub(super) barred: bool,
@@ -59,22 +59,23 @@ struct Brief {
     lot: u64,
     /// What an answer takes on average; `u64::MAX`: not measured yet.
     mean_ns: u64,
-    /// An answer waits for so many, itself included.
+    /// An answer waits for this many, itself included.
     in_line: u32,
     distance: u32,
     is_origin: bool,
     is_lost: bool,
-    /// With demand, and with what nobody waits for.
+    /// With demand, and with background reads.
     is_full: [bool; 2],
     /// For a while, that may be over.
     is_avoided: bool,
 }
 
-/// A flag for each piece and holder. Those of 64 pieces lie beside those that the next holder has of the same.
+/// A flag for each piece and holder. Those of 64 pieces lie beside those that the next holder has
+/// of the same.
 #[derive(Debug)]
 struct Held {
     words: Vec<u64>,
-    /// For so many holders there is room.
+    /// There is room for this many holders.
     room: usize,
     /// For each holder.
     words_each: usize,
@@ -197,8 +198,9 @@ impl Hosts {
         }
     }
 
-    /// Of those that have all of `wanted`, are `among` (by host and whether it is an origin), and are not lost: the one that is expected to answer
-    /// first; of equals the nearest.
+    /// The best holder of those that have all of `wanted`, are `among` (by host and whether it is
+    /// an origin), and are not lost. The best is the one that is expected to answer first; of
+    /// equals the nearest.
     pub(super) fn best(
         &self,
         wanted: Range<u64>,
@@ -209,7 +211,8 @@ impl Hosts {
         if wanted.is_empty() {
             return Best::Nobody;
         }
-        // One that was never asked is thought to be as quick as the quickest: else it never would be.
+        // One that was never asked is thought to be as quick as the quickest: else it never would
+        // be.
         let quickest_ns = self.quickest_ns.unwrap_or_else(|| nanos(self.config.answer_start));
         let (mut best, mut later) = (None::<((u32, u32, u64), HostId)>, Best::Nobody);
         let bit = wanted.start % 64;
@@ -232,11 +235,12 @@ impl Hosts {
                 later = later.or_avoided(until);
                 continue;
             }
-            // What we have under way there is answered one after the other.
+            // Our requests in flight there are answered one after the other.
             let mean_ns = if brief.mean_ns == u64::MAX { quickest_ns } else { brief.mean_ns };
             let expected_us = mean_ns.saturating_mul(brief.in_line.into()) / 1000;
-            // Up to a factor of two, times are the same: else all take who was quickest last, who then is not. What nobody waits
-            // for is better spread over many than quick.
+            // Up to a factor of two, times are the same. Else all would take the host that was
+            // quickest last, which then is not. For background reads, spreading over many hosts is
+            // better than speed.
             let magnitude = expected_us.max(1).ilog2() / if demand { 1 } else { 3 };
             let nearness = (magnitude, brief.distance);
             if best.is_some_and(|((magnitude, distance, _), _)| nearness > (magnitude, distance)) {
@@ -340,7 +344,7 @@ impl Held {
         }
     }
 
-    /// Room for one more, who is number `number`.
+    /// Room for one more, which is number `number`.
     fn push(&mut self, number: usize) {
         if number < self.room {
             return;
@@ -353,7 +357,7 @@ impl Held {
         (self.words, self.room) = (words, room);
     }
 
-    /// Who was `last` is `number` from now on.
+    /// The host that was `last` is `number` from now on.
     fn swap_remove(&mut self, number: usize, last: usize) {
         for all in self.words.chunks_mut(self.room.max(1)) {
             all.swap(number, last);

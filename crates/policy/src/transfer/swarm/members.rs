@@ -11,7 +11,8 @@ use crate::transfer::HostId;
 /// What is asked of other hosts at a time: 64 KiB, half a millisecond at 1 Gbit/s.
 pub const UNIT_PAGES: u64 = 16;
 
-/// Reads under way that nobody waits for: so that a link of 1 Gbit/s is full at a round trip of some milliseconds, and one half is asked for while the other comes.
+/// Background reads in flight. They fill a link of 1 Gbit/s at a round trip of some milliseconds:
+/// one half is requested while the other comes.
 pub const READS_AHEAD: usize = 12;
 
 /// Times and bounds of a [`Swarm`].
@@ -43,13 +44,13 @@ pub enum Route {
     /// It may name another host that has the pages ([`Serve::At`](super::Serve::At)).
     #[default]
     Direct,
-    /// It was asked before, and who it named had nothing: it has to give them itself.
+    /// It was asked before, and the host that it named had nothing: it has to give them itself.
     Insist,
-    /// It was named by the host that froze the image: what is not there yet is on its way there.
+    /// It was named by the host that froze the image: pages not present yet are in flight to it.
     Redirected,
 }
 
-/// Who is asked, and how.
+/// Which host is asked, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asked {
     pub host: HostId,
@@ -62,13 +63,13 @@ pub struct Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chosen {
     Ask(Asked),
-    /// Those that have them are busy for so long.
+    /// Those that have them are busy for this time.
     Later(Duration),
-    /// No host is known to have them that is worth asking, or they are under way.
+    /// No host is known to have them that is worth asking, or they are in flight.
     Nobody,
 }
 
-/// Decides for one image on one host whom to ask for pages, and whom to ask what they hold.
+/// Decides for one image on one host which host to ask for pages, and which to ask what they hold.
 ///
 /// ```text
 ///   set_members, heard ──► members ──begin_round──► who is asked what it holds ──told, silent──► Holders ──► choose, next_ahead
@@ -82,7 +83,7 @@ pub struct Swarm {
     known: Holders,
     pick: Pick,
     members: BTreeMap<HostId, Member>,
-    /// Whether those that hold the image have changed since `pick` was told its share.
+    /// Whether those that hold the image have changed since `pick` got its share.
     is_share_new: bool,
     round: Round,
 }
@@ -101,17 +102,17 @@ struct Round {
     is_running: bool,
     /// The earliest time of the next.
     next_at: Duration,
-    /// Who was asked last, if not all were.
+    /// The host that was asked last, if not all were.
     last: Option<HostId>,
 }
 
 impl Swarm {
-    /// For an image of `pages` pages, on host `own`. Knows nobody yet.
+    /// For an image of `pages` pages, on host `own`. Knows no host yet.
     pub fn new(pages: u64, own: HostId, config: SwarmConfig) -> Self {
         let known = HoldersConfig {
             piece_pages: UNIT_PAGES,
             salt: own.0,
-            // As many as the engine has under way: a host that is alone is no slower for it.
+            // As many as the engine has in flight: a host that is alone is no slower for it.
             ahead_in_flight_max: READS_AHEAD,
             origin_ahead_in_flight_max: READS_AHEAD,
             ..HoldersConfig::default()
@@ -128,8 +129,8 @@ impl Swarm {
         }
     }
 
-    /// From now on these are all that can be asked, and whether each has all of the image. Of the others nothing is known until they say
-    /// what they hold.
+    /// From now on these are all that can be asked, and whether each has all of the image. Of the
+    /// others nothing is known until they say what they hold.
     pub fn set_members(&mut self, members: impl IntoIterator<Item = (HostId, bool)>) {
         self.is_share_new = true;
         let mut before = std::mem::take(&mut self.members);
@@ -149,7 +150,7 @@ impl Swarm {
         }
     }
 
-    /// A member has told which images it has; `holds`: this one is among them.
+    /// A member has reported which images it has; `holds`: this one is among them.
     pub fn heard(&mut self, host: HostId, holds: bool, now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         if member.origin {
@@ -171,18 +172,18 @@ impl Swarm {
         self.members.values().filter(|member| member.holds && !member.origin).count()
     }
 
-    /// Who froze the image.
+    /// The host that froze the image.
     pub fn origin(&self) -> Option<HostId> {
         self.members.iter().find(|(_, member)| member.origin).map(|(host, _)| *host)
     }
 
-    /// Whom to ask for all of `pages`.
+    /// Which host to ask for all of `pages`.
     pub fn choose(&mut self, pages: PageRange, demand: bool, now: Duration) -> Chosen {
-        // Who asked still waits for them, and will tell.
+        // The read that requested them still waits for them, and will report.
         let _late = self.known.expired(now);
         let choice = match demand {
             true => match self.known.choose(pages, true, now) {
-                // Who asks knows that.
+                // The caller knows that.
                 Choice::UnderWay => self.known.choose_again(pages, now),
                 choice => choice,
             },
@@ -202,8 +203,8 @@ impl Swarm {
         Chosen::Ask(Asked { host, origin, route })
     }
 
-    /// Who has some of the image, and is no origin. What each holds is known by the piece of [`UNIT_PAGES`]; of one that is not all there
-    /// it may have a part.
+    /// The hosts that have some of the image, and are no origin. What each holds is known by the
+    /// piece of [`UNIT_PAGES`]; of an incomplete piece it may have a part.
     pub fn with_some(&self) -> impl Iterator<Item = HostId> {
         let members = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
         members.map(|(host, _)| *host).filter(|host| !self.known.is_barred(*host))
@@ -219,7 +220,8 @@ impl Swarm {
         self.known.is_under_way(pages)
     }
 
-    /// It answered that they are at host `to`, or about to be. → whom to ask now. `is_avoided`: `to` has given no answer lately.
+    /// It answered that they are at host `to`, or about to be. → the host to ask now. `is_avoided`:
+    /// `to` has given no answer lately.
     pub fn redirected(
         &mut self,
         host: HostId,
@@ -265,13 +267,14 @@ impl Swarm {
         Pick::place(piece, self.own.0)
     }
 
-    /// The same where there is an order in which they are wanted, and this one is number `at`. A host that can ask none but the origin keeps to that.
+    /// The same where there is an order in which they are wanted, and this one is number `at`. A
+    /// host that can ask none but the origin keeps to that.
     pub fn place_near(&self, at: u64, piece: PageRange) -> u64 {
         let has_others = self.members.values().any(|member| !member.origin);
         if has_others { Pick::place_near(at, piece, self.own.0) } else { at }
     }
 
-    /// Which of `pieces`, that nobody waits for, to fetch now.
+    /// Which of `pieces` to fetch in the background now.
     pub fn next_ahead(&mut self, pieces: &[PageRange], now: Duration) -> Picked {
         if std::mem::take(&mut self.is_share_new) {
             let holders = self.members.iter().filter(|(_, member)| member.holds && !member.origin);
@@ -295,8 +298,8 @@ impl Swarm {
         self.round.is_running
     }
 
-    /// Begins a round: of those who are due, or of `all`. → whom to ask what they hold, one after the other, and whether these are all that there are.
-    /// [`Swarm::end_round`] must follow.
+    /// Begins a round: of those that are due, or of `all`. → the hosts to ask what they hold, one
+    /// after the other, and whether these are all that there are. [`Swarm::end_round`] must follow.
     pub fn begin_round(
         &mut self,
         all: bool,
@@ -325,8 +328,8 @@ impl Swarm {
         self.known.announced_all(host, held);
     }
 
-    /// It did not. `refused`: it said that there is no such image. One that does not answer may still have what it had: who asks it for pages
-    /// finds out.
+    /// It did not. `refused`: it answered that there is no such image. One that does not answer may
+    /// still have what it had: a host that asks it for pages finds out.
     pub fn silent(&mut self, host: HostId, refused: bool, now: Duration) {
         let Some(member) = self.members.get_mut(&host) else { return };
         member.ask_at = now + self.config.settled;
@@ -337,7 +340,7 @@ impl Swarm {
         }
     }
 
-    /// `last`: who was asked last; `all`: all were.
+    /// `last`: the host that was asked last; `all`: all were.
     pub fn end_round(&mut self, last: Option<HostId>, all: bool, now: Duration) {
         self.round.is_running = false;
         self.round.next_at = now + self.config.every;

@@ -1,22 +1,26 @@
-//! Whom to ask for which pages, one host at a time: by unicast from those that have them, and in a swarm, in which hosts
-//! ask each other what they hold (vmTorrent, CoNEXT 2012).
+//! Which host to ask for which pages, one host at a time. By unicast these are hosts that have
+//! them. In a swarm, hosts also ask each other what they hold (vmTorrent, CoNEXT 2012).
 //!
 //! ```text
 //!   Swarm: members ──rounds of asking what they hold──► Holders ◄── answered, failed, redirected
 //!                                                        │   ▲
-//!                            choose: whom to ask ◄───────┘   └── Pick: which piece that nobody waits for
+//!                            choose: whom to ask ◄───────┘   └── Pick: which piece to read in the background
 //!
 //!   the host that froze the image: Spread ──► serve it, or name who was sent it
 //! ```
 //!
-//! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone this is unicast. Hosts are told apart by
-//! pieces, aligned windows of pages; who lacks a page of a piece does not count as its holder.
+//! A host that has the whole image is an *origin*: the parent's host, a store. With origins alone
+//! this is unicast. Hosts are told apart by pieces, aligned windows of pages. A host that lacks a
+//! page of a piece does not count as its holder.
 //!
-//! Demand goes to the best holder: the one that is expected to answer first, by what it has to do for us and how long it took lately.
-//! What nobody waits for is picked from the next pieces in an order of the host's own, the rarest that a peer has first: so hosts come to hold different
-//! pieces and can trade; a list that is most urgent first comes nearly in its order, but in another on each host ([`Pick::place_near`]). The origin serves last: what no peer has. There vmTorrent leaves it to chance whether two hosts take the same piece
-//! from the origin. Here each host first fetches a *share* of its own ([`Pick::set_share`]), and an origin that is asked for what
-//! another host has just got sends the asker there ([`Spread`]): so most pieces leave the origin once.
+//! Demand goes to the best holder: the one that is expected to answer first, by what it has to do
+//! for us and how long it took lately. Background reads are picked from the next pieces in an order
+//! of the host's own, the rarest that a peer has first. So hosts come to hold different pieces and
+//! can trade. A list that is most urgent first comes nearly in its order, but in another on each
+//! host ([`Pick::place_near`]). The origin serves last: what no peer has. There vmTorrent leaves it
+//! to chance whether two hosts take the same piece from the origin. Here each host first fetches a
+//! *share* of its own ([`Pick::set_share`]). An origin that is asked for what another host has just
+//! got sends the asker there ([`Spread`]). So most pieces leave the origin once.
 
 mod holders;
 mod hosts;

@@ -1,4 +1,4 @@
-//! Which of some pieces to fetch next, where somebody else says what is missing.
+//! Which of some pieces to fetch next, where the caller lists what is missing.
 
 use std::time::Duration;
 
@@ -26,11 +26,12 @@ impl Default for PickConfig {
 pub enum Picked {
     /// The piece at this place.
     Piece(usize),
-    /// None yet: look again after so long, or when something has come.
+    /// None yet: poll again after this time, or when something has come.
     Later(Duration),
 }
 
-/// Decides for who keeps a list of what is missing: of the pieces that he could fetch next, which.
+/// Decides for the keeper of a list of what is missing: of the pieces that it could fetch next,
+/// which one.
 ///
 /// ```text
 ///   one of this host's share that no peer has ──► it: the origin has room
@@ -38,10 +39,10 @@ pub enum Picked {
 ///           none ──► the first: if the origin has sent it to somebody, it says to whom (Spread)
 /// ```
 ///
-/// Nobody waits for others to get their shares: how long they take is not known.
+/// No host waits for others to get their shares: how long they take is not known.
 ///
-/// Pieces are to come in an order that is another on each host: [`Pick::place`], or [`Pick::place_near`] where some are more urgent than others, and
-/// nobody is asked which is next.
+/// Pieces come in an order that differs on each host: [`Pick::place`], or [`Pick::place_near`]
+/// where some are more urgent than others. No host is asked which is next.
 #[derive(Debug)]
 pub struct Pick {
     config: PickConfig,
@@ -54,8 +55,9 @@ impl Pick {
         Self { config, share: (0, 1) }
     }
 
-    /// This host is number `index` of `of` that want the image: its share is what a hash of the piece gives it. All should use the
-    /// same order of hosts; if for a moment they don't, two ask the origin for a piece.
+    /// This host is number `index` of `of` that want the image: its share is what a hash of the
+    /// piece gives it. All should use the same order of hosts; if for a moment they don't, two ask
+    /// the origin for a piece.
     pub fn set_share(&mut self, index: u64, of: u64) {
         self.share = (index, of.max(1));
     }
@@ -65,9 +67,11 @@ impl Pick {
         mixed(piece.start().0 ^ mixed(salt))
     }
 
-    /// The same in a list that is most urgent first, of a piece that is number `at` of it: where it is, or a little later, by a number of the
-    /// host's own below [`URGENT_AMONG`]. Who follows that order (of equals, the more urgent first) brings whatever is next from among the
-    /// `URGENT_AMONG` most urgent that are left, and nothing much later than it was wanted.
+    /// The same in a list that is most urgent first, of a piece that is number `at` of it. The
+    /// result is its number, or a little later, by a number of the host's own below
+    /// [`URGENT_AMONG`]. A host that follows that order (of equals, the more urgent first) brings
+    /// the next piece from among the `URGENT_AMONG` most urgent that are left. It brings nothing
+    /// much later than it was wanted.
     pub fn place_near(at: u64, piece: PageRange, salt: u64) -> u64 {
         at.saturating_add(Self::place(piece, salt) % URGENT_AMONG)
     }
@@ -155,7 +159,7 @@ mod tests {
         assert_eq!(pick.next(&[piece(40)], &holders, ms(1)), Picked::Piece(0));
     }
 
-    /// A list of so many pieces, most urgent first, in the order of a host.
+    /// A list of this many pieces, most urgent first, in the order of a host.
     fn in_order_of(salt: u64, count: u64) -> Vec<u64> {
         let mut order: Vec<u64> = (0..count).collect();
         order.sort_by_key(|at| Pick::place_near(*at, piece(*at * 7), salt));
@@ -190,7 +194,8 @@ mod tests {
             prop_assert!(left.is_empty());
         }
 
-        /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what the others have after some of them.
+        /// Hosts that all lack everything, in rounds: each fetches one piece, and they hear what
+        /// the others have after some of them.
         #[test]
         fn what_all_want_leaves_the_origin_about_once(
             hosts in 1..9u64,

@@ -1,4 +1,4 @@
-//! Who gets a piece from here, and who from those that got it.
+//! Which hosts get a piece from here, and which from those that got it.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,9 +12,11 @@ use crate::transfer::HostId;
 pub struct SpreadConfig {
     /// As everywhere in the swarm. A power of two, 1 to 512.
     pub piece_pages: u64,
-    /// To how many a host passes on what it got where VMs wait for it, at least 1: the more, the fewer steps, each of which is a wait …
+    /// The number of hosts to which a host passes on what it got where VMs wait for it, at least 1.
+    /// The higher, the fewer steps, each of which is a wait …
     pub fanout: u32,
-    /// … and what nobody waits for: the fewer, the less hangs on a host that got all of it before the others asked.
+    /// … and for background reads: the fewer, the less depends on a host that got all of it before
+    /// the others asked.
     pub fanout_ahead: u32,
     /// Most hosts that are kept for a piece.
     pub hosts_max: usize,
@@ -31,15 +33,17 @@ impl Default for SpreadConfig {
 pub enum Serve {
     /// With the pages.
     Here,
-    /// That this host has them, or is about to: see [`Holders::redirected`](super::Holders::redirected).
+    /// That this host has them, or is about to: see
+    /// [`Holders::redirected`](super::Holders::redirected).
     At(HostId),
 }
 
 /// Decides for an origin which requests it serves itself.
 ///
-/// Clones in lockstep ask for the same piece at nearly the same time, before any of them can have announced it; served one by one, that is unicast.
-/// So the first gets it from here, the next few are sent to the first, the next to those: a tree for each piece, by the order in
-/// which it was asked for; with a fan-out of two:
+/// Clones in lockstep request the same piece at nearly the same time, before any of them can have
+/// announced it. Served one by one, that is unicast. So the first gets it from here, the next few
+/// are sent to the first, and the next ones to those. This is a tree for each piece, by the order
+/// of the requests; with a fan-out of two:
 ///
 /// ```text
 ///   origin ──► 1st ──► 2nd ──► 4th
@@ -47,13 +51,13 @@ pub enum Serve {
 ///                 └──► 3rd ──► 6th …
 /// ```
 ///
-/// A host that is sent elsewhere in vain says so when it asks again (`insist`), and is served here. This is not vmTorrent's, where the seed is
-/// one peer among others.
+/// A host that was sent elsewhere and failed reports that when it asks again (`insist`), and is
+/// served here. This is not vmTorrent's, where the seed is one peer among others.
 #[derive(Debug)]
 pub struct Spread {
     config: SpreadConfig,
     pieces: Pieces,
-    /// For each piece, who asked for what of it, the first first.
+    /// For each piece, the hosts that requested a part of it, the first first.
     entries: BTreeMap<u64, VecDeque<Entry>>,
     /// Of how many entries each host is.
     hosts: BTreeMap<HostId, usize>,
@@ -64,7 +68,7 @@ pub struct Spread {
 struct Entry {
     host: HostId,
     pages: PageRange,
-    /// To how many it has been told to pass them on.
+    /// To how many it has been asked to pass them on.
     told: u32,
     /// They come as fast as for a VM that waits: one does there, or they have been sent.
     is_quick: bool,
@@ -77,9 +81,11 @@ impl Spread {
         Self { config, pieces, entries: BTreeMap::new(), hosts: BTreeMap::new() }
     }
 
-    /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece are served here.
+    /// A host asks for pages; `demand`: a VM of it waits for them. Requests for more than one piece
+    /// are served here.
     ///
-    /// Only a host that asked for all of these pages is named; for a VM that waits, only one where a VM waited or that has been sent them.
+    /// Only a host that requested all of these pages is named. For a VM that waits, only one is
+    /// named where a VM waited or that has been sent them.
     pub fn ask(&mut self, from: HostId, pages: PageRange, insist: bool, demand: bool) -> Serve {
         let SpreadConfig { fanout, fanout_ahead, hosts_max, .. } = self.config;
         let pieces = self.pieces.touching(pages);
@@ -102,7 +108,8 @@ impl Spread {
             Serve::At(entry.host)
         });
         if entries.len() >= hosts_max {
-            // One that is not named any more makes room; if it asks again, it may be sent to another.
+            // One that is not named any more makes room; if it asks again, it may be sent to
+            // another.
             let Some(full) = entries.iter().position(|entry| entry.told >= fanout_ahead) else {
                 return at;
             };
@@ -124,7 +131,7 @@ impl Spread {
         }
     }
 
-    /// A host is gone: nobody is sent there any more.
+    /// A host has left: no host is sent there any more.
     pub fn left(&mut self, host: HostId) {
         if self.hosts.remove(&host).is_none() {
             return;

@@ -69,7 +69,7 @@ fn what_takes_too_long_is_asked_of_another_or_of_the_same_again() {
     assert!(holders.is_under_way(piece(0)), "what it says does not count");
     holders.answered(ORIGIN, piece(0), ms(70));
     assert_eq!(holders.under_way(), 0);
-    // Nobody else has it.
+    // No other host has it.
     assert_eq!(holders.choose(piece(40), true, ms(80)), Choice::Ask(ORIGIN));
     assert_eq!(holders.choose_again(piece(40), ms(90)), Choice::Ask(ORIGIN));
     assert_eq!(holders.under_way(), 1);
@@ -293,7 +293,7 @@ proptest! {
                 prop_assert!(held || holders.copies(pages) == 0, "piece {} is at no peer", piece);
             }
         }
-        // After all hosts have given signs of life, it is known exactly who has what.
+        // After all hosts have given signs of life, it is known exactly which host has what.
         for host in model.hosts.keys() {
             holders.heard_of(HostId(*host));
         }
@@ -329,9 +329,10 @@ fn a_piece_spreads_in_a_tree_and_who_was_sent_away_in_vain_is_served() {
     );
 }
 
-/// Requests end where pages are another image's, or there already: two hosts may ask for different parts of a piece.
+/// Requests end where pages are another image's, or there already: two hosts may ask for different
+/// parts of a piece.
 #[test]
-fn nobody_is_sent_to_a_host_that_asked_for_other_pages_or_for_what_no_vm_waits_for() {
+fn no_host_is_sent_to_one_that_asked_for_other_pages_or_for_what_no_vm_waits_for() {
     let (mut spread, host) = (Spread::new(100, SpreadConfig::default()), HostId);
     assert_eq!(spread.ask(host(1), range(16, 4), false, true), Serve::Here);
     assert_eq!(spread.ask(host(2), range(24, 8), false, true), Serve::Here, "not what 1 has");
