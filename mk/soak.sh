@@ -1,6 +1,6 @@
 #!/bin/sh
-# The long tests: ten times the repetitions and cases, the long black-box tests, a real S3 server, a
-# second QEMU, long fuzzing. mk/test.sh has one small case of each.
+# The long tests: ten times the repetitions and cases, and the long black-box tests. Then a real S3
+# server, a second QEMU and long fuzzing. mk/test.sh has one small case of each.
 #
 #   VMFORK_TEST_SEED=N       repeat the run that printed this seed
 #   VMFORK_SOAK_MINUTES=N    begin new rounds, each with the next seed, for N minutes.
