@@ -10,8 +10,8 @@ state=$(realpath -m "$VMFORK_STATE")
 lines() { { tr '\0' '\n' <"$1" || true; } 2>/dev/null; }
 
 # A process that a daemon started has the folder in its environment, and so has the daemon's holder.
-# It is exactly that folder, and none below or beside it. A daemon has it in its command line, or else in
-# its environment.
+# It is exactly that folder, and none below or beside it. A daemon has it in its command line, or
+# else in its environment.
 is_ours() {
 	lines "$1/environ" | grep -qxF -e "VMFORK_OWNER=$state" -e "VMFORK_HOLDER=$state" && return
 	is_daemon "$1" || return

@@ -3,9 +3,10 @@
 # from that.
 #
 # schemathesis sends valid and invalid requests to a daemon and checks each reply against the
-# document. The daemon has an empty state folder and a network namespace of its own. It prints its seed; the same
-# seed makes the same requests. VMFORK_EXAMPLES: requests per operation when fuzzing (default 50).
-# Needs root and, the first time, PyPI: without one of them it says so and ends well.
+# document. The daemon has an empty state folder and a network namespace of its own. schemathesis
+# prints its seed; the same seed makes the same requests. VMFORK_EXAMPLES: requests per operation
+# when fuzzing (default 50). Needs root and, the first time, PyPI: without one of them it says so
+# and ends well.
 . "$(dirname "$0")/env.sh"
 
 left_out() {
