@@ -18,7 +18,7 @@ left_out() {
 version=4.32.5
 tool=$CACHE/schemathesis-$version
 [ "$(id -u)" = 0 ] || left_out "the daemon needs root"
-[ -x "$OUT/bin/vmforkd" ] || die "there is no $OUT/bin/vmforkd" "make build"
+[ -x "${VMFORK_OUT:-$OUT}/bin/vmforkd" ] || die "there is no ${VMFORK_OUT:-$OUT}/bin/vmforkd" "make build"
 if [ ! -x "$tool/bin/schemathesis" ]; then
 	# Whole or not at all: what was half installed is made again.
 	rm -rf "$tool" "$tool.new"
@@ -59,7 +59,7 @@ umask 077
 echo 0123456789abcdef0123456789abcdef >"$work/token"
 # No request reaches a real store: there is no network, and the endpoint refuses at once.
 AWS_ENDPOINT_URL=http://127.0.0.1:9 AWS_ALLOW_HTTP=true AWS_ACCESS_KEY_ID=none AWS_SECRET_ACCESS_KEY=none \
-	"$OUT/bin/vmforkd" --state "$work/state" --socket "$work/state/vmforkd.sock" --listen "127.0.0.1:$port" --token-file "$work/token" --pool 0 \
+	"${VMFORK_OUT:-$OUT}/bin/vmforkd" --state "$work/state" --socket "$work/state/vmforkd.sock" --listen "127.0.0.1:$port" --token-file "$work/token" --pool 0 \
 	2>"$work/log" &
 daemon=$!
 

@@ -1,6 +1,7 @@
 #!/bin/sh
-# The long tests: ten times the repetitions and cases, and the long black-box tests. Then a real S3
-# server, a second QEMU and long fuzzing. mk/test.sh has one small case of each.
+# The long tests: ten times the repetitions and cases, the long black-box tests, long fuzzing. They
+# add a real S3 server, a second QEMU, and the API against its document. mk/test.sh has one small
+# case of each.
 #
 #   VMFORK_TEST_SEED=N       repeat the run that printed this seed
 #   VMFORK_SOAK_MINUTES=N    begin new rounds, each with the next seed, for N minutes.
@@ -26,6 +27,7 @@ other_qemu() { mk/qemu-backports.sh || echo "left out: the tests of bookworm-bac
 unit() { PROPTEST_RNG_SEED=$VMFORK_TEST_SEED tests_cargo --lib --bins; }
 integration() { PROPTEST_RNG_SEED=$VMFORK_TEST_SEED RUST_BACKTRACE=0 tests_cargo --test '*' -- --nocapture; }
 fuzz() { CARGO_TARGET_DIR=$TARGET/fuzz fuzz/smoke.sh "$FUZZ_SECONDS"; }
+api() { mk/schemathesis.sh "$VMFORK_TEST_SEED"; }
 black_box() {
 	VMFORK_TEST_TIMES=$TIMES/black-box-$VMFORK_TEST_SEED.json \
 		"$PYTHON" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --durations=40 \
@@ -45,6 +47,7 @@ while :; do
 	step "unit tests" unit
 	step "integration tests" integration
 	step "fuzzing" fuzz
+	step "API against its document" api
 	step "black box tests" black_box "$@"
 	rounds=$((rounds + 1))
 	[ $(($(date +%s) - began)) -lt $((VMFORK_SOAK_MINUTES * 60)) ] || break

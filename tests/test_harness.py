@@ -142,6 +142,19 @@ def test_a_daemon_is_blamed_for_its_own_and_not_for_its_neighbours(make_daemon: 
     assert not left.is_alive(), "what is left is ended"
 
 
+def test_a_killed_daemon_leaves_its_holder_to_its_own_close(make_daemon: Callable[..., Daemon]) -> None:
+    ours, neighbour = make_daemon().start(), make_daemon().start()
+    ours.kill()
+    holder = ours.holder()
+    assert holder is not None and holder.is_alive()
+    assert holder.pid not in {one.pid for one in leftovers.processes_of(ours.state)}
+    assert f"holder {ours.holder()}" in ours.left_behind(0.2)
+    neighbour.close()
+    assert holder.is_alive(), "it is no neighbour's"
+    ours.close()
+    assert not holder.is_alive(), "its own daemon's close ends it"
+
+
 def test_daemons_run_qemus_as_different_users(make_daemon: Callable[..., Daemon]) -> None:
     ranges = sorted(make_daemon().uid_base for _ in range(20))
     assert all(after - before >= leftovers.UIDS for before, after in itertools.pairwise(ranges))

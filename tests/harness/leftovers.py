@@ -70,7 +70,8 @@ def processes_of(state: Path) -> list[processes.Process]:
     here = orphans()
     # Those of a daemon that runs are in use: another one may have been refused the same folder.
     in_use = {one.pid for pid, process in list(started.items()) if process.poll() is None for one in processes.below(pid)}
-    marked = [one for one in processes.everybody() if one.state not in "ZX" and owner(one) in ours]
+    live = [one for one in processes.everybody() if one.state not in "ZX" and not one.is_holder]
+    marked = [one for one in live if owner(one) in ours]
     found = {one.pid: one for one in marked if one.pid not in in_use and not _is_daemon(one)}
     found.update({one.pid: one for one in here if owner(one) is None})
     return list(found.values())
