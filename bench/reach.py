@@ -96,8 +96,8 @@ def _remote_share(figures: Figures) -> float:
     return statistics.median(fdw[key] / none[key] for key in fdw if key in none)
 
 
-def _afresh(memory: str, fork: str) -> Callable[[Figures], float]:
-    sent = _p50("afresh_sent_MiB", job="fills 1024 MiB", memory=memory, fork=fork)
+def _refill(memory: str, fork: str) -> Callable[[Figures], float]:
+    sent = _p50("refill_sent_MiB", job="fills 1024 MiB", memory=memory, fork=fork)
     return lambda figures: sent(figures) * (1 << 20) / 1e6
 
 
@@ -141,7 +141,7 @@ TABLE = [
     Reach("guest memory fetched by an idle clone of 512 MiB, first fork", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB", fork="first")),
     Reach("the same, later forks", 4, True, "%", _p50("idle_fetched_percent", memory="512 MiB", fork="later")),
     Reach("private guest memory of an idle clone after 10 s", 4, True, "MiB", _p50("idle_private_MiB", memory="512 MiB", fork="first")),
-    Reach("guest memory fetched by a clone that fills 1 GiB afresh", 4, True, "%", _p50("fresh_fetched_percent", memory="2048 MiB")),
+    Reach("guest memory fetched by a clone that fills 1 GiB of new pages", 4, True, "%", _p50("fresh_fetched_percent", memory="2048 MiB")),
     Reach("100 live snapshots, chain: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="chain")),
     Reach("100 live snapshots, tree: host memory over bytes written", 2, True, "", _p50("snapshots_ratio", shape="tree")),
     Reach(
@@ -188,9 +188,9 @@ TABLE = [
     Reach(
         "the same, 3 ms after the last one, with processors asleep", 150, True, "us", _p50("remote_fault_beyond_link_us", seen_by="the daemon", rest_us=3000)
     ),
-    Reach("sent for a clone on another host that fills 1 GiB afresh, first fork", 40, True, "MB", _afresh("never used", "first")),
-    Reach("the same, later forks", 40, True, "MB", _afresh("never used", "later")),
-    Reach("the same, of memory that was used and given back", 40, True, "MB", _afresh("used and given back", "later")),
+    Reach("sent for a clone on another host that fills 1 GiB of new pages, first fork", 40, True, "MB", _refill("never used", "first")),
+    Reach("the same, later forks", 40, True, "MB", _refill("never used", "later")),
+    Reach("the same, of memory that was used and given back", 40, True, "MB", _refill("used and given back", "later")),
     Reach("suspend, copy to each, resume, over a fork by swarm, to the last answer", 10, False, "", _over_fork("copying_answered_ms", "to each", "swarm")),
     Reach("suspend, copy once, resume, over a fork by multicast", 10, False, "", _over_fork("copying_answered_ms", "once", "multicast")),
     Reach("bytes sent, copied to each, over a fork by swarm", 20, False, "", _over_fork("copying_sent_MiB", "to each", "swarm")),

@@ -16,8 +16,9 @@ import re
 import sys
 from pathlib import Path
 
-# Crates that still have cycles, with the size of their largest. Entries go, or get smaller: a crate
-# that is not here has none, and one that is here and has none any more is an error, too.
+# Crates that still have cycles, with the size of their largest. Entries may only shrink or be
+# removed. A crate that is not here has no cycle. An entry whose crate has none any more is an
+# error.
 KNOTS = {
     "agent": 4,
     "api": 2,
@@ -97,7 +98,8 @@ def closing(toks, at):
 
 
 def behind_item(toks, at):
-    """The index behind the item, field, arm or statement that begins at `at`, attributes included."""
+    """The index behind the item, field, arm or statement that begins at `at`, attributes
+    included."""
     while at + 1 < len(toks) and toks[at] == "#" and toks[at + 1] == "[":
         at = closing(toks, at + 1)
     begins = at
@@ -135,7 +137,8 @@ def without_tests(toks):
 
 
 def use_tree(toks, at, prefix=()):
-    """The paths that the use tree at `at` names, each as (segments, name it gets), and the index behind it."""
+    """The paths that the use tree at `at` names, each as (segments, name it gets), and the index
+    behind it."""
     paths, segments, name = [], list(prefix), None
     while at < len(toks):
         token = toks[at]

@@ -1,10 +1,12 @@
 #!/bin/sh
-# mk/schemathesis.sh [SEED]: compares what vmforkd does with docs/openapi.json, by requests made from that.
+# mk/schemathesis.sh [SEED]: compares what vmforkd does with docs/openapi.json, by requests made
+# from that.
 #
-# schemathesis sends valid and invalid requests to a daemon with an empty state folder, in a network
-# namespace of its own, and checks each reply against the document. It prints its seed; the same seed
-# makes the same requests. VMFORK_EXAMPLES: requests per operation when fuzzing (default 50).
-# Needs root and, the first time, PyPI: without one of them it says so and ends well.
+# schemathesis sends valid and invalid requests to a daemon and checks each reply against the
+# document. The daemon has an empty state folder and a network namespace of its own. schemathesis
+# prints its seed; the same seed makes the same requests. VMFORK_EXAMPLES: requests per operation
+# when fuzzing (default 50). Needs root and, the first time, PyPI: without one of them it says so
+# and ends well.
 . "$(dirname "$0")/env.sh"
 
 left_out() {
@@ -12,13 +14,13 @@ left_out() {
 	exit 0
 }
 
-# The folder has the version, so that another one is installed anew.
+# The folder has the version, so that another one is installed again.
 version=4.32.5
 tool=$CACHE/schemathesis-$version
 [ "$(id -u)" = 0 ] || left_out "the daemon needs root"
 [ -x "${VMFORK_OUT:-$OUT}/bin/vmforkd" ] || die "there is no ${VMFORK_OUT:-$OUT}/bin/vmforkd" "make build"
 if [ ! -x "$tool/bin/schemathesis" ]; then
-	# Whole or not at all: what was half installed is made anew.
+	# Whole or not at all: what was half installed is made again.
 	rm -rf "$tool" "$tool.new"
 	"$PYTHON" -m venv "$tool.new" || left_out "no venv (apt-get install python3-venv)"
 	"$tool.new/bin/pip" install --quiet --disable-pip-version-check --requirement mk/schemathesis.txt ||

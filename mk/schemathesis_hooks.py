@@ -1,4 +1,5 @@
-"""Leaves out requests that the document allows and the daemon refuses, where JSON Schema cannot tell them apart."""
+"""Leaves out requests that the document allows and the daemon refuses, where JSON Schema cannot
+tell them apart."""
 
 import ipaddress
 

@@ -1,16 +1,18 @@
-"""Fixtures of the black-box tests: `daemon`, `client`, `image`, `booted`, `vm`, `cli`, `three_hosts`.
+"""Fixtures of the black-box tests: `daemon`, `client`, `image`, `booted`, `vm`, `cli`,
+`three_hosts`.
 
-They run what was built (`out/`, or VMFORK_OUT) as users do, and assert at the end of every daemon that
-nothing of it is left: no process, mount, socket, cgroup or file in /dev/shm. Every test has a time
-limit (`@pytest.mark.limit(seconds)`). What cannot run here is skipped with the missing thing named, and
-counted at the end; VMFORK_TEST_STRICT=1 makes failures of skips.
+They run what was built (`out/`, or VMFORK_OUT) as users do. At the end of every daemon they assert
+that nothing of it is left: no process, mount, socket, cgroup or file in /dev/shm. Every test has a
+time limit (`@pytest.mark.limit(seconds)`). What cannot run here is skipped with the missing thing
+named, and counted at the end; VMFORK_TEST_STRICT=1 makes failures of skips.
 
-Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. Those that share a fixture of their module
-are one group and stay in one process; each other test is its own. `@pytest.mark.alone` keeps other tests from running
-meanwhile, for tests that measure the whole host. `LONGEST` names the modules that start first.
+Tests run in several processes at a time: `pytest -n 2 --dist loadgroup`. Those that share a fixture
+of their module are one group and stay in one process; each other test is its own.
+`@pytest.mark.alone` keeps other tests from running meanwhile, for tests that measure the whole
+host. `LONGEST` names the modules that start first.
 
-`-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names a file that gets the
-time of each test.
+`-m soak` runs the long cases; VMFORK_SOAK=N repeats them N times as often. VMFORK_TEST_TIMES names
+a file that gets the time of each test.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ LIMIT_DEFAULT_S = 180.0
 LIMIT_SETUP_S = 1500.0  # the image may have to be built
 LIMIT_TEARDOWN_S = 120.0
 
-#: The groups that take longest start first, so that no process ends long after the others. By `VMFORK_TEST_TIMES`.
+#: The groups that take longest start first, so that no process ends long after the others. By
+#: `VMFORK_TEST_TIMES`.
 LONGEST = (
     "test_readme",
     "three_hosts",
@@ -74,7 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat tests with long cases. Each turn is a test of its own, with its own seed and time limit."""
+    """Repeat tests with long cases. Each turn is a test of its own, with its own seed and time
+    limit."""
     turns = int(os.environ.get("VMFORK_SOAK", 1))
     sets = (one for mark in metafunc.definition.iter_markers("parametrize") for one in mark.args[1])
     cases = (mark for one in sets for mark in getattr(one, "marks", ()))
@@ -112,7 +116,8 @@ def _shares_with_its_module(item: pytest.Item) -> bool:
     return any(one.scope == "module" for used in definitions for one in used)
 
 
-# -- tests that want the host for themselves ---------------------------------------------------------
+# -- tests that want the host for themselves
+# ---------------------------------------------------------
 
 
 def _lock(name: str, how: int) -> contextlib.closing[object]:
@@ -194,8 +199,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    # From the reports, and not where the thing was missed: tests that share a fixture are skipped one by one, and some
-    # of them in other processes.
+    # The reports are counted, and not the places that missed something. Tests that share a fixture
+    # are skipped one by one, and some of them in other processes.
     reasons = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
     skipped = collections.Counter(str(reason[2]) for reason in reasons if isinstance(reason, tuple))
     if skipped:
@@ -297,7 +302,8 @@ def client(daemon: Daemon) -> Iterator[vmfork.Client]:
 def booted(request: pytest.FixtureRequest, daemon: Daemon, image: str) -> Iterator[vmfork.VM]:
     """A VM shared by a module's tests: fork it, don't change it.
 
-    It comes from a store, where a VM of its shape was put that had booted. With `BOOTS = True` in the module it boots here.
+    It comes from a store, where a VM of its shape was put that had booted. With `BOOTS = True` in
+    the module it boots here.
     """
     with daemon.client() as client:
         if getattr(request.module, "BOOTS", False):

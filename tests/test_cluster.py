@@ -385,7 +385,7 @@ def test_a_clone_waits_for_a_network_that_is_mended(cluster: Cluster, borrower: 
 def test_a_loan_lasts_while_it_is_needed_and_ends_then(cluster: Cluster, borrower: Borrower) -> None:
     lends = cluster.daemons[2]
     missing = borrower.vm.inspect().memory.missing_pages
-    assert missing >= 8 * MIB // 4096, "nobody has asked for the rest"
+    assert missing >= 8 * MIB // 4096, "no host has asked for the rest"
     left_s = borrower.sent_at + FRESH_S + 5 - time.monotonic()
     stays(lambda: lends.memfd_bytes() > 8 * MIB, max(left_s, 0.1), "it is kept")
     assert borrower.read("/dev/shm/late") == borrower.sums["/dev/shm/late"]

@@ -1,4 +1,5 @@
-"""Hosts of a cluster that die, come back, drain and leave. All tests have the same two of them, which are members again at the end."""
+"""Hosts of a cluster that die, come back, drain and leave. All tests have the same two of them,
+which are members again at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def parent(cluster: Cluster) -> vmfork.VM:
-    """A VM on the first host, with something to remember. It boots: what comes to other hosts is counted."""
+    """A VM on the first host, with something to remember. It boots: what comes to other hosts is
+    counted."""
     vm = cluster.clients[0].run(cluster.image, name="web", memory_mib=256)
     vm.exec("head -c 20M /dev/urandom > /dev/shm/data; echo kept > /run/secret; sha256sum /dev/shm/data > /run/sum", check=True)
     return vm
@@ -101,7 +103,8 @@ def test_a_clone_that_has_all_pages_outlives_the_parents_host(cluster: Cluster, 
 
 
 def fork_at_rest(cluster: Cluster, parent: vmfork.VM, name: str) -> vmfork.MemoryInfo:
-    """A clone on the second host, which has run a command and asks for nothing more. Its memory then."""
+    """A clone on the second host, which has run a command and asks for nothing more. Its memory
+    then."""
     parent.fork(1, names=[name], hosts=["h1"]).raise_for_errors()
     clone = cluster.clients[1].vm(name)
     clone.exec("true", check=True)

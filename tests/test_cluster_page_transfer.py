@@ -1,4 +1,4 @@
-"""How pages get to other hosts if nothing is said: from whoever has them."""
+"""How pages get to other hosts if nothing is said: from the hosts that have them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_to_one_host_pages_are_sent_alone(cluster: Cluster, parent: vmfork.VM) -
 def test_hosts_give_each_other_what_they_have(cluster: Cluster, parent: vmfork.VM) -> None:
     sent = Sent(cluster)
     came = fork_whole(parent, ["h1", "h2", "h3"])
-    assert sent.pages_to_all() == 0, "nobody asked for multicast"
+    assert sent.pages_to_all() == 0, "no flag asked for multicast"
     assert sent.bytes() < 2 * came, f"the parent's host sent {sent.bytes() >> 20} MiB of the {came >> 20} MiB that each of three needed"
 
 

@@ -1,4 +1,5 @@
-"""What a user may have holds on all hosts together, for runs, forks and tickets, whoever asks when."""
+"""A user's quota holds on all hosts together, for runs, forks and tickets, whichever host is asked
+and when."""
 
 from __future__ import annotations
 

@@ -108,6 +108,6 @@ def test_a_job_that_a_daemon_left_lasts_while_its_clones_do(cluster: Cluster, sl
     cluster.settle()
     assert slurm.waiting() == {waits}
     stays(lambda: job in slurm.jobs(), 40, "its clone needs it")
-    eventually(lambda: slurm.waiting() == set(), ADOPTED_S, "nobody needs what waits")
+    eventually(lambda: slurm.waiting() == set(), ADOPTED_S, "no ticket needs what waits")
     orphan.remove(force=True)
-    eventually(lambda: slurm.jobs() == {}, ADOPTED_S, "nobody needs it")
+    eventually(lambda: slurm.jobs() == {}, ADOPTED_S, "no clone needs it")

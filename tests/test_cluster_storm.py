@@ -1,4 +1,6 @@
-"""Several VMs fork at once onto all hosts, again and again: nobody waits long for a page, and no host's memory is promised twice."""
+"""Several VMs fork at once onto all hosts, again and again. No VM waits long for a page, and no
+host's memory is promised twice.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ MEMORY_MIB = 768
 MAY_MIB = 6144
 #: QEMUs that wait, and what a daemon keeps beside guests' memory.
 BESIDE_MIB = 256
-#: A fault may wait so long while all hosts start clones and fetch what nobody waits for, on two cores.
+#: Longest wait of a fault while all hosts start clones and prefetch, on two cores.
 WAIT_MAX_S = 2.0
 #: Who found no place at all tries again after so long: meanwhile others' clones end.
 REST_S = 5.0
@@ -138,7 +140,7 @@ def test_a_storm_of_forks_is_weathered(cluster: Cluster, times: int) -> None:
         for name in ("requests", "pages", "bytes"):
             asked, served = (total(f"vmfork_transfer_{name}_total", side, role) for side in ("asked", "served"))
             assert asked > 0
-            # Of an answer that nobody took, the end of a clone is the cause.
+            # An answer that no host took is one whose clone has ended.
             assert asked <= served
     assert sum(vm.inspect().memory.hosts.given for vm in parents) > 16 * MIB
     came = 4096 * sum(total("vmfork_transfer_pages_total", "asked", role) for role in ("demand", "ahead"))

@@ -179,7 +179,7 @@ def test_an_engine_that_panics_takes_its_views_along_and_nobody_else(world: Worl
         text = refused(lambda view=view: view.fork(1), "conflict")
         assert "page engine" in text
     assert "panicked" in world.daemon.log_tail(200)
-    # The family above it, and whoever is new, are served by engines of their own.
+    # The family above it, and new VMs, are served by engines of their own.
     base = world.client.vm("base")
     again = base.fork(2).raise_for_errors()
     world.forks_of_base += 1
@@ -225,7 +225,7 @@ def test_an_agent_that_dies_hangs_nobody(world: World, image: str) -> None:
     vm = world.client.run("beside", name="beside", memory_mib=256)
     other = vm.fork(1).raise_for_errors()[0]
     with world.daemon.client() as client, ThreadPoolExecutor(1) as pool:
-        # The program can't tell how it ended: whoever told is the victim.
+        # The program can't tell how it ended: the agent that would tell is the victim.
         killing = pool.submit(
             client.vm("beside").exec,
             "for p in /proc/[0-9]*; do grep -qsz '^@vmfork-agent' $p/cmdline && kill -9 ${p#/proc/}; done",

@@ -127,7 +127,8 @@ def test_a_second_daemon_on_the_same_state_is_refused(world: World, make_daemon:
 def test_a_waiting_qemu_that_is_killed_is_not_handed_out(make_daemon: MakeDaemon, image: str) -> None:
     """The pool notices, or the clone takes another: a fork never fails by it.
 
-    The VM boots: one from a store runs in a QEMU that has waited, and could not be told from those that wait.
+    The VM boots: one from a store runs in a QEMU that has waited, and could not be told from those
+    that wait.
     """
     daemon = make_daemon()
     daemon.add_image(image)

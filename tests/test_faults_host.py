@@ -253,7 +253,7 @@ def test_guests_make_their_family_no_larger_than_they_may(make_daemon: MakeDaemo
         outside = vm.fork(1).raise_for_errors()[0]
         asked = vm.exec(["python3", "-c", ask], check=True)
         assert asked.stdout_text == "2\n", "two of four are there already"
-        # What was granted counts while it is held, whoever of the family asks.
+        # What was granted counts while it is held, whichever VM of the family asks.
         refused_there = outside.exec(["python3", "-c", ask])
         assert refused_there.exit_code == 1
         assert "Errno 12" in refused_there.stderr_text

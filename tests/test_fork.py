@@ -152,7 +152,7 @@ def test_memory_of_dead_relatives_is_given_back(vm: vmfork.VM, client: vmfork.Cl
     for clone in clones:
         clone.remove(force=True)
     vm.remove(force=True)
-    eventually(lambda: client.host().snapshots < snapshots, 20, "snapshots that nobody needs are gone")
+    eventually(lambda: client.host().snapshots < snapshots, 20, "snapshots that no VM needs are gone")
     eventually(lambda: client.host().cache_bytes < held - 90_000_000, 20, "their caches are given back")
 
 

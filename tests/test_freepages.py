@@ -1,4 +1,4 @@
-"""Free pages cost nothing: a clone that allocates afresh fetches next to nothing."""
+"""Free pages cost nothing: a clone that allocates new memory fetches next to nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def fetched_while_filling(clone: vmfork.VM, mib: int) -> int:
-    """How many bytes a clone fetched on demand for memory that it takes afresh."""
+    """How many bytes a clone fetched on demand for memory that it newly allocates."""
     before = clone.inspect().memory
     clone.exec(["/run/touch", str(mib)], check=True)
     after = clone.inspect().memory

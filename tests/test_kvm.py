@@ -33,7 +33,7 @@ def _numbers(vm: vmfork.VM) -> list[int]:
 
 
 def _grown(vm: vmfork.VM, lines: int) -> list[int]:
-    """Its numbers once there are so many more lines of them."""
+    """Its numbers once there are `lines` more of them."""
     begin = len(_numbers(vm))
     return eventually(
         lambda: numbers if len(numbers := _numbers(vm)) >= begin + lines else None, 60, f"{vm.name} counts on"
@@ -87,7 +87,7 @@ def test_a_counting_guest_is_forked(
         assert numbers[0] > last
         assert numbers == list(range(numbers[0], numbers[-1] + 1, STEP))
 
-        # Without an agent there is nobody to run a program, and that is said.
+        # Without an agent no program can run, and the error says so.
         with pytest.raises(vmfork.Conflict, match="no agent") as info:
             grandchild.exec("true")
         assert "vmfork console" in (info.value.remedy or "")

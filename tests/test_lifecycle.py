@@ -334,7 +334,7 @@ def test_inspect_says_who_needs_which_memory(vm: vmfork.VM, booted: vmfork.VM, c
     own, *older = memory.caches
     assert own.image == memory.image
     assert set(own.vms) == {vm.name, child.name}
-    # What nobody has written since `vm` was forked is in a cache that all three need.
+    # What no VM has written since `vm` was forked is in a cache that all three need.
     assert any({booted.name, vm.name, child.name} <= set(cache.vms) for cache in older)
     assert own.pages is not None
     assert own.pages >= written // 4096, "what `vm` has written for itself"

@@ -1,13 +1,13 @@
-"""Memory is exact: clones read the parent's instant, and nobody reads another's writes.
+"""Memory is exact: clones read the parent's instant, and no VM reads another's writes.
 
-A checker in the guest (`guest/memcheck.c`) keeps rewriting a large region so that every byte of it is
-known at any instant. Its VM is forked at random moments while it writes. Each clone, and each clone of a
-clone, is stopped and verifies all of its region: pages that its writers had not reached by then must be
-the parent's of the freeze, and the page in flight must be whole. Then it scribbles all over the region;
-then parent and siblings verify theirs, and all of them verify again.
+A checker in the guest (`guest/memcheck.c`) keeps rewriting a large region so that every byte of it
+is known at any instant. Its VM is forked at random moments while it writes. Each clone, and each
+clone of a clone, is stopped and verifies all of its region: pages that its writers had not reached
+by then must be the parent's of the freeze, and the page in flight must be whole. Then it scribbles
+all over the region; then parent and siblings verify theirs, and all of them verify again.
 
-The moments come from a seeded generator. A failure prints the seed; VMFORK_TEST_SEED repeats it. The cases that are
-marked `soak` are the long ones; each test keeps a small one.
+The moments come from a seeded generator. A failure prints the seed; VMFORK_TEST_SEED repeats it.
+The cases that are marked `soak` are the long ones; each test keeps a small one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def start(make_daemon: MakeDaemon, image: str) -> Iterator[Callable[..., vmfork.
     ("unit", "cpus", "mib", "generations"),
     [
         (16, 2, 24, 1),
-        # The default unit gets the larger region and one generation more; TCG checks some 100 MB a second.
+        # The default unit gets the larger region and one generation more; TCG checks some 100 MB a
+        # second.
         *(
             pytest.param(unit, cpus, *((48, 3) if unit == 16 else (24, 2)), marks=pytest.mark.soak)
             for unit in (1, 16, 512)
@@ -67,8 +68,8 @@ def test_clones_and_their_clones_read_the_parents_instant(
     family = Family.begin(vm, seed, mib=mib, threads=cpus)
     for _generation in range(generations):
         clones = family.fork(family.parent, 2)
-        # A clone of a clone before anything of the clone was verified (its pages are still to come),
-        # and one whose writers run.
+        # A clone of a clone before anything of the clone was verified (its pages are still to
+        # come), and one whose writers run.
         grandchild = family.fork(clones[0], 1)[0]
         clones[1]("resume")
         family.let_it_write()
@@ -91,7 +92,8 @@ def test_clones_and_their_clones_read_the_parents_instant(
 @pytest.mark.limit(600)
 @pytest.mark.parametrize(("mib", "forks"), [(32, 4), pytest.param(96, 8, marks=pytest.mark.soak)])
 def test_a_line_of_forks_under_full_write_load(start: Callable[..., vmfork.VM], seed: int, mib: int, forks: int) -> None:
-    """Each clone becomes the next parent, unverified, its pages still spread over all its ancestors."""
+    """Each clone becomes the next parent, unverified, its pages still spread over all its
+    ancestors."""
     vm = start(unit=16, cpus=1, memory_mib=256)
     family = Family.begin(vm, seed, mib=mib, threads=1)
     line = [family.parent]
@@ -110,7 +112,8 @@ def test_a_line_of_forks_under_full_write_load(start: Callable[..., vmfork.VM], 
 def test_many_clones_under_memory_pressure(
     start: Callable[..., vmfork.VM], seed: int, mib: int, clones: int, changed: int
 ) -> None:
-    """All of them read and rewrite everything at once, while the parent writes on and is forked again."""
+    """All of them read and rewrite everything at once, while the parent writes on and is forked
+    again."""
     vm = start(unit=16, cpus=1, memory_mib=192)
     family = Family.begin(vm, seed, mib=mib, threads=1, rate_mb_s=40)
     for _ in range(3):
@@ -128,7 +131,8 @@ def test_many_clones_under_memory_pressure(
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("forks", [10, pytest.param(30, marks=pytest.mark.soak)])
 def test_what_is_given_back_is_needed_by_nobody(start: Callable[..., vmfork.VM], seed: int, forks: int) -> None:
-    """Many forks of a VM that writes, and of some of its clones, while earlier ones end in between."""
+    """Many forks of a VM that writes, and of some of its clones, while earlier ones end in
+    between."""
     memory_mib = 256
     vm = start(unit=16, cpus=1, memory_mib=memory_mib)
     # Slow enough for generations to share: a part of the region is written between forks.
@@ -160,7 +164,8 @@ def held_mib() -> float:
 def test_memory_that_the_guest_gave_back_and_took_again(
     start: Callable[..., vmfork.VM], seed: int, turns: int
 ) -> None:
-    """Free page reporting empties pages; after a fork they are zero, and what is written there stays."""
+    """Free page reporting empties pages; after a fork they are zero, and what is written there
+    stays."""
     vm = start(unit=16, cpus=1, memory_mib=512)
     family = Family.begin(vm, seed, mib=64, threads=1, rate_mb_s=20)
     for turn in range(turns):

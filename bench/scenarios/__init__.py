@@ -5,7 +5,6 @@ from types import ModuleType
 
 from .. import world  # noqa: F401  (the tests' harness can be imported from then on)
 from . import (
-    afresh,
     baseline,
     chain,
     clones,
@@ -16,12 +15,13 @@ from . import (
     hosts,
     idle,
     pause,
+    refill,
     remote,
     snapshots,
     sources,
     stages,
-    storm,
     stored,
+    storm,
     work,
 )
 
@@ -40,7 +40,7 @@ ALL: dict[str, ModuleType] = {
     "hosts": hosts,
     "stages": stages,
     "remote": remote,
-    "afresh": afresh,
+    "refill": refill,
     "database": database,
     "copying": copying,
     "storm": storm,

@@ -53,7 +53,7 @@ def _fresh(world: w.World) -> None:
         vm = world.run(client, memory_mib=mib)
         touch = w.put(vm, "touch")
         labels = {"memory": f"{mib} MiB"}
-        for _ in world.rounds("1 GiB afresh", share=0.34):
+        for _ in world.rounds("1 GiB of new pages", share=0.34):
             world.drained(vm)
             fork = vm.fork(1).raise_for_errors()
             fork[0].exec([touch, str(filled)], check=True)

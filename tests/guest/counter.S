@@ -5,7 +5,7 @@
 # number goes to the serial port, as 8 hex digits and a line feed.
 #
 # A clone that got all pages of one instant goes on counting from there; one that got a page of
-# another instant, or of nobody, says `X`.
+# another instant, or of no VM, says `X`.
 
         .set PAGES_AT,   0x1000000      # 16 MiB: far from what the firmware uses
         .set PAGES,      256

@@ -1,5 +1,6 @@
 /*
- * touch MIB: allocates MIB afresh, fills every page, reads it back, and says how long each took:
+ * touch MIB: allocates that much new memory, fills every page, reads it back, and says
+ * how long each took:
  *   filled 1024 MiB in 812.4 ms, read in 301.2 ms
  * Exit 0; 1 if a byte is not what was written or there is no memory; 2 on misuse.
  */

@@ -31,7 +31,8 @@ FLAG_POOL = "--pool"
 #: Daemons that run now, for reports of failures.
 running: list[Daemon] = []
 
-#: QEMU's users: a range for each daemon of a test process, and ranges of their own for each test process.
+#: QEMU's users: a range for each daemon of a test process, and ranges of their own for each test
+#: process.
 _UID_FIRST = 1_880_000_000
 _UIDS_A_DAEMON = 100_000
 _DAEMONS_A_WORKER = 500
@@ -204,7 +205,7 @@ class Daemon:
             time.sleep(0.05)
 
     def _note_vms(self) -> None:
-        """A daemon that starts writes its journal anew, without what has ended."""
+        """A daemon that starts writes its journal again, without what has ended."""
         self.vm_ids |= leftovers.vm_ids(self.state)
 
     # -- sight -----------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
-"""Guests that have booted before: each machine shape is booted once, stored, and started from the store afterwards.
+"""Guests that have booted before: each machine shape is booted once, stored, and started from the
+store afterwards.
 
-The stores are in `.cache/test-snapshots/HASH/SHAPE`, where `HASH` stands for all that made them: programs, image,
-QEMU and processor. A store is there whole or not at all. One process boots a shape while the others wait for it.
+The stores are in `.cache/test-snapshots/HASH/SHAPE`, where `HASH` stands for all that made them:
+programs, image, QEMU and processor. A store is there whole or not at all. One process boots a shape
+while the others wait for it.
 
-A VM that was started here differs from one that booted: its family is the snapshot's, its `vmid` is 1, and its first
-pages come from the store. A test whose subject is one of these calls `client.run`, which boots.
+A VM that was started here differs from one that booted. Its family is the snapshot's, its `vmid` is
+1, and its first pages come from the store. A test whose subject is one of these calls `client.run`,
+which boots.
 
-The files in a daemon's store are the same files as in the cache. A test that damages files must not start guests here.
+The files in a daemon's store are the same files as in the cache. A test that damages files must not
+start guests here.
 """
 
 from __future__ import annotations
@@ -122,7 +126,8 @@ def key(image: str) -> str:
 
 def link_into(store: Path, source: Path) -> None:
     """A daemon's store gets what another one has, by hard links where it can."""
-    # A daemon that runs may free chunks at any time that no descriptor names: look until all are there.
+    # A daemon that runs may free chunks at any time that no descriptor names: look until all are
+    # there.
     while _link_missing(store, source):
         pass
 

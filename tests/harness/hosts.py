@@ -27,7 +27,7 @@ def _ip(*arguments: str) -> bytes:
 
 
 class Hosts:
-    """So many hosts, each with an address that all others reach."""
+    """`count` hosts, each with an address that all others reach."""
 
     def __init__(self, count: int) -> None:
         for program in NEEDS:

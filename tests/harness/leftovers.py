@@ -1,14 +1,14 @@
 """What a daemon may leave behind when it ends: nothing.
 
-Several daemons run at a time, in this test process and in others. So each finding is attributed to the daemon that
-left it:
+Several daemons run at a time, in this test process and in others. So each finding is attributed to
+the daemon that left it:
 
-- a process by the mark in its environment (`VMFORK_OWNER`, the state folder). An orphan of this test process without
-  a mark counts for every daemon of it;
+- a process by the mark in its environment (`VMFORK_OWNER`, the state folder). An orphan of this
+  test process without a mark counts for every daemon of it;
 - a mount and a socket by its path, which is below the daemon's folder;
 - a cgroup by the id of its VM, which the daemon's journal names;
-- a file in /dev/shm by its owner, which is one of the users that the daemon runs QEMUs as. A new file of root's
-  counts for every daemon if its name says `vmfork`.
+- a file in /dev/shm by its owner, which is one of the users that the daemon runs QEMUs as. A new
+  file of root's counts for every daemon if its name says `vmfork`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 from . import processes
 
-#: Children of ours that `subprocess` waits for; everything else that becomes our child is an orphan.
+#: Children of ours that `subprocess` waits for; everything else that becomes our child is an
+#: orphan.
 started: dict[int, subprocess.Popen[bytes]] = {}
 
 MARK = "VMFORK_OWNER"
@@ -62,7 +63,8 @@ def _variables(pid: int) -> dict[str, str]:
 
 
 def processes_of(state: Path) -> list[processes.Process]:
-    """Live processes that the daemon of a state folder left, and orphans here that no daemon owns up to."""
+    """Live processes that the daemon of a state folder left, and orphans here that no daemon owns
+    up to."""
     # The daemon resolves the folder before it marks what it starts.
     ours = {str(state), os.path.realpath(state)}
     here = orphans()
@@ -76,7 +78,8 @@ def processes_of(state: Path) -> list[processes.Process]:
 
 
 def _is_daemon(process: processes.Process) -> bool:
-    """A `vmforkd` is told apart: a daemon may have been started by a program that another one marked."""
+    """A `vmforkd` is told apart: a daemon may have been started by a program that another one
+    marked."""
     return process.comm == "vmforkd" and process.pid in started
 
 
@@ -142,7 +145,8 @@ def any_daemon() -> bool:
 
 
 def vm_ids(state: Path) -> set[str]:
-    """The ids of VMs that a daemon has had since it started, by its journal and by their folders."""
+    """The ids of VMs that a daemon has had since it started, by its journal and by their
+    folders."""
     found: set[str] = set()
     try:
         journal = (state / "journal.jsonl").read_text(errors="replace")

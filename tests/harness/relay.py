@@ -51,7 +51,7 @@ async def relay(to: int, delay_s: float, port: int) -> None:
 
 
 def end_with_parent() -> None:
-    """The pipe's other end is closed when whoever started this is gone."""
+    """The pipe's other end is closed when the process that started this has ended."""
     sys.stdin.read()
     os._exit(0)
 

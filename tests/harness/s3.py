@@ -19,7 +19,7 @@ ACCESS = "tester"
 SECRET = "a secret of the tests"
 BUCKET = "snapshots"
 
-#: A program: a process of its own, so that it does not share a lock with whoever measures.
+#: A program: a process of its own, so that it does not share a lock with the process that measures.
 RELAY = Path(__file__).with_name("relay.py")
 
 #: Machines under load are slow.

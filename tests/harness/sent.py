@@ -1,4 +1,5 @@
-"""How the pages of clones on other hosts left their parent's host, and what hosts count of multicast."""
+"""How the pages of clones on other hosts left their parent's host, and what hosts count of
+multicast."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ READ = "sha256sum /dev/shm/data"
 
 
 def parent_of(cluster: Cluster) -> vmfork.VM:
-    """A VM on the first host, with such pages. It boots: bytes are counted, and a store's pages come another way."""
+    """A VM on the first host, with such pages. It boots: bytes are counted, and a store's pages
+    come another way."""
     vm = cluster.clients[0].run(cluster.image, name="web", memory_mib=256)
     vm.exec(f"head -c {DATA_MIB}M /dev/urandom > /dev/shm/data", check=True)
     return vm

@@ -17,8 +17,8 @@ pub struct ForkRequest {
     /// If not all of them fit, start none.
     #[serde(default)]
     pub all_or_nothing: bool,
-    /// Bound on the whole call, in ms; default 60000. Clones that are not ready by then are killed and
-    /// reported as errors.
+    /// Bound on the whole call, in ms; default 60000. Clones that are not ready by then are killed
+    /// and reported as errors.
     #[serde(default)]
     #[schema(minimum = 1, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,

@@ -20,7 +20,8 @@ impl Roster {
     /// Looks something up. Short, and without waiting for anything: handshakes wait meanwhile if
     /// somebody writes.
     pub fn read<T>(&self, look: impl FnOnce(&Membership) -> T) -> T {
-        // A panic in `change` may have lost that change; the book is whole between any two of its own steps.
+        // A panic in `change` may have lost that change; the book is whole between any two of its
+        // own steps.
         look(&self.0.read())
     }
 

@@ -1,5 +1,5 @@
-//! An image that comes from another host: file by file, out of sight, and there once all of it is
-//! what it was said to be.
+//! An image that comes from another host, file by file. It is invisible until all of it arrived and
+//! equals what the other host announced.
 
 use std::collections::BTreeSet;
 use std::fs::File;

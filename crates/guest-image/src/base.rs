@@ -1,6 +1,6 @@
-//! The base of an image: Debian's minimal system and the packages asked for, as a tar file, with
-//! the kernel's package beside it. Made by mmdebstrap, kept in the cache under the hash of what was
-//! asked for, so that the next image of that kind needs neither network nor the half minute.
+//! The base of an image: Debian's minimal system and the packages asked for, as a tar file. The
+//! kernel's package is beside it. mmdebstrap makes it. The cache keeps it under the hash of what
+//! was asked for. So the next image of that kind needs neither network nor the half minute.
 //!
 //! ```text
 //!   <cache>/base/HASH/{root.tar, kernel.deb, epoch}

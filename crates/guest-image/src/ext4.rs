@@ -12,8 +12,8 @@ use crate::tree::Size;
 
 const MKE2FS_MAX: Duration = Duration::from_secs(900);
 /// Same UUID and hash seed in every image, so that equal trees give equal bytes as far as mke2fs
-/// goes: one VM sees only one such file system. (Not even then quite: mke2fs 1.47.0 writes inode
-/// change times and takes folders in the host's order.)
+/// allows. One VM sees only one such file system. (The bytes still differ a little: mke2fs 1.47.0
+/// writes inode change times and takes folders in the host's order.)
 const UUID: &str = "766d666f-726b-4000-8000-726f6f746673";
 const INODE_BYTES: u64 = 256;
 /// Superblocks, bitmaps, folders that hash larger than on the host.
@@ -21,8 +21,8 @@ const SLACK_BYTES: u64 = 8 << 20;
 
 /// Make `to` from the tree in `from`, which measured `size`.
 ///
-/// Without a journal and checksums, since it is only ever read; with a few free inodes and blocks,
-/// since an empty reserve makes mke2fs fail and costs nothing in a sparse file.
+/// It has no journal and no checksums, since it is only read. It has a few free inodes and blocks:
+/// without a reserve mke2fs fails, and in a sparse file a reserve costs nothing.
 pub(crate) fn write(
     from: &Path,
     to: &Path,

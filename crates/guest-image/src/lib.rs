@@ -6,7 +6,8 @@
 //!               kernel        bzImage or ELF
 //!               initrd        newc archive: the agent as /init, kernel modules
 //!               root.img      ext4, read-only, shared by every VM
-//!   <store>/.tmp-NAME-PID-N/  a build or an arrival under way, locked; removed by the next one after a crash
+//!   <store>/.tmp-NAME-PID-N/  a build or an arrival in progress, locked;
+//!                             removed by the next one after a crash
 //!   <store>/.lock             held for the moments when names change
 //! ```
 //!
@@ -15,10 +16,13 @@
 //!        └► kernel package (unpacked) ─► modules ─► newc archive ───────────┴─► Store::commit
 //! ```
 //!
-//! Promises: an image is there whole or not at all, whatever dies when; a build that would yield
-//! what is there already does nothing; no file system is mounted; a cancelled build leaves neither
-//! processes nor files. Everything blocks, and every wait has a bound: call it from a thread that
-//! may wait.
+//! Promises:
+//!
+//! - An image exists whole or not at all, whichever process dies at whichever moment.
+//! - A build that would yield what exists already does nothing.
+//! - No file system is mounted.
+//! - A cancelled build leaves neither processes nor files.
+//! - Everything blocks, and every wait has a bound: call it from a thread that may wait.
 //!
 //! Left to others: what runs as `/init` (`vmfork-agent`), QEMU's own arguments (`vmfork-qemu`), who
 //! may remove an image in use (the daemon).

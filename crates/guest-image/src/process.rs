@@ -83,8 +83,9 @@ fn indent(tail: &[String]) -> String {
 }
 
 /// Run `command` to its end, handing each line of its stdout and stderr, mixed as they come, to
-/// `on_line`. The program gets a process group of its own, which is ended whole when `cancel` says
-/// so, when `limit` has passed, or when this function fails; and a signal when this thread dies.
+/// `on_line`. The program gets a process group of its own. All of it is ended when `cancel` says
+/// so, when `limit` has passed, or when this function fails. If this thread dies, the program gets
+/// a signal.
 ///
 /// # Errors
 /// See [`RunError`]; an exit code other than 0 is one.
@@ -97,8 +98,8 @@ pub(crate) fn run(
     start(command, &[], cancel, limit, on_line)
 }
 
-/// The same for a program that starts many others and mounts things: it gets process and mount
-/// namespaces of its own, so that when it ends, or we die, nothing of it goes on. Needs root.
+/// The same for a program that starts many others and mounts things. It gets process and mount
+/// namespaces of its own, so that nothing of it continues when it ends or we die. Needs root.
 ///
 /// # Errors
 /// See [`run`].

@@ -256,7 +256,7 @@ impl Store {
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     root: PathBuf,
-    /// Nobody else may look in.
+    /// Only its owner may look in.
     is_private: bool,
 }
 

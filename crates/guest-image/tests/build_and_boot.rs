@@ -1,5 +1,5 @@
 //! A minimal image, built from Debian's packages and booted under TCG, reaches its root file
-//! system; a second build has nothing to do, a third needs no network, and what fails leaves
+//! system. A second build has nothing to do, and a third needs no network. What fails leaves
 //! nothing behind.
 //!
 //! Takes a minute or two. Needs root, mmdebstrap, QEMU, a C compiler and, with a cold cache, the

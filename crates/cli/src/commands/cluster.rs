@@ -62,8 +62,8 @@ pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Resul
 const POOR_NAMES: [&str; 8] =
     ["localhost", "vm", "host", "server", "linux", "debian", "ubuntu", "guest"];
 
-/// Warns if the name of this host does not tell it from other hosts. `again`: the command that gives
-/// it another name.
+/// Warns if the name of this host does not tell it from other hosts. `again`: the command that
+/// gives it another name.
 fn warn_of_poor_name(printer: &Printer, info: &ClusterInfo, again: &str) {
     let here = info.hosts.iter().find(|host| Some(&host.id) == info.here.as_ref());
     let Some((name, flaw)) = here.and_then(|here| Some((&here.name, flaw(here, &info.hosts)?)))

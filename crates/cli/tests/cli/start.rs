@@ -91,7 +91,7 @@ fn without_a_daemon_and_leave_to_start_one_the_command_fails() {
     assert!(ran.stderr.starts_with(&format!("error: no daemon answers at {socket}\n")), "{ran:?}");
     assert!(ran.stderr.contains("  caused by: No such file or directory"), "{ran:?}");
     assert!(ran.stderr.contains("\nhint: start it with `vmfork daemon start`, "), "{ran:?}");
-    // A socket that nobody listens on any more is the same.
+    // A socket on which no process listens any more is the same.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let ran = run(command(state.path(), &["ps", "--no-start"]), b"");
     assert!(ran.stderr.contains("Connection refused"), "{ran:?}");
@@ -126,7 +126,7 @@ fn commands_at_once_start_one_daemon_and_stop_ends_it() {
     let starts = std::fs::read_to_string(install.state().join("starts")).unwrap();
     let stopped = install.run(&["daemon", "stop"]);
     assert_eq!((told, starts.lines().count()), (1, 1), "{starts}");
-    // It leads a session of its own, and nobody types into it.
+    // It leads a session of its own, and has no terminal.
     let words: Vec<&str> = starts.split_whitespace().collect();
     assert_eq!(words.len(), 2);
     assert_eq!(words[0], words[1], "{starts}");

@@ -143,7 +143,7 @@ fn ctrl_c_is_heard_while_standard_output_is_stuck() {
     for after_ms in [0, 0, 1, 2, 5, 10, 50] {
         let mut child =
             daemon.command(&["cp", "web:/big", "-"]).stdout(Stdio::piped()).spawn().unwrap();
-        // Nobody reads more than this.
+        // The test reads no more than this.
         let mut first = [0; 1];
         child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
         pause(Duration::from_millis(after_ms));
@@ -171,7 +171,7 @@ fn a_program_whose_output_is_stuck_is_left_like_any_other() {
     assert_eq!(ended(&mut child, "interrupted twice").code(), Some(130));
 }
 
-/// How a child ends whose output nobody reads.
+/// How a child ends whose output is not read.
 fn ended(child: &mut std::process::Child, after: &str) -> std::process::ExitStatus {
     let since = Instant::now();
     loop {
@@ -270,7 +270,7 @@ fn an_early_no_to_a_large_upload_is_what_the_user_reads() {
     let daemon = FakeDaemon::start();
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&big()).unwrap();
-    // Whoever wins the race between our next write and the daemon's answer.
+    // Our next write races with the daemon's answer; either may win.
     for _ in 0..10 {
         let ran = daemon.run(&["cp", file.path().to_str().unwrap(), "web:/no/such/folder"]);
         assert_eq!(ran.code, Some(1), "{ran:?}");

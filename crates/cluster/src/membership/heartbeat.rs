@@ -177,7 +177,8 @@ impl Membership {
         due.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// When the next heartbeat is to go, by the monotonic clock; `None` if there is nobody to send one to.
+    /// When the next heartbeat is to go, by the monotonic clock; `None` if there is no host to
+    /// send one to.
     #[cfg(test)]
     pub(crate) fn next_due(&self, now: Now) -> Option<Duration> {
         self.turns(now).map(|(at, _)| at).min()

@@ -214,7 +214,8 @@ impl Membership {
         it
     }
 
-    /// This process begins now: who was not heard since counts from here. Call it once, after a load.
+    /// This process begins now: who was not heard since counts from here. Call it once, after a
+    /// load.
     pub fn begin(&mut self, now: Now) {
         for peer in self.peers.values_mut() {
             *peer = Peer::new(now);

@@ -11,9 +11,11 @@ from typing import Any, BinaryIO, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
-#: Largest piece of a body, in bytes. The kernel takes a write to a unix socket that fits one of its
-#: buffers (48 KiB) whole or not at all. anyio 3.6, which httpx uses on Debian 12, repeats the
-#: beginning of a write that was taken in part, so that the daemon would get wrong bytes.
+#: Largest piece of a body, in bytes.
+#:
+#: One of the kernel's buffers for a unix socket has 48 KiB. The kernel takes a write that fits into
+#: one either whole or not at all. Version 3.6 of anyio, which httpx uses on Debian 12, repeats the
+#: beginning of a write that was taken in part. The daemon would then get wrong bytes.
 PIECE_BYTES = 32 * 1024
 
 

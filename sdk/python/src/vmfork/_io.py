@@ -1,4 +1,5 @@
-"""What the blocking client does with files, bodies and groups of VMs; :mod:`._async_io` is its twin.
+"""What the blocking client does with files, bodies and groups of VMs; :mod:`._async_io` is its
+twin.
 
 The two are written by hand: they differ in more than ``async`` and ``await``.
 """

@@ -19,7 +19,7 @@ use vmfork_api::{
 
 use super::routes::{Abandoned, Failure, Seen, Shared, failure, vm};
 
-/// What an export is: so many bytes of a pattern.
+/// Size of an export in bytes. Its bytes follow a pattern.
 const EXPORT_BYTES: usize = 3_000_000;
 
 pub(super) fn router() -> Router<Arc<Seen>> {

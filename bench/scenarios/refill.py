@@ -14,7 +14,7 @@ from harness import freepages, metrics
 from .. import world as w
 from ..cluster import Cluster, cluster, rest
 
-TITLE = "Memory that a clone on another host fills afresh"
+TITLE = "Memory that a clone on another host fills with new pages"
 
 #: Of the rounds of a run.
 SHARE = 0.2
@@ -29,7 +29,7 @@ def run(world: w.World) -> None:
         touch = w.put(vm, "touch")
         w.end_all(vm.fork(1, hosts=made.names(1)))  # pools learn the shape
         jobs = (("nothing", ["true"]), (f"fills {filled_mib} MiB", [touch, str(filled_mib)]))
-        for _ in world.rounds(f"{filled_mib} MiB afresh, first fork", share=SHARE):
+        for _ in world.rounds(f"{filled_mib} MiB of new pages, first fork", share=SHARE):
             for job, command in jobs:
                 fresh = world.run(made.clients[0], memory_mib=memory_mib, name="fresh")
                 w.put(fresh, "touch")
@@ -39,7 +39,7 @@ def run(world: w.World) -> None:
             if before != "never used":
                 vm.exec([touch, str(filled_mib)], check=True, timeout_s=300)
                 freepages.wait_until_reported(vm)
-            for _ in world.rounds(f"{filled_mib} MiB afresh, {before}", share=SHARE):
+            for _ in world.rounds(f"{filled_mib} MiB of new pages, {before}", share=SHARE):
                 for job, command in jobs:
                     _measure(world, made, vm, command, {"job": job, "memory": before, "fork": "later"})
 
@@ -53,14 +53,14 @@ def _measure(world: w.World, made: Cluster, vm: w.vmfork.VM, command: list[str],
     sent = made.sent_bytes() - sent
     served = metrics.Between(before, metrics.read(made.daemons[0]))
     series = world.figures.series
-    series("afresh_ms", **labels).add(took)
-    series("afresh_sent_MiB", **labels).add(sent / MIB)
+    series("refill_ms", **labels).add(took)
+    series("refill_sent_MiB", **labels).add(sent / MIB)
     rest_bytes = float(sent)
     for role in ("demand", "ahead"):
         pages = served.value("vmfork_transfer_bytes_total", side="served", role=role)
-        series("afresh_part_MiB", **labels, part=role).add(pages / MIB)
+        series("refill_part_MiB", **labels, part=role).add(pages / MIB)
         rest_bytes -= pages
     # What is told at the start (device state, page table, working set), heartbeats, headers of
     # packets.
-    series("afresh_part_MiB", **labels, part="other than pages").add(rest_bytes / MIB)
+    series("refill_part_MiB", **labels, part="other than pages").add(rest_bytes / MIB)
     w.end_all(fork)
