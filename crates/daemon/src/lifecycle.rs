@@ -63,7 +63,7 @@ pub struct Host {
     pub control: Arc<dyn Control>,
     /// What it is, or is to be, in a cluster.
     pub cluster: Option<Arc<Cluster>>,
-    /// Ends all VMs and writes down that they are nobody's loss. Called once, after the last request.
+    /// Ends all VMs and records that their end is no loss. Called once, after the last request.
     pub shutdown: BoxFuture<'static, ()>,
 }
 

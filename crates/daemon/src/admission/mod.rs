@@ -94,7 +94,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// That of a host with so many cores.
+    /// The limits of a host with this many cores.
     pub fn of(config: &Config, cores: usize) -> Self {
         Self {
             reserve_bytes: config.memory_reserve_bytes,
@@ -291,7 +291,8 @@ impl Admission {
         self.cache_in_place_of(message, missing_bytes, &[])
     }
 
-    /// The same in place of what was set aside before: once it is granted, that is for nobody any more.
+    /// The same in place of what was set aside before. Once this is granted, the former reservation
+    /// is released.
     ///
     /// # Errors
     /// As [`Admission::cache`]; what was set aside stays.

@@ -7,8 +7,9 @@
 //!      ended by the site ─────── with every heartbeat: which, and why ──► their VMs end
 //! ```
 //!
-//! What an earlier life of this daemon left, or an engine granted without saying so in time, is taken over, and is given back if
-//! nobody names it.
+//! Takes over what an earlier life of this daemon left, and what an engine granted without
+//! reporting it in time.
+//! It is given back if no host names it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -30,7 +31,7 @@ use crate::error::{chain, outcome};
 use crate::fork::Hold;
 use crate::vm::{End, Job};
 
-/// How long a job is kept that nobody seems to need: hosts name what they need every second.
+/// How long a job is kept that no host names. Hosts name what they need every second.
 const UNNEEDED_FOR: Duration = Duration::from_secs(5);
 /// The same for what an earlier life left: until all hosts have found this one again.
 const ADOPTED_FOR: Duration = Duration::from_secs(30);
@@ -74,7 +75,7 @@ struct State {
     over: BTreeMap<Job, String>,
     /// How many the engine is being asked for.
     asking: u32,
-    /// It is looked for some that nobody here knows.
+    /// A search for jobs that this host does not know is in progress.
     is_looking: bool,
     /// There may be more than is found now.
     look_again: bool,
@@ -164,8 +165,8 @@ impl State {
         self.asking == 0
     }
 
-    /// What the engine has and nobody here knows. → those that are new; `None`: look again, what is just being granted may be
-    /// among them.
+    /// Adopts jobs that the engine has and this host does not know. → those that are new.
+    /// `None`: look again, because a job that is just being granted may be among them.
     fn adopt(&mut self, now: Instant, jobs: BTreeSet<String>) -> Option<Vec<String>> {
         if self.asking > 0 || self.look_again {
             return None;
@@ -293,7 +294,8 @@ impl Jobs {
         Hold { job: Job { host: self.own.get(), id: held.job.clone() }, held }
     }
 
-    /// Take over what the engine has of this host's and nobody here knows: what an earlier life of this daemon left, too.
+    /// Takes over the engine's jobs for this host that are not known here, also those of an earlier
+    /// life of this daemon.
     pub(super) fn look(self: &Arc<Self>) {
         {
             let mut state = self.state();
@@ -358,7 +360,7 @@ impl Jobs {
         });
     }
 
-    /// End VMs whose job is over, and give back jobs that nobody needs.
+    /// Ends VMs whose job is over, and gives back jobs that no host needs.
     pub(super) fn tend(self: &Arc<Self>, core: &Arc<Core>, hosts: &Hosts) {
         let live = core.registry.live();
         let here = live.iter().filter_map(|vm| vm.identity.job.clone()).collect();

@@ -75,7 +75,8 @@ impl<K> Loans<K> {
         self.told.insert(host, Told { at: now, snapshots });
     }
 
-    /// What nobody needs any more. What a host tells that is no member any more does not count.
+    /// Removes and returns the loans that no borrower needs any more. Reports of hosts that are not
+    /// members any more do not count.
     pub(crate) fn expire(&mut self, now: Instant, is_member: impl Fn(u64) -> bool) -> Vec<K> {
         let counts = |host: u64, told: &Told| {
             is_member(host) && now.saturating_duration_since(told.at) < SILENCE

@@ -52,7 +52,7 @@ pub(super) struct Here<'a> {
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
     pub(super) arrivals: &'a Arrivals,
-    /// Where the pages of an image come from, of which there are so many.
+    /// The source of an image's pages, by its name and its number of pages.
     pub(super) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
 }
 

@@ -1,7 +1,7 @@
 //! The port for other hosts: TLS, members alone but for those who join, the REST API and what hosts ask each other.
 //!
-//! Whoever reaches the port is a stranger at first, and has one of few places, for a handshake or to join; a member's
-//! connection then takes one of the members'. See [`Strangers`].
+//! A new connection is a stranger. It has one of few places, for a handshake or to join.
+//! A member's connection then takes one of the members' places. See [`Strangers`].
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -84,7 +84,7 @@ fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
     }
 }
 
-/// How long finding what the VM had written took; `None` if nobody holds the image any more.
+/// How long finding what the VM had written took; `None` if the image is not held any more.
 fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
     let engine = core.engines().into_iter().find(|engine| engine.image().id() == image)?;
     Some(Duration::from_micros(engine.image().counters().derive_us.get()))

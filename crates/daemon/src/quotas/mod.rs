@@ -13,7 +13,7 @@ pub use vmfork_control::User;
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allowed {
-    /// So many VMs.
+    /// At most this many VMs.
     pub count: u32,
     pub user: User,
     /// What the user has on all hosts without those.

@@ -29,11 +29,11 @@ const CLUSTER_PAGES: u64 = 16;
 const RECORDINGS_MAX: usize = 2;
 /// A recording that its VM's end has cut short counts from this on: what a shorter one did not touch is not unused.
 const WORTH: Duration = Duration::from_secs(5);
-/// Touched in so many of the runs, a cluster belongs to the working set.
+/// A cluster that at least this share of the runs touched belongs to the working set.
 const FREQUENCY_MIN: f64 = 0.5;
 /// 1 GiB: a bound on what is loaded before anyone asks.
 const WORKING_SET_PAGES_MAX: u64 = 262_144;
-/// The stored working set is written anew when so many of a hundred of its pages are others.
+/// The stored working set is written again when more than this percentage of its pages has changed.
 const CHANGED_PERCENT: u64 = 10;
 /// How many clusters `profile show` tells.
 const SHOWN_MAX: usize = 1000;

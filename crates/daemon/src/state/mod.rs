@@ -163,7 +163,7 @@ impl State {
         make_folder(root, 0o711)?;
         let root = fs::canonicalize(root).map_err(failed("resolve", root))?;
         let lock = lock(&root)?;
-        // QEMUs get images as open files: nobody else has business there.
+        // QEMUs get images as open files: no other user needs access.
         make_folder(&root.join("images"), 0o700)?;
         make_folder(&root.join("snapshots"), 0o700)?;
         make_folder(&root.join("vms"), 0o711)?;
@@ -254,7 +254,7 @@ impl State {
         self.journal().append(Record::VmCreated { vm })
     }
 
-    /// A VM came to its end and is nobody's loss.
+    /// A VM came to its end, and that is no loss.
     pub fn vm_ended(&self, id: &str) {
         self.append(Record::VmEnded { id: id.to_owned() });
     }

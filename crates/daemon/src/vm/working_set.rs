@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::Demanded;
 
-/// 512 MiB: so much may be sent to a host that nobody there asked for.
+/// 512 MiB: at most this much is sent to a host where no VM asked for it.
 const PAGES_MAX: u64 = 131_072;
 
 /// Of one VM.
