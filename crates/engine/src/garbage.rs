@@ -31,8 +31,9 @@ fn collect_from(image: &HostImage) -> u64 {
     let presence = image.cache().presence();
     let mut freed_bytes = 0;
     for stretch in unneeded(image) {
-        // Nobody can come to need a page again that nobody needs: tables and homes are derived from those that
-        // there are. So nobody maps it, reads it or fills it while it goes.
+        // A page that no image needs can never be needed again: tables and homes are derived from
+        // existing ones.
+        // So no thread maps it, reads it or fills it while it is freed.
         for (_, piece) in stretch.by_block() {
             let pages = presence.count(piece);
             if pages == 0 {

@@ -259,8 +259,9 @@ impl HostImage {
         ancestors
     }
 
-    /// The engine has ended: nobody will derive from this image any more. Ancestors that only it knew go. (Of a
-    /// stored image, which may be served again, they stay.)
+    /// The engine has ended: no image will derive from this one any more. Ancestors that only it
+    /// knew are dropped.
+    /// (Ancestors of a stored image, which may be served again, stay.)
     pub(crate) fn retire(&self) {
         if self.is_stored() {
             return;
@@ -404,8 +405,8 @@ impl HostImage {
         }
     }
 
-    /// Read pages by the image's table, whoever owns them; nothing comes into a cache. From any thread, but not
-    /// after the engine of an image that was frozen here has ended.
+    /// Reads pages by the image's table, of any owner; nothing enters a cache.
+    /// From any thread, but not after the engine of an image that was frozen here has ended.
     ///
     /// # Errors
     /// [`PageLost`]; also while the table is not complete.
@@ -465,7 +466,7 @@ impl HostImage {
         })
     }
 
-    /// The same for pages that nobody waits for.
+    /// The same as a prefetch.
     ///
     /// # Errors
     /// [`PageLost`].

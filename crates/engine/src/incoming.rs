@@ -1,11 +1,12 @@
-//! What of an image is being brought in from afar though nobody waits for it: several engines that need it bring it once.
+//! The prefetches of an image from afar that are in flight: several engines that need a page fetch
+//! it once.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use vmfork_image::PageRange;
 
-/// Of one image, whoever brings it.
+/// Of one image, for all engines that fetch it.
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     runs: Mutex<Vec<PageRange>>,

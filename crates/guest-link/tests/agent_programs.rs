@@ -203,7 +203,7 @@ async fn whatever_is_dropped_is_cancelled_in_the_guest() {
     let (channel, message) = agent.message().await;
     assert!(matches!(message, ToGuest::Exec { .. }));
     assert_eq!(agent.message().await, (channel, ToGuest::Cancel));
-    // Late words about it are nobody's.
+    // Late messages about it belong to no session.
     agent.say(channel, &ToHost::Started { pid: 9 }).await;
     agent.stream(Kind::Stdout, channel, b"late", false).await;
 

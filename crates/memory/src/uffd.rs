@@ -26,7 +26,7 @@ const BATCH: usize = 32;
 /// What became of an attempt to install pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Installed {
-    /// So many bytes from the start were installed; whoever waited there has been woken.
+    /// This many bytes from the start were installed, and threads that waited there were woken.
     Bytes(u64),
     /// The first page has something installed already: its waiters still need a wake.
     AlreadyThere,

@@ -52,7 +52,7 @@ pub enum GuestRequest {
         vmid: Option<u32>,
         reply: Responder,
     },
-    /// Nobody waits for the answer to this request any more. It was delivered before.
+    /// No program waits for the answer to this request any more. It was delivered before.
     Abandon {
         request: RequestId,
     },
@@ -169,7 +169,7 @@ impl Responder {
         match &self.way {
             Way::Link { channel, commands } => {
                 if let Some(commands) = commands.upgrade() {
-                    // The link may have closed; then nobody waits.
+                    // The link may have closed. Then no program waits.
                     let _ = commands.send(Command::Reply { channel: *channel, reply, lease });
                 }
             }
@@ -205,7 +205,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of the host's own, which counts against nobody.
+    /// A message of the host's own, which counts against no guest's share.
     pub fn new(bytes: impl Into<Bytes>) -> Self {
         Self { pieces: vec![bytes.into()], lease: None }
     }

@@ -1,4 +1,4 @@
-//! How much of the messages that nobody has received yet may lie on this host, over all VMs.
+//! Limits the memory of messages that were not received yet on this host, over all VMs.
 //!
 //! ```text
 //!   a clone's link ──admit──► MailRoom of the parent ──► HostMail

@@ -1,4 +1,5 @@
-//! Forks of forks: what generations share, what they cost, and what goes when nobody needs it.
+//! Forks of forks: what generations share, what they cost, and what is freed when no image needs
+//! it.
 
 use std::sync::Arc;
 use std::time::Duration;

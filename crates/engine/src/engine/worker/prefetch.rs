@@ -23,7 +23,7 @@ const AHEAD_PAGES: u64 = 64;
 /// The name of what fetches all the rest.
 const HYDRATE: &str = "hydrate";
 
-/// The name of what is fetched before all other that nobody waits for.
+/// The name of the prefetch that comes before all others.
 const WORKING_SET: &str = "working set";
 
 /// The name of what was put in as a whole, a working set.
@@ -155,7 +155,7 @@ impl Worker {
         self.ahead.hydration = Some(Hydration { began: Instant::now(), rate, left });
     }
 
-    /// Somebody has put pages of an image into its cache: whoever waits for them goes on.
+    /// Pages of an image were put into its cache from outside: wakes the views that wait for them.
     pub(super) fn pages_came(&mut self, image: &Arc<HostImage>, range: PageRange) {
         // Of a store: faults that will find its pages there are counted as predicted.
         let is_served = image.id() == self.image.id()
@@ -171,7 +171,7 @@ impl Worker {
         self.wake_waiting(image, range, from, None);
     }
 
-    /// One fetch of what nobody waits for.
+    /// One prefetch.
     pub(super) fn prefetch_step(&mut self) {
         if let Some(fetch) = self.scheduler.next(unit_of(&self.image)) {
             return self.carry_out(&Arc::clone(&self.image), fetch);
