@@ -87,8 +87,8 @@ where
     run_until(config, start, notify, async move || signals.next().await).await
 }
 
-/// The same; `end` answers each time that the daemon is told to end. `notify` is where systemd
-/// wants to be told.
+/// The same; `end` answers each time that the daemon is asked to end. `notify` is the address for
+/// systemd's notifications.
 ///
 /// # Errors
 /// If the daemon can't be started.

@@ -45,7 +45,7 @@ pub enum Stage {
     CloneIdentity,
     /// Of a stored snapshot: descriptor, page table and device state read.
     Open,
-    /// Of a fork onto other hosts: from the end of the pause until all was ready that they are told.
+    /// Of a fork onto other hosts: from the end of the pause until all that they receive was ready.
     Describe,
     /// From there until a host had answered, of each.
     Away,

@@ -64,7 +64,8 @@ pub struct HostImage {
     /// Of an image that was not frozen here but stored.
     stored: Option<Arc<dyn PageSource>>,
     sealed: OnceLock<(PageTable, Homes)>,
-    /// The images that the table or the homes name, without this one; while somebody may derive from it.
+    /// The images that the table or the homes name, without this one; while another image may
+    /// derive from it.
     ancestors: Mutex<Ancestors>,
     /// Of every engine that ever served this image or one that descends from it.
     needed_by: Mutex<Vec<Weak<Reach>>>,
@@ -358,7 +359,7 @@ impl HostImage {
         costs
     }
 
-    /// Whether somebody holds this image's own engine.
+    /// Whether this image's own engine is held.
     pub(crate) fn has_engine(&self) -> bool {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)
     }
@@ -519,7 +520,8 @@ impl HostImage {
         })
     }
 
-    /// Several of them, all where the image is read from. `done` is told of each once, with its place.
+    /// Several of them, all where the image is read from. `done` is called for each once, with its
+    /// place.
     pub(crate) fn read_far_ahead(
         &self,
         ranges: &[PageRange],
@@ -549,7 +551,8 @@ impl HostImage {
         });
     }
 
-    /// Have bytes of its own pages that came from elsewhere in its cache. That there is no room for them is the host's affair.
+    /// Keeps bytes of its own pages that came from elsewhere in its cache. If the cache has no
+    /// room, the host handles that.
     pub(crate) fn keep(&self, run: PageRange, bytes: &[u8]) -> bool {
         let kept = self.cache.add(run, bytes);
         kept.inspect_err(|error| tracing::warn!(image = %self.id, %run, %error, "keep what came"))

@@ -199,7 +199,7 @@ impl Fetches {
         }
     }
 
-    /// The fetch that is under way; if there is none, a new one, and whether it is that.
+    /// The fetch in progress; if there is none, a new one, and whether it is new.
     fn join(&self, root_blake3: &str, make: impl FnOnce() -> Fetch) -> (Shared<Fetch>, bool) {
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         under_way.retain(|_, fetch| fetch.upgrade().is_some());
@@ -208,7 +208,7 @@ impl Fetches {
             return (fetch, false);
         }
         let fetch = make().shared();
-        // It goes on without those who wait.
+        // It continues without its waiters.
         tokio::spawn(timeout(WAIT_MAX, fetch.clone()));
         under_way.extend(fetch.downgrade().map(|weak| (root_blake3.to_owned(), weak)));
         (fetch, true)

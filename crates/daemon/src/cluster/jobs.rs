@@ -1,4 +1,5 @@
-//! Jobs of an engine that holds nodes for clones: a job lasts as long as somebody needs it, and its clones no longer than it.
+//! Jobs of an engine that holds nodes for clones: a job lasts as long as a host needs it, and its
+//! clones no longer than it.
 //!
 //! ```text
 //!   the host that forks                                    hosts of its clones
@@ -38,7 +39,8 @@ const ADOPTED_FOR: Duration = Duration::from_secs(30);
 /// How often the engine is asked whether a job still holds its nodes, and, while it does not answer, for the jobs that an
 /// earlier life left.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
-/// How long the others are told that a job has ended: longer than any order to start its clones takes.
+/// How long the other hosts are notified that a job has ended: longer than any order to start its
+/// clones takes.
 const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
 /// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
 const LEAVE_FOR: Duration = Duration::from_secs(600);
@@ -250,7 +252,8 @@ pub(super) fn allocator(cluster: &Cluster, own: HostId) -> Arc<dyn Allocator> {
 }
 
 impl Jobs {
-    /// Have an engine hold nodes for clones, if there is one: as long as somebody needs them. `views`: the hosts that may be asked.
+    /// Have an engine hold nodes for clones, if there is one: as long as they are needed. `views`:
+    /// the hosts that may be asked.
     ///
     /// # Errors
     /// It has none, or can't be asked; `message` says what for.
@@ -260,7 +263,8 @@ impl Jobs {
         views: &[HostView],
         message: &str,
     ) -> Result<Option<Hold>, ErrorBody> {
-        // By itself, so that a job that is granted to somebody who has gone away is given back as any other.
+        // In a task of its own, so that a job granted to a client that has disconnected is given
+        // back as any other.
         let (jobs, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
         let text = message.to_owned();
         let task = tokio::spawn(async move {

@@ -30,11 +30,11 @@ use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
-/// How often it is looked whose turn for a heartbeat it is.
+/// Heartbeat tick.
 const TICK: Duration = Duration::from_millis(250);
 /// Every this many ticks, the memory for pending pages is checked.
 const MEMORY_TICKS: u64 = 8;
-/// Heartbeats under way at a time.
+/// Heartbeats in flight at a time.
 const BEATS_MAX: usize = 64;
 /// How long who leaves tries to tell the others.
 const FAREWELL: Duration = Duration::from_secs(5);

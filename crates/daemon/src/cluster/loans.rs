@@ -5,8 +5,10 @@
 //! [`super::arrivals`]). A loan lasts while it is sent, for [`FRESH`] after that, and while anybody tells of it; a host that is
 //! silent is taken at its last word for [`SILENCE`], so that a partition that heals costs nothing.
 //!
-//! What a loan keeps includes the arrival that the snapshot itself came of. So an older snapshot is kept as long as a younger one
-//! that has pages of it, and never the other way round: no two hosts can keep each other's for ever.
+//! What a loan keeps includes the arrival that the snapshot itself came of.
+//! So an older snapshot is kept as long as a younger one that has pages of it, and never the other
+//! way round.
+//! No two hosts can keep each other's forever.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

@@ -65,7 +65,7 @@ impl Strangers {
         }
     }
 
-    /// A place; or when somebody will make room.
+    /// A place; or the time when one will be free.
     fn try_enter(self: &Arc<Self>, now: Instant) -> Result<Stranger, Instant> {
         let mut open = self.open();
         if open.places.len() >= self.most

@@ -41,7 +41,8 @@ const LOOKS: [Duration; 4] = [
     Duration::from_secs(15),
     Duration::from_secs(60),
 ];
-/// Most runs that are told, 1 MB. Of a clone with more nothing is: half of them would be taken for all.
+/// Most runs that are reported, 1 MB. A clone with more reports none: half of them would be taken
+/// for all.
 const RUNS_MAX: usize = 65_536;
 const TELL_WAIT: Duration = Duration::from_secs(10);
 
@@ -63,7 +64,8 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// What it has touched. `view`: the VM's own now. After a freeze it is another, whose pages are touched anew.
+    /// What it has touched. `view`: the VM's own now. After a freeze it is another, whose pages are
+    /// touched again.
     fn look(&self, view: Option<ViewId>) -> Option<Vec<PageRange>> {
         (view.is_some() && view == self.view).then(|| self.scan.touched().ok()).flatten()
     }

@@ -117,8 +117,8 @@ pub(crate) struct Parts {
 }
 
 impl Core {
-    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who wants a VM
-    /// is told.
+    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` reports that, and each
+    /// request for a VM fails with it.
     pub(crate) async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups, keeper, life } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {

@@ -28,7 +28,7 @@ use super::Core;
 use crate::admission::{Admission, ForkAsk, ForkGrant};
 use crate::quotas::{Allowed, User};
 
-/// What has ended on a host is told within it.
+/// What has ended on a host is reported within this time.
 pub(crate) const TOLD_WITHIN: Duration = Duration::from_millis(400);
 
 /// The host that counts what a user has on all hosts.
@@ -126,7 +126,8 @@ impl Quotas {
         Tally { life: self.life, number: state.number, users, asking }
     }
 
-    /// Those who have less here by now than their keepers were told: these should hear of it soon.
+    /// Users that have less here by now than their keepers know: the keepers should be notified
+    /// soon.
     pub(crate) fn shrunk(&self, admission: &Admission) -> Vec<User> {
         let mut state = self.state();
         if state.given.is_empty() {

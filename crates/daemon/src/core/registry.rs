@@ -32,7 +32,7 @@ struct Inner {
     next_fork: u64,
 }
 
-/// A fork under way.
+/// A fork in progress.
 #[derive(Debug)]
 struct Fork {
     /// The VM that is forked, and those that it descends from.
@@ -41,7 +41,7 @@ struct Fork {
     over: CancellationToken,
 }
 
-/// Says that a fork is under way, until dropped: then all VMs that it has made are listed.
+/// Marks a fork as in progress until dropped: then all VMs that it has made are listed.
 #[derive(Debug)]
 pub(crate) struct UnderWay {
     registry: Arc<Registry>,
@@ -62,7 +62,8 @@ impl Drop for UnderWay {
 pub(crate) struct Family {
     /// Those that live, in the order in which they began.
     pub(crate) vms: Vec<Arc<Vm>>,
-    /// Forks that were under way, and have been told to give up: each is cancelled when its fork is over.
+    /// Forks that were in progress, and were asked to give up: each is cancelled when its fork is
+    /// over.
     pub(crate) forks: Vec<CancellationToken>,
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct Brood {
     pub(crate) snapshot: Arc<Snapshot>,
     pub(crate) began: Instant,
     pub(crate) deadline: Instant,
-    /// The ticket behind it, and who is told what becomes of each.
+    /// The ticket behind it, and what is notified of the fate of each.
     pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) given_up: CancellationToken,
 }

@@ -58,7 +58,7 @@ pub(crate) struct Order {
     pub(crate) timeout: Duration,
     /// Memory that was set aside for it; it is lent back if nothing was forked.
     pub(crate) memory: Option<Loan>,
-    /// The ticket behind it, and who is told what becomes of each clone.
+    /// The ticket behind it, and what is notified of the fate of each clone.
     pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) placement: Placement,
 }
@@ -139,7 +139,7 @@ pub(crate) async fn run(
     outcome(task, message(parent)).await
 }
 
-/// Wait until no other freeze of the VM goes on, for as long as somebody wants this one.
+/// Wait until no other freeze of the VM is in progress, for as long as this one is wanted.
 async fn turn<'a>(
     parent: &'a Vm,
     wanted: freeze::Wanted<'_>,

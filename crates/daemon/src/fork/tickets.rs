@@ -29,7 +29,8 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 /// What the task of one VM hears.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// A worker of this VM's tickets asks, in clone `vm`: `sf_exit` and `sf_send` are the parent's affair.
+    /// A worker of this VM's tickets asks, in clone `vm`. The parent answers `sf_exit` and
+    /// `sf_send`.
     Worker { ticket: u64, vm: u32, request: GuestRequest },
     /// How many places there are for a ticket's clones, on all hosts.
     Allocated { ticket: u64, allotted: Allotted },
@@ -45,7 +46,7 @@ pub(crate) enum Event {
     Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
 }
 
-/// Which ticket makes clones, and who is told what becomes of them.
+/// Which ticket makes clones, and what is notified of their fate.
 #[derive(Debug, Clone)]
 pub(crate) struct TicketOrigin {
     pub(crate) ticket: u64,

@@ -28,7 +28,7 @@ pub enum GroupPages {
     Lacking,
     /// Sent, and not for the first time.
     Resent,
-    /// Asked for again and again, in vain.
+    /// Asked for again and again without success.
     GivenUp,
     /// Came, needed or not.
     Heard,

@@ -1,6 +1,6 @@
 //! What users may have on all hosts together: who they are, the settings, and what a quota leaves of what is asked for.
 //!
-//! Left to others: whose turn it is to get more (`core`), and what is counted.
+//! Left to others: which request is next (`core`), and what is counted.
 
 mod parse;
 

@@ -42,7 +42,8 @@ pub(crate) struct Opened {
     memory: Mutex<Option<Lease>>,
 }
 
-/// The right to load a working set: somebody else's again when it is dropped, unless it was loaded whole.
+/// The right to load a working set. Its drop frees it for another caller, unless the set was loaded
+/// whole.
 #[derive(Debug)]
 pub(super) struct WorkingSetClaim {
     opened: Weak<Opened>,
@@ -70,7 +71,7 @@ impl Drop for WorkingSetClaim {
 }
 
 impl Opened {
-    /// The caller is to load the working set, unless somebody does, or has.
+    /// The caller must load the working set, unless another does, or has.
     pub(super) fn claim_working_set(self: &Arc<Self>) -> Option<WorkingSetClaim> {
         let is_mine = !self.working_set.swap(true, Ordering::Relaxed);
         is_mine.then(|| WorkingSetClaim { opened: Arc::downgrade(self), is_loaded: false })

@@ -138,7 +138,7 @@ enum Next {
     /// Nothing is missing.
     Over,
     Look,
-    /// Begin anew with what is missing, and look again then.
+    /// Begin again with what is missing, and look again then.
     Retry {
         after: Duration,
     },

@@ -65,7 +65,7 @@ pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Opt
             break;
         }
         let touched = tokio::task::block_in_place(|| scan.touched());
-        // After a freeze its memory is mapped anew: what it touches now is another snapshot's.
+        // After a freeze its memory is mapped again: what it touches now is another snapshot's.
         let Ok(touched) = touched else { break };
         if machine.view_id() != view {
             break;
@@ -188,7 +188,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// A profile that can't be read is begun anew: it is a help and no more.
+    /// A profile that cannot be read is begun again: it is a help and no more.
     fn profile(&self, name: &str, pages: u64) -> Result<Profile, SnapshotError> {
         let new = || Profile::new(pages, CLUSTER_PAGES).map_err(SnapshotError::Profile);
         let stored = match self.store.profile(name) {
@@ -243,7 +243,7 @@ impl Snapshots {
     }
 }
 
-/// Whether a working set is worth storing anew: both are in page order.
+/// Whether a working set is worth storing again: both are in page order.
 fn differs(there: &[PageRange], wanted: &[PageRange]) -> bool {
     let pages = |runs: &[PageRange]| runs.iter().map(PageRange::len).sum::<u64>();
     let mut common = 0;

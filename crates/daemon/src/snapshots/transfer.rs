@@ -54,7 +54,7 @@ pub(crate) fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, E
     Ok(out)
 }
 
-/// A client at the other end of a stream, who may do nothing for ever.
+/// A client at the other end of a stream, which may do nothing forever.
 struct Peer {
     runtime: Handle,
     work: Arc<Work>,

@@ -17,8 +17,8 @@
 //! but not yet written down), removes its folders, and remembers which VMs were lost. The holder
 //! has another mark and is in no journal, since it outlives daemons.
 //!
-//! Promises: no two daemons on one folder; nothing is killed that was not ours; a folder that is
-//! somebody else's is left as it is.
+//! Promises: no two daemons on one folder; only our own processes are killed; another user's folder
+//! is left as it is.
 
 mod journal;
 mod process;
@@ -517,7 +517,7 @@ mod tests {
             fs::write(state.create_vm_folder(id).expect("folder").join("log"), "x").expect("write");
         }
         state.vm_ended("b");
-        // One that was written down, one that was not yet, one that is somebody else's.
+        // One that was recorded, one that was not yet, one that is not ours.
         let (mut known, mut marked, mut other) =
             (sleeper(None), sleeper(Some(&state)), sleeper(None));
         state.process_started(Some("a"), ProcessKind::Qemu, known.id()).expect("append");
@@ -535,7 +535,7 @@ mod tests {
         other.wait().expect("wait");
         assert!(!state.vm_folder("a").exists());
 
-        // Told until somebody says that they know.
+        // Reported until a caller confirms it.
         drop(state);
         let (state, recovery) = open(folder.path());
         assert!(recovery.lost.is_empty());

@@ -393,7 +393,7 @@ impl Vm {
             first
         });
         if first {
-            // Before all else: who waits for something of its QEMU's waits no longer.
+            // Before all else: it ends every wait for something of its QEMU's.
             if let Some(machine) = self.machine() {
                 machine.process.kill();
             }
@@ -545,7 +545,7 @@ mod tests {
         let vm = Vm::new(test_identity("web", None), log, None, None);
         let machine = fake::machine(&folder.path().join("state")).await;
         vm.set_machine(Arc::clone(&machine));
-        // Somebody waits for its keeper, and has its memory locked.
+        // Another process waits for its keeper, and has its memory locked.
         let (locked_tx, locked) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
         let stuck = Arc::clone(&machine);

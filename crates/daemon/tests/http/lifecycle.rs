@@ -75,7 +75,7 @@ async fn answers(socket: &Path) {
     panic!("nobody answers on {}", socket.display());
 }
 
-/// `run_until` is one task's affair.
+/// `run_until` belongs to one task.
 async fn locally(test: impl Future<Output = ()>) {
     tokio::task::LocalSet::new().run_until(test).await;
 }

@@ -31,10 +31,12 @@ use crate::fill;
 use crate::host_image::{HostImage, PageLost};
 use crate::reader::Waker;
 
-/// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
+/// At most this many threads per batching source: one waits for its reply while the next batch
+/// fills.
 const TOGETHER_MAX: usize = 2;
 
-/// How many fetches that views wait for are queued or under way, for who would get in their way.
+/// Counts the demand reads that are queued or in flight, so that other reads can stay out of their
+/// way.
 #[derive(Debug, Default)]
 pub(super) struct Demand {
     fetches: Mutex<usize>,
@@ -117,7 +119,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Queue {
     demand: VecDeque<(Job, Demanded)>,
-    /// Of each owner; whose turn is longest ago first.
+    /// Of each owner; the owner that was served longest ago is first.
     ahead: Vec<Line>,
     /// How many threads have some of that.
     ahead_running: usize,

@@ -41,7 +41,7 @@ impl PageSource for Hangs {
     }
 }
 
-/// What an engine is told.
+/// The notices that an engine receives.
 struct Heard(Receiver<Told>);
 
 impl Heard {

@@ -101,7 +101,7 @@ enum Command {
     AllowPrefetch {
         allow: bool,
     },
-    /// Somebody else has put pages into the cache of an image.
+    /// Pages were put into the cache of an image from outside this engine.
     PagesCame {
         image: Arc<HostImage>,
         range: PageRange,
@@ -121,7 +121,7 @@ pub struct Engine {
     demand: Arc<Demand>,
 }
 
-/// How far an engine has come; for those who wait.
+/// How far an engine has come; for waiters.
 #[derive(Debug, Default)]
 struct Progress {
     reached: Mutex<Reached>,
@@ -409,8 +409,8 @@ impl Engine {
         self.send(Command::AddView { id, view })
     }
 
-    /// The view's faults are this engine's affair no more, from the return of this on. → the view, for as long
-    /// as what it maps must stay.
+    /// The engine does not serve the view's faults any more, from the return of this on.
+    /// → the view, for as long as what it maps must stay.
     ///
     /// # Errors
     /// The engine has ended, or does not answer.

@@ -187,7 +187,7 @@ impl Worker {
                 let began = Instant::now();
                 self.background_step();
                 self.pace.stepped(began, Instant::now());
-                // What failed together is tried alone, for those who wait.
+                // What failed together is tried alone, for its waiters.
                 self.fetch_demand();
             }
         }
@@ -289,7 +289,7 @@ impl Worker {
 
     fn add_view(&mut self, id: ViewId, view: View) {
         let added = self.poller.add(id, view.faults_fd());
-        // Faults that another engine read, and left, are raised anew.
+        // Faults that another engine read, and left, are raised again.
         view.wake(PageRange::first(self.image.pages()));
         self.views.insert(id, view);
         if let Phase::Failed { reason } = &self.phase {
@@ -373,7 +373,7 @@ impl Worker {
             } else if self.scheduler.background_done() {
                 self.drain.on_copied(&self.image, self.scheduler.table());
             } else {
-                // As much is under way as may be.
+                // As much is in flight as is allowed.
                 self.drain.is_held_up = true;
             }
             if self.drain.stage == Stage::Incomplete {

@@ -78,7 +78,7 @@ pub(super) struct Driver {
     pings: Vec<(u64, Answer<()>)>,
     identity: Option<Answer<()>>,
     prepare: Option<(u64, Answer<Inheritance>)>,
-    /// Of the fork under way: set when the guest speaks before it may.
+    /// Of the fork in progress: set when the guest speaks before it may.
     broken: Arc<AtomicBool>,
     /// The guest is prepared; QEMU may still have something to read.
     prepared: bool,

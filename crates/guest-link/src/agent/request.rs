@@ -210,7 +210,7 @@ impl Message {
         Self { pieces: vec![bytes.into()], lease: None }
     }
 
-    /// One that counts against somebody as long as `lease` lives.
+    /// A message that counts against a share as long as `lease` lives.
     pub fn held(pieces: Vec<Bytes>, lease: Lease) -> Self {
         Self { pieces, lease: Some(lease) }
     }

@@ -271,7 +271,7 @@ impl<R, M> TicketBook<R, M> {
         vec![Action::StartClones { ticket: number, vms }]
     }
 
-    /// Who waits for `sf_clone` of this ticket, which is being carried out for him.
+    /// The waiter for `sf_clone` of this ticket, which is being carried out.
     pub fn cloner(&self, number: u64) -> Option<&R> {
         match &self.tickets.get(&number)?.state {
             State::Starting { reply } => Some(reply),
@@ -279,7 +279,8 @@ impl<R, M> TicketBook<R, M> {
         }
     }
 
-    /// For whose messages somebody waits: the ticket and the worker, or any of the ticket.
+    /// The workers for whose messages the parent waits: the ticket and the worker, or any of the
+    /// ticket.
     pub fn wanted(&self) -> BTreeSet<(u64, Option<u32>)> {
         let of_ticket = |(number, ticket): (&u64, &Ticket<R, M>)| {
             ticket.mailbox.wanted().map(|of| (*number, of)).collect::<Vec<_>>()
@@ -531,7 +532,8 @@ impl<R, M> TicketBook<R, M> {
         self.tickets.values().any(|ticket| !ticket.all_ended())
     }
 
-    /// Some workers have ended: answer those who wait in vain, and those who waited for that.
+    /// Some workers have ended: answer the receivers that cannot succeed any more, and the joins
+    /// that waited for that.
     fn workers_ended(&mut self, number: u64) -> Vec<Action<R, M>> {
         let Some(mut ticket) = self.tickets.remove(&number) else { return Vec::new() };
         let all_ended = ticket.all_ended();

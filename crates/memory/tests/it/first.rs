@@ -70,7 +70,7 @@ impl PageSource for First {
     }
 }
 
-/// The engine may have other things to do: here it tells of another VM that is lost, to somebody who takes his time.
+/// The engine may have other work: here it reports another lost VM to a slow listener.
 #[test]
 fn who_waits_for_it_does_not_wait_for_the_engine() {
     needs_userfaultfd!();

@@ -200,7 +200,7 @@ fn own_here(image: &HostImage) -> Vec<PageRange> {
     runs
 }
 
-/// A fork under way is in no list of live VMs.
+/// A fork in progress is in no list of live VMs.
 #[test]
 fn garbage_collection_spares_engines_that_it_was_not_told_of() {
     needs_userfaultfd!();

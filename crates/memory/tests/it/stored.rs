@@ -51,7 +51,7 @@ impl Fake {
         Arc::new(Self { content, mood, under_way, changed, pages_read: AtomicU64::new(0) })
     }
 
-    /// Until a read of it is under way.
+    /// Until a read of it is in flight.
     fn await_read(&self) {
         let under_way = self.under_way.lock().expect("not poisoned");
         let outcome = self.changed.wait_timeout_while(under_way, SECONDS, |count| *count == 0);
@@ -418,7 +418,7 @@ fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_fo
     let (engine, _) = serve(&image.expect("opened"));
     engine.hydrate(NonZeroU64::MAX);
     let deadline = Instant::now() + SECONDS;
-    // Two threads hang; eight pieces are under way.
+    // Two threads hang; eight pieces are in flight.
     while *source.ahead.lock().expect("not poisoned") < 2 {
         assert!(Instant::now() < deadline, "nothing is brought ahead");
         std::thread::park_timeout(Duration::from_millis(1));
@@ -531,7 +531,7 @@ fn what_was_put_in_before_is_fetched_by_nobody() {
     assert_eq!(vm.sums(0, PAGES), expected);
 }
 
-/// Also for those who wait for them already.
+/// Also for threads that wait for them already.
 #[test]
 fn what_is_put_in_wakes_who_waits() {
     needs_userfaultfd!();

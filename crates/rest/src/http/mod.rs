@@ -210,7 +210,7 @@ pub fn router(app: App) -> Router {
         .with_state(app)
 }
 
-/// The same for those who send `Authorization: Bearer TOKEN`.
+/// The same for clients that send `Authorization: Bearer TOKEN`.
 pub fn router_with_token(app: App, token: Token) -> Router {
     router(app).layer(from_fn_with_state(Arc::new(token), auth::require))
 }

@@ -22,7 +22,7 @@ struct World {
     address: SocketAddr,
     member: Peer,
     callers: Arc<Callers>,
-    /// For somebody who wants to join.
+    /// For a host that wants to join.
     newcomer: Newcomer,
     stop: watch::Sender<bool>,
 }

@@ -6,9 +6,10 @@
 //!     └── kill, answers ──►                                   └──► answers, ends of VMs
 //! ```
 //!
-//! A line is of one order to start clones: one ticket, one host. What a clone's programs ask (`sf_send`, `sf_exit`) and that it has
-//! ended goes to the parent's host and is the parent's affair there, as if the clone were there; answers, and that it is to
-//! end, come back.
+//! A line is of one order to start clones: one ticket, one host.
+//! The requests of a clone's programs (`sf_send`, `sf_exit`) and the clone's end go to the parent's
+//! host.
+//! It handles them as if the clone were there. Answers come back, and the order to end.
 //!
 //! Promises: messages arrive once and in order, whatever is lost on the way ([`line`]).
 //! A host is lost if it is silent for 20 s, is no member any more or has forgotten the line.

@@ -97,7 +97,8 @@ impl Both {
     }
 }
 
-/// A message's allowance, and who waits for the answer to it: says so when it is given back, or answered.
+/// A message's allowance, and the waiter for its answer: reports when it is given back, or
+/// answered.
 #[derive(Debug)]
 struct Told(mpsc::UnboundedSender<&'static str>);
 

@@ -42,7 +42,7 @@ pub(super) struct Ahead {
     /// Faults predict what else is fetched.
     predicts: bool,
     hydration: Option<Hydration>,
-    /// As much as may be is under way: hydration goes on when something of it has come.
+    /// As much is in flight as is allowed: hydration continues when some of it has arrived.
     is_held_up: bool,
     /// The source of what is missing had rather wait.
     not_before: Option<Instant>,
@@ -183,7 +183,7 @@ impl Worker {
         if let Some((fetch, image)) = other {
             return self.carry_out(&image, fetch);
         }
-        // Until a fault teaches a policy something, or what is under way has arrived.
+        // Until a fault teaches a policy something, or a fetch in flight has arrived.
         self.ahead.may_have_more = false;
         self.hydrate_some();
     }
@@ -326,7 +326,7 @@ impl Worker {
         }
     }
 
-    /// A fetch has come to its end: tell who waits. `from`: where the pages were, if not on this host.
+    /// A fetch has ended: notify its waiters. `from`: where the pages were, if not on this host.
     pub(super) fn settle(
         &mut self,
         image: &Arc<HostImage>,
@@ -373,7 +373,7 @@ impl Worker {
         }
     }
 
-    /// Pages are there: who waits goes on, or does so since `at`.
+    /// Pages are present: their waiters continue, or have done so since `at`.
     fn wake_waiting(
         &mut self,
         image: &Arc<HostImage>,

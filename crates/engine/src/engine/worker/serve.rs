@@ -308,7 +308,8 @@ impl Worker {
         view.counters.zero.add(1);
     }
 
-    /// Bring pages into the cache of an image, and tell who waits for them; at once, or when they have come.
+    /// Bring pages into the cache of an image, and notify their waiters; at once, or when they have
+    /// arrived.
     pub(super) fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
         if self.send_for(image, fetch) {
             return;

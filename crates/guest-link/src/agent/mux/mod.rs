@@ -219,7 +219,8 @@ impl Mux {
     }
 
     /// Whether more should be read. A guest that does not fetch its answers is not asked for more
-    /// questions; but while a fork is under way it must be heard.
+    /// questions.
+    /// But while a fork is in progress it must be heard.
     pub(crate) fn wants_bytes(&self) -> bool {
         self.answer_bytes < UNREAD_BYTES_PAUSE || !matches!(self.hold, Hold::Open)
     }
