@@ -41,7 +41,7 @@ pub trait Control: SnapshotControl {
     fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()>;
     fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed>;
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply>;
-    /// Start a program. `stdin_base64` and `timeout_ms` of the request are the caller's affair.
+    /// Start a program. The caller applies `stdin_base64` and `timeout_ms` of the request.
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession>;
     fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream>;
     /// `content` yields the bytes; dropping its sender without an `Err` is the end of the file; an

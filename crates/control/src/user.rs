@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub enum User {
     /// Whose process asked on the unix socket.
     Uid(u32),
-    /// Whoever has the token, over TCP.
+    /// Any client with the token, over TCP.
     Token,
 }
 

@@ -6,9 +6,11 @@
 //!   └── vm-ID/                memory.max, memory.oom.group = 1, and one QEMU
 //! ```
 //!
-//! A QEMU comes in when it becomes a VM's, having come up (some 30 MB) elsewhere. Its keeper stays outside: it has no
-//! memory but the QEMU's, which counts where the QEMU is, and the kernel kills whoever shares the memory of one that
-//! it kills. So an ended VM's cgroup can go at once, though the keeper still holds pages for its clones.
+//! A QEMU enters the cgroup when it becomes a VM's. It started elsewhere, which took some 30 MB.
+//! Its keeper stays outside. It has no memory but the QEMU's, which counts where the QEMU is.
+//! The kernel also kills each process that shares the memory of one that it kills.
+//! So an ended VM's cgroup can be removed at once, though the keeper still holds pages for its
+//! clones.
 //!
 //! The limit is a net below admission ([`crate::admission`]), which decides what fits: a VM whose
 //! QEMU runs wild is killed, not the host. It is twice the guest's memory and 256 MiB, since a

@@ -63,7 +63,7 @@ pub struct Host {
     pub control: Arc<dyn Control>,
     /// What it is, or is to be, in a cluster.
     pub cluster: Option<Arc<Cluster>>,
-    /// Ends all VMs and writes down that they are nobody's loss. Called once, after the last request.
+    /// Ends all VMs and records that their end is no loss. Called once, after the last request.
     pub shutdown: BoxFuture<'static, ()>,
 }
 
@@ -87,8 +87,8 @@ where
     run_until(config, start, notify, async move || signals.next().await).await
 }
 
-/// The same; `end` answers each time that the daemon is told to end. `notify` is where systemd
-/// wants to be told.
+/// The same; `end` answers each time that the daemon is asked to end. `notify` is the address for
+/// systemd's notifications.
 ///
 /// # Errors
 /// If the daemon can't be started.

@@ -1,8 +1,9 @@
 //! What the daemon counts, for Prometheus (`GET /metrics`).
 //!
-//! Whoever does a thing says so by a method of [`Metrics`]; what is better looked up than kept (VMs
-//! by state, cache sizes) is set by the closure given to [`Metrics::on_scrape`], just before the
-//! text is made. No method blocks or fails.
+//! Code that does a thing counts it by a method of [`Metrics`].
+//! The closure given to [`Metrics::on_scrape`] sets what is better looked up than kept: VMs by
+//! state, cache sizes.
+//! It runs just before the text is made. No method blocks or fails.
 
 use std::fmt::{self, Debug};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,7 +45,7 @@ pub enum Stage {
     CloneIdentity,
     /// Of a stored snapshot: descriptor, page table and device state read.
     Open,
-    /// Of a fork onto other hosts: from the end of the pause until all was ready that they are told.
+    /// Of a fork onto other hosts: from the end of the pause until all that they receive was ready.
     Describe,
     /// From there until a host had answered, of each.
     Away,
@@ -97,7 +98,7 @@ pub enum Side {
 pub enum Role {
     /// A VM waits for them.
     Demand,
-    /// Nobody does.
+    /// Prefetch: no VM waits for them.
     Ahead,
     /// All who need them get them at once.
     All,
@@ -499,7 +500,7 @@ impl Metrics {
         self.faults.get_or_create(&FaultLabel { kind }).inc_by(count);
     }
 
-    /// So many more in each step of [`Times`] than when this was last called for `place`, and µs in all.
+    /// Adds what each step of [`Times`], and the sum of µs, grew by since the last call for `place`.
     pub fn add_waited(&self, place: Place, steps: impl Iterator<Item = u64>, sum_us: u64) {
         let waited = self.waited.get_or_create(&PlaceLabel { place });
         for (step, n) in waited.steps.iter().zip(steps) {
@@ -516,7 +517,7 @@ impl Metrics {
         self.transfer_bytes.get_or_create(&label).inc_by(traffic.bytes);
     }
 
-    /// So many more than when this was last called for `what`.
+    /// Adds the increase since the last call for `what`.
     pub fn add_sourced(&self, what: Sourced, count: u64) {
         match what {
             Sourced::Origin | Sourced::Holder | Sourced::Group => {
@@ -529,7 +530,7 @@ impl Metrics {
         };
     }
 
-    /// So many more than when this was last called for `what`.
+    /// Adds the increase since the last call for `what`.
     pub fn add_multicast(&self, what: Multicast, count: u64) {
         match what {
             Multicast::Pages(side, what) => {
@@ -541,7 +542,7 @@ impl Metrics {
         };
     }
 
-    /// So many more bytes than when this was last called for `source`.
+    /// Adds the bytes since the last call for `source`.
     pub fn add_cache_filled(&self, source: Source, bytes: u64) {
         self.fetched.get_or_create(&SourceLabel { source }).inc_by(bytes);
     }

@@ -96,8 +96,8 @@ impl Sight<'_> {
         if is_zero { self.zeros_at(page) } else { Self::bring(self.image, page, is_write) }
     }
 
-    /// A page that an image's cache lacks. Its own ones come into the cache in any case, by the drain; a copy of an
-    /// ancestor's, which the VM overwrites, would be there for nobody.
+    /// A page that an image's cache lacks. Its own pages reach the cache in any case, by the drain.
+    /// A copy of an ancestor's page, which the VM overwrites, would serve no VM.
     fn bring(image: Held<'_>, page: PageIdx, is_write: bool) -> Answer {
         let owner = image.table.get(page).and_then(Source::image);
         match owner.filter(|owner| is_write && *owner != image.id) {
@@ -111,8 +111,9 @@ impl Sight<'_> {
         (self.other)(id)
     }
 
-    /// Whether each page of a block has the same source by another image's table: its cache has, or may be
-    /// given, the same bytes. (What is zero is a hole there, which nobody ever fills.)
+    /// Whether each page of a block has the same source by another image's table.
+    /// If so, its cache has, or may be given, the same bytes. (A zero page is a hole there, which
+    /// is never filled.)
     fn is_same(&self, block: BlockIdx, other: Held<'_>) -> bool {
         self.image.table.same_block(other.table, block)
     }

@@ -70,7 +70,7 @@ pub struct ImageCounters {
     pub from_image_bytes: Counter,
     pub from_stored_bytes: Counter,
     pub from_peer_bytes: Counter,
-    /// How much of that nobody waited for.
+    /// The part of it that was prefetched.
     pub from_peer_ahead_bytes: Counter,
     /// Read for other hosts.
     pub lent_bytes: Counter,

@@ -7,7 +7,8 @@
 //!
 //! Promises: presence is set after the bytes are there; pages that are present keep their bytes.
 //!
-//! Left to others: which pages to bring and when ([`vmfork_policy`]), and who waits for them.
+//! Left to others: which pages to bring and when ([`vmfork_policy`]), and which views wait for
+//! them.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -11,12 +11,14 @@ use crate::host_image::HostImage;
 /// Give back what the caches of images without an engine of their own (no views, no more forks from them) hold
 /// and no live image needs: its table names the page, or its block is at home there. `live`: the engines whose relatives to look at. → bytes given back.
 ///
-/// A parent that is forked for ever, while its clones come and go, overwrites its own pages again and again;
-/// each of its images is kept alive by the few pages that were not overwritten since. This keeps host memory at
-/// what live VMs can still see. An image that the last table has ceased to name goes as a whole, by itself.
+/// A parent that is forked forever, while its clones start and end, overwrites its own pages again
+/// and again.
+/// Each of its images is kept alive by the few pages that were not overwritten since.
+/// This keeps host memory at what live VMs can still see.
+/// An image that the last table has ceased to name is freed as a whole, by itself.
 ///
-/// What anybody needs is known by the images themselves: engines that `live` lacks (of a fork under way) lose
-/// nothing.
+/// The images themselves know what is needed: engines that `live` lacks (of a fork in progress)
+/// lose nothing.
 pub fn collect_garbage(live: &[Arc<Engine>]) -> u64 {
     let mut dead: BTreeMap<ImageId, Arc<HostImage>> = BTreeMap::new();
     for engine in live {
@@ -31,8 +33,9 @@ fn collect_from(image: &HostImage) -> u64 {
     let presence = image.cache().presence();
     let mut freed_bytes = 0;
     for stretch in unneeded(image) {
-        // Nobody can come to need a page again that nobody needs: tables and homes are derived from those that
-        // there are. So nobody maps it, reads it or fills it while it goes.
+        // A page that no image needs can never be needed again: tables and homes are derived from
+        // existing ones.
+        // So no thread maps it, reads it or fills it while it is freed.
         for (_, piece) in stretch.by_block() {
             let pages = presence.count(piece);
             if pages == 0 {

@@ -1,7 +1,7 @@
 //! Which image's cache serves a block: the one that changed it last.
 //!
 //! ```text
-//!   image 1 (booted)   1 1 1 1 -      a block that nobody ever wrote has no home
+//!   image 1 (booted)   1 1 1 1 -      a block that was never written has no home
 //!   image 2            1 2 1 1 -      its VM wrote to, or gave back pages of, block 1
 //!   image 3            1 2 3 1 -      and image 3's VM to block 2
 //! ```
@@ -18,7 +18,7 @@ use vmfork_image::{BLOCK_PAGES, BlockIdx, ImageId, PageRange};
 pub(crate) struct Homes(Box<[Option<ImageId>]>);
 
 impl Homes {
-    /// Of an image that nobody ever wrote to.
+    /// Of an image that was never written to.
     pub(crate) fn none(pages: u64) -> Self {
         let blocks = usize::try_from(pages.div_ceil(BLOCK_PAGES)).unwrap_or(0);
         Self(vec![None; blocks].into())

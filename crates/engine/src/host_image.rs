@@ -64,7 +64,8 @@ pub struct HostImage {
     /// Of an image that was not frozen here but stored.
     stored: Option<Arc<dyn PageSource>>,
     sealed: OnceLock<(PageTable, Homes)>,
-    /// The images that the table or the homes name, without this one; while somebody may derive from it.
+    /// The images that the table or the homes name, without this one; while another image may
+    /// derive from it.
     ancestors: Mutex<Ancestors>,
     /// Of every engine that ever served this image or one that descends from it.
     needed_by: Mutex<Vec<Weak<Reach>>>,
@@ -259,8 +260,9 @@ impl HostImage {
         ancestors
     }
 
-    /// The engine has ended: nobody will derive from this image any more. Ancestors that only it knew go. (Of a
-    /// stored image, which may be served again, they stay.)
+    /// The engine has ended: no image will derive from this one any more. Ancestors that only it
+    /// knew are dropped.
+    /// (Ancestors of a stored image, which may be served again, stay.)
     pub(crate) fn retire(&self) {
         if self.is_stored() {
             return;
@@ -357,7 +359,7 @@ impl HostImage {
         costs
     }
 
-    /// Whether somebody holds this image's own engine.
+    /// Whether this image's own engine is held.
     pub(crate) fn has_engine(&self) -> bool {
         self.needed_by().iter().any(|reach| reach.image.id == self.id)
     }
@@ -404,8 +406,8 @@ impl HostImage {
         }
     }
 
-    /// Read pages by the image's table, whoever owns them; nothing comes into a cache. From any thread, but not
-    /// after the engine of an image that was frozen here has ended.
+    /// Reads pages by the image's table, of any owner; nothing enters a cache.
+    /// From any thread, but not after the engine of an image that was frozen here has ended.
     ///
     /// # Errors
     /// [`PageLost`]; also while the table is not complete.
@@ -465,7 +467,7 @@ impl HostImage {
         })
     }
 
-    /// The same for pages that nobody waits for.
+    /// The same as a prefetch.
     ///
     /// # Errors
     /// [`PageLost`].
@@ -518,7 +520,8 @@ impl HostImage {
         })
     }
 
-    /// Several of them, all where the image is read from. `done` is told of each once, with its place.
+    /// Several of them, all where the image is read from. `done` is called for each once, with its
+    /// place.
     pub(crate) fn read_far_ahead(
         &self,
         ranges: &[PageRange],
@@ -548,7 +551,8 @@ impl HostImage {
         });
     }
 
-    /// Have bytes of its own pages that came from elsewhere in its cache. That there is no room for them is the host's affair.
+    /// Keeps bytes of its own pages that came from elsewhere in its cache. If the cache has no
+    /// room, the host handles that.
     pub(crate) fn keep(&self, run: PageRange, bytes: &[u8]) -> bool {
         let kept = self.cache.add(run, bytes);
         kept.inspect_err(|error| tracing::warn!(image = %self.id, %run, %error, "keep what came"))

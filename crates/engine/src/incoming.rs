@@ -1,11 +1,12 @@
-//! What of an image is being brought in from afar though nobody waits for it: several engines that need it bring it once.
+//! The prefetches of an image from afar that are in flight: several engines that need a page fetch
+//! it once.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use vmfork_image::PageRange;
 
-/// Of one image, whoever brings it.
+/// Of one image, for all engines that fetch it.
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     runs: Mutex<Vec<PageRange>>,
@@ -24,8 +25,8 @@ impl Incoming {
         self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `run` is brought from now on, or from when no one else brings any of it; `None`: somebody still does after `wait`. It may be here
-    /// by then.
+    /// `run` is fetched from now on, or from when no other engine fetches any of it.
+    /// `None`: another still does after `wait`. It may be present by then.
     pub(crate) fn begin(&self, run: PageRange, wait: Duration) -> Option<Bringing<'_>> {
         let is_brought = |runs: &[PageRange]| runs.iter().any(|it| !it.intersect(&run).is_empty());
         let waited =

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   agent: one task per socket, the protocol as a state machine without I/O
-//!   tickets: who may fork, who waits for whom: a state machine without I/O or clock
+//!   tickets: who may fork, which call waits for which: a state machine without I/O or clock
 //! ```
 //!
 //! Promises: what a guest sends is bounded and believed nothing of; a request of a guest is

@@ -246,7 +246,7 @@ async fn requests_are_answered_as_they_were_meant() {
     let error = RequestError { errno: 116, message: "discarded".into() };
     assert_eq!(agent.message().await, (7, ToGuest::Error(error)));
 
-    // One that nobody answers.
+    // A request that is never answered.
     agent.say(9, &ToHost::ExitClone { vmid: 1, error: None }).await;
     drop(next(&mut requests).await);
     assert!(matches!(agent.message().await, (9, ToGuest::Error(error)) if error.errno == 5));
@@ -461,7 +461,7 @@ async fn abandoned_requests_are_taken_back_or_told() {
         }
     }
     assert_eq!((seen, abandoned), (vec![3, 5, 7, 9, 1, 13], vec![1]));
-    // An answer to nobody goes nowhere.
+    // An answer without a waiter goes nowhere.
     drop(join);
     for channel in [3, 5, 7, 9] {
         assert_eq!(agent.message().await, (channel, ToGuest::Ok { value: 0 }));
@@ -473,7 +473,7 @@ async fn abandoned_requests_are_taken_back_or_told() {
 #[tokio::test]
 async fn a_flood_of_requests_is_held_back_or_ends_the_link() {
     let Bench { link, mut agent, requests, .. } = bench();
-    // Nobody takes requests, and the guest reads no answers.
+    // No consumer takes requests, and the guest reads no answers.
     let _requests = requests;
     let flood = async {
         let mut total = 0usize;

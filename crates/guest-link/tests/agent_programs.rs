@@ -73,7 +73,7 @@ async fn a_guest_is_ready_when_its_first_boot_command_has_ended() {
     agent.say(0, &said(Firstboot::Ended { exit_code: 3 })).await;
     let info = waiting.await.expect("waits").expect("ready");
     assert_eq!(info.firstboot, Some(Firstboot::Ended { exit_code: 3 }));
-    // Who asks later is told at once.
+    // A later caller gets the answer at once.
     assert_eq!(link.ready(SOON).await, Ok(info));
 }
 
@@ -203,7 +203,7 @@ async fn whatever_is_dropped_is_cancelled_in_the_guest() {
     let (channel, message) = agent.message().await;
     assert!(matches!(message, ToGuest::Exec { .. }));
     assert_eq!(agent.message().await, (channel, ToGuest::Cancel));
-    // Late words about it are nobody's.
+    // Late messages about it belong to no session.
     agent.say(channel, &ToHost::Started { pid: 9 }).await;
     agent.stream(Kind::Stdout, channel, b"late", false).await;
 

@@ -112,7 +112,7 @@ fn clutter(spare: usize) -> String {
         // Neighbours that differ don't become one.
         let protection = if n % 2 == 0 { libc::PROT_NONE } else { libc::PROT_READ };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new mapping that nobody uses.
+        // SAFETY: a new mapping that nothing else uses.
         let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) };
         if page == libc::MAP_FAILED {
             break;

@@ -325,7 +325,9 @@ impl GuestMemory {
         Ok(sample)
     }
 
-    /// A look at what the VM has touched since its RAM was last made a view, by whoever; for as long as the VM runs.
+    /// A scan of what the VM has touched since its RAM was last made a view. Any process may have
+    /// made that view.
+    /// The scan is valid for as long as the VM runs.
     ///
     /// # Errors
     /// The VM has gone.
@@ -353,7 +355,7 @@ impl GuestMemory {
 
     fn join(&mut self, engine: &Arc<Engine>, view: View) -> Result<(), EngineError> {
         let id = next_view_id();
-        // Before the engine can report the view lost, or nobody would know whose it is.
+        // Before the engine can report the view lost, or the report would match no VM.
         self.attachment.set(Some((Arc::clone(engine), id)));
         engine.add_view(id, view).inspect_err(|_| self.attachment.set(None))?;
         self.view = Some((Arc::clone(engine), id));

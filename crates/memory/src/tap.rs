@@ -21,7 +21,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long it may take to map a run, for which the engine of all views of an image waits.
 pub(crate) const MAP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most requests under way whose answers nobody waits for.
+/// Most requests in flight whose answers no thread waits for.
 const POSTED_MAX: u32 = 4;
 
 /// What the shim must be handed before QEMU starts.
@@ -82,7 +82,7 @@ pub struct Tap {
 struct Inner {
     socket: OwnedFd,
     sequence: u32,
-    /// Requests whose answers nobody waits for, and which have not come yet.
+    /// Requests whose answers no thread waits for, and which have not arrived yet.
     unanswered: u32,
     /// Known once the keeper has answered `Status`; a pidfd of a child of ours.
     keeper: Option<OwnedFd>,
@@ -192,7 +192,7 @@ impl Tap {
     }
 }
 
-/// What became of a request that nobody waits for.
+/// What became of a request whose answer no thread waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Posted {
     Sent,

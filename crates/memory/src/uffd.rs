@@ -26,7 +26,7 @@ const BATCH: usize = 32;
 /// What became of an attempt to install pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Installed {
-    /// So many bytes from the start were installed; whoever waited there has been woken.
+    /// This many bytes from the start were installed, and threads that waited there were woken.
     Bytes(u64),
     /// The first page has something installed already: its waiters still need a wake.
     AlreadyThere,
@@ -120,7 +120,7 @@ impl Uffd {
         }
     }
 
-    /// Install the zero page in all of a range where nothing is installed, and wake who waits there.
+    /// Install the zero page in all of a range where nothing is installed, and wake its waiters.
     pub(crate) fn zeropage(&self, start: u64, len: u64) -> Installed {
         let mut request =
             uffdio_zeropage { range: uffdio_range { start, len }, mode: 0, zeropage: 0 };
@@ -133,7 +133,8 @@ impl Uffd {
         installed(done, request.zeropage, len)
     }
 
-    /// Install pages with these bytes, private to the view, where nothing is installed, and wake who waits there.
+    /// Install pages with these bytes, private to the view, where nothing is installed, and wake
+    /// their waiters.
     pub(crate) fn copy(&self, start: u64, bytes: &[u8]) -> Installed {
         let len = bytes.len() as u64;
         let src = bytes.as_ptr().expose_provenance() as u64;

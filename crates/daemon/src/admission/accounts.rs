@@ -53,7 +53,7 @@ impl Accounts {
         each.fold(0, u32::saturating_add)
     }
 
-    /// What a family has or was promised, its forks and snapshots that are under way included.
+    /// What a family has or was promised, with its forks and snapshots in progress.
     pub(super) fn of_family(&self, family: &str) -> Amount {
         let theirs = self.leases.values().filter(|a| a.family.as_deref() == Some(family));
         theirs.map(Account::amount).fold(Amount::default(), Amount::plus)

@@ -7,7 +7,7 @@
 //! | a VM that boots | all of its memory + 40 MiB for QEMU |
 //! | a clone | 10 % of its memory, at least 16 MiB, at most all of it, + 20 MiB for QEMU |
 //! | a QEMU of the pool | 20 MiB, until it becomes a clone |
-//! | a fork, until the last of its clones runs | the growth of one clone: the parent writes anew what the snapshot keeps |
+//! | a fork, until the last of its clones runs | the growth of one clone: the parent copies what it writes, and the snapshot keeps the original |
 //! | a snapshot from a store, or from another host, with VMs | what of it is not in memory yet, once for all of them |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
@@ -34,9 +34,11 @@
 //! Most VMs of a family wait most of the time, so that a core is shared by many; who wants a core for each says so by
 //! `--vcpus-per-core 1`.
 //!
-//! What a guest asks for by tickets is bounded besides by what its family has already, in VMs, memory and virtual CPUs: a
-//! program that forks for ever leaves some of the host to others. What the user may have whose VMs they are is found out
-//! before, with all hosts ([`crate::quotas`]), and bounds it as well.
+//! What a guest asks for by tickets is also bounded by what its family has already, in VMs, memory
+//! and virtual CPUs.
+//! So a program that forks forever leaves some of the host to others.
+//! The quota of the user whose VMs they are bounds it as well. All hosts are asked for it before
+//! ([`crate::quotas`]).
 //!
 //! Promises: requests that are decided at the same time never get the same memory or virtual CPUs; what a lease
 //! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
@@ -94,7 +96,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// That of a host with so many cores.
+    /// The limits of a host with this many cores.
     pub fn of(config: &Config, cores: usize) -> Self {
         Self {
             reserve_bytes: config.memory_reserve_bytes,
@@ -267,7 +269,7 @@ impl Admission {
         }
     }
 
-    /// Memory for what a VM writes anew while a snapshot of it is being stored.
+    /// Memory for the pages that a VM overwrites while a snapshot of it is being stored.
     ///
     /// # Errors
     /// `no_capacity` with the figures.
@@ -291,7 +293,8 @@ impl Admission {
         self.cache_in_place_of(message, missing_bytes, &[])
     }
 
-    /// The same in place of what was set aside before: once it is granted, that is for nobody any more.
+    /// The same in place of what was set aside before. Once this is granted, the former reservation
+    /// is released.
     ///
     /// # Errors
     /// As [`Admission::cache`]; what was set aside stays.
@@ -387,7 +390,7 @@ impl Admission {
     fn family_may(&self) -> Amount {
         let policy = &self.0.policy;
         let all_bytes = self.0.probe.host().total_bytes.saturating_sub(policy.reserve_bytes);
-        // Rounded up: of few, the first is for somebody, too.
+        // Rounded up: even of few, the first can be used.
         let share = u64::from(policy.vcpus_max()) * u64::from(policy.family_vcpus_percent);
         let room = Room {
             memory_bytes: percent(all_bytes, policy.family_memory_percent),

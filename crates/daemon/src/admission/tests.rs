@@ -111,7 +111,7 @@ fn memory_that_a_vm_uses_is_not_counted_twice() {
     let (admission, made) = admission();
     let lease = admission.boot(boot("a", "f", 4 * GIB)).expect("fits");
     made.used.lock().expect("lock").insert(7, 4 * GIB);
-    // Nobody said yet whose memory that is.
+    // The memory has no owner yet.
     assert_eq!(admission.admissible_bytes(), 0);
     lease.used_by(7);
     admission.0.accounts().probed = None;

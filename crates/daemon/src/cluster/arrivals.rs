@@ -64,7 +64,8 @@ impl Arrival {
         engines.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Once all of it has come it needs nobody. What was to come, and could not be had, is tried again.
+    /// Once all of it has arrived, it depends on no other host. Fetches that failed are tried
+    /// again.
     fn look(&self) {
         if self.is_complete.load(Ordering::Relaxed) {
             return;
@@ -206,7 +207,8 @@ impl Arrivals {
         self.living().iter().for_each(|arrival| arrival.look());
     }
 
-    /// What has come since is used, and what nobody needs any more is no matter.
+    /// Pages that have arrived since count as used. Promises that no arrival needs any more are
+    /// left out.
     fn keep_promises(&self) {
         // Who arrives meanwhile adds to them.
         let all = self.all();
@@ -222,7 +224,7 @@ impl Arrivals {
         }
     }
 
-    /// What nobody asked for comes or waits, as there is memory for it.
+    /// Allows or pauses prefetch, as the host has memory for it.
     pub(super) fn allow_prefetch(&self, allow: bool) {
         for engine in self.living().iter().flat_map(|arrival| arrival.engines()) {
             engine.allow_prefetch(allow);

@@ -90,7 +90,9 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
         vcpus: parent.identity.spec().cpus,
     };
     member.estimates.coming(&core.admission, &parent.identity, machine, &mut views);
-    // What the user may not have goes nowhere. Whoever else of his gets more meanwhile, here or elsewhere, is told after the pause.
+    // VMs above the user's quota are placed on no host.
+    // If the user's other VMs grow meanwhile, here or elsewhere, the refusal follows after the
+    // pause.
     let quota = core.quota_left(parent.identity.user, (count, shape), message).await?;
     let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
     let over = quota.map(|allowed| allowed.refusal(format!("{message}: {count} of {wish} fit")));
@@ -402,7 +404,7 @@ mod tests {
         let spread = shares(&views, None, (8, shape), Policy::Spread, id(1));
         assert_eq!(spread, [(id(1), 4), (id(2), 4)]);
         assert_eq!(shares(&views, None, (8, shape), Policy::Pack, id(2)), [(id(2), 8)]);
-        // Nothing on those that are closed, though nobody else is asked.
+        // Nothing on those that are closed, though no other host is asked.
         assert_eq!(shares(&views[2..], None, (8, shape), Policy::Spread, id(1)), []);
         let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
         assert!(

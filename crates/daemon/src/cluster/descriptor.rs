@@ -52,7 +52,7 @@ pub(crate) struct Order {
     pub(crate) all_or_nothing: bool,
     /// How long the host may take, in ms.
     pub(crate) timeout_ms: u64,
-    /// Bytes per second at which all pages come, whoever asks for them; 0: on demand alone.
+    /// Bytes per second at which all pages are fetched, for all VMs together; 0: on demand alone.
     pub(crate) hydrate_bytes_per_s: u64,
     /// What clones of the parent on other hosts waited for until now, or touched, as first pages and numbers of pages.
     pub(crate) working_set: Vec<(u64, u64)>,

@@ -34,7 +34,7 @@ impl Search {
         }
     }
 
-    /// The one that has it, with the id; `None`: nobody has.
+    /// The host that has it, with the id; `None`: no host has it.
     ///
     /// # Errors
     /// Several have, or one may have it that is silent.

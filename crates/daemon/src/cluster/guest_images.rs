@@ -11,9 +11,12 @@
 //! | `GET /cluster/v1/guest-images/ROOT` | what an image consists of: its `image.json` |
 //! | `GET /cluster/v1/guest-images/ROOT/FILE` | the bytes of one of its files |
 //!
-//! `ROOT` is the hash of its root disk: what an image is called is each host's own affair. Promises: an image is there as it is
-//! where it comes from, or not at all; it replaces none; it comes once, however many wait for it, and goes on coming when nobody
-//! does any more. So a fork goes on without a host that is slow to take it, which has it for a later one.
+//! `ROOT` is the hash of its root disk. Each host decides what an image is called.
+//! Promises: an image is present exactly as on its source, or not at all. It replaces no other.
+//! It is transferred once, however many forks wait for it, and the transfer continues when none
+//! waits any more.
+//! So a fork continues without a host that is slow to take it. The host then has it for a later
+//! fork.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -196,7 +199,7 @@ impl Fetches {
         }
     }
 
-    /// The fetch that is under way; if there is none, a new one, and whether it is that.
+    /// The fetch in progress; if there is none, a new one, and whether it is new.
     fn join(&self, root_blake3: &str, make: impl FnOnce() -> Fetch) -> (Shared<Fetch>, bool) {
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         under_way.retain(|_, fetch| fetch.upgrade().is_some());
@@ -205,7 +208,7 @@ impl Fetches {
             return (fetch, false);
         }
         let fetch = make().shared();
-        // It goes on without those who wait.
+        // It continues without its waiters.
         tokio::spawn(timeout(WAIT_MAX, fetch.clone()));
         under_way.extend(fetch.downgrade().map(|weak| (root_blake3.to_owned(), weak)));
         (fetch, true)
@@ -422,7 +425,7 @@ impl GuestImages {
     /// called here, and how much time is left.
     ///
     /// # Errors
-    /// It can't be had in time, or nobody wants the clones any more.
+    /// It does not arrive in time, or the clones are not wanted any more.
     pub(super) async fn bring(
         &self,
         core: &Core,

@@ -15,7 +15,7 @@ use super::client::Peer;
 use crate::core::Core;
 use crate::error::chain;
 
-/// How often who waits for a host looks whether it is gone.
+/// How often a task that waits for a host checks whether the host has left.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The other members, by when they were last heard.

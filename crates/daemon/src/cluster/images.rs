@@ -338,8 +338,9 @@ impl Images {
         Some(())
     }
 
-    /// Which pages of `range` of an image are in its cache here, or are not its own, so that nobody will ask for them. `None`: there is
-    /// no such image.
+    /// Which pages of `range` need not be asked for: they are in the image's cache here, or are not
+    /// its own.
+    /// `None`: there is no such image.
     pub(crate) fn present(
         &self,
         name: ImageName,

@@ -1,4 +1,5 @@
-//! Jobs of an engine that holds nodes for clones: a job lasts as long as somebody needs it, and its clones no longer than it.
+//! Jobs of an engine that holds nodes for clones: a job lasts as long as a host needs it, and its
+//! clones no longer than it.
 //!
 //! ```text
 //!   the host that forks                                    hosts of its clones
@@ -7,8 +8,9 @@
 //!      ended by the site ─────── with every heartbeat: which, and why ──► their VMs end
 //! ```
 //!
-//! What an earlier life of this daemon left, or an engine granted without saying so in time, is taken over, and is given back if
-//! nobody names it.
+//! Takes over what an earlier life of this daemon left, and what an engine granted without
+//! reporting it in time.
+//! It is given back if no host names it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -30,14 +32,15 @@ use crate::error::{chain, outcome};
 use crate::fork::Hold;
 use crate::vm::{End, Job};
 
-/// How long a job is kept that nobody seems to need: hosts name what they need every second.
+/// How long a job is kept that no host names. Hosts name what they need every second.
 const UNNEEDED_FOR: Duration = Duration::from_secs(5);
 /// The same for what an earlier life left: until all hosts have found this one again.
 const ADOPTED_FOR: Duration = Duration::from_secs(30);
 /// How often the engine is asked whether a job still holds its nodes, and, while it does not answer, for the jobs that an
 /// earlier life left.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
-/// How long the others are told that a job has ended: longer than any order to start its clones takes.
+/// How long the other hosts are notified that a job has ended: longer than any order to start its
+/// clones takes.
 const TOLD_FOR: Duration = Duration::from_secs(2 * 3600);
 /// How long who leaves the cluster tries to give back what it has, and how long it waits for that.
 const LEAVE_FOR: Duration = Duration::from_secs(600);
@@ -74,7 +77,7 @@ struct State {
     over: BTreeMap<Job, String>,
     /// How many the engine is being asked for.
     asking: u32,
-    /// It is looked for some that nobody here knows.
+    /// A search for jobs that this host does not know is in progress.
     is_looking: bool,
     /// There may be more than is found now.
     look_again: bool,
@@ -164,8 +167,8 @@ impl State {
         self.asking == 0
     }
 
-    /// What the engine has and nobody here knows. → those that are new; `None`: look again, what is just being granted may be
-    /// among them.
+    /// Adopts jobs that the engine has and this host does not know. → those that are new.
+    /// `None`: look again, because a job that is just being granted may be among them.
     fn adopt(&mut self, now: Instant, jobs: BTreeSet<String>) -> Option<Vec<String>> {
         if self.asking > 0 || self.look_again {
             return None;
@@ -249,7 +252,8 @@ pub(super) fn allocator(cluster: &Cluster, own: HostId) -> Arc<dyn Allocator> {
 }
 
 impl Jobs {
-    /// Have an engine hold nodes for clones, if there is one: as long as somebody needs them. `views`: the hosts that may be asked.
+    /// Have an engine hold nodes for clones, if there is one: as long as they are needed. `views`:
+    /// the hosts that may be asked.
     ///
     /// # Errors
     /// It has none, or can't be asked; `message` says what for.
@@ -259,7 +263,8 @@ impl Jobs {
         views: &[HostView],
         message: &str,
     ) -> Result<Option<Hold>, ErrorBody> {
-        // By itself, so that a job that is granted to somebody who has gone away is given back as any other.
+        // In a task of its own, so that a job granted to a client that has disconnected is given
+        // back as any other.
         let (jobs, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
         let text = message.to_owned();
         let task = tokio::spawn(async move {
@@ -293,7 +298,8 @@ impl Jobs {
         Hold { job: Job { host: self.own.get(), id: held.job.clone() }, held }
     }
 
-    /// Take over what the engine has of this host's and nobody here knows: what an earlier life of this daemon left, too.
+    /// Takes over the engine's jobs for this host that are not known here, also those of an earlier
+    /// life of this daemon.
     pub(super) fn look(self: &Arc<Self>) {
         {
             let mut state = self.state();
@@ -358,7 +364,7 @@ impl Jobs {
         });
     }
 
-    /// End VMs whose job is over, and give back jobs that nobody needs.
+    /// Ends VMs whose job is over, and gives back jobs that no host needs.
     pub(super) fn tend(self: &Arc<Self>, core: &Arc<Core>, hosts: &Hosts) {
         let live = core.registry.live();
         let here = live.iter().filter_map(|vm| vm.identity.job.clone()).collect();

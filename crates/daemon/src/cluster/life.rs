@@ -30,11 +30,11 @@ use crate::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
 /// What members speak at the page service's port.
 const PAGES_PROTOCOL: &[u8] = b"vmfork-pages/1";
-/// How often it is looked whose turn for a heartbeat it is.
+/// Heartbeat tick.
 const TICK: Duration = Duration::from_millis(250);
-/// Every so many of those it is looked what memory there is for pages to come.
+/// Every this many ticks, the memory for pending pages is checked.
 const MEMORY_TICKS: u64 = 8;
-/// Heartbeats under way at a time.
+/// Heartbeats in flight at a time.
 const BEATS_MAX: usize = 64;
 /// How long who leaves tries to tell the others.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -291,7 +291,7 @@ impl Life {
     }
 }
 
-/// Heartbeats to all whose turn it is, and the end of what nobody needs any more.
+/// Sends the heartbeats that are due, and ends what no host needs any more.
 async fn beat(
     life: std::sync::Weak<Life>,
     cluster: std::sync::Weak<Cluster>,
@@ -338,7 +338,7 @@ async fn beat(
             true => Vec::new(),
             false => book.due(now, BEATS_MAX),
         });
-        // Whoever counts what users have hears at once of what has ended.
+        // The hosts that count users' quotas are notified at once of what has ended.
         let shrunk = core.quotas.shrunk(&core.admission);
         let keepers =
             shrunk.iter().filter_map(|user| life.member.keeper.keeper_of(&user.to_string()));

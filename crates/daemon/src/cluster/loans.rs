@@ -5,8 +5,10 @@
 //! [`super::arrivals`]). A loan lasts while it is sent, for [`FRESH`] after that, and while anybody tells of it; a host that is
 //! silent is taken at its last word for [`SILENCE`], so that a partition that heals costs nothing.
 //!
-//! What a loan keeps includes the arrival that the snapshot itself came of. So an older snapshot is kept as long as a younger one
-//! that has pages of it, and never the other way round: no two hosts can keep each other's for ever.
+//! What a loan keeps includes the arrival that the snapshot itself came of.
+//! So an older snapshot is kept as long as a younger one that has pages of it, and never the other
+//! way round.
+//! No two hosts can keep each other's forever.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -75,7 +77,8 @@ impl<K> Loans<K> {
         self.told.insert(host, Told { at: now, snapshots });
     }
 
-    /// What nobody needs any more. What a host tells that is no member any more does not count.
+    /// Removes and returns the loans that no borrower needs any more. Reports of hosts that are not
+    /// members any more do not count.
     pub(crate) fn expire(&mut self, now: Instant, is_member: impl Fn(u64) -> bool) -> Vec<K> {
         let counts = |host: u64, told: &Told| {
             is_member(host) && now.saturating_duration_since(told.at) < SILENCE

@@ -6,9 +6,10 @@
 //!   fork ──► place ──► client ═══════ another host: routes ──► receive ──┴── page service ──► images
 //! ```
 //!
-//! Promises: who is no member gets nothing; of two hosts that ask for the same memory at once each is told by the host whose it
-//! is; a host that is silent costs a bounded wait. Left to others: who is a member ([`vmfork_cluster`]), how pages travel
-//! ([`vmfork_transfer`]).
+//! Promises: only members get anything. If two hosts ask for the same memory at once, its host
+//! tells each whose it is.
+//! A silent host costs a bounded wait.
+//! Left to others: who is a member ([`vmfork_cluster`]), how pages travel ([`vmfork_transfer`]).
 
 mod arrivals;
 mod away;

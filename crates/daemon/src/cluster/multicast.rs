@@ -36,7 +36,7 @@ pub(super) struct Ears {
     own: Option<Ipv4Addr>,
     images: Arc<Images>,
     arrivals: Arc<Arrivals>,
-    /// The host has memory for what nobody asked for.
+    /// The host has memory for prefetched pages.
     has_room: Arc<AtomicBool>,
     groups: OnceLock<Weak<Groups>>,
     /// Of all groups that were heard.
@@ -130,7 +130,7 @@ impl Ears {
         self.own.map(|_| heard(&self.heard).into())
     }
 
-    /// What nobody asked for is taken, or not.
+    /// Whether pages that no VM here asked for are taken.
     pub(super) fn allow(&self, allow: bool) {
         self.has_room.store(allow, Ordering::Relaxed);
     }

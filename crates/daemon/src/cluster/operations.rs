@@ -273,7 +273,7 @@ impl Cluster {
         let now = life.member.hosts.now();
         let left = life.member.hosts.roster.change(|book| match book.member(id) {
             Some(_) => book.leave(id, now),
-            // Somebody else was faster.
+            // Another caller was faster.
             None => Ok(()),
         });
         left.map_err(|error| no_host(LEAVE, &error))?;

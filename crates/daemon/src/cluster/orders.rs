@@ -45,7 +45,7 @@ impl Orders {
         Some(given_up)
     }
 
-    /// It was carried out, and started these VMs. → those of them that nobody wants any more.
+    /// It was carried out, and started these VMs. → those of them that are not wanted any more.
     pub(super) fn done(&mut self, now: Instant, id: OrderId, vms: Vec<String>) -> Vec<String> {
         match self.0.get_mut(&id) {
             Some((since, state @ State::Running(_))) => {

@@ -38,7 +38,7 @@ pub(crate) struct Share {
     pub(crate) clones: Vec<CloneOrder>,
 }
 
-/// What all hosts are told.
+/// The part of an order that all hosts receive.
 #[derive(Debug)]
 pub(crate) struct Sending<'a> {
     pub(crate) metrics: &'a Metrics,
@@ -57,8 +57,8 @@ pub(crate) struct Sending<'a> {
     pub(crate) job: Option<Job>,
 }
 
-/// Have other hosts start clones, all at once. → what became of each. A host whose answer is lost, or comes too late, is told to
-/// leave nothing.
+/// Have other hosts start clones, all at once. → what became of each.
+/// A host whose answer is lost, or arrives too late, is ordered to leave nothing.
 pub(crate) async fn send(
     member: &Arc<Member>,
     what: Sending<'_>,
@@ -196,7 +196,7 @@ async fn one(
     }
 }
 
-/// Whether each of these clones is told of, once, and no other.
+/// Whether the results name each of these clones once, and no other.
 fn are_of(results: &[CloneResult], clones: &[CloneOrder]) -> bool {
     let mut told: Vec<u32> = results.iter().map(|result| result.vmid).collect();
     let mut asked: Vec<u32> = clones.iter().map(|clone| clone.vmid).collect();
@@ -209,7 +209,7 @@ fn are_of(results: &[CloneResult], clones: &[CloneOrder]) -> bool {
 pub(super) const CLONES: &str = "/cluster/v1/clones";
 /// Where an order is given up.
 pub(super) const GIVE_UP: &str = "/cluster/v1/clones/give-up";
-/// How long a host is told, and how often, until it has heard.
+/// How long the order to give up is repeated, and how often, until the host confirms it.
 const GIVE_UP_FOR: Duration = Duration::from_secs(600);
 const GIVE_UP_EVERY: Duration = Duration::from_secs(2);
 

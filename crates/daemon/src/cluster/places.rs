@@ -13,10 +13,11 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use vmfork_cluster::HostId;
 
-/// Connections of which nobody knows yet that they are a member's.
+/// Connections that are not yet known to be a member's.
 ///
-/// There are so many places. If none is free, who has had one for longest makes room, after a while: members shake hands
-/// within a few ms, so that they get in while others stand still.
+/// The number of places is limited.
+/// If none is free, the connection that has held one longest makes room, after a while.
+/// Members shake hands within a few ms, so that they get in while others stand still.
 #[derive(Debug)]
 pub(super) struct Strangers {
     most: usize,
@@ -64,7 +65,7 @@ impl Strangers {
         }
     }
 
-    /// A place; or when somebody will make room.
+    /// A place; or the time when one will be free.
     fn try_enter(self: &Arc<Self>, now: Instant) -> Result<Stranger, Instant> {
         let mut open = self.open();
         if open.places.len() >= self.most

@@ -19,8 +19,9 @@ use crate::error::chain;
 
 /// Where a user's keeper is asked for more.
 pub(super) const QUOTAS: &str = "/cluster/v1/quotas";
-/// After hosts came or went: until all have heard of that, and whoever has become a keeper of what each has. Three
-/// heartbeats may be lost.
+/// After hosts joined or left: the time until all have heard of that, and a new keeper knows what
+/// each host has.
+/// Three heartbeats may be lost.
 const SETTLED_AFTER: Duration = Duration::from_secs(4);
 /// How long who asks waits until a keeper can tell, and how often it asks.
 const ASK_FOR: Duration = Duration::from_secs(8);

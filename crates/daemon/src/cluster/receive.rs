@@ -52,12 +52,13 @@ pub(super) struct Here<'a> {
     pub(super) images: &'a Images,
     pub(super) engines: &'a Engines,
     pub(super) arrivals: &'a Arrivals,
-    /// Where the pages of an image come from, of which there are so many.
+    /// The source of an image's pages, by its name and its number of pages.
     pub(super) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
 }
 
-/// Start the clones of a descriptor. `memory`: what was reserved for them; `origin`: who is told what becomes of those of
-/// a ticket. What fits is started; the rest is an error each.
+/// Start the clones of a descriptor. `memory`: what was reserved for them.
+/// `origin`: what is notified of the fate of a ticket's clones.
+/// What fits is started; the rest is an error each.
 ///
 /// # Errors
 /// None was started.

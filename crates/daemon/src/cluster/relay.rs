@@ -55,7 +55,8 @@ fn frame(out: &mut Vec<u8>, kind: u8, payload: &[u8]) {
     out.extend(payload);
 }
 
-/// Pass bytes on both ways until either side ends. If the host's breaks off or `gone` comes, the client is told.
+/// Pass bytes on both ways until either side ends. If the host's breaks off or `gone` is signalled,
+/// the client is notified.
 pub(super) async fn relay(
     client: impl AsyncRead + AsyncWrite + Unpin,
     mut host: impl AsyncRead + AsyncWrite + Unpin,

@@ -169,10 +169,12 @@ async fn clones(
     let begun = life.member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| fork::was_given_up(message))?;
     let _on_drop = given_up.clone().drop_guard();
-    // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
+    // A task of its own: QEMUs that are half-way up are ended in order, also when the client
+    // disconnects.
     let task = tokio::spawn(async move {
         let member = &life.member;
-        // Dropped last: when it is over, whoever ends the family finds all that came of it.
+        // Dropped last: when it is over, the end of the family finds all VMs that this fork
+        // started.
         let line = descriptor.order.parent.line();
         let _under_way = core.registry.fork_begins(line, given_up.clone());
         let here = Here {

@@ -1,7 +1,8 @@
-//! The port for other hosts: TLS, members alone but for those who join, the REST API and what hosts ask each other.
+//! The port for other hosts: TLS, only for members and hosts that join, the REST API and what hosts
+//! ask each other.
 //!
-//! Whoever reaches the port is a stranger at first, and has one of few places, for a handshake or to join; a member's
-//! connection then takes one of the members'. See [`Strangers`].
+//! A new connection is a stranger. It has one of few places, for a handshake or to join.
+//! A member's connection then takes one of the members' places. See [`Strangers`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,7 +72,7 @@ pub(super) struct Port {
     pub(super) bounds: Bounds,
 }
 
-/// Serve until `stop` becomes true; then finish what is under way, and end all connections.
+/// Serve until `stop` becomes true; then finish what is in progress, and end all connections.
 pub(super) async fn serve(listener: TcpListener, port: Port, mut stop: watch::Receiver<bool>) {
     let Bounds { members, strangers, patience, .. } = port.bounds;
     let strangers = Strangers::new(strangers, patience);

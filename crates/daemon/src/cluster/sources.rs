@@ -1,7 +1,7 @@
 //! Where the pages of other hosts' images come from: which members hold each image that is open here.
 //!
 //! ```text
-//!   a descriptor ──► source ──► a PeerSource ──► its Swarm: whoever has the page    } of all members,
+//!   a descriptor ──► source ──► a PeerSource ──► its Swarm: any that has the page      } of all members,
 //!   heartbeats ────► heard ──► who has it open ──►┘                                 } as tend has them
 //!                                            ├──► Holders: who told of it, who froze it
 //!                                            └──► its group, if pages are sent to all
@@ -52,8 +52,8 @@ impl Sources {
         known
     }
 
-    /// Where the pages of an image of `pages` pages come from: from whoever of `members` holds them; `first`, who told of it, and
-    /// the host that froze it may be asked for any.
+    /// The source of an image of `pages` pages: the hosts of `members` that hold them.
+    /// `first`, which announced it, and the host that froze it may be asked for any page.
     pub(super) fn source(
         &self,
         image: ImageName,

@@ -65,7 +65,7 @@ impl One {
     }
 }
 
-/// So many members.
+/// A cluster of `count` members.
 async fn cluster(count: usize) -> Vec<One> {
     cluster_with(count, |_| ()).await
 }

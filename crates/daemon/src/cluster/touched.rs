@@ -5,7 +5,7 @@
 //!   a fork's first hosts ─► their first clones ─► looks at their page tables, after a while and at the end ─► the parent's host
 //! ```
 //!
-//! Some clones of a fork are watched: the rest touch much the same. Nobody waits for any of it.
+//! Some clones of a fork are watched: the rest touch much the same. No VM waits for any of it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -30,9 +30,9 @@ use vmfork_rest::http::ApiError;
 
 pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 
-/// On so many hosts of a fork clones are watched …
+/// On at most this many hosts of a fork, clones are watched …
 pub(super) const HOSTS_WATCHED: usize = 8;
-/// … so many on each.
+/// … at most this many on each.
 const CLONES_WATCHED: usize = 4;
 /// When to look, since the clone was ready; and at its end. What was not touched by the first is not needed soon.
 const LOOKS: [Duration; 4] = [
@@ -41,7 +41,8 @@ const LOOKS: [Duration; 4] = [
     Duration::from_secs(15),
     Duration::from_secs(60),
 ];
-/// Most runs that are told, 1 MB. Of a clone with more nothing is: half of them would be taken for all.
+/// Most runs that are reported, 1 MB. A clone with more reports none: half of them would be taken
+/// for all.
 const RUNS_MAX: usize = 65_536;
 const TELL_WAIT: Duration = Duration::from_secs(10);
 
@@ -63,7 +64,8 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// What it has touched. `view`: the VM's own now. After a freeze it is another, whose pages are touched anew.
+    /// What it has touched. `view`: the VM's own now. After a freeze it is another, whose pages are
+    /// touched again.
     fn look(&self, view: Option<ViewId>) -> Option<Vec<PageRange>> {
         (view.is_some() && view == self.view).then(|| self.scan.touched().ok()).flatten()
     }
@@ -132,7 +134,7 @@ async fn tell(
     table: &PageTable,
     touched: Vec<PageRange>,
 ) {
-    // What was zeros needs nobody.
+    // Pages that were zero need no source.
     let runs = touched.into_iter().flat_map(|range| table.runs(range));
     let runs = runs.filter(|(_, source)| *source != Source::Zero);
     let runs: Vec<(u64, u64)> = runs.map(|(run, _)| (run.start().0, run.len())).collect();

@@ -2,8 +2,8 @@
 //!
 //! | the VM is | it |
 //! |---|---|
-//! | a ticket's clone | ends: its workers could tell nobody any more, and their parent would wait for ever |
-//! | any other | runs on; who asks something of its agent is told at once that there is none |
+//! | a ticket's clone | ends: its workers could not report any more, and their parent would wait forever |
+//! | any other | continues; a request to its agent fails at once, because there is none |
 
 use std::sync::Arc;
 

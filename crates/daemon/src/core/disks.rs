@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use vmfork_qemu::DiskId;
 
-/// Finds the disk of a shape. Held open by the machines that have it and by nobody else: the file of an image
-/// that was replaced goes with the last of them.
+/// Finds the disk of a shape. Only the machines that have it hold it open.
+/// The file of an image that was replaced is removed with the last of them.
 #[derive(Debug, Default)]
 pub(crate) struct Disks {
     open: Mutex<HashMap<DiskId, Weak<OwnedFd>>>,

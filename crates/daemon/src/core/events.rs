@@ -84,7 +84,7 @@ fn on_engine_event(core: &Arc<Core>, event: EngineEvent) {
     }
 }
 
-/// How long finding what the VM had written took; `None` if nobody holds the image any more.
+/// How long finding what the VM had written took; `None` if the image is not held any more.
 fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
     let engine = core.engines().into_iter().find(|engine| engine.image().id() == image)?;
     Some(Duration::from_micros(engine.image().counters().derive_us.get()))
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(end.kind, EndReason::OutOfMemory);
         assert!(end.reason.contains("limit of 1280 MiB"), "{}", end.reason);
         assert!(end.reason.contains("--memory"), "{}", end.reason);
-        // Without the limit's doing it was somebody else's; and one that powered off has lost nothing.
+        // Without the limit, another process killed it; and a VM that powered off has lost nothing.
         assert_eq!(end_of(killed, "", 0, 512 << 20).reason, "QEMU died (signal 9)");
         assert_eq!(end_of(ExitStatus::Code(0), "", 1, 512 << 20).reason, "powered off");
         let end = end_of(ExitStatus::Code(1), "no room", 0, 512 << 20);

@@ -55,12 +55,12 @@ use crate::vm::machine::Machine;
 use crate::vm::{End, Identity, Origin, Vm};
 use vmfork_guest_link::agent::HostMail;
 
-/// What a host that is short of memory must have free, on top of its reserve, before anything is
-/// fetched that nobody asked for.
+/// What a host that is short of memory must have free, on top of its reserve, before it prefetches
+/// anything.
 const SPARE_BYTES: u64 = 256 << 20;
 /// Most waiting QEMUs over all shapes.
 const POOL_MAX: usize = 1024;
-/// A shape that nobody used for so long gives its waiting QEMUs back.
+/// A shape that was not used for this long gives its waiting QEMUs back.
 const POOL_IDLE: Duration = Duration::from_secs(600);
 /// How long QEMUs that were killed may take to leave their cgroups: one with much memory takes a
 /// second.
@@ -117,8 +117,8 @@ pub(crate) struct Parts {
 }
 
 impl Core {
-    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` says so, and who wants a VM
-    /// is told.
+    /// On a tokio runtime. Without a QEMU it starts as well: `doctor` reports that, and each
+    /// request for a VM fails with it.
     pub(crate) async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups, keeper, life } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {
@@ -202,7 +202,7 @@ impl Core {
         }
     }
 
-    /// Whether nothing is to come into memory that nobody asked for.
+    /// Whether prefetch must pause because memory is short.
     pub(crate) fn is_short_of_memory(&self) -> bool {
         let available = self.admission.host().available_bytes;
         available < self.config.memory_reserve_bytes.saturating_add(SPARE_BYTES)
@@ -224,7 +224,7 @@ impl Core {
         self.next_book.load(Ordering::Relaxed)
     }
 
-    /// VMs come that descend from one of a host with so many books: theirs are numbered above.
+    /// VMs arrive that descend from one of a host with this many books: theirs get higher numbers.
     pub(crate) fn begin_books_after(&self, books: u64) {
         let _before = self.next_book.fetch_max(books, Ordering::Relaxed);
     }

@@ -1,8 +1,8 @@
 //! How many VMs a user may have, on all hosts together.
 //!
 //! ```text
-//!   VMs are to be admitted ── Core::turn ──► the user's keeper, on whatever host ──► so many may be
-//!                                └── Turn: admission ──► the VMs count as his
+//!   VMs are to be admitted ── Core::turn ──► the user's keeper, on any host ──► this many may be
+//!                                └── Turn: admission ──► the VMs count as the user's
 //! ```
 //!
 //! What a user has on this host the accounts of [`crate::admission`] tell; so what VMs count with is what they were promised,
@@ -10,8 +10,9 @@
 //! ([`vmfork_cluster::allocate::Counts`], on the host that all agree on) has taken down what a turn may add before it adds it.
 //! Whose VMs they are is said where their family begins (`run`, or a snapshot's start): all clones are that user's.
 //!
-//! Promise: no user has more than the quota, whichever hosts admit at the same time. It does not hold between hosts that take
-//! each other for gone. A user without a quota waits for nobody.
+//! Promise: no user has more than the quota, also when several hosts admit at the same time.
+//! It does not hold between hosts that take each other for gone. VMs of a user without a quota wait
+//! for no keeper.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +28,7 @@ use super::Core;
 use crate::admission::{Admission, ForkAsk, ForkGrant};
 use crate::quotas::{Allowed, User};
 
-/// What has ended on a host is told within it.
+/// What has ended on a host is reported within this time.
 pub(crate) const TOLD_WITHIN: Duration = Duration::from_millis(400);
 
 /// The host that counts what a user has on all hosts.
@@ -125,7 +126,8 @@ impl Quotas {
         Tally { life: self.life, number: state.number, users, asking }
     }
 
-    /// Those who have less here by now than their keepers were told: these should hear of it soon.
+    /// Users that have less here by now than their keepers know: the keepers should be notified
+    /// soon.
     pub(crate) fn shrunk(&self, admission: &Admission) -> Vec<User> {
         let mut state = self.state();
         if state.given.is_empty() {

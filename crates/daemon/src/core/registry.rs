@@ -25,13 +25,14 @@ struct Inner {
     /// With their places in the order of the list: clones stand as they were named, whichever starts first.
     reserved: HashMap<String, u64>,
     ended: VecDeque<String>,
-    /// By a number of their own. Beside the VMs, so that a family is looked at as a whole: whoever is not listed
-    /// yet is being made by one of these.
+    /// By a number of their own. They stand beside the VMs, so that a family is looked at as a
+    /// whole.
+    /// A VM that is not listed yet is being made by one of these.
     forks: BTreeMap<u64, Fork>,
     next_fork: u64,
 }
 
-/// A fork under way.
+/// A fork in progress.
 #[derive(Debug)]
 struct Fork {
     /// The VM that is forked, and those that it descends from.
@@ -40,7 +41,7 @@ struct Fork {
     over: CancellationToken,
 }
 
-/// Says that a fork is under way, until dropped: then all VMs that it has made are listed.
+/// Marks a fork as in progress until dropped: then all VMs that it has made are listed.
 #[derive(Debug)]
 pub(crate) struct UnderWay {
     registry: Arc<Registry>,
@@ -61,7 +62,8 @@ impl Drop for UnderWay {
 pub(crate) struct Family {
     /// Those that live, in the order in which they began.
     pub(crate) vms: Vec<Arc<Vm>>,
-    /// Forks that were under way, and have been told to give up: each is cancelled when its fork is over.
+    /// Forks that were in progress, and were asked to give up: each is cancelled when its fork is
+    /// over.
     pub(crate) forks: Vec<CancellationToken>,
 }
 
@@ -88,7 +90,7 @@ impl Reservation {
 }
 
 impl Inner {
-    /// The first of a series that has no end that nobody listed has, dead or alive.
+    /// The first names of an endless series that no listed VM has, dead or alive.
     fn free_names(
         &self,
         count: u32,
@@ -259,8 +261,9 @@ impl Registry {
         UnderWay { registry: Arc::clone(self), number }
     }
 
-    /// All live VMs that descend from this one, itself too, whoever between them is still listed; and the forks
-    /// that are making more of them, which are told to give up.
+    /// All live VMs that descend from this one, itself too, also if VMs between them are not listed
+    /// any more.
+    /// With them, the forks that are making more of them, which are cancelled.
     ///
     /// If there is neither, nothing of the family is left, nor comes: who would fork it is no more.
     pub(crate) fn end_of_family(&self, id: &str) -> Family {

@@ -1,8 +1,8 @@
 //! What page engines count, added up for the metrics: their counters end with the VM or the image that they
 //! belong to, those of the metrics don't.
 //!
-//! Looked at when somebody asks for the metrics, and before a VM ends or gets another image. Each figure is
-//! remembered as it was seen last, and what it has grown since is added.
+//! Read when a client asks for the metrics, and before a VM ends or gets another image.
+//! Each figure is remembered as last seen, and its growth since is added.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};

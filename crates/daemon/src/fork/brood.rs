@@ -21,7 +21,7 @@ pub(crate) struct Brood {
     pub(crate) snapshot: Arc<Snapshot>,
     pub(crate) began: Instant,
     pub(crate) deadline: Instant,
-    /// The ticket behind it, and who is told what becomes of each.
+    /// The ticket behind it, and what is notified of the fate of each.
     pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) given_up: CancellationToken,
 }
@@ -51,7 +51,7 @@ impl Brood {
     /// Start them. → each with what became of it, by number.
     ///
     /// # Errors
-    /// Nobody wants them any more, or one failed and all were insisted on: none is left.
+    /// The clones are not wanted any more, or one failed and all were insisted on: none is left.
     pub(crate) async fn start(
         &self,
         wanted: Vec<Wanted>,
@@ -90,7 +90,7 @@ impl Brood {
         loop {
             let next = tokio::select! {
                 next = starting.next() => next,
-                // Nobody waits: what is half-way ends here, not when it would be ready.
+                // No client waits: what is half-way ends here, not when it would be ready.
                 () = self.given_up.cancelled(), if !dropped => {
                     dropped = true;
                     starting.give_up();

@@ -41,7 +41,7 @@ pub(crate) fn start_channels(
         let stream = tokio::net::UnixStream::from_std(stream)?;
         let (log_tx, mut log_rx) = mpsc::channel(LOG_PIECES);
         let (requests_tx, requests) = mpsc::channel(tickets::REQUESTS_MAX);
-        // Nobody sends but workers of a ticket, and they send to where that is.
+        // Only workers of a ticket send, and they send to where that is.
         let room = vm.origin.as_ref().map_or_else(MailRoom::default, |o| o.room.clone());
         let mail = MailLimits::default();
         let options = LinkOptions { log: log_tx, requests: requests_tx, mail, room };

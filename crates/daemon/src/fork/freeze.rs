@@ -22,7 +22,7 @@ const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the freeze is for, and for how long somebody wants that.
+/// What the freeze is for, and for how long it is wanted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted<'a> {
     /// For the error's text.
@@ -39,7 +39,8 @@ impl Wanted<'_> {
     }
 }
 
-/// Freeze the parent. → the snapshot (its lease is the caller's affair), where the time went, and the pause.
+/// Freeze the parent. → the snapshot (the caller keeps its lease), where the time went, and the
+/// pause.
 ///
 /// # Errors
 /// The parent goes on as before, unless its RAM was lost half-way, which ends it.

@@ -58,7 +58,7 @@ pub(crate) struct Order {
     pub(crate) timeout: Duration,
     /// Memory that was set aside for it; it is lent back if nothing was forked.
     pub(crate) memory: Option<Loan>,
-    /// The ticket behind it, and who is told what becomes of each clone.
+    /// The ticket behind it, and what is notified of the fate of each clone.
     pub(crate) origin: Option<tickets::TicketOrigin>,
     pub(crate) placement: Placement,
 }
@@ -92,7 +92,7 @@ pub(crate) async fn by_request(
     run(forker, parent, order).await
 }
 
-/// Whether so many VMs can be asked for, with these names. → how long all of it may take.
+/// Whether this many VMs can be asked for, with these names. → how long all of it may take.
 ///
 /// # Errors
 /// They can't: with `message`.
@@ -133,12 +133,13 @@ pub(crate) async fn run(
 ) -> Result<ForkReply, ErrorBody> {
     let given_up = CancellationToken::new();
     let _on_drop = given_up.clone().drop_guard();
-    // A task of its own: a pause that has begun must come to its end whoever goes away.
+    // A task of its own: a pause that has begun must end in order, also when the client
+    // disconnects.
     let task = tokio::spawn(carry_out(Arc::clone(forker), Arc::clone(parent), order, given_up));
     outcome(task, message(parent)).await
 }
 
-/// Wait until no other freeze of the VM goes on, for as long as somebody wants this one.
+/// Wait until no other freeze of the VM is in progress, for as long as this one is wanted.
 async fn turn<'a>(
     parent: &'a Vm,
     wanted: freeze::Wanted<'_>,
@@ -211,7 +212,7 @@ async fn carry_out(
     let Forker { core, remote } = &*forker;
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let deadline = began + order.timeout;
-    // Dropped last: when it is over, whoever ends the family finds all that came of it.
+    // Dropped last: when it is over, the end of the family finds all VMs that this fork started.
     let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
     let message = message(&parent);
     let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
@@ -370,7 +371,8 @@ pub(crate) struct Frozen {
     pub(crate) pause: Duration,
 }
 
-/// Freeze a VM for a snapshot that is kept. What has begun comes to its end whoever goes away.
+/// Freezes a VM for a snapshot that is kept. A freeze that has begun ends in order, also when the
+/// client disconnects.
 ///
 /// # Errors
 /// The VM goes on as before, unless its RAM was lost half-way, which ends it.

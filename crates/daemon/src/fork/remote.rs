@@ -91,7 +91,7 @@ pub(crate) trait Away: Send + Sync {
         wanted: Vec<Wanted>,
     ) -> BoxFuture<'a, Vec<CloneResult>>;
 
-    /// End what was started. Hosts that can't be reached are told later.
+    /// End what was started. Hosts that cannot be reached are notified later.
     fn end(&self) -> BoxFuture<'_, ()>;
 }
 
@@ -131,7 +131,7 @@ pub(crate) trait Abroad: fmt::Debug + Send + Sync {
     fn kill(&self, vm: u32);
 }
 
-/// Somebody needs a job, as long as this lives.
+/// A job is needed as long as this lives.
 #[derive(Debug, Clone)]
 pub(crate) struct Hold {
     pub(crate) job: Job,
@@ -150,7 +150,7 @@ pub(crate) struct Reserved {
 }
 
 impl Reserved {
-    /// None yet. `give_back` is told host and number.
+    /// None yet. `give_back` receives host and number.
     pub(crate) fn new(
         host: HostId,
         number: u64,

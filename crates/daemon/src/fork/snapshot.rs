@@ -23,7 +23,7 @@ pub(crate) struct Snapshot {
     pub(crate) inheritance: Option<Inheritance>,
     /// The number by which the guest's agent knows the fork.
     pub(crate) fork: u64,
-    /// Memory for what the parent writes anew.
+    /// Memory for the pages that the parent overwrites.
     pub(crate) lease: Option<Lease>,
     /// What it may still need pages of, and what else its clones came of.
     pub(crate) provenance: Provenance,

@@ -1,6 +1,6 @@
 //! The clones of one fork while they are being started, a task each.
 //!
-//! Promises: each is told of once, also one whose task panics; unless they were given up.
+//! Promises: each is reported once, also one whose task panics; unless they were given up.
 
 use std::collections::HashMap;
 use std::sync::Arc;

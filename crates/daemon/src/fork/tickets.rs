@@ -1,8 +1,9 @@
 //! The fork API of programs in guests, carried out: one task per VM owns the VM's [`TicketBook`], feeds it what
 //! programs ask and what becomes of the clones, and does what it says.
 //!
-//! When the VM's agent is lost, nobody in the VM can ask or be answered any more: the book closes as if the VM
-//! had ended. Its workers are heard all the same, until they and the VM have ended.
+//! When the VM's agent is lost, no program in the VM can ask or be answered any more.
+//! The book then closes as if the VM had ended.
+//! Its workers' messages are still taken, until they and the VM have ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +29,8 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 /// What the task of one VM hears.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// A worker of this VM's tickets asks, in clone `vm`: `sf_exit` and `sf_send` are the parent's affair.
+    /// A worker of this VM's tickets asks, in clone `vm`. The parent answers `sf_exit` and
+    /// `sf_send`.
     Worker { ticket: u64, vm: u32, request: GuestRequest },
     /// How many places there are for a ticket's clones, on all hosts.
     Allocated { ticket: u64, allotted: Allotted },
@@ -44,7 +46,7 @@ pub(crate) enum Event {
     Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
 }
 
-/// Which ticket makes clones, and who is told what becomes of them.
+/// Which ticket makes clones, and what is notified of their fate.
 #[derive(Debug, Clone)]
 pub(crate) struct TicketOrigin {
     pub(crate) ticket: u64,
@@ -169,7 +171,7 @@ pub(crate) fn start(
 }
 
 impl Desk {
-    /// Nobody in the VM asks or receives any more.
+    /// No program in the VM asks or receives any more.
     fn close(&mut self) {
         let actions = self.book.parent_ended();
         self.carry_out(actions);
@@ -200,7 +202,8 @@ impl Desk {
             Some(origin) => origin.fate.asked(origin.ticket, self.vm.identity.vmid, request),
             None => Err(request),
         };
-        // Nobody above: the VM booted, was forked from outside, or its parent's desk has closed.
+        // There is no desk above: the VM booted, was forked from outside, or its parent's desk has
+        // closed.
         if let Err(request) = passed_on {
             let had_parent = self.origin.is_some();
             match request {
@@ -295,7 +298,7 @@ impl Desk {
             self.say(error);
         }
         let actions = self.book.allocated(ticket, Ok(places), self.epoch.elapsed());
-        // Without an answer to give, nobody waits for the ticket any more.
+        // Without an answer to give, no program waits for the ticket any more.
         if places > 0 && !actions.is_empty() {
             self.places.insert(ticket, Places { here, away: away.into(), hold });
         }

@@ -28,7 +28,7 @@ pub enum GroupPages {
     Lacking,
     /// Sent, and not for the first time.
     Resent,
-    /// Asked for again and again, in vain.
+    /// Asked for again and again without success.
     GivenUp,
     /// Came, needed or not.
     Heard,
@@ -36,7 +36,7 @@ pub enum GroupPages {
     Known,
     /// Got by a read that waited for them.
     Read,
-    /// Taken into a cache, though nobody here had asked for them.
+    /// Taken into a cache, though no VM here had asked for them.
     Kept,
     /// Came while too many waited to be taken.
     NoRoom,

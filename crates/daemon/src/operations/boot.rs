@@ -28,8 +28,8 @@ const MEMORY_MIB_MAX: u64 = 262_144;
 const CPUS_MAX: u32 = 64;
 /// A guest under TCG on a busy host may take half a minute.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
-/// What an image's first-boot command may take on top where the request gives no time: it may load a
-/// data set, but one that never ends must not hold `run` for ever.
+/// What an image's first-boot command may take on top where the request gives no time.
+/// It may load a data set, but one that never ends must not block `run` forever.
 const FIRSTBOOT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How many of a VM's last words go into the error of a first-boot command that failed.
 const LAST_LINES: usize = 5;

@@ -36,8 +36,8 @@ impl std::fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// Put the host together. On a tokio runtime. Without a QEMU it starts as well: `doctor` says
-    /// so, and who wants a VM is told.
+    /// Put the host together. On a tokio runtime. Without a QEMU it starts as well.
+    /// `doctor` reports that, and each request for a VM fails with it.
     pub async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
         let cluster = Arc::new(Cluster::new(config.state.join("cluster")));

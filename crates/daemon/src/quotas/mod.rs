@@ -1,6 +1,6 @@
 //! What users may have on all hosts together: who they are, the settings, and what a quota leaves of what is asked for.
 //!
-//! Left to others: whose turn it is to get more (`core`), and what is counted.
+//! Left to others: which request is next (`core`), and what is counted.
 
 mod parse;
 
@@ -13,7 +13,7 @@ pub use vmfork_control::User;
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allowed {
-    /// So many VMs.
+    /// At most this many VMs.
     pub count: u32,
     pub user: User,
     /// What the user has on all hosts without those.

@@ -26,8 +26,8 @@ const ZSTD_LEVEL: i32 = 1;
 /// Pages that are compressed, and fetched, together; see docs/format.md for how it was measured.
 const CHUNK_PAGES: u64 = 64;
 
-/// Take a snapshot. → when the VM runs on or, with `wait`, when it is stored. If a caller who waits gives up, nothing
-/// is stored.
+/// Take a snapshot. → when the VM continues or, with `wait`, when it is stored.
+/// If a caller that waits gives up, nothing is stored.
 ///
 /// # Errors
 /// There is no snapshot of it.

@@ -81,7 +81,7 @@ impl Snapshots {
     /// Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// The folder is somebody else's, or can't be written to.
+    /// The folder belongs to another user, or cannot be written to.
     pub fn new(folder: &Path) -> Result<Self, StoreError> {
         let store = Store::folder(folder)?;
         match store.collect() {

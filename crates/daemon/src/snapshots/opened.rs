@@ -36,13 +36,14 @@ pub(crate) struct Opened {
     /// Whether its working set is loaded, or being loaded, and what else is done for it once.
     working_set: AtomicBool,
     prediction: AtomicBool,
-    /// Bytes per second at which all of it comes; 0: nobody has asked for that.
+    /// Bytes per second at which all of it is fetched; 0: no client has asked for that.
     hydration: AtomicU64,
     /// What is still to come, promised; `None` until a VM is to start.
     memory: Mutex<Option<Lease>>,
 }
 
-/// The right to load a working set: somebody else's again when it is dropped, unless it was loaded whole.
+/// The right to load a working set. Its drop frees it for another caller, unless the set was loaded
+/// whole.
 #[derive(Debug)]
 pub(super) struct WorkingSetClaim {
     opened: Weak<Opened>,
@@ -70,14 +71,14 @@ impl Drop for WorkingSetClaim {
 }
 
 impl Opened {
-    /// The caller is to load the working set, unless somebody does, or has.
+    /// The caller must load the working set, unless another does, or has.
     pub(super) fn claim_working_set(self: &Arc<Self>) -> Option<WorkingSetClaim> {
         let is_mine = !self.working_set.swap(true, Ordering::Relaxed);
         is_mine.then(|| WorkingSetClaim { opened: Arc::downgrade(self), is_loaded: false })
     }
 
-    /// All of it is to come at this rate, or at a higher one that was asked for before. → whether the caller is to see to
-    /// it: nobody has yet.
+    /// All of it is to be fetched at this rate, or at a higher one that was asked for before.
+    /// → whether the caller must start the hydration, because it has not started yet.
     pub(super) fn claim_hydration(&self, bytes_per_s: NonZeroU64) -> bool {
         let before = self.hydration.fetch_max(bytes_per_s.get(), Ordering::Relaxed);
         if before < bytes_per_s.get() {
@@ -121,7 +122,8 @@ impl Opened {
         self.engine.image().missing_pages().saturating_mul(PAGE_BYTES)
     }
 
-    /// Whether the caller is to have what its faults predict fetched: nobody has yet.
+    /// Whether the caller must start to fetch what its faults predict, because that has not started
+    /// yet.
     pub(super) fn claim_prediction(&self) -> bool {
         !self.prediction.swap(true, Ordering::Relaxed)
     }

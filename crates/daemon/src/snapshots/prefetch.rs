@@ -15,8 +15,8 @@ use crate::error::chain;
 
 /// How often that is looked at, and whether a store is needed no more.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Every so many of these it is counted what of open snapshots has come: that takes a while, and until then more is
-/// promised than need be.
+/// At every this many ticks, the present pages of open snapshots are counted.
+/// That takes a while. Until then, more is promised than necessary.
 const UPDATE_LOOKS: u64 = 4;
 /// How long hydration waits at most until it tries again: a store that is away may be away for long, and is not to be
 /// asked all the time.
@@ -138,7 +138,7 @@ enum Next {
     /// Nothing is missing.
     Over,
     Look,
-    /// Begin anew with what is missing, and look again then.
+    /// Begin again with what is missing, and look again then.
     Retry {
         after: Duration,
     },
@@ -149,8 +149,8 @@ impl HydrationWatch {
         Self { missing: u64::MAX, retry_after: LOOK_EVERY }
     }
 
-    /// `is_allowed`: the host has memory for what nobody asked for. While it has not, nothing is to come, and that
-    /// nothing comes says nothing about the store.
+    /// `is_allowed`: the host has memory for prefetch. While it has not, no page is expected.
+    /// That no page arrives then means nothing about the store.
     fn look(&mut self, missing: u64, is_allowed: bool) -> Next {
         if missing == 0 {
             return Next::Over;

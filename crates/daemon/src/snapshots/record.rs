@@ -29,11 +29,11 @@ const CLUSTER_PAGES: u64 = 16;
 const RECORDINGS_MAX: usize = 2;
 /// A recording that its VM's end has cut short counts from this on: what a shorter one did not touch is not unused.
 const WORTH: Duration = Duration::from_secs(5);
-/// Touched in so many of the runs, a cluster belongs to the working set.
+/// A cluster that at least this share of the runs touched belongs to the working set.
 const FREQUENCY_MIN: f64 = 0.5;
 /// 1 GiB: a bound on what is loaded before anyone asks.
 const WORKING_SET_PAGES_MAX: u64 = 262_144;
-/// The stored working set is written anew when so many of a hundred of its pages are others.
+/// The stored working set is written again when more than this percentage of its pages has changed.
 const CHANGED_PERCENT: u64 = 10;
 /// How many clusters `profile show` tells.
 const SHOWN_MAX: usize = 1000;
@@ -65,7 +65,7 @@ pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Opt
             break;
         }
         let touched = tokio::task::block_in_place(|| scan.touched());
-        // After a freeze its memory is mapped anew: what it touches now is another snapshot's.
+        // After a freeze its memory is mapped again: what it touches now is another snapshot's.
         let Ok(touched) = touched else { break };
         if machine.view_id() != view {
             break;
@@ -188,7 +188,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// A profile that can't be read is begun anew: it is a help and no more.
+    /// A profile that cannot be read is begun again: it is a help and no more.
     fn profile(&self, name: &str, pages: u64) -> Result<Profile, SnapshotError> {
         let new = || Profile::new(pages, CLUSTER_PAGES).map_err(SnapshotError::Profile);
         let stored = match self.store.profile(name) {
@@ -243,7 +243,7 @@ impl Snapshots {
     }
 }
 
-/// Whether a working set is worth storing anew: both are in page order.
+/// Whether a working set is worth storing again: both are in page order.
 fn differs(there: &[PageRange], wanted: &[PageRange]) -> bool {
     let pages = |runs: &[PageRange]| runs.iter().map(PageRange::len).sum::<u64>();
     let mut common = 0;

@@ -35,7 +35,8 @@ pub(crate) async fn start(
     let _on_drop = given_up.clone().drop_guard();
     let message = format!("start snapshot `{name}`");
     let (library, name) = (Arc::clone(library), name.to_owned());
-    // A task of its own: QEMUs that are half-way up are ended in order whoever goes away.
+    // A task of its own: QEMUs that are half-way up are ended in order, also when the client
+    // disconnects.
     let task =
         tokio::spawn(async move { carry_out(&library, (user, &name), request, given_up).await });
     outcome(task, message).await

@@ -54,7 +54,7 @@ pub(crate) fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, E
     Ok(out)
 }
 
-/// A client at the other end of a stream, who may do nothing for ever.
+/// A client at the other end of a stream, which may do nothing forever.
 struct Peer {
     runtime: Handle,
     work: Arc<Work>,
@@ -112,7 +112,7 @@ pub(crate) async fn import(
 ) -> Result<Vec<Snapshot>, ErrorBody> {
     let message = "import a snapshot".to_owned();
     let place = |name: &str| library.snapshots.place(name, Doing::Import, &message);
-    // Without a name, it is in the stream: the store sees to it that nobody else takes that.
+    // Without a name, it is in the stream: the store ensures that no other snapshot takes that.
     let placed = name.as_deref().map(place).transpose()?;
     let work = match &placed {
         Some(placed) => Arc::clone(&placed.under_way.work),
@@ -261,7 +261,8 @@ pub(crate) async fn pull(
         Some(Err(other)) => Some((other, None)),
         Some(Ok((pulling, remote))) => {
             let under_way = Arc::clone(&pulling.under_way);
-            // Whoever waits for all of it and goes away does not want it now; it still comes as it is needed.
+            // A client that waits for all of it and disconnects does not want it now. Pages still
+            // arrive on demand.
             let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
             let (library, name, failed) =
                 (Arc::clone(library), adopted.name.clone(), message.clone());

@@ -45,7 +45,7 @@ struct Queue {
     all: Vec<(Change, Arc<Work>)>,
 }
 
-/// As long as it lives, nobody else changes the snapshot.
+/// As long as it lives, no other task changes the snapshot.
 #[derive(Debug)]
 pub(super) struct Turn {
     // Dropped in this order.

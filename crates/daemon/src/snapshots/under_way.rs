@@ -7,7 +7,7 @@
 //!                                 └► given up or failed: shown with the reason until it is pulled again
 //! ```
 //!
-//! Each is ended by the drop of its guard, also when whoever held that has panicked.
+//! Each is ended by the drop of its guard, also when the task that held the guard has panicked.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -91,7 +91,8 @@ impl UnderWay {
         *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
     }
 
-    /// If whoever does it has panicked, that is what it fails with: this is called while their guard is dropped.
+    /// If the task that does it has panicked, the work fails with that. Called while the task's
+    /// guard is dropped.
     fn fail_if_panicking(&self) {
         if std::thread::panicking() && self.error().is_none() {
             let message = format!("snapshot `{}` is not {}", self.name, self.doing.participle());
@@ -133,7 +134,7 @@ pub(super) type AllUnderWay = Mutex<BTreeMap<String, Arc<UnderWay>>>;
 /// Those that can be started already: by id, also those that others are deltas of.
 pub(super) type Pulls = Mutex<BTreeMap<SnapshotId, Arc<UnderWay>>>;
 
-/// A name that nobody else's snapshot gets.
+/// A name that no other snapshot gets.
 #[derive(Debug)]
 pub(super) struct Placed {
     snapshots: Arc<Snapshots>,
@@ -242,7 +243,8 @@ impl Snapshots {
         if doing == Doing::Pull {
             return Ok(placed);
         }
-        // Who had the name before has stored it, or never will: looked for once nobody else can have the name.
+        // The work that had the name before has stored it, or never will. So look once no other
+        // work can have the name.
         match self.store.descriptor(name) {
             Err(StoreError::NotFound { .. }) if self.store.is_being_written(name) => {
                 Err(SnapshotError::Store(StoreError::Busy { name: name.to_owned() })

@@ -43,7 +43,8 @@ pub(super) fn cancel(work: &Work) {
     work.cancelled.store(true, Ordering::Relaxed);
 }
 
-/// Who waits for something and goes away does not want it. (When it has ended, this does nothing.)
+/// A waiter that disconnects does not want the work any more. (When the work has ended, this does
+/// nothing.)
 #[derive(Debug)]
 pub(super) struct CancelOnDrop(pub(super) Arc<Work>);
 

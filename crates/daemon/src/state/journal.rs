@@ -9,11 +9,12 @@
 //!   {"event":"vm_lost","vm":{…}}
 //! ```
 //!
-//! [`Live`] is what the lines add up to, and does no I/O. [`Journal`] writes. Lines are not
-//! synced: what matters is a daemon that dies, and a file outlives its writer; after a host that
-//! dies nothing runs any more. A line that makes no sense (torn by a full disk, or by hand) is
-//! skipped. The file is written anew, with what is alive alone, at each start and when it has grown
-//! to [`COMPACT_BYTES`].
+//! [`Live`] is what the lines add up to, and does no I/O. [`Journal`] writes.
+//! Lines are not synced: what matters is a daemon that dies, and a file outlives its writer.
+//! After a host that dies nothing runs any more.
+//! A line that makes no sense (torn by a full disk, or by hand) is skipped.
+//! The file is rewritten, with only what is alive, at each start and when it has grown to
+//! [`COMPACT_BYTES`].
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
@@ -171,13 +172,13 @@ pub(super) struct Journal {
     file: File,
     /// All of them in whole lines.
     bytes: u64,
-    /// When it is this long it is written anew.
+    /// When it is this long it is rewritten.
     compact_at: u64,
     live: Live,
 }
 
 impl Journal {
-    /// Begin `path` anew with what `live` says.
+    /// Begin a new `path` with what `live` contains.
     pub(super) fn create(path: &Path, live: Live) -> io::Result<Self> {
         let (file, bytes) = rewrite(path, &live)?;
         let path = path.to_owned();

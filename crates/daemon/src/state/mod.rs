@@ -17,8 +17,8 @@
 //! but not yet written down), removes its folders, and remembers which VMs were lost. The holder
 //! has another mark and is in no journal, since it outlives daemons.
 //!
-//! Promises: no two daemons on one folder; nothing is killed that was not ours; a folder that is
-//! somebody else's is left as it is.
+//! Promises: no two daemons on one folder; only our own processes are killed; another user's folder
+//! is left as it is.
 
 mod journal;
 mod process;
@@ -163,7 +163,7 @@ impl State {
         make_folder(root, 0o711)?;
         let root = fs::canonicalize(root).map_err(failed("resolve", root))?;
         let lock = lock(&root)?;
-        // QEMUs get images as open files: nobody else has business there.
+        // QEMUs get images as open files: no other user needs access.
         make_folder(&root.join("images"), 0o700)?;
         make_folder(&root.join("snapshots"), 0o700)?;
         make_folder(&root.join("vms"), 0o711)?;
@@ -254,7 +254,7 @@ impl State {
         self.journal().append(Record::VmCreated { vm })
     }
 
-    /// A VM came to its end and is nobody's loss.
+    /// A VM came to its end, and that is no loss.
     pub fn vm_ended(&self, id: &str) {
         self.append(Record::VmEnded { id: id.to_owned() });
     }
@@ -517,7 +517,7 @@ mod tests {
             fs::write(state.create_vm_folder(id).expect("folder").join("log"), "x").expect("write");
         }
         state.vm_ended("b");
-        // One that was written down, one that was not yet, one that is somebody else's.
+        // One that was recorded, one that was not yet, one that is not ours.
         let (mut known, mut marked, mut other) =
             (sleeper(None), sleeper(Some(&state)), sleeper(None));
         state.process_started(Some("a"), ProcessKind::Qemu, known.id()).expect("append");
@@ -535,7 +535,7 @@ mod tests {
         other.wait().expect("wait");
         assert!(!state.vm_folder("a").exists());
 
-        // Told until somebody says that they know.
+        // Reported until a caller confirms it.
         drop(state);
         let (state, recovery) = open(folder.path());
         assert!(recovery.lost.is_empty());

@@ -35,7 +35,7 @@ impl ProcessId {
     fn open(self) -> Option<OwnedFd> {
         let pid = Pid::from_raw(i32::try_from(self.pid).ok()?)?;
         let handle = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        // Asked only now that the handle holds on to whoever has the number.
+        // Asked only now that the handle is bound to the process that has the number.
         (Self::of(self.pid).ok()? == self).then_some(handle)
     }
 }

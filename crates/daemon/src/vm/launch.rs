@@ -113,7 +113,7 @@ pub(super) struct Kept {
 /// What every QEMU of this daemon has in common.
 #[derive(Debug)]
 pub(crate) struct Launcher {
-    /// Looked at anew for each VM: it may be installed or replaced while we run.
+    /// Looked at again for each VM: it may be installed or replaced while we run.
     pub(crate) qemu: PathBuf,
     pub(crate) shim: PathBuf,
     users: Arc<Users>,
@@ -183,7 +183,7 @@ impl Launcher {
         let end = qemu.process.exit();
         let held = self.take_hold(tap, qemu, shape, version, user, disk);
         if held.is_err() {
-            // It was killed: who is told finds nothing left of it.
+            // It was killed: after the notice nothing is left of it.
             let _late = timeout(END_WAIT, end).await;
         }
         held

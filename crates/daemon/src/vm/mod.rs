@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Starting ──agent answered──► Running ◄──► Frozen (a fork's pause)
-//!       └───────────────────────────┴── end() ──► Exited | Failed   (once; whoever comes first says why)
+//!       └───────────────────────────┴── end() ──► Exited | Failed   (once; the first caller gives the reason)
 //! ```
 //!
 //! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The `Machine` is dropped at the
@@ -224,7 +224,7 @@ impl Vm {
     /// Its limit, and the QEMU in it.
     pub(crate) fn set_cgroup(&self, cgroup: VmCgroup, machine: &Machine) {
         let cgroup = Arc::new(cgroup);
-        // It can be removed only when nobody is in it any more.
+        // It can be removed only when no process is in it any more.
         let (held, exit) = (Arc::clone(&cgroup), machine.process.exit());
         tokio::spawn(async move {
             exit.await;
@@ -393,7 +393,7 @@ impl Vm {
             first
         });
         if first {
-            // Before all else: who waits for something of its QEMU's waits no longer.
+            // Before all else: it ends every wait for something of its QEMU's.
             if let Some(machine) = self.machine() {
                 machine.process.kill();
             }
@@ -412,7 +412,8 @@ impl Vm {
         if let (Some(watch), Some(machine)) = (&live.watch, &live.machine) {
             watch.last_look(machine.view_id());
         }
-        // The process first: whoever waits in a fault of a view that is given up must not wait for ever.
+        // The process first: a thread that blocks in a fault of a view that is given up must not
+        // wait forever.
         if let Some(machine) = &live.machine {
             machine.process.kill();
         }
@@ -544,7 +545,7 @@ mod tests {
         let vm = Vm::new(test_identity("web", None), log, None, None);
         let machine = fake::machine(&folder.path().join("state")).await;
         vm.set_machine(Arc::clone(&machine));
-        // Somebody waits for its keeper, and has its memory locked.
+        // Another process waits for its keeper, and has its memory locked.
         let (locked_tx, locked) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
         let stuck = Arc::clone(&machine);

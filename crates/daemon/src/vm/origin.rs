@@ -1,4 +1,4 @@
-//! Which ticket made a VM, and who is told what becomes of it.
+//! Which ticket made a VM, and what is notified of its fate.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(crate) struct Origin {
     pub(crate) room: MailRoom,
 }
 
-/// Who is told what becomes of clones of a ticket. Once that has closed it hears nothing.
+/// Is notified of the fate of a ticket's clones. Once the ticket has closed, notices are dropped.
 pub(crate) trait Fate: fmt::Debug + Send + Sync {
     /// A clone is being started.
     fn born(&self, ticket: u64, vm: Arc<Vm>);

@@ -1,7 +1,8 @@
 //! What a VM came of, as far as it goes on to its clones.
 //!
-//! A VM knows nothing of where its memory may still have to come from: whoever starts it (a store
-//! of snapshots, another host) says so by something of a kind of its own, which is held here.
+//! A VM does not know where its missing memory comes from.
+//! The code that starts it (a store of snapshots, another host) records that in a type of its own,
+//! which is held here.
 //! Promise: what a VM came of lives as long as it, as all that is frozen of it, and as its clones.
 
 use std::any::Any;

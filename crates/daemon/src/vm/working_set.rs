@@ -1,11 +1,12 @@
-//! What clones of a VM on other hosts waited for, or touched where that is known: it goes along with the VM's next fork.
+//! What clones of a VM on other hosts waited for, or touched where that is known. The VM's next
+//! fork sends it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vmfork_image::PageRange;
 use vmfork_policy::transfer::Demanded;
 
-/// 512 MiB: so much may be sent to a host that nobody there asked for.
+/// 512 MiB: at most this much is sent to a host where no VM asked for it.
 const PAGES_MAX: u64 = 131_072;
 
 /// Of one VM.
@@ -23,7 +24,7 @@ impl WorkingSet {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Somebody waits for these.
+    /// A VM waits for these.
     pub(crate) fn record(&self, range: PageRange) {
         self.demanded().record(range);
     }
@@ -33,7 +34,7 @@ impl WorkingSet {
         self.demanded().refine(touched);
     }
 
-    /// All that somebody waited for, in the order in which that was asked for first.
+    /// All that a VM waited for, in the order of the first requests.
     pub(crate) fn runs(&self) -> Vec<PageRange> {
         self.demanded().ahead()
     }

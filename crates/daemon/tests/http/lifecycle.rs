@@ -23,7 +23,7 @@ use crate::fake::Fake;
 fn config(state: &Path, flags: &[&str]) -> Config {
     let state = state.to_str().expect("text");
     let flags = [&["vmforkd", "--state", state], flags].concat();
-    // Not those of whoever runs the tests: `mk/env.sh` sets some of them.
+    // Not those of the user that runs the tests: `mk/env.sh` sets some of them.
     let command = Flags::command().mut_args(|arg| arg.env(Resettable::Reset));
     let flags = Flags::from_arg_matches(&command.get_matches_from(flags)).expect("flags");
     flags.check().expect("settings")
@@ -75,7 +75,7 @@ async fn answers(socket: &Path) {
     panic!("nobody answers on {}", socket.display());
 }
 
-/// `run_until` is one task's affair.
+/// `run_until` belongs to one task.
 async fn locally(test: impl Future<Output = ()>) {
     tokio::task::LocalSet::new().run_until(test).await;
 }

@@ -1,8 +1,10 @@
 //! Making a new image's page table, after the VM has gone on.
 //!
-//! The table of the image that the VM began from, with what the VM had written set to the new image, and what
-//! it had given back set to zero. [`Originals::scan`] tells both, 1 ms per GiB; a block that is asked for meanwhile
-//! is scanned first, so that nobody waits for all of it.
+//! The new table starts as the table of the image that the VM began from.
+//! Pages that the VM had written are set to the new image, and pages that it had given back to
+//! zero.
+//! [`Originals::scan`] reports both, 1 ms per GiB.
+//! A block that is asked for meanwhile is scanned first, so that no fault waits for the whole scan.
 
 use std::io;
 use std::time::{Duration, Instant};

@@ -42,7 +42,7 @@ pub(super) struct Progress {
     /// All own pages before this one are present.
     copied: u64,
     failed: bool,
-    /// There is more to copy, when something that is under way has come.
+    /// There is more to copy, when a copy in flight has arrived.
     pub(super) is_held_up: bool,
 }
 

@@ -8,9 +8,11 @@
 //!                                    └── the page that is waited for, first: cache, Wakers, Early, bell ──► engine
 //! ```
 //!
-//! Promises: what is submitted is answered once, also if reading it panics, but for a page that was there early; demand leaves the queue before what
-//! nobody waits for, and finds a thread though all of that hangs. Threads come when there is work and go with the engine: one that is in the middle of a read
-//! then ends after it, unseen.
+//! Promises: each submitted fetch is answered once, also if reading it panics.
+//! The exception is a page that was present early.
+//! Demand reads leave the queue before prefetches, and find a thread though all prefetches hang.
+//! Threads start when there is work, and end with the engine.
+//! One that is in the middle of a read then ends after it, and its result is dropped.
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,10 +31,12 @@ use crate::fill;
 use crate::host_image::{HostImage, PageLost};
 use crate::reader::Waker;
 
-/// Most of them for one owner whose source had best be asked for several at once: while the one waits, the other's wait to be asked.
+/// At most this many threads per batching source: one waits for its reply while the next batch
+/// fills.
 const TOGETHER_MAX: usize = 2;
 
-/// How many fetches that views wait for are queued or under way, for who would get in their way.
+/// Counts the demand reads that are queued or in flight, so that other reads can stay out of their
+/// way.
 #[derive(Debug, Default)]
 pub(super) struct Demand {
     fetches: Mutex<usize>,
@@ -115,7 +119,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Queue {
     demand: VecDeque<(Job, Demanded)>,
-    /// Of each owner; whose turn is longest ago first.
+    /// Of each owner; the owner that was served longest ago is first.
     ahead: Vec<Line>,
     /// How many threads have some of that.
     ahead_running: usize,
@@ -124,7 +128,7 @@ struct Queue {
     closed: bool,
 }
 
-/// What nobody waits for, of one owner.
+/// The queued prefetches of one owner.
 #[derive(Debug)]
 struct Line {
     owner: Arc<HostImage>,
@@ -176,7 +180,7 @@ impl Queue {
         }
     }
 
-    /// What brings a page of an image that nobody waited for, if it is queued.
+    /// Takes the prefetch of a page of an image out of the queue, if it is queued.
     fn take_ahead(&mut self, image: ImageId, page: PageIdx) -> Option<Job> {
         let brings = |job: &Job| job.image.id() == image && job.fetch.range.contains(page);
         let taken = self.ahead.iter_mut().find_map(|line| {
@@ -255,7 +259,8 @@ impl Fetchers {
         Ok(())
     }
 
-    /// A view waits for a page of an image now: if nobody did and it has not set out yet, it does not wait for its turn any more.
+    /// A view waits for a page of an image now. A prefetch of it that is still queued becomes a
+    /// demand read.
     pub(super) fn hurry(&self, image: ImageId, page: PageIdx) {
         let mut queue = self.shared.queue();
         let Some(mut job) = queue.take_ahead(image, page) else { return };

@@ -9,7 +9,7 @@ use crate::host_image::StoredRun;
 
 const LONG: Duration = Duration::from_secs(20);
 
-/// What nobody waits for hangs.
+/// Prefetches hang.
 #[derive(Debug, Default)]
 struct Hangs {
     ahead: AtomicUsize,
@@ -41,7 +41,7 @@ impl PageSource for Hangs {
     }
 }
 
-/// What an engine is told.
+/// The notices that an engine receives.
 struct Heard(Receiver<Told>);
 
 impl Heard {
@@ -252,7 +252,7 @@ fn what_is_waited_for_leaves_the_queue_of_what_nobody_waits_for() {
         source.wait_for(|asked| asked.len() > usize::try_from(page).expect("few"));
     });
     (2..6).for_each(|page| submit(&fetchers, &image, page, BACKGROUND));
-    // Under way, nobody's, and one that waits for its turn.
+    // One in flight, one that was not submitted, and one that waits for its turn.
     for page in [1, 50, 4] {
         fetchers.hurry(image.id(), PageIdx(page));
     }

@@ -101,7 +101,7 @@ enum Command {
     AllowPrefetch {
         allow: bool,
     },
-    /// Somebody else has put pages into the cache of an image.
+    /// Pages were put into the cache of an image from outside this engine.
     PagesCame {
         image: Arc<HostImage>,
         range: PageRange,
@@ -121,7 +121,7 @@ pub struct Engine {
     demand: Arc<Demand>,
 }
 
-/// How far an engine has come; for those who wait.
+/// How far an engine has come; for waiters.
 #[derive(Debug, Default)]
 struct Progress {
     reached: Mutex<Reached>,
@@ -275,14 +275,15 @@ impl Engine {
         let _ended = self.send(Command::Predict);
     }
 
-    /// Fetch in the background all that views may still need from a store, at most so many bytes per second. What can't
-    /// be had now stays missing ([`HostImage::missing_pages`]).
+    /// Fetch in the background all that views may still need from a store, at most this many bytes
+    /// per second.
+    /// Pages that cannot be read now stay missing ([`HostImage::missing_pages`]).
     pub fn hydrate(&self, bytes_per_s: NonZeroU64) {
         let _ended = self.send(Command::Hydrate { bytes_per_s });
     }
 
-    /// Fetch pages in this order before anything else that nobody waits for: a working set. What is zero, there, or no page of
-    /// the image is left out.
+    /// Fetch pages in this order before any other prefetch: a working set.
+    /// Pages that are zero, present, or not the image's are left out.
     pub fn fetch_first(&self, runs: Vec<PageRange>) {
         let _ended = self.send(Command::FetchFirst { runs });
     }
@@ -303,8 +304,9 @@ impl Engine {
         })
     }
 
-    /// The same with pages of image `owner`, which another host sent though nobody here had asked for them: those that are another's
-    /// by the engine's table are left out.
+    /// The same with pages of image `owner`, which another host sent though no VM here had asked
+    /// for them.
+    /// Pages that belong to another image by the engine's table are left out.
     ///
     /// # Errors
     /// As [`Engine::insert`].
@@ -407,8 +409,8 @@ impl Engine {
         self.send(Command::AddView { id, view })
     }
 
-    /// The view's faults are this engine's affair no more, from the return of this on. → the view, for as long
-    /// as what it maps must stay.
+    /// The engine does not serve the view's faults any more, from the return of this on.
+    /// → the view, for as long as what it maps must stay.
     ///
     /// # Errors
     /// The engine has ended, or does not answer.

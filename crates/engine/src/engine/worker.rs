@@ -4,7 +4,7 @@
 //!   sleep ──► commands ──► faults of all views ──► answer ──► Wake, Zeros, Map…           at once
 //!     ▲                                              └──► Scheduler::on_fault             in order of arrival
 //!     │                                                          │
-//!     └── one step of the background, if it is due ◄── Scheduler::next, until nobody waits
+//!     └── one step of the background, if it is due ◄── Scheduler::next, until no view waits
 //! ```
 
 mod prefetch;
@@ -32,9 +32,10 @@ use crate::host_image::{Ancestors, HostImage};
 use crate::originals::{Originals, Release};
 use crate::view::View;
 
-/// Pages of ancestors are copied with so many times fewer neighbours than pages of the image's own are fetched
-/// with: copies cost memory for as long as both images live, and a quarter of the copying costs a quarter of the
-/// time.
+/// Pages of ancestors are copied with this many times fewer neighbours than pages of the image's
+/// own are fetched with.
+/// Copies cost memory for as long as both images live, and a quarter of the copying costs a quarter
+/// of the time.
 const COPY_SHARE: u64 = 4;
 
 /// What a worker is made of.
@@ -186,14 +187,15 @@ impl Worker {
                 let began = Instant::now();
                 self.background_step();
                 self.pace.stepped(began, Instant::now());
-                // What failed together is tried alone, for those who wait.
+                // What failed together is tried alone, for its waiters.
                 self.fetch_demand();
             }
         }
         Ok(())
     }
 
-    /// Told to stop, and nobody needs pages that are not drained yet.
+    /// Whether the worker may end: it was asked to stop, and no view needs pages that are not
+    /// drained yet.
     fn may_end(&self) -> bool {
         // The scheduler's presence is the second reference.
         let needed_by_others = self.drain.is_running() && Arc::strong_count(&self.image) > 2;
@@ -264,8 +266,10 @@ impl Worker {
     }
 
     fn remove_view(&mut self, id: ViewId) -> Option<View> {
-        // A fault that is still under way (one of KVM's asynchronous ones, say) must not go on where nobody answers,
-        // or where it would find a hole: what has been raised by now is answered here.
+        // A fault that is still in flight (one of KVM's asynchronous ones, say) must not continue
+        // where no engine answers.
+        // Nor may it continue where it would find a hole. So the faults raised by now are answered
+        // here.
         self.read_faults(&[id]);
         self.serve_faults();
         if let Some(view) = self.views.get(&id) {
@@ -285,7 +289,7 @@ impl Worker {
 
     fn add_view(&mut self, id: ViewId, view: View) {
         let added = self.poller.add(id, view.faults_fd());
-        // Faults that another engine read, and left, are raised anew.
+        // Faults that another engine read, and left, are raised again.
         view.wake(PageRange::first(self.image.pages()));
         self.views.insert(id, view);
         if let Phase::Failed { reason } = &self.phase {
@@ -335,7 +339,7 @@ impl Worker {
         (self.events)(EngineEvent::ViewLost { image: self.image.id(), view, reason });
     }
 
-    /// One bounded piece of what nobody waits for.
+    /// One bounded piece of background work.
     fn background_step(&mut self) {
         match &mut self.phase {
             Phase::Deriving { derivation, frozen } => {
@@ -369,7 +373,7 @@ impl Worker {
             } else if self.scheduler.background_done() {
                 self.drain.on_copied(&self.image, self.scheduler.table());
             } else {
-                // As much is under way as may be.
+                // As much is in flight as is allowed.
                 self.drain.is_held_up = true;
             }
             if self.drain.stage == Stage::Incomplete {

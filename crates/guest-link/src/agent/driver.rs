@@ -78,7 +78,7 @@ pub(super) struct Driver {
     pings: Vec<(u64, Answer<()>)>,
     identity: Option<Answer<()>>,
     prepare: Option<(u64, Answer<Inheritance>)>,
-    /// Of the fork under way: set when the guest speaks before it may.
+    /// Of the fork in progress: set when the guest speaks before it may.
     broken: Arc<AtomicBool>,
     /// The guest is prepared; QEMU may still have something to read.
     prepared: bool,
@@ -451,7 +451,8 @@ impl Driver {
         }
     }
 
-    /// Hand requests to whoever answers them. If he has gone, dropping them answers `EIO`.
+    /// Hands requests to the code that answers them. If it has ended, dropping the requests answers
+    /// `EIO`.
     fn flush_requests(&mut self) {
         while let Some(request) = self.pending_requests.pop_front() {
             match self.requests.try_send(request) {
@@ -512,7 +513,7 @@ impl Driver {
         if unread == 0 {
             self.prepared = false;
             if let Some((_, answer)) = self.prepare.take() {
-                // If nobody waits any more, his `Held` has sent a release already.
+                // If the caller does not wait any more, its `Held` has sent a release already.
                 let _ = answer.send(Ok(self.mux.inheritance()));
             }
         }

@@ -176,7 +176,7 @@ impl AgentLink {
     /// Dropping the future gives the fork up and lets the guest go on.
     ///
     /// # Errors
-    /// `Busy` if another fork is under way, `Timeout`, or `Closed`.
+    /// `Busy` if another fork is in progress, `Timeout`, or `Closed`.
     pub async fn prepare(&self, fork: u64, timeout: Duration) -> Result<Held, LinkError> {
         let (answer, answer_rx) = oneshot::channel();
         let broken = Arc::new(AtomicBool::new(false));
@@ -215,7 +215,8 @@ impl AgentLink {
         self.answer("identity", timeout, answer_rx).await
     }
 
-    /// End the link: its agent is not there any more. Everything under way fails with that reason.
+    /// End the link: its agent is not there any more. Everything in progress fails with that
+    /// reason.
     pub fn give_up(&self, reason: CloseReason) {
         // It may have ended by itself.
         let _ = self.send(Command::GiveUp { reason });

@@ -9,9 +9,11 @@
 //!        ◄── GuestRequest (each with its Responder)
 //! ```
 //!
-//! One task owns the socket and the `mux`; whoever wants something of the guest sends it a command
-//! and waits for the answer, for as long as he likes. Dropping a future or a session cancels what it
-//! began. What a consumer does not take stays within its stream's window, and stops that program only.
+//! One task owns the socket and the `mux`.
+//! A caller that wants something of the guest sends the task a command, and waits for the answer
+//! without a limit.
+//! Dropping a future or a session cancels what it began.
+//! What a consumer does not take stays within its stream's window, and stops that program only.
 //!
 //! Forks: [`AgentLink::prepare`] brings both directions to a frame boundary and gives a [`Held`]; the
 //! VM may be frozen while it lives. A clone's link starts by [`AgentLink::start_clone`] with the

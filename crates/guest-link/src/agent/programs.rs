@@ -20,7 +20,7 @@ const INPUT_ITEMS: usize = 16;
 const SIGNAL_BYTES: usize = 1024;
 
 impl AgentLink {
-    /// Start a program. `stdin_base64` and `timeout_ms` of the request are the caller's affair;
+    /// Start a program. The caller applies `stdin_base64` and `timeout_ms` of the request.
     /// `timeout` bounds the wait for its start.
     ///
     /// Dropping the future, the session's input or its output hangs the program up. What the consumer

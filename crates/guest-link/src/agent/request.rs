@@ -52,7 +52,7 @@ pub enum GuestRequest {
         vmid: Option<u32>,
         reply: Responder,
     },
-    /// Nobody waits for the answer to this request any more. It was delivered before.
+    /// No program waits for the answer to this request any more. It was delivered before.
     Abandon {
         request: RequestId,
     },
@@ -169,7 +169,7 @@ impl Responder {
         match &self.way {
             Way::Link { channel, commands } => {
                 if let Some(commands) = commands.upgrade() {
-                    // The link may have closed; then nobody waits.
+                    // The link may have closed. Then no program waits.
                     let _ = commands.send(Command::Reply { channel: *channel, reply, lease });
                 }
             }
@@ -205,12 +205,12 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of the host's own, which counts against nobody.
+    /// A message of the host's own, which counts against no guest's share.
     pub fn new(bytes: impl Into<Bytes>) -> Self {
         Self { pieces: vec![bytes.into()], lease: None }
     }
 
-    /// One that counts against somebody as long as `lease` lives.
+    /// A message that counts against a share as long as `lease` lives.
     pub fn held(pieces: Vec<Bytes>, lease: Lease) -> Self {
         Self { pieces, lease: Some(lease) }
     }

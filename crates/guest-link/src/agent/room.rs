@@ -1,18 +1,20 @@
-//! How much of the messages that nobody has received yet may lie on this host, over all VMs.
+//! Limits the memory of messages that were not received yet on this host, over all VMs.
 //!
 //! ```text
 //!   a clone's link ──admit──► MailRoom of the parent ──► HostMail
 //!        message ◄── Share ──────────┘ given back, by dropping it, when the message has gone
 //! ```
 //!
-//! What one worker may have undelivered is its link's affair ([`super::MailLimits`]). The workers of all
-//! tickets of one parent share that parent's *room*: where it is full, a message waits in its guest until the
-//! parent has received some. All rooms share the host: where that is full a message is refused, since those
-//! who fill it may never be emptied by anybody.
+//! Each link limits what one worker may have undelivered ([`super::MailLimits`]).
+//! The workers of all tickets of one parent share that parent's *room*.
+//! Where it is full, a message waits in its guest until the parent has received some.
+//! All rooms share the host. Where that is full a message is refused, since the rooms that fill it
+//! may never be emptied.
 //!
-//! A parent that waits for one worker, or for those of one ticket, while the messages of others fill its room
-//! must not wait for ever. So what it waits for comes in beyond the room, one message at a time. A room thus
-//! holds [`ROOM_BYTES`] and one message.
+//! A parent may wait for one worker, or for those of one ticket, while the messages of others fill
+//! its room.
+//! It must not wait forever. So what it waits for is taken beyond the room, one message at a time.
+//! A room thus holds [`ROOM_BYTES`] and one message.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,7 +93,7 @@ struct Held {
     bytes: u64,
     /// A message lies here beyond the room.
     express: bool,
-    /// Of which worker of which ticket (`None`: any) somebody waits for a message.
+    /// The worker of which ticket (`None`: any) a message is waited for.
     wanted: BTreeSet<(u64, Option<u32>)>,
 }
 

@@ -14,7 +14,8 @@ use vmfork_qemu::qmp::Event;
 use super::error::CloseReason;
 use super::link::AgentLink;
 
-/// A guest that powers off takes its agent along; so long its end may take to be the reason that is told.
+/// A guest that powers off takes its agent along. Its end may take this long and still be the
+/// reported reason.
 pub const SETTLE: Duration = Duration::from_millis(if cfg!(test) { 50 } else { 3000 });
 
 /// Waits until the link has ended, and says why; ends it if the guest closes the agent's port. `is_up`:
@@ -90,7 +91,7 @@ mod tests {
             "run `cat`: no connection to the guest's agent: it has ended, or closed its port"
         );
         assert!(error.remedy.expect("a remedy").contains("vmfork logs"));
-        // And who comes later is told at once.
+        // And a later caller gets the answer at once.
         link.exec(exec, SOON).await.expect_err("there is no agent");
     }
 

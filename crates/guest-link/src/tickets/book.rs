@@ -50,7 +50,7 @@ pub enum Answer<M> {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<R, M> {
     Answer(R, Answer<M>),
-    /// Ask for places for so many VMs, and tell the outcome by [`TicketBook::allocated`].
+    /// Ask for places for this many VMs, and report the outcome by [`TicketBook::allocated`].
     Allocate {
         ticket: u64,
         vms: u32,
@@ -184,7 +184,7 @@ impl<R, M> TicketBook<R, M> {
         vec![Action::Allocate { ticket: number, vms }]
     }
 
-    /// The allocator's answer to `Allocate`: places for so many VMs (none is a refusal, too).
+    /// The allocator's answer to `Allocate`: places for this many VMs (none is a refusal, too).
     pub fn allocated(
         &mut self,
         number: u64,
@@ -271,7 +271,7 @@ impl<R, M> TicketBook<R, M> {
         vec![Action::StartClones { ticket: number, vms }]
     }
 
-    /// Who waits for `sf_clone` of this ticket, which is being carried out for him.
+    /// The waiter for `sf_clone` of this ticket, which is being carried out.
     pub fn cloner(&self, number: u64) -> Option<&R> {
         match &self.tickets.get(&number)?.state {
             State::Starting { reply } => Some(reply),
@@ -279,7 +279,8 @@ impl<R, M> TicketBook<R, M> {
         }
     }
 
-    /// For whose messages somebody waits: the ticket and the worker, or any of the ticket.
+    /// The workers for whose messages the parent waits: the ticket and the worker, or any of the
+    /// ticket.
     pub fn wanted(&self) -> BTreeSet<(u64, Option<u32>)> {
         let of_ticket = |(number, ticket): (&u64, &Ticket<R, M>)| {
             ticket.mailbox.wanted().map(|of| (*number, of)).collect::<Vec<_>>()
@@ -402,8 +403,8 @@ impl<R, M> TicketBook<R, M> {
         actions
     }
 
-    /// `sf_join`: answered when all workers have ended; then the ticket is discarded, and with it what
-    /// they sent and nobody received.
+    /// `sf_join`: answered when all workers have ended. Then the ticket is discarded, with those of
+    /// their messages that were not received.
     pub fn join(&mut self, reply: R, number: u64) -> Vec<Action<R, M>> {
         match self.find_cloned(number) {
             Ok(ticket) => {
@@ -414,8 +415,8 @@ impl<R, M> TicketBook<R, M> {
         }
     }
 
-    /// `sf_kill`: end all clones now, answer whoever joins, discard the ticket. Of a ticket that was not
-    /// cloned it gives the places back.
+    /// `sf_kill`: end all clones now, answer all joins, discard the ticket.
+    /// For a ticket that was not cloned, the places are given back.
     pub fn kill(&mut self, reply: R, number: u64) -> Vec<Action<R, M>> {
         let mut ticket = match self.find(number) {
             Ok(_) => match self.tickets.remove(&number) {
@@ -500,7 +501,8 @@ impl<R, M> TicketBook<R, M> {
         self.workers_ended(number)
     }
 
-    /// Nobody waits for these answers any more. Only requests that wait in the book are asked about.
+    /// These answers are not waited for any more. Only requests that wait in the book are asked
+    /// about.
     pub fn abandon(&mut self, mut gone: impl FnMut(&R) -> bool) {
         for ticket in self.tickets.values_mut() {
             ticket.joins.retain(|reply| !gone(reply));
@@ -508,7 +510,8 @@ impl<R, M> TicketBook<R, M> {
         }
     }
 
-    /// The VM whose book this is has ended, or nobody in it can be answered any more. See the module's header.
+    /// The VM whose book this is has ended, or no program in it can be answered any more. See the
+    /// module's header.
     pub fn parent_ended(&mut self) -> Vec<Action<R, M>> {
         self.parent_ended = true;
         let mut actions = Vec::new();
@@ -529,12 +532,13 @@ impl<R, M> TicketBook<R, M> {
         self.tickets.values().any(|ticket| !ticket.all_ended())
     }
 
-    /// Some workers have ended: answer those who wait in vain, and those who waited for that.
+    /// Some workers have ended: answer the receivers that cannot succeed any more, and the joins
+    /// that waited for that.
     fn workers_ended(&mut self, number: u64) -> Vec<Action<R, M>> {
         let Some(mut ticket) = self.tickets.remove(&number) else { return Vec::new() };
         let all_ended = ticket.all_ended();
         let mut mailbox = std::mem::take(&mut ticket.mailbox);
-        // Whoever still waits here found nothing that he may have.
+        // A receiver that still waits here found no message that it may have.
         let hopeless = mailbox.take_hopeless(|of| match of {
             None => all_ended,
             Some(vmid) => ticket.life(vmid) != Some(&Life::Alive),
@@ -542,7 +546,7 @@ impl<R, M> TicketBook<R, M> {
         ticket.mailbox = mailbox;
         let mut actions: Vec<_> =
             hopeless.into_iter().map(|reply| drained(reply, number)).collect();
-        // Nobody can be told the outcome before the one who cloned was.
+        // The outcome is reported to none before the program that cloned has its answer.
         let settled = all_ended && matches!(ticket.state, State::Cloned);
         if settled && !ticket.joins.is_empty() {
             let workers = ticket.report();

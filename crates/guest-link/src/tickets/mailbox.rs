@@ -1,8 +1,8 @@
-//! Messages of one ticket's workers that their parent has not received, and who waits for one.
+//! Messages of one ticket's workers that their parent has not received, and the waiters for one.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// Who waits: for a message of this worker, or of any.
+/// A waiter: for a message of this worker, or of any.
 type Waiter<R> = (Option<u32>, R);
 
 /// `R` answers a request, `M` is a message.
@@ -21,7 +21,7 @@ impl<R, M> Default for Mailbox<R, M> {
 }
 
 impl<R, M> Mailbox<R, M> {
-    /// A message came. If somebody waits for it, it is his.
+    /// A message arrived. If a waiter wants it, that waiter gets it.
     pub(super) fn send(&mut self, vmid: u32, message: M) -> Option<(R, M)> {
         let place = self.waiting.iter().position(|(of, _)| of.is_none_or(|of| of == vmid));
         match place.and_then(|place| self.waiting.remove(place)) {
@@ -53,7 +53,7 @@ impl<R, M> Mailbox<R, M> {
         self.waiting.iter().map(|(of, _)| *of)
     }
 
-    /// Those who wait in vain, now that some workers have ended.
+    /// The waiters that cannot succeed, now that some workers have ended.
     pub(super) fn take_hopeless(&mut self, hopeless: impl Fn(Option<u32>) -> bool) -> Vec<R> {
         let (gone, waiting) = std::mem::take(&mut self.waiting)
             .into_iter()
@@ -62,7 +62,7 @@ impl<R, M> Mailbox<R, M> {
         gone.into_iter().map(|(_, reply)| reply).collect()
     }
 
-    /// Forget who waits where `gone` says so.
+    /// Forget the waiters for which `gone` returns true.
     pub(super) fn abandon(&mut self, gone: &mut impl FnMut(&R) -> bool) {
         self.waiting.retain(|(_, reply)| !gone(reply));
     }

@@ -86,7 +86,8 @@ impl FakeVm {
         vm
     }
 
-    /// A fake VM whose keeper has this end of a control socket, and of whose memory nobody has taken hold.
+    /// A fake VM whose keeper has this end of a control socket. No view or image has taken hold of
+    /// its memory.
     pub fn spawn(bytes: u64, role: proto::Role, control: OwnedFd, ram: OwnedFd) -> Self {
         let device: OwnedFd = std::fs::OpenOptions::new()
             .read(true)

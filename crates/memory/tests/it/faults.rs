@@ -179,7 +179,7 @@ fn a_freeze_that_fails_half_way_leaves_ram_as_it_was() {
     let error = parent.memory().freeze(&failing).expect_err("an fd that can't be mapped");
     assert!(!error.is_fatal(), "{error}");
     assert_eq!(parent.sums(0, 8192), before);
-    // Of a view, with parts of other caches, zeros, and pages that nobody has touched.
+    // Of a view, with parts of other caches, zeros, and pages that were never touched.
     let first = freeze(&mut parent, 16);
     assert!(first.wait_drained(SECONDS));
     parent.ask("fill 3000 5 4");

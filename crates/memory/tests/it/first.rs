@@ -11,10 +11,10 @@ use crate::common::{clone_of, needs_userfaultfd};
 
 const SECONDS: Duration = Duration::from_secs(20);
 const PAGES: u64 = BLOCK_PAGES;
-/// Nobody can read it.
+/// A page that cannot be read.
 const LOST: PageIdx = PageIdx(200);
 
-/// How far a test has come, for whoever waits for it.
+/// How far a test has come, for threads that wait for it.
 #[derive(Debug, Default)]
 struct Stage(Mutex<u32>, Condvar);
 
@@ -70,7 +70,7 @@ impl PageSource for First {
     }
 }
 
-/// The engine may have other things to do: here it tells of another VM that is lost, to somebody who takes his time.
+/// The engine may have other work: here it reports another lost VM to a slow listener.
 #[test]
 fn who_waits_for_it_does_not_wait_for_the_engine() {
     needs_userfaultfd!();

@@ -1,4 +1,5 @@
-//! Forks of forks: what generations share, what they cost, and what goes when nobody needs it.
+//! Forks of forks: what generations share, what they cost, and what is freed when no image needs
+//! it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -199,7 +200,7 @@ fn own_here(image: &HostImage) -> Vec<PageRange> {
     runs
 }
 
-/// A fork under way is in no list of live VMs.
+/// A fork in progress is in no list of live VMs.
 #[test]
 fn garbage_collection_spares_engines_that_it_was_not_told_of() {
     needs_userfaultfd!();

@@ -24,7 +24,7 @@ const PAGES: u64 = 4 * BLOCK_PAGES;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mood {
     Well,
-    /// Waits, 20 s at most, until so many reads are under way at once.
+    /// Waits, 20 s at most, until this many reads are in flight at once.
     Together(usize),
     /// Reads that touch this page fail.
     FailsAt(u64),
@@ -51,7 +51,7 @@ impl Fake {
         Arc::new(Self { content, mood, under_way, changed, pages_read: AtomicU64::new(0) })
     }
 
-    /// Until a read of it is under way.
+    /// Until a read of it is in flight.
     fn await_read(&self) {
         let under_way = self.under_way.lock().expect("not poisoned");
         let outcome = self.changed.wait_timeout_while(under_way, SECONDS, |count| *count == 0);
@@ -202,7 +202,7 @@ fn a_page_that_can_not_be_read_costs_the_vms_that_touch_it_and_no_others() {
     }
 }
 
-/// Nothing else than what has failed makes the engine try again: no other fault, and nothing that nobody asked for.
+/// Only a page that has failed makes the engine try again: no other fault, and no prefetch.
 #[test]
 fn what_fails_together_is_read_alone_at_once() {
     needs_userfaultfd!();
@@ -330,14 +330,14 @@ fn all_of_an_image_comes_in_the_order_that_its_source_wants_and_gives_way() {
     assert_eq!(starts, expected);
 }
 
-/// A host that hangs with what nobody waits for, until it is told to go on.
+/// A host that hangs with prefetches, until it may continue.
 #[derive(Debug, Default)]
 struct Hangs {
     ahead: Mutex<usize>,
     goes_on: Mutex<bool>,
     changed: Condvar,
     pages_read: AtomicU64,
-    /// So many of what nobody waits for are taken at once.
+    /// This many prefetches are taken at once.
     together: usize,
 }
 
@@ -418,7 +418,7 @@ fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_fo
     let (engine, _) = serve(&image.expect("opened"));
     engine.hydrate(NonZeroU64::MAX);
     let deadline = Instant::now() + SECONDS;
-    // Two threads hang; eight pieces are under way.
+    // Two threads hang; eight pieces are in flight.
     while *source.ahead.lock().expect("not poisoned") < 2 {
         assert!(Instant::now() < deadline, "nothing is brought ahead");
         std::thread::park_timeout(Duration::from_millis(1));
@@ -531,7 +531,7 @@ fn what_was_put_in_before_is_fetched_by_nobody() {
     assert_eq!(vm.sums(0, PAGES), expected);
 }
 
-/// Also for those who wait for them already.
+/// Also for threads that wait for them already.
 #[test]
 fn what_is_put_in_wakes_who_waits() {
     needs_userfaultfd!();

@@ -75,7 +75,7 @@ impl Token {
     }
 }
 
-/// Lets nobody through without the token.
+/// Refuses every request without the token.
 pub(super) async fn require(
     State(token): State<Arc<Token>>,
     request: Request,

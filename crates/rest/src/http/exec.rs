@@ -100,7 +100,7 @@ fn never_ended(program: &str, vm: &str, cause: &str) -> ErrorBody {
         .remedy("give a longer `timeout_ms`, or see `vmfork logs` whether the guest still lives")
 }
 
-/// The answer when a session's output ends and nobody said how the program did.
+/// The answer when a session's output ends without a report of how the program ended.
 pub(super) fn lost() -> ErrorBody {
     ErrorBody::new(ErrorCode::Guest, "the connection to the program was lost")
         .cause("the VM or its agent went away")

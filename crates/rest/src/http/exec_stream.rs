@@ -48,7 +48,7 @@ enum End {
     Error(ErrorBody),
     /// The daemon ends.
     Stopped,
-    /// Nobody is there to be told.
+    /// The client has disconnected, and can receive nothing more.
     ClientGone,
 }
 

@@ -99,7 +99,7 @@ impl Listeners {
         Ok(Some(Self { unix, tcp: None, file }))
     }
 
-    /// Listen on TCP as well, for those who have the token.
+    /// Listen on TCP as well, for clients that have the token.
     ///
     /// # Errors
     /// If the kernel refuses, as when the port is taken.
@@ -183,7 +183,7 @@ async fn make_room(path: &Path) -> Result<(), ListenError> {
         return Err(ListenError::NoSocket { path: path.to_owned() });
     }
     match timeout(PROBE_WAIT, UnixStream::connect(path)).await {
-        // A full backlog shows as a wait or as EAGAIN; somebody is there.
+        // A full backlog shows as a wait or as EAGAIN: a daemon is there.
         Err(_) | Ok(Ok(_)) => Err(ListenError::InUse { path: path.to_owned() }),
         Ok(Err(error)) if error.kind() == ErrorKind::WouldBlock => {
             Err(ListenError::InUse { path: path.to_owned() })
@@ -222,7 +222,7 @@ fn bind(path: &Path, owner: SocketOwner) -> io::Result<(UnixListener, SocketFile
     result
 }
 
-/// Listening again has the kernel name us, and not a daemon that is gone, to those who connect from
+/// Listening again has the kernel name us, and not an ended daemon, to clients that connect from
 /// now on (SO_PEERCRED).
 fn listen_again(socket: OwnedFd) -> io::Result<OwnedFd> {
     rustix::net::listen(&socket, BACKLOG)?;

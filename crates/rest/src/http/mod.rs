@@ -195,7 +195,7 @@ pub fn openapi_json() -> String {
     json
 }
 
-/// All routes. Whoever can send a request may do anything.
+/// All routes. Any client that can send a request may do anything.
 pub fn router(app: App) -> Router {
     let (mut router, _) = routes().split_for_parts();
     if app.debug_faults {
@@ -210,12 +210,12 @@ pub fn router(app: App) -> Router {
         .with_state(app)
 }
 
-/// The same for those who send `Authorization: Bearer TOKEN`.
+/// The same for clients that send `Authorization: Bearer TOKEN`.
 pub fn router_with_token(app: App, token: Token) -> Router {
     router(app).layer(from_fn_with_state(Arc::new(token), auth::require))
 }
 
-/// Until the daemon is to end, or whoever could tell is gone.
+/// Waits until the daemon is to end, or the sender of that notice was dropped.
 async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }

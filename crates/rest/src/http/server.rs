@@ -25,13 +25,13 @@ use vmfork_control::User;
 const CONNECTIONS_MAX: usize = 1024;
 /// A request's head must come within this; also how long an idle connection is kept.
 const HEAD_WAIT: Duration = Duration::from_secs(30);
-/// How long requests under way may take once the daemon is asked to end.
+/// How long requests in progress may take once the daemon is asked to end.
 const DRAIN_WAIT: Duration = Duration::from_secs(5);
 /// When accepting fails (out of fds, mostly): how long until the next try.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serve until `stop` becomes true; then finish what is under way, for at most five seconds. The
-/// socket's file is removed.
+/// Serve until `stop` becomes true; then finish what is in progress, for at most five seconds.
+/// The socket's file is removed.
 ///
 /// A connection whose client goes away is dropped at once, with what its handler awaits: HTTP/1 here
 /// knows no half-closed clients.

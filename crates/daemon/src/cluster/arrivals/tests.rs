@@ -81,7 +81,7 @@ fn came(there: &Arc<There>) -> Arc<Engine> {
     Arc::new(engine.expect("engine"))
 }
 
-/// The same, and so many pages of it again in one of a VM that went on.
+/// The same, with this range of its pages changed in the image of a VM that continued.
 fn went_on(base: &Engine, own: PageRange) -> Arc<Engine> {
     let source = Arc::new(There::default()) as Arc<dyn PageSource>;
     let own = [StoredRun::Own(own)];
@@ -94,7 +94,7 @@ fn promised(arrival: &Arrival) -> u64 {
     arrival.needs.iter().map(|need| need.promise.memory.bytes()).sum()
 }
 
-/// What a VM of `base` is being frozen into: whose table nobody knows yet.
+/// What a VM of `base` is being frozen into. Its page table is not known yet.
 fn being_frozen(base: &Engine) -> Arc<Engine> {
     let options = EngineOptions::default();
     let engine = Engine::prepare(id(), PAGES, Some(base.image()), &options, Arc::new(|_| ()));

@@ -103,7 +103,7 @@ impl Host {
 struct Plain {
     router: Router,
     asked: Arc<Mutex<Vec<String>>>,
-    /// The connection that a root disk comes on ends after so many bytes.
+    /// The connection that a root disk comes on ends after this many bytes.
     root_bytes_max: u64,
     /// Each root disk takes one.
     gate: Arc<Semaphore>,

@@ -101,7 +101,7 @@ fn what_the_engine_ends_is_told_and_ends_its_vms_wherever_they_are() {
     assert!(there.state().over.is_empty(), "another host's job");
     there.heard(host(1), &told);
     assert_eq!(there.state().over.len(), 1);
-    // What was given back ends nobody's VMs.
+    // A job that was given back ends no VMs.
     let gone = held("9");
     jobs.state().begin(now, &gone);
     drop(gone);

@@ -27,7 +27,7 @@ impl Probe for Made {
     }
 }
 
-/// Nobody is asked.
+/// A source that is never asked.
 #[derive(Debug)]
 struct Silent;
 

@@ -22,7 +22,7 @@ struct World {
     address: SocketAddr,
     member: Peer,
     callers: Arc<Callers>,
-    /// For somebody who wants to join.
+    /// For a host that wants to join.
     newcomer: Newcomer,
     stop: watch::Sender<bool>,
 }
@@ -151,7 +151,7 @@ async fn a_connection_is_kept_until_its_end() {
     };
     for _ in 0..3 {
         assert_eq!(say(&mut kept).await, 7);
-        // It has the only place: nobody else gets in.
+        // It has the only place: no other connection gets in.
         assert!(world.member.get("/", Duration::from_millis(50)).await.is_err());
     }
     world.callers.keep(|_| false);

@@ -83,7 +83,7 @@ fn started(clone: CloneOrder) -> CloneResult {
     }
 }
 
-/// Of pages that nobody asks for.
+/// A source of pages that are never asked for.
 #[derive(Debug)]
 struct NoPages;
 

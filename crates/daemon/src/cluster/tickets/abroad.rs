@@ -33,7 +33,8 @@ pub(crate) struct Abroad {
 }
 
 impl Abroad {
-    /// Clones `vms` of a ticket are about to be started by an order to another host; the ticket's desk is told of them.
+    /// Clones `vms` of a ticket are about to be started by an order to another host. The ticket's
+    /// desk is notified of them.
     pub(crate) fn open(
         member: &Arc<Member>,
         host: HostId,
@@ -186,7 +187,7 @@ impl Asker for Way {
     }
 }
 
-/// A message that lies here: its host is told when it has gone.
+/// A message that is kept here. Its host is notified when it was removed.
 #[derive(Debug)]
 struct Taken {
     wire: Arc<Wire>,

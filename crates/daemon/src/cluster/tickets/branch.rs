@@ -89,7 +89,7 @@ impl Branch {
                 },
             }
         }
-        // From now on those who ask are told by their desks that their parent has ended.
+        // From now on, their desks answer requests with the end of the parent.
         events.close();
         while let Some(event) = events.recv().await {
             self.on_event(event, &wire);

@@ -15,7 +15,7 @@ use super::wire::letter_wait;
 
 /// Of all letters that are read at a time: two of the longest.
 const ALL_BYTES_MAX: usize = 2 * BYTES_MAX;
-/// Shorter ones wait for nobody.
+/// Shorter letters wait for no other.
 const SHORT_BYTES: usize = 16 << 10;
 /// In which the places are counted.
 const UNIT_BYTES: usize = 4096;

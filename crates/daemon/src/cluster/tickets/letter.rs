@@ -152,7 +152,9 @@ impl Letter {
     }
 }
 
-/// A message out of a letter of so many bytes. It may lie here for long: one that is not most of its letter must not keep that.
+/// A message out of a letter of `whole` bytes.
+/// It may stay here for long, and must not keep the whole letter in memory if it is a small part of
+/// it.
 fn alone(body: Bytes, whole: usize) -> Bytes {
     if body.len() < whole / 2 { Bytes::copy_from_slice(&body) } else { body }
 }

@@ -45,7 +45,7 @@ impl<T: Clone> Line<T> {
         (self.first, items)
     }
 
-    /// The other end has had so many.
+    /// The other end has received this many.
     pub(super) fn on_receipt(&mut self, received: u64, now: Duration) {
         self.heard = self.heard.max(now);
         let confirmed = received.saturating_sub(self.first).min(self.unheard.len() as u64);

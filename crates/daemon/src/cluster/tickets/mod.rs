@@ -6,13 +6,15 @@
 //!     └── kill, answers ──►                                   └──► answers, ends of VMs
 //! ```
 //!
-//! A line is of one order to start clones: one ticket, one host. What a clone's programs ask (`sf_send`, `sf_exit`) and that it has
-//! ended goes to the parent's host and is the parent's affair there, as if the clone were there; answers, and that it is to
-//! end, come back.
+//! A line is of one order to start clones: one ticket, one host.
+//! The requests of a clone's programs (`sf_send`, `sf_exit`) and the clone's end go to the parent's
+//! host.
+//! It handles them as if the clone were there. Answers come back, and the order to end.
 //!
-//! Promises: what is said comes once and in order, whatever is lost on the way ([`line`]); a host that is silent for 20 s, is no
-//! member any more or has forgotten is lost, and nobody waits for it longer: its clones have failed for who joins; theirs
-//! lose their parent as they would by its end ([`vmfork_guest_link::tickets`]).
+//! Promises: messages arrive once and in order, whatever is lost on the way ([`line`]).
+//! A host is lost if it is silent for 20 s, is no member any more or has forgotten the line.
+//! No VM waits for a lost host any longer. For a program that joins, its clones have failed.
+//! Its clones lose their parent as they would by its end ([`vmfork_guest_link::tickets`]).
 //!
 //! A message counts against its worker's allowance, and against a room of its line on its host, until the parent has it; on the
 //! parent's host it counts against what may lie there over all VMs, and is refused where that is full; until then against what is

@@ -97,7 +97,8 @@ impl Both {
     }
 }
 
-/// A message's allowance, and who waits for the answer to it: says so when it is given back, or answered.
+/// A message's allowance, and the waiter for its answer: reports when it is given back, or
+/// answered.
 #[derive(Debug)]
 struct Told(mpsc::UnboundedSender<&'static str>);
 
@@ -200,7 +201,7 @@ async fn a_host_is_told_nothing_of_a_ticket_before_it_has_the_order() {
         let (wire, abroad) = (&both.here.0, &both.here.1);
         let lines = Lines::default();
         lines.start(wire, Arc::clone(abroad) as Arc<dyn End>);
-        // There is no member who could post it: whoever tries ends the line.
+        // There is no member that could post it: an attempt ends the line.
         abroad.kill(1);
         let early = timeout(Duration::from_millis(200), both.desk.recv()).await;
         assert!(early.is_err(), "{early:?}");

@@ -205,7 +205,7 @@ impl Wire {
     }
 }
 
-/// How long a letter of so many bytes may take.
+/// How long a letter of this many bytes may take.
 pub(super) fn letter_wait(bytes: usize) -> Duration {
     WORD_WAIT + Duration::from_secs(bytes as u64 / BYTES_PER_S_MIN)
 }

@@ -23,7 +23,7 @@ const AHEAD_PAGES: u64 = 64;
 /// The name of what fetches all the rest.
 const HYDRATE: &str = "hydrate";
 
-/// The name of what is fetched before all other that nobody waits for.
+/// The name of the prefetch that comes before all others.
 const WORKING_SET: &str = "working set";
 
 /// The name of what was put in as a whole, a working set.
@@ -42,7 +42,7 @@ pub(super) struct Ahead {
     /// Faults predict what else is fetched.
     predicts: bool,
     hydration: Option<Hydration>,
-    /// As much as may be is under way: hydration goes on when something of it has come.
+    /// As much is in flight as is allowed: hydration continues when some of it has arrived.
     is_held_up: bool,
     /// The source of what is missing had rather wait.
     not_before: Option<Instant>,
@@ -155,7 +155,7 @@ impl Worker {
         self.ahead.hydration = Some(Hydration { began: Instant::now(), rate, left });
     }
 
-    /// Somebody has put pages of an image into its cache: whoever waits for them goes on.
+    /// Pages of an image were put into its cache from outside: wakes the views that wait for them.
     pub(super) fn pages_came(&mut self, image: &Arc<HostImage>, range: PageRange) {
         // Of a store: faults that will find its pages there are counted as predicted.
         let is_served = image.id() == self.image.id()
@@ -171,7 +171,7 @@ impl Worker {
         self.wake_waiting(image, range, from, None);
     }
 
-    /// One fetch of what nobody waits for.
+    /// One prefetch.
     pub(super) fn prefetch_step(&mut self) {
         if let Some(fetch) = self.scheduler.next(unit_of(&self.image)) {
             return self.carry_out(&Arc::clone(&self.image), fetch);
@@ -183,7 +183,7 @@ impl Worker {
         if let Some((fetch, image)) = other {
             return self.carry_out(&image, fetch);
         }
-        // Until a fault teaches a policy something, or what is under way has arrived.
+        // Until a fault teaches a policy something, or a fetch in flight has arrived.
         self.ahead.may_have_more = false;
         self.hydrate_some();
     }
@@ -326,7 +326,7 @@ impl Worker {
         }
     }
 
-    /// A fetch has come to its end: tell who waits. `from`: where the pages were, if not on this host.
+    /// A fetch has ended: notify its waiters. `from`: where the pages were, if not on this host.
     pub(super) fn settle(
         &mut self,
         image: &Arc<HostImage>,
@@ -373,7 +373,7 @@ impl Worker {
         }
     }
 
-    /// Pages are there: who waits goes on, or does so since `at`.
+    /// Pages are present: their waiters continue, or have done so since `at`.
     fn wake_waiting(
         &mut self,
         image: &Arc<HostImage>,

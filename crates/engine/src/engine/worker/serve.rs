@@ -308,7 +308,8 @@ impl Worker {
         view.counters.zero.add(1);
     }
 
-    /// Bring pages into the cache of an image, and tell who waits for them; at once, or when they have come.
+    /// Bring pages into the cache of an image, and notify their waiters; at once, or when they have
+    /// arrived.
     pub(super) fn carry_out(&mut self, image: &Arc<HostImage>, fetch: Fetch) {
         if self.send_for(image, fetch) {
             return;
@@ -317,7 +318,8 @@ impl Worker {
         self.settle(image, fetch, None, outcome);
     }
 
-    /// Whose the pages of a fetch into the cache of `image` are; `None`: nobody's on this host.
+    /// The image that owns the pages of a fetch into the cache of `image`; `None`: it is not on
+    /// this host.
     pub(super) fn owner_of(&self, image: &Arc<HostImage>, fetch: Fetch) -> Option<Arc<HostImage>> {
         let id = fetch.source.image()?;
         let owner = if id == image.id() {
@@ -336,7 +338,7 @@ impl Worker {
             image: image.id(),
             reason: format!("its owner ({}) is not on this host", fetch.source),
         })?;
-        // Nobody is told early: who would be waits for this thread.
+        // No early notice: a view that could use it waits for this thread.
         fill::fill(image, &owner, fetch, &mut self.buffer, &mut |_| ())
     }
 }

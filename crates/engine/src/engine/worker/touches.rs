@@ -10,7 +10,7 @@ use vmfork_policy::ViewId;
 
 const TARGET: &str = "vmfork_engine::touches";
 
-/// Whether whoever reads the log wants to know.
+/// Whether the log level asks for touches.
 pub(super) fn are_recorded() -> bool {
     tracing::enabled!(target: TARGET, tracing::Level::TRACE)
 }

@@ -20,7 +20,7 @@ const PIECE_BYTES: usize = 64 * 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct Mail {
-    /// The worker numbers that live in this VM; empty in one that is nobody's clone.
+    /// The worker numbers that live in this VM; empty in a VM that is not a clone.
     pub(super) workers: Range<u32>,
     /// Theirs.
     pub(super) ticket: u64,

@@ -45,19 +45,19 @@ use self::window::{Rx, Tx};
 use super::error::LinkError;
 use super::room::{MailRoom, Share};
 
-/// Requests of programs that may be open at a time, so many per guest.
+/// Requests of programs that may be open at a time, per guest.
 pub(crate) const REQUESTS_MAX: usize = 1024;
 
 /// Of them, messages on their way to the parent; each holds up to one window before it is admitted.
 pub(crate) const SENDS_MAX: usize = 64;
 
-/// Programs and transfers of the host that may be open at a time, so many per guest.
+/// Programs and transfers of the host that may be open at a time, per guest.
 pub(crate) const CHANNELS_MAX: usize = 1024;
 
-/// Nothing more is read from a guest that has so many bytes of answers to fetch.
+/// Nothing more is read from a guest that has this many bytes of answers to fetch.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// A guest that has so many bytes of answers to fetch is given up.
+/// The link to a guest that has this many bytes of answers to fetch is closed.
 pub(crate) const UNREAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// What may leave.
@@ -125,7 +125,7 @@ enum Weight {
     Answer,
     /// Opens one of this side's channels, which are counted.
     Opens,
-    /// Its sender waits until so many bytes were reported as sent.
+    /// Its sender waits until this many bytes were reported as sent.
     Reported(usize),
     /// One for each channel.
     Cancel,
@@ -219,7 +219,8 @@ impl Mux {
     }
 
     /// Whether more should be read. A guest that does not fetch its answers is not asked for more
-    /// questions; but while a fork is under way it must be heard.
+    /// questions.
+    /// But while a fork is in progress it must be heard.
     pub(crate) fn wants_bytes(&self) -> bool {
         self.answer_bytes < UNREAD_BYTES_PAUSE || !matches!(self.hold, Hold::Open)
     }
@@ -339,7 +340,7 @@ impl Mux {
         }
     }
 
-    /// Nobody is interested in a channel of ours any more.
+    /// Closes a channel of the host's that no caller is interested in any more.
     pub(crate) fn cancel(&mut self, channel: u32) {
         if !self.close_own(channel) {
             return;

@@ -154,7 +154,7 @@ fn a_message_in_tiny_frames_is_kept_in_large_pieces() {
 /// One step of a program that writes, its consumer, and its guest's port.
 #[derive(Debug, Clone)]
 enum Step {
-    /// The program writes as much of so many bytes as it has credit for.
+    /// The program writes this many bytes, or fewer if its credit is smaller.
     Print(usize, bool),
     /// The consumer takes one piece.
     Take,
@@ -196,8 +196,9 @@ fn numbered(from: u64, bytes: usize) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever the order: bytes arrive once and in order, nobody overruns a window, nothing is said
-    /// while held, and in the end nobody is stuck.
+    /// Whatever the order: bytes arrive once and in order, neither side overruns a window, and a
+    /// held side sends nothing.
+    /// In the end neither side is stuck.
     #[test]
     fn streams_and_forks_in_any_order(steps in steps()) {
         let mut mux = with_program();

@@ -70,12 +70,12 @@ pub(crate) enum Event {
         bytes: u64,
     },
 
-    /// So many bytes of what was pushed have left.
+    /// This many bytes of what was pushed have left.
     Sent {
         channel: u32,
         bytes: usize,
     },
-    /// The answer to a request, with its stream, has left (or nobody waits for it any more).
+    /// The answer to a request, with its stream, has left (or is not waited for any more).
     AnswerGone {
         channel: u32,
     },
@@ -96,7 +96,7 @@ pub(crate) enum Event {
         channel: u32,
         request: Request,
     },
-    /// Nobody waits for the answer to this request, which was announced before.
+    /// No program waits for the answer to this request, which was announced before.
     Abandoned {
         channel: u32,
     },
