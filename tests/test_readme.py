@@ -110,6 +110,13 @@ def test_commands_do_what_the_document_shows(
         "VMFORK_NO_PROGRESS": "1",
         "LC_ALL": "C.UTF-8",
     }
+    # The checkout, with the programs that are tested in place of those of `make build`.
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for entry in places.ROOT.iterdir():
+        if entry.name != "out":
+            (checkout / entry.name).symlink_to(entry)
+    (checkout / "out").symlink_to(places.OUT)
     state = tmp_path / "shell"
     for step in steps:
         # `export` and `cd` of one step hold for the next ones.
@@ -123,7 +130,7 @@ def test_commands_do_what_the_document_shows(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=env,
-            cwd=places.ROOT,
+            cwd=checkout,
         )
         out, _ = process.communicate(timeout=600)
         text = out.decode("utf-8", "replace")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -409,7 +410,7 @@ def test_another_machine_type_refuses_the_start_and_not_each_vm(make_daemon: Mak
     for folder in ("lib", "share"):
         (tmp_path / folder).symlink_to(Path("/usr") / folder)
     qemu = tmp_path / "bin" / "qemu-system-x86_64"
-    for above in (tmp_path, *tmp_path.parents[:2]):
+    for above in (tmp_path, *tmp_path.parents[: len(tmp_path.relative_to(tempfile.gettempdir()).parts) - 1]):
         above.chmod(above.stat().st_mode | 0o711)
 
     def install(content: bytes) -> None:

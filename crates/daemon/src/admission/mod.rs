@@ -434,6 +434,12 @@ impl Lease {
         });
     }
 
+    /// Counts for this family from now on: a VM that starts from a store begins a family, whose name
+    /// is known only once the VM has an id.
+    pub fn belongs_to(&self, family: &str) {
+        self.change(|account| account.family = Some(family.into()));
+    }
+
     /// No more than so much is still to be used.
     pub fn is_enough(&self, bytes: u64) {
         self.change(|account| account.committed_bytes = account.committed_bytes.min(bytes));

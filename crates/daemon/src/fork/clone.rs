@@ -169,6 +169,7 @@ async fn start_within(
         machine.set_lead(Some(Arc::clone(lead)));
     }
     let identity = stem.identity(name.clone(), vmid);
+    lease.belongs_to(&identity.family);
     let vm = core.add_vm(identity, Some(lease), origin.map(Into::into)).map_err(|io| {
         error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
     })?;
