@@ -16,8 +16,8 @@
 //! QEMU runs wild is killed, not the host. It is twice the guest's memory and 256 MiB, since a
 //! fork's frozen pages and those written since are both the QEMU's until the drain is done.
 //!
-//! Promises: nothing here fails a VM on a host without cgroup v2; [`Cgroups::detect`] then says what
-//! is missing, for `doctor`.
+//! Promises: nothing here fails a VM on a host without cgroup v2; [`Cgroups::detect`] then says
+//! what is missing, for `doctor`.
 
 use std::fs;
 use std::io::{self, ErrorKind};

@@ -1,7 +1,7 @@
 //! What the host has and lacks for vmfork, a line and a remedy each.
 //!
-//! Each check is a function of what was read to a [`Check`]; [`examine`] reads. Checks look and touch
-//! nothing. `failed` means that VMs can't run (or can't be forked) as it is, `warning` that
+//! Each check is a function of what was read to a [`Check`]; [`examine`] reads. Checks look and
+//! touch nothing. `failed` means that VMs can't run (or can't be forked) as it is, `warning` that
 //! something is missing that not everybody needs.
 
 use std::fs::{self, OpenOptions};

@@ -441,8 +441,8 @@ impl Metrics {
         }
     }
 
-    /// `refresh` is called at each scrape and sets the gauges. Only the first one counts. It must not
-    /// block, and should hold no `Arc` of what holds these metrics (take a `Weak`).
+    /// `refresh` is called at each scrape and sets the gauges. Only the first one counts. It must
+    /// not block, and should hold no `Arc` of what holds these metrics (take a `Weak`).
     pub fn on_scrape(&self, refresh: impl Fn(&Self) + Send + Sync + 'static) {
         let _already_set = self.refresh.set(Box::new(refresh));
     }
@@ -500,7 +500,8 @@ impl Metrics {
         self.faults.get_or_create(&FaultLabel { kind }).inc_by(count);
     }
 
-    /// Adds what each step of [`Times`], and the sum of µs, grew by since the last call for `place`.
+    /// Adds what each step of [`Times`], and the sum of µs, grew by since the last call for
+    /// `place`.
     pub fn add_waited(&self, place: Place, steps: impl Iterator<Item = u64>, sum_us: u64) {
         let waited = self.waited.get_or_create(&PlaceLabel { place });
         for (step, n) in waited.steps.iter().zip(steps) {

@@ -30,7 +30,8 @@ pub(crate) enum Answer {
     MapHome(ImageId, PageRange),
     /// Bring it into the cache of this image.
     Fetch(ImageId),
-    /// Give the view a copy of its own, past the cache of the first image, from the second, which owns the page.
+    /// Give the view a copy of its own, past the cache of the first image, from the second, which
+    /// owns the page.
     Private(ImageId, ImageId),
     /// What is mapped over the page's block can't give its bytes.
     Lost,
@@ -118,7 +119,8 @@ impl Sight<'_> {
         self.image.table.same_block(other.table, block)
     }
 
-    /// The zero run that begins at `page`, within its block. (What lies before it may be installed already.)
+    /// The zero run that begins at `page`, within its block. (What lies before it may be installed
+    /// already.)
     fn zeros_at(&self, page: PageIdx) -> Answer {
         let table = self.image.table;
         let within = page.block().pages().map(|block| block.intersect(&table.range()));
@@ -129,14 +131,16 @@ impl Sight<'_> {
         Answer::Zeros(run.from_page(page))
     }
 
-    /// The longest run of untouched blocks around `block` for all of which `fits` holds, if it does for `block`.
+    /// The longest run of untouched blocks around `block` for all of which `fits` holds, if it does
+    /// for `block`.
     fn run_of_blocks(&self, block: BlockIdx, fits: impl Fn(BlockIdx) -> bool) -> Option<PageRange> {
         let blocks = self.image.table.pages() / BLOCK_PAGES; // a last block cut short is never mapped
         let usable = |block: BlockIdx| {
             block.0 < blocks
                 && (self.state)(block) == BlockState::Fresh
                 && (self.is_known)(block)
-                // Else the VM may have installed, and written to, a page of the cache without a fault.
+                // Else the VM may have installed, and written to, a page of the cache without a
+                // fault.
                 && block.pages().is_some_and(|pages| self.image.presence.count(pages) == 0)
                 && fits(block)
         };

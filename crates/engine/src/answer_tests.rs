@@ -1,7 +1,8 @@
 //! Decisions against a model that knows, page by page, what each image holds.
 //!
-//! The model has a small family of images. Each image's *contents* is a list of words; a table entry of image k
-//! is image k's word there. What a view would read after an answer is compared with what it must read.
+//! The model has a small family of images. Each image's *contents* is a list of words; a table
+//! entry of image k is image k's word there. What a view would read after an answer is compared
+//! with what it must read.
 
 use std::cell::RefCell;
 
@@ -36,8 +37,8 @@ impl Image {
     }
 }
 
-/// One generation: which it begins from, what it writes, what it gives back, what its cache holds besides what
-/// is never fetched.
+/// One generation: which it begins from, what it writes, what it gives back, what its cache holds
+/// besides what is never fetched.
 #[derive(Debug, Clone)]
 struct Generation {
     base: prop::sample::Index,
@@ -221,7 +222,8 @@ impl Scene<'_> {
 
     fn check_wake(&self) -> Result<(), TestCaseError> {
         match self.state() {
-            // Reads again, and finds it. (That the right image is mapped is the mapper's to see to.)
+            // Reads again, and finds it. (That the right image is mapped is the mapper's to see
+            // to.)
             BlockState::Mapped(id) => {
                 let found = self.other(id).and_then(|other| cached(other, self.page));
                 prop_assert!(found.is_some());

@@ -74,9 +74,11 @@ pub struct ImageCounters {
     pub from_peer_ahead_bytes: Counter,
     /// Read for other hosts.
     pub lent_bytes: Counter,
-    /// Brought in before anyone asked: by a working set, a prediction, or to be independent of the store.
+    /// Brought in before anyone asked: by a working set, a prediction, or to be independent of the
+    /// store.
     pub prefetched_bytes: Counter,
-    /// Faults of views on pages of a store: those that were there, or on their way, because they were fetched ahead …
+    /// Faults of views on pages of a store: those that were there, or on their way, because they
+    /// were fetched ahead …
     pub predicted_faults: Counter,
     /// … and those for which they had to be fetched.
     pub remote_faults: Counter,

@@ -8,8 +8,9 @@ use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 use crate::engine::Engine;
 use crate::host_image::HostImage;
 
-/// Give back what the caches of images without an engine of their own (no views, no more forks from them) hold
-/// and no live image needs: its table names the page, or its block is at home there. `live`: the engines whose relatives to look at. → bytes given back.
+/// Give back what the caches of images without an engine of their own (no views, no more forks from
+/// them) hold and no live image needs: its table names the page, or its block is at home there.
+/// `live`: the engines whose relatives to look at. → bytes given back.
 ///
 /// A parent that is forked forever, while its clones start and end, overwrites its own pages again
 /// and again.

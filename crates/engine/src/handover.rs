@@ -1,4 +1,5 @@
-//! How a page is read while the drain may be moving it: from the cache, or from where the freeze left it.
+//! How a page is read while the drain may be moving it: from the cache, or from where the freeze
+//! left it.
 //!
 //! ```text
 //!   drain     write the cache ──► set presence ──► give the original back
@@ -6,21 +7,24 @@
 //!                 └──yes─► copy from the cache ◄──────────────no──────────┘
 //! ```
 //!
-//! No lock: an original that is given back was in the cache before, and the reader looks again after it has
-//! copied. The order of a reader's copy and its second look at presence is the kernel's: reading another
-//! process's memory and unmapping it take that process's `mmap_lock`.
+//! No lock: an original that is given back was in the cache before, and the reader looks again
+//! after it has copied. The order of a reader's copy and its second look at presence is the
+//! kernel's: reading another process's memory and unmapping it take that process's `mmap_lock`.
 //!
-//! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-engine --lib loom --target-dir target/loom`
+//! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-engine --lib loom --target-dir
+//! target/loom`
 
 use vmfork_image::{Origin, PageIdx, PageRange};
 
 use crate::presence::Presence;
 
-/// Read `range` piece by piece: `from_cache` runs whose pages are present, `from_original` runs whose pages are
-/// not. A failure of `from_original` counts only if the page is still absent afterwards. `lasts`: originals are never given back, so
-/// that what was read of them is good. → the farther origin of the two that were used.
+/// Read `range` piece by piece: `from_cache` runs whose pages are present, `from_original` runs
+/// whose pages are not. A failure of `from_original` counts only if the page is still absent
+/// afterwards. `lasts`: originals are never given back, so that what was read of them is good. →
+/// the farther origin of the two that were used.
 ///
-/// Bounded: each turn either reads a run or finds a page present that was absent, and present pages stay so.
+/// Bounded: each turn either reads a run or finds a page present that was absent, and present pages
+/// stay so.
 ///
 /// # Errors
 /// The page that could not be read, and what reading it answered.
@@ -134,8 +138,8 @@ mod loom_tests {
         original: [AtomicU64; 2],
     }
 
-    /// The drain moves two pages and gives both originals back, whose addresses QEMU uses for something else at
-    /// once; a reader sees the right bytes whatever the order.
+    /// The drain moves two pages and gives both originals back, whose addresses QEMU uses for
+    /// something else at once; a reader sees the right bytes whatever the order.
     #[test]
     fn loom_a_reader_never_sees_an_original_that_was_given_back() {
         loom::model(|| {
@@ -151,7 +155,8 @@ mod loom_tests {
                     drained.cache[page].store(bytes, Ordering::Relaxed);
                     drained.presence.set(PageIdx(page as u64).range());
                 }
-                // Release and Acquire here stand for the `mmap_lock` of the process that holds the originals.
+                // Release and Acquire here stand for the `mmap_lock` of the process that holds the
+                // originals.
                 for original in &drained.original {
                     original.store(ELSEWHERE, Ordering::Release);
                 }

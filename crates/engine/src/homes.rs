@@ -6,10 +6,10 @@
 //!   image 3            1 2 3 1 -      and image 3's VM to block 2
 //! ```
 //!
-//! By the tables of an image and of a block's home, the block's pages have the same sources. So the home's cache
-//! can be mapped over the block in a view of either, and what is missing there filled in by the engine of either:
-//! the bytes are the same. A page of an ancestor is copied at most once for each time that its block changes, not
-//! once for each image that descends from it.
+//! By the tables of an image and of a block's home, the block's pages have the same sources. So the
+//! home's cache can be mapped over the block in a view of either, and what is missing there filled
+//! in by the engine of either: the bytes are the same. A page of an ancestor is copied at most once
+//! for each time that its block changes, not once for each image that descends from it.
 
 use vmfork_image::{BLOCK_PAGES, BlockIdx, ImageId, PageRange};
 

@@ -54,7 +54,8 @@ pub enum OpenError {
     Cache(#[source] io::Error),
 }
 
-/// An image on this host. Shared by its engine (which fills it), its views, and the images derived from it.
+/// An image on this host. Shared by its engine (which fills it), its views, and the images derived
+/// from it.
 #[derive(Debug)]
 pub struct HostImage {
     id: ImageId,
@@ -84,8 +85,8 @@ pub(crate) struct Reach {
 }
 
 impl Reach {
-    /// What its views may read of the cache and the originals of an image: by the engine's own table or, while
-    /// that is being derived, by the one that it is derived from.
+    /// What its views may read of the cache and the originals of an image: by the engine's own
+    /// table or, while that is being derived, by the one that it is derived from.
     pub(crate) fn needed_of(&self, image: ImageId) -> Vec<PageRange> {
         let (table, homes) = match self.image.sealed.get() {
             Some((table, homes)) => (table, homes),
@@ -133,8 +134,9 @@ impl HostImage {
         })
     }
 
-    /// An image whose own pages are in `source`: `own` and `zero` are the runs by which it differs from `base`, or
-    /// from zeros without one. Its cache is in memory. An engine brings it to readers (`Engine::serve`).
+    /// An image whose own pages are in `source`: `own` and `zero` are the runs by which it differs
+    /// from `base`, or from zeros without one. Its cache is in memory. An engine brings it to
+    /// readers (`Engine::serve`).
     ///
     /// # Errors
     /// [`OpenError`].
@@ -235,8 +237,9 @@ impl HostImage {
         self.sealed.get().map(|(_, homes)| homes)
     }
 
-    /// This image, and every image that its table names, or that is home to one of its blocks: all whose caches
-    /// hold a part of its bytes. Itself alone while its table is not complete, and after its engine has ended.
+    /// This image, and every image that its table names, or that is home to one of its blocks: all
+    /// whose caches hold a part of its bytes. Itself alone while its table is not complete, and
+    /// after its engine has ended.
     pub fn with_ancestors(self: &Arc<Self>) -> Vec<Arc<HostImage>> {
         let ancestors = lock(&self.ancestors);
         std::iter::once(self).chain(ancestors.values()).map(Arc::clone).collect()
@@ -247,7 +250,8 @@ impl HostImage {
         lock(&self.ancestors).clone()
     }
 
-    /// The table is complete; `ancestors` has at least the images that it and the homes name. → those.
+    /// The table is complete; `ancestors` has at least the images that it and the homes name. →
+    /// those.
     pub(crate) fn seal(
         &self,
         table: PageTable,
@@ -283,8 +287,8 @@ impl HostImage {
         lock(&self.needed_by).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// In whose caches the pages of `range` belong that are absent there, and not zero: each in that of its block's
-    /// home. Nothing while the table is not complete.
+    /// In whose caches the pages of `range` belong that are absent there, and not zero: each in
+    /// that of its block's home. Nothing while the table is not complete.
     pub(crate) fn places(self: &Arc<Self>, range: PageRange) -> Vec<(Arc<Self>, PageRange)> {
         let Some((table, homes)) = self.sealed.get() else { return Vec::new() };
         let ancestors = lock(&self.ancestors);
@@ -311,14 +315,15 @@ impl HostImage {
         places
     }
 
-    /// How many pages its views would have to fetch: not zero, and absent where they look for them. 0 while the table
-    /// is not complete. Takes well under a millisecond per GiB.
+    /// How many pages its views would have to fetch: not zero, and absent where they look for them.
+    /// 0 while the table is not complete. Takes well under a millisecond per GiB.
     pub fn missing_pages(self: &Arc<Self>) -> u64 {
         self.places(PageRange::first(self.pages)).iter().map(|(_, run)| run.len()).sum()
     }
 
-    /// What comes into which caches if its views need all of it: where they look for it, and pages of another host's image that they
-    /// look for elsewhere also in that image's own, from where they are given on. Nothing while the table is not complete.
+    /// What comes into which caches if its views need all of it: where they look for it, and pages
+    /// of another host's image that they look for elsewhere also in that image's own, from where
+    /// they are given on. Nothing while the table is not complete.
     pub fn lacks(self: &Arc<Self>) -> Vec<(Arc<Self>, PageRange)> {
         let mut lacks = self.places(PageRange::first(self.pages));
         let Some(table) = self.table() else { return lacks };
@@ -341,8 +346,9 @@ impl HostImage {
         lacks
     }
 
-    /// How many pages a host that has none of it would come to have in the caches of this and of other images: those of an image
-    /// that are at home in another's are in both. Nothing while the table is not complete.
+    /// How many pages a host that has none of it would come to have in the caches of this and of
+    /// other images: those of an image that are at home in another's are in both. Nothing while the
+    /// table is not complete.
     pub fn costs(&self) -> BTreeMap<ImageId, u64> {
         let mut costs = BTreeMap::new();
         let Some((table, homes)) = self.sealed.get() else { return costs };
@@ -389,9 +395,9 @@ impl HostImage {
         }
     }
 
-    /// Which of its own pages in `range` can be read without being fetched: each run of them is given to `each`. Of an image that was
-    /// frozen here that is all of them, but for what was given back since no image needs it (`collect_garbage`); none
-    /// before its table is complete.
+    /// Which of its own pages in `range` can be read without being fetched: each run of them is
+    /// given to `each`. Of an image that was frozen here that is all of them, but for what was
+    /// given back since no image needs it (`collect_garbage`); none before its table is complete.
     pub fn own_here(&self, range: PageRange, each: &mut dyn FnMut(PageRange)) {
         let Some(table) = self.table() else { return };
         let own = Source::Image(self.id);

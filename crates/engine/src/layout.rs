@@ -26,11 +26,13 @@ impl HostImage {
         Some(Layout { table: table.clone(), homes: homes.iter().collect() })
     }
 
-    /// An image that another host has a layout and the bytes of: `source` reads its own pages from there. `relatives`
-    /// are the other images that the layout names, by the ids of this host. An engine brings it to readers (`Engine::serve`).
+    /// An image that another host has a layout and the bytes of: `source` reads its own pages from
+    /// there. `relatives` are the other images that the layout names, by the ids of this host. An
+    /// engine brings it to readers (`Engine::serve`).
     ///
     /// # Errors
-    /// A relative is missing or of another size, the layout doesn't fit together, or the host is out of memory or fds.
+    /// A relative is missing or of another size, the layout doesn't fit together, or the host is
+    /// out of memory or fds.
     pub fn remote(
         id: ImageId,
         layout: Layout,
@@ -57,7 +59,8 @@ impl HostImage {
         }
         let mut kept = Homes::none(pages);
         for (block, home) in (0..blocks).map(BlockIdx).zip(homes) {
-            // A block that isn't zero has a home: where another image's cache can't serve it, its own does.
+            // A block that isn't zero has a home: where another image's cache can't serve it, its
+            // own does.
             let serves = |home: &ImageId| {
                 let theirs = ancestors.get(home).and_then(|image| image.table());
                 theirs.is_some_and(|theirs| table.same_block(theirs, block))
@@ -76,8 +79,9 @@ impl HostImage {
         Ok(Arc::new(image))
     }
 
-    /// Read pages of its own for another host. What has to be fetched for that stays in the cache, so that it comes to
-    /// this host once. From any thread, for as long as an engine of an image that names the pages is held.
+    /// Read pages of its own for another host. What has to be fetched for that stays in the cache,
+    /// so that it comes to this host once. From any thread, for as long as an engine of an image
+    /// that names the pages is held.
     ///
     /// # Errors
     /// [`PageLost`]; also for pages that are not its own by its table.

@@ -1,10 +1,11 @@
-//! Which pages of an image are in its cache: the one structure that several engines share without a lock.
+//! Which pages of an image are in its cache: the one structure that several engines share without a
+//! lock.
 //!
-//! A page's bit is set after the page's bytes are in the cache (Release), by the image's own engine or by that of
-//! an image whose block is at home here, and never cleared while anyone may read it. Who copies or maps the page
-//! tests it first (Acquire). A frozen
-//! page's original is given back only after its bit is set; so a reader that took bytes from the original and
-//! *still* finds the bit unset had good bytes (`handover`).
+//! A page's bit is set after the page's bytes are in the cache (Release), by the image's own engine
+//! or by that of an image whose block is at home here, and never cleared while anyone may read it.
+//! Who copies or maps the page tests it first (Acquire). A frozen page's original is given back
+//! only after its bit is set; so a reader that took bytes from the original and *still* finds the
+//! bit unset had good bytes (`handover`).
 
 use vmfork_image::{PageIdx, PageRange};
 
@@ -55,7 +56,8 @@ impl Presence {
         sum
     }
 
-    /// The longest run from the start of `range` on whose pages are all present, or all absent, and which.
+    /// The longest run from the start of `range` on whose pages are all present, or all absent, and
+    /// which.
     pub fn run(&self, range: PageRange) -> (PageRange, bool) {
         let first = self.is_present(range.start());
         let mut at = range.start().0;

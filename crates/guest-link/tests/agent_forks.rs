@@ -148,7 +148,8 @@ async fn a_clone_hears_nothing_before_it_has_confirmed_its_identity() {
     let session = start.await.expect("task").expect("exec");
     assert_eq!(session.pid, 9);
 
-    // What the parent's program prints here is logged and credited, and nothing it does is an error.
+    // What the parent's program prints here is logged and credited, and nothing it does is an
+    // error.
     agent.stream(Kind::Stdout, inherited, b"from the clone", false).await;
     let credit = ToGuest::Credit { kind: Kind::Stdout as u8, bytes: 14 };
     assert_eq!(agent.message().await, (inherited, credit));

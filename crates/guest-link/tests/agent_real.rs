@@ -213,7 +213,8 @@ async fn an_identity_is_confirmed_over_the_link_of_a_clone() {
             LinkOptions { log, requests, mail: MailLimits::default(), room: MailRoom::default() };
         (options, log_rx, requests_rx)
     };
-    // The parent's link, through a relay that can be changed under the agent's feet like a fork does.
+    // The parent's link, through a relay that can be changed under the agent's feet like a fork
+    // does.
     let (near, mut far) = UnixStream::pair().expect("socketpair");
     let (parent_options, _log, _requests) = options();
     let parent = AgentLink::start(near, parent_options);

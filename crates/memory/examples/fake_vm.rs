@@ -1,5 +1,5 @@
-//! A stand-in for QEMU in tests of the shim and the engine: maps its "RAM" as QEMU does, then reads and writes it
-//! on command. One command a line on stdin, one answer a line on stdout.
+//! A stand-in for QEMU in tests of the shim and the engine: maps its "RAM" as QEMU does, then reads
+//! and writes it on command. One command a line on stdin, one answer a line on stdout.
 //!
 //! | command | answer |
 //! |---|---|

@@ -96,8 +96,9 @@ pub struct MemorySample {
     pub zero_pages: u64,
 }
 
-/// What image a VM's RAM is a view of, to be looked at without [`GuestMemory`], whose owner may be waiting for a
-/// keeper. A freeze shows the image before it until its view of the new one may be reported lost.
+/// What image a VM's RAM is a view of, to be looked at without [`GuestMemory`], whose owner may be
+/// waiting for a keeper. A freeze shows the image before it until its view of the new one may be
+/// reported lost.
 #[derive(Debug, Clone, Default)]
 pub struct Attachment(Arc<Mutex<Option<Attached>>>);
 
@@ -132,9 +133,9 @@ pub struct TouchScan {
 }
 
 impl TouchScan {
-    /// Runs of pages that the VM has touched, read or written, to a precision of 16 pages (of one page after
-    /// [`GuestMemory::attach_by_page`]); what was zero and was only
-    /// read is left out. Takes 1 ms per GiB.
+    /// Runs of pages that the VM has touched, read or written, to a precision of 16 pages (of one
+    /// page after [`GuestMemory::attach_by_page`]); what was zero and was only read is left out.
+    /// Takes 1 ms per GiB.
     ///
     /// # Errors
     /// The VM has gone.
@@ -219,7 +220,8 @@ impl GuestMemory {
         self.keeper_pid
     }
 
-    /// The engine of the image that RAM is a view of; `None` in a VM that booted and was never forked.
+    /// The engine of the image that RAM is a view of; `None` in a VM that booted and was never
+    /// forked.
     pub fn engine(&self) -> Option<&Arc<Engine>> {
         self.view.as_ref().map(|(engine, _)| engine)
     }
@@ -234,7 +236,8 @@ impl GuestMemory {
         &self.counters
     }
 
-    /// Make RAM a view of a snapshot's image. QEMU waits for its device state; nothing in RAM counts.
+    /// Make RAM a view of a snapshot's image. QEMU waits for its device state; nothing in RAM
+    /// counts.
     ///
     /// # Errors
     /// The keeper or the engine has gone, or refuses.
@@ -242,8 +245,8 @@ impl GuestMemory {
         self.attach_as(engine, 0)
     }
 
-    /// As [`GuestMemory::attach`], for a VM of which [`TouchScan::touched`] is to tell single pages. The kernel then maps
-    /// each page by itself that the VM reads, about 1 µs each.
+    /// As [`GuestMemory::attach`], for a VM of which [`TouchScan::touched`] is to tell single
+    /// pages. The kernel then maps each page by itself that the VM reads, about 1 µs each.
     ///
     /// # Errors
     /// As [`GuestMemory::attach`].
@@ -266,8 +269,8 @@ impl GuestMemory {
         Err(EngineError::Size { image: image.id(), pages: image.pages(), vm_pages: self.pages })
     }
 
-    /// Freeze the stopped VM's RAM into the image of `next`, and go on as its first view. Takes well under a
-    /// millisecond, whatever the size of RAM.
+    /// Freeze the stopped VM's RAM into the image of `next`, and go on as its first view. Takes
+    /// well under a millisecond, whatever the size of RAM.
     ///
     /// # Errors
     /// If not [`FreezeError::is_fatal`], RAM is as before.
@@ -336,13 +339,15 @@ impl GuestMemory {
         Ok(TouchScan { pagemap, hva: self.hva, pages: self.pages })
     }
 
-    /// Make the next freeze fail half-way, after the pages have moved, to test that they find their way back.
+    /// Make the next freeze fail half-way, after the pages have moved, to test that they find their
+    /// way back.
     pub fn inject_freeze_failure(&mut self) {
         self.freeze_fails = true;
     }
 
-    /// QEMU's own threads look into RAM even when its vCPUs stand still (a pass of its main loop asks whether the guest
-    /// has room in a queue). In the middle of a freeze they would find holes. So all of QEMU is stopped for it.
+    /// QEMU's own threads look into RAM even when its vCPUs stand still (a pass of its main loop
+    /// asks whether the guest has room in a queue). In the middle of a freeze they would find
+    /// holes. So all of QEMU is stopped for it.
     fn call_freeze(&mut self, next: &Engine) -> Result<[u64; 6], FreezeError> {
         let _still = Stillness::begin(&self.qemu).map_err(FreezeError::Still)?;
         let cache = if std::mem::take(&mut self.freeze_fails) {

@@ -47,8 +47,8 @@ impl Pagemap {
         Ok(Self { file: File::open(format!("/proc/{pid}/pagemap"))? })
     }
 
-    /// Calls `found` for each run of private or zero pages in `range` of the memory that begins at address
-    /// `base`, in order. Pages of the mapped file, and pages never touched, are left out.
+    /// Calls `found` for each run of private or zero pages in `range` of the memory that begins at
+    /// address `base`, in order. Pages of the mapped file, and pages never touched, are left out.
     ///
     /// # Errors
     /// The call failed; runs found before remain reported.
@@ -65,9 +65,10 @@ impl Pagemap {
         })
     }
 
-    /// Calls `found` for each run of pages that the process has mapped, be they the file's or its own; zero pages
-    /// are left out. Where the file has pages in memory, a read maps those around it, too (64 KiB, Linux's
-    /// fault-around), so that it is known to 16 pages what was touched; not in views that are attached by page.
+    /// Calls `found` for each run of pages that the process has mapped, be they the file's or its
+    /// own; zero pages are left out. Where the file has pages in memory, a read maps those around
+    /// it, too (64 KiB, Linux's fault-around), so that it is known to 16 pages what was touched;
+    /// not in views that are attached by page.
     ///
     /// # Errors
     /// As [`Pagemap::scan`].

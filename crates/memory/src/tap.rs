@@ -15,8 +15,8 @@ use rustix::net::{
 use rustix::process::{PidfdFlags, WaitId, WaitIdOptions};
 use vmfork_tap_proto::{Op, REPLY_BYTES, Reply, Request};
 
-/// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is held up
-/// for so long is lost.
+/// How long a keeper may take for one request. It needs microseconds; a QEMU whose address space is
+/// held up for so long is lost.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long it may take to map a run, for which the engine of all views of an image waits.
 pub(crate) const MAP_TIMEOUT: Duration = Duration::from_secs(2);
@@ -71,8 +71,8 @@ impl TapError {
     }
 }
 
-/// The socket to one keeper. Requests are serialised: the control plane (attach, freeze) and an engine (map a
-/// run, release) may both have some.
+/// The socket to one keeper. Requests are serialised: the control plane (attach, freeze) and an
+/// engine (map a run, release) may both have some.
 #[derive(Debug)]
 pub struct Tap {
     inner: Mutex<Inner>,
@@ -126,8 +126,9 @@ impl Tap {
         self.call_beside(op, args, fd, |_| Ok(()))
     }
 
-    /// As [`Tap::call`]; before each wait for a packet `beside` has its turn, with the socket, which may be waited
-    /// for together with something else that the keeper needs in order to answer.
+    /// As [`Tap::call`]; before each wait for a packet `beside` has its turn, with the socket,
+    /// which may be waited for together with something else that the keeper needs in order to
+    /// answer.
     ///
     /// # Errors
     /// See [`TapError`].

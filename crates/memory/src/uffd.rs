@@ -1,7 +1,7 @@
 //! userfaultfd, thin: read faults, install pages, wake.
 //!
-//! On `linux-raw-sys` structs, since the `userfaultfd` crate scrambles `EAGAIN`, closes what it hands
-//! out, and lacks newer requests.
+//! On `linux-raw-sys` structs, since the `userfaultfd` crate scrambles `EAGAIN`, closes what it
+//! hands out, and lacks newer requests.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -47,7 +47,8 @@ impl Uffd {
         Self { fd }
     }
 
-    /// Calls `found` with the address of each fault that waits, and whether it is an attempt to write.
+    /// Calls `found` with the address of each fault that waits, and whether it is an attempt to
+    /// write.
     ///
     /// # Errors
     /// Anything but "nothing there".
@@ -77,8 +78,8 @@ impl Uffd {
         }
     }
 
-    /// Never waits. The flag O_NONBLOCK would not do alone: QEMU shares it, and a guest that has taken QEMU over could
-    /// clear it. (Before Linux 6.10 there is nothing else.)
+    /// Never waits. The flag O_NONBLOCK would not do alone: QEMU shares it, and a guest that has
+    /// taken QEMU over could clear it. (Before Linux 6.10 there is nothing else.)
     fn read(&self, bytes: &mut [u8]) -> Result<usize, rustix::io::Errno> {
         let here = u64::MAX; // as read(2)
         let parts = &mut [io::IoSliceMut::new(bytes)];
@@ -88,8 +89,8 @@ impl Uffd {
         }
     }
 
-    /// As [`Uffd::read_faults`], again and again until there is something to read from `other`, or until `timeout`
-    /// is over. Reads other events, too, which lets those go on who caused them.
+    /// As [`Uffd::read_faults`], again and again until there is something to read from `other`, or
+    /// until `timeout` is over. Reads other events, too, which lets those go on who caused them.
     ///
     /// # Errors
     /// As [`Uffd::read_faults`]; the time is over.
@@ -139,7 +140,8 @@ impl Uffd {
         let len = bytes.len() as u64;
         let src = bytes.as_ptr().expose_provenance() as u64;
         let mut request = uffdio_copy { dst: start, src, len, mode: 0, copy: 0 };
-        // SAFETY: as in `zeropage`, with a `uffdio_copy`; the kernel reads `bytes`, which are borrowed here.
+        // SAFETY: as in `zeropage`, with a `uffdio_copy`; the kernel reads `bytes`, which are
+        // borrowed here.
         let done =
             unsafe { libc::ioctl(self.fd.as_raw_fd(), UFFDIO_COPY.into(), &raw mut request) };
         installed(done, request.copy, len)

@@ -1,4 +1,5 @@
-//! What was promised to whom, by lease. Sums only: who may have what is decided by [`super::Admission`].
+//! What was promised to whom, by lease. Sums only: who may have what is decided by
+//! [`super::Admission`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -48,7 +48,8 @@ pub struct ForkGrant {
     pub refused: Option<ErrorBody>,
 }
 
-/// A grant of earlier, lent to the fork that it was made for. If that comes to nothing it is here again.
+/// A grant of earlier, lent to the fork that it was made for. If that comes to nothing it is here
+/// again.
 #[derive(Debug, Clone)]
 pub struct Loan(Arc<Mutex<Option<ForkGrant>>>);
 

@@ -1,6 +1,7 @@
 //! Whether a VM still fits into the host's memory, and onto its cores.
 //!
-//! A VM is admitted against the memory that it may come to use, its *commitment*, not what it uses now:
+//! A VM is admitted against the memory that it may come to use, its *commitment*, not what it uses
+//! now:
 //!
 //! | what | commitment |
 //! |---|---|
@@ -11,28 +12,28 @@
 //! | a snapshot from a store, or from another host, with VMs | what of it is not in memory yet, once for all of them |
 //!
 //! Clones share what they do not write; measured ones write a few per cent, and who knows better
-//! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked is
-//! a clone of its own snapshot, and from then on counts like one ([`Lease::is_now_a_clone`]): its
-//! old pages are in the snapshot's cache, which the kernel counts as used.
+//! says so by `--clone-growth-percent` (100: memory is never overcommitted). A VM that was forked
+//! is a clone of its own snapshot, and from then on counts like one ([`Lease::is_now_a_clone`]):
+//! its old pages are in the snapshot's cache, which the kernel counts as used.
 //!
 //! ```text
 //!   admissible = MemAvailable - reserve - Σ over leases of (commitment - private memory), if > 0
 //! ```
 //!
-//! `MemAvailable` already lacks what VMs use, so a lease only holds back what its VM has yet to use.
-//! That is looked up (`/proc/PID/statm`) together with `MemAvailable`, and again once the figures are older
-//! than `PROBE_EVERY` or a VM has ended. In between the lower of then and now counts as available: what a VM
-//! has given back meanwhile is still promised to it.
+//! `MemAvailable` already lacks what VMs use, so a lease only holds back what its VM has yet to
+//! use. That is looked up (`/proc/PID/statm`) together with `MemAvailable`, and again once the
+//! figures are older than `PROBE_EVERY` or a VM has ended. In between the lower of then and now
+//! counts as available: what a VM has given back meanwhile is still promised to it.
 //!
-//! A VM counts with all its virtual CPUs, booted or clone, from its admission to its end; what waits in the pool, snapshots
-//! and caches run nothing and count with none:
+//! A VM counts with all its virtual CPUs, booted or clone, from its admission to its end; what
+//! waits in the pool, snapshots and caches run nothing and count with none:
 //!
 //! ```text
 //!   admissible = cores × vcpus_per_core - Σ over VMs of their virtual CPUs, if > 0
 //! ```
 //!
-//! Most VMs of a family wait most of the time, so that a core is shared by many; who wants a core for each says so by
-//! `--vcpus-per-core 1`.
+//! Most VMs of a family wait most of the time, so that a core is shared by many; who wants a core
+//! for each says so by `--vcpus-per-core 1`.
 //!
 //! What a guest asks for by tickets is also bounded by what its family has already, in VMs, memory
 //! and virtual CPUs.
@@ -40,8 +41,9 @@
 //! The quota of the user whose VMs they are bounds it as well. All hosts are asked for it before
 //! ([`crate::quotas`]).
 //!
-//! Promises: requests that are decided at the same time never get the same memory or virtual CPUs; what a lease
-//! holds comes back when it is dropped. Left to others: enforcing (see [`crate::cgroup`]).
+//! Promises: requests that are decided at the same time never get the same memory or virtual CPUs;
+//! what a lease holds comes back when it is dropped. Left to others: enforcing (see
+//! [`crate::cgroup`]).
 
 mod accounts;
 mod asks;
@@ -83,7 +85,8 @@ pub struct Policy {
     pub reserve_bytes: u64,
     /// How much of its memory a clone is expected to write, 1 to 100.
     pub clone_growth_percent: u8,
-    /// How many VMs guests may make of their family by themselves, those that were made from outside counted too.
+    /// How many VMs guests may make of their family by themselves, those that were made from
+    /// outside counted too.
     pub family_vms_max: u32,
     /// How much of what VMs may have on this host guests may promise to their family, 1 to 100.
     pub family_memory_percent: u8,
@@ -284,8 +287,8 @@ impl Admission {
         Ok(self.lease(&mut accounts, want, Some(family.into())))
     }
 
-    /// Memory for the pages of a stored snapshot that VMs start from, which come from its store as they are touched.
-    /// `message`: what is done, for the error.
+    /// Memory for the pages of a stored snapshot that VMs start from, which come from its store as
+    /// they are touched. `message`: what is done, for the error.
     ///
     /// # Errors
     /// `no_capacity` with the figures.

@@ -1,4 +1,5 @@
-//! Snapshots of other hosts that VMs here came of: that their pages are still needed, and the memory that those will take.
+//! Snapshots of other hosts that VMs here came of: that their pages are still needed, and the
+//! memory that those will take.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::num::NonZeroU64;
@@ -12,8 +13,8 @@ use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
 use crate::admission::{Admission, Lease};
 use crate::vm::CameOf;
 
-/// VMs hold it that came of one snapshot of another host, and hand it on to their clones: as long as any does, the other host is
-/// told to keep the pages ([`super::loans`]).
+/// VMs hold it that came of one snapshot of another host, and hand it on to their clones: as long
+/// as any does, the other host is told to keep the pages ([`super::loans`]).
 #[derive(Debug)]
 pub(crate) struct Arrival {
     /// The snapshot's own.
@@ -30,7 +31,8 @@ pub(crate) struct Arrival {
     lacked: AtomicU64,
 }
 
-/// Memory for what is still to come into the cache of one image: once for all arrivals that need pages there.
+/// Memory for what is still to come into the cache of one image: once for all arrivals that need
+/// pages there.
 #[derive(Debug)]
 struct Promise {
     image: Weak<HostImage>,
@@ -70,7 +72,8 @@ impl Arrival {
         if self.is_complete.load(Ordering::Relaxed) {
             return;
         }
-        // Without the image it can't be told: what descends from it may need pages of others that it named.
+        // Without the image it can't be told: what descends from it may need pages of others that
+        // it named.
         let lacks = self.image.upgrade().and_then(|image| missing_bytes(&image));
         let engines = self.engines();
         // Nor by one whose table is not complete yet.
@@ -117,8 +120,8 @@ impl Arrivals {
         all
     }
 
-    /// That of a snapshot, which `engine` serves here. `message` says what it is for; it takes the place of what was `set_aside`
-    /// for what is to come.
+    /// That of a snapshot, which `engine` serves here. `message` says what it is for; it takes the
+    /// place of what was `set_aside` for what is to come.
     ///
     /// # Errors
     /// `no_capacity`: what is still to come of its memory does not fit.

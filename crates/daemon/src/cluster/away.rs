@@ -121,7 +121,8 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
         Some(held) if !held.short.is_empty() => not_held(held, placed, count, message),
         _ => no_place(&views, placed, count, message),
     });
-    // What fits nowhere is refused on this host, with the figures, unless this host is not to have any.
+    // What fits nowhere is refused on this host, with the figures, unless this host is not to have
+    // any.
     let here_takes = shares.iter().find(|(id, _)| *id == member.hosts.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
         Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),

@@ -1,4 +1,5 @@
-//! Calls of other hosts' daemons: HTTP/1.1 over TLS, a connection each but for what is said again and again.
+//! Calls of other hosts' daemons: HTTP/1.1 over TLS, a connection each but for what is said again
+//! and again.
 
 use std::io;
 use std::sync::Arc;
@@ -34,8 +35,9 @@ use vmfork_rest::http::PASSED_ON;
 const CONNECT_WAIT: Duration = Duration::from_secs(2);
 /// Most bytes of an answer that is read as a whole.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// How long a host may be silent on a connection until it is asked whether it is there, how often it is asked, and how many
-/// times. Together they are what a request waits for a host that has vanished.
+/// How long a host may be silent on a connection until it is asked whether it is there, how often
+/// it is asked, and how many times. Together they are what a request waits for a host that has
+/// vanished.
 const SILENCE: Duration = Duration::from_secs(10);
 const ASK_EVERY: Duration = Duration::from_secs(5);
 const ASKS: u32 = 3;
@@ -290,8 +292,8 @@ impl Peer {
         self.call(request, wait).await
     }
 
-    /// Pass a client's request on, and the answer back, also if both go over to another protocol: until `gone` comes. If the
-    /// returned response is dropped, the host gives up what it does.
+    /// Pass a client's request on, and the answer back, also if both go over to another protocol:
+    /// until `gone` comes. If the returned response is dropped, the host gives up what it does.
     ///
     /// # Errors
     /// The host can't be reached, or is gone before it has answered.

@@ -1,5 +1,6 @@
-//! What of a VM's memory has to come to other hosts that get clones of it, told before it is frozen: for plans, and to be set
-//! aside with places. When the clones arrive, the host itself tells what lacks ([`super::arrivals`]), and that counts.
+//! What of a VM's memory has to come to other hosts that get clones of it, told before it is
+//! frozen: for plans, and to be set aside with places. When the clones arrive, the host itself
+//! tells what lacks ([`super::arrivals`]), and that counts.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,7 +38,8 @@ struct Parts {
 }
 
 impl Parts {
-    /// What of it a host lacks that has these images open. Of those either all is there, or the host has promised memory for it.
+    /// What of it a host lacks that has these images open. Of those either all is there, or the
+    /// host has promised memory for it.
     fn lacking(&self, host: HostId, open: Option<&BTreeSet<ImageName>>) -> u64 {
         let is_there = |name: &ImageName| {
             name.host == host.get() || open.is_some_and(|open| open.contains(name))
@@ -66,7 +68,8 @@ impl Estimates {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(host, open);
     }
 
-    /// What of a VM has to come to each host that is planned with; all that clones take there once is in its view from now on.
+    /// What of a VM has to come to each host that is planned with; all that clones take there once
+    /// is in its view from now on.
     pub(crate) fn coming(
         &self,
         admission: &Admission,

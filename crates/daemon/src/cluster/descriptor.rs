@@ -54,7 +54,8 @@ pub(crate) struct Order {
     pub(crate) timeout_ms: u64,
     /// Bytes per second at which all pages are fetched, for all VMs together; 0: on demand alone.
     pub(crate) hydrate_bytes_per_s: u64,
-    /// What clones of the parent on other hosts waited for until now, or touched, as first pages and numbers of pages.
+    /// What clones of the parent on other hosts waited for until now, or touched, as first pages
+    /// and numbers of pages.
     pub(crate) working_set: Vec<(u64, u64)>,
     /// What some of its clones touch is to be told.
     pub(crate) is_watched: bool,

@@ -82,7 +82,8 @@ impl Hosts {
     }
 }
 
-/// End a VM and all that descends from it, on all hosts at once. → the hosts that do not answer: what is there goes on.
+/// End a VM and all that descends from it, on all hosts at once. → the hosts that do not answer:
+/// what is there goes on.
 ///
 /// # Errors
 /// On a host that answers something of it may go on.

@@ -1,4 +1,5 @@
-//! Where a VM is, and who else has its name. All hosts are asked at once, and those that are silent only if it matters.
+//! Where a VM is, and who else has its name. All hosts are asked at once, and those that are silent
+//! only if it matters.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -106,7 +107,8 @@ impl Locate {
         join_all(asked).await
     }
 
-    /// The host that has a VM, by name or id, if another one has. For an id: the one that had it last is asked first.
+    /// The host that has a VM, by name or id, if another one has. For an id: the one that had it
+    /// last is asked first.
     ///
     /// # Errors
     /// Several have one of that name, or no host that answers has it.

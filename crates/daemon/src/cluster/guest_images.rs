@@ -1,4 +1,5 @@
-//! Guest images are taken to hosts that lack the one that a VM booted from: its clones' disk is in there.
+//! Guest images are taken to hosts that lack the one that a VM booted from: its clones' disk is in
+//! there.
 //!
 //! ```text
 //!   fork, before the pause ──► give ═══ POST ═══► have ──┐
@@ -352,8 +353,8 @@ fn word(hash: &str) -> String {
     hash.chars().take(16).collect()
 }
 
-/// The answers of hosts, as far as they come in time: once one has been had, or some `have` it already, others may take as long
-/// again, and no less than `slower_by`.
+/// The answers of hosts, as far as they come in time: once one has been had, or some `have` it
+/// already, others may take as long again, and no less than `slower_by`.
 async fn until_slow<H, E>(
     asked: impl IntoIterator<Item = impl Future<Output = (H, Result<(), E>)>>,
     have: bool,
@@ -421,8 +422,8 @@ impl GuestImages {
         }
     }
 
-    /// Have the image here that the clones of an order need, from the host that sent it. The order says then what the image is
-    /// called here, and how much time is left.
+    /// Have the image here that the clones of an order need, from the host that sent it. The order
+    /// says then what the image is called here, and how much time is left.
     ///
     /// # Errors
     /// It does not arrive in time, or the clones are not wanted any more.
@@ -448,8 +449,9 @@ impl GuestImages {
         Ok(())
     }
 
-    /// Have hosts take the image that a VM booted from, before it is paused. → whether there are some that can't, or take far longer
-    /// than others, which are closed from now on: others are to be planned with.
+    /// Have hosts take the image that a VM booted from, before it is paused. → whether there are
+    /// some that can't, or take far longer than others, which are closed from now on: others are to
+    /// be planned with.
     ///
     /// # Errors
     /// There is no time left, or no host to plan with.

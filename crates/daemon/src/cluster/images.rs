@@ -26,7 +26,8 @@ use crate::vm::WorkingSet;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) name: ImageName,
-    /// Pages of images that do not come along are left out of its table. Its own are not: those above it are whole.
+    /// Pages of images that do not come along are left out of its table. Its own are not: those
+    /// above it are whole.
     pub(crate) is_partial: bool,
     /// As bytes ([`vmfork_image::wire`]): its page table, and its blocks' homes.
     pub(crate) table: Vec<u8>,
@@ -155,7 +156,8 @@ impl Images {
         self.name_in(&self.inner(), id)
     }
 
-    /// Frozen by this life of the daemon. One of an earlier life may have come back from another host.
+    /// Frozen by this life of the daemon. One of an earlier life may have come back from another
+    /// host.
     fn is_own(&self, name: ImageName) -> bool {
         name.host == self.host && name.image >> 32 == u64::from(self.epoch)
     }
@@ -174,7 +176,9 @@ impl Images {
         family.into_iter().find(|image| self.name_in(inner, image.id()) == name)
     }
 
-    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it. → what another host must know to open it, the image last; and what is held while that is sent.
+    /// Lend the image of an engine, and all that it names, for as long as some host has VMs of it.
+    /// → what another host must know to open it, the image last; and what is held while that is
+    /// sent.
     ///
     /// # Errors
     /// Its table is not complete.
@@ -206,8 +210,8 @@ impl Images {
         Ok((entries, Sending { images: Arc::clone(self), name }))
     }
 
-    /// Open the last of `entries`, each of which may name those before it and those that are open here. `source` says where an
-    /// image's own pages come from, `next` gives ids.
+    /// Open the last of `entries`, each of which may name those before it and those that are open
+    /// here. `source` says where an image's own pages come from, `next` gives ids.
     ///
     /// # Errors
     /// [`ArrivalError`].
@@ -227,7 +231,8 @@ impl Images {
         let mut last = None;
         for (number, (entry, source)) in (1..).zip(entries.iter().zip(sources)) {
             let is_whole = inner.arrived.get(&entry.name).is_none_or(|arrived| !arrived.is_partial);
-            // What was left out of a table counts for VMs of that image, not for those that descend from it.
+            // What was left out of a table counts for VMs of that image, not for those that descend
+            // from it.
             let known = match is_whole || number < entries.len() {
                 true => self.find(&inner, entry.name),
                 false => None,
@@ -273,7 +278,8 @@ impl Images {
         drop(over); // not under the lock
     }
 
-    /// Another host asks for pages of an image, because a VM waits for them or not. → what that image is, if it is known here.
+    /// Another host asks for pages of an image, because a VM waits for them or not. → what that
+    /// image is, if it is known here.
     pub(crate) fn asked(&self, name: ImageName, range: PageRange, demand: bool) -> Option<Wanted> {
         let inner = self.inner();
         if demand {
@@ -296,8 +302,8 @@ impl Images {
         working_set.refine(&runs.collect::<Vec<_>>());
     }
 
-    /// Read an image's own pages for another host. Those of a third host are given only if they are here: of two hosts that
-    /// lack a page neither asks the other, and so on in a circle.
+    /// Read an image's own pages for another host. Those of a third host are given only if they are
+    /// here: of two hosts that lack a page neither asks the other, and so on in a circle.
     ///
     /// # Errors
     /// [`NotRead`].
@@ -325,8 +331,8 @@ impl Images {
         pages == range.len()
     }
 
-    /// Which pages of `range` of an image that was frozen here are its own, and need not be fetched to be read. `None`: there is no
-    /// such image.
+    /// Which pages of `range` of an image that was frozen here are its own, and need not be fetched
+    /// to be read. `None`: there is no such image.
     pub(crate) fn own(
         &self,
         name: ImageName,
@@ -358,8 +364,8 @@ impl Images {
     }
 }
 
-/// What another host must know of an image, among those that it comes with. Pages of others are left out: where they count,
-/// their images come, too.
+/// What another host must know of an image, among those that it comes with. Pages of others are
+/// left out: where they count, their images come, too.
 fn entry(
     image: &HostImage,
     names: &BTreeMap<ImageId, ImageName>,

@@ -36,8 +36,8 @@ use crate::vm::{End, Job};
 const UNNEEDED_FOR: Duration = Duration::from_secs(5);
 /// The same for what an earlier life left: until all hosts have found this one again.
 const ADOPTED_FOR: Duration = Duration::from_secs(30);
-/// How often the engine is asked whether a job still holds its nodes, and, while it does not answer, for the jobs that an
-/// earlier life left.
+/// How often the engine is asked whether a job still holds its nodes, and, while it does not
+/// answer, for the jobs that an earlier life left.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// How long the other hosts are notified that a job has ended: longer than any order to start its
 /// clones takes.
@@ -193,8 +193,8 @@ impl State {
         }
     }
 
-    /// Look who needs what. → jobs to give back. Of `others`, those that are silent may need what they do not say; what those have
-    /// said does not count that are gone.
+    /// Look who needs what. → jobs to give back. Of `others`, those that are silent may need what
+    /// they do not say; what those have said does not count that are gone.
     fn tend(
         &mut self,
         now: Instant,
@@ -397,7 +397,8 @@ impl Jobs {
         }
     }
 
-    /// This host is in no cluster any more: it holds nothing. What can't be given back at once is tried again for a while.
+    /// This host is in no cluster any more: it holds nothing. What can't be given back at once is
+    /// tried again for a while.
     pub(super) async fn release_all(&self) {
         let jobs: Vec<String> = {
             let mut state = self.state();

@@ -1,4 +1,5 @@
-//! Connections to other hosts that are kept for what is said again and again: a handshake costs both ends a hundred times a heartbeat.
+//! Connections to other hosts that are kept for what is said again and again: a handshake costs
+//! both ends a hundred times a heartbeat.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

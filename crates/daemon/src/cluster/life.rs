@@ -137,7 +137,8 @@ impl Life {
         Ok(life)
     }
 
-    /// Stop serving and telling, end all connections, and write nothing more down. → the folder, for the first who asks.
+    /// Stop serving and telling, end all connections, and write nothing more down. → the folder,
+    /// for the first who asks.
     pub(super) async fn end(&self) -> Option<Folder> {
         self.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
@@ -244,7 +245,8 @@ impl Life {
         let _those_that_are_silent_hear_it_from_others = tokio::time::timeout(FAREWELL, told).await;
     }
 
-    /// Tell a host that it is removed, while it still listens to this one: before that is so in the book.
+    /// Tell a host that it is removed, while it still listens to this one: before that is so in the
+    /// book.
     pub(super) async fn say_removed(&self, host: HostId) {
         let now = self.member.hosts.now();
         let member = &self.member;

@@ -1,9 +1,11 @@
-//! Snapshots that other hosts' VMs were started from, and for how long this host keeps them: decisions without I/O.
+//! Snapshots that other hosts' VMs were started from, and for how long this host keeps them:
+//! decisions without I/O.
 //!
-//! A host that sends a fork's descriptor *lends* the snapshot: it keeps an engine of the snapshot's image, which keeps all pages
-//! that the image's table names. Each heartbeat of a host tells the snapshots of others that VMs there came of (see
-//! [`super::arrivals`]). A loan lasts while it is sent, for [`FRESH`] after that, and while anybody tells of it; a host that is
-//! silent is taken at its last word for [`SILENCE`], so that a partition that heals costs nothing.
+//! A host that sends a fork's descriptor *lends* the snapshot: it keeps an engine of the snapshot's
+//! image, which keeps all pages that the image's table names. Each heartbeat of a host tells the
+//! snapshots of others that VMs there came of (see [`super::arrivals`]). A loan lasts while it is
+//! sent, for [`FRESH`] after that, and while anybody tells of it; a host that is silent is taken at
+//! its last word for [`SILENCE`], so that a partition that heals costs nothing.
 //!
 //! What a loan keeps includes the arrival that the snapshot itself came of.
 //! So an older snapshot is kept as long as a younger one that has pages of it, and never the other
@@ -15,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use vmfork_image::ImageName;
 
-/// A loan is kept for so long after it was sent, whatever anybody says: no heartbeat may have come since.
+/// A loan is kept for so long after it was sent, whatever anybody says: no heartbeat may have come
+/// since.
 const FRESH: Duration = Duration::from_secs(60);
 /// How long the last word of a host that says nothing counts.
 const SILENCE: Duration = Duration::from_secs(600);
@@ -51,7 +54,8 @@ impl<K> Default for Loans<K> {
 }
 
 impl<K> Loans<K> {
-    /// Keep `keeps` for the snapshot `name`, with all of `images`, at least until it was [`Loans::sent`]. → what it replaces.
+    /// Keep `keeps` for the snapshot `name`, with all of `images`, at least until it was
+    /// [`Loans::sent`]. → what it replaces.
     pub(crate) fn lend(
         &mut self,
         now: Instant,

@@ -1,4 +1,5 @@
-//! This host as a member of a cluster: who the others are, how to call them, what is lent to them and what they hold.
+//! This host as a member of a cluster: who the others are, how to call them, what is lent to them
+//! and what they hold.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -171,7 +172,8 @@ impl Member {
         others.filter_map(|entry| Some((entry.id, self.page_peer(entry.id)?))).collect()
     }
 
-    /// Where the pages of an image come from, of which `first` told: from whichever member has them.
+    /// Where the pages of an image come from, of which `first` told: from whichever member has
+    /// them.
     pub(super) fn source(
         &self,
         image: ImageName,
@@ -195,7 +197,8 @@ impl Member {
         self.sources.tend(|| self.page_peers());
     }
 
-    /// A number for the next order to another host: one that no life of this daemon has given before.
+    /// A number for the next order to another host: one that no life of this daemon has given
+    /// before.
     pub(crate) fn next_order(&self) -> u64 {
         self.epoch << 32 | self.orders_given.fetch_add(1, Ordering::Relaxed)
     }

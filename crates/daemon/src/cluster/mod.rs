@@ -1,4 +1,5 @@
-//! This host in a cluster, or in none: members call each other's daemons, fork onto each other, and lend each other pages.
+//! This host in a cluster, or in none: members call each other's daemons, fork onto each other, and
+//! lend each other pages.
 //!
 //! ```text
 //!   init, join, leave ──► Cluster ── Member (of one life of the daemon) ──┬── life: heartbeats, what is lent ends

@@ -33,8 +33,8 @@ const JOINING: &str = "join a cluster";
 const LEAVE: &str = "leave the cluster";
 
 impl Cluster {
-    /// Be what this host was before, if it was a member of a cluster. While that can't be, it goes on without, says why, and
-    /// tries again.
+    /// Be what this host was before, if it was a member of a cluster. While that can't be, it goes
+    /// on without, says why, and tries again.
     pub async fn begin(self: &Arc<Self>, api: axum::Router) {
         let _first = self.api.set(api);
         self.begin_every(BEGIN_AGAIN).await;
@@ -356,7 +356,8 @@ impl ClusterControl for Operations {
         .boxed()
     }
 
-    // Tasks of their own: half a change would leave this host a member of nothing, or others with one that is none.
+    // Tasks of their own: half a change would leave this host a member of nothing, or others with
+    // one that is none.
 
     fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo> {
         outcome(tokio::spawn(Arc::clone(&self.0).init(request)), INIT).boxed()

@@ -1,7 +1,8 @@
 //! What other hosts have asked this one to start: decisions without I/O.
 //!
-//! An order that its sender gives up leaves nothing, whichever comes first, late or never: the order, its answer, or the word
-//! that it is given up. So the sender says that until it is heard, and this host remembers it, also of orders that it has not had.
+//! An order that its sender gives up leaves nothing, whichever comes first, late or never: the
+//! order, its answer, or the word that it is given up. So the sender says that until it is heard,
+//! and this host remembers it, also of orders that it has not had.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -12,7 +13,8 @@ use vmfork_cluster::HostId;
 /// An order's sender, and the number that it has there.
 pub(super) type OrderId = (HostId, u64);
 
-/// How long what became of an order is remembered: longer than any order takes, and than its sender speaks of it.
+/// How long what became of an order is remembered: longer than any order takes, and than its sender
+/// speaks of it.
 const REMEMBERED: Duration = Duration::from_secs(2 * 3600);
 
 #[derive(Debug)]
@@ -34,7 +36,8 @@ impl Orders {
         });
     }
 
-    /// An order has come. → what is cancelled when it is given up; `None`: it was, or it came before.
+    /// An order has come. → what is cancelled when it is given up; `None`: it was, or it came
+    /// before.
     pub(super) fn begin(&mut self, now: Instant, id: OrderId) -> Option<CancellationToken> {
         self.tidy(now);
         if self.0.contains_key(&id) {

@@ -1,4 +1,5 @@
-//! Clones of a VM of this host, on others: which host gets how many, and what a frozen VM sends them.
+//! Clones of a VM of this host, on others: which host gets how many, and what a frozen VM sends
+//! them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -214,7 +215,8 @@ const GIVE_UP_FOR: Duration = Duration::from_secs(600);
 const GIVE_UP_EVERY: Duration = Duration::from_secs(2);
 
 impl Hosts {
-    /// Have a host end what an order started there, and start no more of it: as soon as it can be reached.
+    /// Have a host end what an order started there, and start no more of it: as soon as it can be
+    /// reached.
     pub(crate) fn give_up(self: &Arc<Self>, host: HostId, number: u64) -> JoinHandle<()> {
         let hosts = Arc::clone(self);
         tokio::spawn(async move {

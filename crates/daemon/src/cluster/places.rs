@@ -1,4 +1,5 @@
-//! Who takes up the port for other hosts: strangers, until they have shown who they are, and members.
+//! Who takes up the port for other hosts: strangers, until they have shown who they are, and
+//! members.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -124,7 +125,8 @@ impl Callers {
         self.of().entry(host).or_insert_with(new).end.clone()
     }
 
-    /// End the connections of those that are no members, at the second look: who says that it leaves still gets its answer.
+    /// End the connections of those that are no members, at the second look: who says that it
+    /// leaves still gets its answer.
     pub(super) fn keep(&self, is_member: impl Fn(HostId) -> bool) {
         self.of().retain(|host, of| {
             let had_left = std::mem::replace(&mut of.has_left, !is_member(*host));
@@ -142,8 +144,8 @@ impl Callers {
     }
 }
 
-/// A member's connection, also when it has gone over to another protocol: it has its place until it is dropped, and breaks
-/// off at its end.
+/// A member's connection, also when it has gone over to another protocol: it has its place until it
+/// is dropped, and breaks off at its end.
 pub(super) struct OfMember<S> {
     stream: S,
     /// Each of both halves may have a task of its own.

@@ -23,12 +23,14 @@ use crate::fork::{self, Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wa
 use crate::metrics::Stage;
 use crate::vm::{Identity, Provenance, WorkingSet};
 
-/// The engines of other hosts' snapshots that VMs here were started from, for who starts more of them.
+/// The engines of other hosts' snapshots that VMs here were started from, for who starts more of
+/// them.
 #[derive(Debug, Default)]
 pub(crate) struct Engines(Mutex<Vec<(ImageName, Weak<Engine>)>>);
 
 impl Engines {
-    /// The engine of a snapshot's image; `make` makes it. One at a time, so that there is one of each.
+    /// The engine of a snapshot's image; `make` makes it. One at a time, so that there is one of
+    /// each.
     fn get<E>(
         &self,
         name: ImageName,
@@ -194,7 +196,8 @@ fn identity(facts: &crate::facts::Facts, parent: &Parent) -> Identity {
     }
 }
 
-/// This host is not what the VM needs. What the starter of a snapshot may do about that, who forks can't.
+/// This host is not what the VM needs. What the starter of a snapshot may do about that, who forks
+/// can't.
 fn unlike(error: ErrorBody) -> ErrorBody {
     match error.code {
         ErrorCode::Conflict => error.remedy(

@@ -4,8 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vmfork_cluster::{Folder, FolderError, Roster, Tokens};
 
-/// The folder of a membership while that lasts. One writes at a time, and what is newest by then: no older book comes over a
-/// newer one. After the end nothing is written, so that a late answer does not spoil the next membership's folder.
+/// The folder of a membership while that lasts. One writes at a time, and what is newest by then:
+/// no older book comes over a newer one. After the end nothing is written, so that a late answer
+/// does not spoil the next membership's folder.
 #[derive(Debug)]
 pub(super) struct Records(Mutex<Option<Folder>>);
 

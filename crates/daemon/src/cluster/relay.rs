@@ -1,4 +1,5 @@
-//! A WebSocket that is passed on: bytes both ways, and a last word to the client if the host behind it is lost.
+//! A WebSocket that is passed on: bytes both ways, and a last word to the client if the host behind
+//! it is lost.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

@@ -1,4 +1,5 @@
-//! Where the pages of other hosts' images come from: which members hold each image that is open here.
+//! Where the pages of other hosts' images come from: which members hold each image that is open
+//! here.
 //!
 //! ```text
 //!   a descriptor ──► source ──► a PeerSource ──► its Swarm: any that has the page      } of all members,

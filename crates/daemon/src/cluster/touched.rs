@@ -1,5 +1,6 @@
-//! What a clone on this host touches, told to the host of its parent: with the parent's next fork goes what clones need,
-//! not what came along beside it ([`vmfork_policy::transfer::Demanded::refine`]).
+//! What a clone on this host touches, told to the host of its parent: with the parent's next fork
+//! goes what clones need, not what came along beside it
+//! ([`vmfork_policy::transfer::Demanded::refine`]).
 //!
 //! ```text
 //!   a fork's first hosts ─► their first clones ─► looks at their page tables, after a while and at the end ─► the parent's host
@@ -34,7 +35,8 @@ pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 pub(super) const HOSTS_WATCHED: usize = 8;
 /// … at most this many on each.
 const CLONES_WATCHED: usize = 4;
-/// When to look, since the clone was ready; and at its end. What was not touched by the first is not needed soon.
+/// When to look, since the clone was ready; and at its end. What was not touched by the first is
+/// not needed soon.
 const LOOKS: [Duration; 4] = [
     Duration::from_secs(2),
     Duration::from_secs(5),
@@ -80,7 +82,8 @@ impl LastLook for Watch {
     }
 }
 
-/// Watch the first of these clones of `snapshot`, which host `of` has lent, and tell that host what they touch.
+/// Watch the first of these clones of `snapshot`, which host `of` has lent, and tell that host what
+/// they touch.
 pub(super) fn watch_some(
     member: &Arc<Member>,
     core: &Core,
@@ -160,7 +163,8 @@ async fn tell(
     }
 }
 
-/// Another host tells what a clone there has touched. How many runs, the bound of a request's body bounds.
+/// Another host tells what a clone there has touched. How many runs, the bound of a request's body
+/// bounds.
 pub(super) async fn hear(
     State(life): State<Of>,
     Extension(Caller(from)): Extension<Caller>,

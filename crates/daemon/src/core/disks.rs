@@ -14,7 +14,8 @@ pub(crate) struct Disks {
 }
 
 impl Disks {
-    /// Let others find this disk, as long as someone holds what is returned: the one that is open already, if any.
+    /// Let others find this disk, as long as someone holds what is returned: the one that is open
+    /// already, if any.
     pub(crate) fn share(&self, id: DiskId, disk: OwnedFd) -> Arc<OwnedFd> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain(|_, disk| disk.strong_count() > 0);

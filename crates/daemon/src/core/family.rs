@@ -8,7 +8,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use super::Core;
 use crate::vm::{End, Vm};
 
-/// How often what is left of a family is looked for. Twice is the rule: once to end all, once to find none.
+/// How often what is left of a family is looked for. Twice is the rule: once to end all, once to
+/// find none.
 const KILL_ROUNDS_MAX: u32 = 10;
 /// How long a killed QEMU may take to be gone, or a fork that is given up.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -43,8 +44,8 @@ impl Core {
         let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
     }
 
-    /// End a VM and all that descends from it on this host, also what is being forked from any of them meanwhile. → how many
-    /// VMs and forks that were.
+    /// End a VM and all that descends from it on this host, also what is being forked from any of
+    /// them meanwhile. → how many VMs and forks that were.
     ///
     /// # Errors
     /// A fork did not let go: what it had begun to start may be there still.

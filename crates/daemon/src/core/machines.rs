@@ -16,8 +16,8 @@ use crate::vm::machine::Machine;
 pub(crate) type PendingMachine =
     tokio::sync::oneshot::Receiver<Result<(Machine, Origin), LaunchError>>;
 
-/// QEMUs for `count` clones: those that wait in the pool at once, the others started beside the freeze, as many
-/// at a time as the host has cores.
+/// QEMUs for `count` clones: those that wait in the pool at once, the others started beside the
+/// freeze, as many at a time as the host has cores.
 pub(crate) fn start_machines(
     core: &Arc<Core>,
     shape: &Shape,

@@ -5,10 +5,11 @@
 //!                                └── Turn: admission ──► the VMs count as the user's
 //! ```
 //!
-//! What a user has on this host the accounts of [`crate::admission`] tell; so what VMs count with is what they were promised,
-//! and what was set aside for a ticket counts as well. One turn of a user on a host at a time; the keeper
-//! ([`vmfork_cluster::allocate::Counts`], on the host that all agree on) has taken down what a turn may add before it adds it.
-//! Whose VMs they are is said where their family begins (`run`, or a snapshot's start): all clones are that user's.
+//! What a user has on this host the accounts of [`crate::admission`] tell; so what VMs count with
+//! is what they were promised, and what was set aside for a ticket counts as well. One turn of a
+//! user on a host at a time; the keeper ([`vmfork_cluster::allocate::Counts`], on the host that all
+//! agree on) has taken down what a turn may add before it adds it. Whose VMs they are is said where
+//! their family begins (`run`, or a snapshot's start): all clones are that user's.
 //!
 //! Promise: no user has more than the quota, also when several hosts admit at the same time.
 //! It does not hold between hosts that take each other for gone. VMs of a user without a quota wait
@@ -62,7 +63,8 @@ struct State {
     given: HashMap<User, Amount>,
 }
 
-/// A user's turn to get more on this host, until it is dropped: by then what is admitted must be in the accounts.
+/// A user's turn to get more on this host, until it is dropped: by then what is admitted must be in
+/// the accounts.
 #[derive(Debug)]
 pub(crate) struct Turn<'a> {
     allowed: Option<Allowed>,
@@ -149,7 +151,8 @@ impl Quotas {
 }
 
 impl Core {
-    /// Wait until it is a user's turn to get `count` VMs more on this host, and ask how many may be; `message` says what is done.
+    /// Wait until it is a user's turn to get `count` VMs more on this host, and ask how many may
+    /// be; `message` says what is done.
     ///
     /// # Errors
     /// That can't be told now: the host that counts does not answer.
@@ -183,7 +186,8 @@ impl Core {
         Ok(Turn { allowed: Some(Allowed { count, user, has, may }), _busy: Some(busy) })
     }
 
-    /// What a user's quota leaves of `count` VMs, wherever they are to be; `None`: all of them. Others may take it meanwhile.
+    /// What a user's quota leaves of `count` VMs, wherever they are to be; `None`: all of them.
+    /// Others may take it meanwhile.
     ///
     /// # Errors
     /// As [`Core::turn`].

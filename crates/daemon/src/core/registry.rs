@@ -22,7 +22,8 @@ struct Inner {
     /// By the order in which they were added.
     vms: BTreeMap<u64, Arc<Vm>>,
     next: u64,
-    /// With their places in the order of the list: clones stand as they were named, whichever starts first.
+    /// With their places in the order of the list: clones stand as they were named, whichever
+    /// starts first.
     reserved: HashMap<String, u64>,
     ended: VecDeque<String>,
     /// By a number of their own. They stand beside the VMs, so that a family is looked at as a
@@ -116,7 +117,8 @@ impl Registry {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keep those of the names that are free. An ended VM that has one stays listed until the new one is.
+    /// Keep those of the names that are free. An ended VM that has one stays listed until the new
+    /// one is.
     pub(crate) fn reserve(self: &Arc<Self>, names: &[&str]) -> Reservation {
         let inner = self.inner();
         let mut kept: Vec<String> = Vec::new();
@@ -140,7 +142,8 @@ impl Registry {
         self.keep(inner, names)
     }
 
-    /// Keep free names for clones: `web.1`, `web.2` …, but for those that are taken elsewhere. A name that gets too long loses its beginning.
+    /// Keep free names for clones: `web.1`, `web.2` …, but for those that are taken elsewhere. A
+    /// name that gets too long loses its beginning.
     pub(crate) fn reserve_for_clones(
         self: &Arc<Self>,
         parent: &str,
@@ -246,7 +249,8 @@ impl Registry {
         clones
     }
 
-    /// A fork begins of the VM that ends this line, here or on another host. `give_up` is cancelled when it is to be given up for its family's sake.
+    /// A fork begins of the VM that ends this line, here or on another host. `give_up` is cancelled
+    /// when it is to be given up for its family's sake.
     pub(crate) fn fork_begins(
         self: &Arc<Self>,
         line: Arc<[String]>,

@@ -1,5 +1,5 @@
-//! What page engines count, added up for the metrics: their counters end with the VM or the image that they
-//! belong to, those of the metrics don't.
+//! What page engines count, added up for the metrics: their counters end with the VM or the image
+//! that they belong to, those of the metrics don't.
 //!
 //! Read when a client asks for the metrics, and before a VM ends or gets another image.
 //! Each figure is remembered as last seen, and its growth since is added.

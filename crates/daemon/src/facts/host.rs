@@ -37,8 +37,8 @@ pub(crate) async fn check_qemu(core: &Core, message: &str, facts: &Facts) -> Res
     facts.check_host(message, binary.version)
 }
 
-/// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the first that can be
-/// asked tells it. Whether there is one at all is told by who takes it.
+/// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the
+/// first that can be asked tells it. Whether there is one at all is told by who takes it.
 ///
 /// # Errors
 /// It is another one: names both.

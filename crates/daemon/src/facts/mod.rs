@@ -1,5 +1,6 @@
-//! What a frozen VM needs of a host to go on there: written down when it is frozen, compared before a VM is started from it,
-//! be it from a store or on another host. `message` of each check is what is being done, for its error.
+//! What a frozen VM needs of a host to go on there: written down when it is frozen, compared before
+//! a VM is started from it, be it from a store or on another host. `message` of each check is what
+//! is being done, for its error.
 
 pub(crate) mod host;
 
@@ -52,7 +53,8 @@ impl Facts {
         &self.inherited.spec
     }
 
-    /// Of VMs that go on from it, without what tells them apart and where they come from: each the root of a family.
+    /// Of VMs that go on from it, without what tells them apart and where they come from: each the
+    /// root of a family.
     pub(crate) fn identity(&self, user: User) -> Identity {
         Identity {
             id: String::new(),
@@ -145,7 +147,8 @@ impl Facts {
     /// Whether the root disk of an image is the one that the guest knows.
     ///
     /// # Errors
-    /// It is not: a guest that goes on with another disk than it has in its memory destroys what it reads.
+    /// It is not: a guest that goes on with another disk than it has in its memory destroys what it
+    /// reads.
     pub(crate) fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
         if found == self.spec().root_blake3.as_deref() {
             return Ok(());
@@ -168,7 +171,8 @@ impl Facts {
     }
 }
 
-/// Whether the machine type that a QEMU of this host stands for is the one that a snapshot was `taken` on.
+/// Whether the machine type that a QEMU of this host stands for is the one that a snapshot was
+/// `taken` on.
 ///
 /// # Errors
 /// It is another one: names both.

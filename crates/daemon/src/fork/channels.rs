@@ -16,8 +16,8 @@ use vmfork_guest_link::agent::{AgentLink, Inheritance, LinkOptions, MailLimits, 
 /// Pieces of output that a log may lag behind before some are dropped.
 const LOG_PIECES: usize = 256;
 
-/// Console, agent link and the watch over the process, for a VM that has its machine. `inheritance` in a
-/// clone.
+/// Console, agent link and the watch over the process, for a VM that has its machine. `inheritance`
+/// in a clone.
 pub(crate) fn start_channels(
     forker: &Arc<Forker>,
     vm: &Arc<Vm>,

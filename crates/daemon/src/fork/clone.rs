@@ -1,4 +1,5 @@
-//! A clone's part: a QEMU becomes a view of the snapshot, loads the device state, runs, takes its identity.
+//! A clone's part: a QEMU becomes a view of the snapshot, loads the device state, runs, takes its
+//! identity.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -37,8 +38,8 @@ const ATTACH_TRIES_MAX: u32 = 4;
 pub(crate) struct Stem {
     /// What was asked for, for the text of errors.
     pub(crate) message: String,
-    /// Of them all, but for id, name, number and birth. Its `id` is that of the VM they descend from; empty: each is
-    /// the root of a family of its own.
+    /// Of them all, but for id, name, number and birth. Its `id` is that of the VM they descend
+    /// from; empty: each is the root of a family of its own.
     pub(crate) identity: Identity,
     /// What the guest's agent has said of itself.
     pub(crate) agent: Option<AgentInfo>,
@@ -201,7 +202,8 @@ enum NoView {
     Attach(FreezeError),
 }
 
-/// A QEMU that is a view of the snapshot. One that waited may have died before anybody noticed: then another.
+/// A QEMU that is a view of the snapshot. One that waited may have died before anybody noticed:
+/// then another.
 async fn attached(
     core: &Arc<Core>,
     snapshot: &Snapshot,

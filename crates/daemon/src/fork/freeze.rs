@@ -17,7 +17,8 @@ use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
 use crate::vm::{End, Vm};
 
-/// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its time.
+/// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
+/// time.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);

@@ -6,8 +6,8 @@
 //!                                                                                       cont, identity
 //! ```
 //!
-//! What fits is started; the rest is an error each. If the caller gives up, the parent goes on and what was
-//! started of the clones is ended.
+//! What fits is started; the rest is an error each. If the caller gives up, the parent goes on and
+//! what was started of the clones is ended.
 
 mod brood;
 mod channels;
@@ -169,7 +169,8 @@ pub(crate) struct Names<'a> {
     pub(crate) taken: Option<&'a HashSet<String>>,
 }
 
-/// Names for all VMs in their order, each with whether it is kept for it: if not, another VM has it.
+/// Names for all VMs in their order, each with whether it is kept for it: if not, another VM has
+/// it.
 ///
 /// # Errors
 /// None can be kept; or not all, if that is as bad.

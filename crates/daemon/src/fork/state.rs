@@ -1,4 +1,5 @@
-//! The device state of a freeze: by QEMU's quick way where the lead of a migration's stream is known, else by a migration.
+//! The device state of a freeze: by QEMU's quick way where the lead of a migration's stream is
+//! known, else by a migration.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,5 +1,5 @@
-//! The fork API of programs in guests, carried out: one task per VM owns the VM's [`TicketBook`], feeds it what
-//! programs ask and what becomes of the clones, and does what it says.
+//! The fork API of programs in guests, carried out: one task per VM owns the VM's [`TicketBook`],
+//! feeds it what programs ask and what becomes of the clones, and does what it says.
 //!
 //! When the VM's agent is lost, no program in the VM can ask or be answered any more.
 //! The book then closes as if the VM had ended.
@@ -161,7 +161,8 @@ pub(crate) fn start(
             desk.room.want(desk.book.wanted());
         }
         desk.close();
-        // Workers that outlive their parent are answered, as the book says, until the last has ended.
+        // Workers that outlive their parent are answered, as the book says, until the last has
+        // ended.
         while desk.book.has_workers() {
             let Some(event) = events_rx.recv().await else { break };
             desk.on_event(event);

@@ -1,4 +1,5 @@
-//! What of multicast is counted: by the host that has the pages (`served`), and by those that hear it (`asked`).
+//! What of multicast is counted: by the host that has the pages (`served`), and by those that hear
+//! it (`asked`).
 
 use prometheus_client::encoding::EncodeLabelSet;
 

@@ -144,7 +144,8 @@ async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
     }
 }
 
-/// Keep its name, or one made from the image's. `elsewhere`: names that VMs of other hosts have, each with its host's.
+/// Keep its name, or one made from the image's. `elsewhere`: names that VMs of other hosts have,
+/// each with its host's.
 ///
 /// # Errors
 /// Another host has a VM of that name.

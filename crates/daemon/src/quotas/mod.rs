@@ -1,4 +1,5 @@
-//! What users may have on all hosts together: who they are, the settings, and what a quota leaves of what is asked for.
+//! What users may have on all hosts together: who they are, the settings, and what a quota leaves
+//! of what is asked for.
 //!
 //! Left to others: which request is next (`core`), and what is counted.
 

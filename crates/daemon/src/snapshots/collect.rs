@@ -7,7 +7,8 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use vmfork_store::Store;
 
-/// What is left over comes in crowds: VMs of a snapshot end together. So much later all of it is freed at once.
+/// What is left over comes in crowds: VMs of a snapshot end together. So much later all of it is
+/// freed at once.
 const AFTER: Duration = Duration::from_secs(1);
 
 const IDLE: u8 = 0;

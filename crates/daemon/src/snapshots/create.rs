@@ -93,7 +93,8 @@ async fn facts_of(vm: &Arc<Vm>, frozen: &Frozen) -> Result<Facts, SnapshotError>
     Ok(Facts::of(&vm.identity, &machine, vm.agent(), frozen))
 }
 
-/// An id for it, and what its pages are by the table, which is complete some milliseconds after the freeze.
+/// An id for it, and what its pages are by the table, which is complete some milliseconds after the
+/// freeze.
 fn sealed_table(frozen: &Frozen) -> Result<(SnapshotId, PageTable), SnapshotError> {
     let engine = &frozen.snapshot.engine;
     let is_sealed = engine.wait_sealed(SEAL_TIMEOUT);
@@ -174,8 +175,8 @@ fn write(
     Ok(descriptor)
 }
 
-/// The runs of pages that have another source by `table` than by `base` (without one: than zero). Both are of this
-/// daemon, so that the same source means the same bytes.
+/// The runs of pages that have another source by `table` than by `base` (without one: than zero).
+/// Both are of this daemon, so that the same source means the same bytes.
 fn difference(table: &PageTable, base: Option<&PageTable>) -> Vec<(PageRange, Extent)> {
     let zeros = PageTable::uniform(table.pages(), Source::Zero);
     let base = base.unwrap_or(&zeros);
@@ -203,15 +204,16 @@ fn difference(table: &PageTable, base: Option<&PageTable>) -> Vec<(PageRange, Ex
     found
 }
 
-/// Whether it is the base that no delta can be written on: removed meanwhile, deep down a chain, or damaged. Of what was
-/// stored before, writing reads nothing else.
+/// Whether it is the base that no delta can be written on: removed meanwhile, deep down a chain, or
+/// damaged. Of what was stored before, writing reads nothing else.
 fn is_of_the_base(error: &StoreError) -> bool {
     use StoreError::{Base, Damaged, DeepChain};
     matches!(error, Base { .. } | DeepChain { .. } | Damaged(_))
 }
 
 impl Snapshots {
-    /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any more).
+    /// The stored snapshot that the next one of a VM is a delta of; `None`: there is none (any
+    /// more).
     fn usable_base(&self, vm: &Vm) -> Option<Arc<Base>> {
         let base = vm.provenance().get::<Base>()?;
         let there = self.store.descriptor(&base.name).ok()?;

@@ -15,8 +15,9 @@ use crate::error::chain;
 /// How long a pull is waited for that has been given up: a request to a store may take longer.
 const PULL_ENDS: Duration = Duration::from_secs(5);
 
-/// Remove a snapshot; `cascade`: those that are deltas of it, too. VMs that were started from it go on: what they have
-/// not read yet stays in the store until they have ended. One that is being written or pulled is given up.
+/// Remove a snapshot; `cascade`: those that are deltas of it, too. VMs that were started from it go
+/// on: what they have not read yet stays in the store until they have ended. One that is being
+/// written or pulled is given up.
 ///
 /// # Errors
 /// Other snapshots depend on it, or one that is being written does.
@@ -59,7 +60,8 @@ pub(crate) async fn remove(
 }
 
 impl Snapshots {
-    /// End what is on its way into the store by this name, and forget what failed. Whether there was something.
+    /// End what is on its way into the store by this name, and forget what failed. Whether there
+    /// was something.
     async fn give_up(&self, name: &str) -> bool {
         let Some(under_way) = self.under_way().get(name).cloned() else { return false };
         under_way.give_up();
@@ -81,8 +83,8 @@ impl Snapshots {
         }
     }
 
-    /// The snapshot, and with `cascade` those that are deltas of it, without those that are damaged; `None`: there is
-    /// none.
+    /// The snapshot, and with `cascade` those that are deltas of it, without those that are
+    /// damaged; `None`: there is none.
     fn to_remove(
         &self,
         name: &str,

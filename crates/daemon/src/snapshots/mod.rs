@@ -5,9 +5,10 @@
 //!   start:  open (descriptor, table, state) ─► engine, prefetch ─► QEMUs attach, load, run, take identities
 //! ```
 //!
-//! [`Snapshots`] knows the store and what is open of it. A snapshot is open as long as a VM may need its pages; if it is
-//! removed meanwhile, its VMs go on, and what they may need stays in the store until they have ended. What is being
-//! written is listed from the first moment, and nothing of it is left if that fails.
+//! [`Snapshots`] knows the store and what is open of it. A snapshot is open as long as a VM may
+//! need its pages; if it is removed meanwhile, its VMs go on, and what they may need stays in the
+//! store until they have ended. What is being written is listed from the first moment, and nothing
+//! of it is left if that fails.
 
 mod collect;
 pub(crate) mod create;
@@ -76,7 +77,8 @@ pub struct Snapshots {
 type Recordings = Mutex<BTreeMap<SnapshotId, usize>>;
 
 impl Snapshots {
-    /// The store in this folder. What an earlier daemon had begun to write and not finished is cleared away.
+    /// The store in this folder. What an earlier daemon had begun to write and not finished is
+    /// cleared away.
     ///
     /// Must be called within a tokio runtime.
     ///
@@ -118,7 +120,8 @@ impl Snapshots {
         Ok(facts)
     }
 
-    /// Something that takes a while begins, on as many threads as the host has cores; ended by [`Snapshots::stop`].
+    /// Something that takes a while begins, on as many threads as the host has cores; ended by
+    /// [`Snapshots::stop`].
     pub(super) fn work(&self) -> Arc<Work> {
         self.works.begin(Work::default())
     }

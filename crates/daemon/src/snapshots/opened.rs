@@ -1,4 +1,5 @@
-//! A stored snapshot that VMs are started from: its image with an engine, its device state in memory.
+//! A stored snapshot that VMs are started from: its image with an engine, its device state in
+//! memory.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -94,7 +95,8 @@ impl Opened {
         }
     }
 
-    /// Have the host's memory for what its VMs may still touch, once for all of them. `message`: what is done.
+    /// Have the host's memory for what its VMs may still touch, once for all of them. `message`:
+    /// what is done.
     ///
     /// # Errors
     /// `no_capacity` with the figures.
@@ -140,7 +142,8 @@ impl Opened {
         }
     }
 
-    /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it is called now.
+    /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it
+    /// is called now.
     pub(super) fn base(&self, name: &str) -> Option<Base> {
         let table = self.engine.image().table()?.clone();
         Some(Base { name: name.to_owned(), id: self.id, table })
@@ -188,8 +191,9 @@ impl OpenOnes {
 }
 
 impl Snapshots {
-    /// Open a snapshot, or find it open. Blocks as long as this host's store takes to read a few files: where its
-    /// chunks come from is not asked for anything before a VM touches what isn't here.
+    /// Open a snapshot, or find it open. Blocks as long as this host's store takes to read a few
+    /// files: where its chunks come from is not asked for anything before a VM touches what isn't
+    /// here.
     ///
     /// # Errors
     /// There is none of that name, it is damaged, or the host lacks memory, fds or threads.
@@ -206,7 +210,8 @@ impl Snapshots {
         let (lead, state) =
             (crate::fork::state::lead_of(&state), crate::fork::state::write(&state)?);
 
-        // From here on nothing is read: others that start wait no longer than building a page table takes.
+        // From here on nothing is read: others that start wait no longer than building a page table
+        // takes.
         let mut open = self.open_ones();
         if let Some(opened) = open.snapshots.get(&id).and_then(Weak::upgrade) {
             return Ok(opened);

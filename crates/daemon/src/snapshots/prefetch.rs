@@ -18,12 +18,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// At every this many ticks, the present pages of open snapshots are counted.
 /// That takes a while. Until then, more is promised than necessary.
 const UPDATE_LOOKS: u64 = 4;
-/// How long hydration waits at most until it tries again: a store that is away may be away for long, and is not to be
-/// asked all the time.
+/// How long hydration waits at most until it tries again: a store that is away may be away for
+/// long, and is not to be asked all the time.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
 /// After so much of a working set (1 MiB) what views wait for comes first, ...
 const GIVE_WAY_PAGES: u64 = 256;
-/// ... for so long at most: loading as much takes about 1 ms, and what is loaded is what they ask for next.
+/// ... for so long at most: loading as much takes about 1 ms, and what is loaded is what they ask
+/// for next.
 const GIVE_WAY_MAX: Duration = Duration::from_millis(4);
 
 /// Have pages come, once for all VMs that share them.
@@ -56,8 +57,8 @@ pub(super) fn begin(
     }
 }
 
-/// Read the working set, in the order in which it is stored, into the caches: as long as a VM may need it and the host
-/// has memory for it.
+/// Read the working set, in the order in which it is stored, into the caches: as long as a VM may
+/// need it and the host has memory for it.
 fn load(library: &Library, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotError> {
     let began = Instant::now();
     let Some(set) = library.snapshots.store.working_set(name)? else { return Ok(()) };

@@ -5,8 +5,8 @@
 //!        ─► Profile, merged over runs ─► working set, stored apart for the next start
 //! ```
 //!
-//! The VM is not slowed down: nothing of it is protected or unmapped, and a look takes about 1 ms per GiB that is
-//! mapped, beside it.
+//! The VM is not slowed down: nothing of it is protected or unmapped, and a look takes about 1 ms
+//! per GiB that is mapped, beside it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -27,7 +27,8 @@ use crate::vm::machine::Machine;
 const CLUSTER_PAGES: u64 = 16;
 /// VMs of one snapshot that are looked at at the same time: more would tell little more.
 const RECORDINGS_MAX: usize = 2;
-/// A recording that its VM's end has cut short counts from this on: what a shorter one did not touch is not unused.
+/// A recording that its VM's end has cut short counts from this on: what a shorter one did not
+/// touch is not unused.
 const WORTH: Duration = Duration::from_secs(5);
 /// A cluster that at least this share of the runs touched belongs to the working set.
 const FREQUENCY_MIN: f64 = 0.5;
@@ -48,8 +49,8 @@ pub(super) struct Subject {
     pub(super) time_max: Duration,
 }
 
-/// Watch what a VM touches from now on, until hardly anything is new, it has ended, or it is frozen. → what it
-/// touched; `None`: nothing can be told.
+/// Watch what a VM touches from now on, until hardly anything is new, it has ended, or it is
+/// frozen. → what it touched; `None`: nothing can be told.
 pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Option<Recording> {
     let began = Instant::now();
     let view = machine.view_id();
@@ -75,7 +76,8 @@ pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Opt
     Some(recorder.finish())
 }
 
-/// Record a VM in the background, and learn from it, unless others of its snapshot are being recorded.
+/// Record a VM in the background, and learn from it, unless others of its snapshot are being
+/// recorded.
 pub(super) fn start(library: &Arc<Library>, vm: &Arc<Vm>, subject: Subject) {
     let Some(turn) = library.snapshots.may_record(subject.id) else { return };
     let (weak, vm) = (Arc::downgrade(library), Arc::clone(vm));
@@ -133,8 +135,8 @@ impl Snapshots {
         Some(Turn { id, recordings: Arc::clone(&self.recordings) })
     }
 
-    /// Merge what a VM touched into the profile of its snapshot, and store the working set that follows from it, if
-    /// that has changed. Nothing, or not all of it, if `work` is cancelled.
+    /// Merge what a VM touched into the profile of its snapshot, and store the working set that
+    /// follows from it, if that has changed. Nothing, or not all of it, if `work` is cancelled.
     fn learn(
         &self,
         core: &Core,

@@ -21,7 +21,8 @@ use crate::vm::{Identity, Provenance, now_unix_ms};
 /// How long what a VM touches is recorded at most.
 const RECORD_MAX: Duration = Duration::from_secs(300);
 
-/// Start VMs. What fits is started; the rest is an error each. If this future is dropped, what was started is ended.
+/// Start VMs. What fits is started; the rest is an error each. If this future is dropped, what was
+/// started is ended.
 ///
 /// # Errors
 /// None was started.
@@ -148,7 +149,8 @@ fn provenance(name: &str, opened: &Arc<Opened>) -> Provenance {
     }
 }
 
-/// Learn what each VM touches that was started from it and begins to run. `name` is what it is called now.
+/// Learn what each VM touches that was started from it and begins to run. `name` is what it is
+/// called now.
 fn learn(library: &Arc<Library>, name: &str, opened: &Arc<Opened>) -> OnRun {
     let (library, name, opened) = (Arc::clone(library), name.to_owned(), Arc::clone(opened));
     OnRun::new(move |vm| {

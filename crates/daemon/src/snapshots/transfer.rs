@@ -24,7 +24,8 @@ use vmfork_control::ByteStream;
 /// Bytes between the store and a client: 4 MiB.
 const PIECES_MAX: usize = 16;
 const PIECE_BYTES: usize = 256 << 10;
-/// How long a client may neither send nor take a piece: longer than any pause of a network that comes back.
+/// How long a client may neither send nor take a piece: longer than any pause of a network that
+/// comes back.
 const IDLE_MAX: Duration = Duration::from_secs(60);
 /// How often is looked whether to go on waiting for it.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! Who changes a stored snapshot: one at a time of each.
 //!
-//! What is learnt of a VM is the least of it, and gives way to all that a user asks for; what is to be removed need
-//! not be made whole first.
+//! What is learnt of a VM is the least of it, and gives way to all that a user asks for; what is to
+//! be removed need not be made whole first.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -73,8 +73,8 @@ impl Drop for Place {
 }
 
 impl Turns {
-    /// Wait for the turn to do something, having cancelled what gives way to it. `work` may have been cancelled itself
-    /// meanwhile.
+    /// Wait for the turn to do something, having cancelled what gives way to it. `work` may have
+    /// been cancelled itself meanwhile.
     pub(super) async fn take(&self, id: SnapshotId, change: Change, work: &Arc<Work>) -> Turn {
         let (place, lock) = {
             let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);

@@ -54,8 +54,8 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Something that takes a while, on a thread of its own. It begins with the call, and goes on to its end even if
-/// the future is dropped.
+/// Something that takes a while, on a thread of its own. It begins with the call, and goes on to
+/// its end even if the future is dropped.
 pub(super) fn blocking<T: Send + 'static, F>(
     message: String,
     run: F,

@@ -190,8 +190,8 @@ impl Journal {
     }
 
     /// # Errors
-    /// If the line can't be written, as on a full disk. It then counts all the same until the daemon
-    /// ends: what exists, exists.
+    /// If the line can't be written, as on a full disk. It then counts all the same until the
+    /// daemon ends: what exists, exists.
     pub(super) fn append(&mut self, record: Record) -> io::Result<()> {
         let line = line(&record);
         self.live.apply(record);

@@ -91,7 +91,8 @@ pub struct State {
     lock: File,
 }
 
-/// A process that is just being started has all open files until it executes its program, the lock among them: closing is not enough.
+/// A process that is just being started has all open files until it executes its program, the lock
+/// among them: closing is not enough.
 impl Drop for State {
     fn drop(&mut self) {
         if let Err(error) = self.lock.unlock() {
@@ -116,8 +117,8 @@ fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StateEr
     move |source| StateError::Io { doing, path, source }
 }
 
-/// Find out whether `root` may be made a state folder: it is missing or empty, has been one, or holds
-/// only what `vmfork`, image builds and a holder put there before the first daemon starts.
+/// Find out whether `root` may be made a state folder: it is missing or empty, has been one, or
+/// holds only what `vmfork`, image builds and a holder put there before the first daemon starts.
 fn check_owner(root: &Path) -> Result<(), StateError> {
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -156,8 +157,8 @@ impl State {
     /// left there and in the process table.
     ///
     /// # Errors
-    /// If another daemon has it, it is no state folder but holds something, it can't be written, or a
-    /// leftover process can't be ended.
+    /// If another daemon has it, it is no state folder but holds something, it can't be written, or
+    /// a leftover process can't be ended.
     pub fn open(root: &Path) -> Result<(Self, Recovery), StateError> {
         check_owner(root)?;
         make_folder(root, 0o711)?;
@@ -209,7 +210,8 @@ impl State {
         self.root.join("images")
     }
 
-    /// The folder of one VM, whether it is there or not. `id` must be one of ours: it is not checked.
+    /// The folder of one VM, whether it is there or not. `id` must be one of ours: it is not
+    /// checked.
     pub fn vm_folder(&self, id: &str) -> PathBuf {
         self.root.join("vms").join(id)
     }
@@ -235,8 +237,8 @@ impl State {
         }
     }
 
-    /// Key and value to be put into the environment of every process that is started for a VM, so that
-    /// it is found even if this daemon dies before it writes the process down.
+    /// Key and value to be put into the environment of every process that is started for a VM, so
+    /// that it is found even if this daemon dies before it writes the process down.
     pub fn process_mark(&self) -> (&'static str, OsString) {
         (MARK, self.root.as_os_str().to_owned())
     }
@@ -259,8 +261,8 @@ impl State {
         self.append(Record::VmEnded { id: id.to_owned() });
     }
 
-    /// Write down a process that was just started, of a VM or (`None`) of the pool. To give a waiting
-    /// QEMU to a VM, say this again with the VM.
+    /// Write down a process that was just started, of a VM or (`None`) of the pool. To give a
+    /// waiting QEMU to a VM, say this again with the VM.
     ///
     /// # Errors
     /// If the process is gone already, or the disk is full or failing.
@@ -281,8 +283,8 @@ impl State {
         self.append(Record::ProcessEnded { process });
     }
 
-    /// Wait for keepers that have ended and became our children when their QEMU died. Does not block.
-    /// Children that are waited for elsewhere (QEMUs) are left alone.
+    /// Wait for keepers that have ended and became our children when their QEMU died. Does not
+    /// block. Children that are waited for elsewhere (QEMUs) are left alone.
     pub fn reap_keepers(&self) -> Vec<ProcessId> {
         let keepers: Vec<ProcessId> = {
             let journal = self.journal();
@@ -315,7 +317,8 @@ impl State {
         journal.live().lost.iter().any(|vm| vm.id == name_or_id || vm.name == name_or_id)
     }
 
-    /// Forget the lost VM with this id, or all lost VMs of this name. Returns whether there was one.
+    /// Forget the lost VM with this id, or all lost VMs of this name. Returns whether there was
+    /// one.
     pub fn forget_lost(&self, name_or_id: &str) -> bool {
         let mut journal = self.journal();
         let lost = journal.live().lost.iter();
@@ -376,7 +379,8 @@ fn lock(root: &Path) -> Result<File, StateError> {
     Ok(file)
 }
 
-/// Changes with every boot of the host; empty where it can't be read, which then counts as the same.
+/// Changes with every boot of the host; empty where it can't be read, which then counts as the
+/// same.
 fn boot_id() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()

@@ -47,8 +47,8 @@ fn start_ticks(stat: &str) -> Option<u64> {
     fields.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
 }
 
-/// Kill those of `processes` that still are, and wait until they are gone, but no longer than `wait`.
-/// Returns those that were killed; the second list did not end in time.
+/// Kill those of `processes` that still are, and wait until they are gone, but no longer than
+/// `wait`. Returns those that were killed; the second list did not end in time.
 pub(super) fn kill_all(
     processes: &[ProcessId],
     wait: Duration,

@@ -1,4 +1,5 @@
-//! A machine for tests, without QEMU: a script that speaks QMP, and a keeper that says who it is and no more.
+//! A machine for tests, without QEMU: a script that speaks QMP, and a keeper that says who it is
+//! and no more.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;

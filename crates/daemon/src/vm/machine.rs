@@ -24,13 +24,15 @@ pub struct Machine {
     pub(crate) version: Version,
     /// Our ends of the guest's ttyS0 and of the agent's port, until someone takes them.
     channels: Mutex<Channels>,
-    /// Held while a keeper is asked something: 10 s if its QEMU is stuck. What others look at is beside it.
+    /// Held while a keeper is asked something: 10 s if its QEMU is stuck. What others look at is
+    /// beside it.
     memory: Mutex<GuestMemory>,
     attachment: Attachment,
     counters: Arc<ViewCounters>,
     keeper_pid: u32,
     kept: Kept,
-    /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use here.
+    /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use
+    /// here.
     lead: Mutex<Option<Option<Lead>>>,
     /// Its memory's account while it waits in the pool.
     waiting: Mutex<Option<Lease>>,
@@ -114,8 +116,8 @@ impl Machine {
         self.process.pid().unsigned_abs()
     }
 
-    /// Its RAM. Held for well under a millisecond at a time, for seconds if QEMU is stuck; blocking: not across an
-    /// await, and not by who serves other VMs too.
+    /// Its RAM. Held for well under a millisecond at a time, for seconds if QEMU is stuck;
+    /// blocking: not across an await, and not by who serves other VMs too.
     pub fn memory(&self) -> MutexGuard<'_, GuestMemory> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }

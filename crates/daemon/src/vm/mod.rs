@@ -5,8 +5,8 @@
 //!       └───────────────────────────┴── end() ──► Exited | Failed   (once; the first caller gives the reason)
 //! ```
 //!
-//! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The `Machine` is dropped at the
-//! end, and with it the process, the keeper and the view.
+//! [`Vm`] outlives its QEMU: an ended one stays listed until it is removed. The `Machine` is
+//! dropped at the end, and with it the process, the keeper and the view.
 
 pub(crate) mod console;
 #[cfg(test)]
@@ -383,7 +383,8 @@ impl Vm {
         }
     }
 
-    /// End it. The first reason stands. → whether this was the first. Waits for nothing that its QEMU may hold up.
+    /// End it. The first reason stands. → whether this was the first. Waits for nothing that its
+    /// QEMU may hold up.
     pub fn end(&self, end: End) -> bool {
         let first = self.ended.send_if_modified(|slot| {
             let first = slot.is_none();
@@ -431,8 +432,8 @@ impl Vm {
         })
     }
 
-    /// What `ps` shows. `children`: how many live VMs were forked from it. `sample`: count its own memory, which
-    /// takes 1 ms per GiB.
+    /// What `ps` shows. `children`: how many live VMs were forked from it. `sample`: count its own
+    /// memory, which takes 1 ms per GiB.
     pub fn summary(&self, children: u32, sample: bool) -> vmfork_api::Vm {
         let identity = &self.identity;
         let machine = self.machine();

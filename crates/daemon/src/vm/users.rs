@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmfork_qemu::RunAs;
 
-/// Hands out ids in turn: one that was given back comes again last, when its QEMU's keeper has long gone, too.
+/// Hands out ids in turn: one that was given back comes again last, when its QEMU's keeper has long
+/// gone, too.
 #[derive(Debug)]
 pub(crate) struct Users {
     base: u32,

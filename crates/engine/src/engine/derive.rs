@@ -14,8 +14,8 @@ use vmfork_image::{BLOCK_PAGES, BlockIdx, ImageId, PageIdx, PageRange, PageTable
 use crate::homes::Homes;
 use crate::originals::{Change, Originals};
 
-/// Blocks scanned by one call in the background: 8 MiB, which takes 1 µs where nothing or huge pages are, and
-/// 120 µs where every page is one by itself.
+/// Blocks scanned by one call in the background: 8 MiB, which takes 1 µs where nothing or huge
+/// pages are, and 120 µs where every page is one by itself.
 const STRIDE_BLOCKS: u64 = 4;
 
 /// A step ends after the stride in which it has taken so long. A fault may have to wait for it.

@@ -1,5 +1,5 @@
-//! Threads that read pages from where it takes a while (a store, a network), so that the engine's own thread goes
-//! on answering faults meanwhile.
+//! Threads that read pages from where it takes a while (a store, a network), so that the engine's
+//! own thread goes on answering faults meanwhile.
 //!
 //! ```text
 //!   engine ──submit──► demand ─┐
@@ -74,14 +74,16 @@ pub(super) struct Job {
     pub(super) image: Arc<HostImage>,
     pub(super) owner: Arc<HostImage>,
     pub(super) fetch: Fetch,
-    /// Of those that wait for the page that is fetched first, if it comes before the others: they do not wait for the engine to hear of it.
+    /// Of those that wait for the page that is fetched first, if it comes before the others: they
+    /// do not wait for the engine to hear of it.
     pub(super) wakers: Vec<Box<dyn Waker>>,
 }
 
 /// What a fetcher tells of.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// A page that is waited for is there since `at`, and what is fetched with it is yet to come. From: what kind of place it was in.
+    /// A page that is waited for is there since `at`, and what is fetched with it is yet to come.
+    /// From: what kind of place it was in.
     Early {
         image: Arc<HostImage>,
         page: PageIdx,
@@ -274,7 +276,8 @@ impl Fetchers {
         self.shared.work.notify_one();
     }
 
-    /// One thread more, if there is room for it and a job that is about to be queued would wait without.
+    /// One thread more, if there is room for it and a job that is about to be queued would wait
+    /// without.
     ///
     /// # Errors
     /// There is none at all, and none can be started.

@@ -31,8 +31,9 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// What can be set.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Pages brought in by one fault, the page with its neighbours: a power of two, 1 to 512. A quarter of that
-    /// where they are copied from an ancestor. See docs/measurements/memory.md for how the default was measured.
+    /// Pages brought in by one fault, the page with its neighbours: a power of two, 1 to 512. A
+    /// quarter of that where they are copied from an ancestor. See docs/measurements/memory.md for
+    /// how the default was measured.
     pub fill_unit_pages: u64,
 }
 
@@ -49,8 +50,8 @@ pub enum EngineEvent {
     Sealed { image: ImageId },
     /// All frozen pages are in the cache; the process that they were frozen in is needed no more.
     Drained { image: ImageId },
-    /// No source could serve a page that the view waits for, and its reader can't be told of one page alone. Its VM
-    /// must be ended.
+    /// No source could serve a page that the view waits for, and its reader can't be told of one
+    /// page alone. Its VM must be ended.
     ViewLost { image: ImageId, view: ViewId, reason: String },
     /// The engine has ended by a fault of its own. All its views must be ended.
     Died { image: ImageId, reason: String },
@@ -111,8 +112,8 @@ enum Command {
     Stop,
 }
 
-/// The handle of an image's engine. Dropping it ends the engine, unless other images still need pages that
-/// are not drained: then it goes on until they are.
+/// The handle of an image's engine. Dropping it ends the engine, unless other images still need
+/// pages that are not drained: then it goes on until they are.
 pub struct Engine {
     reach: Arc<Reach>,
     commands: Mutex<Sender<Command>>,
@@ -156,12 +157,12 @@ impl Progress {
 }
 
 impl Engine {
-    /// Start the engine of a new image, to be frozen from a VM that began from `base` (or booted). It waits for
-    /// [`Engine::begin`].
+    /// Start the engine of a new image, to be frozen from a VM that began from `base` (or booted).
+    /// It waits for [`Engine::begin`].
     ///
     /// # Errors
-    /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size or an engine no more, or the host
-    /// lacks memory, fds or threads.
+    /// `base` is not sealed yet ([`Engine::wait_sealed`]), has another size or an engine no more,
+    /// or the host lacks memory, fds or threads.
     pub fn prepare(
         id: ImageId,
         pages: u64,
@@ -198,7 +199,8 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Start an engine for a stored image ([`HostImage::stored`]). There may be one of it at a time.
+    /// Start an engine for a stored image ([`HostImage::stored`]). There may be one of it at a
+    /// time.
     ///
     /// # Errors
     /// The image was frozen here, or has an engine; or the host lacks memory, fds or threads.
@@ -269,8 +271,8 @@ impl Engine {
         Ok(Self { reach, commands: Mutex::new(commands), bell, progress, demand })
     }
 
-    /// From now on fetch ahead what faults predict: the rest of each segment of which enough was demanded
-    /// ([`vmfork_policy::Segments`]). Of stored images only.
+    /// From now on fetch ahead what faults predict: the rest of each segment of which enough was
+    /// demanded ([`vmfork_policy::Segments`]). Of stored images only.
     pub fn predict(&self) {
         let _ended = self.send(Command::Predict);
     }
@@ -293,8 +295,9 @@ impl Engine {
         let _ended = self.send(Command::AllowPrefetch { allow });
     }
 
-    /// Put pages, with their bytes by the image's table, where its views look for them; those that are zero, or there,
-    /// are left out. May be called from any thread, also before there is a view. → how many pages came.
+    /// Put pages, with their bytes by the image's table, where its views look for them; those that
+    /// are zero, or there, are left out. May be called from any thread, also before there is a
+    /// view. → how many pages came.
     ///
     /// # Errors
     /// The host is out of memory.
@@ -327,7 +330,8 @@ impl Engine {
                 image.counters.prefetched_bytes.add(len);
                 image.counters.from_peer_bytes.add(len);
                 image.counters.from_peer_ahead_bytes.add(len);
-                // All that descends from it finds it there, also when the other host is asked no more.
+                // All that descends from it finds it there, also when the other host is asked no
+                // more.
                 if image.id() != owner {
                     owned.keep(run, part);
                 }
@@ -336,7 +340,8 @@ impl Engine {
         Ok(came)
     }
 
-    /// Of `range`, which has these bytes, the pages of `part`. `each` is told of what came, and into whose cache.
+    /// Of `range`, which has these bytes, the pages of `part`. `each` is told of what came, and
+    /// into whose cache.
     fn put(
         &self,
         part: PageRange,
@@ -359,8 +364,8 @@ impl Engine {
         Ok(came)
     }
 
-    /// Wait until nothing is being fetched that a view waits for, for who would get in the way of that. → whether
-    /// nothing is.
+    /// Wait until nothing is being fetched that a view waits for, for who would get in the way of
+    /// that. → whether nothing is.
     pub fn wait_for_demand(&self, timeout: Duration) -> bool {
         self.demand.wait(timeout)
     }

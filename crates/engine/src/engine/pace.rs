@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 /// Longest rest after a burst that was held up.
 const REST_MAX: Duration = Duration::from_millis(5);
 
-/// Steps are taken one after the other for so long, with a look for faults after each: a sleep between any two
-/// would cost more than the step.
+/// Steps are taken one after the other for so long, with a look for faults after each: a sleep
+/// between any two would cost more than the step.
 const BURST_MAX: Duration = Duration::from_millis(1);
 
 /// How many times longer the background rests while faults come in.
 const BUSY_FACTOR: u32 = 8;
 
-/// After each burst of steps the background rests as long as the burst took, so that it takes at most half of a
-/// CPU from the VMs. A fault ends the burst, and the rest is eight times as long: demand goes first, but never
-/// starves the background.
+/// After each burst of steps the background rests as long as the burst took, so that it takes at
+/// most half of a CPU from the VMs. A fault ends the burst, and the rest is eight times as long:
+/// demand goes first, but never starves the background.
 #[derive(Debug)]
 pub(super) struct Pace {
     /// Of the last step.

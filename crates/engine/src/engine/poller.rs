@@ -41,7 +41,8 @@ impl Bell {
 pub(super) struct Ready {
     pub(super) commands: bool,
     pub(super) views: Vec<ViewId>,
-    /// The files that tell of their faults are not as they were: another process has tampered with them.
+    /// The files that tell of their faults are not as they were: another process has tampered with
+    /// them.
     pub(super) broken: Vec<ViewId>,
 }
 
@@ -66,7 +67,8 @@ impl Poller {
         let _removed = epoll::delete(&self.epoll, faults);
     }
 
-    /// Sleep until something is ready, or until `timeout` is over if there is one. A signal ends it early.
+    /// Sleep until something is ready, or until `timeout` is over if there is one. A signal ends it
+    /// early.
     pub(super) fn wait(&self, timeout: Option<Duration>, ready: &mut Ready) -> io::Result<()> {
         ready.commands = false;
         ready.views.clear();

@@ -1,4 +1,5 @@
-//! The thread behind an engine: reads faults, carries out answers, and works through the background in between.
+//! The thread behind an engine: reads faults, carries out answers, and works through the background
+//! in between.
 //!
 //! ```text
 //!   sleep ──► commands ──► faults of all views ──► answer ──► Wake, Zeros, Map…           at once
@@ -75,7 +76,8 @@ pub(super) struct Worker {
     /// All that own a page, or are home to a block.
     ancestors: Ancestors,
     phase: Phase,
-    /// Its table is the base's until the image is frozen, then right for every block that was asked for.
+    /// Its table is the base's until the image is frozen, then right for every block that was asked
+    /// for.
     scheduler: Scheduler<CachePresence>,
     /// Of other images, at home to blocks of views: what their caches lack is filled in from here.
     others: BTreeMap<ImageId, Scheduler<CachePresence>>,
@@ -326,7 +328,8 @@ impl Worker {
         }
     }
 
-    /// A view whose VM must not go on: its faults are answered no more. It stays until it is removed.
+    /// A view whose VM must not go on: its faults are answered no more. It stays until it is
+    /// removed.
     fn report_lost(&mut self, view: ViewId, reason: String) {
         let Some(lost) = self.views.get(&view).filter(|_| self.lost.insert(view)) else { return };
         self.poller.remove(lost.faults_fd());
@@ -435,8 +438,8 @@ fn scheduler(
         ..Config::default()
     };
     if let Some(source) = image.source() {
-        // What is read, and decompressed, as a whole is best used as a whole; of an ancestor's pages, too, which
-        // then come from its store.
+        // What is read, and decompressed, as a whole is best used as a whole; of an ancestor's
+        // pages, too, which then come from its store.
         config.unit_pages = source.unit_pages().clamp(1, 512);
         config.copy_unit_pages = config.unit_pages;
         config.background_fetches_max =
@@ -449,8 +452,8 @@ fn scheduler(
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
 }
 
-/// Let go of originals. That may end what held them (the keeper of a VM that has ended), which takes its time (it
-/// frees all of that VM's memory), for which no fault should wait.
+/// Let go of originals. That may end what held them (the keeper of a VM that has ended), which
+/// takes its time (it frees all of that VM's memory), for which no fault should wait.
 fn end(frozen: Arc<dyn Originals>) {
     let ending = std::thread::Builder::new().name("originals-end".to_owned());
     if let Err(error) = ending.spawn(move || drop(frozen)) {

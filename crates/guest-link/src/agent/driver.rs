@@ -1,8 +1,8 @@
 //! The task that owns a guest's socket: reads, writes, and passes on what the [`Mux`] says.
 //!
 //! One turn: write what may leave until the socket is full, then wait for a command, for the socket
-//! or for a consumer that has made room, and do all of what is there. There is no timer but one: when
-//! the guest is prepared for a freeze and QEMU has not read all yet (it has, as a rule).
+//! or for a consumer that has made room, and do all of what is there. There is no timer but one:
+//! when the guest is prepared for a freeze and QEMU has not read all yet (it has, as a rule).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;

@@ -21,7 +21,8 @@ pub enum CloseReason {
     Dropped,
 }
 
-/// What a guest sent that it must not. The link is closed: there is no way to know what else is wrong.
+/// What a guest sent that it must not. The link is closed: there is no way to know what else is
+/// wrong.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolError {
     #[error(transparent)]

@@ -15,8 +15,8 @@ use super::outlet::{OUTPUT_ITEMS, Outlet};
 use vmfork_control::FileStream;
 
 impl AgentLink {
-    /// Open a file of the guest. `timeout` bounds the wait for its first answer; the content comes as
-    /// fast as it is taken. Dropping the stream ends the transfer.
+    /// Open a file of the guest. `timeout` bounds the wait for its first answer; the content comes
+    /// as fast as it is taken. Dropping the stream ends the transfer.
     ///
     /// # Errors
     /// `Guest` (no such file, a folder), `TooLong`, `TooManyChannels`, `Timeout`, `Closed`.
@@ -34,15 +34,15 @@ impl AgentLink {
         Ok(FileStream { mode: info.mode, size_bytes: info.size_bytes, content })
     }
 
-    /// Write a file of the guest, whole: beside `path`, and renamed over it at the end. An `Err` among
-    /// the content, or dropping the future, leaves the old file as it was. `stall` bounds each wait for
-    /// the guest; the content may take as long as it likes.
+    /// Write a file of the guest, whole: beside `path`, and renamed over it at the end. An `Err`
+    /// among the content, or dropping the future, leaves the old file as it was. `stall` bounds
+    /// each wait for the guest; the content may take as long as it likes.
     ///
     /// Returns the bytes written.
     ///
     /// # Errors
-    /// `Guest` (no such folder, no space), `Abandoned` by the content, `TooLong`, `TooManyChannels`,
-    /// `Timeout`, `Closed`.
+    /// `Guest` (no such folder, no space), `Abandoned` by the content, `TooLong`,
+    /// `TooManyChannels`, `Timeout`, `Closed`.
     pub async fn write_file(
         &self,
         path: &str,

@@ -24,8 +24,8 @@ const HELLO_PERIOD: Duration = Duration::from_secs(1);
 /// Where a link's unasked-for output and its guest's requests go.
 #[derive(Debug)]
 pub struct LinkOptions {
-    /// Output of programs that this link did not start: a clone's, inherited from its parent. What the
-    /// channel can't take is dropped, and a line in it says how much.
+    /// Output of programs that this link did not start: a clone's, inherited from its parent. What
+    /// the channel can't take is dropped, and a line in it says how much.
     pub log: mpsc::Sender<Bytes>,
     /// What programs in the guest ask for.
     pub requests: mpsc::Sender<GuestRequest>,
@@ -64,8 +64,9 @@ impl AgentInfo {
     }
 }
 
-/// A handle on one guest's agent; clones of it are the same link. The link ends when the guest's port
-/// closes, when the guest breaks the protocol, or when the last handle and session are dropped.
+/// A handle on one guest's agent; clones of it are the same link. The link ends when the guest's
+/// port closes, when the guest breaks the protocol, or when the last handle and session are
+/// dropped.
 #[derive(Debug, Clone)]
 pub struct AgentLink {
     pub(super) commands: mpsc::UnboundedSender<Command>,
@@ -81,8 +82,8 @@ impl AgentLink {
         Self::spawn(stream, mux, options)
     }
 
-    /// The link of a clone. `inheritance` is from its parent's [`Held`]. Everything asked of it waits
-    /// until [`AgentLink::identity`] was confirmed.
+    /// The link of a clone. `inheritance` is from its parent's [`Held`]. Everything asked of it
+    /// waits until [`AgentLink::identity`] was confirmed.
     pub fn start_clone(
         stream: UnixStream,
         options: LinkOptions,
@@ -103,8 +104,8 @@ impl AgentLink {
         Self { commands, closed, keys: Arc::new(AtomicU64::new(1)) }
     }
 
-    /// Greet a guest that boots, once a second until it answers. Its first-boot command may still run:
-    /// see [`AgentLink::ready`].
+    /// Greet a guest that boots, once a second until it answers. Its first-boot command may still
+    /// run: see [`AgentLink::ready`].
     ///
     /// # Errors
     /// `Timeout`, `Closed`, or `Version` if the agent speaks another protocol.
@@ -125,8 +126,8 @@ impl AgentLink {
             };
             let (answer, answer_rx) = oneshot::channel();
             self.send(Command::Hello { message, answer })?;
-            // All are answered by the first `Hello` of the guest, so the newest will do; the older ones
-            // only must not be dropped before.
+            // All are answered by the first `Hello` of the guest, so the newest will do; the older
+            // ones only must not be dropped before.
             waiting.push(answer_rx);
             let Some(newest) = waiting.last_mut() else { continue };
             let next = deadline.min(Instant::now() + HELLO_PERIOD);
@@ -141,7 +142,8 @@ impl AgentLink {
         }
     }
 
-    /// Wait until a guest that was greeted has run its first-boot command. How that ended is in the result.
+    /// Wait until a guest that was greeted has run its first-boot command. How that ended is in the
+    /// result.
     ///
     /// # Errors
     /// `Timeout` or `Closed`.
@@ -170,8 +172,8 @@ impl AgentLink {
         self.send(Command::Poweroff)
     }
 
-    /// Bring both directions to a frame boundary for a freeze. While the result lives nothing is sent,
-    /// and QEMU has nothing to read. `fork` is a number not used before for this VM.
+    /// Bring both directions to a frame boundary for a freeze. While the result lives nothing is
+    /// sent, and QEMU has nothing to read. `fork` is a number not used before for this VM.
     ///
     /// Dropping the future gives the fork up and lets the guest go on.
     ///
@@ -297,8 +299,8 @@ impl Held {
         &self.inheritance
     }
 
-    /// Whether the guest has kept silent so far. It speaks again by itself after 30 s of its time; a
-    /// freeze after that is worth nothing, so ask once the VM is stopped.
+    /// Whether the guest has kept silent so far. It speaks again by itself after 30 s of its time;
+    /// a freeze after that is worth nothing, so ask once the VM is stopped.
     pub fn is_intact(&self) -> bool {
         !self.broken.load(Ordering::Relaxed)
     }

@@ -15,9 +15,9 @@
 //! Dropping a future or a session cancels what it began.
 //! What a consumer does not take stays within its stream's window, and stops that program only.
 //!
-//! Forks: [`AgentLink::prepare`] brings both directions to a frame boundary and gives a [`Held`]; the
-//! VM may be frozen while it lives. A clone's link starts by [`AgentLink::start_clone`] with the
-//! [`Held::inheritance`] and says nothing before [`AgentLink::identity`] was confirmed.
+//! Forks: [`AgentLink::prepare`] brings both directions to a frame boundary and gives a [`Held`];
+//! the VM may be frozen while it lives. A clone's link starts by [`AgentLink::start_clone`] with
+//! the [`Held::inheritance`] and says nothing before [`AgentLink::identity`] was confirmed.
 //!
 //! Left to others: tickets and messages between workers ([`crate::tickets`]); who may be forked.
 

@@ -12,8 +12,8 @@ pub(super) const OUTPUT_ITEMS: usize = 4;
 /// Small pieces of one stream are joined up to this size while they wait.
 const PIECE_BYTES: usize = 64 * 1024;
 
-/// Where a stream of stdout, stderr or a file goes. Bounded by the streams' windows: credit is given
-/// for what was passed on.
+/// Where a stream of stdout, stderr or a file goes. Bounded by the streams' windows: credit is
+/// given for what was passed on.
 #[derive(Debug)]
 pub(super) struct Outlet<T> {
     tx: mpsc::Sender<T>,

@@ -23,11 +23,12 @@ impl AgentLink {
     /// Start a program. The caller applies `stdin_base64` and `timeout_ms` of the request.
     /// `timeout` bounds the wait for its start.
     ///
-    /// Dropping the future, the session's input or its output hangs the program up. What the consumer
-    /// of the output does not take stops the program, and nothing else.
+    /// Dropping the future, the session's input or its output hangs the program up. What the
+    /// consumer of the output does not take stops the program, and nothing else.
     ///
     /// # Errors
-    /// `Guest` (no such program, user or folder), `TooLong`, `TooManyChannels`, `Timeout`, `Closed`.
+    /// `Guest` (no such program, user or folder), `TooLong`, `TooManyChannels`, `Timeout`,
+    /// `Closed`.
     pub async fn exec(
         &self,
         request: ExecRequest,

@@ -113,7 +113,8 @@ enum Way {
     Away(Box<dyn Asker>),
 }
 
-/// Who asked for a clone on another host: its `sf_exit` and `sf_send` are answered with a value or an error.
+/// Who asked for a clone on another host: its `sf_exit` and `sf_send` are answered with a value or
+/// an error.
 pub trait Asker: fmt::Debug + Send + Sync {
     fn answered(&self, answer: Result<u64, RequestError>);
 }
@@ -196,8 +197,8 @@ fn no_answer() -> RequestError {
     RequestError { errno: Errno::IO.raw_os_error(), message: "the host gave no answer".to_owned() }
 }
 
-/// A message from a worker to its parent, whole. While it lives it counts against what its worker may
-/// have undelivered.
+/// A message from a worker to its parent, whole. While it lives it counts against what its worker
+/// may have undelivered.
 #[derive(Debug)]
 pub struct Message {
     pieces: Vec<Bytes>,

@@ -51,7 +51,8 @@ impl HostMail {
         self.held_bytes.load(Ordering::Relaxed)
     }
 
-    /// Room for a message of a clone on another host, where it waits for its turn; `None`: there is none.
+    /// Room for a message of a clone on another host, where it waits for its turn; `None`: there is
+    /// none.
     pub fn hold(&self, bytes: u64) -> Option<HostShare> {
         self.take(bytes).then(|| HostShare { host: self.clone(), bytes })
     }

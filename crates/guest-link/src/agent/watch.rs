@@ -1,8 +1,9 @@
 //! Notices that a guest's agent has gone while its VM lives on.
 //!
-//! QEMU keeps the host's end of the agent's port open whatever happens in the guest, so the link alone would
-//! never tell. But QEMU says when the guest closes its end (`VSERPORT_CHANGE`), as the kernel does for an agent
-//! that ended in whatever way. A guest that is stopped, frozen or slow closes nothing.
+//! QEMU keeps the host's end of the agent's port open whatever happens in the guest, so the link
+//! alone would never tell. But QEMU says when the guest closes its end (`VSERPORT_CHANGE`), as the
+//! kernel does for an agent that ended in whatever way. A guest that is stopped, frozen or slow
+//! closes nothing.
 
 use std::time::Duration;
 
@@ -18,8 +19,8 @@ use super::link::AgentLink;
 /// reported reason.
 pub const SETTLE: Duration = Duration::from_millis(if cfg!(test) { 50 } else { 3000 });
 
-/// Waits until the link has ended, and says why; ends it if the guest closes the agent's port. `is_up`:
-/// whether the agent has ever answered. Before that its port may come and go.
+/// Waits until the link has ended, and says why; ends it if the guest closes the agent's port.
+/// `is_up`: whether the agent has ever answered. Before that its port may come and go.
 pub async fn lost(
     link: &AgentLink,
     events: Receiver<Event>,

@@ -59,8 +59,9 @@ pub enum Action<R, M> {
     Release {
         ticket: u64,
     },
-    /// Fork the parent (each VM's place is now its own, and given back with it); report each VM by [`TicketBook::vm_running`] or [`TicketBook::vm_ended`], then
-    /// all by [`TicketBook::cloned`], or that nothing was forked by [`TicketBook::clone_failed`].
+    /// Fork the parent (each VM's place is now its own, and given back with it); report each VM by
+    /// [`TicketBook::vm_running`] or [`TicketBook::vm_ended`], then all by [`TicketBook::cloned`],
+    /// or that nothing was forked by [`TicketBook::clone_failed`].
     StartClones {
         ticket: u64,
         vms: Vec<CloneSpec>,
@@ -151,9 +152,9 @@ impl<R, M> TicketBook<R, M> {
         Self { cpus: cpus.max(1), tickets: BTreeMap::new(), next: 1, parent_ended: false }
     }
 
-    /// The same, with `first` as the number of its first ticket. In a clone that is above all numbers of the
-    /// VMs that it descends from, so a parent's ticket that a program in the clone still holds is `ESTALE`
-    /// there and never another ticket.
+    /// The same, with `first` as the number of its first ticket. In a clone that is above all
+    /// numbers of the VMs that it descends from, so a parent's ticket that a program in the clone
+    /// still holds is `ESTALE` there and never another ticket.
     pub fn numbered_from(cpus: u32, first: u64) -> Self {
         Self { next: first.max(1), ..Self::new(cpus) }
     }
@@ -311,8 +312,8 @@ impl<R, M> TicketBook<R, M> {
         self.workers_ended(number)
     }
 
-    /// All clones of a ticket were reported. The program that called `sf_clone` goes on; if no worker
-    /// runs or ever ran, it gets `EIO` and the ticket is discarded.
+    /// All clones of a ticket were reported. The program that called `sf_clone` goes on; if no
+    /// worker runs or ever ran, it gets `EIO` and the ticket is discarded.
     pub fn cloned(&mut self, number: u64) -> Vec<Action<R, M>> {
         let Some(ticket) = self.tickets.get_mut(&number) else { return Vec::new() };
         if !matches!(ticket.state, State::Starting { .. }) {
@@ -364,8 +365,8 @@ impl<R, M> TicketBook<R, M> {
         actions
     }
 
-    /// `sf_exit` of one worker, asked over the link of clone `vm`; `error` if its process ended without
-    /// it. When the VM's last worker is gone, the VM is ended.
+    /// `sf_exit` of one worker, asked over the link of clone `vm`; `error` if its process ended
+    /// without it. When the VM's last worker is gone, the VM is ended.
     pub fn exit(
         &mut self,
         reply: R,
@@ -481,8 +482,8 @@ impl<R, M> TicketBook<R, M> {
         actions
     }
 
-    /// `sf_recv`: the oldest message of worker `of`, or of any; waits for one. `EPIPE` when none can
-    /// come any more.
+    /// `sf_recv`: the oldest message of worker `of`, or of any; waits for one. `EPIPE` when none
+    /// can come any more.
     pub fn receive(&mut self, reply: R, number: u64, of: Option<u32>) -> Vec<Action<R, M>> {
         let ticket = match self.find_cloned(number) {
             Ok(ticket) => ticket,
@@ -526,8 +527,8 @@ impl<R, M> TicketBook<R, M> {
         actions
     }
 
-    /// Whether any worker of this book's tickets has not ended. A book whose parent has ended can be
-    /// dropped when not.
+    /// Whether any worker of this book's tickets has not ended. A book whose parent has ended can
+    /// be dropped when not.
     pub fn has_workers(&self) -> bool {
         self.tickets.values().any(|ticket| !ticket.all_ended())
     }

@@ -41,7 +41,8 @@ macro_rules! needs_userfaultfd {
 }
 pub(crate) use needs_userfaultfd;
 
-/// `up` folders above this program: …/target/debug/deps/this-test, …/target/release/examples/this-example
+/// `up` folders above this program: …/target/debug/deps/this-test,
+/// …/target/release/examples/this-example
 fn above(up: usize) -> PathBuf {
     let exe = std::env::current_exe().expect("own path");
     exe.ancestors().nth(up).expect("a target folder").to_owned()
@@ -58,7 +59,8 @@ fn build(what: &[&str]) {
     assert!(built.expect("cargo").success(), "build {what:?}");
 }
 
-/// The shim, built once by cargo under its own profile; and the fake VM, which `cargo test --test` leaves out.
+/// The shim, built once by cargo under its own profile; and the fake VM, which `cargo test --test`
+/// leaves out.
 fn shim() -> PathBuf {
     static BUILD: std::sync::Once = std::sync::Once::new();
     BUILD.call_once(|| {

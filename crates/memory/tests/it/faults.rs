@@ -13,7 +13,8 @@ use vmfork_tap_proto::Role;
 const PAGES: u64 = 65536;
 const SECONDS: Duration = Duration::from_secs(20);
 
-/// A VM that was frozen, and what its clones must read; `kill` has come before the end of the drain.
+/// A VM that was frozen, and what its clones must read; `kill` has come before the end of the
+/// drain.
 fn frozen_and(kill: impl Fn(&mut FakeVm)) -> (FakeVm, Vec<u64>, Arc<Engine>, Events) {
     for _ in 0..20 {
         let mut parent = FakeVm::start(PAGES, Role::Boot);

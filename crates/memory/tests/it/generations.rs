@@ -62,7 +62,8 @@ fn a_vm_that_has_no_mapping_left_reads_the_same() {
     parent.ask("poke 7 2");
     let second = drained(&mut parent, 16);
     let expected = parent.sums(1000, 200);
-    // The kernel asks for more room for some calls than for others, and refuses some before, some after a change.
+    // The kernel asks for more room for some calls than for others, and refuses some before, some
+    // after a change.
     for spare in 0..10 {
         let mut child = clone_of(&second);
         assert_eq!(child.ask(&format!("clutter {spare}")), "ok");
@@ -163,8 +164,8 @@ fn memory_of_dead_generations_goes_but_not_what_is_mapped() {
     let mut image = Arc::downgrade(drained(&mut parent, 16).image());
     let mut images = vec![image.clone()];
     for round in 0..ROUNDS {
-        // Half a block of always the same place, half a block of a new one, one page of an old one: that keeps
-        // each image alive, of which little is needed.
+        // Half a block of always the same place, half a block of a new one, one page of an old one:
+        // that keeps each image alive, of which little is needed.
         parent.ask(&format!("fill 0 256 {}", round + 2));
         parent.ask(&format!("fill {} 256 {}", BLOCK_PAGES * (1 + round), round + 2));
         parent.ask(&format!("poke {} {}", 15 * BLOCK_PAGES + round, round + 2));

@@ -1,4 +1,5 @@
-//! The shim, the keeper and the engine on fake VMs: `examples/fake_vm.rs` under the real preloaded library.
+//! The shim, the keeper and the engine on fake VMs: `examples/fake_vm.rs` under the real preloaded
+//! library.
 
 mod common;
 mod faults;

@@ -1,4 +1,5 @@
-//! Images of another host: their layouts travel, their pages come on demand, and generations share there as they do here.
+//! Images of another host: their layouts travel, their pages come on demand, and generations share
+//! there as they do here.
 
 use std::collections::HashMap;
 use std::io;

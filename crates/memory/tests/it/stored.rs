@@ -1,4 +1,5 @@
-//! Images that are in a store: served from there, on top of one another, forked, and brought in before anyone asks.
+//! Images that are in a store: served from there, on top of one another, forked, and brought in
+//! before anyone asks.
 
 use std::collections::VecDeque;
 use std::io;
@@ -230,7 +231,8 @@ fn all_of_an_image_comes_when_it_is_told_to() {
     assert_eq!(source.pages_read(), 1024);
 }
 
-/// A source that wants its pages read from the end on, and now and then not yet; or that does not care.
+/// A source that wants its pages read from the end on, and now and then not yet; or that does not
+/// care.
 #[derive(Debug, Default)]
 struct Backwards {
     does_not_care: bool,
@@ -286,7 +288,8 @@ impl AheadOrder for Backwards {
 }
 
 impl Backwards {
-    /// The pieces of an image, by their first pages, in the order in which they are read once the engine has been told to.
+    /// The pieces of an image, by their first pages, in the order in which they are read once the
+    /// engine has been told to.
     fn read_all(self, tell: impl FnOnce(&Engine)) -> Vec<u64> {
         let source = Arc::new(self);
         let own = [StoredRun::Own(PageRange::first(PAGES))];

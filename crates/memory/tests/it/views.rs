@@ -1,5 +1,5 @@
-//! The shim, the keeper and the engine against a model, on fake VMs: what each VM reads is what a `Vec` of pages
-//! says, whatever was frozen, cloned, dropped and drained in between.
+//! The shim, the keeper and the engine against a model, on fake VMs: what each VM reads is what a
+//! `Vec` of pages says, whatever was frozen, cloned, dropped and drained in between.
 
 use std::time::Duration;
 
@@ -104,7 +104,8 @@ fn generations_share_what_was_not_written() {
     let first = snapshots[0].image().cache().resident_bytes();
     let rest: u64 = snapshots[1..].iter().map(|s| s.image().cache().resident_bytes()).sum();
     assert_eq!(first, 8192 * 4096);
-    // 320 pages were written, in 3 blocks of which all was read; a copy of the whole each time would be 160 MiB.
+    // 320 pages were written, in 3 blocks of which all was read; a copy of the whole each time
+    // would be 160 MiB.
     assert!(rest < 24 << 20, "later generations take {rest} bytes");
 }
 

@@ -70,7 +70,8 @@ impl Host {
         }
     }
 
-    /// A VM comes of the younger image, of which pages 100 to 110 are its own, and 10 to 700 the older's but for those.
+    /// A VM comes of the younger image, of which pages 100 to 110 are its own, and 10 to 700 the
+    /// older's but for those.
     fn vm_comes(&self) -> (Arc<Engine>, Arc<Arrival>) {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let next = || ImageId::new(NEXT.fetch_add(1, Ordering::Relaxed)).expect("not 0");

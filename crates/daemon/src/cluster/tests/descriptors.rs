@@ -27,7 +27,8 @@ use crate::metrics::Metrics;
 use crate::operations::testing::SOON;
 use crate::vm::{Provenance, WorkingSet, test_identity};
 
-/// In place of a host's daemon: takes descriptors, and answers none before as many have come as `all` waits for.
+/// In place of a host's daemon: takes descriptors, and answers none before as many have come as
+/// `all` waits for.
 struct StandIn {
     got: Arc<Mutex<Vec<Descriptor>>>,
     stop: watch::Sender<bool>,

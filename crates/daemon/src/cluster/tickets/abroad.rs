@@ -73,7 +73,8 @@ impl Abroad {
         abroad
     }
 
-    /// The order to start the clones was answered: before it has come the other host knows of no ticket.
+    /// The order to start the clones was answered: before it has come the other host knows of no
+    /// ticket.
     pub(crate) fn ordered(&self) {
         self.wire.let_speak();
     }

@@ -93,7 +93,8 @@ mod tests {
         inbox.read(of(100), "m").await.expect("a short one goes past");
         drop(first);
         drop(second.now_or_never().expect("its turn").expect("whole"));
-        // One that may be of any length takes what there is, and one that is longer than all can come.
+        // One that may be of any length takes what there is, and one that is longer than all can
+        // come.
         let endless = Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>());
         let mut endless = Box::pin(inbox.read(endless, "m"));
         assert!((&mut endless).now_or_never().is_none());

@@ -1,7 +1,7 @@
 //! Places for clones on other hosts: each host grants what it has, out of its own accounts.
 //!
-//! What is granted is set aside there at once, so two hosts that ask at the same time never get the same memory or virtual CPUs; it is given
-//! back when it is not used in time.
+//! What is granted is set aside there at once, so two hosts that ask at the same time never get the
+//! same memory or virtual CPUs; it is given back when it is not used in time.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +31,8 @@ pub(in crate::cluster) const LEASES: &str = "/cluster/v1/leases";
 pub(in crate::cluster) const RELEASE: &str = "/cluster/v1/leases/release";
 /// Beyond what a ticket waits to be used: the way of an order to start clones.
 const GRACE: Duration = Duration::from_secs(30);
-/// How long the guest image may take to come to hosts that lack it, before they are asked for places.
+/// How long the guest image may take to come to hosts that lack it, before they are asked for
+/// places.
 const IMAGE_WAIT: Duration = Duration::from_secs(120);
 /// Most of one host's at a time.
 const LEASES_MAX: usize = 4096;
@@ -93,8 +94,8 @@ impl Leases {
         all
     }
 
-    /// Set aside what fits of an ask, out of what `admission` has and the user's quota allows. An ask that comes again gets the same
-    /// answer. → for how many clones.
+    /// Set aside what fits of an ask, out of what `admission` has and the user's quota allows. An
+    /// ask that comes again gets the same answer. → for how many clones.
     ///
     /// # Errors
     /// Not even one fits, or what has to come does not.
@@ -134,7 +135,8 @@ impl Leases {
         Ok(granted)
     }
 
-    /// What was set aside, for the clones that come now; `None`: it was used, given back, or has expired.
+    /// What was set aside, for the clones that come now; `None`: it was used, given back, or has
+    /// expired.
     pub(in crate::cluster) fn take(
         &self,
         now: Instant,
@@ -150,7 +152,8 @@ impl Leases {
     }
 }
 
-/// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there are.
+/// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there
+/// are.
 pub(crate) async fn reserve(
     core: &Core,
     member: &Arc<Member>,

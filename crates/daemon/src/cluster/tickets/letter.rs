@@ -30,7 +30,8 @@ pub(super) struct LineId {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Word {
-    // From where the clones run; `vm` is the number of a clone's first worker, `ask` numbers what is answered:
+    // From where the clones run; `vm` is the number of a clone's first worker, `ask` numbers what
+    // is answered:
     Exit {
         ask: u64,
         vm: u32,

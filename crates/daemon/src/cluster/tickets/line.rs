@@ -1,7 +1,8 @@
 //! What two hosts tell each other in order and once: decisions without I/O or clock.
 //!
-//! Each end says things, which are numbered. A letter carries some of those that the other end has not confirmed, with the number of
-//! the first; its answer is how many the receiver has had by then. Letters and answers may be lost, come twice, or overtake each other.
+//! Each end says things, which are numbered. A letter carries some of those that the other end has
+//! not confirmed, with the number of the first; its answer is how many the receiver has had by
+//! then. Letters and answers may be lost, come twice, or overtake each other.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -33,7 +34,8 @@ impl<T: Clone> Line<T> {
         self.unheard.is_empty()
     }
 
-    /// What to send now: the oldest, at least one if there is any, as long as `fits` says so of the next.
+    /// What to send now: the oldest, at least one if there is any, as long as `fits` says so of the
+    /// next.
     pub(super) fn letter(&self, mut fits: impl FnMut(&T) -> bool) -> (u64, Vec<T>) {
         let mut items = Vec::new();
         for item in &self.unheard {
@@ -115,7 +117,8 @@ mod tests {
         assert_eq!((line.silence(s(6)), line.received()), (NOW, 0));
     }
 
-    /// Whose end does what; letters and receipts lie in heaps out of which any comes at any time, or again.
+    /// Whose end does what; letters and receipts lie in heaps out of which any comes at any time,
+    /// or again.
     #[derive(Debug, Clone)]
     enum Step {
         Say(bool),

@@ -1,4 +1,5 @@
-//! Tickets whose clones run on other hosts: places there, and what clones and parent have to say to each other.
+//! Tickets whose clones run on other hosts: places there, and what clones and parent have to say to
+//! each other.
 //!
 //! ```text
 //!   parent's host                                          another
@@ -16,9 +17,9 @@
 //! No VM waits for a lost host any longer. For a program that joins, its clones have failed.
 //! Its clones lose their parent as they would by its end ([`vmfork_guest_link::tickets`]).
 //!
-//! A message counts against its worker's allowance, and against a room of its line on its host, until the parent has it; on the
-//! parent's host it counts against what may lie there over all VMs, and is refused where that is full; until then against what is
-//! read there at a time ([`inbox`]).
+//! A message counts against its worker's allowance, and against a room of its line on its host,
+//! until the parent has it; on the parent's host it counts against what may lie there over all VMs,
+//! and is refused where that is full; until then against what is read there at a time ([`inbox`]).
 
 mod abroad;
 mod branch;

@@ -35,7 +35,8 @@ pub(super) trait End: Send + Sync {
     /// In the order in which it was said, one at a time.
     fn hear(&self, wire: &Arc<Wire>, item: Item);
 
-    /// Nothing comes any more, and nothing that is said is heard. [`Wire::is_closed`] says so before.
+    /// Nothing comes any more, and nothing that is said is heard. [`Wire::is_closed`] says so
+    /// before.
     fn lost(&self, why: &str);
 }
 
@@ -66,7 +67,8 @@ impl std::fmt::Debug for Wire {
 }
 
 impl Wire {
-    /// It says and hears nothing before [`Lines::start`], and says nothing before the other end knows the line.
+    /// It says and hears nothing before [`Lines::start`], and says nothing before the other end
+    /// knows the line.
     pub(super) fn new(member: Weak<Member>, peer: HostId, id: LineId) -> Arc<Self> {
         Arc::new(Self {
             id,
@@ -143,7 +145,8 @@ impl Wire {
         self.line().on_receipt(received, self.began.elapsed());
     }
 
-    /// Post what is said until the line is closed. → why the other end can't be reached any more, if that is why.
+    /// Post what is said until the line is closed. → why the other end can't be reached any more,
+    /// if that is why.
     async fn speak(&self) -> Option<String> {
         tokio::select! {
             () = self.closed.cancelled() => return None,

@@ -87,7 +87,8 @@ impl Hydration {
 }
 
 impl Worker {
-    /// From now on fetch what faults predict, of this image and of those whose pages its views look for elsewhere.
+    /// From now on fetch what faults predict, of this image and of those whose pages its views look
+    /// for elsewhere.
     pub(super) fn predict(&mut self) {
         self.ahead.predicts = true;
         for scheduler in self.others.values_mut().chain([&mut self.scheduler]) {
@@ -102,7 +103,8 @@ impl Worker {
         }
     }
 
-    /// Fetch these in their order, or in one near to it that their source has, each where views look for it.
+    /// Fetch these in their order, or in one near to it that their source has, each where views
+    /// look for it.
     pub(super) fn fetch_first(&mut self, runs: &[PageRange]) {
         let mut lists: BTreeMap<ImageId, Vec<(u64, PageRange)>> = BTreeMap::new();
         for run in runs.iter().map(|run| run.intersect(&PageRange::first(self.image.pages()))) {
@@ -188,7 +190,8 @@ impl Worker {
         self.hydrate_some();
     }
 
-    /// Propose the next piece of what is missing, if it is time, and nothing else is to be proposed first.
+    /// Propose the next piece of what is missing, if it is time, and nothing else is to be proposed
+    /// first.
     fn hydrate_some(&mut self) {
         let now = Instant::now();
         let Some(hydration) = &self.ahead.hydration else { return };

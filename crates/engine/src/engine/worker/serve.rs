@@ -39,8 +39,8 @@ impl Worker {
         self.fetch_demand();
     }
 
-    /// Set out for all that views wait for, as far as there is room: whenever a fault has come, something has
-    /// arrived, or has failed together with its neighbours.
+    /// Set out for all that views wait for, as far as there is room: whenever a fault has come,
+    /// something has arrived, or has failed together with its neighbours.
     pub(super) fn fetch_demand(&mut self) {
         while let Some((image, fetch)) = self.next_demand() {
             self.carry_out(&image, fetch);
@@ -164,7 +164,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Tell the scheduler of an image of a fault, and count what it found. `None`: there is no such image.
+    /// Tell the scheduler of an image of a fault, and count what it found. `None`: there is no such
+    /// image.
     fn on_fault(&mut self, id: ViewId, page: PageIdx, image: ImageId) -> Option<Outcome> {
         let scheduler = self.scheduler_of(image)?;
         let before = scheduler.tally().faults();
@@ -249,8 +250,9 @@ impl Worker {
         .decide(fault.page, fault.is_write)
     }
 
-    /// Give a view its own copy of an ancestor's page that its VM is about to write to, and, if it writes to one
-    /// page after the other, of those behind it: none of them is brought into a cache.
+    /// Give a view its own copy of an ancestor's page that its VM is about to write to, and, if it
+    /// writes to one page after the other, of those behind it: none of them is brought into a
+    /// cache.
     ///
     /// # Errors
     /// Why the page can't be had.

@@ -1,7 +1,8 @@
-//! What VMs touch, and when: told at the log level `trace`, to be played again elsewhere (`python3 -m bench.traces`, `crates/sim`).
+//! What VMs touch, and when: told at the log level `trace`, to be played again elsewhere
+//! (`python3 -m bench.traces`, `crates/sim`).
 //!
-//! What comes before it is touched is not seen. So as long as this is told, pages of stored images and of other hosts come one by one, and
-//! nothing is predicted.
+//! What comes before it is touched is not seen. So as long as this is told, pages of stored images
+//! and of other hosts come one by one, and nothing is predicted.
 
 use std::time::Duration;
 

@@ -70,8 +70,8 @@ impl Mail {
         !self.waiting.is_empty()
     }
 
-    /// The next channel whose message may come whole, with its share of the room, or may not come at all.
-    /// Messages of one worker are admitted in order.
+    /// The next channel whose message may come whole, with its share of the room, or may not come
+    /// at all. Messages of one worker are admitted in order.
     pub(super) fn admit(&mut self) -> Option<(u32, Result<Share, Refused>)> {
         let mut passed_over = Vec::new();
         let mut found = None;

@@ -1,4 +1,5 @@
-//! The host's end of the agent protocol as a state machine: channels, windows, forks. No I/O, no clock.
+//! The host's end of the agent protocol as a state machine: channels, windows, forks. No I/O, no
+//! clock.
 //!
 //! ```text
 //!   bytes read ──► on_bytes ──► Mux ──► poll_event ──► what came, for the driver to pass on
@@ -18,7 +19,8 @@
 //!
 //! Promises: nothing that a guest sends makes this panic or hold more than its bounds (a window for
 //! each stream, [`REQUESTS_MAX`] requests, what [`mail`] admits, [`UNREAD_BYTES_MAX`] of answers).
-//! What cannot be understood is a [`ProtocolError`](super::error::ProtocolError), after which the link must be closed.
+//! What cannot be understood is a [`ProtocolError`](super::error::ProtocolError), after which the
+//! link must be closed.
 
 #[cfg(test)]
 mod hostile_tests;

@@ -6,10 +6,12 @@ use vmfork_agent_proto::{FileInfo, Firstboot, Kind, RequestError, Worker};
 
 use crate::agent::room::{ROOM_BYTES, Share};
 
-/// Bounds on what a guest may leave with its host. Over all guests, [`MailRoom`](crate::agent::MailRoom) bounds it.
+/// Bounds on what a guest may leave with its host. Over all guests,
+/// [`MailRoom`](crate::agent::MailRoom) bounds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MailLimits {
-    /// Undelivered bytes of one worker; a single longer message is let through if it is the only one.
+    /// Undelivered bytes of one worker; a single longer message is let through if it is the only
+    /// one.
     pub undelivered_bytes_max: u64,
     /// Longest single message.
     pub message_bytes_max: u64,
@@ -85,7 +87,8 @@ pub(crate) enum Event {
     },
 
     Prepared,
-    /// The guest spoke while it was held (it does after 30 s). A freeze from now on is worth nothing.
+    /// The guest spoke while it was held (it does after 30 s). A freeze from now on is worth
+    /// nothing.
     HoldBroken,
     Confirmed,
     Refused {
