@@ -16,21 +16,6 @@ import re
 import sys
 from pathlib import Path
 
-# Crates that still have cycles, with the size of their largest. Entries may only shrink or be
-# removed. A crate that is not here has no cycle. An entry whose crate has none any more is an
-# error.
-KNOTS = {
-    "agent": 4,
-    "api": 2,
-    "cli": 2,
-    "cluster": 2,
-    "guest-image": 2,
-    "memory": 2,
-    "sim": 2,
-    "store": 5,
-    "transfer": 6,
-}
-
 ROOT = "(root)"
 TEST_FILE = re.compile(r"(^|.*_)(tests|fake|testing)$")
 TEST_CFG = re.compile(r"cfg\((?:any\(|all\()*(?:test\b|feature=\"testing\")")
@@ -378,16 +363,11 @@ def main(arguments):
             crate = Crate(root)
             for knot in crate.knots():
                 largest = max(largest, len(knot))
-                if len(knot) <= KNOTS.get(path.name, 1):
-                    continue
                 failed.append(f"crates/{path.name}: {len(knot)} modules reach each other: {', '.join(sorted(knot))}")
                 for source, target in crate.cycle(knot):
                     file, line, named = crate.edges[source, target][0]
                     failed.append(f"    {source} -> {target}: {file.relative_to(home)}:{line} ({named})")
         sizes.append(f"{path.name} {largest}")
-        if path.name in KNOTS and largest == 1:
-            failed.append(f"crates/{path.name} has no cycle any more: take it out of KNOTS in mk/modules.py")
-    failed += [f"no crate {name}: take it out of KNOTS in mk/modules.py" for name in KNOTS if home / "crates" / name not in crates]
     print(f"largest cycle of modules: {', '.join(sizes)}")
     for line in failed:
         print(line, file=sys.stderr)

@@ -1,12 +1,14 @@
 //! Working sets of stored snapshots.
 
+use std::sync::atomic::AtomicBool;
+
+use vmfork_store::SnapshotId;
 use vmfork_store::format::working_set::flaw_of;
-use vmfork_store::{SnapshotId, Work};
 
 /// Read to the end, or refused; also one whose header has the right length and hash.
 pub fn run(data: &[u8]) {
     let check = |file: &[u8]| {
-        let found = flaw_of(file, SnapshotId([7; 16]), 64, &Work::new(1));
+        let found = flaw_of(file, SnapshotId([7; 16]), 64, &AtomicBool::new(false));
         found.expect("never cancelled").is_none()
     };
     check(data);

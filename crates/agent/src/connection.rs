@@ -8,7 +8,6 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vmfork_agent_proto::{Kind, TicketClone, ToGuest, ToHost, Worker};
 
 use crate::exec::CHUNK_BYTES;
-use crate::local::{Channels, VmRole};
 use crate::pipe::{Overrun, Window};
 use crate::port::Port;
 use crate::wire::{Op, REQUEST_BYTES, Reply, Request};
@@ -34,6 +33,32 @@ pub(crate) enum Role {
     },
     /// A worker of the VM that this one was forked from.
     Bystander,
+}
+
+/// Which worker, if any, this VM's programs may speak for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum VmRole {
+    /// It booted.
+    Root,
+    /// A clone with `workers` workers, numbered from `vmid` on.
+    Clone { vmid: u32, workers: u32 },
+}
+
+/// Hands out the agent's channel numbers.
+#[derive(Debug)]
+pub(crate) struct Channels(u32);
+
+impl Channels {
+    /// From the first odd one on.
+    pub(crate) fn new() -> Self {
+        Self(1)
+    }
+
+    pub(crate) fn next(&mut self) -> u32 {
+        let channel = self.0;
+        self.0 = self.0.checked_add(2).unwrap_or(1);
+        channel
+    }
 }
 
 #[derive(Debug)]

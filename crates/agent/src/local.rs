@@ -24,7 +24,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use vmfork_agent_proto::{ForkIdentity, ToGuest, ToHost};
 
-use crate::connection::{Connection, Outcome, Role};
+use crate::connection::{Channels, Connection, Outcome, Role, VmRole};
 use crate::console::log;
 use crate::pipe::Overrun;
 use crate::port::Port;
@@ -36,27 +36,6 @@ const BACKLOG: i32 = 128;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Why a worker failed whose connection closed.
 const NO_EXIT: &str = "its process ended without sf_exit";
-
-/// Which worker, if any, this VM's programs may speak for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmRole {
-    /// It booted.
-    Root,
-    /// A clone with `workers` workers, numbered from `vmid` on.
-    Clone { vmid: u32, workers: u32 },
-}
-
-/// Hands out the agent's channel numbers.
-#[derive(Debug)]
-pub(crate) struct Channels(u32);
-
-impl Channels {
-    pub(crate) fn next(&mut self) -> u32 {
-        let channel = self.0;
-        self.0 = self.0.checked_add(2).unwrap_or(1);
-        channel
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct Local {
@@ -95,7 +74,7 @@ impl Local {
             accept_after: None,
             connections: BTreeMap::new(),
             next_id: 0,
-            channels: Channels(1),
+            channels: Channels::new(),
             vm: VmRole::Root,
         })
     }

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::port::PortPath;
+
 /// Longer than a daemon takes to give a fork up.
 const FORK_LIMIT: Duration = Duration::from_secs(30);
 
@@ -24,14 +26,6 @@ usage: vmfork-agent serve [OPTION…]
   --version             print the version
   --help                print this
 ";
-
-/// Where the daemon is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum PortPath {
-    /// The virtio-serial port, wherever the guest shows it.
-    Virtio,
-    Path(PathBuf),
-}
 
 /// What becomes of an identity that the daemon sends.
 #[derive(Debug, Clone, PartialEq, Eq)]

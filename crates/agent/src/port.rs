@@ -27,7 +27,6 @@ use rustix::io::Errno;
 use vmfork_agent_proto::{Decoder, Frame, Kind, PORT_NAME, ToHost, encode, encode_message};
 
 use crate::console::log;
-use crate::options::PortPath;
 
 /// Above this many waiting bytes no stream adds to them.
 const ROOM_BYTES: usize = 64 * 1024;
@@ -41,6 +40,14 @@ const ABSENT_RETRY: [Duration; 2] = [Duration::from_millis(20), Duration::from_s
 const QUICK_RETRIES: u32 = 250;
 /// How often a hung-up port is looked at beside its edge; the first is while a fork is under way.
 const HUNG_RETRY: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
+
+/// Where the daemon is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum PortPath {
+    /// The virtio-serial port, wherever the guest shows it.
+    Virtio,
+    Path(PathBuf),
+}
 
 /// The daemon can't be talked to; all of its channels are void.
 #[derive(Debug)]

@@ -55,6 +55,7 @@ pub mod schema;
 mod session;
 mod snapshot;
 mod vm;
+mod vm_state;
 
 pub use cluster::{
     ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
@@ -66,13 +67,16 @@ pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolIn
 pub use memory::{
     BytesBetweenHosts, BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults,
 };
-pub use session::{ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, TerminalSize};
+pub use session::{
+    ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, ExecWithoutTerminal, TerminalSize,
+};
 pub use snapshot::{
     Compression, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots, Snapshot,
     SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
     TransferRequest, VerifyReply,
 };
-pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail, VmState};
+pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail};
+pub use vm_state::VmState;
 
 /// The value of every top-level document's `schema` field under `--json`.
 pub const SCHEMA: &str = "vmfork/1";

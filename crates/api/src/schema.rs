@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use utoipa::openapi::schema::{
-    AdditionalProperties, AllOfBuilder, ArrayBuilder, ObjectBuilder, Schema, SchemaType, Type,
+    AdditionalProperties, ArrayBuilder, ObjectBuilder, Schema, SchemaType, Type,
 };
 use utoipa::openapi::{Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
@@ -158,28 +158,5 @@ impl PartialSchema for Environment {
 impl ToSchema for Environment {
     fn name() -> Cow<'static, str> {
         "Environment".into()
-    }
-}
-
-/// [`crate::ExecRequest`] for `POST …/exec`, which has no terminal.
-#[derive(Debug)]
-pub enum ExecWithoutTerminal {}
-
-impl PartialSchema for ExecWithoutTerminal {
-    fn schema() -> RefOr<Schema> {
-        let no_tty = ObjectBuilder::new()
-            .property("tty", ObjectBuilder::new().schema_type(SchemaType::Type(Type::Null)));
-        AllOfBuilder::new().item(Ref::from_schema_name("ExecRequest")).item(no_tty).into()
-    }
-}
-
-impl ToSchema for ExecWithoutTerminal {
-    fn name() -> Cow<'static, str> {
-        "ExecWithoutTerminal".into()
-    }
-
-    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
-        schemas.push((crate::ExecRequest::name().into(), crate::ExecRequest::schema()));
-        crate::ExecRequest::schemas(schemas);
     }
 }

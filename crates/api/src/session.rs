@@ -1,7 +1,10 @@
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
+use utoipa::openapi::schema::{AllOfBuilder, ObjectBuilder, Schema, SchemaType, Type};
+use utoipa::openapi::{Ref, RefOr};
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::schema::{Argv, Base64, Environment, Plain};
 
@@ -35,6 +38,29 @@ pub struct ExecRequest {
     /// Run it on a terminal (WebSocket only).
     #[serde(default)]
     pub tty: Option<TerminalSize>,
+}
+
+/// [`ExecRequest`] for `POST …/exec`, which has no terminal. It exists for its schema only.
+#[derive(Debug)]
+pub enum ExecWithoutTerminal {}
+
+impl PartialSchema for ExecWithoutTerminal {
+    fn schema() -> RefOr<Schema> {
+        let no_tty = ObjectBuilder::new()
+            .property("tty", ObjectBuilder::new().schema_type(SchemaType::Type(Type::Null)));
+        AllOfBuilder::new().item(Ref::from_schema_name("ExecRequest")).item(no_tty).into()
+    }
+}
+
+impl ToSchema for ExecWithoutTerminal {
+    fn name() -> Cow<'static, str> {
+        "ExecWithoutTerminal".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.push((ExecRequest::name().into(), ExecRequest::schema()));
+        ExecRequest::schemas(schemas);
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmName};
-use crate::{ForkReply, MemoryInfo};
+use crate::{ForkReply, MemoryInfo, VmState};
 
 /// How the guest's instructions are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -10,28 +10,6 @@ use crate::{ForkReply, MemoryInfo};
 pub enum Accel {
     Kvm,
     Tcg,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum VmState {
-    /// QEMU is up, the guest's agent has not answered yet.
-    Starting,
-    /// The agent has answered (or the VM was started without one).
-    Running,
-    /// A freeze is going on.
-    Frozen,
-    /// Ended in good order: powered off, `sf_exit`, killed on request.
-    Exited,
-    /// Ended by a fault; `reason` says which.
-    Failed,
-}
-
-impl VmState {
-    /// Whether there is no QEMU any more.
-    pub fn has_ended(self) -> bool {
-        matches!(self, Self::Exited | Self::Failed)
-    }
 }
 
 /// Start a VM from an image. Everything but `image` has a default.

@@ -58,6 +58,12 @@ pub(crate) async fn ensure(global: &Global) -> anyhow::Result<Started> {
     }
 }
 
+/// A client of the daemon, which is started first if that is needed and allowed.
+pub(crate) async fn reach(global: &Global) -> anyhow::Result<Client<'_>> {
+    ensure(global).await?;
+    Ok(Client::unchecked(global))
+}
+
 async fn start(global: &Global, socket: &Path) -> anyhow::Result<Started> {
     let program = find_daemon().with_context(|| format!("start {DAEMON}"))?;
     let lock = lock(global).await?;

@@ -6,9 +6,10 @@ use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom, Write as _};
 use std::path::PathBuf;
 
-use crate::error::{ArrivalError, AtPath as _};
-use crate::metadata::{FileInfo, Metadata, SCHEMA};
-use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Staging, Store};
+use crate::error::ArrivalError;
+use crate::metadata::{FileInfo, INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE, SCHEMA};
+use crate::remedy::AtPath as _;
+use crate::store::{Staging, Store};
 
 /// Zeros of this length are left out of the file.
 const HOLE_BYTES: usize = 64 << 10;

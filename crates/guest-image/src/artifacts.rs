@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::{AtPath as _, PathError, Remedy};
+use crate::remedy::{AtPath as _, PathError, Remedy};
 use crate::tree;
 
 /// Where the built pieces are, on the host.

@@ -15,9 +15,10 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use crate::apt;
-use crate::error::{AtPath as _, BuildError};
+use crate::error::BuildError;
 use crate::process::{self, Cancel, RunError};
 use crate::progress::{OutputReader, Progress};
+use crate::remedy::AtPath as _;
 use crate::spec::Spec;
 use crate::store::Shelf;
 use crate::tree::Tree;

@@ -8,13 +8,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::artifacts::Artifacts;
 use crate::base::{self, Base};
-use crate::error::{AtPath as _, BuildError};
+use crate::error::BuildError;
 use crate::kernel::Kernel;
-use crate::metadata::{FileInfo, Metadata, SCHEMA};
+use crate::metadata::{FileInfo, INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE, SCHEMA};
 use crate::process::{self, Cancel};
 use crate::progress::{Progress, Stage};
+use crate::remedy::AtPath as _;
 use crate::spec::Spec;
-use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Staging, Store};
+use crate::store::{Staging, Store};
 use crate::tree::{self, Tree};
 use crate::{ext4, initrd};
 

@@ -6,8 +6,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::base::{check_room, tool_error};
-use crate::error::{AtPath as _, BuildError};
+use crate::error::BuildError;
 use crate::process::{self, Cancel};
+use crate::remedy::AtPath as _;
 use crate::tree::Size;
 
 const MKE2FS_MAX: Duration = Duration::from_secs(900);

@@ -7,10 +7,11 @@ use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
 use crate::build::{file_info, now_unix_ms};
-use crate::error::{AtPath as _, ImportError, StoreError};
-use crate::metadata::{Metadata, SCHEMA};
+use crate::error::{ImportError, StoreError};
+use crate::metadata::{INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE, SCHEMA};
 use crate::process::Cancel;
-use crate::store::{INITRD_FILE, KERNEL_FILE, ROOT_FILE, Store};
+use crate::remedy::AtPath as _;
+use crate::store::Store;
 
 /// For a root file system without the agent in an initrd.
 const DEFAULT_CMDLINE: &str = "console=ttyS0 root=/dev/vda ro panic=-1";
@@ -238,7 +239,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::error::Remedy as _;
+    use crate::remedy::Remedy as _;
 
     fn bzimage() -> Vec<u8> {
         let mut kernel = vec![0_u8; 0x1000];

@@ -6,9 +6,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::base::tool_error;
-use crate::error::{AtPath as _, BuildError};
+use crate::error::BuildError;
 use crate::modules::{ModuleIndex, WANTED};
 use crate::process::{self, Cancel};
+use crate::remedy::AtPath as _;
 
 const UNPACK_MAX: Duration = Duration::from_secs(600);
 /// Unpacked modules of a cloud kernel are about 110 MB.

@@ -5,7 +5,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{AtPath as _, PathError, Remedy};
+use crate::remedy::{AtPath as _, PathError, Remedy};
 
 /// More than any sensible image has; keeps a command line within what the kernel takes.
 const PACKAGES_MAX: usize = 2000;

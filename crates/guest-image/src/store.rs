@@ -11,17 +11,15 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, OFlags, RenameFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::error::{AtPath as _, StoreError};
-use crate::metadata::{Metadata, SCHEMA};
+use crate::error::StoreError;
+use crate::metadata::{INITRD_FILE, KERNEL_FILE, Metadata, ROOT_FILE, SCHEMA};
+use crate::remedy::AtPath as _;
 
 /// The lock is held for renames and removals, never for a build.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(30);
 const LOCK_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 const TMP_PREFIX: &str = ".tmp-";
 pub(crate) const METADATA_FILE: &str = "image.json";
-pub(crate) const KERNEL_FILE: &str = "kernel";
-pub(crate) const INITRD_FILE: &str = "initrd";
-pub(crate) const ROOT_FILE: &str = "root.img";
 /// `image.json` has about a page; a larger file is not one.
 const METADATA_BYTES_MAX: u64 = 1 << 20;
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::error::Remedy as _;
 use crate::metadata::FileInfo;
+use crate::remedy::Remedy as _;
 
 fn metadata(name: &str, kernel: &[u8]) -> Metadata {
     let info = FileInfo {

@@ -7,10 +7,6 @@ use std::io::{self, Read};
 
 pub use folder::Folder;
 
-/// Most bytes that are read or written in one piece. The largest file is a working set: 1 GiB, and
-/// what says which pages those are.
-pub(crate) const BLOB_BYTES_MAX: u64 = (1 << 30) + (32 << 20);
-
 /// A place for byte strings by key. Calls block, and each has a bound in time. Every error names
 /// key and place.
 ///
@@ -97,7 +93,10 @@ pub trait Blobs: Debug + Send + Sync {
 pub enum BlobError {
     #[error("no `{key}` in {place}")]
     NotFound { key: String, place: String },
-    #[error("`{key}` in {place} has {bytes} bytes, where {} are the most", crate::bytes_max(key))]
+    #[error(
+        "`{key}` in {place} has {bytes} bytes, where {} are the most",
+        crate::bounds::bytes_max(key)
+    )]
     TooLarge { key: String, place: String, bytes: u64 },
     #[error("`{key}` is no key")]
     BadKey { key: String },

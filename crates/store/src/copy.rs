@@ -13,13 +13,14 @@ use vmfork_image::PAGE_BYTES;
 
 use crate::blobs::BlobError;
 use crate::error::StoreError;
+use crate::files::{Sections, read_descriptor, read_section};
 use crate::format::descriptor::{BaseRef, Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Window;
 use crate::format::{Flaw, working_set};
 use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
-use crate::store::{Store, check_name, read_descriptor, read_section};
+use crate::store::{Store, check_name};
 use crate::stored::Stored;
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
@@ -41,36 +42,6 @@ pub struct Copied {
 
 /// What is wrong with a file, if anything is.
 type FlawOf<'a> = dyn Fn(&[u8]) -> Result<Option<Flaw>, StoreError> + 'a;
-
-/// A snapshot's small files, each checked.
-#[derive(Debug)]
-pub(crate) struct Sections {
-    pub(crate) table: Vec<u8>,
-    pub(crate) state: Vec<u8>,
-    pub(crate) working_set: Option<Vec<u8>>,
-    pub(crate) profile: Option<Vec<u8>>,
-}
-
-impl Sections {
-    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged. With
-    /// what its name ends in.
-    pub(crate) fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        let extras = [(WORKING_SET, &self.working_set), (PROFILE, &self.profile)];
-        extras.into_iter().filter_map(|(name, file)| Some((name, file.as_deref()?)))
-    }
-
-    /// All of them by name, as they are in the snapshot's folder.
-    pub(crate) fn files<'a>(
-        &'a self,
-        descriptor: &'a Descriptor,
-    ) -> impl Iterator<Item = (String, &'a [u8])> {
-        let files = &descriptor.files;
-        let table = (files.table.file.clone(), self.table.as_slice());
-        let state = (files.state.file.clone(), self.state.as_slice());
-        let extras = self.extras().map(|(ending, bytes)| (files.beside(ending), bytes));
-        [table, state].into_iter().chain(extras)
-    }
-}
 
 impl Store {
     pub(crate) fn read_sections(
@@ -98,7 +69,7 @@ impl Store {
             table: read_section(blobs, name, &descriptor.files.table)?,
             state: read_section(blobs, name, &descriptor.files.state)?,
             working_set: extra(WORKING_SET, &|file| {
-                working_set::flaw_of(file, descriptor.id, descriptor.pages, work)
+                Ok(working_set::flaw_of(file, descriptor.id, descriptor.pages, &work.cancelled)?)
             })?,
             profile: extra(PROFILE, &|file| Ok(unseal(SealedKind::Profile, file).err()))?,
         })

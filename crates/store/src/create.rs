@@ -7,6 +7,7 @@ use blake3::Hash;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use crate::error::StoreError;
+use crate::files::read_descriptor;
 use crate::format::chunk::ChunkEncoder;
 use crate::format::descriptor::{BaseRef, Descriptor, Files, SCHEMA, SnapshotId};
 use crate::format::sealed::{SealedKind, seal};
@@ -273,7 +274,7 @@ impl Store {
     fn check_chain(&self, name: &str, base: &BaseRef, pages: u64) -> Result<(), StoreError> {
         let (mut base, mut of) = (base.clone(), name.to_owned());
         for _ in 1..CHAIN_MAX {
-            let found = match crate::store::read_descriptor(self.inner.blobs(), &base.name) {
+            let found = match read_descriptor(self.inner.blobs(), &base.name) {
                 Ok(found) => found,
                 Err(StoreError::NotFound { .. }) => {
                     return Err(base_error(&of, &base, "not there".into()));

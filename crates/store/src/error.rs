@@ -3,9 +3,10 @@
 use std::io;
 
 use vmfork_image::PageRange;
+use vmfork_image::bytes::Flaw;
 
 use crate::blobs::{BlobError, Blobs, Failure};
-use crate::format::Flaw;
+use crate::format::working_set::Cancelled;
 
 /// A file of a store that is not as it was written, or not there where it should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -81,6 +82,12 @@ fn descriptors_text(names: &[String]) -> String {
     match quoted(names).as_slice() {
         [one] => format!("the descriptor of {one}"),
         all => format!("the descriptors of {}", all.join(", ")),
+    }
+}
+
+impl From<Cancelled> for StoreError {
+    fn from(Cancelled: Cancelled) -> Self {
+        Self::Cancelled
     }
 }
 
@@ -163,5 +170,15 @@ impl StoreError {
             Self::Blob(error) => error.remedy(),
             Self::BadDraft { .. } | Self::ReadPages { .. } | Self::Io { .. } | Self::Cancelled => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_that_was_told_to_stop_is_cancelled_work() {
+        assert!(matches!(StoreError::from(Cancelled), StoreError::Cancelled));
     }
 }

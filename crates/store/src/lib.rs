@@ -24,9 +24,11 @@
 #![deny(unsafe_code)]
 
 mod blobs;
+mod bounds;
 mod copy;
 mod create;
 mod error;
+mod files;
 mod flatten;
 pub mod format;
 mod hot;
@@ -44,6 +46,7 @@ mod work;
 mod writing;
 
 pub use blobs::{BlobError, Blobs, Failure, Folder};
+pub use bounds::bytes_max;
 pub use copy::Copied;
 pub use create::{Draft, ReadPages};
 pub use error::{Damage, StoreError};
@@ -51,7 +54,7 @@ pub use format::descriptor::{BaseRef, Counts, Descriptor, SnapshotId};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
 pub use hot::HotChunks;
-pub use names::{NAME_BYTES_MAX, bytes_max, name_is_valid};
+pub use names::{NAME_BYTES_MAX, name_is_valid};
 pub use profile::WorkingSetReader;
 pub use remove::{Collected, Removed};
 pub use source::{SourceOptions, StoredPages};

@@ -16,11 +16,6 @@
 
 use blake3::Hash;
 
-use crate::blobs::BLOB_BYTES_MAX;
-use crate::format::chunk::CHUNK_FILE_BYTES_MAX;
-use crate::format::descriptor::DESCRIPTOR_BYTES_MAX;
-use crate::format::sealed::SealedKind;
-
 /// Most bytes of a snapshot's name.
 pub const NAME_BYTES_MAX: usize = 63;
 
@@ -30,29 +25,12 @@ pub(crate) const FORMAT_LINE: &[u8] = b"vmfork-store/1\n";
 pub(crate) const CHUNKS: &str = "chunks/";
 pub(crate) const SNAPSHOTS: &str = "snapshots/";
 pub(crate) const DESCRIPTOR: &str = "descriptor.json";
-/// A line of text.
-const LINE_BYTES_MAX: u64 = 4096;
 /// What a snapshot's files besides its descriptor end in.
 pub(crate) const TABLE: &str = "table";
 pub(crate) const STATE: &str = "state";
 pub(crate) const WORKING_SET: &str = "working-set";
 pub(crate) const PROFILE: &str = "profile";
 pub(crate) const ORIGIN: &str = "origin";
-
-/// Most bytes of what is under a key. A reader of a store that others write to takes no more memory
-/// than a chunk may need.
-pub fn bytes_max(key: &str) -> u64 {
-    if key.starts_with(CHUNKS) {
-        return CHUNK_FILE_BYTES_MAX;
-    }
-    match key.rsplit_once(['.', '/']).map_or(key, |(_, ending)| ending) {
-        FORMAT_KEY | ORIGIN => LINE_BYTES_MAX,
-        "json" => DESCRIPTOR_BYTES_MAX,
-        STATE => SealedKind::State.file_bytes_max(),
-        PROFILE => SealedKind::Profile.file_bytes_max(),
-        _ => BLOB_BYTES_MAX,
-    }
-}
 
 /// Whether a file in a snapshot's folder is one that some attempt to write it has put there.
 pub(crate) fn is_of_an_attempt(file: &str) -> bool {
@@ -112,17 +90,6 @@ mod tests {
         for bad in ["", "/", "a/", "/a", "a//b", "../a", "a/../b", "a/b/c/d/e", &"a".repeat(513)] {
             assert!(!key_is_valid(bad), "{bad:?}");
         }
-    }
-
-    #[test]
-    fn a_key_says_how_much_there_may_be() {
-        let chunk = chunk_key(&blake3::hash(b"x"));
-        assert_eq!(bytes_max(&chunk), CHUNK_FILE_BYTES_MAX);
-        assert_eq!(bytes_max(FORMAT_KEY), 4096);
-        assert_eq!(bytes_max("snapshots/web/x.origin"), 4096);
-        assert_eq!(bytes_max(&snapshot_key("web", DESCRIPTOR)), DESCRIPTOR_BYTES_MAX);
-        assert_eq!(bytes_max(&snapshot_key("a.state", "x.profile")), (16 << 20) + 56);
-        assert_eq!(bytes_max(&snapshot_key("web", "x.working-set")), BLOB_BYTES_MAX);
     }
 
     #[test]

@@ -8,13 +8,14 @@ use vmfork_image::{PageIdx, PageRange};
 use crate::blobs::BlobError;
 use crate::create::ReadPages;
 use crate::error::StoreError;
+use crate::files::read_descriptor;
 use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, seal, unseal};
 use crate::format::working_set::{
     FRAME_BYTES, Frames, ReadError, WORKING_SET_BYTES_MAX, encode, pack_frame,
 };
 use crate::names::{PROFILE, WORKING_SET};
-use crate::store::{Store, check_name, read_descriptor};
+use crate::store::{Store, check_name};
 use crate::stored::Stored;
 use crate::work::Work;
 use crate::writing::Reserved;
@@ -180,7 +181,7 @@ impl Store {
         })?;
         let file = encode(descriptor.id, &runs, &frames);
         drop(frames);
-        if file.len() as u64 > crate::blobs::BLOB_BYTES_MAX {
+        if file.len() as u64 > crate::bounds::BLOB_BYTES_MAX {
             let why = format!("its working set would have {} bytes", file.len());
             return Err(StoreError::BadDraft { why });
         }

@@ -6,9 +6,9 @@ use blake3::Hash;
 
 use crate::blobs::Blobs;
 use crate::error::StoreError;
+use crate::files::{read_descriptor, read_table};
 use crate::format::descriptor::Descriptor;
 use crate::names::{DESCRIPTOR, ORIGIN, SNAPSHOTS, snapshot_of};
-use crate::store::{read_descriptor, read_table};
 
 /// Kept from one operation to the next and brought up to date at the beginning of each: tables
 /// never change, so each is read once.

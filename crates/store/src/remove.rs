@@ -5,13 +5,14 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use blake3::Hash;
 
 use crate::error::StoreError;
+use crate::files::read_descriptor;
 use crate::names::{
     CHUNKS, DESCRIPTOR, ORIGIN, PROFILE, SNAPSHOTS, STATE, WORKING_SET, chunk_key, chunk_of,
     is_of_an_attempt, snapshot_key, snapshot_of,
 };
 use crate::pins::Collector;
 use crate::references::{References, files_by_snapshot};
-use crate::store::{Inner, Store, check_name, read_descriptor};
+use crate::store::{Inner, Store, check_name};
 use crate::work::Work;
 
 /// What [`Store::remove`] did.

@@ -33,11 +33,14 @@ pub struct StoredPages {
     options: SourceOptions,
 }
 
-impl StoredPages {
-    pub(crate) fn new(stored: Arc<Stored>, options: SourceOptions) -> Self {
-        Self { stored, options }
+impl Stored {
+    /// Its own pages, to be read by anyone.
+    pub fn source(self: &Arc<Self>, options: SourceOptions) -> Arc<StoredPages> {
+        Arc::new(StoredPages { stored: self.clone(), options })
     }
+}
 
+impl StoredPages {
     pub fn stored(&self) -> &Arc<Stored> {
         &self.stored
     }

@@ -1,4 +1,4 @@
-//! The store: which snapshots there are, and opening one.
+//! The store: which snapshots there are.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,13 +10,11 @@ use parking_lot::Mutex;
 
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
-use crate::format::Flaw;
-use crate::format::descriptor::{BaseRef, Descriptor, FileRef};
-use crate::format::table::{Extent, Table};
-use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, ORIGIN, name_is_valid, snapshot_key};
+use crate::files::{read_descriptor, read_origin};
+use crate::format::descriptor::{BaseRef, Descriptor};
+use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, name_is_valid};
 use crate::pins::Pins;
 use crate::references::{References, files_by_snapshot};
-use crate::stored::Stored;
 use crate::work::Work;
 
 /// Most snapshots from one down to the one that has no base.
@@ -191,46 +189,6 @@ impl Store {
         check_name(name)?;
         read_origin(self.inner.blobs(), &read_descriptor(self.inner.blobs(), name)?)
     }
-
-    /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay
-    /// as long as the answer lives, even if it is removed.
-    ///
-    /// # Errors
-    /// There is none, or it is damaged.
-    pub fn open(&self, name: &str) -> Result<Arc<Stored>, StoreError> {
-        check_name(name)?;
-        let _catalogue = self.inner.catalogue.lock();
-        let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        let table = read_table(self.inner.blobs(), &descriptor)?;
-        let origin = read_origin(self.inner.blobs(), &descriptor)?;
-        Ok(Arc::new(Stored::new(self.clone(), descriptor, table, origin)))
-    }
-
-    /// Open `name` and all that it is a delta on: itself first, the one without a base last.
-    ///
-    /// # Errors
-    /// As `open`, of any of them; a base that isn't there, is another snapshot by that name, or
-    /// doesn't fit.
-    pub fn open_chain(&self, name: &str) -> Result<Vec<Arc<Stored>>, StoreError> {
-        let mut chain = vec![self.open(name)?];
-        while let Some(top) = chain.last()
-            && let Some(base) = top.descriptor().base.clone()
-        {
-            let top = top.descriptor();
-            let wrong = |why: String| base_error(&top.name, &base, why);
-            let below = match self.open(&base.name) {
-                Ok(below) => below,
-                Err(StoreError::NotFound { .. }) => return Err(wrong("not there".into())),
-                Err(error) => return Err(error),
-            };
-            check_base(&base, below.descriptor(), top.pages).map_err(wrong)?;
-            if chain.len() >= CHAIN_MAX {
-                return Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX });
-            }
-            chain.push(below);
-        }
-        Ok(chain)
-    }
 }
 
 impl Inner {
@@ -264,86 +222,4 @@ pub(crate) fn check_base(base: &BaseRef, found: &Descriptor, pages: u64) -> Resu
         return Err(format!("of {} pages, not {pages}", found.pages));
     }
     Ok(())
-}
-
-pub(crate) fn read_descriptor(blobs: &dyn Blobs, name: &str) -> Result<Descriptor, StoreError> {
-    let key = snapshot_key(name, DESCRIPTOR);
-    let file = match blobs.get(&key) {
-        Ok(file) => file,
-        Err(BlobError::NotFound { .. }) => {
-            return Err(StoreError::NotFound { name: name.to_owned(), place: blobs.describe() });
-        }
-        Err(error) => return Err(error.into()),
-    };
-    let damaged = StoreError::damaged(blobs, &key);
-    match Descriptor::decode(&file) {
-        Ok(it) if it.name == name => Ok(it),
-        Ok(it) => Err(damaged(Flaw::at(0, format!("it is that of snapshot `{}`", it.name)))),
-        Err(flaw) => Err(damaged(flaw)),
-    }
-}
-
-/// One of the files that never change.
-pub(crate) fn read_section(
-    blobs: &dyn Blobs,
-    name: &str,
-    file: &FileRef,
-) -> Result<Vec<u8>, StoreError> {
-    let key = snapshot_key(name, &file.file);
-    let bytes = match blobs.get(&key) {
-        Ok(bytes) => bytes,
-        Err(BlobError::NotFound { .. }) => {
-            return Err(StoreError::damaged(blobs, &key)(Flaw::at(0, "it isn't there")));
-        }
-        Err(error) => return Err(error.into()),
-    };
-    match file.flaw_of(&bytes) {
-        None => Ok(bytes),
-        Some(flaw) => Err(StoreError::damaged(blobs, &key)(flaw)),
-    }
-}
-
-/// The page table, checked against the descriptor.
-pub(crate) fn read_table(blobs: &dyn Blobs, descriptor: &Descriptor) -> Result<Table, StoreError> {
-    let file = &descriptor.files.table;
-    let bytes = read_section(blobs, &descriptor.name, file)?;
-    let damaged = StoreError::damaged(blobs, &snapshot_key(&descriptor.name, &file.file));
-    let table = match Table::decode(&bytes) {
-        Ok(table) => table,
-        Err(flaw) => return Err(damaged(flaw)),
-    };
-    match table_flaw(&table, descriptor) {
-        None => Ok(table),
-        Some(what) => Err(damaged(Flaw::at(0, what))),
-    }
-}
-
-/// What in `table` is other than in the descriptor.
-pub(crate) fn table_flaw(table: &Table, descriptor: &Descriptor) -> Option<String> {
-    if descriptor.base.is_none() && table.count(Extent::Zero) > 0 {
-        return Some("pages that are zero, other than in a base, which there isn't".to_owned());
-    }
-    for (what, found, told) in [
-        ("pages", table.pages(), descriptor.pages),
-        ("pages a window", table.chunk_pages(), descriptor.chunk_pages),
-        ("own pages", table.count(Extent::Own), descriptor.counts.own_pages),
-        ("chunks", table.windows().len() as u64, descriptor.counts.chunks),
-    ] {
-        if found != told {
-            return Some(format!("{found} {what}, but {told} in the descriptor"));
-        }
-    }
-    None
-}
-
-/// Where the chunks of a snapshot are, as long as they are not all here.
-pub(crate) fn read_origin(
-    blobs: &dyn Blobs,
-    descriptor: &Descriptor,
-) -> Result<Option<String>, StoreError> {
-    match blobs.get(&descriptor.key_beside(ORIGIN)) {
-        Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
-        Err(BlobError::NotFound { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }

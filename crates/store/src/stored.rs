@@ -1,16 +1,16 @@
-//! A snapshot, opened.
+//! Opening a snapshot, and the snapshot that is open.
 
 use std::sync::Arc;
 
 use vmfork_image::PageRange;
 
 use crate::error::StoreError;
+use crate::files::{read_descriptor, read_origin, read_section, read_table};
 use crate::format::descriptor::{BaseRef, Descriptor};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Extent, Table};
 use crate::names::snapshot_key;
-use crate::source::{SourceOptions, StoredPages};
-use crate::store::{Store, read_section};
+use crate::store::{CHAIN_MAX, Store, base_error, check_base, check_name};
 
 /// A snapshot: what it is and which pages it has. As long as one lives, its chunks stay in the
 /// store.
@@ -22,14 +22,51 @@ pub struct Stored {
     origin: Option<String>,
 }
 
+impl Store {
+    /// Open snapshot `name`: its descriptor and table, checked against each other. Its chunks stay
+    /// as long as the answer lives, even if it is removed.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub fn open(&self, name: &str) -> Result<Arc<Stored>, StoreError> {
+        check_name(name)?;
+        let _catalogue = self.inner.catalogue.lock();
+        let descriptor = read_descriptor(self.inner.blobs(), name)?;
+        let table = read_table(self.inner.blobs(), &descriptor)?;
+        let origin = read_origin(self.inner.blobs(), &descriptor)?;
+        Ok(Arc::new(Stored::new(self.clone(), descriptor, table, origin)))
+    }
+
+    /// Open `name` and all that it is a delta on: itself first, the one without a base last.
+    ///
+    /// # Errors
+    /// As `open`, of any of them; a base that isn't there, is another snapshot by that name, or
+    /// doesn't fit.
+    pub fn open_chain(&self, name: &str) -> Result<Vec<Arc<Stored>>, StoreError> {
+        let mut chain = vec![self.open(name)?];
+        while let Some(top) = chain.last()
+            && let Some(base) = top.descriptor().base.clone()
+        {
+            let top = top.descriptor();
+            let wrong = |why: String| base_error(&top.name, &base, why);
+            let below = match self.open(&base.name) {
+                Ok(below) => below,
+                Err(StoreError::NotFound { .. }) => return Err(wrong("not there".into())),
+                Err(error) => return Err(error),
+            };
+            check_base(&base, below.descriptor(), top.pages).map_err(wrong)?;
+            if chain.len() >= CHAIN_MAX {
+                return Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX });
+            }
+            chain.push(below);
+        }
+        Ok(chain)
+    }
+}
+
 impl Stored {
     /// To be called while the snapshot can't be removed.
-    pub(crate) fn new(
-        store: Store,
-        descriptor: Descriptor,
-        table: Table,
-        origin: Option<String>,
-    ) -> Self {
+    fn new(store: Store, descriptor: Descriptor, table: Table, origin: Option<String>) -> Self {
         let mut open = store.inner.open.lock();
         for window in table.windows() {
             open.entry(window.hash).or_default().count += 1;
@@ -77,11 +114,6 @@ impl Stored {
         let file = read_section(blobs, name, &files.state)?;
         let key = snapshot_key(name, &files.state.file);
         unseal(SealedKind::State, &file).map_err(StoreError::damaged(blobs, &key))
-    }
-
-    /// Its own pages, to be read by anyone.
-    pub fn source(self: &Arc<Self>, options: SourceOptions) -> Arc<StoredPages> {
-        Arc::new(StoredPages::new(self.clone(), options))
     }
 
     pub(crate) fn check_is_here(&self) -> Result<(), StoreError> {

@@ -23,16 +23,17 @@ use std::io::{Read, Write};
 use blake3::Hash;
 use vmfork_image::PAGE_BYTES;
 
-use crate::blobs::BLOB_BYTES_MAX;
+use crate::bounds::BLOB_BYTES_MAX;
 use crate::copy::each_chunk_once;
 use crate::error::StoreError;
+use crate::files::table_flaw;
 use crate::format::chunk::CHUNK_FILE_BYTES_MAX;
 use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, Files, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Table, Window};
 use crate::format::{Flaw, chunk, working_set};
 use crate::names::{PROFILE, STATE, TABLE, WORKING_SET};
-use crate::store::{CHAIN_MAX, Store, check_name, table_flaw};
+use crate::store::{CHAIN_MAX, Store, check_name};
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
@@ -368,7 +369,7 @@ impl Import<'_> {
         let (id, name) = (last.descriptor.id, entry.name.as_str());
         if name == last.files.beside(WORKING_SET) {
             let pages = last.descriptor.pages;
-            working_set::flaw_of(&entry.payload, id, pages, work)?
+            working_set::flaw_of(&entry.payload, id, pages, &work.cancelled)?
                 .map_or(Ok(()), |flaw| Err(within(entry)(flaw)))?;
             last.writing.put_section(id, WORKING_SET, &entry.payload)?;
         } else if name == last.files.beside(PROFILE) {

@@ -7,15 +7,13 @@ use vmfork_image::PAGE_BYTES;
 
 use crate::blobs::{BlobError, Failure};
 use crate::error::{Damage, StoreError};
+use crate::files::{read_descriptor, read_origin, read_section, read_table};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Table;
 use crate::format::{Flaw, working_set};
 use crate::names::{DESCRIPTOR, PROFILE, WORKING_SET, chunk_key, snapshot_key};
 use crate::source::decode_chunk;
-use crate::store::{
-    CHAIN_MAX, Store, check_base, check_name, read_descriptor, read_origin, read_section,
-    read_table,
-};
+use crate::store::{CHAIN_MAX, Store, check_base, check_name};
 use crate::work::Work;
 
 /// What [`Store::verify`] found.
@@ -159,7 +157,9 @@ impl Store {
                 }
             };
             let flaw = match what {
-                WORKING_SET => working_set::flaw_of(&file, descriptor.id, descriptor.pages, work)?,
+                WORKING_SET => {
+                    working_set::flaw_of(&file, descriptor.id, descriptor.pages, &work.cancelled)?
+                }
                 _ => unseal(SealedKind::Profile, &file).err(),
             };
             if let Some(flaw) = flaw {

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use blake3::Hash;
 use parking_lot::Mutex;
 
-use crate::copy::Sections;
 use crate::error::StoreError;
+use crate::files::{Sections, read_descriptor};
 use crate::format::chunk;
 use crate::format::descriptor::{Attempt, BaseRef, Counts, Descriptor, FileRef, Files, SnapshotId};
 use crate::names::{DESCRIPTOR, STATE, TABLE, chunk_key, snapshot_key};
-use crate::store::{Inner, base_error, check_base, check_name, read_descriptor};
+use crate::store::{Inner, base_error, check_base, check_name};
 
 /// Whether a snapshot by the name may be there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -29,19 +29,13 @@ pub(crate) const WHOLE: Duration = Duration::from_secs(86_400);
 /// comes first.
 pub(crate) const SLACK: Duration = Duration::from_secs(15);
 
-/// A daemon that has answered a connect.
+/// A daemon that requests go to.
 #[derive(Debug)]
 pub(crate) struct Client<'a> {
     pub(crate) global: &'a Global,
 }
 
 impl<'a> Client<'a> {
-    /// Makes sure that a daemon listens, starting one if that is allowed.
-    pub(crate) async fn new(global: &'a Global) -> anyhow::Result<Self> {
-        crate::start::ensure(global).await?;
-        Ok(Self { global })
-    }
-
     /// A client that does not check whether the daemon listens.
     pub(crate) fn unchecked(global: &'a Global) -> Self {
         Self { global }

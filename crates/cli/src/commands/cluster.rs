@@ -4,17 +4,18 @@ use std::time::Duration;
 
 use vmfork_api::{ClusterHost, ClusterInfo, ClusterToken, HostLiveness, HostState};
 
-use crate::client::{Client, QUICK, Query};
+use crate::client::{QUICK, Query};
 use crate::config::{ClusterAction, Global};
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, Printer};
+use crate::start::reach;
 
 /// Another host has to let this one in.
 const JOIN_BOUND: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(global: &Global, action: ClusterAction) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let printer = &global.printer;
     let to = |what: &str| Query::new(format!("/v1/cluster{what}"));
     let info: ClusterInfo = match action {

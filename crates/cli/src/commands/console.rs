@@ -5,17 +5,18 @@ use bytes::Bytes;
 use tokio::io::AsyncReadExt as _;
 
 use super::outflow::Outflow;
-use crate::client::{Client, Incoming, Socket};
+use crate::client::{Incoming, Socket};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::printer::{stdout_error, stdout_stream};
+use crate::start::reach;
 use crate::terminal::RawMode;
 
 /// Ctrl-].
 const ESCAPE: u8 = 0x1d;
 
 pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let Socket { tx, mut rx } = client.open_socket(&format!("/v1/vms/{vm}/console")).await?;
     let raw = RawMode::enter().context("set the terminal up")?;
     if raw.is_some() {

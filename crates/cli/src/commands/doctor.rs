@@ -8,9 +8,10 @@ use std::path::Path;
 use serde::Serialize;
 use vmfork_api::{Check, CheckStatus, DoctorReport, Version};
 
-use crate::client::{Client, Query};
+use crate::client::Query;
 use crate::config::Global;
 use crate::failure::{Exit, Report};
+use crate::start::reach;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -59,7 +60,7 @@ pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
 }
 
 async fn ask(global: &Global) -> anyhow::Result<(Version, DoctorReport)> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let version = client.get(Query::new("/v1/version")).await?;
     Ok((version, client.get(Query::new("/v1/doctor")).await?))
 }

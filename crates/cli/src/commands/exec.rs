@@ -22,6 +22,7 @@ use crate::config::{ExecConfig, Global};
 use crate::failure::Exit;
 use crate::printer::{stderr_stream, stdout_error, stdout_stream};
 use crate::signals::Signals;
+use crate::start::reach;
 use crate::terminal::{self, RawMode};
 
 const STDIN_CHUNK_BYTES: usize = 64 << 10;
@@ -43,7 +44,7 @@ async fn streamed(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exi
         let (rows, cols) = terminal::size().unwrap_or((24, 80));
         config.request.tty = Some(TerminalSize { rows, cols, term: std::env::var("TERM").ok() });
     }
-    let starting = async { Client::new(global).await?.exec(&config.vm, config.request).await };
+    let starting = async { reach(global).await?.exec(&config.vm, config.request).await };
     let mut session = tokio::select! {
         session = starting => session?,
         signal = signals.next() => return Ok(interrupted(signal)),
@@ -125,7 +126,7 @@ async fn feed(input: &ExecInput) {
 
 /// `--json`: one document with the whole output.
 async fn whole(global: &Global, mut config: ExecConfig) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     if config.stdin {
         let mut bytes = Vec::new();
         let mut stdin = tokio::io::stdin().take(POST_STDIN_BYTES_MAX + 1);

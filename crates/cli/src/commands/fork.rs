@@ -3,13 +3,14 @@
 use vmfork_api::ForkReply;
 
 use super::brood;
-use crate::client::{Client, Query};
+use crate::client::Query;
 use crate::config::{ForkConfig, Global};
 use crate::failure::Exit;
 use crate::format;
+use crate::start::reach;
 
 pub(super) async fn run(global: &Global, config: ForkConfig) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let forking = client.post(
         Query::new(format!("/v1/vms/{}/fork", config.vm)),
         &config.request,

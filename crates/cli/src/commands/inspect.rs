@@ -3,16 +3,17 @@
 use vmfork_api::{BytesBetweenHosts, CacheInfo, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
-use crate::client::{Client, Query};
+use crate::client::Query;
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, render_table, state_word};
+use crate::start::reach;
 
 pub(super) const PAGE_BYTES: u64 = 4096;
 
 pub(super) async fn run(global: &Global, vm: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let detail: VmDetail = client.get(Query::new(format!("/v1/vms/{vm}"))).await?;
     if global.printer.json {
         global.printer.document(&detail)?;

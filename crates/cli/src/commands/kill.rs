@@ -6,9 +6,10 @@ use serde::Serialize;
 use vmfork_api::{ErrorBody, Vm};
 
 use super::for_each;
-use crate::client::{Client, QUICK, Query};
+use crate::client::{QUICK, Query};
 use crate::config::{Global, KillConfig};
 use crate::failure::{Exit, Report};
+use crate::start::reach;
 
 /// What was done to each of several VMs.
 #[derive(Serialize)]
@@ -27,7 +28,7 @@ struct Outcome {
 }
 
 pub(super) async fn run(global: &Global, config: KillConfig) -> anyhow::Result<Exit> {
-    let client = &Client::new(global).await?;
+    let client = &reach(global).await?;
     let request = &config.request;
     let bound = QUICK.saturating_add(Duration::from_millis(request.grace_ms));
     let spinner = global.printer.spinner(format!("Stopping {}", config.vms.join(" ")));

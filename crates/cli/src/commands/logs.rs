@@ -5,10 +5,11 @@ use hyper::Method;
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 
-use crate::client::{Client, QUICK, Query, empty};
+use crate::client::{QUICK, Query, empty};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::printer::{stdout_error, stdout_stream};
+use crate::start::reach;
 
 /// Longest line that `--json` prints as one; a longer one is cut into several.
 const LINE_BYTES_MAX: usize = 64 << 10;
@@ -19,7 +20,7 @@ struct Line {
 }
 
 pub(super) async fn run(global: &Global, vm: &str, follow: bool) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let mut query = Query::new(format!("/v1/vms/{vm}/logs"));
     if follow {
         query = query.with("follow", "true");

@@ -8,6 +8,7 @@ use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, Level};
+use crate::start::reach;
 
 /// What follows for a list if hosts do not answer.
 pub(super) const MISSING: &str = "VMs there are not shown";
@@ -18,7 +19,7 @@ pub(super) struct VmList {
 }
 
 pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let path = query(all);
     let vms: Vec<Vm> = understood(&path, &client.get_of_all(path.clone(), MISSING).await?)?;
     let printer = &global.printer;

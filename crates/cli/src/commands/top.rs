@@ -16,6 +16,7 @@ use crate::config::{Endpoint, Global, TopConfig};
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, render_table};
+use crate::start::reach;
 use crate::terminal::Screen;
 
 /// What lies between the two looks of the first frame: enough for a rate to mean something.
@@ -49,7 +50,7 @@ struct Row {
 }
 
 pub(super) async fn run(global: &Global, config: TopConfig) -> anyhow::Result<Exit> {
-    let client = &Client::new(global).await?;
+    let client = &reach(global).await?;
     let before = look(client).await?;
     sleep(FIRST_INTERVAL).await;
     let now = look(client).await?;

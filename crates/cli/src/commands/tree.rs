@@ -10,17 +10,18 @@ use serde::Deserialize as _;
 use vmfork_api::{SCHEMA, TreeNode, Vm};
 
 use super::ps::{MISSING, add_column, add_snapshots, memory_fields};
-use crate::client::{Client, Query};
+use crate::client::Query;
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::Field;
+use crate::start::reach;
 
 /// Enough for about 10,000 generations; the kernel backs only the pages that are touched.
 const STACK_BYTES: usize = 256 << 20;
 
 pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let document = client.get_of_all(Query::new("/v1/tree"), MISSING).await?;
     let text = String::from_utf8(document.to_vec())
         .context("the tree in the reply of the daemon is not UTF-8")?;

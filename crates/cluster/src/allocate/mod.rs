@@ -20,11 +20,12 @@ mod quota;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
+use std::time::Duration;
 
 use crate::id::{HostId, RandomError};
 use crate::room::Room;
-use crate::slurm::CommandError;
 
 pub use plan::{HostView, Plan, Policy};
 pub use quota::{Amount, Bounds, Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
@@ -58,6 +59,19 @@ pub struct Held {
     pub places: BTreeMap<HostId, u32>,
     /// Why there are not as many as were asked for, one line each; empty if there are.
     pub short: Vec<String>,
+}
+
+/// A command of an engine that could not be run to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    #[error("run `{program}`")]
+    Run {
+        program: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("`{program}` did not end within {} s", bound.as_secs())]
+    TimedOut { program: String, bound: Duration },
 }
 
 /// An engine that can't be asked, or that has nothing.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::process::Command;
 
-use crate::allocate::Boxed;
+use crate::allocate::{Boxed, CommandError};
 
 /// Most bytes that a command may print: `scontrol show nodes` has 1 kB for each node.
 const OUTPUT_BYTES_MAX: u64 = 64 << 20;
@@ -20,19 +20,6 @@ pub struct Output {
     pub success: bool,
     pub stdout: String,
     pub stderr: String,
-}
-
-/// A command that could not be run to its end.
-#[derive(Debug, thiserror::Error)]
-pub enum CommandError {
-    #[error("run `{program}`")]
-    Run {
-        program: String,
-        #[source]
-        source: io::Error,
-    },
-    #[error("`{program}` did not end within {} s", bound.as_secs())]
-    TimedOut { program: String, bound: Duration },
 }
 
 /// Who runs commands.

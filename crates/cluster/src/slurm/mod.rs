@@ -37,7 +37,7 @@ use crate::room::Room;
 
 use parse::Job;
 
-pub use commands::{CommandError, Commands, Output, System};
+pub use commands::{Commands, Output, System};
 
 /// What errors call it.
 const ENGINE: &str = "Slurm";

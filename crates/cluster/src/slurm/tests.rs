@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::parse::{Held, ParseError};
 use super::*;
+use crate::allocate::CommandError;
 
 fn text(name: &str) -> &'static str {
     match name {

@@ -8,8 +8,8 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
-use vmfork_api::schema::{ExecWithoutTerminal, Name};
-use vmfork_api::{ErrorBody, ErrorCode, ExecReply, ExecRequest, SCHEMA};
+use vmfork_api::schema::Name;
+use vmfork_api::{ErrorBody, ErrorCode, ExecReply, ExecRequest, ExecWithoutTerminal, SCHEMA};
 
 use super::error::{ApiError, bad_request};
 use super::extract::{Body, VmRef};

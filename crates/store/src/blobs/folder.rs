@@ -10,7 +10,8 @@ use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use super::{BlobError, Blobs};
-use crate::names::{bytes_max, key_is_valid};
+use crate::bounds::bytes_max;
+use crate::names::key_is_valid;
 
 /// No key begins so.
 const TMP_PREFIX: &str = ".tmp-";

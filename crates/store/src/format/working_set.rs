@@ -25,6 +25,7 @@
 //! decompressed by itself, so that several threads keep up with one that reads.
 
 use std::io::{self, Read};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use blake3::Hash;
 use parking_lot::Mutex;
@@ -32,8 +33,6 @@ use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use super::chunk::unzstd;
 use super::descriptor::SnapshotId;
-use crate::error::StoreError;
-use crate::work::Work;
 use vmfork_image::bytes::{Cursor, Flaw, put_varint};
 
 const MAGIC: [u8; 4] = *b"VFWS";
@@ -325,20 +324,25 @@ impl<'a> Frames<'a> {
 /// it is read and thrown away.
 ///
 /// # Errors
-/// [`StoreError::Cancelled`].
+/// `cancelled` was set.
 pub fn flaw_of(
     file: &[u8],
     id: SnapshotId,
     pages: u64,
-    work: &Work,
-) -> Result<Option<Flaw>, StoreError> {
-    match check(file, id, pages, work) {
+    cancelled: &AtomicBool,
+) -> Result<Option<Flaw>, Cancelled> {
+    match check(file, id, pages, cancelled) {
         Ok(()) => Ok(None),
-        Err(CheckError::Cancelled) => Err(StoreError::Cancelled),
+        Err(CheckError::Cancelled) => Err(Cancelled),
         Err(CheckError::Read(ReadError::Flaw(flaw))) => Ok(Some(flaw)),
         Err(CheckError::Read(other)) => Ok(Some(Flaw::at(0, other.to_string()))),
     }
 }
+
+/// The reader was told to stop before the end of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("cancelled")]
+pub struct Cancelled;
 
 enum CheckError {
     Cancelled,
@@ -351,12 +355,19 @@ impl<E: Into<ReadError>> From<E> for CheckError {
     }
 }
 
-fn check(file: &[u8], id: SnapshotId, pages: u64, work: &Work) -> Result<(), CheckError> {
+fn check(
+    file: &[u8],
+    id: SnapshotId,
+    pages: u64,
+    cancelled: &AtomicBool,
+) -> Result<(), CheckError> {
     let frames = Frames::open(Box::new(file))?;
     // Before the frames: whose it is costs nothing to tell.
     frames.header().flaw_for(id, pages).map_or(Ok(()), Err)?;
     for _ in 0..frames.len() {
-        work.check().map_err(|_| CheckError::Cancelled)?;
+        if cancelled.load(Ordering::Relaxed) {
+            return Err(CheckError::Cancelled);
+        }
         frames.next(&|_, _| Ok(()))?;
     }
     // Without frames there was nothing to read to the end of.
@@ -379,7 +390,9 @@ mod tests {
     const PAGES: u64 = 10_000;
 
     fn check(file: &[u8], id: SnapshotId) -> Result<(), Flaw> {
-        flaw_of(file, id, PAGES, &Work::new(1)).expect("not cancelled").map_or(Ok(()), Err)
+        flaw_of(file, id, PAGES, &AtomicBool::new(false))
+            .expect("not cancelled")
+            .map_or(Ok(()), Err)
     }
 
     /// Gaps and lengths, made into runs, the second half of them first; each page filled with its
@@ -489,17 +502,19 @@ mod tests {
         let most = WORKING_SET_BYTES_MAX / PAGE_BYTES;
         let flaw = |pages| {
             let file = header(pages);
-            flaw_of(&file, ID, most, &Work::new(1)).expect("not cancelled").expect("wrong").what
+            flaw_of(&file, ID, most, &AtomicBool::new(false))
+                .expect("not cancelled")
+                .expect("wrong")
+                .what
         };
         assert_eq!(flaw(most + 1), "262145 pages, of at most 262144");
         assert!(flaw(most).contains("frame 0"), "as far as that");
-        let of_fewer = flaw_of(&header(most), ID, most - 1, &Work::new(1)).expect("not cancelled");
+        let of_fewer =
+            flaw_of(&header(most), ID, most - 1, &AtomicBool::new(false)).expect("not cancelled");
         assert!(
             of_fewer.is_some_and(|flaw| flaw.what.contains("it has pages 0+262144, of 262143"))
         );
         let (_, file) = file_of(&[(3, 2)]);
-        let cancelled = Work::new(1);
-        cancelled.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);
-        assert!(matches!(flaw_of(&file, ID, PAGES, &cancelled), Err(StoreError::Cancelled)));
+        assert_eq!(flaw_of(&file, ID, PAGES, &AtomicBool::new(true)), Err(Cancelled));
     }
 }

@@ -18,12 +18,13 @@ use crate::client::{Client, Query};
 use crate::config::{CpConfig, Global, Place};
 use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
+use crate::start::reach;
 
 /// For a look at the guest's files.
 const LOOK_BOUND: Duration = Duration::from_secs(15);
 
 pub(super) async fn run(global: &Global, config: CpConfig) -> anyhow::Result<Exit> {
-    let client = &Client::new(global).await?;
+    let client = &reach(global).await?;
     match (config.from, config.to) {
         (Place::Guest { vm, path }, to) => {
             let folder = is_guest_folder(client, &vm, &path).await?;

@@ -9,9 +9,10 @@ use super::snapshot;
 use crate::client::{Client, Query, is_not_found};
 use crate::config::{Global, RunConfig};
 use crate::failure::{Exit, HintExt as _, Misuse};
+use crate::start::reach;
 
 pub(super) async fn run(global: &Global, config: RunConfig) -> anyhow::Result<Exit> {
-    let client = &Client::new(global).await?;
+    let client = &reach(global).await?;
     match config {
         RunConfig::Image(config) => boot::run(client, config).await,
         RunConfig::Snapshot(config) => start::run(client, config).await,

@@ -5,16 +5,17 @@ use std::time::{Duration, Instant};
 use vmfork_api::{Snapshot, SnapshotDetail, SnapshotRequest, SnapshotState};
 
 use super::{find, progress, show};
-use crate::client::{Client, Query, WHOLE};
+use crate::client::{Query, WHOLE};
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
+use crate::start::reach;
 
 /// What the daemon gives the VM's freeze, and finding what the VM had written.
 const FREEZE_BOUND: Duration = Duration::from_secs(120);
 
 pub(super) async fn run(global: &Global, request: SnapshotRequest) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let printer = &global.printer;
     let (vm, name) = (&request.vm, &request.name);
     let started = Instant::now();

@@ -11,12 +11,13 @@ use serde::Serialize;
 use vmfork_api::Snapshot;
 
 use super::{Snapshots, quoted, route};
-use crate::client::{Client, Query, WHOLE, empty};
+use crate::client::{Query, WHOLE, empty};
 use crate::commands::streams::{IDLE_BOUND, Upload, copy, copy_to_file};
 use crate::config::Global;
 use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
 use crate::printer::{stdout_error, stdout_stream};
+use crate::start::reach;
 
 /// Only its owner: a guest's memory holds its secrets.
 const MODE: u32 = 0o600;
@@ -47,7 +48,7 @@ pub(super) async fn export(
         }
         _ => {}
     }
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let answer = client.send(Method::GET, &route(name, "/export"), empty(), IDLE_BOUND).await?;
     let bar = global.printer.bytes(None, format!("Exporting `{name}`"));
     let from = format!("snapshot `{name}`");
@@ -71,7 +72,7 @@ pub(super) async fn import(
     name: Option<String>,
     from: Option<PathBuf>,
 ) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let source = from.as_ref().map_or_else(|| "-".to_owned(), |from| from.display().to_string());
     let message = format!("Importing {source}");
     let (upload, bar) = match &from {

@@ -17,6 +17,7 @@ use crate::config::{Global, SnapshotAction};
 use crate::failure::{Exit, Report};
 use crate::format;
 use crate::printer::{Field, Level, Tone};
+use crate::start::reach;
 
 #[derive(Serialize)]
 struct Snapshots {
@@ -72,7 +73,7 @@ pub(super) async fn find(
 }
 
 async fn list(global: &Global) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let snapshots: Vec<Snapshot> = client.get(Query::new("/v1/snapshots")).await?;
     let printer = &global.printer;
     if printer.json {
@@ -118,7 +119,7 @@ fn row(snapshot: &Snapshot) -> Vec<Field> {
 
 /// One after the other, in the order given: a delta goes before its base.
 async fn remove(global: &Global, names: Vec<String>, cascade: bool) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let printer = &global.printer;
     let mut results: Vec<Outcome> = Vec::new();
     for name in names {
@@ -172,7 +173,7 @@ fn quoted(names: &[String]) -> String {
 }
 
 async fn verify(global: &Global, name: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let spinner = global.printer.spinner(format!("Verifying `{name}`"));
     let reply: VerifyReply = client.act(route(name, "/verify"), WHOLE).await?;
     spinner.finish_and_clear();
@@ -216,7 +217,7 @@ async fn verify(global: &Global, name: &str) -> anyhow::Result<Exit> {
 }
 
 async fn flatten(global: &Global, name: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let spinner = global.printer.spinner(format!("Flattening `{name}`"));
     let snapshot: Snapshot = client.act(route(name, "/flatten"), WHOLE).await?;
     spinner.finish_and_clear();
@@ -231,7 +232,7 @@ async fn flatten(global: &Global, name: &str) -> anyhow::Result<Exit> {
 }
 
 async fn reset_profile(global: &Global, name: String) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     client.delete(route(&name, "/profile")).await?;
     if global.printer.json {
         let outcome = Outcome { name, done: true, removed: None, error: None };

@@ -3,16 +3,16 @@
 use vmfork_api::{Compression, ProfileInfo, Progress, Snapshot, SnapshotDetail, SnapshotState};
 
 use super::route;
-use crate::client::Client;
 use crate::commands::inspect::{PAGE_BYTES, pages, section};
 use crate::commands::run::accel_word;
 use crate::config::Global;
 use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, render_table};
+use crate::start::reach;
 
 pub(super) async fn inspect(global: &Global, name: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let detail: SnapshotDetail = client.get(route(name, "")).await?;
     if global.printer.json {
         global.printer.document(&detail)?;
@@ -23,7 +23,7 @@ pub(super) async fn inspect(global: &Global, name: &str) -> anyhow::Result<Exit>
 }
 
 pub(super) async fn profile(global: &Global, name: &str) -> anyhow::Result<Exit> {
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let profile: ProfileInfo = client.get(route(name, "/profile")).await?;
     if global.printer.json {
         global.printer.with_schema(&profile)?;

@@ -6,14 +6,15 @@ use anyhow::{Context as _, anyhow};
 use vmfork_api::{Snapshot, SnapshotState, TransferReply, TransferRequest};
 
 use super::{progress, quoted, route, show};
-use crate::client::{Client, WHOLE};
+use crate::client::WHOLE;
 use crate::config::{Endpoint, Global};
 use crate::failure::{Exit, HintExt as _, Misuse};
 use crate::format;
+use crate::start::reach;
 
 pub(super) async fn push(global: &Global, name: &str, location: &str) -> anyhow::Result<Exit> {
     let location = placed(global, location)?;
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let spinner = global.printer.spinner(format!("Pushing `{name}` to {location}"));
     let request = TransferRequest { location: location.clone(), wait: false };
     let reply: TransferReply = client.post(route(name, "/push"), &request, WHOLE).await?;
@@ -45,7 +46,7 @@ pub(super) async fn pull(
     wait: bool,
 ) -> anyhow::Result<Exit> {
     let location = placed(global, location)?;
-    let client = Client::new(global).await?;
+    let client = reach(global).await?;
     let giving_up = wait.then(|| {
         let text = format!("Cancelled the pull of `{name}`; check it with `vmfork snapshot ls`");
         progress::GivingUp::new(&global.printer, text)

@@ -1,0 +1,24 @@
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VmState {
+    /// QEMU is up, the guest's agent has not answered yet.
+    Starting,
+    /// The agent has answered (or the VM was started without one).
+    Running,
+    /// A freeze is going on.
+    Frozen,
+    /// Ended in good order: powered off, `sf_exit`, killed on request.
+    Exited,
+    /// Ended by a fault; `reason` says which.
+    Failed,
+}
+
+impl VmState {
+    /// Whether there is no QEMU any more.
+    pub fn has_ended(self) -> bool {
+        matches!(self, Self::Exited | Self::Failed)
+    }
+}
