@@ -126,8 +126,8 @@ impl Profile {
         self.touched.sort_unstable_by_key(|touched| touched.index);
     }
 
-    /// What to fetch in which order: the pages that are touched in at least `min_frequency` (0 to
-    /// 1) of the starts, by the average time of their first access. At most `pages_max` pages, the
+    /// What to fetch in which order: the pages that at least `min_frequency` of the starts touch
+    /// (0 to 1), by the average time of their first access. At most `pages_max` pages, the
     /// most frequent and of those the earliest. Runs are of whole clusters: pages that are zero are
     /// among them.
     pub fn working_set(&self, min_frequency: f64, pages_max: u64) -> Vec<PageRange> {
