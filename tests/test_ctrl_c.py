@@ -188,6 +188,8 @@ def test_of_cp_leaves_no_half_file(world: World, tmp_path: Path, after_s: float)
     assert {path.name for path in target.parent.iterdir()} <= {"out"}
 
 
+# Other tests mount namespaces and file systems meanwhile.
+@pytest.mark.alone
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("after_s", [0.1, 0.4, 1.0, 6.0])
 def test_of_image_build(daemon: Daemon, after_s: float) -> None:
