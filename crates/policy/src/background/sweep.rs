@@ -8,7 +8,7 @@ use super::{Background, Proposal};
 /// where it was frozen. Pages of ancestors it leaves where they are.
 ///
 /// If a fetch of several pages fails, another pass goes over what is missing, page by page. So one
-/// bad page does not cost its neighbours. [`Presence`] tells whether all pages came in.
+/// bad page does not cost its neighbours. `Presence` tells whether all pages came in.
 #[derive(Debug, Clone)]
 pub struct Drain {
     image: ImageId,
