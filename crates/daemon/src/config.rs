@@ -11,19 +11,16 @@ use std::time::Duration;
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
-use vmfork_cluster::allocate::{Bounds, Policy};
-use vmfork_cluster::slurm::Settings;
 
 pub use self::slurm::{AllocatorFlags, AllocatorKind};
-use crate::quotas::{self, QuotaError};
+use vmfork_host::config::QEMU_UIDS;
+use vmfork_host::quotas::{self, QuotaError};
+use vmfork_peers::{PageTransfer, TicketPlace};
 use vmfork_rest::http::SOCKET_PATH_BYTES_MAX;
 
 const STATE_DEFAULT: &str = "/var/lib/vmfork";
 const SOCKET_DEFAULT: &str = "/run/vmfork/vmforkd.sock";
 const QEMU_DEFAULT: &str = "qemu-system-x86_64";
-
-/// Number of user ids from the base on, one per running VM.
-pub const QEMU_UIDS: u32 = 65_536;
 
 /// The flags as given.
 #[derive(Debug, Clone, Parser)]
@@ -120,7 +117,7 @@ pub struct Flags {
     #[command(flatten)]
     pub allocator: AllocatorFlags,
 
-    /// Log level: error, warn, info, debug, trace, or filters like `info,vmfork_daemon=debug`
+    /// Log level: error, warn, info, debug, trace, or filters like `info,vmfork_fork=debug`
     #[arg(long, value_name = "FILTER", env = "VMFORK_LOG", default_value = "info")]
     pub log_level: String,
 
@@ -135,78 +132,18 @@ pub struct Flags {
     pub libdir: Option<PathBuf>,
 }
 
-/// How pages reach clones on other hosts. Each host sends and requests pages by its own setting.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum PageTransfer {
-    /// Each clone's host reads from the parent's host
-    Unicast,
-    /// Hosts also read from each other
-    #[default]
-    Swarm,
-    /// Pages are sent once to all hosts by multicast; otherwise as swarm
-    Multicast,
-}
-
-/// Where clones of tickets are placed. The setting of the requesting VM's host counts.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum TicketPlace {
-    /// Over all hosts, by their free capacity
-    #[default]
-    Spread,
-    /// On as few hosts as possible, the parent's host first
-    Pack,
-    /// On the parent's host only
-    Here,
-}
-
-impl TicketPlace {
-    /// The placement policy over all hosts; `None`: clones stay on the parent's host.
-    pub fn policy(self) -> Option<Policy> {
-        match self {
-            Self::Spread => Some(Policy::Spread),
-            Self::Pack => Some(Policy::Pack),
-            Self::Here => None,
-        }
-    }
-}
-
 /// The settings, checked. All paths are absolute.
 #[derive(Debug, Clone)]
 pub struct Config {
-    pub state: PathBuf,
+    pub host: vmfork_host::config::Config,
+    pub peers: vmfork_peers::Settings,
     pub socket: PathBuf,
     pub socket_gid: Option<u32>,
     pub tcp: Option<Tcp>,
     /// How long a holder waits for the next daemon; zero: no holder.
     pub holder_linger: Duration,
-    /// Ready QEMU processes per machine shape; 0: no pool.
-    pub pool: u32,
-    /// 1 to 512.
-    pub fill_unit_pages: u32,
-    /// Absolute if found; otherwise the bare name, which `doctor` reports as missing.
-    pub qemu: PathBuf,
-    /// First of [`QEMU_UIDS`] ids for QEMU processes.
-    pub qemu_uid_base: u32,
-    pub memory_reserve_bytes: u64,
-    /// 1 to 100.
-    pub clone_growth_percent: u8,
-    pub page_transfer: PageTransfer,
-    /// Most VMs of a family that guests can reach by tickets.
-    pub family_vms_max: u32,
-    /// 1 to 100.
-    pub family_memory_percent: u8,
-    /// 1 to 100.
-    pub family_vcpus_percent: u8,
-    /// vCPUs per core of the host; at least 1.
-    pub vcpus_per_core: u32,
-    pub ticket_place: TicketPlace,
-    /// Limits of users over all hosts.
-    pub quotas: Bounds,
-    /// Settings of the Slurm allocator; `None`: the built-in allocator.
-    pub slurm: Option<Settings>,
     /// A valid filter for `tracing_subscriber::EnvFilter`.
     pub log_filter: String,
-    pub libdir: PathBuf,
     /// Whether `/v1/debug` is served.
     pub debug_faults: bool,
 }
@@ -307,42 +244,36 @@ impl Flags {
             None => libdir_beside(&std::env::current_exe().map_err(ConfigError::Executable)?),
         };
         let qemu = self.qemu.unwrap_or_else(|| PathBuf::from(QEMU_DEFAULT));
-        Ok(Config {
-            socket_gid: self.socket_group.map(|group| group_id(&group)).transpose()?,
+        let host = vmfork_host::config::Config {
             state,
-            socket,
-            tcp,
-            holder_linger: Duration::from_secs(self.holder_linger_s.into()),
+            libdir,
             pool: self.pool,
             fill_unit_pages: self.fill_unit_pages,
             qemu: find_program(&qemu, std::env::var_os("PATH").as_deref()).unwrap_or(qemu),
             qemu_uid_base: self.qemu_uid_base,
             memory_reserve_bytes,
             clone_growth_percent: self.clone_growth_percent,
-            page_transfer: self.page_transfer,
             family_vms_max: self.family_vms_max,
             family_memory_percent: self.family_memory_percent,
             family_vcpus_percent: self.family_vcpus_percent,
             vcpus_per_core: self.vcpus_per_core,
-            ticket_place: self.ticket_place,
             quotas: quotas::bounds(&self.quota)?,
+        };
+        let peers = vmfork_peers::Settings {
+            page_transfer: self.page_transfer,
+            ticket_place: self.ticket_place,
             slurm,
+        };
+        Ok(Config {
+            host,
+            peers,
+            socket,
+            socket_gid: self.socket_group.map(|group| group_id(&group)).transpose()?,
+            tcp,
+            holder_linger: Duration::from_secs(self.holder_linger_s.into()),
             log_filter: self.log_level,
-            libdir,
             debug_faults: self.debug_faults,
         })
-    }
-}
-
-impl Config {
-    /// The library that is preloaded into QEMU.
-    pub fn shim(&self) -> PathBuf {
-        self.libdir.join("libvmfork_tap.so")
-    }
-
-    /// The agent that is put into guest images.
-    pub fn agent(&self) -> PathBuf {
-        self.libdir.join("vmfork-agent")
     }
 }
 
@@ -413,9 +344,9 @@ mod tests {
     #[test]
     fn slurm_is_asked_only_if_it_is_named() {
         let config = |more: &[&str]| config(&[&["--slurm-node", "n1=h1"], more].concat());
-        assert!(config(&[]).expect("no use, no harm").slurm.is_none());
+        assert!(config(&[]).expect("no use, no harm").peers.slurm.is_none());
         let flags = ["--allocator", "slurm", "--slurm-partition=p", "--slurm-clones-per-task=2"];
-        let slurm = config(&flags).expect("flags").slurm.expect("named");
+        let slurm = config(&flags).expect("flags").peers.slurm.expect("named");
         assert_eq!((slurm.partition.as_deref(), slurm.clones_per_task), (Some("p"), 2));
         assert_eq!(slurm.nodes.get("n1").map(String::as_str), Some("h1"));
         for bad in ["n2", "=h2", "n2=", "n1=h2"] {
@@ -427,7 +358,7 @@ mod tests {
     #[test]
     fn quotas_are_read_from_several_flags() {
         let config = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
-        let quotas = config.expect("well-formed").quotas;
+        let quotas = config.expect("well-formed").host.quotas;
         assert_eq!((quotas.of("7").vms, quotas.of("9").room.vcpus), (2, 4));
         assert_eq!(quotas.of("8").room.memory_bytes, 1 << 30);
         assert_eq!(
@@ -439,11 +370,11 @@ mod tests {
     #[test]
     fn the_defaults_are_a_whole_configuration() {
         let config = config(&[]).expect("defaults");
-        assert_eq!(config.state, Path::new("/var/lib/vmfork"));
+        assert_eq!(config.host.state, Path::new("/var/lib/vmfork"));
         assert_eq!(config.socket, Path::new("/run/vmfork/vmforkd.sock"));
-        assert_eq!((config.pool, config.fill_unit_pages), (4, 16));
+        assert_eq!((config.host.pool, config.host.fill_unit_pages), (4, 16));
         assert!(config.tcp.is_none() && config.socket_gid.is_none());
-        assert!(config.libdir.ends_with("lib/vmfork"));
+        assert!(config.host.libdir.ends_with("lib/vmfork"));
     }
 
     #[test]
@@ -452,7 +383,7 @@ mod tests {
         let both = config(&["--state", "/x", "--socket", "/y"]).expect("ok");
         assert_eq!(both.socket, Path::new("/y"));
         let relative = config(&["--state", "x"]).expect("ok");
-        assert!(relative.state.is_absolute() && relative.state.ends_with("x"));
+        assert!(relative.host.state.is_absolute() && relative.host.state.ends_with("x"));
     }
 
     #[test]

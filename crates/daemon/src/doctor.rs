@@ -16,8 +16,9 @@ use rustix::process::{Resource, geteuid, getrlimit};
 use vmfork_api::{Check, CheckStatus, DoctorReport, SCHEMA};
 use vmfork_qemu::probe::{self, AccelChoice, Binary, KvmFacts, NoKvm, ProbeError};
 
-use crate::admission::Admission;
-use crate::config::{Config, find_program};
+use crate::config::find_program;
+use vmfork_host::admission::Admission;
+use vmfork_host::config::Config;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -30,7 +31,7 @@ const FILES_MIN: u64 = 4096;
 /// The smallest guest that does something.
 const MEMORY_BYTES_MIN: u64 = 256 * MIB;
 
-/// Look at everything. `cgroup` is what [`crate::cgroup::Cgroups::detect`] found at start.
+/// Look at everything. `cgroup` is what [`vmfork_host::cgroup::Cgroups::detect`] found at start.
 pub async fn examine(
     config: &Config,
     admission: &Admission,

@@ -11,7 +11,8 @@
 //! then refused while it restarts.
 //!
 //! Left to others: the holder's own end ([`vmfork_holder`]). That there is one daemon to a state
-//! folder is the lock's promise ([`crate::state`]); it must be held before [`Holding::begin`].
+//! folder is the lock's promise ([`vmfork_host::state`]). It must be held before
+//! [`Holding::begin`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -95,7 +96,7 @@ impl Holding {
     pub fn begin(config: &Config, state: &Path) -> Self {
         let holding = Self {
             state: state.to_owned(),
-            program: config.libdir.join(PROGRAM),
+            program: config.host.libdir.join(PROGRAM),
             linger: config.holder_linger,
             inner: Mutex::default(),
             parting: Condvar::new(),

@@ -1,45 +1,35 @@
-//! `vmforkd`, one per host: puts the planes together.
+//! `vmforkd`, one per host: settings, wiring, life and diagnosis of the daemon.
 //!
 //! Top-level modules import each other in one direction, from the left to the right (`make check`
 //! asserts it):
 //!
 //! ```text
-//!   operations ─► lifecycle ─┬─► cluster ───┬─► fork ─► core ─► vm ─┬─► admission ─► quotas
-//!         └─► doctor         └─► snapshots ─┴─► facts ──┘           └─► cgroup, state,
-//!                                                                       metrics, config
-//!   lifecycle ─► holder ─► config
+//!   operations ─► lifecycle ─► holder ─► config
+//!         └─► doctor
 //! ```
 //!
 //! | module | is |
 //! |---|---|
-//! | `operations` | [`vmfork_control::Control`] on the real host; puts all below together |
-//! | `cluster` | this host among others: clones sent and received, images lent |
-//! | `snapshots` | stored snapshots: taken, started, recorded, moved |
-//! | `fork` | a freeze, and clones of it; other hosts are a trait |
-//! | `facts` | what a frozen VM needs of a host |
-//! | `core` | the VMs of this host, and what all of them share |
-//! | `vm` | one VM; what it came of, without knowing the kinds |
-//! | `holder` | what a successor finds when this daemon is gone |
+//! | [`operations`] | [`vmfork_control::Control`] on the real host; puts the crates below together |
+//! | [`lifecycle`] | from the settings to the end: lock, sockets, signals |
+//! | [`holder`] | what a successor finds when this daemon is gone |
+//! | [`doctor`] | what of this host keeps VMs from running, and what helps |
+//! | [`config`] | flags and environment, checked |
+//! | [`counted`] | counters as the REST server asks for them |
 //!
-//! The REST API ([`vmfork_rest`]) knows nothing of QEMU: it turns requests into calls of
-//! [`vmfork_control::Control`]. Links to guests' agents and the fork API's tickets are
-//! [`vmfork_guest_link`]. Everything that outlives a daemon is in [`state`]. `main.rs` only names
-//! the parts.
+//! What the daemon does has crates of its own:
+//!
+//! ```text
+//!   daemon ─┬─► peers ───────┐
+//!           ├─► snapshots ───┴─► fork ─► host ─► qemu, memory, engine
+//!           └─► rest ─► control
+//! ```
+//!
+//! `main.rs` only names the parts.
 
-pub mod admission;
-pub mod cgroup;
-pub mod cluster;
 pub mod config;
-mod core;
+pub mod counted;
 pub mod doctor;
-mod error;
-mod facts;
-mod fork;
 pub mod holder;
 pub mod lifecycle;
-pub mod metrics;
 pub mod operations;
-pub mod quotas;
-pub mod snapshots;
-pub mod state;
-pub mod vm;

@@ -30,16 +30,17 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::admission::{self, Admission, Policy, ProcProbe};
-use crate::cgroup::Cgroups;
-use crate::cluster::{Cluster, Operations};
 use crate::config::Config;
+use crate::counted::Counted;
 use crate::holder::{Ending, Holding};
-use crate::metrics::Metrics;
-use crate::snapshots::Snapshots;
-use crate::state::State;
 use vmfork_control::Control;
+use vmfork_host::admission::{self, Admission, Policy, ProcProbe};
+use vmfork_host::cgroup::Cgroups;
+use vmfork_host::metrics::Metrics;
+use vmfork_host::state::State;
+use vmfork_peers::{Cluster, Operations};
 use vmfork_rest::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
+use vmfork_snapshots::Snapshots;
 
 /// How long the host may take to end its VMs.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(30);
@@ -103,7 +104,7 @@ where
     F: Future<Output = Result<Host>>,
 {
     raise_limits();
-    let (state, recovery) = State::open(&config.state)?;
+    let (state, recovery) = State::open(&config.host.state)?;
     for vm in &recovery.lost {
         tracing::warn!(vm = vm.name, id = vm.id, image = vm.image, "lost with an earlier daemon");
     }
@@ -126,11 +127,11 @@ where
             Err(reason)
         }
     };
-    let snapshots = Arc::new(Snapshots::new(&config.state.join("snapshots"))?);
+    let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
     let listeners = listen(&config, &holder).await.inspect_err(|_| holder.give_up())?;
-    let policy = Policy::of(&config, admission::cores());
+    let policy = Policy::of(&config.host, admission::cores());
     let (config, state, metrics) = (Arc::new(config), Arc::new(state), Arc::new(Metrics::new()));
     let parts = Parts {
         config: Arc::clone(&config),
@@ -150,8 +151,8 @@ where
         }
     };
     let (stop_tx, stop_rx) = watch::channel(false);
-    let mut app =
-        App::new(host.control, metrics, stop_rx.clone()).debug_faults(config.debug_faults);
+    let mut app = App::new(host.control, Arc::new(Counted(metrics)), stop_rx.clone())
+        .debug_faults(config.debug_faults);
     if let Some(cluster) = &host.cluster {
         app = app.elsewhere(Arc::clone(cluster) as Arc<dyn Elsewhere>);
         app = app.cluster(Arc::new(Operations::new(cluster)));
@@ -162,7 +163,7 @@ where
     if let Err(error) = holder.watch() {
         tracing::warn!("watch the holder: {error}");
     }
-    tracing::info!(socket = %config.socket.display(), state = %config.state.display(), "ready");
+    tracing::info!(socket = %config.socket.display(), state = %config.host.state.display(), "ready");
     tell(notify.as_deref(), "READY=1");
 
     let ending = end().await;

@@ -14,14 +14,14 @@ use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
 
 use super::Hub;
-use crate::admission::{BootAsk, Lease};
-use crate::core::{Core, Reservation, accel_word, open_image};
-use crate::error::chain;
-use crate::fork::{Forker, start_channels};
-use crate::metrics::EndReason;
-use crate::quotas::User;
-use crate::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
+use vmfork_fork::{Forker, start_channels};
 use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
+use vmfork_host::admission::{BootAsk, Lease};
+use vmfork_host::core::{Core, Reservation, accel_word, open_image};
+use vmfork_host::error::chain;
+use vmfork_host::metrics::EndReason;
+use vmfork_host::quotas::User;
+use vmfork_host::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
 
 const MEMORY_MIB_MIN: u64 = 64;
 const MEMORY_MIB_MAX: u64 = 262_144;

@@ -3,10 +3,10 @@ use std::path::Path;
 use tempfile::TempDir;
 use vmfork_agent_proto::{PROTOCOL_VERSION, ToHost};
 
-use super::super::testing::{Guest, link};
 use super::*;
-use crate::vm::log::Log;
-use crate::vm::test_identity;
+use vmfork_host::testing::{Guest, link};
+use vmfork_host::vm::log::Log;
+use vmfork_host::vm::test_identity;
 
 /// A VM without a QEMU, and its guest.
 fn vm(folder: &Path) -> (Arc<Vm>, Guest) {
@@ -95,7 +95,7 @@ fn time_for_the_first_boot_command_is_on_top_unless_all_of_it_was_given() {
 
 #[tokio::test]
 async fn a_name_that_another_host_has_is_not_taken() {
-    let host = crate::operations::testing::Host::start().await;
+    let host = vmfork_host::testing::Host::start().await;
     let elsewhere = ["web", "debian-1"].map(|name| (name.to_owned(), "h1".to_owned()));
     let request = |name: Option<&str>| {
         let request = serde_json::json!({"image": "debian", "name": name});

@@ -14,13 +14,13 @@ use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
 
 use super::{Hub, boot};
-use crate::cluster::end_everywhere;
-use crate::core::store_code;
-use crate::error::chain;
-use crate::fork;
-use crate::quotas::User;
-use crate::vm::End;
 use vmfork_control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
+use vmfork_fork;
+use vmfork_host::core::store_code;
+use vmfork_host::error::chain;
+use vmfork_host::quotas::User;
+use vmfork_host::vm::End;
+use vmfork_peers::end_everywhere;
 
 /// How long the agent may take to start a program, or to open a file.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -49,7 +49,7 @@ impl Control for Hub {
 
     fn doctor(&self) -> Answer<'_, DoctorReport> {
         async {
-            let cgroup = crate::cgroup::Cgroups::detect();
+            let cgroup = vmfork_host::cgroup::Cgroups::detect();
             let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
             Ok(crate::doctor::examine(&self.core.config, &self.core.admission, cgroup).await)
         }
@@ -198,7 +198,7 @@ impl Control for Hub {
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply> {
         async move {
             let parent = self.core.registry.find("fork", vm)?;
-            fork::by_request(&self.forker, &parent, request).await
+            vmfork_fork::by_request(&self.forker, &parent, request).await
         }
         .boxed()
     }

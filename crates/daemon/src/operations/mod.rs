@@ -10,16 +10,14 @@
 mod boot;
 mod control;
 mod snapshots;
-#[cfg(test)]
-pub(crate) mod testing;
 
 use std::sync::Arc;
 
-use crate::cluster::Cluster;
-use crate::core::{self, Core};
-use crate::fork::{Forker, Remote};
 use crate::lifecycle::Parts;
-use crate::snapshots::{Library, prefetch};
+use vmfork_fork::{Forker, Remote};
+use vmfork_host::core::{self, Core};
+use vmfork_peers::Cluster;
+use vmfork_snapshots::{Library, prefetch};
 
 /// The real [`vmfork_control::Control`].
 pub struct Hub {
@@ -40,9 +38,10 @@ impl Hub {
     /// `doctor` reports that, and each request for a VM fails with it.
     pub async fn start(parts: Parts) -> Arc<Self> {
         let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
-        let cluster = Arc::new(Cluster::new(config.state.join("cluster")));
+        let cluster =
+            Arc::new(Cluster::new(config.host.state.join("cluster"), config.peers.clone()));
         let parts = core::Parts {
-            config,
+            config: Arc::new(config.host.clone()),
             state,
             metrics: Arc::clone(&metrics),
             admission,

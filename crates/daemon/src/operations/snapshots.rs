@@ -7,9 +7,9 @@ use vmfork_api::{
 };
 
 use super::Hub;
-use crate::quotas::User;
-use crate::snapshots::{create, keep, start, transfer};
 use vmfork_control::{Answer, ByteStream, SnapshotControl};
+use vmfork_host::quotas::User;
+use vmfork_snapshots::{create, keep, start, transfer};
 
 impl SnapshotControl for Hub {
     fn snapshots(&self) -> Answer<'_, Vec<Snapshot>> {

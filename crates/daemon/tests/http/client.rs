@@ -19,7 +19,8 @@ use tokio::time::timeout;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::Message;
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_daemon::metrics::Metrics;
+use vmfork_daemon::counted::Counted;
+use vmfork_host::metrics::Metrics;
 use vmfork_rest::http::{App, Listeners, SocketOwner, serve};
 
 use crate::fake::Fake;
@@ -80,7 +81,11 @@ impl Daemon {
     fn serve_on(folder: TempDir, listeners: Listeners, change: impl FnOnce(App) -> App) -> Self {
         let (stop, stop_rx) = watch::channel(false);
         let fake = Arc::new(Fake::default());
-        let app = change(App::new(fake.clone(), Arc::new(Metrics::new()), stop_rx.clone()));
+        let app = change(App::new(
+            fake.clone(),
+            Arc::new(Counted(Arc::new(Metrics::new()))),
+            stop_rx.clone(),
+        ));
         let served = tokio::spawn(serve(listeners, app, stop_rx));
         Self { fake, stop, served, folder }
     }

@@ -16,7 +16,7 @@ use vmfork_api::{
 use vmfork_control::{
     Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
 };
-use vmfork_daemon::quotas::User;
+use vmfork_host::quotas::User;
 
 /// Bytes of `/big`: more than any buffer on the way.
 pub(crate) const BIG_BYTES: usize = 24 * 1024 * 1024;

@@ -9,7 +9,7 @@ use vmfork_api::{
     TransferRequest, VerifyReply,
 };
 use vmfork_control::{Answer, ByteStream, SnapshotControl};
-use vmfork_daemon::quotas::User;
+use vmfork_host::quotas::User;
 
 use crate::fake::Fake;
 

@@ -1,0 +1,340 @@
+//! A clone's part: a QEMU becomes a view of the snapshot, loads the device state, runs, takes its
+//! identity.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmfork_agent_proto::{ForkIdentity, TicketClone};
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_memory::FreezeError;
+use vmfork_qemu::qmp::reopen_from_start;
+use vmfork_qemu::{QmpError, pool};
+
+use super::brood::failed;
+use super::channels::start_channels;
+use super::snapshot::Snapshot;
+use super::tickets::{Event, TicketOrigin};
+use super::{Forker, ms};
+use vmfork_guest_link::agent::AgentInfo;
+use vmfork_host::admission::Lease;
+use vmfork_host::core::{Core, PendingMachine};
+use vmfork_host::error::chain;
+use vmfork_host::metrics::{EndReason, Stage};
+use vmfork_host::vm::launch::LaunchError;
+use vmfork_host::vm::machine::Machine;
+use vmfork_host::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
+
+/// How long QEMU may take to load a state that takes milliseconds.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
+
+const PAGE_LOST: &str = "of a stored snapshot, `vmfork snapshot verify` tells what else is damaged";
+
+/// How many QEMUs are tried for one clone.
+const ATTACH_TRIES_MAX: u32 = 4;
+
+/// What VMs that continue one snapshot have in common.
+#[derive(Debug)]
+pub struct Stem {
+    /// What was asked for, for the text of errors.
+    pub message: String,
+    /// Of them all, but for id, name, number and birth. Its `id` is that of the VM they descend
+    /// from; empty: each is the root of a family of its own.
+    pub identity: Identity,
+    /// What the guest's agent has said of itself.
+    pub agent: Option<AgentInfo>,
+}
+
+impl Stem {
+    /// Of the clones of a running VM, whose places a job holds.
+    pub(super) fn of(parent: &Vm, job: Option<Job>) -> Self {
+        let parents = &parent.identity;
+        let identity = Identity {
+            parent: Some((parents.id.clone(), parents.name.clone())),
+            ancestors: parents.line(),
+            job,
+            ..parents.clone()
+        };
+        Self { message: super::message(parent), identity, agent: parent.agent() }
+    }
+
+    fn identity(&self, name: String, vmid: u32) -> Identity {
+        let id = random_hex::<8>();
+        let family = match self.identity.id.is_empty() {
+            true => id.clone(),
+            false => self.identity.family.clone(),
+        };
+        let created_unix_ms = now_unix_ms();
+        Identity { id, name, vmid, family, created_unix_ms, ..self.identity.clone() }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct CloneOrder {
+    pub(super) name: String,
+    /// The number of its first worker.
+    pub(super) vmid: u32,
+    pub(super) ticket: Option<TicketClone>,
+    pub(super) lease: Lease,
+    pub(super) began: Instant,
+    pub(super) deadline: Instant,
+    pub(super) origin: Option<TicketOrigin>,
+}
+
+/// Start one clone. → its line in the reply, and the VM if it is ready.
+pub(super) async fn start(
+    forker: Arc<Forker>,
+    stem: Arc<Stem>,
+    snapshot: Arc<Snapshot>,
+    order: CloneOrder,
+    machine: PendingMachine,
+) -> (CloneResult, Option<Arc<Vm>>) {
+    let core = &forker.core;
+    let (name, vmid) = (order.name.clone(), order.vmid);
+    let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
+    let starting = start_within(&forker, &stem, &snapshot, order, machine);
+    let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
+        Ok(outcome) => outcome,
+        Err(_elapsed) => Err(ErrorBody {
+            code: ErrorCode::Timeout,
+            message: super::start_message(&name),
+            cause: Some(format!(
+                "not ready {} ms after the request",
+                (deadline - began).as_millis()
+            )),
+            remedy: Some("give it a longer `--timeout`, or start fewer at once".to_owned()),
+        }),
+    };
+    match outcome {
+        Ok((vm, from)) => {
+            if let Some(origin) = &origin {
+                let _desk_closed =
+                    origin.parent.send(Event::Running { ticket: origin.ticket, vmid });
+            }
+            core.metrics.clone_started();
+            let result = CloneResult {
+                id: Some(vm.identity.id.clone()),
+                vmid,
+                name,
+                state: vm.state(),
+                running_ms: vm.runs_since().map(|since| ms(since - began)),
+                ready_ms: Some(ms(began.elapsed())),
+                pooled: from == pool::Origin::Pooled,
+                host: None,
+                error: None,
+            };
+            (result, Some(vm))
+        }
+        Err(error) => {
+            core.metrics.clone_failed(error.code);
+            report_failure(origin.as_ref(), vmid, &error);
+            tracing::warn!(clone = name, cause = error.cause, "clone not started");
+            (failed(vmid, name, error), None)
+        }
+    }
+}
+
+/// A clone of a ticket could not be started.
+pub fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBody) {
+    if let Some(origin) = origin {
+        let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
+        let _desk_closed = origin.parent.send(Event::Ended { ticket: origin.ticket, vmid, reason });
+    }
+}
+
+async fn start_within(
+    forker: &Arc<Forker>,
+    stem: &Stem,
+    snapshot: &Arc<Snapshot>,
+    order: CloneOrder,
+    machine: PendingMachine,
+) -> Result<(Arc<Vm>, pool::Origin), ErrorBody> {
+    let core = &forker.core;
+    let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
+    let error = |code, cause: String, remedy: &str| ErrorBody {
+        code,
+        message: super::start_message(&name),
+        cause: Some(cause),
+        remedy: Some(remedy.to_owned()),
+    };
+    let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
+    let Ok(first) = machine.await else {
+        return Err(error(ErrorCode::Timeout, "it was given up".to_owned(), doctor));
+    };
+    let (machine, from) = attached(core, snapshot, first).await.map_err(|failed| match failed {
+        NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
+        NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
+    })?;
+    let machine = Arc::new(machine);
+    if let Some(lead) = &snapshot.lead {
+        machine.set_lead(Some(Arc::clone(lead)));
+    }
+    let identity = stem.identity(name.clone(), vmid);
+    lease.belongs_to(&identity.family);
+    let vm = core.add_vm(identity, Some(lease), origin.map(Into::into)).map_err(|io| {
+        error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
+    })?;
+    vm.set_machine(Arc::clone(&machine));
+    vm.set_provenance(snapshot.provenance.clone());
+    // From here on the VM is listed: whatever goes wrong ends it with the reason.
+    let guard = EndOnDrop { core, vm: Some(&vm) };
+    let outcome =
+        bring_up(forker, &vm, &machine, snapshot, ticket, stem.agent.clone(), deadline).await;
+    match outcome {
+        Ok(()) => {
+            guard.disarm();
+            Ok((vm, from))
+        }
+        Err(failure) => {
+            let reason = chain(&*failure.source);
+            core.end(&vm, End::failed(failure.kind, reason.clone()));
+            // A page that could not be had has ended it, and what is seen here followed from that.
+            match vm.end_now().filter(|end| end.kind == EndReason::PageLost) {
+                Some(end) => Err(error(ErrorCode::PageLost, end.reason, PAGE_LOST)),
+                None => Err(error(failure.code, reason, failure.remedy)),
+            }
+        }
+    }
+}
+
+enum NoView {
+    Launch(LaunchError),
+    Attach(FreezeError),
+}
+
+/// A QEMU that is a view of the snapshot. One that waited may have died before anybody noticed:
+/// then another.
+async fn attached(
+    core: &Arc<Core>,
+    snapshot: &Snapshot,
+    first: Result<(Machine, pool::Origin), LaunchError>,
+) -> Result<(Machine, pool::Origin), NoView> {
+    let mut next = first;
+    let mut attempt = 1;
+    loop {
+        let (machine, from) = next.map_err(NoView::Launch)?;
+        let attach = Instant::now();
+        let outcome = tokio::task::block_in_place(|| match snapshot.is_watched {
+            true => machine.memory().attach_by_page(&snapshot.engine),
+            false => machine.memory().attach(&snapshot.engine),
+        });
+        match outcome {
+            Ok(()) => {
+                core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
+                return Ok((machine, from));
+            }
+            Err(error) if from == pool::Origin::Pooled && attempt < ATTACH_TRIES_MAX => {
+                tracing::info!(error = chain(&error), "a waiting QEMU has died; taking another");
+                let shape = machine.shape.clone();
+                drop(machine);
+                next = core.take(&shape).await;
+                attempt += 1;
+            }
+            Err(error) => return Err(NoView::Attach(error)),
+        }
+    }
+}
+
+struct Failure {
+    code: ErrorCode,
+    kind: EndReason,
+    remedy: &'static str,
+    source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl Failure {
+    fn qemu(source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        let remedy = "`vmfork doctor` checks the host; the daemon's log has more";
+        Self { code: ErrorCode::Qemu, kind: EndReason::QemuDied, remedy, source: Box::new(source) }
+    }
+
+    fn guest(source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        let remedy =
+            "a VM that can't confirm its identity is never released; is the guest starved?";
+        Self { code: ErrorCode::Guest, kind: EndReason::Guest, remedy, source: Box::new(source) }
+    }
+}
+
+async fn bring_up(
+    forker: &Arc<Forker>,
+    vm: &Arc<Vm>,
+    machine: &Arc<Machine>,
+    snapshot: &Snapshot,
+    ticket: Option<TicketClone>,
+    agent: Option<AgentInfo>,
+    deadline: Instant,
+) -> Result<(), Failure> {
+    let core = &forker.core;
+    let load = Instant::now();
+    {
+        // Loading is CPU-bound: more at a time than cores would only make all of them late.
+        let _turn = core.loading.acquire().await;
+        let state = reopen_from_start(snapshot.state.as_fd()).map_err(Failure::qemu)?;
+        if let Err(error) = machine.qmp.load_state(state.as_fd(), LOAD_TIMEOUT).await {
+            return Err(Failure::qemu(error));
+        }
+    }
+    start_channels(forker, vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
+    core.metrics.observe_stage(Stage::CloneLoad, load.elapsed());
+
+    let identity = Instant::now();
+    match vm.link() {
+        Ok(link) => {
+            let fork_identity = ForkIdentity {
+                fork: snapshot.fork,
+                vmid: vm.identity.vmid,
+                name: vm.name().to_owned(),
+                machine_id: random_hex::<16>(),
+                entropy: random_hex::<64>(),
+                realtime_ns: realtime_ns(),
+                ticket,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            let taken = link.identity(fork_identity, left);
+            let (taken, running) = tokio::join!(taken, run(vm, machine, snapshot));
+            running.map_err(Failure::qemu)?;
+            taken.map_err(Failure::guest)?;
+        }
+        Err(_no_agent) => run(vm, machine, snapshot).await.map_err(Failure::qemu)?,
+    }
+    core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
+    vm.set_ready(agent);
+    Ok(())
+}
+
+async fn run(vm: &Arc<Vm>, machine: &Machine, snapshot: &Snapshot) -> Result<(), QmpError> {
+    machine.qmp.cont().await?;
+    vm.set_runs();
+    // What it touches from its first instruction on, whatever else takes its time.
+    snapshot.on_run.runs(vm);
+    Ok(())
+}
+
+fn realtime_ns() -> u64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// Ends a clone whose start is given up half-way.
+struct EndOnDrop<'a> {
+    core: &'a Arc<Core>,
+    vm: Option<&'a Arc<Vm>>,
+}
+
+impl EndOnDrop<'_> {
+    fn disarm(mut self) {
+        self.vm = None;
+    }
+}
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        if let Some(vm) = self.vm {
+            self.core.end(
+                vm,
+                End::failed(EndReason::Guest, "its start was given up before it was ready"),
+            );
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Whether this host is what a frozen VM needs, asked of the host itself.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::oneshot;
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_qemu::{DiskId, QmpError, Shape, probe};
+
+use super::Facts;
+use vmfork_host::core::{Core, PendingMachine, open_image};
+use vmfork_host::error::chain;
+use vmfork_host::vm::machine::Machine;
+
+/// The machine type of a QEMU, with its version.
+///
+/// # Errors
+/// It has gone.
+pub async fn machine_type(machine: &Machine) -> Result<String, QmpError> {
+    let answer = machine.qmp.qom_get("/machine", "type").await?;
+    let name = answer.as_str().unwrap_or_default();
+    Ok(name.strip_suffix("-machine").unwrap_or(name).to_owned())
+}
+
+/// Whether this host's QEMU and processor are those that it was taken on.
+///
+/// # Errors
+/// It is not, or can't be told.
+pub async fn check_qemu(core: &Core, message: &str, facts: &Facts) -> Result<(), ErrorBody> {
+    let binary = probe::find(Some(&core.config.qemu)).await.map_err(|error| ErrorBody {
+        code: ErrorCode::Host,
+        message: message.to_owned(),
+        cause: Some(chain(&error)),
+        remedy: Some("`apt-get install qemu-system-x86`".to_owned()),
+    })?;
+    facts.check_host(message, binary.version)
+}
+
+/// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the
+/// first that can be asked tells it. Whether there is one at all is told by who takes it.
+///
+/// # Errors
+/// It is another one: names both.
+pub async fn check_machine(
+    message: &str,
+    facts: &Facts,
+    pending: &mut [PendingMachine],
+    deadline: Instant,
+) -> Result<(), ErrorBody> {
+    for place in pending {
+        let Ok(Ok(started)) = tokio::time::timeout_at(deadline.into(), &mut *place).await else {
+            return Ok(());
+        };
+        let found = match &started {
+            Ok((machine, _)) => machine_type(machine).await.ok(),
+            Err(_) => None,
+        };
+        let (back_tx, back) = oneshot::channel();
+        let _waits = back_tx.send(started);
+        *place = back;
+        if let Some(found) = found {
+            return super::check_machine(message, &facts.machine, &found);
+        }
+    }
+    Ok(())
+}
+
+/// The machine that it needs, with its root disk, which others find as long as someone holds it.
+///
+/// # Errors
+/// The guest image is missing here, or another one.
+pub fn shape_and_disk(
+    core: &Core,
+    message: &str,
+    facts: &Facts,
+) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
+    let host = |error: &dyn std::error::Error| {
+        ErrorBody::new(ErrorCode::Host, message).cause(chain(error))
+    };
+    let (disk, id) = match &facts.spec().root_blake3 {
+        None => (None, None),
+        Some(root) => {
+            let files = match core.images.open_root(&facts.spec().image, root) {
+                Ok(Some(files)) => files,
+                _ => open_image(core, &facts.spec().image)?,
+            };
+            facts.check_root(message, files.metadata.root_blake3())?;
+            let root = files.root.map(OwnedFd::from);
+            let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
+            (root, id)
+        }
+    };
+    let shape = facts.shape(id).map_err(|error| {
+        let cause = format!("its machine: {}", chain(&error));
+        ErrorBody::new(ErrorCode::Conflict, message).cause(cause)
+    })?;
+    let disk = id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
+    Ok((shape, disk))
+}

@@ -1,0 +1,308 @@
+//! What a frozen VM needs of a host to go on there: written down when it is frozen, compared before
+//! a VM is started from it, be it from a store or on another host. `message` of each check is what
+//! is being done, for its error.
+
+pub mod host;
+
+use std::fs;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_qemu::probe::{self, KvmFacts, NoKvm};
+use vmfork_qemu::shape::ShapeError;
+use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
+
+use vmfork_guest_link::agent::{AgentInfo, Inheritance};
+use vmfork_host::quotas::User;
+use vmfork_host::vm::machine::Machine;
+use vmfork_host::vm::{Identity, Inherited, MachineSpec};
+
+/// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    #[serde(flatten)]
+    pub inherited: Inherited,
+    /// Whether a Linux guest with an agent's port runs in it, or a bare one.
+    pub is_linux: bool,
+    pub vmgenid: bool,
+    pub qemu_version: String,
+    /// QEMU's machine type with its version, which `pc` stood for.
+    pub machine: String,
+    /// What the guest takes its processor to be.
+    pub cpu: String,
+    pub agent: Option<AgentInfo>,
+    /// What links to the guest's agent must know; `None` without an agent.
+    pub inheritance: Option<Inheritance>,
+    /// The number by which the guest's agent knows the freeze.
+    pub fork: u64,
+    pub pause_ms: f64,
+}
+
+/// What of a VM goes into its facts besides what its [`Machine`] and [`Identity`] say.
+#[derive(Debug)]
+pub struct Frozen {
+    pub machine_type: String,
+    pub inheritance: Option<Inheritance>,
+    pub fork: u64,
+    pub pause_ms: f64,
+}
+
+impl Facts {
+    pub fn spec(&self) -> &MachineSpec {
+        &self.inherited.spec
+    }
+
+    /// Of VMs that go on from it, without what tells them apart and where they come from: each the
+    /// root of a family.
+    pub fn identity(&self, user: User) -> Identity {
+        Identity {
+            id: String::new(),
+            name: String::new(),
+            inherited: self.inherited.clone(),
+            snapshot: None,
+            family: String::new(),
+            user,
+            job: None,
+            parent: None,
+            ancestors: Arc::default(),
+            vmid: 0,
+            has_agent: self.inheritance.is_some(),
+            created_unix_ms: 0,
+        }
+    }
+
+    pub fn of(
+        identity: &Identity,
+        machine: &Machine,
+        agent: Option<AgentInfo>,
+        frozen: Frozen,
+    ) -> Self {
+        let Frozen { machine_type, inheritance, fork, pause_ms } = frozen;
+        let shape = &machine.shape;
+        Self {
+            inherited: identity.inherited.clone(),
+            is_linux: shape.guest == GuestKind::Linux,
+            vmgenid: shape.vmgenid,
+            qemu_version: machine.version.to_string(),
+            machine: machine_type,
+            cpu: processor(shape.accel),
+            agent,
+            inheritance,
+            fork,
+            pause_ms,
+        }
+    }
+
+    pub fn accel(&self) -> Accel {
+        match self.spec().accel {
+            vmfork_api::Accel::Kvm => Accel::Kvm,
+            vmfork_api::Accel::Tcg => Accel::Tcg,
+        }
+    }
+
+    /// The shape of QEMUs that can load it.
+    pub fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
+        let spec = self.spec();
+        let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
+        let shape = Shape::new(spec.memory_bytes, spec.cpus, self.accel(), guest, disk)?;
+        Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
+    }
+
+    /// Whether the QEMU and the processor of this host are those that it was taken on.
+    ///
+    /// # Errors
+    /// They are not: names both.
+    pub fn check_host(&self, message: &str, qemu: Version) -> Result<(), ErrorBody> {
+        let (qemu, cpu) = (qemu.to_string(), processor(self.accel()));
+        if qemu != self.qemu_version {
+            return Err(differs(message, "QEMU", &self.qemu_version, &qemu));
+        }
+        if cpu != self.cpu {
+            return Err(differs(message, "a processor", &self.cpu, &cpu));
+        }
+        Ok(())
+    }
+
+    /// Whether this host has what its guest's processors are run by.
+    ///
+    /// # Errors
+    /// They were run by KVM, which can't be used here.
+    pub fn check_accel(&self, message: &str, kvm: &KvmFacts) -> Result<(), ErrorBody> {
+        if self.accel() == Accel::Tcg {
+            return Ok(());
+        }
+        let choice = probe::choose_accel(Some(Accel::Kvm), kvm);
+        choice.map(drop).map_err(|NoKvm { reason }| ErrorBody {
+            code: ErrorCode::Conflict,
+            message: message.to_owned(),
+            cause: Some(format!("it was taken with KVM, which can't be used here: {reason}")),
+            remedy: Some(
+                "start it where KVM is, or take one of a VM that runs with `--accel tcg`"
+                    .to_owned(),
+            ),
+        })
+    }
+
+    /// Whether the root disk of an image is the one that the guest knows.
+    ///
+    /// # Errors
+    /// It is not: a guest that goes on with another disk than it has in its memory destroys what it
+    /// reads.
+    pub fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
+        if found == self.spec().root_blake3.as_deref() {
+            return Ok(());
+        }
+        let word = |hash: Option<&str>| {
+            hash.map_or("none".to_owned(), |hash| hash.chars().take(16).collect())
+        };
+        let (wanted, found) = (word(self.spec().root_blake3.as_deref()), word(found));
+        let image = &self.spec().image;
+        Err(ErrorBody {
+            code: ErrorCode::Conflict,
+            message: message.to_owned(),
+            cause: Some(format!(
+                "its guest runs from a root disk of hash {wanted}…, that of image `{image}` here is {found}…"
+            )),
+            remedy: Some(format!(
+                "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
+            )),
+        })
+    }
+}
+
+/// Whether the machine type that a QEMU of this host stands for is the one that a snapshot was
+/// `taken` on.
+///
+/// # Errors
+/// It is another one: names both.
+pub fn check_machine(message: &str, taken: &str, here: &str) -> Result<(), ErrorBody> {
+    if here != taken {
+        return Err(differs(message, "machine type", taken, here));
+    }
+    Ok(())
+}
+
+fn differs(message: &str, what: &str, taken: &str, here: &str) -> ErrorBody {
+    ErrorBody {
+        code: ErrorCode::Conflict,
+        message: message.to_owned(),
+        cause: Some(format!("it was taken on {what} `{taken}`, this host has `{here}`")),
+        remedy: Some(
+            "start it where it was taken, or try with --force: QEMU says if it can't".to_owned(),
+        ),
+    }
+}
+
+/// What a guest takes its processor to be: QEMU's own under TCG, the host's under KVM.
+fn processor(accel: Accel) -> String {
+    match accel {
+        Accel::Tcg => "QEMU's default (TCG)".to_owned(),
+        Accel::Kvm => host_processor(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()),
+    }
+}
+
+/// Model and features by `/proc/cpuinfo`: microcode and clock rates do not matter.
+fn host_processor(cpuinfo: &str) -> String {
+    let field = |name: &str| {
+        let mut lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        lines.find(|(key, _)| key.trim() == name).map_or("", |(_, value)| value.trim())
+    };
+    let mut flags: Vec<_> = field("flags").split_ascii_whitespace().collect();
+    flags.sort_unstable();
+    let features = blake3::hash(flags.join(" ").as_bytes()).to_hex();
+    format!("{} (features {})", field("model name"), &features[..8])
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl Facts {
+    /// Of a VM without a disk.
+    pub fn of_a_test(memory_bytes: u64) -> Self {
+        Self {
+            inherited: Inherited::of_a_test(memory_bytes),
+            is_linux: true,
+            vmgenid: false,
+            qemu_version: "7.2.22".to_owned(),
+            machine: "pc-i440fx-7.2".to_owned(),
+            cpu: processor(Accel::Tcg),
+            agent: None,
+            inheritance: None,
+            fork: 3,
+            pause_ms: 1.5,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MESSAGE: &str = "start snapshot `warm`";
+
+    fn facts() -> Facts {
+        let mut facts = Facts::of_a_test(512 << 20);
+        facts.inherited.spec.root_blake3 = Some("0123456789abcdef0123".to_owned());
+        facts
+    }
+
+    #[test]
+    fn facts_survive_being_stored() {
+        let facts = facts();
+        let stored = serde_json::to_value(&facts).expect("plain");
+        assert_eq!(
+            (&stored["memory_bytes"], &stored["accel"]),
+            (&(512 << 20).into(), &"tcg".into())
+        );
+        assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), facts);
+    }
+
+    #[test]
+    fn another_qemu_machine_processor_or_disk_is_refused_naming_both() {
+        let facts = facts();
+        let version = |minor| Version { major: 7, minor, micro: 22 };
+        facts.check_host(MESSAGE, version(2)).expect("the same");
+        let text = |refused: Result<(), ErrorBody>| refused.expect_err("refused").to_string();
+        assert_eq!(
+            text(facts.check_host(MESSAGE, version(3))),
+            "start snapshot `warm`: it was taken on QEMU `7.2.22`, this host has `7.3.22`"
+        );
+        let elsewhere = Facts { cpu: "Other (features 1)".to_owned(), ..facts.clone() };
+        let refused = text(elsewhere.check_host(MESSAGE, version(2)));
+        assert!(refused.contains("`Other (features 1)`") && refused.contains("(TCG)"), "{refused}");
+        check_machine(MESSAGE, &facts.machine, "pc-i440fx-7.2").expect("the same");
+        let refused = text(check_machine(MESSAGE, &facts.machine, "pc-i440fx-10.0"));
+        assert!(refused.contains("`pc-i440fx-7.2`, this host has `pc-i440fx-10.0`"), "{refused}");
+        facts.check_root(MESSAGE, Some("0123456789abcdef0123")).expect("the same");
+        for other in [None, Some("ffff")] {
+            let refused = text(facts.check_root(MESSAGE, other));
+            assert!(refused.contains("hash 0123456789abcdef…"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn one_that_was_taken_with_kvm_is_refused_where_there_is_none() {
+        let without = KvmFacts { device: Err("No such file".to_owned()), modules: Vec::new() };
+        let with = KvmFacts { device: Ok(()), modules: Vec::new() };
+        facts().check_accel(MESSAGE, &without).expect("TCG is everywhere");
+        let mut taken = facts();
+        taken.inherited.spec.accel = vmfork_api::Accel::Kvm;
+        taken.check_accel(MESSAGE, &with).expect("it is there");
+        let refused = taken.check_accel(MESSAGE, &without).expect_err("refused");
+        assert_eq!(refused.code, ErrorCode::Conflict);
+        assert_eq!(
+            refused.to_string(),
+            "start snapshot `warm`: it was taken with KVM, which can't be used here: \
+             /dev/kvm does not open: No such file"
+        );
+    }
+
+    #[test]
+    fn processors_differ_by_model_and_features_alone() {
+        let one = "processor: 0\nmodel name\t: Fast 9000\nflags\t\t: sse avx\ncpu MHz : 1\n";
+        let same = "processor: 7\nmodel name\t: Fast 9000\nflags\t\t: avx sse\ncpu MHz : 2\n";
+        let other = "model name\t: Fast 9000\nflags\t\t: sse avx avx2\n";
+        assert_eq!(host_processor(one), host_processor(same));
+        assert_ne!(host_processor(one), host_processor(other));
+        assert!(host_processor(one).starts_with("Fast 9000 (features "));
+    }
+}

@@ -1,0 +1,222 @@
+//! Starting a QEMU that can be forked: the process, the shim's keeper, and hold of its RAM.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use tokio::time::timeout;
+use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
+use vmfork_qemu::pool::StartFailure;
+use vmfork_qemu::probe::{self, ProbeError};
+use vmfork_qemu::{Accel, Boot, Launch, Qemu, Shape, ShimFds, StartError, Version};
+
+use super::machine::Machine;
+use super::users::{User, Users};
+use crate::config::QEMU_UIDS;
+use crate::state::{ProcessId, ProcessKind, State};
+
+/// A QEMU that could not be started, or whose RAM can't be taken hold of.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    #[error("there is no QEMU to run it in")]
+    NoQemu(#[from] ProbeError),
+    #[error("open {path}")]
+    Open {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("prepare the shim's socket")]
+    Prepare(#[source] io::Error),
+    #[error(transparent)]
+    Start(#[from] StartError),
+    #[error("QEMU {version} ({path}) can't be forked")]
+    Unforkable {
+        path: PathBuf,
+        version: Version,
+        #[source]
+        source: ConnectError,
+    },
+    #[error("write the journal")]
+    Journal(#[source] io::Error),
+    #[error("all {QEMU_UIDS} user ids for QEMUs are in use")]
+    NoUser,
+    #[error("its root disk is not open any more: the VMs that had it have ended")]
+    DiskGone,
+    #[error("there is no memory for it now: {0}")]
+    NoRoom(ErrorBody),
+}
+
+/// How long a QEMU that was killed may take to be gone.
+const END_WAIT: Duration = Duration::from_secs(5);
+
+impl StartFailure for LaunchError {
+    fn is_final(&self) -> bool {
+        matches!(self, Self::DiskGone)
+    }
+}
+
+impl LaunchError {
+    /// Whether the host lacks something, rather than QEMU having failed.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::NoQemu(_) | Self::Open { .. } | Self::Prepare(_) | Self::Journal(_) => {
+                ErrorCode::Host
+            }
+            Self::NoUser => ErrorCode::NoCapacity,
+            Self::DiskGone => ErrorCode::Conflict,
+            Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
+            Self::NoRoom(error) => error.code,
+        }
+    }
+
+    /// What to do about it.
+    pub fn remedy(&self) -> &'static str {
+        match self {
+            Self::NoQemu(_) => {
+                "`apt-get install qemu-system-x86`, or name a QEMU of 7.2 or later with `vmforkd --qemu`"
+            }
+            Self::Open { path, .. } if path.as_os_str() == USERFAULTFD_DEVICE => {
+                "vmforkd must run as root on a kernel with CONFIG_USERFAULTFD, and a container must be given the device /dev/userfaultfd"
+            }
+            Self::Unforkable { .. } => {
+                "name another QEMU with `vmforkd --qemu`: those of Debian 12 and of its backports work"
+            }
+            Self::NoRoom(_) => "end VMs, or lower vmforkd's --pool",
+            Self::Journal(_) => "make room on the disk of the state folder",
+            Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
+            Self::DiskGone => "start one from the image again: `vmfork run`",
+            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => {
+                "`vmfork doctor` checks the host; the daemon's log has more"
+            }
+        }
+    }
+}
+
+/// What a machine has as long as it is there, beside its QEMU.
+#[derive(Debug)]
+pub(super) struct Kept {
+    /// No other QEMU gets it.
+    pub(super) _user: User,
+    /// Clones find it.
+    pub(super) _disk: Option<Arc<OwnedFd>>,
+    /// Written down in `state`.
+    pub(super) processes: Vec<ProcessId>,
+    pub(super) state: Arc<State>,
+}
+
+/// What every QEMU of this daemon has in common.
+#[derive(Debug)]
+pub struct Launcher {
+    /// Looked at again for each VM: it may be installed or replaced while we run.
+    pub qemu: PathBuf,
+    pub shim: PathBuf,
+    users: Arc<Users>,
+    pub state: Arc<State>,
+}
+
+impl Launcher {
+    pub fn new(qemu: PathBuf, shim: PathBuf, uid_base: u32, state: Arc<State>) -> Self {
+        Self { qemu, shim, users: Users::new(uid_base, QEMU_UIDS), state }
+    }
+
+    /// A VM that boots.
+    ///
+    /// # Errors
+    /// [`LaunchError`]; nothing is left running.
+    pub async fn boot(
+        &self,
+        shape: Shape,
+        disk: Option<Arc<OwnedFd>>,
+        boot: Boot,
+    ) -> Result<Machine, LaunchError> {
+        self.start(shape, disk, Some(boot)).await
+    }
+
+    /// A QEMU that waits for a snapshot.
+    ///
+    /// # Errors
+    /// [`LaunchError`]; nothing is left running.
+    pub async fn wait(
+        &self,
+        shape: Shape,
+        disk: Option<Arc<OwnedFd>>,
+    ) -> Result<Machine, LaunchError> {
+        self.start(shape, disk, None).await
+    }
+
+    async fn start(
+        &self,
+        shape: Shape,
+        disk: Option<Arc<OwnedFd>>,
+        boot: Option<Boot>,
+    ) -> Result<Machine, LaunchError> {
+        let binary = probe::find(Some(&self.qemu)).await?;
+        let version = binary.version;
+        let (tap, ends) = Tap::new(shape.memory_bytes).map_err(LaunchError::Prepare)?;
+        let kvm = (shape.accel == Accel::Kvm).then(|| open_device("/dev/kvm")).transpose()?;
+        let shim = ShimFds {
+            library: self.shim.clone(),
+            control: ends.control,
+            userfaultfd: open_device(USERFAULTFD_DEVICE)?,
+            kvm,
+        };
+        let mut launch = match boot {
+            Some(boot) => Launch::boot(binary, shape.clone(), ends.ram, boot),
+            None => Launch::wait(binary, shape.clone(), ends.ram),
+        };
+        if let Some(disk) = &disk {
+            launch = launch.disk(disk.try_clone().map_err(LaunchError::Prepare)?);
+        }
+        let (key, value) = self.state.process_mark();
+        let mut mark = OsString::from(key);
+        mark.push("=");
+        mark.push(value);
+        let user = self.users.take().ok_or(LaunchError::NoUser)?;
+        let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
+        let qemu = launch.start().await?;
+        let end = qemu.process.exit();
+        let held = self.take_hold(tap, qemu, shape, version, user, disk);
+        if held.is_err() {
+            // It was killed: after the notice nothing is left of it.
+            let _late = timeout(END_WAIT, end).await;
+        }
+        held
+    }
+
+    fn take_hold(
+        &self,
+        tap: Tap,
+        qemu: Qemu,
+        shape: Shape,
+        version: Version,
+        user: User,
+        disk: Option<Arc<OwnedFd>>,
+    ) -> Result<Machine, LaunchError> {
+        let pid = qemu.process.pid().unsigned_abs();
+        let memory = tokio::task::block_in_place(|| {
+            GuestMemory::connect(tap, pid, shape.memory_bytes).map_err(|source| {
+                LaunchError::Unforkable { path: self.qemu.clone(), version, source }
+            })
+        })?;
+        let started =
+            |kind, pid| self.state.process_started(None, kind, pid).map_err(LaunchError::Journal);
+        let processes = vec![
+            started(ProcessKind::Qemu, pid)?,
+            started(ProcessKind::Keeper, memory.keeper_pid())?,
+        ];
+        let state = Arc::clone(&self.state);
+        let kept = Kept { _user: user, _disk: disk, processes, state };
+        Ok(Machine::new(qemu, memory, shape, version, kept))
+    }
+}
+
+fn open_device(path: &str) -> Result<OwnedFd, LaunchError> {
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| LaunchError::Open { path: path.into(), source: errno.into() })
+}

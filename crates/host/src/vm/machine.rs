@@ -1,0 +1,157 @@
+//! One QEMU and its RAM: what a running VM, or a waiting one of the pool, consists of.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmfork_engine::{Engine, ViewCounters};
+use vmfork_memory::{Attachment, GuestMemory, MemorySample};
+use vmfork_policy::ViewId;
+use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
+
+use super::launch::Kept;
+use crate::admission::Lease;
+
+/// What each stream of the device state of a VM, and of its clones, begins with.
+pub type Lead = Arc<[u8]>;
+
+/// A QEMU that answers and can be forked. Dropping it ends it and its keeper.
+#[derive(Debug)]
+pub struct Machine {
+    pub qmp: Qmp,
+    pub process: Process,
+    pub shape: Shape,
+    /// Of the QEMU that it runs in.
+    pub version: Version,
+    /// Our ends of the guest's ttyS0 and of the agent's port, until someone takes them.
+    channels: Mutex<Channels>,
+    /// Held while a keeper is asked something: 10 s if its QEMU is stuck. What others look at is
+    /// beside it.
+    memory: Mutex<GuestMemory>,
+    attachment: Attachment,
+    counters: Arc<ViewCounters>,
+    keeper_pid: u32,
+    kept: Kept,
+    /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use
+    /// here.
+    lead: Mutex<Option<Option<Lead>>>,
+    /// Its memory's account while it waits in the pool.
+    waiting: Mutex<Option<Lease>>,
+}
+
+#[derive(Debug)]
+struct Channels {
+    serial: Option<OwnedFd>,
+    agent: Option<OwnedFd>,
+}
+
+impl Machine {
+    pub(super) fn new(
+        qemu: Qemu,
+        memory: GuestMemory,
+        shape: Shape,
+        version: Version,
+        kept: Kept,
+    ) -> Self {
+        let Qemu { process, qmp, serial, agent } = qemu;
+        let channels = Mutex::new(Channels { serial: Some(serial), agent });
+        let (attachment, counters) = (memory.attachment().clone(), Arc::clone(memory.counters()));
+        let keeper_pid = memory.keeper_pid();
+        let memory = Mutex::new(memory);
+        Self {
+            qmp,
+            process,
+            shape,
+            version,
+            channels,
+            memory,
+            attachment,
+            counters,
+            keeper_pid,
+            kept,
+            lead: Mutex::default(),
+            waiting: Mutex::default(),
+        }
+    }
+
+    /// It waits in the pool: `lease` is for its memory until [`Machine::claimed`].
+    pub fn waits(&self, lease: Lease) {
+        lease.used_by(self.pid());
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(lease);
+    }
+
+    /// It becomes a clone, whose own lease is for its memory from now on.
+    pub fn claimed(&self) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// The guest's serial console, once.
+    pub fn take_serial(&self) -> Option<OwnedFd> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner).serial.take()
+    }
+
+    /// The agent's port, once.
+    pub fn take_agent(&self) -> Option<OwnedFd> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner).agent.take()
+    }
+
+    /// What the stream of its device state begins with, if that is known and of use.
+    pub fn lead(&self) -> Option<Lead> {
+        self.lead.lock().unwrap_or_else(PoisonError::into_inner).clone().flatten()
+    }
+
+    /// Whether it is known if there is a lead.
+    pub fn has_lead(&self) -> bool {
+        self.lead.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    pub fn set_lead(&self, lead: Option<Lead>) {
+        *self.lead.lock().unwrap_or_else(PoisonError::into_inner) = Some(lead);
+    }
+
+    pub fn is_alive(&self) -> bool {
+        self.process.is_alive() && self.qmp.is_open()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process.pid().unsigned_abs()
+    }
+
+    /// Its RAM. Held for well under a millisecond at a time, for seconds if QEMU is stuck;
+    /// blocking: not across an await, and not by who serves other VMs too.
+    pub fn memory(&self) -> MutexGuard<'_, GuestMemory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The engine of the image that RAM is a view of.
+    pub fn engine(&self) -> Option<Arc<Engine>> {
+        self.attachment.engine()
+    }
+
+    /// The number of its view of that image.
+    pub fn view_id(&self) -> Option<ViewId> {
+        self.attachment.view_id()
+    }
+
+    /// Faults that page engines answered for it.
+    pub fn counters(&self) -> &ViewCounters {
+        &self.counters
+    }
+
+    pub fn keeper_pid(&self) -> u32 {
+        self.keeper_pid
+    }
+
+    /// How much of RAM is this VM's own; zeros if it has gone.
+    pub fn sample(&self) -> MemorySample {
+        self.memory().sample().unwrap_or_default()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.process.kill();
+        for process in &self.kept.processes {
+            self.kept.state.process_ended(*process);
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! What hosts ask each other.
+//!
+//! | route | does |
+//! |---|---|
+//! | `POST /cluster/v1/join` | of who is no member yet: [`vmfork_cluster::JoinRequest`] → `JoinAnswer` |
+//! | `POST /cluster/v1/heartbeat` | [`Beat`] → the receiver's |
+//! | `POST /cluster/v1/clones` | a descriptor, as bytes → `Vec<CloneResult>`: start clones |
+//! | `POST /cluster/v1/clones/give-up` | the number of an order: end what it started |
+//! | `…/cluster/v1/guest-images…` | [`super::guest_images`] |
+//! | `POST /cluster/v1/leases` | [`PlacesAsk`] → for how many clones of a ticket room is set aside |
+//! | `POST /cluster/v1/leases/release` | the number of an ask: its room is not needed |
+//! | `POST /cluster/v1/quotas` | of a user's keeper: [`QuotaAsk`] → `QuotaAnswer` |
+//! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
+//! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
+//! | `POST /cluster/v1/touched` | what a clone of a snapshot that is lent has touched: [`super::touched`] |
+//! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
+//! | `/v1/…` | the REST API, about VMs that are here |
+
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::Instant;
+
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
+use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
+
+use super::Cluster;
+use super::descriptor::{self, Descriptor};
+use super::family;
+use super::guest_images::{self, GUEST_IMAGES};
+use super::life::Life;
+use super::member::Beat;
+use super::place::{CLONES, GIVE_UP};
+use super::quotas::QUOTAS;
+use super::receive::{self, Here};
+use super::server::{Caller, Routes};
+use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
+use super::touched::{self, TOUCHED};
+use vmfork_fork::Forker;
+use vmfork_host::core::Core;
+use vmfork_host::error::{BUG, chain, outcome};
+use vmfork_host::vm::End;
+use vmfork_rest::http::ApiError;
+
+pub(super) const JOIN: &str = "/cluster/v1/join";
+pub(super) const NAMES: &str = "/cluster/v1/names";
+pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
+
+/// Of one membership.
+#[derive(Clone)]
+pub(super) struct Of {
+    cluster: Weak<Cluster>,
+    life: Weak<Life>,
+}
+
+impl Of {
+    fn forker(&self, message: &str) -> Result<Arc<Forker>, ErrorBody> {
+        let forker = self.cluster.upgrade().and_then(|cluster| cluster.forker());
+        forker.ok_or_else(|| is_leaving(message))
+    }
+
+    pub(super) fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
+        let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
+        self.life.upgrade().zip(core).ok_or_else(|| is_leaving(message))
+    }
+}
+
+fn is_leaving(message: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
+}
+
+pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
+    let of = Of { cluster: Arc::downgrade(cluster), life: Arc::downgrade(life) };
+    let clones = Router::new()
+        .route(CLONES, post(clones))
+        .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
+    let members = Router::new()
+        .route(HEARTBEAT, post(heartbeat))
+        .route(NAMES, get(names))
+        .route(family::END, post(family::end))
+        .route(GIVE_UP, post(give_up))
+        .route(GUEST_IMAGES, post(guest_images::have))
+        .route(LEASES, post(lease))
+        .route(RELEASE, post(release))
+        .route(QUOTAS, post(quota))
+        .route(LETTERS, post(letter))
+        .route(TOUCHED, post(touched::hear))
+        .merge(clones);
+    let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
+    let api = cluster.api.get().cloned().unwrap_or_default();
+    Routes {
+        // The API answers in its own way to what is no route.
+        members: members
+            .with_state(of.clone())
+            .merge(images.unwrap_or_default())
+            .fallback_service(api),
+        newcomers: Router::new().route(JOIN, post(join)).with_state(of),
+    }
+}
+
+async fn join(
+    State(of): State<Of>,
+    Json(request): Json<JoinRequest>,
+) -> Result<Json<JoinAnswer>, ApiError> {
+    let message = format!("join as `{}`", request.name);
+    let (life, _) = of.parts(&message)?;
+    let now = life.member.hosts.now();
+    let (answer, written) = {
+        let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = life
+            .member
+            .hosts
+            .roster
+            .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
+        (answer, life.records.save_tokens(&tokens))
+    };
+    let answer = answer.map_err(|error| ErrorBody {
+        code: ErrorCode::Conflict,
+        message: message.clone(),
+        cause: Some(chain(&error)),
+        remedy: error.remedy().map(ToOwned::to_owned),
+    })?;
+    written.map_err(|error| ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)))?;
+    life.save();
+    tracing::info!(name = request.name, id = %request.id, address = request.address, "a host has joined");
+    Ok(Json(answer))
+}
+
+async fn heartbeat(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(beat): Json<Beat>,
+) -> Result<Json<Beat>, ApiError> {
+    let (life, core) = of.parts("take a heartbeat")?;
+    let quotas = core.quotas.tally(&core.admission);
+    let (answer, merged) = life.member.on_beat(from, &beat, core.admission.room(), Some(quotas))?;
+    life.settle(&merged);
+    life.heard(from, &beat);
+    if merged.removed
+        && let Some(cluster) = of.cluster.upgrade()
+    {
+        cluster.was_removed();
+    }
+    Ok(Json(answer))
+}
+
+async fn names(State(of): State<Of>) -> Result<Json<Vec<String>>, ApiError> {
+    let (_, core) = of.parts("tell the names of VMs")?;
+    Ok(Json(core.registry.all().iter().map(|vm| vm.name().to_owned()).collect()))
+}
+
+async fn clones(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    body: Bytes,
+) -> Result<Json<Vec<CloneResult>>, ApiError> {
+    let message = "start another host's clones";
+    let (life, core) = of.parts(message)?;
+    let forker = of.forker(message)?;
+    let mut descriptor = Descriptor::decode(&body).map_err(|error| {
+        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
+    })?;
+    drop(body);
+    life.member.hosts.check_active(message)?;
+    let order = (from, descriptor.order.number);
+    let begun = life.member.orders().begin(Instant::now(), order);
+    let given_up = begun.ok_or_else(|| vmfork_fork::was_given_up(message))?;
+    let _on_drop = given_up.clone().drop_guard();
+    // A task of its own: QEMUs that are half-way up are ended in order, also when the client
+    // disconnects.
+    let task = tokio::spawn(async move {
+        let member = &life.member;
+        // Dropped last: when it is over, the end of the family finds all VMs that this fork
+        // started.
+        let line = descriptor.order.parent.line();
+        let _under_way = core.registry.fork_begins(line, given_up.clone());
+        let here = Here {
+            forker: &forker,
+            images: &member.images,
+            engines: &member.engines,
+            arrivals: &member.arrivals,
+            source: &|image, pages| member.source(image, pages, from),
+        };
+        let had = member.guest_images.bring(&core, from, &mut descriptor.order, &given_up).await;
+        let wanted = &descriptor.order;
+        let snapshot = descriptor.images.last().map(|entry| entry.name);
+        let watched = snapshot.filter(|_| wanted.is_watched);
+        core.begin_books_after(wanted.books);
+        let memory = wanted.lease.and_then(|it| member.leases.take(Instant::now(), from, it));
+        let results = match had {
+            Ok(()) => {
+                let origin = tickets::begin(member, &core, from, wanted);
+                receive::start(here, descriptor, memory, origin, given_up).await
+            }
+            Err(error) => Err(error),
+        };
+        let started = results.iter().flatten().filter_map(|result| result.id.clone());
+        let unwanted = member.orders().done(Instant::now(), order, started.collect());
+        end_all(&core, &unwanted);
+        if let (Some(snapshot), Ok(clones)) = (watched, &results) {
+            touched::watch_some(member, &core, from, snapshot, clones);
+        }
+        results
+    });
+    Ok(Json(outcome(task, message).await?))
+}
+
+async fn give_up(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(number): Json<u64>,
+) -> Result<Json<()>, ApiError> {
+    let (life, core) = of.parts("give up another host's order")?;
+    let unwanted = life.member.orders().give_up(Instant::now(), (from, number));
+    end_all(&core, &unwanted);
+    Ok(Json(()))
+}
+
+async fn lease(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(ask): Json<PlacesAsk>,
+) -> Result<Json<u32>, ApiError> {
+    let message = "make room for another host's clones";
+    let (life, core) = of.parts(message)?;
+    life.member.hosts.check_active(message)?;
+    let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
+    let accounts = (&core.admission, turn.allowed());
+    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
+}
+
+async fn quota(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(ask): Json<QuotaAsk>,
+) -> Result<Json<QuotaAnswer>, ApiError> {
+    let (life, core) = of.parts("count what a user has")?;
+    Ok(Json(life.member.keeper.keep(&core, from, &ask, Instant::now())?))
+}
+
+async fn release(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(lease): Json<u64>,
+) -> Result<Json<()>, ApiError> {
+    let (life, _) = of.parts("give another host's room back")?;
+    drop(life.member.leases.take(Instant::now(), from, lease));
+    Ok(Json(()))
+}
+
+async fn letter(
+    State(of): State<Of>,
+    Extension(Caller(from)): Extension<Caller>,
+    request: Request,
+) -> Result<Json<u64>, ApiError> {
+    let message = "hear of a ticket's clones";
+    let (life, _) = of.parts(message)?;
+    let letter = life.member.inbox.read(request.into_body(), message).await?;
+    Ok(Json(life.member.lines.on_letter(from, letter.bytes.clone())?))
+}
+
+fn end_all(core: &Arc<Core>, ids: &[String]) {
+    for vm in ids.iter().filter_map(|id| core.registry.find("end it", id).ok()) {
+        core.end(&vm, End::killed("its start was given up"));
+    }
+}

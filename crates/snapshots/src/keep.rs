@@ -1,0 +1,208 @@
+//! Looking after what is stored: remove, verify, flatten.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
+use vmfork_store::{SnapshotId, StoreError, Work};
+
+use super::turns::Change;
+use super::work::{CancelOnDrop, blocking};
+use super::{Library, SnapshotError, Snapshots};
+use vmfork_host::error::chain;
+
+/// How long a pull is waited for that has been given up: a request to a store may take longer.
+const PULL_ENDS: Duration = Duration::from_secs(5);
+
+/// Remove a snapshot; `cascade`: those that are deltas of it, too. VMs that were started from it go
+/// on: what they have not read yet stays in the store until they have ended. One that is being
+/// written or pulled is given up.
+///
+/// # Errors
+/// Other snapshots depend on it, or one that is being written does.
+pub async fn remove(
+    library: &Arc<Library>,
+    name: &str,
+    cascade: bool,
+) -> Result<RemovedSnapshots, ErrorBody> {
+    let message = format!("remove snapshot `{name}`");
+    let was_under_way = library.snapshots.give_up(name).await;
+    let ids = {
+        let (library, name, message) = (Arc::clone(library), name.to_owned(), message.clone());
+        blocking(message.clone(), move || {
+            let found = library.snapshots.to_remove(&name, cascade);
+            found.map_err(|error| SnapshotError::from(error).to_body(message))
+        })
+        .await?
+    };
+    let Some(ids) = ids else {
+        if was_under_way {
+            return Ok(RemovedSnapshots { names: vec![name.to_owned()], freed_bytes: 0 });
+        }
+        return Err(library.snapshots.not_found(name, &message));
+    };
+    library.snapshots.end_pulls(&ids).await;
+    let work = library.snapshots.work();
+    let mut turns = Vec::new();
+    for id in &ids {
+        turns.push(library.snapshots.turns.take(*id, Change::Remove, &work).await);
+    }
+    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+    blocking(message, move || {
+        let removed = library.snapshots.store.remove(&name, cascade);
+        let removed = removed.map_err(|error| SnapshotError::from(error).to_body(failed))?;
+        library.snapshots.pulls().retain(|id, _| !ids.contains(id));
+        drop(turns);
+        Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
+    })
+    .await
+}
+
+impl Snapshots {
+    /// End what is on its way into the store by this name, and forget what failed. Whether there
+    /// was something.
+    async fn give_up(&self, name: &str) -> bool {
+        let Some(under_way) = self.under_way().get(name).cloned() else { return false };
+        under_way.give_up();
+        under_way.over.cancelled().await;
+        let mut all = self.under_way();
+        if all.get(name).is_some_and(|other| Arc::ptr_eq(other, &under_way)) {
+            all.remove(name);
+        }
+        true
+    }
+
+    /// End what brings pages of these.
+    async fn end_pulls(&self, ids: &BTreeSet<SnapshotId>) {
+        let all: Vec<_> = self.pulls().clone().into_iter().collect();
+        for (_, pull) in all.iter().filter(|(id, _)| ids.contains(id)) {
+            pull.give_up();
+            // What comes later is collected.
+            let _late = tokio::time::timeout(PULL_ENDS, pull.over.cancelled()).await;
+        }
+    }
+
+    /// The snapshot, and with `cascade` those that are deltas of it, without those that are
+    /// damaged; `None`: there is none.
+    fn to_remove(
+        &self,
+        name: &str,
+        cascade: bool,
+    ) -> Result<Option<BTreeSet<SnapshotId>>, StoreError> {
+        let all = self.store.list()?;
+        if !all.iter().any(|(other, _)| other == name) {
+            return Ok(None);
+        }
+        let readable: Vec<_> = all.into_iter().filter_map(|(_, other)| other.ok()).collect();
+        let mut ids = BTreeSet::new();
+        let mut names = vec![name.to_owned()];
+        while let Some(of) = names.pop() {
+            ids.extend(readable.iter().filter(|one| one.name == of).map(|one| one.id));
+            let on = readable.iter().filter(|one| one.base.as_ref().is_some_and(|b| b.name == of));
+            names.extend(on.filter(|one| !ids.contains(&one.id)).map(|one| one.name.clone()));
+        }
+        if !cascade && ids.len() > 1 {
+            // Nothing is ended for what is refused then.
+            return Err(StoreError::Dependants {
+                name: name.to_owned(),
+                dependants: readable
+                    .into_iter()
+                    .filter(|one| ids.contains(&one.id) && one.name != name)
+                    .map(|one| one.name)
+                    .collect(),
+            });
+        }
+        Ok(Some(ids))
+    }
+}
+
+/// Read and check every byte. If the caller gives up, so does this.
+pub async fn verify(library: &Arc<Library>, name: &str) -> Result<VerifyReply, ErrorBody> {
+    let message = format!("verify snapshot `{name}`");
+    library.snapshots.check_written(name, &message)?;
+    let verified = {
+        let name = name.to_owned();
+        with_work(library, message, move |library, work| {
+            Ok(library.snapshots.store.verify(&name, work)?)
+        })
+        .await?
+    };
+    let damage = verified.damage.iter().map(|damage| {
+        let error = StoreError::Damaged(damage.clone());
+        ErrorBody {
+            code: ErrorCode::Host,
+            message: format!("snapshot `{name}` is damaged"),
+            cause: Some(chain(&error)),
+            remedy: error.remedy(),
+        }
+    });
+    Ok(VerifyReply {
+        schema: vmfork_api::SCHEMA.to_owned(),
+        snapshot: name.to_owned(),
+        chunks: verified.chunks,
+        chunks_elsewhere: verified.chunks_elsewhere,
+        read_bytes: verified.bytes,
+        damage: damage.collect(),
+    })
+}
+
+/// Make a delta whole.
+pub async fn flatten(library: &Arc<Library>, name: &str) -> Result<Snapshot, ErrorBody> {
+    let message = format!("flatten snapshot `{name}`");
+    let id = library.snapshots.id_of(name, &message)?;
+    let work = library.snapshots.work();
+    let _on_drop = CancelOnDrop(Arc::clone(&work));
+    let turn = library.snapshots.turns.take(id, Change::Flatten, &work).await;
+    {
+        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+        blocking(message, move || {
+            let flattened = library.snapshots.store.flatten(&name, &work);
+            if flattened.is_err() {
+                library.snapshots.collector.soon();
+            }
+            drop(turn);
+            flattened.map_err(|error| SnapshotError::from(error).to_body(failed))
+        })
+        .await?;
+    }
+    library.snapshots.listed(&library.core, name)
+}
+
+/// Forget what VMs touch first.
+///
+/// # Errors
+/// There is no such snapshot, or the store can't be written to.
+pub async fn reset_profile(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
+    let message = format!("reset the profile of snapshot `{name}`");
+    let id = library.snapshots.id_of(name, &message)?;
+    let turn = library.snapshots.turns.take(id, Change::Forget, &library.snapshots.work()).await;
+    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+    blocking(message, move || {
+        let reset = library.snapshots.store.remove_profile(&name);
+        drop(turn);
+        reset.map_err(|error| SnapshotError::from(error).to_body(failed))
+    })
+    .await
+}
+
+impl Snapshots {
+    /// Which snapshot this is, which can be worked with.
+    fn id_of(&self, name: &str, message: &str) -> Result<SnapshotId, ErrorBody> {
+        self.check_written(name, message)?;
+        let found = tokio::task::block_in_place(|| self.store.descriptor(name));
+        Ok(found.map_err(|error| SnapshotError::from(error).to_body(message))?.id)
+    }
+}
+
+/// Something that takes a while, on a thread of its own, given up with this future.
+pub(super) async fn with_work<T: Send + 'static>(
+    library: &Arc<Library>,
+    message: String,
+    run: impl FnOnce(&Arc<Library>, &Work) -> Result<T, SnapshotError> + Send + 'static,
+) -> Result<T, ErrorBody> {
+    let work = library.snapshots.work();
+    let _on_drop = CancelOnDrop(Arc::clone(&work));
+    let (library, failed) = (Arc::clone(library), message.clone());
+    blocking(message, move || run(&library, &work).map_err(|error| error.to_body(failed))).await
+}

@@ -1,0 +1,227 @@
+//! What is known of stored snapshots.
+
+use std::sync::Arc;
+
+use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
+use vmfork_image::PAGE_BYTES;
+use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
+
+use super::under_way::UnderWay;
+use super::{Opened, SnapshotError, Snapshots};
+use vmfork_fork::facts::Facts;
+use vmfork_host::core::Core;
+use vmfork_host::error::chain;
+use vmfork_host::vm::Vm;
+
+impl Snapshots {
+    /// All of them, by name. What is damaged is among them, with the reason.
+    pub fn list(&self, core: &Core) -> Result<Vec<Snapshot>, ErrorBody> {
+        let stored = self
+            .store
+            .list()
+            .map_err(|error| SnapshotError::from(error).to_body("list the snapshots"))?;
+        let mut all: Vec<Snapshot> = stored
+            .into_iter()
+            .map(|(name, outcome)| match outcome {
+                Ok(descriptor) => self.of_descriptor(core, &descriptor),
+                Err(error) => {
+                    Snapshot { reason: Some(chain(&error)), ..blank(&name, SnapshotState::Failed) }
+                }
+            })
+            .collect();
+        let under_way: Vec<_> = self.under_way().values().cloned().collect();
+        for one in under_way {
+            if one.listed().is_some() && !all.iter().any(|stored| stored.name == one.name) {
+                all.push(self.listed_under_way(&one));
+            }
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    /// One of them, as in the list.
+    ///
+    /// # Errors
+    /// There is none of that name, or it is damaged.
+    pub fn listed(&self, core: &Core, name: &str) -> Result<Snapshot, ErrorBody> {
+        let message = || format!("find snapshot `{name}`");
+        match self.store.descriptor(name) {
+            Ok(descriptor) => Ok(self.of_descriptor(core, &descriptor)),
+            Err(StoreError::NotFound { .. }) => {
+                let under_way = self.under_way().get(name).cloned();
+                let listed = under_way.filter(|one| one.listed().is_some());
+                let listed = listed.map(|one| self.listed_under_way(&one));
+                listed.ok_or_else(|| self.not_found(name, &message()))
+            }
+            Err(error) => Err(SnapshotError::from(error).to_body(message())),
+        }
+    }
+
+    /// That there is no snapshot of that name.
+    pub(super) fn not_found(&self, name: &str, message: &str) -> ErrorBody {
+        let place = self.store.describe();
+        let error = StoreError::NotFound { name: name.to_owned(), place };
+        SnapshotError::from(error).to_body(message)
+    }
+
+    pub(super) fn listed_under_way(&self, under_way: &UnderWay) -> Snapshot {
+        let of_it = Snapshot {
+            created_unix_ms: under_way.created_unix_ms,
+            reason: under_way.reason(),
+            progress: under_way.progress(),
+            ..blank(&under_way.name, under_way.state())
+        };
+        let Some((facts, base)) = under_way.listed() else { return of_it };
+        Snapshot {
+            image: facts.spec().image.clone(),
+            memory_mib: facts.spec().memory_bytes >> 20,
+            cpus: facts.spec().cpus,
+            accel: facts.spec().accel,
+            base,
+            ..of_it
+        }
+    }
+
+    fn of_descriptor(&self, core: &Core, descriptor: &Descriptor) -> Snapshot {
+        let counts = &descriptor.counts;
+        let remote = self.store.origin(&descriptor.name).ok().flatten();
+        let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
+        let (reason, progress) = self.pull_of(descriptor, remote.as_deref());
+        let state = match &remote {
+            Some(_) => SnapshotState::Pulling,
+            None => SnapshotState::Ready,
+        };
+        Snapshot {
+            id: Some(descriptor.id.to_string()),
+            reason,
+            created_unix_ms: descriptor.created_unix_ms,
+            image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
+            memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
+            cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
+            accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
+            base: descriptor.base.as_ref().map(|base| base.name.clone()),
+            own_bytes: counts.own_pages * PAGE_BYTES,
+            stored_bytes: counts.stored_bytes,
+            shared_bytes: counts.shared_bytes,
+            progress,
+            remote,
+            vms: u32::try_from(self.vms_of(core, descriptor.id).len()).unwrap_or(u32::MAX),
+            ..blank(&descriptor.name, state)
+        }
+    }
+
+    /// How far its pull is, and why that does not go on; of what is all here, all.
+    fn pull_of(&self, descriptor: &Descriptor, remote: Option<&str>) -> (Option<String>, Progress) {
+        let Some(remote) = remote else {
+            let bytes = descriptor.counts.stored_bytes;
+            return (None, Progress { done_bytes: bytes, total_bytes: bytes });
+        };
+        if let Some(pull) = self.pulls().get(&descriptor.id) {
+            return (pull.reason(), pull.progress());
+        }
+        let total_bytes = descriptor.counts.own_pages * PAGE_BYTES;
+        let progress = Progress { done_bytes: 0, total_bytes };
+        // One that is about to begin has its name, or that of what is a delta of this.
+        if self.under_way().values().any(|one| one.is_pull()) {
+            return (None, progress);
+        }
+        let reason = format!(
+            "its pull was interrupted; pages come from {remote} as they are needed, or all if it is pulled again"
+        );
+        (Some(reason), progress)
+    }
+
+    /// All that is known of one.
+    ///
+    /// # Errors
+    /// As [`Snapshots::listed`].
+    pub fn detail(&self, core: &Core, name: &str) -> Result<SnapshotDetail, ErrorBody> {
+        let snapshot = self.listed(core, name)?;
+        let failed = |error: SnapshotError| error.to_body(format!("inspect snapshot `{name}`"));
+        let descriptor = match self.store.descriptor(name) {
+            Ok(descriptor) => Some(descriptor),
+            Err(StoreError::NotFound { .. }) => None,
+            Err(error) => return Err(failed(error.into())),
+        };
+        let facts = match &descriptor {
+            Some(descriptor) => serde_json::from_value(descriptor.vm.clone()).ok(),
+            None => {
+                let under_way = self.under_way().get(name).cloned();
+                under_way.and_then(|one| one.listed()).map(|(facts, _)| facts)
+            }
+        };
+        let facts: Option<Facts> = facts;
+        let word = |get: fn(&Facts) -> &str| facts.as_ref().map(get).unwrap_or_default().to_owned();
+        let all = self.store.list().map_err(|error| failed(error.into()))?;
+        let is_dependant = |other: &Descriptor| {
+            other
+                .base
+                .as_ref()
+                .is_some_and(|base| Some(base.id) == descriptor.as_ref().map(|d| d.id))
+        };
+        Ok(SnapshotDetail {
+            schema: vmfork_api::SCHEMA.to_owned(),
+            qemu_version: word(|facts| &facts.qemu_version),
+            machine: word(|facts| &facts.machine),
+            cpu: word(|facts| &facts.cpu),
+            guest_kernel: facts
+                .as_ref()
+                .and_then(|facts| facts.agent.as_ref())
+                .map(|agent| agent.kernel.clone()),
+            pause_ms: facts.as_ref().map_or(0.0, |facts| facts.pause_ms),
+            compression: match descriptor.as_ref().map(|descriptor| descriptor.compression) {
+                Some(Compression::None) => vmfork_api::Compression::None,
+                _ => vmfork_api::Compression::Zstd,
+            },
+            chunk_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.chunk_pages),
+            own_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.own_pages),
+            zero_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.zero_pages),
+            dependants: all
+                .into_iter()
+                .filter_map(|(name, other)| other.ok().filter(&is_dependant).map(|_| name))
+                .collect(),
+            vm_names: descriptor
+                .as_ref()
+                .map(|descriptor| self.vms_of(core, descriptor.id))
+                .unwrap_or_default(),
+            profile: self.profile_info(name).unwrap_or_default(),
+            snapshot,
+        })
+    }
+
+    /// Names of the live VMs that may need its pages.
+    fn vms_of(&self, core: &Core, id: SnapshotId) -> Vec<String> {
+        // Each is asked once, however many VMs share it.
+        let needed: Vec<_> =
+            self.all_opened().into_iter().filter(|opened| opened.needs(id)).collect();
+        let needs = |vm: &Vm| {
+            vm.provenance()
+                .get::<Opened>()
+                .is_some_and(|mine| needed.iter().any(|opened| Arc::ptr_eq(opened, &mine)))
+        };
+        let live = core.registry.live().into_iter();
+        live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()
+    }
+}
+
+/// One of which nothing else is known.
+fn blank(name: &str, state: SnapshotState) -> Snapshot {
+    Snapshot {
+        name: name.to_owned(),
+        id: None,
+        state,
+        reason: None,
+        created_unix_ms: 0,
+        image: String::new(),
+        memory_mib: 0,
+        cpus: 0,
+        accel: vmfork_api::Accel::Tcg,
+        base: None,
+        own_bytes: 0,
+        stored_bytes: 0,
+        shared_bytes: 0,
+        progress: Progress::default(),
+        vms: 0,
+        remote: None,
+    }
+}

@@ -1,0 +1,333 @@
+//! Snapshots that come and go: export and import as one stream, push and pull between stores.
+
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
+use vmfork_store::{Blobs, Folder, Store, StoreError, Work};
+use vmfork_store_s3::{Location, OpenError, S3, Settings};
+
+use super::keep::with_work;
+use super::under_way::{Doing, Placed, Pulling, UnderWay};
+use super::{Library, SnapshotError};
+
+use super::work::{CancelOnDrop, blocking};
+use vmfork_control::ByteStream;
+
+/// Bytes between the store and a client: 4 MiB.
+const PIECES_MAX: usize = 16;
+const PIECE_BYTES: usize = 256 << 10;
+/// How long a client may neither send nor take a piece: longer than any pause of a network that
+/// comes back.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+/// How often is looked whether to go on waiting for it.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// One stream with all of a snapshot and of what it depends on. Ends with the receiver.
+pub fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, ErrorBody> {
+    let message = format!("export snapshot `{name}`");
+    // What can be said before the first byte is said as an error.
+    library.snapshots.check_written(name, &message)?;
+    library.snapshots.listed(&library.core, name)?;
+    let (out_tx, out) = mpsc::channel(PIECES_MAX + 1);
+    // Room for it is there whatever the client takes.
+    let last = out_tx.clone().try_reserve_owned();
+    let (library, name) = (Arc::clone(library), name.to_owned());
+    tokio::task::spawn_blocking(move || {
+        let work = library.snapshots.work();
+        let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        let mut sink = Sink { to: out_tx, peer, buffer: Vec::with_capacity(PIECE_BYTES) };
+        let outcome = library.snapshots.store.export(&name, &mut sink, &work);
+        let outcome = outcome
+            .map_err(SnapshotError::from)
+            .and_then(|_| sink.flush().map_err(|source| SnapshotError::Stream { source }));
+        if let (Err(error), Ok(last)) = (outcome, last) {
+            last.send(Err(error.to_body(message)));
+        }
+    });
+    Ok(out)
+}
+
+/// A client at the other end of a stream, which may do nothing forever.
+struct Peer {
+    runtime: Handle,
+    work: Arc<Work>,
+}
+
+impl Peer {
+    /// Wait for it, on a thread that may wait.
+    fn wait<T>(&self, step: impl Future<Output = T>) -> io::Result<T> {
+        self.runtime.block_on(async {
+            let mut step = pin!(step);
+            for _ in 0..IDLE_MAX.as_secs() {
+                if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut step).await {
+                    return Ok(done);
+                }
+                if self.work.cancelled.load(Ordering::Relaxed) {
+                    return Err(io::Error::other("given up"));
+                }
+            }
+            let text = format!("the client has neither sent nor taken a byte for {IDLE_MAX:?}");
+            Err(io::Error::new(io::ErrorKind::TimedOut, text))
+        })
+    }
+}
+
+struct Sink {
+    to: mpsc::Sender<Result<Bytes, ErrorBody>>,
+    peer: Peer,
+    buffer: Vec<u8>,
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.buffer.extend_from_slice(bytes);
+        if self.buffer.len() >= PIECE_BYTES {
+            self.flush()?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let piece = std::mem::replace(&mut self.buffer, Vec::with_capacity(PIECE_BYTES));
+        if piece.is_empty() {
+            return Ok(());
+        }
+        let sent = self.peer.wait(self.to.send(Ok(piece.into())))?;
+        sent.map_err(|_client_has_gone| io::ErrorKind::BrokenPipe.into())
+    }
+}
+
+/// Store what a stream brings. If it does not come whole, nothing is stored.
+pub async fn import(
+    library: &Arc<Library>,
+    name: Option<String>,
+    content: ByteStream,
+) -> Result<Vec<Snapshot>, ErrorBody> {
+    let message = "import a snapshot".to_owned();
+    let place = |name: &str| library.snapshots.place(name, Doing::Import, &message);
+    // Without a name, it is in the stream: the store ensures that no other snapshot takes that.
+    let placed = name.as_deref().map(place).transpose()?;
+    let work = match &placed {
+        Some(placed) => Arc::clone(&placed.under_way.work),
+        None => library.snapshots.work(),
+    };
+    let _on_drop = CancelOnDrop(Arc::clone(&work));
+    let stored = {
+        let (library, failed) = (Arc::clone(library), message.clone());
+        let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
+        blocking(message, move || {
+            let mut source = Pieces { from: content, peer, piece: Bytes::new() };
+            let outcome = library.snapshots.store.import(&mut source, name.as_deref(), &work);
+            let outcome = outcome.map_err(SnapshotError::from);
+            if outcome.is_err() {
+                library.snapshots.collector.soon();
+            }
+            if let Some(placed) = placed {
+                placed.ends(outcome.as_ref().err());
+            }
+            outcome.map_err(|error| error.to_body(failed))
+        })
+        .await?
+    };
+    stored
+        .iter()
+        .map(|descriptor| library.snapshots.listed(&library.core, &descriptor.name))
+        .collect()
+}
+
+struct Pieces {
+    from: ByteStream,
+    peer: Peer,
+    piece: Bytes,
+}
+
+impl Read for Pieces {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() {
+            match self.peer.wait(self.from.recv())? {
+                Some(Ok(piece)) => self.piece = piece,
+                Some(Err(error)) => return Err(io::Error::other(error)),
+                None => return Ok(0),
+            }
+        }
+        let len = buffer.len().min(self.piece.len());
+        buffer[..len].copy_from_slice(&self.piece.split_to(len));
+        Ok(len)
+    }
+}
+
+/// What is wanted of another store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum For {
+    /// It must be there.
+    Reading,
+    /// It is made if need be.
+    Writing,
+}
+
+/// The store at a location.
+pub(super) fn store_at(
+    location: &str,
+    wanted: For,
+    runtime: &Handle,
+) -> Result<Store, SnapshotError> {
+    if location.starts_with("s3://") {
+        let location = location.parse::<Location>().map_err(OpenError::from)?;
+        let s3 = S3::open(&location, &Settings::from_env()?, runtime.clone())?;
+        return Ok(match wanted {
+            For::Reading => Store::existing(Arc::new(s3))?,
+            For::Writing => Store::new(Arc::new(s3))?,
+        });
+    }
+    Ok(Store::folder(folder_at(location, wanted)?)?)
+}
+
+/// What the store at a location is kept in, for reading. A network is not asked for anything yet.
+pub(super) fn blobs_at(location: &str, runtime: &Handle) -> Result<Arc<dyn Blobs>, SnapshotError> {
+    if location.starts_with("s3://") {
+        let location = location.parse::<Location>().map_err(OpenError::from)?;
+        return Ok(Arc::new(S3::new(&location, &Settings::from_env()?, runtime.clone())?));
+    }
+    let folder = Folder::new(folder_at(location, For::Reading)?).map_err(StoreError::from)?;
+    Ok(Arc::new(folder))
+}
+
+fn folder_at(location: &str, wanted: For) -> Result<&Path, SnapshotError> {
+    if let Some((scheme, _)) = location.split_once("://") {
+        return Err(SnapshotError::Location {
+            location: location.to_owned(),
+            why: format!("stores of `{scheme}` are not known"),
+        });
+    }
+    let path = Path::new(location);
+    if !path.is_absolute() {
+        return Err(SnapshotError::Location {
+            location: location.to_owned(),
+            why: "a folder is named by its path from the root".to_owned(),
+        });
+    }
+    if wanted == For::Reading && !path.is_dir() {
+        return Err(SnapshotError::NoFolder { location: location.to_owned() });
+    }
+    Ok(path)
+}
+
+/// Copy a snapshot, and what it depends on, to another store.
+pub async fn push(
+    library: &Arc<Library>,
+    name: &str,
+    request: TransferRequest,
+) -> Result<TransferReply, ErrorBody> {
+    let began = Instant::now();
+    let message = format!("push snapshot `{name}` to {}", request.location);
+    library.snapshots.check_written(name, &message)?;
+    let name = name.to_owned();
+    let copied = with_work(library, message, move |library, work| {
+        let other = store_at(&request.location, For::Writing, &library.snapshots.runtime)?;
+        Ok(library.snapshots.store.copy_to(&name, &other, work)?)
+    })
+    .await?;
+    Ok(TransferReply {
+        schema: SCHEMA.to_owned(),
+        names: copied.names,
+        sent_bytes: copied.bytes,
+        total_ms: vmfork_fork::ms(began.elapsed()),
+    })
+}
+
+/// Bring a snapshot from another store: it can be started when this returns.
+pub async fn pull(
+    library: &Arc<Library>,
+    name: &str,
+    request: TransferRequest,
+) -> Result<Snapshot, ErrorBody> {
+    let message = format!("pull snapshot `{name}` from {}", request.location);
+    let placed = library.snapshots.place(name, Doing::Pull, &message)?;
+    let adopted = {
+        let _on_drop = CancelOnDrop(Arc::clone(&placed.under_way.work));
+        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
+        blocking(message.clone(), move || adopt(&library, placed, &name, &request.location, failed))
+            .await?
+    };
+    let under_way = match adopted.pulling {
+        None => None,
+        Some(Err(other)) => Some((other, None)),
+        Some(Ok((pulling, remote))) => {
+            let under_way = Arc::clone(&pulling.under_way);
+            // A client that waits for all of it and disconnects does not want it now. Pages still
+            // arrive on demand.
+            let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
+            let (library, name, failed) =
+                (Arc::clone(library), adopted.name.clone(), message.clone());
+            drop(blocking(message, move || {
+                let snapshots = &library.snapshots;
+                let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
+                let outcome = outcome.map_err(SnapshotError::from);
+                pulling.ends(outcome.as_ref().err(), failed);
+                Ok(())
+            }));
+            Some((under_way, on_drop))
+        }
+    };
+    if request.wait
+        && let Some((under_way, _on_drop)) = under_way
+    {
+        under_way.over.cancelled().await;
+        if let Some(error) = under_way.error() {
+            return Err(error);
+        }
+    }
+    library.snapshots.listed(&library.core, &adopted.name)
+}
+
+/// A snapshot of another store that can be started here.
+struct Adopted {
+    /// What it is called here.
+    name: String,
+    /// Its pages are to come, or come already; `None`: they are here.
+    pulling: Option<Result<(Pulling, Store), Arc<UnderWay>>>,
+}
+
+fn adopt(
+    library: &Library,
+    placed: Placed,
+    name: &str,
+    location: &str,
+    message: String,
+) -> Result<Adopted, ErrorBody> {
+    let snapshots = &library.snapshots;
+    let begin = || {
+        let remote = store_at(location, For::Reading, &snapshots.runtime)?;
+        let adopted =
+            snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
+        let here = adopted.descriptor().name.clone();
+        let chain = snapshots.store.open_chain(&here)?;
+        let missing = chain.iter().filter(|stored| stored.origin().is_some());
+        let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
+        Ok::<_, SnapshotError>((remote, here, ids))
+    };
+    let (remote, here, ids) = begin().map_err(|error| error.to_body(message.clone()))?;
+    // That it is here under another name is fine, as long as this one means no other.
+    if here != name && snapshots.store.descriptor(name).is_ok() {
+        return Err(ErrorBody {
+            code: ErrorCode::Conflict,
+            message,
+            cause: Some(format!(
+                "that is here already, as `{here}`, and `{name}` is another one here"
+            )),
+            remedy: Some(format!("use `{here}`, or remove one: `vmfork snapshot rm {name}`")),
+        });
+    }
+    let pulling = (!ids.is_empty())
+        .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));
+    placed.ends(None);
+    Ok(Adopted { name: here, pulling })
+}
