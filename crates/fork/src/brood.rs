@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio_util::sync::CancellationToken;
-use vmfork_agent_proto::TicketClone;
-use vmfork_api::{CloneResult, ErrorBody, VmState};
+use vmfork_api::{CloneResult, ErrorBody};
 
-use super::clone::{self, CloneOrder, Stem};
-use super::snapshot::Snapshot;
-use super::starting::{Broken, Starting};
-use super::{Forker, tickets};
+use crate::clone::{self, CloneOrder, Stem, failed};
+use crate::forker::Forker;
+use crate::messages;
+use crate::names::Wanted;
+use crate::origin::TicketOrigin;
+use crate::snapshot::Snapshot;
+use crate::starting::{Broken, Starting};
 use vmfork_host::admission::Lease;
 use vmfork_host::core::PendingMachine;
 
@@ -23,19 +25,8 @@ pub struct Brood {
     pub began: Instant,
     pub deadline: Instant,
     /// The ticket behind it, and what is notified of the fate of each.
-    pub origin: Option<tickets::TicketOrigin>,
+    pub origin: Option<TicketOrigin>,
     pub given_up: CancellationToken,
-}
-
-/// One that is wanted.
-#[derive(Debug)]
-pub struct Wanted {
-    pub name: String,
-    /// Whether the name is kept for it: if not, another VM has it.
-    pub is_kept: bool,
-    /// The number of its first worker.
-    pub vmid: u32,
-    pub ticket: Option<TicketClone>,
 }
 
 /// What there is for them: for as many as fit.
@@ -70,7 +61,7 @@ impl Brood {
         let mut results = Vec::new();
         for Wanted { name, is_kept, vmid, ticket } in wanted {
             if !is_kept {
-                let error = super::name_taken(super::start_message(&name), &name);
+                let error = messages::name_taken(messages::start_message(&name), &name);
                 results.push(fail(vmid, name, error));
                 continue;
             }
@@ -120,20 +111,6 @@ impl Brood {
     }
 
     fn was_given_up(&self) -> ErrorBody {
-        super::was_given_up(&self.stem.message)
-    }
-}
-
-pub fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
-    CloneResult {
-        id: None,
-        vmid,
-        name,
-        state: VmState::Failed,
-        running_ms: None,
-        ready_ms: None,
-        pooled: false,
-        host: None,
-        error: Some(error),
+        messages::was_given_up(&self.stem.message)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use super::{Forker, tickets};
+use crate::forker::{Forker, REQUESTS_MAX};
 use vmfork_guest_link::agent::{AgentLink, Inheritance, LinkOptions, MailLimits, MailRoom};
 use vmfork_host::cgroup;
 use vmfork_host::core::{agents, events};
@@ -40,7 +40,7 @@ pub fn start_channels(
         stream.set_nonblocking(true)?;
         let stream = tokio::net::UnixStream::from_std(stream)?;
         let (log_tx, mut log_rx) = mpsc::channel(LOG_PIECES);
-        let (requests_tx, requests) = mpsc::channel(tickets::REQUESTS_MAX);
+        let (requests_tx, requests) = mpsc::channel(REQUESTS_MAX);
         // Only workers of a ticket send, and they send to where that is.
         let room = vm.origin.as_ref().map_or_else(MailRoom::default, |o| o.room.clone());
         let mail = MailLimits::default();
@@ -57,7 +57,7 @@ pub fn start_channels(
                 log.append(piece);
             }
         });
-        tickets::start(Arc::clone(forker), Arc::clone(vm), vm.origin.clone(), requests);
+        forker.tickets.serve(forker, vm, requests);
     }
     events::watch(core, vm, machine);
     Ok(())

@@ -6,21 +6,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::{ForkIdentity, TicketClone};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_memory::FreezeError;
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{QmpError, pool};
 
-use super::brood::failed;
-use super::channels::start_channels;
-use super::snapshot::Snapshot;
-use super::tickets::{Event, TicketOrigin};
-use super::{Forker, ms};
+use crate::channels::start_channels;
+use crate::forker::Forker;
+use crate::messages::{message, start_message};
+use crate::origin::{Event, TicketOrigin};
+use crate::snapshot::Snapshot;
 use vmfork_guest_link::agent::AgentInfo;
 use vmfork_host::admission::Lease;
 use vmfork_host::core::{Core, PendingMachine};
 use vmfork_host::error::chain;
-use vmfork_host::metrics::{EndReason, Stage};
+use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
@@ -55,7 +55,7 @@ impl Stem {
             job,
             ..parents.clone()
         };
-        Self { message: super::message(parent), identity, agent: parent.agent() }
+        Self { message: message(parent), identity, agent: parent.agent() }
     }
 
     fn identity(&self, name: String, vmid: u32) -> Identity {
@@ -97,7 +97,7 @@ pub(super) async fn start(
         Ok(outcome) => outcome,
         Err(_elapsed) => Err(ErrorBody {
             code: ErrorCode::Timeout,
-            message: super::start_message(&name),
+            message: start_message(&name),
             cause: Some(format!(
                 "not ready {} ms after the request",
                 (deadline - began).as_millis()
@@ -142,6 +142,21 @@ pub fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBod
     }
 }
 
+/// The line of a clone that was not started.
+pub fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
+    CloneResult {
+        id: None,
+        vmid,
+        name,
+        state: VmState::Failed,
+        running_ms: None,
+        ready_ms: None,
+        pooled: false,
+        host: None,
+        error: Some(error),
+    }
+}
+
 async fn start_within(
     forker: &Arc<Forker>,
     stem: &Stem,
@@ -153,7 +168,7 @@ async fn start_within(
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
     let error = |code, cause: String, remedy: &str| ErrorBody {
         code,
-        message: super::start_message(&name),
+        message: start_message(&name),
         cause: Some(cause),
         remedy: Some(remedy.to_owned()),
     };

@@ -9,11 +9,11 @@ use vmfork_engine::{Engine, EngineOptions};
 use vmfork_memory::FreezeError;
 use vmfork_qemu::QmpError;
 
-use super::ms;
-use super::snapshot::{OnRun, Snapshot};
-use super::state::{self, StateError};
+use crate::messages::was_given_up;
+use crate::snapshot::{OnRun, Snapshot};
+use crate::state::{self, StateError};
 use vmfork_host::core::Core;
-use vmfork_host::metrics::{EndReason, Stage};
+use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{End, Vm};
 
@@ -81,7 +81,7 @@ pub(super) async fn freeze(
     core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
 
     if wanted.given_up.is_cancelled() {
-        return Err(super::was_given_up(wanted.message));
+        return Err(was_given_up(wanted.message));
     }
     parent.set_frozen(true);
     let pause = Instant::now();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tokio::task::{Id, JoinSet};
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 
+use crate::messages::start_message;
 use vmfork_host::error::BUG;
 use vmfork_host::vm::Vm;
 
@@ -54,7 +55,7 @@ impl Starting {
                         tracing::error!(clone = name, %error, "a clone's start panicked");
                         let error = ErrorBody {
                             code: ErrorCode::Internal,
-                            message: super::start_message(&name),
+                            message: start_message(&name),
                             cause: Some(error.to_string()),
                             remedy: Some(BUG.to_owned()),
                         };
@@ -77,7 +78,7 @@ mod tests {
 
     fn started(vmid: u32) -> Started {
         let error = ErrorBody::new(ErrorCode::Qemu, "in this test");
-        (super::super::brood::failed(vmid, format!("web.{vmid}"), error), None)
+        (crate::clone::failed(vmid, format!("web.{vmid}"), error), None)
     }
 
     #[tokio::test]

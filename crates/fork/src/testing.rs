@@ -9,7 +9,10 @@ use vmfork_api::ErrorBody;
 use vmfork_host::core::Core;
 use vmfork_host::vm::Vm;
 
-use crate::remote::{Allotted, Away, Forker, PlanAsk, Remote};
+use crate::forker::Forker;
+use crate::places::Allotted;
+use crate::remote::{Away, PlanAsk, Remote};
+use crate::tickets::Tickets;
 
 /// There are no other hosts.
 #[derive(Debug)]
@@ -44,5 +47,5 @@ impl Remote for Alone {
 
 /// For a host that is in no cluster.
 pub fn forker(core: &Arc<Core>) -> Arc<Forker> {
-    Arc::new(Forker { core: Arc::clone(core), remote: Arc::new(Alone) })
+    Arc::new(Forker { core: Arc::clone(core), remote: Arc::new(Alone), tickets: Arc::new(Tickets) })
 }

@@ -9,86 +9,26 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use tokio::sync::mpsc::{self, error::SendError};
+use tokio::sync::mpsc;
 use vmfork_agent_proto::TicketClone;
 use vmfork_api::ErrorBody;
 
-use super::{Abroad, Allotted, Forker, Hold, Order, Reserved};
+pub use crate::origin::{Event, TicketOrigin};
+
+use crate::forker::{Forker, TicketService};
+use crate::forking::{Order, run};
+use crate::messages::message;
+use crate::origin::{Abroad, Places};
+use crate::places::{Allotted, Placement};
 use vmfork_guest_link::agent::{GuestRequest, MailRoom, Message, ROOM_BYTES, Responder};
 use vmfork_guest_link::tickets::{Action, Answer, CloneSpec, Refusal, TicketBook};
-use vmfork_host::admission::{ForkGrant, Loan};
-use vmfork_host::vm::{End, Fate, Origin, Vm};
+use vmfork_host::admission::Loan;
+use vmfork_host::vm::{End, Origin, Vm};
 
-/// Requests of one guest that wait to be looked at.
-pub const REQUESTS_MAX: usize = 1024;
 /// Bound on the fork behind an `sf_clone`.
 const FORK_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often the log says of one VM why its tickets get less than they ask for.
 const SAY_EVERY: Duration = Duration::from_secs(60);
-
-/// What the task of one VM hears.
-#[derive(Debug)]
-pub enum Event {
-    /// A worker of this VM's tickets asks, in clone `vm`. The parent answers `sf_exit` and
-    /// `sf_send`.
-    Worker { ticket: u64, vm: u32, request: GuestRequest },
-    /// How many places there are for a ticket's clones, on all hosts.
-    Allocated { ticket: u64, allotted: Allotted },
-    /// A clone is being started.
-    Born { ticket: u64, vm: Arc<Vm> },
-    /// The same on another host.
-    Sent { ticket: u64, vm: u32, to: Arc<dyn Abroad> },
-    /// A clone runs.
-    Running { ticket: u64, vmid: u32 },
-    /// A clone has ended.
-    Ended { ticket: u64, vmid: u32, reason: String },
-    /// The fork behind an `sf_clone` is over. `unused`: its places, if nothing was forked.
-    Forked { ticket: u64, outcome: Result<(), Refusal>, unused: Places },
-}
-
-/// Which ticket makes clones, and what is notified of their fate.
-#[derive(Debug, Clone)]
-pub struct TicketOrigin {
-    pub ticket: u64,
-    pub parent: mpsc::UnboundedSender<Event>,
-    /// Where what its workers send lies until the parent receives it.
-    pub room: MailRoom,
-}
-
-impl From<TicketOrigin> for Origin {
-    fn from(TicketOrigin { ticket, parent, room }: TicketOrigin) -> Self {
-        Self { ticket, fate: Arc::new(ParentTask(parent)), room }
-    }
-}
-
-/// The task of the parent's tickets.
-#[derive(Debug)]
-struct ParentTask(mpsc::UnboundedSender<Event>);
-
-impl Fate for ParentTask {
-    fn born(&self, ticket: u64, vm: Arc<Vm>) {
-        let _desk_closed = self.0.send(Event::Born { ticket, vm });
-    }
-
-    fn ended(&self, ticket: u64, vmid: u32, reason: String) {
-        let _desk_closed = self.0.send(Event::Ended { ticket, vmid, reason });
-    }
-
-    fn asked(&self, ticket: u64, vm: u32, request: GuestRequest) -> Result<(), GuestRequest> {
-        match self.0.send(Event::Worker { ticket, vm, request }) {
-            Err(SendError(Event::Worker { request, .. })) => Err(request),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// Places of a ticket that is granted and not used.
-#[derive(Debug, Default)]
-pub struct Places {
-    here: Option<ForkGrant>,
-    away: Arc<[Reserved]>,
-    hold: Option<Hold>,
-}
 
 /// Where a clone runs.
 #[derive(Debug)]
@@ -115,6 +55,16 @@ struct Desk {
     clones: std::collections::HashMap<(u64, u32), Whereabouts>,
     /// Where the messages in `book` lie.
     room: MailRoom,
+}
+
+/// A task per VM.
+#[derive(Debug)]
+pub struct Tickets;
+
+impl TicketService for Tickets {
+    fn serve(&self, forker: &Arc<Forker>, vm: &Arc<Vm>, requests: mpsc::Receiver<GuestRequest>) {
+        start(Arc::clone(forker), Arc::clone(vm), vm.origin.clone(), requests);
+    }
 }
 
 /// Serve the fork API of one VM until it ends. → where the events of its workers go.
@@ -287,7 +237,7 @@ impl Desk {
 
     /// Set places aside.
     fn allocate(&mut self, ticket: u64, vms: u32) {
-        let message = super::message(&self.vm);
+        let message = message(&self.vm);
         let (forker, vm, events) =
             (Arc::clone(&self.forker), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {
@@ -337,16 +287,16 @@ impl Desk {
             timeout: FORK_TIMEOUT,
             memory: memory.clone(),
             origin: Some(origin),
-            placement: super::Placement {
+            placement: Placement {
                 reserved: Arc::clone(&away),
                 hold: hold.clone(),
-                ..super::Placement::default()
+                ..Placement::default()
             },
         };
         let (forker, vm, events) =
             (Arc::clone(&self.forker), Arc::clone(&self.vm), self.events.clone());
         tokio::spawn(async move {
-            let outcome = match super::run(&forker, &vm, order).await {
+            let outcome = match run(&forker, &vm, order).await {
                 Ok(_each_was_reported) => Ok(()),
                 Err(error) => Err(Refusal::new(Errno::AGAIN, error.cause.unwrap_or(error.message))),
             };
@@ -358,7 +308,7 @@ impl Desk {
 
 /// Places for a ticket's clones: what there is here, or on other hosts, too.
 pub async fn allot(forker: &Forker, vm: &Vm, vms: u32, message: &str) -> Allotted {
-    let Forker { core, remote } = forker;
+    let Forker { core, remote, .. } = forker;
     if let Some(allotted) = remote.reserve(core, vm, vms, message).await {
         return allotted;
     }

@@ -26,6 +26,11 @@ use vmfork_engine::Times;
 pub use self::multicast::{GroupEvent, GroupPages, Multicast};
 use self::multicast::{GroupEventLabel, GroupPagesLabel};
 
+/// A duration in milliseconds, as replies and logs have it.
+pub fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
 /// A part of a fork. The first six make up the parent's side, as in `ForkStages`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stage {

@@ -17,7 +17,7 @@ use vmfork_cluster::{Folder, HostId};
 use super::tickets::reserve;
 use super::{Cluster, Operations, Settings, TicketPlace};
 use vmfork_control::ClusterControl;
-use vmfork_fork::tickets::allot;
+use vmfork_fork::tickets::{Tickets, allot};
 use vmfork_fork::{Allotted, Forker, Remote};
 use vmfork_host::admission::BootAsk;
 use vmfork_host::config::Config;
@@ -49,7 +49,8 @@ impl One {
         let keeper = Arc::clone(&cluster) as Arc<dyn Keeper>;
         let host = Host::kept_by(keeper, cluster.epoch(), set).await;
         let remote = Arc::clone(&cluster) as Arc<dyn Remote>;
-        let forker = Arc::new(Forker { core: Arc::clone(&host.core), remote });
+        let forker =
+            Arc::new(Forker { core: Arc::clone(&host.core), remote, tickets: Arc::new(Tickets) });
         cluster.set_forker(&forker);
         let operations = Operations::new(&cluster);
         Self { host, cluster, forker, operations, address, _keys: folder }

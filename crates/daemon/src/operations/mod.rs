@@ -14,6 +14,7 @@ mod snapshots;
 use std::sync::Arc;
 
 use crate::lifecycle::Parts;
+use vmfork_fork::tickets::Tickets;
 use vmfork_fork::{Forker, Remote};
 use vmfork_host::core::{self, Core};
 use vmfork_peers::Cluster;
@@ -51,7 +52,8 @@ impl Hub {
         };
         let core = Core::start(parts).await;
         let remote = Arc::clone(&cluster) as Arc<dyn Remote>;
-        let forker = Arc::new(Forker { core: Arc::clone(&core), remote });
+        let forker =
+            Arc::new(Forker { core: Arc::clone(&core), remote, tickets: Arc::new(Tickets) });
         cluster.set_forker(&forker);
         let library = Library { core: Arc::clone(&core), forker: Arc::clone(&forker), snapshots };
         let library = Arc::new(library);
