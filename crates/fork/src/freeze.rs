@@ -11,7 +11,8 @@ use vmfork_qemu::QmpError;
 
 use crate::messages::was_given_up;
 use crate::snapshot::{OnRun, Snapshot};
-use crate::state::{self, StateError};
+use crate::state::{self, Prepared, Saved, StateError};
+use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
@@ -65,16 +66,7 @@ pub(super) async fn freeze(
     core.metrics.observe_stage(Stage::Prepare, began.elapsed());
 
     let quiesce = Instant::now();
-    let held = if parent.identity.has_agent {
-        let link = parent.link()?;
-        Some(
-            link.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT))
-                .await
-                .map_err(|error| error.to_body(wanted.message.to_owned()))?,
-        )
-    } else {
-        None
-    };
+    let held = hold_agent(parent, fork, wanted).await?;
     let console = parent.console();
     let held_console = console.as_ref().map(|console| console.hold());
     stages.quiesce_ms = ms(quiesce.elapsed());
@@ -85,25 +77,7 @@ pub(super) async fn freeze(
     }
     parent.set_frozen(true);
     let pause = Instant::now();
-    let step = |stage: Stage, since: Instant| {
-        core.metrics.observe_stage(stage, since.elapsed());
-        ms(since.elapsed())
-    };
-    let outcome = async {
-        machine.qmp.stop().await.map_err(Broken::Qmp)?;
-        stages.stop_ms = step(Stage::Stop, pause);
-        if held.as_ref().is_some_and(|held| !held.is_intact()) {
-            return Err(Broken::Unquiet);
-        }
-        let freeze = Instant::now();
-        tokio::task::block_in_place(|| machine.memory().freeze(&engine)).map_err(Broken::Freeze)?;
-        stages.freeze_ms = step(Stage::Freeze, freeze);
-        let state = Instant::now();
-        let saved = prepared.save(machine).await.map_err(Broken::State)?;
-        stages.state_ms = step(Stage::State, state);
-        Ok(saved)
-    }
-    .await;
+    let outcome = in_the_pause(core, machine, &engine, prepared, held.as_ref(), &mut stages).await;
     let fatal = matches!(&outcome, Err(Broken::Freeze(error)) if error.is_fatal());
     if !fatal {
         let cont = Instant::now();
@@ -111,7 +85,7 @@ pub(super) async fn freeze(
             core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
             return Err(failed(ErrorCode::Qemu, &error));
         }
-        stages.cont_ms = step(Stage::Cont, cont);
+        stages.cont_ms = step(core, Stage::Cont, cont);
     }
     let pause = pause.elapsed();
     parent.set_frozen(false);
@@ -143,6 +117,48 @@ pub(super) async fn freeze(
         is_watched: false,
     };
     Ok((snapshot, stages, pause))
+}
+
+/// The guest's agent falls silent, so that no frame is cut; `None`: the guest has none.
+async fn hold_agent(parent: &Vm, fork: u64, wanted: Wanted<'_>) -> Result<Option<Held>, ErrorBody> {
+    if !parent.identity.has_agent {
+        return Ok(None);
+    }
+    let held = parent.link()?.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT)).await;
+    held.map(Some).map_err(|error| error.to_body(wanted.message.to_owned()))
+}
+
+/// How long a step took, for the reply; counted, too.
+fn step(core: &Core, stage: Stage, since: Instant) -> f64 {
+    core.metrics.observe_stage(stage, since.elapsed());
+    ms(since.elapsed())
+}
+
+/// Stop the vCPUs, move the memory aside, save the device state.
+///
+/// # Errors
+/// The VM can go on, unless the error of the freeze is fatal.
+async fn in_the_pause(
+    core: &Core,
+    machine: &Machine,
+    engine: &Arc<Engine>,
+    prepared: Prepared,
+    held: Option<&Held>,
+    stages: &mut ForkStages,
+) -> Result<Saved, Broken> {
+    let stop = Instant::now();
+    machine.qmp.stop().await.map_err(Broken::Qmp)?;
+    stages.stop_ms = step(core, Stage::Stop, stop);
+    if held.is_some_and(|held| !held.is_intact()) {
+        return Err(Broken::Unquiet);
+    }
+    let freeze = Instant::now();
+    tokio::task::block_in_place(|| machine.memory().freeze(engine)).map_err(Broken::Freeze)?;
+    stages.freeze_ms = step(core, Stage::Freeze, freeze);
+    let state = Instant::now();
+    let saved = prepared.save(machine).await.map_err(Broken::State)?;
+    stages.state_ms = step(core, Stage::State, state);
+    Ok(saved)
 }
 
 /// What went wrong in the pause.
