@@ -14,10 +14,10 @@ use vmfork_cluster::{
     MemberError, Membership, Newcomer, Opened, Tokens,
 };
 
-use super::Cluster;
 use super::client::Peer;
-use super::life::Life;
-use super::routes::JOIN;
+use super::cluster::Cluster;
+use super::life::{BeginError, Life};
+use super::routes::{self, JOIN};
 use vmfork_control::{Answer, ClusterControl};
 use vmfork_host::error::{chain, outcome};
 
@@ -36,7 +36,7 @@ impl Cluster {
     /// Be what this host was before, if it was a member of a cluster. While that can't be, it goes
     /// on without, says why, and tries again.
     pub async fn begin(self: &Arc<Self>, api: axum::Router) {
-        let _first = self.api.set(api);
+        let _first = self.this.api.set(api);
         self.begin_every(BEGIN_AGAIN).await;
     }
 
@@ -80,7 +80,7 @@ impl Cluster {
                 self.let_go(opened.folder);
                 None
             }
-            Ok(Some(opened)) => match Life::begin(self, opened).await {
+            Ok(Some(opened)) => match self.begin_life(opened).await {
                 Ok(life) => {
                     self.set_life(Some(life));
                     None
@@ -97,6 +97,17 @@ impl Cluster {
             tracing::error!(remedy, "this host goes on without its cluster: {cause}");
         }
         false
+    }
+
+    async fn begin_life(self: &Arc<Self>, opened: Opened) -> Result<Arc<Life>, BeginError> {
+        let cluster = Arc::downgrade(self);
+        let removed = move || {
+            if let Some(cluster) = cluster.upgrade() {
+                cluster.was_removed();
+            }
+        };
+        let routes = |life: &Arc<Life>| routes::of(&self.this, life, removed);
+        Life::begin(&self.this, opened, routes).await
     }
 
     /// Serve other hosts no more: the daemon ends. It stays a member.
@@ -148,7 +159,7 @@ impl Cluster {
             remedy: error.remedy(),
         })?;
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
-        match Life::begin(self, opened).await {
+        match self.begin_life(opened).await {
             Ok(life) => {
                 self.set_life(Some(life));
                 Ok(self.info())
@@ -171,7 +182,7 @@ impl Cluster {
         };
         let member = &life.member;
         let now = member.hosts.now();
-        let own_room = self.core().map(|core| core.admission.room());
+        let own_room = self.this.core().map(|core| core.admission.room());
         let hosts = member.hosts.roster.read(|book| {
             let host = |entry: &Entry| {
                 let is_here = entry.id == member.hosts.id;

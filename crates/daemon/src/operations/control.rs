@@ -186,7 +186,9 @@ impl Control for Hub {
             let mut missing = Vec::new();
             if request.family {
                 let family = (vm.identity.id.as_str(), vm.name());
-                missing = end_everywhere(&self.cluster, &self.core, family, grace).await?;
+                missing =
+                    end_everywhere(self.cluster.member().as_deref(), &self.core, family, grace)
+                        .await?;
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
