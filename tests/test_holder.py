@@ -230,7 +230,7 @@ def test_another_holder_takes_the_place_of_one_that_died(make_daemon: MakeDaemon
         first.kill()
         eventually(lambda: (now := daemon.holder()) and now.pid != first.pid, 20, "another holder")
         eventually(lambda: "another keeps the sockets now" in daemon.log_tail(), 20, "it has the sockets")
-        assert checked(daemon).startswith("keeps 1 socket")
+        assert checked(daemon).startswith("keeps 1 of")
         clients.go_on()
         kill(daemon, clients)
         clients.wait_for(2)

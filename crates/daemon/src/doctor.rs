@@ -88,7 +88,7 @@ fn holder(status: HolderStatus) -> Check {
     let name = "holder";
     match status {
         HolderStatus::Keeps(count) => {
-            ok(name, format!("keeps {count} sockets: clients wait while vmforkd restarts"))
+            ok(name, format!("keeps {count} of the API's sockets: clients wait while vmforkd restarts"))
         }
         HolderStatus::Off => ok(name, "off: clients are refused while vmforkd restarts"),
         HolderStatus::Missing => warning(
