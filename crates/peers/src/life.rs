@@ -17,11 +17,11 @@ use vmfork_multicast::Groups;
 use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits};
 
 use super::client::WORD_WAIT;
+use super::connection_cache::ConnectionCache;
+use super::connection_slots::Callers;
 use super::jobs;
-use super::kept::Kept;
 use super::member::{Beat, HEARTBEAT, Member, Served, pages_address};
 use super::multicast;
-use super::places::Callers;
 use super::records::Records;
 use super::server::{self, API_PROTOCOL, Bounds, Port, Routes};
 use super::this_host::ThisHost;
@@ -49,7 +49,7 @@ pub(super) struct Life {
     /// Where pages are sent to all who need them.
     groups: Option<Arc<Groups>>,
     pub(super) callers: Arc<Callers>,
-    kept: Kept,
+    connections: ConnectionCache,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -107,7 +107,7 @@ impl Life {
         let for_pages = StdListener::bind(pages_at).map_err(refused)?;
         let served = Arc::new(Served(Arc::clone(&member)));
         let pages: Arc<dyn Pages> = Arc::clone(&served) as Arc<dyn Pages>;
-        let groups = member.ears().send_from(pages_at, pages);
+        let groups = member.listeners().send_from(pages_at, pages);
         let service = PageService::start(
             for_pages,
             tls.server(&[PAGES_PROTOCOL])?,
@@ -124,7 +124,7 @@ impl Life {
             service,
             groups,
             callers: Arc::default(),
-            kept: Kept::default(),
+            connections: ConnectionCache::default(),
             stop,
             tasks: Mutex::default(),
         });
@@ -204,7 +204,7 @@ impl Life {
     /// What became of what was sent, and heard, by multicast.
     pub(super) fn multicast(&self) -> Vec<(Multicast, u64)> {
         let sent = self.groups.iter().flat_map(|groups| multicast::sent(groups.counters()));
-        sent.chain(self.member.ears().heard().into_iter().flatten()).collect()
+        sent.chain(self.member.listeners().heard().into_iter().flatten()).collect()
     }
 
     /// Say nothing of its own accord any more.
@@ -277,10 +277,10 @@ impl Life {
         let member = &self.member;
         let Ok(peer) = member.hosts.peer_of(host, "send a heartbeat") else { return };
         let beat = member.beat_to(host, room, quotas);
-        let mut kept = self.kept.take(host, &peer);
+        let mut kept = self.connections.take(host, &peer);
         let answer = peer.ask_again::<Beat, Beat>(&mut kept, HEARTBEAT, &beat, WORD_WAIT).await;
         if let Some(connection) = kept {
-            self.kept.put(host, &peer, connection);
+            self.connections.put(host, &peer, connection);
         }
         match answer {
             Ok(answer) => match member.on_answer(host, &answer) {
@@ -308,7 +308,7 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
         let is_host = |id| roster.read(|book| book.member(id).is_some());
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
-        life.kept.keep(is_host);
+        life.connections.keep(is_host);
         life.service.keep(is_member);
         life.groups.iter().for_each(|groups| groups.keep(is_member));
         // Ends engines, and looks up addresses.
@@ -328,7 +328,7 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
                 arrivals.look();
                 let has_room = !core.is_short_of_memory();
                 arrivals.allow_prefetch(has_room);
-                life.member.ears().allow(has_room);
+                life.member.listeners().allow(has_room);
             });
         }
         let (now, room) = (life.member.hosts.now(), core.admission.room());

@@ -20,18 +20,18 @@ use vmfork_transfer::{
 };
 
 use super::arrivals::Arrivals;
-use super::coming::Estimates;
-use super::finding::Locate;
 use super::guest_images::GuestImages;
 use super::hosts::{Hosts, There};
 use super::images::{Images, NotRead};
 use super::jobs::{JobNews, Jobs};
-use super::multicast::Ears;
-use super::orders::Orders;
+use super::locate::Locate;
+use super::multicast::GroupListeners;
 use super::quotas::Keeper;
-use super::receive::Engines;
+use super::remote_fork::Orders;
+use super::remote_fork::receive::Engines;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Inbox, Leases, Lines};
+use super::transfer_estimate::Estimates;
 use crate::PageTransfer;
 use vmfork_host::error::chain;
 
@@ -109,14 +109,14 @@ impl Member {
         let hosts = Arc::new(Hosts::new(id, roster, api));
         let images = Arc::new(Images::new(id.get(), epoch));
         let arrivals = Arc::new(Arrivals::default());
-        let ears = Ears::new(form, address, &images, &arrivals);
+        let listeners = GroupListeners::new(form, address, &images, &arrivals);
         Self {
             locate: Locate::new(&hosts),
             estimates: Estimates::new(id, &images),
             pages,
             images,
             engines: Engines::default(),
-            sources: Sources::new(id, ears),
+            sources: Sources::new(id, listeners),
             arrivals,
             lines: Lines::default(),
             inbox: Inbox::default(),
@@ -188,8 +188,8 @@ impl Member {
         self.sources.counters()
     }
 
-    pub(super) fn ears(&self) -> &Ears {
-        self.sources.ears()
+    pub(super) fn listeners(&self) -> &GroupListeners {
+        self.sources.listeners()
     }
 
     /// Pages come from members alone, and from new ones, too.
@@ -342,7 +342,7 @@ impl Pages for Served {
     }
 
     fn invite(&self, member: u64, image: ImageName) -> Result<Invitation, Refusal> {
-        self.0.ears().invite(member, image)
+        self.0.listeners().invite(member, image)
     }
 
     fn own(

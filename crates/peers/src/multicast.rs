@@ -2,7 +2,7 @@
 //! it listens at all.
 //!
 //! ```text
-//!   source ──► Ears::listen ──► a Listener, if the setting allows ──► Shelf: engines of VMs here that lack the pages
+//!   source ──► GroupListeners::listen ──► a Listener, if the setting allows ──► Shelf: engines of VMs here that lack the pages
 //!   Served ──► Member::invite ──► Groups, while this host is a member
 //! ```
 //!
@@ -31,7 +31,7 @@ const OPENED_WITHIN: Duration = Duration::from_secs(30);
 
 /// Of one host.
 #[derive(Debug)]
-pub(super) struct Ears {
+pub(super) struct GroupListeners {
     form: PageTransfer,
     /// At which interface; `None`: there is no multicast here.
     own: Option<Ipv4Addr>,
@@ -44,7 +44,7 @@ pub(super) struct Ears {
     heard: Arc<ListenerCounters>,
 }
 
-impl Ears {
+impl GroupListeners {
     pub(super) fn new(
         form: PageTransfer,
         own: IpAddr,

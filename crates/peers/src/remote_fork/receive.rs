@@ -11,14 +11,13 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
 use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
 
-use super::arrivals::{Arrival, Arrivals};
 use super::descriptor::{Descriptor, Order, Parent};
-use super::images::{Entry, Images};
-use super::tickets::SetAside;
+use crate::arrivals::{Arrival, Arrivals};
+use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
 use vmfork_fork::tickets::TicketOrigin;
 use vmfork_fork::{Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
-use vmfork_host::admission::{ForkAsk, Lease};
+use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::{Core, start_machines};
 use vmfork_host::error::{BUG, chain};
 use vmfork_host::metrics::Stage;
@@ -50,13 +49,21 @@ impl Engines {
 }
 
 /// What a host that starts others' clones works with.
-pub(super) struct Here<'a> {
-    pub(super) forker: &'a Arc<Forker>,
-    pub(super) images: &'a Images,
-    pub(super) engines: &'a Engines,
-    pub(super) arrivals: &'a Arrivals,
+pub(crate) struct Here<'a> {
+    pub(crate) forker: &'a Arc<Forker>,
+    pub(crate) images: &'a Images,
+    pub(crate) engines: &'a Engines,
+    pub(crate) arrivals: &'a Arrivals,
     /// The source of an image's pages, by its name and its number of pages.
-    pub(super) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
+    pub(crate) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
+}
+
+/// Memory that this host reserved for an order before it came.
+#[derive(Debug)]
+pub(crate) struct SetAside {
+    pub grant: ForkGrant,
+    /// For what is still to fetch of the parent's memory: once for all asks for clones of it.
+    pub coming: Vec<Arc<Lease>>,
 }
 
 /// Start the clones of a descriptor. `memory`: what was reserved for them.
@@ -65,7 +72,7 @@ pub(super) struct Here<'a> {
 ///
 /// # Errors
 /// None was started.
-pub(super) async fn start(
+pub(crate) async fn start(
     here: Here<'_>,
     descriptor: Descriptor,
     memory: Option<SetAside>,
@@ -264,7 +271,7 @@ fn failed(message: &str, error: &dyn std::error::Error) -> ErrorBody {
 }
 
 /// How long a host may take beyond what its clones may: the way there and back.
-pub(super) const GRACE: Duration = Duration::from_secs(5);
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
