@@ -33,6 +33,8 @@ class FakeDaemon:
         self.forks: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
         self.canned: list[Answer] = []
+        self.labels: list[str] = []
+        """What the last request filtered by."""
         self.room = 1000
         self._lock = threading.Lock()
 
@@ -44,6 +46,7 @@ class FakeDaemon:
         url = urlsplit(target)
         path = unquote(url.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        self.labels = parse_qs(url.query).get("label", [])
         is_json = headers.get("content-type") == "application/json"
         content: Any = json.loads(body) if is_json else body
         self.asked.append((method, path, query, content))
@@ -61,6 +64,8 @@ class FakeDaemon:
             if one is None:
                 return error(404, "not_found", f"no VM named `{found[1]}` on this host")
             return self._on_vm(one, method, found[2], query, content)
+        if (method, path) == ("GET", "/v1/tree"):
+            return reply(200, [])
         if (method, path) == ("GET", "/v1/snapshots"):
             return reply(200, list(self.snapshots.values()))
         if (method, path) == ("POST", "/v1/snapshots"):
@@ -208,6 +213,7 @@ class FakeDaemon:
             "shared_bytes": 0,
             "faults": 0,
             "a_field_from_the_future": [1, 2],
+            **({"labels": request["labels"]} if "labels" in request else {}),
             **more,
         }
         self.vms[name] = vm
