@@ -65,7 +65,11 @@ def _decode_object(kind: Any, value: object, where: str) -> object:
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
     hints = typing.get_type_hints(kind)
     return tuple(
-        (field.name, hints[field.name], field.default is dataclasses.MISSING)
+        (
+            field.name,
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
         for field in dataclasses.fields(kind)
     )
 
