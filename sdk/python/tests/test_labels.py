@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import httpx
 import pytest
 import vmfork
 
 from conftest import FakeDaemon
+
+
+@pytest.fixture
+def client(transport: httpx.MockTransport) -> Iterator[vmfork.Client]:
+    with vmfork.Client(transport=transport) as client:
+        yield client
 
 
 def test_requests_carry_labels_and_leave_out_none(
