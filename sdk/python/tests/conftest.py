@@ -28,6 +28,8 @@ class FakeDaemon:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, str], Any]] = []
         self.headers: list[dict[str, str]] = []
+        #: The `label` parameters of each request.
+        self.filters: list[list[str]] = []
         self.vms: dict[str, dict[str, Any]] = {}
         self.files: dict[str, tuple[int, bytes]] = {}
         self.forks: dict[str, dict[str, Any]] = {}
@@ -51,6 +53,7 @@ class FakeDaemon:
         content: Any = json.loads(body) if is_json else body
         self.asked.append((method, path, query, content))
         self.headers.append(headers)
+        self.filters.append(parse_qs(url.query).get("label", []))
         if self.canned:
             return self.canned.pop(0)
         if (method, path) == ("POST", "/v1/vms"):

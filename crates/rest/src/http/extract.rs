@@ -13,6 +13,7 @@ use serde_json::Value;
 use vmfork_api::LabelFilter;
 
 use super::check;
+use super::document::Document;
 use super::error::{ApiError, bad_request};
 use vmfork_control::User;
 
@@ -92,7 +93,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
 
 /// Parses a document whose writer has one kind of number: to JSON Schema, `3.0` is an integer.
 fn with_whole_numbers<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
-    let mut document = serde_json::from_slice(bytes)?;
+    let Document(mut document) = serde_json::from_slice(bytes)?;
     make_whole(&mut document);
     serde_json::from_value(document)
 }
@@ -238,6 +239,13 @@ mod tests {
         assert!(
             parse::<KillRequest>(b" []").is_err() && parse::<KillRequest>(b"[1, true]").is_err()
         );
+    }
+
+    #[test]
+    fn a_field_that_is_given_twice_is_refused() {
+        for bad in [r#"{"grace_ms": 1, "grace_ms": 2}"#, r#"{"grace_ms": 1.0, "grace_ms": 2}"#] {
+            assert!(parse::<KillRequest>(bad.as_bytes()).is_err(), "{bad}");
+        }
     }
 
     #[test]
