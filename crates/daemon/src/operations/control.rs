@@ -51,7 +51,8 @@ impl Control for Hub {
         async {
             let cgroup = vmfork_host::cgroup::Cgroups::detect();
             let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
-            Ok(crate::doctor::examine(&self.core.config, &self.core.admission, cgroup).await)
+            let (config, admission) = (&self.core.config, &self.core.admission);
+            Ok(crate::doctor::examine(config, admission, cgroup, self.holder.status()).await)
         }
         .boxed()
     }
