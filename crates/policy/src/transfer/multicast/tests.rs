@@ -393,14 +393,9 @@ fn run(mut net: Net, wants: &[(u64, u64, bool)], hosts: usize) -> (Sent, Vec<Res
         for (at, receiver) in receivers.iter_mut().enumerate() {
             let from = at as u64;
             while let Some(Request { pages, demand, repeat }) = receiver.next_request(now) {
+                let (start, len) = (pages.start().0, pages.len());
                 for at in net.arrivals(now) {
-                    let message = Message::Request {
-                        from,
-                        start: pages.start().0,
-                        len: pages.len(),
-                        demand,
-                        repeat,
-                    };
+                    let message = Message::Request { from, start, len, demand, repeat };
                     queue.push(Reverse((at, message)));
                 }
             }
