@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_fork_that_nobody_waits_for_any_more_does_not_get_its_turn() {
+    async fn a_fork_whose_client_has_gone_does_not_get_its_turn() {
         let folder = tempfile::tempdir().expect("folder");
         let vm = vm(folder.path());
         let (mine, given_up) = (CancellationToken::new(), CancellationToken::new());
