@@ -282,7 +282,10 @@ impl Away {
         }
         let sending = Sending {
             metrics: &what.core.metrics,
-            facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
+            facts: Facts {
+                inherited: what.inherited.clone(),
+                ..Facts::of(&parent.identity, machine, parent.agent(), frozen)
+            },
             parent: &parent.identity,
             snapshot,
             working_set: &parent.working_set,
