@@ -44,6 +44,7 @@ mod sources;
 mod tests;
 mod tickets;
 mod touched;
+mod watched;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};

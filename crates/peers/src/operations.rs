@@ -18,6 +18,7 @@ use super::Cluster;
 use super::client::Peer;
 use super::life::Life;
 use super::routes::JOIN;
+use super::watched::Watched;
 use vmfork_control::{Answer, ClusterControl};
 use vmfork_host::error::{chain, outcome};
 
@@ -80,13 +81,16 @@ impl Cluster {
                 self.let_go(opened.folder);
                 None
             }
-            Ok(Some(opened)) => match Life::begin(self, opened).await {
-                Ok(life) => {
-                    self.set_life(Some(life));
-                    None
+            Ok(Some(opened)) => {
+                let watched = Watched::begin(&opened.cluster.members);
+                match Life::begin(self, opened, watched).await {
+                    Ok(life) => {
+                        self.set_life(Some(life));
+                        None
+                    }
+                    Err(error) => Some(hindered(chain(&error), None)),
                 }
-                Err(error) => Some(hindered(chain(&error), None)),
-            },
+            }
             Err(error) => Some(hindered(chain(&error), error.remedy())),
         };
         let before = std::mem::replace(&mut *self.hindrance(), hindrance.clone());
@@ -124,6 +128,9 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
+        if let Some(core) = self.core() {
+            life.tell_hosts(&core);
+        }
         life.member.jobs.release_all().await;
         if let Some(folder) = life.end().await {
             self.let_go(folder);
@@ -148,7 +155,7 @@ impl Cluster {
             remedy: error.remedy(),
         })?;
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
-        match Life::begin(self, opened).await {
+        match Life::begin(self, opened, Watched::default()).await {
             Ok(life) => {
                 self.set_life(Some(life));
                 Ok(self.info())

@@ -8,6 +8,7 @@ use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Sour
 use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 
 use super::record::{self, Subject};
+use super::tell::Tell;
 use super::under_way::{Doing, UnderWay};
 use super::work::{CancelOnDrop, blocking};
 use super::{Base, Library, SnapshotError, Snapshots};
@@ -68,7 +69,8 @@ pub async fn create(
         let order = Order { request, id, table, facts, base, frozen };
         blocking(message, move || {
             let outcome = write(&library, &vm, order, &placed.under_way);
-            placed.ends(outcome.as_ref().err());
+            let tell = Tell { vm: Some(vm.identity.in_event()), ..library.tell() };
+            placed.ends(outcome.as_ref().err(), &tell);
             outcome.map(drop).map_err(|error| error.to_body(failed))
         })
     };

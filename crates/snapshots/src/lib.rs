@@ -19,6 +19,7 @@ pub mod prefetch;
 mod query;
 mod record;
 pub mod start;
+mod tell;
 #[cfg(test)]
 mod tests;
 pub mod transfer;
@@ -37,6 +38,7 @@ use self::collect::Collector;
 pub use self::error::SnapshotError;
 use self::opened::Open;
 pub use self::opened::{Base, Opened};
+use self::tell::Tell;
 use self::turns::Turns;
 use self::under_way::{AllUnderWay, Pulls};
 use self::work::Works;
@@ -76,6 +78,13 @@ pub struct Snapshots {
 
 /// How many VMs of each snapshot are being recorded.
 type Recordings = Mutex<BTreeMap<SnapshotId, usize>>;
+
+impl Library {
+    /// For readers of events.
+    fn tell(&self) -> Tell<'_> {
+        Tell { events: &self.core.events, vm: None }
+    }
+}
 
 impl Snapshots {
     /// The store in this folder. What an earlier daemon had begun to write and not finished is
