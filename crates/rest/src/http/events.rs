@@ -104,8 +104,14 @@ pub(super) async fn events(
         let chunk = stream.next().await?;
         Some((Ok::<_, Infallible>(Bytes::from(chunk)), stream))
     });
-    // A reader must not keep a daemon from ending.
-    let stopped = async move { stopped(&mut stop).await };
+    // A reader must not keep a daemon from ending. One that reads to an end must not take the
+    // daemon's for it.
+    let stopped = async move {
+        match params.follow {
+            true => stopped(&mut stop).await,
+            false => std::future::pending().await,
+        }
+    };
     let body = Body::from_stream(chunks.take_until(Box::pin(stopped)));
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
     Ok((headers, body).into_response())
