@@ -157,6 +157,9 @@ impl Cluster {
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
         match Life::begin(self, opened, Watched::default()).await {
             Ok(life) => {
+                if let Some(core) = self.core() {
+                    life.tell_hosts(&core);
+                }
                 self.set_life(Some(life));
                 Ok(self.info())
             }
