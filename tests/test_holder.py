@@ -41,6 +41,13 @@ def ask(address: Path | int) -> bytes:
         return answer.split(b"\r\n", 1)[0]
 
 
+def checked(daemon: Daemon) -> str:
+    """What `doctor` reports of the holder."""
+    with daemon.client() as client:
+        (check,) = [check for check in client.doctor().checks if check.name == "holder"]
+    return check.detail
+
+
 class Clients:
     """Each asks again and again, on a new connection."""
 
@@ -174,6 +181,7 @@ def test_no_holder_if_none_is_wanted(make_daemon: MakeDaemon) -> None:
     daemon.flags = ["--holder-linger-s", "0"]
     daemon.start()
     assert daemon.holder() is None and not keeper.is_alive()
+    assert checked(daemon).startswith("off")
     daemon.kill()
     with pytest.raises(ConnectionRefusedError):
         ask(daemon.socket)
@@ -222,6 +230,7 @@ def test_another_holder_takes_the_place_of_one_that_died(make_daemon: MakeDaemon
         first.kill()
         eventually(lambda: (now := daemon.holder()) and now.pid != first.pid, 20, "another holder")
         eventually(lambda: "another keeps the sockets now" in daemon.log_tail(), 20, "it has the sockets")
+        assert checked(daemon).startswith("keeps 1 of")
         clients.go_on()
         kill(daemon, clients)
         clients.wait_for(2)

@@ -17,6 +17,7 @@ use vmfork_api::{Check, CheckStatus, DoctorReport, SCHEMA};
 use vmfork_qemu::probe::{self, AccelChoice, Binary, KvmFacts, NoKvm, ProbeError};
 
 use crate::config::find_program;
+use crate::holder::HolderStatus;
 use vmfork_host::admission::Admission;
 use vmfork_host::config::Config;
 
@@ -36,6 +37,7 @@ pub async fn examine(
     config: &Config,
     admission: &Admission,
     cgroup: Result<(), String>,
+    holding: HolderStatus,
 ) -> DoctorReport {
     let qemu = qemu(probe::find(Some(&config.qemu)).await);
     let path = std::env::var_os("PATH");
@@ -58,6 +60,7 @@ pub async fn examine(
         cgroups(cgroup),
         disk(&config.state, &free_bytes(&config.state)),
         agent(&config.agent()),
+        holder(holding),
         mmdebstrap(find_program(Path::new("mmdebstrap"), path.as_deref()).is_some()),
     ];
     DoctorReport { schema: SCHEMA.to_owned(), checks }
@@ -79,6 +82,22 @@ fn warning(name: &str, detail: impl Into<String>, remedy: impl Into<String>) -> 
 
 fn failure(name: &str, detail: impl Into<String>, remedy: impl Into<String>) -> Check {
     Check { status: CheckStatus::Failed, ..warning(name, detail, remedy) }
+}
+
+fn holder(status: HolderStatus) -> Check {
+    let name = "holder";
+    match status {
+        HolderStatus::Keeps(count) => ok(
+            name,
+            format!("keeps {count} of the API's sockets: clients wait while vmforkd restarts"),
+        ),
+        HolderStatus::Off => ok(name, "off: clients are refused while vmforkd restarts"),
+        HolderStatus::Missing => warning(
+            name,
+            "no holder runs: clients are refused while vmforkd restarts",
+            "the daemon's log tells why; is vmfork-holder in the folder of --libdir?",
+        ),
+    }
 }
 
 fn privileges(is_root: bool) -> Check {
@@ -405,6 +424,7 @@ mod tests {
             qemu(Err(ProbeError::NotFound)),
             part("shim", Path::new("/no/such/file"), "…"),
             agent(Path::new("/no/such/file")),
+            holder(HolderStatus::Missing),
             kvm(&Err(NoKvm { reason: "…".into() })),
             memory(GIB, MIB, 0),
             vcpus(128, 0),
@@ -426,6 +446,8 @@ mod tests {
     fn a_fit_host_needs_no_remedy() {
         let checks = [
             privileges(true),
+            holder(HolderStatus::Keeps(1)),
+            holder(HolderStatus::Off),
             userfaultfd(&Ok(())),
             overcommit("0"),
             map_count("65530"),

@@ -61,6 +61,17 @@ impl From<&'static str> for Ending {
     }
 }
 
+/// What `doctor` reports of the holder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HolderStatus {
+    /// The settings want none.
+    Off,
+    /// It keeps this many sockets.
+    Keeps(usize),
+    /// It could not be started, or has died and no other is there yet.
+    Missing,
+}
+
 /// Our holder, if there is one.
 #[derive(Debug)]
 pub struct Holding {
@@ -278,6 +289,16 @@ impl Holding {
             && let Err(error) = owner.end()
         {
             self.kill(error);
+        }
+    }
+
+    /// Whether clients wait while this daemon restarts.
+    pub fn status(&self) -> HolderStatus {
+        let inner = self.lock();
+        match &inner.owner {
+            _ if self.linger.is_zero() => HolderStatus::Off,
+            Some(_) => HolderStatus::Keeps(inner.kept.len()),
+            None => HolderStatus::Missing,
         }
     }
 

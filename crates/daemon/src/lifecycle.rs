@@ -57,6 +57,7 @@ pub struct Parts {
     /// Or why VMs get no memory limit of their own.
     pub cgroups: Result<Arc<Cgroups>, String>,
     pub snapshots: Arc<Snapshots>,
+    pub holder: Arc<Holding>,
 }
 
 /// A host that has started.
@@ -140,6 +141,7 @@ where
         admission: Admission::new(policy, Box::new(ProcProbe)),
         cgroups,
         snapshots,
+        holder: Arc::clone(&holder),
     };
     // A signal while the host starts ends it there: dropping the future gives up what it had begun.
     let host = tokio::select! {

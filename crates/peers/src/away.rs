@@ -10,12 +10,13 @@ use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
-use super::Cluster;
+use super::cluster::Cluster;
 use super::descriptor::CloneOrder;
 use super::guest_images::TAKES_LONG;
 use super::member::Member;
 use super::place::{Sending, Share, send};
-use super::tickets::{Abroad, reserve};
+use super::reserve::reserve;
+use super::tickets::Abroad;
 use vmfork_fork::facts::{Facts, Frozen, host};
 use vmfork_fork::tickets::{Event, TicketOrigin};
 use vmfork_fork::{
@@ -279,7 +280,13 @@ impl Away {
         let open = |origin| {
             let line = |share: &Share| {
                 let vms = share.clones.iter().map(|clone| clone.vmid);
-                Abroad::open(&self.member, share.host, share.number, origin, vms)
+                Abroad::open(
+                    (&self.member.hosts, &self.member.lines),
+                    share.host,
+                    share.number,
+                    origin,
+                    vms,
+                )
             };
             shares.iter().map(line).collect::<Vec<_>>()
         };
@@ -359,7 +366,7 @@ impl Remote for Cluster {
     ) -> BoxFuture<'a, Option<Allotted>> {
         async move {
             let member = self.member()?;
-            match self.settings.ticket_place.policy() {
+            match self.this.settings.ticket_place.policy() {
                 Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
                 None => {
                     let refused = member.hosts.check_active(message).err();

@@ -31,6 +31,8 @@ use super::relay::{LastWord, relay};
 use vmfork_host::error::chain;
 use vmfork_rest::http::PASSED_ON;
 
+/// How long another host may take to say something that it need not work for.
+pub(crate) const WORD_WAIT: Duration = Duration::from_secs(5);
 /// How long a host may take to be connected to.
 const CONNECT_WAIT: Duration = Duration::from_secs(2);
 /// Most bytes of an answer that is read as a whole.

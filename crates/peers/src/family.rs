@@ -10,11 +10,10 @@ use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 
-use super::Cluster;
-use super::client::CallError;
+use super::client::{CallError, WORD_WAIT};
+use super::context::Context;
 use super::hosts::Hosts;
-use super::member::WORD_WAIT;
-use super::routes::Of;
+use super::member::Member;
 use vmfork_host::core::{Core, KILL_TIMEOUT};
 use vmfork_host::error::outcome;
 use vmfork_rest::http::ApiError;
@@ -35,11 +34,11 @@ pub(super) struct Ask {
 
 /// End the part of a family that is here. → how many VMs and forks that were.
 pub(super) async fn end(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Json(ask): Json<Ask>,
 ) -> Result<Json<usize>, ApiError> {
     let message = format!("kill the family of `{}`", ask.name);
-    let (_, core) = of.parts(&message)?;
+    let (_, core) = context.parts(&message)?;
     let grace = Duration::from_millis(ask.grace_ms);
     let task = tokio::spawn(async move { core.kill_family(&ask.id, &ask.name, grace).await });
     Ok(Json(outcome(task, message).await?))
@@ -82,18 +81,19 @@ impl Hosts {
     }
 }
 
-/// End a VM and all that descends from it, on all hosts at once. → the hosts that do not answer:
+/// End a VM and all that descends from it, on all hosts at once. `member`: this host, if it is in a
+/// cluster. → the hosts that do not answer:
 /// what is there goes on.
 ///
 /// # Errors
 /// On a host that answers something of it may go on.
 pub async fn end_everywhere(
-    cluster: &Cluster,
+    member: Option<&Member>,
     core: &Arc<Core>,
     (id, name): (&str, &str),
     grace: Duration,
 ) -> Result<Vec<String>, ErrorBody> {
-    let Some(member) = cluster.member() else {
+    let Some(member) = member else {
         core.kill_family(id, name, grace).await?;
         return Ok(Vec::new());
     };

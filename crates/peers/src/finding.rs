@@ -9,10 +9,11 @@ use futures_util::future::join_all;
 use vmfork_api::{ErrorBody, ErrorCode, VmDetail};
 use vmfork_cluster::{Entry, HostId};
 
-use super::client::CallError;
+use super::client::{CallError, WORD_WAIT};
 use super::hosts::{Hosts, There};
-use super::member::WORD_WAIT;
-use super::routes::NAMES;
+
+/// Where a host is asked for the names of its VMs.
+pub(super) const NAMES: &str = "/cluster/v1/names";
 
 /// What hosts that were asked for a VM say together.
 #[derive(Debug, Default)]

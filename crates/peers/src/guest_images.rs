@@ -28,7 +28,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::Uri;
 use axum::response::Response;
 use axum::routing::get;
-use axum::{Extension, Json, Router};
+use axum::{Json, Router};
 use bytes::BytesMut;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
 use futures_util::stream::FuturesUnordered;
@@ -47,8 +47,6 @@ use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store,
 use super::client::{CallError, Peer};
 use super::descriptor::Order;
 use super::hosts::Hosts;
-use super::routes::Of;
-use super::server::Caller;
 use vmfork_fork::was_given_up;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
@@ -97,7 +95,7 @@ impl Wanted {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct There {
     /// What the host calls it.
-    name: String,
+    pub(super) name: String,
 }
 
 /// An image can't be had.
@@ -388,23 +386,13 @@ async fn until_slow<H, E>(
     }
 }
 
-pub(super) async fn have(
-    State(of): State<Of>,
-    Extension(Caller(from)): Extension<Caller>,
-    Json(wanted): Json<Wanted>,
-) -> Result<Json<There>, ApiError> {
-    let (life, core) = of.parts("take a guest image from another host")?;
-    let name = life.member.guest_images.take(&core.images, from, &wanted).await?;
-    Ok(Json(There { name }))
-}
-
 impl GuestImages {
     pub(super) fn new(hosts: &Arc<Hosts>) -> Self {
         Self { hosts: Arc::clone(hosts), fetches: Fetches::default() }
     }
 
     /// Have an image here, from another host if need be. → what it is called here.
-    async fn take(
+    pub(super) async fn take(
         &self,
         store: &Store,
         from: HostId,

@@ -22,10 +22,9 @@ use serde::{Deserialize, Serialize};
 use tokio::task::JoinHandle;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, BuiltIn, Held, HostView};
-use vmfork_cluster::slurm::Slurm;
+use vmfork_cluster::slurm::{self, Slurm};
 use vmfork_cluster::{HostId, Liveness};
 
-use super::Cluster;
 use super::hosts::Hosts;
 use vmfork_fork::Hold;
 use vmfork_host::core::Core;
@@ -244,8 +243,8 @@ impl State {
 }
 
 /// Who says which hosts clones may have, by the daemon's settings.
-pub(super) fn allocator(cluster: &Cluster, own: HostId) -> Arc<dyn Allocator> {
-    match cluster.settings.slurm.clone() {
+pub(super) fn allocator(slurm: Option<slurm::Settings>, own: HostId) -> Arc<dyn Allocator> {
+    match slurm {
         Some(settings) => Arc::new(Slurm::new(own, settings)),
         None => Arc::new(BuiltIn),
     }

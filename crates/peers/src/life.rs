@@ -16,15 +16,15 @@ use vmfork_cluster::{Authority, Folder, HostId, Merged, Opened, Room, Roster, Tl
 use vmfork_multicast::Groups;
 use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits};
 
-use super::Cluster;
+use super::client::WORD_WAIT;
 use super::jobs;
 use super::kept::Kept;
-use super::member::{Beat, Member, Served, WORD_WAIT, pages_address};
+use super::member::{Beat, HEARTBEAT, Member, Served, pages_address};
 use super::multicast;
 use super::places::Callers;
 use super::records::Records;
-use super::routes::{self, HEARTBEAT};
-use super::server::{self, API_PROTOCOL, Bounds, Port};
+use super::server::{self, API_PROTOCOL, Bounds, Port, Routes};
+use super::this_host::ThisHost;
 use super::watched::Watched;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
@@ -81,14 +81,15 @@ pub(super) enum BeginError {
 
 impl Life {
     /// Begin to be a member: listen, serve, tell the others. `watched`: the members that readers of
-    /// events know.
+    /// events know. `routes`: what others are answered.
     ///
     /// # Errors
     /// A port is taken, or the keys are of no use.
     pub(super) async fn begin(
-        cluster: &Arc<Cluster>,
+        this: &Arc<ThisHost>,
         opened: Opened,
         watched: Watched,
+        routes: impl FnOnce(&Arc<Self>) -> Routes,
     ) -> Result<Arc<Self>, BeginError> {
         let Opened { folder, cluster: of, tokens } = opened;
         let id = of.identity.host();
@@ -99,9 +100,10 @@ impl Life {
         let roster = Roster::new(of.members);
         let tls = Arc::new(Tls::new(of.identity, &of.authority, roster.clone())?);
         let (api, pages) = (tls.client(API_PROTOCOL)?, tls.client(PAGES_PROTOCOL)?);
-        let form = cluster.settings.page_transfer;
-        let (by, allocator) = ((form, pages_at.ip()), jobs::allocator(cluster, id));
-        let member = Member::new(id, cluster.epoch, roster, api, pages, allocator, by);
+        let form = this.settings.page_transfer;
+        let (by, allocator) =
+            ((form, pages_at.ip()), jobs::allocator(this.settings.slurm.clone(), id));
+        let member = Member::new(id, this.epoch, roster, api, pages, allocator, by);
         let member = Arc::new(member);
         member.hosts.roster.change(|book| book.begin(member.hosts.now()));
         let listener = TcpListener::bind(api_at)
@@ -133,11 +135,11 @@ impl Life {
             stop,
             tasks: Mutex::default(),
         });
-        let routes = routes::of(cluster, &life);
+        let routes = routes(&life);
         let callers = Arc::clone(&life.callers);
         let port = Port { tls, routes, callers, bounds: Bounds::default() };
         let serving = tokio::spawn(server::serve(listener, port, stopped.clone()));
-        let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::downgrade(cluster), stopped));
+        let beating = tokio::spawn(beat(Arc::downgrade(&life), Arc::clone(this), stopped));
         *life.tasks.lock().unwrap_or_else(PoisonError::into_inner) = vec![serving, beating];
         life.member.jobs.look();
         tracing::info!(%id, name = life.member.hosts.name(), %address, "member of a cluster");
@@ -310,19 +312,14 @@ impl Life {
 }
 
 /// Sends the heartbeats that are due, and ends what no host needs any more.
-async fn beat(
-    life: std::sync::Weak<Life>,
-    cluster: std::sync::Weak<Cluster>,
-    mut stop: watch::Receiver<bool>,
-) {
+async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch::Receiver<bool>) {
     let under_way = Arc::new(Semaphore::new(BEATS_MAX));
     for tick in 1_u64.. {
         tokio::select! {
             () = tokio::time::sleep(TICK) => {}
             _ = stop.wait_for(|stop| *stop) => return,
         }
-        let (Some(life), Some(cluster)) = (life.upgrade(), cluster.upgrade()) else { return };
-        let Some(core) = cluster.core() else { return };
+        let (Some(life), Some(core)) = (life.upgrade(), this.core()) else { return };
         life.tell_hosts(&core);
         let roster = &life.member.hosts.roster;
         let is_host = |id| roster.read(|book| book.member(id).is_some());

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
@@ -35,8 +35,8 @@ use super::tickets::{Inbox, Leases, Lines};
 use crate::PageTransfer;
 use vmfork_host::error::chain;
 
-/// How long another host may take to say something that it need not work for.
-pub(super) const WORD_WAIT: Duration = Duration::from_secs(5);
+/// Where heartbeats are sent.
+pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
 
 /// What goes with a heartbeat besides who is a member.
 #[derive(Debug, Serialize, Deserialize)]

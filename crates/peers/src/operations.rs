@@ -14,10 +14,10 @@ use vmfork_cluster::{
     MemberError, Membership, Newcomer, Opened, Tokens,
 };
 
-use super::Cluster;
 use super::client::Peer;
-use super::life::Life;
-use super::routes::JOIN;
+use super::cluster::Cluster;
+use super::life::{BeginError, Life};
+use super::routes::{self, JOIN};
 use super::watched::Watched;
 use vmfork_control::{Answer, ClusterControl};
 use vmfork_host::error::{chain, outcome};
@@ -37,7 +37,7 @@ impl Cluster {
     /// Be what this host was before, if it was a member of a cluster. While that can't be, it goes
     /// on without, says why, and tries again.
     pub async fn begin(self: &Arc<Self>, api: axum::Router) {
-        let _first = self.api.set(api);
+        let _first = self.this.api.set(api);
         self.begin_every(BEGIN_AGAIN).await;
     }
 
@@ -83,7 +83,7 @@ impl Cluster {
             }
             Ok(Some(opened)) => {
                 let watched = Watched::begin(&opened.cluster.members);
-                match Life::begin(self, opened, watched).await {
+                match self.begin_life(opened, watched).await {
                     Ok(life) => {
                         self.set_life(Some(life));
                         None
@@ -101,6 +101,21 @@ impl Cluster {
             tracing::error!(remedy, "this host goes on without its cluster: {cause}");
         }
         false
+    }
+
+    async fn begin_life(
+        self: &Arc<Self>,
+        opened: Opened,
+        watched: Watched,
+    ) -> Result<Arc<Life>, BeginError> {
+        let cluster = Arc::downgrade(self);
+        let removed = move || {
+            if let Some(cluster) = cluster.upgrade() {
+                cluster.was_removed();
+            }
+        };
+        let routes = |life: &Arc<Life>| routes::of(&self.this, life, removed);
+        Life::begin(&self.this, opened, watched, routes).await
     }
 
     /// Serve other hosts no more: the daemon ends. It stays a member.
@@ -128,7 +143,7 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
-        if let Some(core) = self.core() {
+        if let Some(core) = self.this.core() {
             life.tell_hosts(&core);
         }
         life.member.jobs.release_all().await;
@@ -155,9 +170,9 @@ impl Cluster {
             remedy: error.remedy(),
         })?;
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
-        match Life::begin(self, opened, Watched::default()).await {
+        match self.begin_life(opened, Watched::default()).await {
             Ok(life) => {
-                if let Some(core) = self.core() {
+                if let Some(core) = self.this.core() {
                     life.tell_hosts(&core);
                 }
                 self.set_life(Some(life));
@@ -181,7 +196,7 @@ impl Cluster {
         };
         let member = &life.member;
         let now = member.hosts.now();
-        let own_room = self.core().map(|core| core.admission.room());
+        let own_room = self.this.core().map(|core| core.admission.room());
         let hosts = member.hosts.roster.read(|book| {
             let host = |entry: &Entry| {
                 let is_here = entry.id == member.hosts.id;

@@ -12,11 +12,12 @@ use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
 use super::arrivals::Arrival;
+use super::client::WORD_WAIT;
 use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::hosts::Hosts;
 use super::images::{Lender, Sending as Lent};
-use super::member::{Member, WORD_WAIT};
+use super::member::Member;
 use super::receive::GRACE;
 use super::touched::HOSTS_WATCHED;
 use vmfork_fork::Snapshot;

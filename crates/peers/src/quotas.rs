@@ -4,17 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::{Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
 
-use super::Cluster;
-use super::client::CallError;
+use super::client::{CallError, WORD_WAIT};
 use super::hosts::Hosts;
-use super::member::WORD_WAIT;
-use vmfork_host::core::{self, Core, TOLD_WITHIN};
+use vmfork_host::core::{Core, TOLD_WITHIN};
 use vmfork_host::error::chain;
 
 /// Where a user's keeper is asked for more.
@@ -72,23 +68,6 @@ impl State {
         }
         let all_told = others().all(|host| self.counts.has_heard(*host));
         (!all_told).then_some("a host has not told yet what it has")
-    }
-}
-
-impl core::Keeper for Cluster {
-    fn take<'a>(
-        &'a self,
-        core: &'a Core,
-        ask: QuotaAsk,
-        message: &'a str,
-    ) -> BoxFuture<'a, Result<Option<QuotaAnswer>, ErrorBody>> {
-        async move {
-            match self.member() {
-                Some(member) => member.keeper.take(core, ask, message).await.map(Some),
-                None => Ok(None),
-            }
-        }
-        .boxed()
     }
 }
 

@@ -8,17 +8,18 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_engine::{Engine, EngineOptions};
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
+use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
 
-use super::arrivals::Arrivals;
+use super::arrivals::{Arrival, Arrivals};
 use super::descriptor::{Descriptor, Order, Parent};
-use super::images::Images;
+use super::images::{Entry, Images};
 use super::tickets::SetAside;
-use vmfork_fork::facts::host;
+use vmfork_fork::facts::{Facts, host};
 use vmfork_fork::tickets::TicketOrigin;
 use vmfork_fork::{Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
-use vmfork_host::admission::ForkAsk;
-use vmfork_host::core::start_machines;
+use vmfork_host::admission::{ForkAsk, Lease};
+use vmfork_host::core::{Core, start_machines};
 use vmfork_host::error::{BUG, chain};
 use vmfork_host::metrics::Stage;
 use vmfork_host::vm::{Identity, Provenance, WorkingSet};
@@ -71,51 +72,110 @@ pub(super) async fn start(
     origin: Option<TicketOrigin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
-    let forker = here.forker;
-    let core = &forker.core;
+    let core = &here.forker.core;
     let Descriptor { order, images, state } = descriptor;
-    let Order { facts, parent, clones, .. } = order;
     let began = Instant::now();
-    let message = format!("start clones of `{}`", parent.name);
-    let names: Vec<String> = clones.iter().map(|clone| clone.name.clone()).collect();
-    let count = u32::try_from(clones.len()).unwrap_or(u32::MAX);
-    let timeout = vmfork_fork::check(&message, count, Some(&names), Some(order.timeout_ms))?;
+    let message = format!("start clones of `{}`", order.parent.name);
+    let deadline = began + check(&message, &order)?;
+    let shape = check_host(core, &message, &order.facts).await?;
+    let (memory, coming) = match memory {
+        Some(SetAside { grant, coming }) => (Some(grant), coming),
+        None => (None, Vec::new()),
+    };
+    let (engine, arrival) =
+        tokio::task::block_in_place(|| open(&here, &message, &order, &images, &coming))?;
+    drop(coming);
+    core.metrics.observe_stage(Stage::Arrive, began.elapsed());
+
+    let names: Vec<String> = order.clones.iter().map(|clone| clone.name.clone()).collect();
+    let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
+    let wanted = Names { wanted: Some(&names), stem: &order.parent.name, count, taken: None };
+    // The names are kept until the clones have them.
+    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing, &message)?;
+    let grant = match memory {
+        Some(grant) => grant,
+        None => {
+            let count = u32::try_from(reservation.names().len()).unwrap_or(count);
+            let ask = ask(&message, &order, count, origin.is_some());
+            core.admit(ask, order.all_or_nothing).await?
+        }
+    };
+    let _no_refill = core.hold_pool();
+    core.pool.want(&shape, core.config.pool as usize);
+    let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
+    host::check_machine(&message, &order.facts, &mut pending, deadline).await.map_err(unlike)?;
+    let snapshot = snapshot(&message, &order, &state, engine, grant.snapshot, arrival)?;
+    let identity = Identity { job: order.job, ..identity(&order.facts, &order.parent) };
+    let brood = Brood {
+        forker: Arc::clone(here.forker),
+        stem: Arc::new(Stem { message, identity, agent: order.facts.agent.clone() }),
+        snapshot: Arc::new(snapshot),
+        began,
+        deadline,
+        origin,
+        given_up,
+    };
+    let wanted = names.into_iter().zip(order.clones).map(|((name, is_kept), clone)| Wanted {
+        name,
+        is_kept,
+        vmid: clone.vmid,
+        ticket: clone.ticket,
+    });
+    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
+    let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await;
+    drop(reservation);
+    results
+}
+
+/// Whether an order can be carried out as it is. → how long it may take.
+fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
+    let names: Vec<String> = order.clones.iter().map(|clone| clone.name.clone()).collect();
+    let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
+    let timeout = vmfork_fork::check(message, count, Some(&names), Some(order.timeout_ms))?;
     if let Some(name) = names.iter().find(|name| !vmfork_api::name_is_valid(name)) {
         return Err(ErrorBody::new(ErrorCode::BadRequest, message)
             .cause(format!("`{name}` is no name of a VM"))
             .remedy(BUG));
     }
-    facts.check_accel(&message, &KvmFacts::gather()).map_err(unlike)?;
-    host::check_qemu(core, &message, &facts).await.map_err(unlike)?;
-    let (shape, _disk) = host::shape_and_disk(core, &message, &facts).map_err(unlike)?;
+    Ok(timeout)
+}
 
+/// Whether this host is what the clones need. → the shape of their QEMUs.
+async fn check_host(core: &Core, message: &str, facts: &Facts) -> Result<Shape, ErrorBody> {
+    facts.check_accel(message, &KvmFacts::gather()).map_err(unlike)?;
+    host::check_qemu(core, message, facts).await.map_err(unlike)?;
+    let (shape, _disk) = host::shape_and_disk(core, message, facts).map_err(unlike)?;
+    Ok(shape)
+}
+
+/// The engine of the clones' memory, with what comes ahead on its way. Blocks while page tables are
+/// built. `coming`: memory that was reserved for it.
+fn open(
+    here: &Here<'_>,
+    message: &str,
+    order: &Order,
+    images: &[Entry],
+    coming: &[Arc<Lease>],
+) -> Result<(Arc<Engine>, Arc<Arrival>), ErrorBody> {
+    let core = &here.forker.core;
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
-    let engine = tokio::task::block_in_place(|| {
-        let pages = facts.spec().memory_bytes / PAGE_BYTES;
-        here.engines.get(name, || {
-            let next = || core.next_image();
-            let source = |image| (here.source)(image, pages);
-            let image = here.images.open(&images, pages, next, source);
-            let image = image.map_err(|error| bad(&message, &error))?;
-            let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
-            let engine = Engine::serve(image, &options, core.event_sink());
-            let engine = Arc::new(engine.map_err(|error| failed(&message, &error))?);
-            core.add_engine(&engine);
-            engine.predict();
-            Ok::<_, ErrorBody>(engine)
-        })
+    let pages = order.facts.spec().memory_bytes / PAGE_BYTES;
+    let engine = here.engines.get(name, || {
+        let next = || core.next_image();
+        let source = |image| (here.source)(image, pages);
+        let image = here.images.open(images, pages, next, source);
+        let image = image.map_err(|error| bad(message, &error))?;
+        let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
+        let engine = Engine::serve(image, &options, core.event_sink());
+        let engine = Arc::new(engine.map_err(|error| failed(message, &error))?);
+        core.add_engine(&engine);
+        engine.predict();
+        Ok::<_, ErrorBody>(engine)
     })?;
-    let (memory, coming) = match memory {
-        Some(SetAside { grant, coming }) => (Some(grant), coming),
-        None => (None, Vec::new()),
-    };
-    let arrival = tokio::task::block_in_place(|| {
-        here.arrivals.of(name, &engine, &core.admission, &message, &coming)
-    })?;
-    drop(coming);
+    let arrival = here.arrivals.of(name, &engine, &core.admission, message, coming)?;
     let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
-    for (start, len) in order.working_set {
-        if let Ok(run) = PageRange::new(PageIdx(start), len) {
+    for (start, len) in &order.working_set {
+        if let Ok(run) = PageRange::new(PageIdx(*start), *len) {
             ahead.record(run.intersect(&all));
         }
     }
@@ -123,69 +183,50 @@ pub(super) async fn start(
     if let Some(bytes_per_s) = NonZeroU64::new(order.hydrate_bytes_per_s) {
         arrival.hydrate(bytes_per_s);
     }
-    core.metrics.observe_stage(Stage::Arrive, began.elapsed());
+    Ok((engine, arrival))
+}
 
-    let wanted = Names { wanted: Some(&names), stem: &parent.name, count, taken: None };
-    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing, &message)?;
-    let grant = match memory {
-        Some(grant) => grant,
-        None => {
-            let ask = ForkAsk {
-                message: &message,
-                family: &parent.family,
-                user: parent.user,
-                ram_bytes: facts.spec().memory_bytes,
-                cpus: facts.spec().cpus,
-                count: u32::try_from(reservation.names().len()).unwrap_or(count),
-                by_guest: origin.is_some(),
-                allowed: None,
-            };
-            core.admit(ask, order.all_or_nothing).await?
-        }
-    };
-    let _no_refill = core.hold_pool();
-    core.pool.want(&shape, core.config.pool as usize);
-    let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    let deadline = began + timeout;
-    host::check_machine(&message, &facts, &mut pending, deadline).await.map_err(unlike)?;
-    let state = vmfork_fork::state::write(&state).map_err(|error| failed(&message, &error))?;
+/// For memory for `count` of an order's clones.
+fn ask<'a>(message: &'a str, order: &'a Order, count: u32, by_guest: bool) -> ForkAsk<'a> {
+    ForkAsk {
+        message,
+        family: &order.parent.family,
+        user: order.parent.user,
+        ram_bytes: order.facts.spec().memory_bytes,
+        cpus: order.facts.spec().cpus,
+        count,
+        by_guest,
+        allowed: None,
+    }
+}
+
+/// What each of the clones continues.
+fn snapshot(
+    message: &str,
+    order: &Order,
+    state: &[u8],
+    engine: Arc<Engine>,
+    lease: Lease,
+    arrival: Arc<Arrival>,
+) -> Result<Snapshot, ErrorBody> {
+    let state = vmfork_fork::state::write(state).map_err(|error| failed(message, &error))?;
     let lead =
         vmfork_fork::state::read(&state).ok().and_then(|state| vmfork_fork::state::lead_of(&state));
-    let snapshot = Snapshot {
+    Ok(Snapshot {
         state,
         lead,
         engine,
-        inheritance: facts.inheritance.clone(),
-        fork: facts.fork,
-        lease: Some(grant.snapshot),
+        inheritance: order.facts.inheritance.clone(),
+        fork: order.facts.fork,
+        lease: Some(lease),
         provenance: Provenance::default().with(arrival),
         on_run: OnRun::default(),
         is_watched: order.is_watched,
-    };
-    let identity = Identity { job: order.job, ..identity(&facts, &parent) };
-    let brood = Brood {
-        forker: Arc::clone(forker),
-        stem: Arc::new(Stem { message, identity, agent: facts.agent.clone() }),
-        snapshot: Arc::new(snapshot),
-        began,
-        deadline,
-        origin,
-        given_up,
-    };
-    let wanted = names.into_iter().zip(clones).map(|((name, is_kept), clone)| Wanted {
-        name,
-        is_kept,
-        vmid: clone.vmid,
-        ticket: clone.ticket,
-    });
-    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
-    let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await?;
-    drop(reservation);
-    Ok(results)
+    })
 }
 
 /// Of its clones, but for id, name, number and birth.
-fn identity(facts: &vmfork_fork::facts::Facts, parent: &Parent) -> Identity {
+fn identity(facts: &Facts, parent: &Parent) -> Identity {
     Identity {
         id: parent.id.clone(),
         name: parent.name.clone(),
@@ -228,7 +269,7 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmfork_fork::facts::{self, Facts};
+    use vmfork_fork::facts;
 
     #[test]
     fn who_forks_is_told_nothing_that_only_snapshots_have() {

@@ -27,86 +27,92 @@ use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
 
-use super::Cluster;
+use super::context::{Context, is_leaving};
 use super::descriptor::{self, Descriptor};
 use super::family;
+use super::finding::NAMES;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
-use super::member::Beat;
+use super::member::{Beat, HEARTBEAT};
 use super::place::{CLONES, GIVE_UP};
 use super::quotas::QUOTAS;
 use super::receive::{self, Here};
 use super::server::{Caller, Routes};
+use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touched::{self, TOUCHED};
-use vmfork_fork::Forker;
 use vmfork_host::core::Core;
 use vmfork_host::error::{BUG, chain, outcome};
 use vmfork_host::vm::End;
 use vmfork_rest::http::ApiError;
 
 pub(super) const JOIN: &str = "/cluster/v1/join";
-pub(super) const NAMES: &str = "/cluster/v1/names";
-pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
 
-/// Of one membership.
+/// What newcomers and heartbeats are answered from.
 #[derive(Clone)]
-pub(super) struct Of {
-    cluster: Weak<Cluster>,
+struct OfLife {
     life: Weak<Life>,
+    context: Context,
+    /// Another member has removed this host.
+    removed: Arc<dyn Fn() + Send + Sync>,
 }
 
-impl Of {
-    fn forker(&self, message: &str) -> Result<Arc<Forker>, ErrorBody> {
-        let forker = self.cluster.upgrade().and_then(|cluster| cluster.forker());
-        forker.ok_or_else(|| is_leaving(message))
-    }
-
-    pub(super) fn parts(&self, message: &str) -> Result<(Arc<Life>, Arc<Core>), ErrorBody> {
-        let core = self.cluster.upgrade().and_then(|cluster| cluster.core());
-        self.life.upgrade().zip(core).ok_or_else(|| is_leaving(message))
+impl OfLife {
+    fn life(&self, message: &str) -> Result<Arc<Life>, ErrorBody> {
+        self.life.upgrade().ok_or_else(|| is_leaving(message))
     }
 }
 
-fn is_leaving(message: &str) -> ErrorBody {
-    ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
-}
-
-pub(super) fn of(cluster: &Arc<Cluster>, life: &Arc<Life>) -> Routes {
-    let of = Of { cluster: Arc::downgrade(cluster), life: Arc::downgrade(life) };
+/// All routes of a membership. `removed` is called if another member has removed this host.
+pub(super) fn of(
+    this: &Arc<ThisHost>,
+    life: &Arc<Life>,
+    removed: impl Fn() + Send + Sync + 'static,
+) -> Routes {
+    let context = Context::new(this, &life.member);
+    let of_life =
+        OfLife { life: Arc::downgrade(life), context: context.clone(), removed: Arc::new(removed) };
     let clones = Router::new()
         .route(CLONES, post(clones))
         .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
     let members = Router::new()
-        .route(HEARTBEAT, post(heartbeat))
         .route(NAMES, get(names))
         .route(family::END, post(family::end))
         .route(GIVE_UP, post(give_up))
-        .route(GUEST_IMAGES, post(guest_images::have))
+        .route(GUEST_IMAGES, post(have_image))
         .route(LEASES, post(lease))
         .route(RELEASE, post(release))
         .route(QUOTAS, post(quota))
         .route(LETTERS, post(letter))
         .route(TOUCHED, post(touched::hear))
-        .merge(clones);
-    let images = cluster.core().map(|core| guest_images::giving(core.images.clone()));
-    let api = cluster.api.get().cloned().unwrap_or_default();
+        .merge(clones)
+        .with_state(context);
+    let heartbeats = Router::new().route(HEARTBEAT, post(heartbeat)).with_state(of_life.clone());
+    let images = this.core().map(|core| guest_images::giving(core.images.clone()));
+    let api = this.api.get().cloned().unwrap_or_default();
     Routes {
         // The API answers in its own way to what is no route.
-        members: members
-            .with_state(of.clone())
-            .merge(images.unwrap_or_default())
-            .fallback_service(api),
-        newcomers: Router::new().route(JOIN, post(join)).with_state(of),
+        members: members.merge(heartbeats).merge(images.unwrap_or_default()).fallback_service(api),
+        newcomers: Router::new().route(JOIN, post(join)).with_state(of_life),
     }
 }
 
+async fn have_image(
+    State(context): State<Context>,
+    Extension(Caller(from)): Extension<Caller>,
+    Json(wanted): Json<guest_images::Wanted>,
+) -> Result<Json<guest_images::There>, ApiError> {
+    let (member, core) = context.parts("take a guest image from another host")?;
+    let name = member.guest_images.take(&core.images, from, &wanted).await?;
+    Ok(Json(guest_images::There { name }))
+}
+
 async fn join(
-    State(of): State<Of>,
+    State(of): State<OfLife>,
     Json(request): Json<JoinRequest>,
 ) -> Result<Json<JoinAnswer>, ApiError> {
     let message = format!("join as `{}`", request.name);
-    let (life, _) = of.parts(&message)?;
+    let life = of.life(&message)?;
     let now = life.member.hosts.now();
     let (answer, written) = {
         let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,49 +136,47 @@ async fn join(
 }
 
 async fn heartbeat(
-    State(of): State<Of>,
+    State(of): State<OfLife>,
     Extension(Caller(from)): Extension<Caller>,
     Json(beat): Json<Beat>,
 ) -> Result<Json<Beat>, ApiError> {
-    let (life, core) = of.parts("take a heartbeat")?;
+    let message = "take a heartbeat";
+    let (life, (_, core)) = (of.life(message)?, of.context.parts(message)?);
     let quotas = core.quotas.tally(&core.admission);
     let (answer, merged) = life.member.on_beat(from, &beat, core.admission.room(), Some(quotas))?;
     life.settle(&merged);
     life.heard(from, &beat);
-    if merged.removed
-        && let Some(cluster) = of.cluster.upgrade()
-    {
-        cluster.was_removed();
+    if merged.removed {
+        (of.removed)();
     }
     Ok(Json(answer))
 }
 
-async fn names(State(of): State<Of>) -> Result<Json<Vec<String>>, ApiError> {
-    let (_, core) = of.parts("tell the names of VMs")?;
+async fn names(State(context): State<Context>) -> Result<Json<Vec<String>>, ApiError> {
+    let (_, core) = context.parts("tell the names of VMs")?;
     Ok(Json(core.registry.all().iter().map(|vm| vm.name().to_owned()).collect()))
 }
 
 async fn clones(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     body: Bytes,
 ) -> Result<Json<Vec<CloneResult>>, ApiError> {
     let message = "start another host's clones";
-    let (life, core) = of.parts(message)?;
-    let forker = of.forker(message)?;
+    let (member, core) = context.parts(message)?;
+    let forker = context.forker(message)?;
     let mut descriptor = Descriptor::decode(&body).map_err(|error| {
         ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
     })?;
     drop(body);
-    life.member.hosts.check_active(message)?;
+    member.hosts.check_active(message)?;
     let order = (from, descriptor.order.number);
-    let begun = life.member.orders().begin(Instant::now(), order);
+    let begun = member.orders().begin(Instant::now(), order);
     let given_up = begun.ok_or_else(|| vmfork_fork::was_given_up(message))?;
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: QEMUs that are half-way up are ended in order, also when the client
     // disconnects.
     let task = tokio::spawn(async move {
-        let member = &life.member;
         // Dropped last: when it is over, the end of the family finds all VMs that this fork
         // started.
         let line = descriptor.order.parent.line();
@@ -192,7 +196,7 @@ async fn clones(
         let memory = wanted.lease.and_then(|it| member.leases.take(Instant::now(), from, it));
         let results = match had {
             Ok(()) => {
-                let origin = tickets::begin(member, &core, from, wanted);
+                let origin = tickets::begin((&member.hosts, &member.lines), &core, from, wanted);
                 receive::start(here, descriptor, memory, origin, given_up).await
             }
             Err(error) => Err(error),
@@ -201,7 +205,7 @@ async fn clones(
         let unwanted = member.orders().done(Instant::now(), order, started.collect());
         end_all(&core, &unwanted);
         if let (Some(snapshot), Ok(clones)) = (watched, &results) {
-            touched::watch_some(member, &core, from, snapshot, clones);
+            touched::watch_some(&member, &core, from, snapshot, clones);
         }
         results
     });
@@ -209,57 +213,57 @@ async fn clones(
 }
 
 async fn give_up(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     Json(number): Json<u64>,
 ) -> Result<Json<()>, ApiError> {
-    let (life, core) = of.parts("give up another host's order")?;
-    let unwanted = life.member.orders().give_up(Instant::now(), (from, number));
+    let (member, core) = context.parts("give up another host's order")?;
+    let unwanted = member.orders().give_up(Instant::now(), (from, number));
     end_all(&core, &unwanted);
     Ok(Json(()))
 }
 
 async fn lease(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     Json(ask): Json<PlacesAsk>,
 ) -> Result<Json<u32>, ApiError> {
     let message = "make room for another host's clones";
-    let (life, core) = of.parts(message)?;
-    life.member.hosts.check_active(message)?;
+    let (member, core) = context.parts(message)?;
+    member.hosts.check_active(message)?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
-    Ok(Json(life.member.leases.grant(Instant::now(), from, &ask, accounts)?))
+    Ok(Json(member.leases.grant(Instant::now(), from, &ask, accounts)?))
 }
 
 async fn quota(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     Json(ask): Json<QuotaAsk>,
 ) -> Result<Json<QuotaAnswer>, ApiError> {
-    let (life, core) = of.parts("count what a user has")?;
-    Ok(Json(life.member.keeper.keep(&core, from, &ask, Instant::now())?))
+    let (member, core) = context.parts("count what a user has")?;
+    Ok(Json(member.keeper.keep(&core, from, &ask, Instant::now())?))
 }
 
 async fn release(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     Json(lease): Json<u64>,
 ) -> Result<Json<()>, ApiError> {
-    let (life, _) = of.parts("give another host's room back")?;
-    drop(life.member.leases.take(Instant::now(), from, lease));
+    let (member, _) = context.parts("give another host's room back")?;
+    drop(member.leases.take(Instant::now(), from, lease));
     Ok(Json(()))
 }
 
 async fn letter(
-    State(of): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     request: Request,
 ) -> Result<Json<u64>, ApiError> {
     let message = "hear of a ticket's clones";
-    let (life, _) = of.parts(message)?;
-    let letter = life.member.inbox.read(request.into_body(), message).await?;
-    Ok(Json(life.member.lines.on_letter(from, letter.bytes.clone())?))
+    let (member, _) = context.parts(message)?;
+    let letter = member.inbox.read(request.into_body(), message).await?;
+    Ok(Json(member.lines.on_letter(from, letter.bytes.clone())?))
 }
 
 fn end_all(core: &Arc<Core>, ids: &[String]) {

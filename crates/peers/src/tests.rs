@@ -14,7 +14,7 @@ use vmfork_api::{ClusterHostRequest, ClusterInitRequest, ClusterJoinRequest, Clu
 use vmfork_cluster::allocate::Policy;
 use vmfork_cluster::{Folder, HostId};
 
-use super::tickets::reserve;
+use super::reserve::reserve;
 use super::{Cluster, Operations, Settings, TicketPlace};
 use vmfork_control::ClusterControl;
 use vmfork_fork::tickets::{Tickets, allot};

@@ -21,8 +21,8 @@ use vmfork_image::{ImageName, PageIdx, PageRange, PageTable, Source};
 use vmfork_memory::TouchScan;
 use vmfork_policy::ViewId;
 
+use super::context::Context;
 use super::member::Member;
-use super::routes::Of;
 use super::server::Caller;
 use vmfork_host::core::Core;
 use vmfork_host::error::{BUG, chain};
@@ -166,12 +166,12 @@ async fn tell(
 /// Another host tells what a clone there has touched. How many runs, the bound of a request's body
 /// bounds.
 pub(super) async fn hear(
-    State(life): State<Of>,
+    State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     Json(said): Json<Touched>,
 ) -> Result<Json<()>, ApiError> {
     let message = "hear what a clone has touched";
-    let (life, _) = life.parts(message)?;
+    let (member, _) = context.parts(message)?;
     let run = |(start, len): &(u64, u64)| PageRange::new(PageIdx(*start), *len);
     let runs: Result<Vec<_>, _> = said.runs.iter().map(run).collect();
     let runs = runs.map_err(|error| {
@@ -179,6 +179,6 @@ pub(super) async fn hear(
     })?;
     tracing::debug!(host = %from, runs = runs.len(), "a clone's pages");
     let (host, image) = said.snapshot;
-    life.member.images.touched(ImageName { host, image }, &runs);
+    member.images.touched(ImageName { host, image }, &runs);
     Ok(Json(()))
 }

@@ -7,11 +7,13 @@ use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
 use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
 
-use super::record::{self, Subject};
-use super::tell::Tell;
-use super::under_way::{Doing, UnderWay};
-use super::work::{CancelOnDrop, blocking};
-use super::{Base, Library, SnapshotError, Snapshots};
+use crate::error::SnapshotError;
+use crate::library::{Library, Snapshots};
+use crate::opened::Base;
+use crate::record::{self, Subject};
+use crate::tell::Tell;
+use crate::under_way::{Doing, UnderWay};
+use crate::work::{CancelOnDrop, blocking};
 use vmfork_fork::Frozen;
 use vmfork_fork::facts::{self, Facts};
 use vmfork_host::vm::Vm;

@@ -7,9 +7,10 @@ use std::time::Duration;
 use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
-use super::turns::Change;
-use super::work::{CancelOnDrop, blocking};
-use super::{Library, SnapshotError, Snapshots};
+use crate::error::SnapshotError;
+use crate::library::{Library, Snapshots};
+use crate::turns::Change;
+use crate::work::{CancelOnDrop, blocking};
 use vmfork_host::error::chain;
 
 /// How long a pull is waited for that has been given up: a request to a store may take longer.

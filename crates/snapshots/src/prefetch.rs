@@ -9,8 +9,10 @@ use vmfork_api::Prefetch;
 use vmfork_image::PageRange;
 use vmfork_store::StoreError;
 
-use super::opened::WorkingSetClaim;
-use super::{Library, Opened, SnapshotError, Snapshots};
+use crate::error::SnapshotError;
+use crate::library::{Library, Snapshots};
+use crate::opened::Opened;
+use crate::opened::WorkingSetClaim;
 use vmfork_host::error::chain;
 
 /// How often that is looked at, and whether a store is needed no more.

@@ -6,8 +6,10 @@ use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
 use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
-use super::under_way::UnderWay;
-use super::{Opened, SnapshotError, Snapshots};
+use crate::error::SnapshotError;
+use crate::library::Snapshots;
+use crate::opened::Opened;
+use crate::under_way::UnderWay;
 use vmfork_fork::facts::Facts;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;

@@ -17,8 +17,9 @@ use vmfork_image::{PageRange, PageTable};
 use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
-use super::turns::Change;
-use super::{Library, SnapshotError, Snapshots};
+use crate::error::SnapshotError;
+use crate::library::{Library, Snapshots};
+use crate::turns::Change;
 use vmfork_host::core::Core;
 use vmfork_host::vm::Vm;
 use vmfork_host::vm::machine::Machine;
@@ -110,7 +111,7 @@ pub(super) fn start(library: &Arc<Library>, vm: &Arc<Vm>, subject: Subject) {
 #[derive(Debug)]
 pub(super) struct Turn {
     id: SnapshotId,
-    recordings: Arc<super::Recordings>,
+    recordings: Arc<crate::library::Recordings>,
 }
 
 impl Drop for Turn {

@@ -4,14 +4,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, StartReply, StartRequest};
+use vmfork_api::{CloneResult, ErrorBody, StartReply, StartRequest};
+use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
 
-use super::record::{self, Subject};
-use super::{Library, Opened, SnapshotError};
+use crate::error::SnapshotError;
+use crate::library::Library;
+use crate::opened::Opened;
+use crate::prefetch;
+use crate::record::{self, Subject};
 use vmfork_fork::facts::host;
 use vmfork_fork::{Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted};
-use vmfork_host::admission::ForkAsk;
+use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::start_machines;
 use vmfork_host::error::outcome;
 use vmfork_host::metrics::Stage;
@@ -43,101 +47,153 @@ pub async fn start(
     outcome(task, message).await
 }
 
+/// A start under way.
+struct Start<'a> {
+    library: &'a Arc<Library>,
+    user: User,
+    /// What the snapshot is called now.
+    name: &'a str,
+    request: StartRequest,
+    message: String,
+    began: Instant,
+    deadline: Instant,
+    given_up: CancellationToken,
+}
+
 async fn carry_out(
     library: &Arc<Library>,
     (user, name): (User, &str),
     request: StartRequest,
     given_up: CancellationToken,
 ) -> Result<StartReply, ErrorBody> {
-    let core = &library.core;
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let message = format!("start snapshot `{name}`");
     let wanted = request.names.as_deref();
     let deadline = began + vmfork_fork::check(&message, request.count, wanted, request.timeout_ms)?;
-    let failed = |error: SnapshotError| error.to_body(&message);
-    let opened = tokio::task::block_in_place(|| {
-        library.snapshots.check_written(name, &message)?;
-        library.snapshots.open(core, name).map_err(failed)
-    })?;
+    let start = Start { library, user, name, request, message, began, deadline, given_up };
+    let opened = start.open()?;
     let open = began.elapsed();
-    core.metrics.observe_stage(Stage::Open, open);
-    opened.facts.check_accel(&message, &KvmFacts::gather())?;
-    if !request.force {
-        host::check_qemu(core, &message, &opened.facts).await?;
-    }
-    let (shape, disk) = host::shape_and_disk(core, &message, &opened.facts)?;
-    opened.keep_disk(disk);
-    tokio::task::block_in_place(|| opened.promise_memory(&core.admission, &message))?;
-
-    let taken = library.forker.remote.names().await;
-    let names = Names { wanted, stem: name, count: request.count, taken: taken.as_ref() };
-    let (reservation, names) = vmfork_fork::reserve(core, names, request.all_or_nothing, &message)?;
-    let ask = ForkAsk {
-        message: &message,
-        family: &opened.id.to_string(),
-        user,
-        ram_bytes: shape.memory_bytes,
-        cpus: opened.facts.spec().cpus,
-        count: u32::try_from(reservation.names().len()).unwrap_or(request.count),
-        by_guest: false,
-        allowed: None,
-    };
-    let grant = core.admit(ask, request.all_or_nothing).await?;
-
-    // Until the last of them is ready.
-    let _no_refill = core.hold_pool();
-    core.pool.want(&shape, core.config.pool as usize);
-    let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    super::prefetch::begin(library, name, &opened, request.prefetch, request.hydrate_mib_per_s);
-    if !request.force {
-        host::check_machine(&message, &opened.facts, &mut pending, deadline).await?;
-    }
-    let facts = &opened.facts;
-    let snapshot = Arc::new(Snapshot {
-        state: opened
-            .state
-            .try_clone()
-            .map_err(|error| failed(SnapshotError::State(error.into())))?,
-        lead: opened.lead.clone(),
-        engine: Arc::clone(&opened.engine),
-        inheritance: facts.inheritance.clone(),
-        fork: facts.fork,
-        lease: Some(grant.snapshot),
-        provenance: provenance(name, &opened),
-        on_run: learn(library, name, &opened),
-        is_watched: false,
-    });
-    let brood = Brood {
-        forker: Arc::clone(&library.forker),
-        stem: Arc::new(stem(user, name, &opened)),
-        snapshot,
-        began,
-        deadline,
-        origin: None,
-        given_up,
-    };
-    let wanted = (1..).zip(names).map(|(vmid, (name, is_kept))| Wanted {
-        name,
-        is_kept,
-        vmid,
-        ticket: None,
-    });
-    let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
-    let vms = brood.start(wanted.collect(), granted, request.all_or_nothing).await?;
-    drop(reservation);
+    library.core.metrics.observe_stage(Stage::Open, open);
+    let shape = start.check_host(&opened).await?;
+    let vms = start.start(&opened, &shape).await?;
     let granted = vms.iter().filter(|vm| vm.error.is_none()).count();
-    let total_ms = vmfork_fork::ms(began.elapsed());
-    tracing::info!(snapshot = name, requested = request.count, granted, total_ms, "started");
+    let (requested, total_ms) = (start.request.count, vmfork_fork::ms(began.elapsed()));
+    tracing::info!(snapshot = name, requested, granted, total_ms, "started");
     Ok(StartReply {
         schema: vmfork_api::SCHEMA.to_owned(),
         snapshot: name.to_owned(),
-        requested: request.count,
+        requested,
         granted: u32::try_from(granted).unwrap_or(u32::MAX),
         began_unix_ms,
         open_ms: vmfork_fork::ms(open),
         total_ms,
         vms,
     })
+}
+
+impl Start<'_> {
+    fn open(&self) -> Result<Arc<Opened>, ErrorBody> {
+        let snapshots = &self.library.snapshots;
+        tokio::task::block_in_place(|| {
+            snapshots.check_written(self.name, &self.message)?;
+            let opened = snapshots.open(&self.library.core, self.name);
+            opened.map_err(|error| error.to_body(&self.message))
+        })
+    }
+
+    /// Whether this host is what its VMs need, with memory for what they may touch. → the shape of
+    /// their QEMUs.
+    async fn check_host(&self, opened: &Opened) -> Result<Shape, ErrorBody> {
+        let (core, message) = (&self.library.core, &self.message);
+        opened.facts.check_accel(message, &KvmFacts::gather())?;
+        if !self.request.force {
+            host::check_qemu(core, message, &opened.facts).await?;
+        }
+        let (shape, disk) = host::shape_and_disk(core, message, &opened.facts)?;
+        opened.keep_disk(disk);
+        tokio::task::block_in_place(|| opened.promise_memory(&core.admission, message))?;
+        Ok(shape)
+    }
+
+    /// Memory for as many VMs as have names.
+    async fn admit(&self, opened: &Opened, names: usize) -> Result<ForkGrant, ErrorBody> {
+        let spec = opened.facts.spec();
+        let ask = ForkAsk {
+            message: &self.message,
+            family: &opened.id.to_string(),
+            user: self.user,
+            ram_bytes: spec.memory_bytes,
+            cpus: spec.cpus,
+            count: u32::try_from(names).unwrap_or(self.request.count),
+            by_guest: false,
+            allowed: None,
+        };
+        self.library.core.admit(ask, self.request.all_or_nothing).await
+    }
+
+    async fn start(
+        &self,
+        opened: &Arc<Opened>,
+        shape: &Shape,
+    ) -> Result<Vec<CloneResult>, ErrorBody> {
+        let Self { library, request, message, name, .. } = self;
+        let core = &library.core;
+        let taken = library.forker.remote.names().await;
+        let names = Names {
+            wanted: request.names.as_deref(),
+            stem: name,
+            count: request.count,
+            taken: taken.as_ref(),
+        };
+        // The names are kept until the VMs have them.
+        let (reservation, names) =
+            vmfork_fork::reserve(core, names, request.all_or_nothing, message)?;
+        let grant = self.admit(opened, reservation.names().len()).await?;
+        // Until the last of them is ready.
+        let _no_refill = core.hold_pool();
+        core.pool.want(shape, core.config.pool as usize);
+        let mut pending = start_machines(core, shape, grant.clones.len(), &self.given_up);
+        prefetch::begin(library, name, opened, request.prefetch, request.hydrate_mib_per_s);
+        if !request.force {
+            host::check_machine(message, &opened.facts, &mut pending, self.deadline).await?;
+        }
+        let brood = Brood {
+            forker: Arc::clone(&library.forker),
+            stem: Arc::new(stem(self.user, name, opened)),
+            snapshot: Arc::new(self.snapshot(opened, grant.snapshot)?),
+            began: self.began,
+            deadline: self.deadline,
+            origin: None,
+            given_up: self.given_up.clone(),
+        };
+        let wanted = (1..).zip(names).map(|(vmid, (name, is_kept))| Wanted {
+            name,
+            is_kept,
+            vmid,
+            ticket: None,
+        });
+        let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
+        let started = brood.start(wanted.collect(), granted, request.all_or_nothing).await;
+        drop(reservation);
+        started
+    }
+
+    /// What each of the VMs continues.
+    fn snapshot(&self, opened: &Arc<Opened>, lease: Lease) -> Result<Snapshot, ErrorBody> {
+        let failed = |io: std::io::Error| SnapshotError::State(io.into()).to_body(&self.message);
+        let facts = &opened.facts;
+        Ok(Snapshot {
+            state: opened.state.try_clone().map_err(failed)?,
+            lead: opened.lead.clone(),
+            engine: Arc::clone(&opened.engine),
+            inheritance: facts.inheritance.clone(),
+            fork: facts.fork,
+            lease: Some(lease),
+            provenance: provenance(self.name, opened),
+            on_run: learn(self.library, self.name, opened),
+            is_watched: false,
+        })
+    }
 }
 
 /// Of VMs that are started from it.

@@ -4,12 +4,21 @@ use vmfork_api::{EventSnapshot, EventVm, Happening};
 use vmfork_control::Events;
 use vmfork_store::Work;
 
+use crate::library::Library;
+
 /// Tells them.
 #[derive(Debug)]
 pub(super) struct Tell<'a> {
     pub(super) events: &'a Events,
     /// The VM that the snapshots were taken of.
     pub(super) vm: Option<EventVm>,
+}
+
+impl Library {
+    /// For readers of events.
+    pub(crate) fn tell(&self) -> Tell<'_> {
+        Tell { events: &self.core.events, vm: None }
+    }
 }
 
 impl Tell<'_> {

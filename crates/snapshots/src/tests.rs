@@ -12,8 +12,12 @@ use vmfork_api::{ErrorCode, Happening, SnapshotState, TransferRequest};
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, ReadPages, Store, StoreError};
 
-use super::under_way::{Doing, Placed};
-use super::{Library, SnapshotError, Snapshots, keep, transfer};
+use crate::error::SnapshotError;
+use crate::keep;
+use crate::library::{Library, Snapshots};
+use crate::placing::Placed;
+use crate::transfer;
+use crate::under_way::Doing;
 use vmfork_fork::facts::Facts;
 use vmfork_host::testing::{Host, SOON};
 

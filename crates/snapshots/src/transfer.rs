@@ -1,7 +1,6 @@
 //! Snapshots that come and go: export and import as one stream, push and pull between stores.
 
 use std::io::{self, Read, Write};
-use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,14 +10,15 @@ use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
-use vmfork_store::{Blobs, Folder, Store, StoreError, Work};
-use vmfork_store_s3::{Location, OpenError, S3, Settings};
+use vmfork_store::{Store, Work};
 
-use super::keep::with_work;
-use super::under_way::{Doing, Placed, Pulling, UnderWay};
-use super::{Library, SnapshotError};
-
-use super::work::{CancelOnDrop, blocking};
+use crate::error::SnapshotError;
+use crate::keep::with_work;
+use crate::library::Library;
+use crate::location::{For, store_at};
+use crate::placing::{Placed, Pulling};
+use crate::under_way::{Doing, UnderWay};
+use crate::work::{CancelOnDrop, blocking};
 use vmfork_control::ByteStream;
 
 /// Bytes between the store and a client: 4 MiB.
@@ -163,62 +163,6 @@ impl Read for Pieces {
         buffer[..len].copy_from_slice(&self.piece.split_to(len));
         Ok(len)
     }
-}
-
-/// What is wanted of another store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum For {
-    /// It must be there.
-    Reading,
-    /// It is made if need be.
-    Writing,
-}
-
-/// The store at a location.
-pub(super) fn store_at(
-    location: &str,
-    wanted: For,
-    runtime: &Handle,
-) -> Result<Store, SnapshotError> {
-    if location.starts_with("s3://") {
-        let location = location.parse::<Location>().map_err(OpenError::from)?;
-        let s3 = S3::open(&location, &Settings::from_env()?, runtime.clone())?;
-        return Ok(match wanted {
-            For::Reading => Store::existing(Arc::new(s3))?,
-            For::Writing => Store::new(Arc::new(s3))?,
-        });
-    }
-    Ok(Store::folder(folder_at(location, wanted)?)?)
-}
-
-/// What the store at a location is kept in, for reading. A network is not asked for anything yet.
-pub(super) fn blobs_at(location: &str, runtime: &Handle) -> Result<Arc<dyn Blobs>, SnapshotError> {
-    if location.starts_with("s3://") {
-        let location = location.parse::<Location>().map_err(OpenError::from)?;
-        return Ok(Arc::new(S3::new(&location, &Settings::from_env()?, runtime.clone())?));
-    }
-    let folder = Folder::new(folder_at(location, For::Reading)?).map_err(StoreError::from)?;
-    Ok(Arc::new(folder))
-}
-
-fn folder_at(location: &str, wanted: For) -> Result<&Path, SnapshotError> {
-    if let Some((scheme, _)) = location.split_once("://") {
-        return Err(SnapshotError::Location {
-            location: location.to_owned(),
-            why: format!("stores of `{scheme}` are not known"),
-        });
-    }
-    let path = Path::new(location);
-    if !path.is_absolute() {
-        return Err(SnapshotError::Location {
-            location: location.to_owned(),
-            why: "a folder is named by its path from the root".to_owned(),
-        });
-    }
-    if wanted == For::Reading && !path.is_dir() {
-        return Err(SnapshotError::NoFolder { location: location.to_owned() });
-    }
-    Ok(path)
 }
 
 /// Copy a snapshot, and what it depends on, to another store.

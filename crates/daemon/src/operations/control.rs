@@ -51,7 +51,8 @@ impl Control for Hub {
         async {
             let cgroup = vmfork_host::cgroup::Cgroups::detect();
             let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
-            Ok(crate::doctor::examine(&self.core.config, &self.core.admission, cgroup).await)
+            let (config, admission) = (&self.core.config, &self.core.admission);
+            Ok(crate::doctor::examine(config, admission, cgroup, self.holder.status()).await)
         }
         .boxed()
     }
@@ -186,7 +187,9 @@ impl Control for Hub {
             let mut missing = Vec::new();
             if request.family {
                 let family = (vm.identity.id.as_str(), vm.name());
-                missing = end_everywhere(&self.cluster, &self.core, family, grace).await?;
+                missing =
+                    end_everywhere(self.cluster.member().as_deref(), &self.core, family, grace)
+                        .await?;
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }

@@ -13,6 +13,7 @@ mod snapshots;
 
 use std::sync::Arc;
 
+use crate::holder::Holding;
 use crate::lifecycle::Parts;
 use vmfork_fork::tickets::Tickets;
 use vmfork_fork::{Forker, Remote};
@@ -26,6 +27,7 @@ pub struct Hub {
     pub(crate) forker: Arc<Forker>,
     pub(crate) library: Arc<Library>,
     pub(crate) cluster: Arc<Cluster>,
+    pub(crate) holder: Arc<Holding>,
 }
 
 impl std::fmt::Debug for Hub {
@@ -38,7 +40,7 @@ impl Hub {
     /// Put the host together. On a tokio runtime. Without a QEMU it starts as well.
     /// `doctor` reports that, and each request for a VM fails with it.
     pub async fn start(parts: Parts) -> Arc<Self> {
-        let Parts { config, state, metrics, admission, cgroups, snapshots } = parts;
+        let Parts { config, state, metrics, admission, cgroups, snapshots, holder } = parts;
         let cluster =
             Arc::new(Cluster::new(config.host.state.join("cluster"), config.peers.clone()));
         let parts = core::Parts {
@@ -72,7 +74,7 @@ impl Hub {
                 core.tally.look_at_multicast(what, count, metrics);
             }
         });
-        Arc::new(Self { core, forker, library, cluster })
+        Arc::new(Self { core, forker, library, cluster, holder })
     }
 
     /// What this host is, or is to be, in a cluster.

@@ -9,8 +9,8 @@ use vmfork_agent_proto::RequestError;
 use vmfork_cluster::HostId;
 
 use super::letter::{Item, LineId, Word};
-use super::wire::{End, Wire};
-use crate::member::Member;
+use super::wire::{End, Lines, Wire};
+use crate::hosts::Hosts;
 use vmfork_fork::tickets::{Event, TicketOrigin};
 use vmfork_guest_link::agent::{
     Asker, Counted, GuestRequest, HostShare, MailRoom, Message, Responder,
@@ -35,18 +35,17 @@ impl Abroad {
     /// Clones `vms` of a ticket are about to be started by an order to another host. The ticket's
     /// desk is notified of them.
     pub(crate) fn open(
-        member: &Arc<Member>,
+        (hosts, lines): (&Arc<Hosts>, &Lines),
         host: HostId,
         order: u64,
         origin: &TicketOrigin,
         vms: impl Iterator<Item = u32>,
     ) -> Arc<Self> {
-        let id = LineId { parent: member.hosts.id().get(), order };
-        let wire = Wire::new(Arc::downgrade(member), host, id);
-        let name =
-            member.hosts.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
+        let id = LineId { parent: hosts.id().get(), order };
+        let wire = Wire::new(Arc::downgrade(hosts), host, id);
+        let name = hosts.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
         let abroad = Self::new(&wire, name, origin, vms.collect());
-        member.lines.start(&wire, Arc::clone(&abroad) as Arc<dyn End>);
+        lines.start(&wire, Arc::clone(&abroad) as Arc<dyn End>);
         tokio::spawn(Arc::clone(&abroad).pass_on_wanted());
         abroad
     }

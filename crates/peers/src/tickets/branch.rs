@@ -9,9 +9,9 @@ use vmfork_agent_proto::RequestError;
 use vmfork_cluster::HostId;
 
 use super::letter::{Item, LineId, Word};
-use super::wire::{End, Wire};
+use super::wire::{End, Lines, Wire};
 use crate::descriptor::Order;
-use crate::member::Member;
+use crate::hosts::Hosts;
 use vmfork_fork::tickets::{Event, TicketOrigin};
 use vmfork_guest_link::agent::{GuestRequest, Lease, MailRoom, ROOM_BYTES, Responder};
 use vmfork_host::core::Core;
@@ -44,18 +44,18 @@ struct Asked {
 
 /// The origin of clones that another host orders; `None`: they are of no ticket.
 pub(crate) fn begin(
-    member: &Arc<Member>,
+    (hosts, lines): (&Arc<Hosts>, &Lines),
     core: &Arc<Core>,
     from: HostId,
     order: &Order,
 ) -> Option<TicketOrigin> {
     let ticket = order.ticket?;
     let id = LineId { parent: from.get(), order: order.number };
-    let wire = Wire::new(Arc::downgrade(member), from, id);
+    let wire = Wire::new(Arc::downgrade(hosts), from, id);
     let (branch, origin) =
         Branch::new(&wire, core, ticket, order.clones.iter().map(|clone| clone.vmid).collect());
     wire.let_speak();
-    member.lines.start(&wire, branch);
+    lines.start(&wire, branch);
     Some(origin)
 }
 

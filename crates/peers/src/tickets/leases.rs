@@ -7,23 +7,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
-use tokio_util::sync::CancellationToken;
 use vmfork_api::ErrorBody;
-use vmfork_cluster::allocate::{Ask, Plan, Policy};
-use vmfork_cluster::{HostId, Room};
+use vmfork_cluster::HostId;
 
-use crate::client::CallError;
-use crate::coming::Coming;
-use crate::member::{Member, WORD_WAIT};
-use vmfork_fork::{Allotted, Reserved};
 use vmfork_guest_link::tickets::LEASE;
 use vmfork_host::admission::{Admission, ForkAsk, ForkGrant, Lease};
-use vmfork_host::core::Core;
-use vmfork_host::error::chain;
 use vmfork_host::quotas::{Allowed, User};
-use vmfork_host::vm::Vm;
 
 /// Where places are asked for.
 pub(crate) const LEASES: &str = "/cluster/v1/leases";
@@ -31,9 +21,6 @@ pub(crate) const LEASES: &str = "/cluster/v1/leases";
 pub(crate) const RELEASE: &str = "/cluster/v1/leases/release";
 /// Beyond what a ticket waits to be used: the way of an order to start clones.
 const GRACE: Duration = Duration::from_secs(30);
-/// How long the guest image may take to come to hosts that lack it, before they are asked for
-/// places.
-const IMAGE_WAIT: Duration = Duration::from_secs(120);
 /// Most of one host's at a time.
 const LEASES_MAX: usize = 4096;
 
@@ -145,138 +132,6 @@ impl Leases {
     pub(crate) fn expire(&self, now: Instant) {
         drop(self.all(now));
     }
-}
-
-/// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there
-/// are.
-pub(crate) async fn reserve(
-    core: &Core,
-    member: &Arc<Member>,
-    parent: &Vm,
-    (mut vms, policy): (u32, Policy),
-    message: &str,
-) -> Allotted {
-    let identity = &parent.identity;
-    let shape = Room {
-        memory_bytes: core.admission.clone_bytes(identity.spec().memory_bytes),
-        vcpus: identity.spec().cpus,
-    };
-    let mut views = member.hosts.views(core);
-    let coming = match parent.running_machine() {
-        Ok(machine) => member.estimates.coming(&core.admission, identity, &machine, &mut views),
-        Err(_) => Coming::default(),
-    };
-    let over = match core.quota_left(identity.user, (vms, shape), message).await {
-        Ok(None) => None,
-        Ok(Some(allowed)) => {
-            let wish = std::mem::replace(&mut vms, allowed.count);
-            Some(allowed.refusal(format!("{message}: {vms} of {wish} fit")))
-        }
-        Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
-    };
-    if vms == 0 {
-        return Allotted { refused: over, ..Allotted::default() };
-    }
-    let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
-    let hold = match member.jobs.hold(&ask, &views, message).await {
-        Ok(hold) => hold,
-        Err(error) => return Allotted { refused: Some(error), ..Allotted::default() },
-    };
-    let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
-    let new = |views: &[_]| {
-        Plan::within(views, held.as_deref(), vms, shape, policy, Some(member.hosts.id()))
-    };
-    // Places on hosts that can't have the guest image would be of no use.
-    let (until, given_up) = (Instant::now() + IMAGE_WAIT, CancellationToken::new());
-    let mut shares = new(&views).next_asks();
-    while matches!(
-        member.guest_images.give(identity, &shares, &mut views, (until, &given_up)).await,
-        Ok(true)
-    ) {
-        shares = new(&views).next_asks();
-    }
-    let mut plan = new(&views);
-    let mut allotted = Allotted { hold, refused: over, ..Allotted::default() };
-    loop {
-        let asks = plan.next_asks();
-        if asks.is_empty() {
-            let short = held.as_ref().map(|held| held.short.join("; "));
-            if let Some(short) = short.filter(|short| !short.is_empty()) {
-                let error = ErrorBody::new(vmfork_api::ErrorCode::NoCapacity, message).cause(short);
-                allotted.refused.get_or_insert(error);
-            }
-            return allotted;
-        }
-        let elsewhere = asks.iter().filter(|(host, _)| *host != member.hosts.id());
-        let elsewhere = elsewhere.map(|(host, count)| {
-            let ask = PlacesAsk {
-                lease: member.next_order(),
-                parent: identity.name.clone(),
-                family: identity.family.clone(),
-                user: identity.user,
-                memory_bytes: identity.spec().memory_bytes,
-                cpus: identity.spec().cpus,
-                count: *count,
-                coming_bytes: coming.to(*host),
-            };
-            async move { (*host, lease(member, *host, ask).await) }
-        });
-        for (_, count) in asks.iter().filter(|(host, _)| *host == member.hosts.id()) {
-            match core.admit(identity.ask(message, *count, true), false).await {
-                Ok(grant) => {
-                    plan.on_granted(
-                        member.hosts.id(),
-                        u32::try_from(grant.clones.len()).unwrap_or(0),
-                    );
-                    allotted.add_here(grant);
-                }
-                Err(error) => {
-                    plan.on_refused(member.hosts.id());
-                    allotted.refused = Some(error);
-                }
-            }
-        }
-        for (host, answer) in join_all(elsewhere).await {
-            match answer {
-                Ok(reserved) => {
-                    plan.on_granted(host, reserved.count);
-                    allotted.away.push(reserved);
-                }
-                Err(error) => {
-                    plan.on_refused(host);
-                    allotted.refused = Some(error.to_body(message));
-                }
-            }
-        }
-    }
-}
-
-async fn lease(member: &Arc<Member>, host: HostId, ask: PlacesAsk) -> Result<Reserved, CallError> {
-    let (lease, asked) = (ask.lease, ask.count);
-    // From here on, so that it is given back if its answer is lost.
-    let weak = Arc::downgrade(member);
-    let mut reserved = Reserved::new(host, lease, move |host, lease| {
-        if let Some(member) = weak.upgrade() {
-            give_back(member, host, lease);
-        }
-    });
-    let peer = member
-        .hosts
-        .peer_of(host, "ask for places")
-        .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
-    let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
-    reserved.count = granted.min(asked);
-    Ok(reserved)
-}
-
-/// Places there are not needed.
-fn give_back(member: Arc<Member>, host: HostId, lease: u64) {
-    tokio::spawn(async move {
-        let Ok(peer) = member.hosts.peer_of(host, "give places back") else { return };
-        if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
-            tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
-        }
-    });
 }
 
 #[cfg(test)]

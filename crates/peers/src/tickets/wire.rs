@@ -13,8 +13,8 @@ use vmfork_cluster::HostId;
 
 use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
-use crate::client::CallError;
-use crate::member::{Member, WORD_WAIT};
+use crate::client::{CallError, WORD_WAIT};
+use crate::hosts::Hosts;
 use vmfork_host::error::{BUG, chain};
 
 /// Where letters are posted. The answer is how many words came so far.
@@ -44,7 +44,7 @@ pub(super) trait End: Send + Sync {
 pub(super) struct Wire {
     id: LineId,
     peer: HostId,
-    member: Weak<Member>,
+    hosts: Weak<Hosts>,
     began: Instant,
     line: Mutex<Line<Item>>,
     /// One letter is heard at a time.
@@ -69,11 +69,11 @@ impl std::fmt::Debug for Wire {
 impl Wire {
     /// It says and hears nothing before [`Lines::start`], and says nothing before the other end
     /// knows the line.
-    pub(super) fn new(member: Weak<Member>, peer: HostId, id: LineId) -> Arc<Self> {
+    pub(super) fn new(hosts: Weak<Hosts>, peer: HostId, id: LineId) -> Arc<Self> {
         Arc::new(Self {
             id,
             peer,
-            member,
+            hosts,
             began: Instant::now(),
             line: Mutex::new(Line::new(Duration::ZERO)),
             hearing: Mutex::default(),
@@ -190,9 +190,8 @@ impl Wire {
 
     async fn post(&self) -> Result<u64, Unheard> {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
-        let member = self.member.upgrade().ok_or_else(|| gone("left the cluster"))?;
-        let peer = member
-            .hosts
+        let hosts = self.hosts.upgrade().ok_or_else(|| gone("left the cluster"))?;
+        let peer = hosts
             .peer_of(self.peer, "write to it")
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;

@@ -1,0 +1,113 @@
+//! The store of one host, what is open of it, and the host that it is used on.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use tokio::runtime::Handle;
+use vmfork_store::{HotChunks, SnapshotId, Store, StoreError, Stored, Work};
+
+use crate::collect::Collector;
+use crate::error::SnapshotError;
+use crate::opened::Open;
+use crate::turns::Turns;
+use crate::under_way::{AllUnderWay, Pulls};
+use crate::work::Works;
+use vmfork_fork::Forker;
+use vmfork_fork::facts::Facts;
+use vmfork_host::core::Core;
+
+/// Decompressed chunks that are kept, over all snapshots: what faults come back to within moments.
+const HOT_BYTES: u64 = 64 << 20;
+
+// What the API takes as a name, the store does, too, and the other way round.
+const _: () = assert!(vmfork_store::NAME_BYTES_MAX == vmfork_api::NAME_BYTES_MAX);
+
+/// Stored snapshots, with the host that they are taken and started on.
+#[derive(Debug)]
+pub struct Library {
+    pub core: Arc<Core>,
+    pub forker: Arc<Forker>,
+    pub snapshots: Arc<Snapshots>,
+}
+
+/// The store of one host, and what is open of it.
+#[derive(Debug)]
+pub struct Snapshots {
+    pub(crate) store: Store,
+    pub(crate) hot: Arc<HotChunks>,
+    pub(crate) open: Open,
+    pub(crate) under_way: AllUnderWay,
+    pub(crate) pulls: Pulls,
+    pub(crate) recordings: Arc<Recordings>,
+    works: Works,
+    pub(crate) turns: Turns,
+    pub(crate) collector: Arc<Collector>,
+    /// For stores that are reached over a network.
+    pub(crate) runtime: Handle,
+}
+
+/// How many VMs of each snapshot are being recorded.
+pub(crate) type Recordings = Mutex<BTreeMap<SnapshotId, usize>>;
+
+impl Snapshots {
+    /// The store in this folder. What an earlier daemon had begun to write and not finished is
+    /// cleared away.
+    ///
+    /// Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// The folder belongs to another user, or cannot be written to.
+    pub fn new(folder: &Path) -> Result<Self, StoreError> {
+        let store = Store::folder(folder)?;
+        match store.collect() {
+            Ok(cleared) => tracing::debug!(?cleared, "store of snapshots"),
+            // It can be read all the same.
+            Err(error) => tracing::warn!(%error, "clear away what is left of snapshots"),
+        }
+        let hot = HotChunks::new(HOT_BYTES);
+        let runtime = Handle::current();
+        Ok(Self {
+            hot,
+            open: Open::default(),
+            under_way: AllUnderWay::default(),
+            pulls: Pulls::default(),
+            recordings: Arc::default(),
+            works: Works::default(),
+            turns: Turns::default(),
+            collector: Collector::new(&store, &runtime),
+            runtime,
+            store,
+        })
+    }
+
+    /// What a VM that is started from it needs of the host.
+    pub(crate) fn facts(&self, stored: &Stored) -> Result<Facts, SnapshotError> {
+        let descriptor = stored.descriptor();
+        let name = &descriptor.name;
+        let facts: Facts = serde_json::from_value(descriptor.vm.clone())
+            .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
+        let pages = descriptor.pages;
+        if facts.spec().memory_bytes != pages * vmfork_image::PAGE_BYTES {
+            let said = facts.spec().memory_bytes;
+            return Err(SnapshotError::Size { name: name.clone(), said, pages });
+        }
+        Ok(facts)
+    }
+
+    /// Something that takes a while begins, on as many threads as the host has cores; ended by
+    /// [`Snapshots::stop`].
+    pub(crate) fn work(&self) -> Arc<Work> {
+        self.works.begin(Work::default())
+    }
+
+    /// The same with a number of threads.
+    pub(crate) fn work_on(&self, threads: usize) -> Arc<Work> {
+        self.works.begin(Work::new(threads))
+    }
+
+    /// End all that takes a while: the daemon stops.
+    pub fn stop(&self) {
+        self.works.stop();
+    }
+}
