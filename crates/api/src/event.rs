@@ -22,7 +22,7 @@ pub enum Happening {
     /// A VM is listed, and starts: from an image, from a snapshot or as a clone.
     #[serde(rename = "vm.started")]
     VmStarted { vm: EventVm },
-    /// A fork is over, and these clones of the VM are ready. Not told if the fork failed as a whole.
+    /// A fork is over, and these clones of the VM are ready. Not told if the fork failed.
     #[serde(rename = "vm.forked")]
     VmForked {
         /// The parent.

@@ -17,7 +17,7 @@ use vmfork_events::{Cursor, Limits, Log, Read};
 
 /// Most events that are kept: some hours of a busy host.
 const EVENTS_MAX: usize = 16_384;
-/// Most bytes of events that are kept: 16 MiB. One has about 300 bytes, a fork's 100 more per clone.
+/// Most bytes of events that are kept: 16 MiB. One has about 1,100, a fork's 200 more per clone.
 const BYTES_MAX: usize = 16 << 20;
 /// What an event takes in memory besides its texts.
 const OVERHEAD_BYTES: usize = 512;

@@ -6,8 +6,8 @@
 //!   read(after) ───────────┴──► Events | Gap (fell out of the window) | OtherEpoch | Ahead
 //! ```
 //!
-//! Promises: sequence numbers have no gaps and begin with 1; a reader gets each event after its
-//! cursor once and in order, or is told exactly which ones it lost; the log never holds more events
+//! Promises: sequence numbers have no gaps and begin with 1. A reader gets each event after its
+//! cursor once and in order, or is told exactly which ones it lost. The log never holds more events
 //! or bytes than its limits. Left to others: waiting for an event, what an event is, and the clock.
 //! No I/O, no threads.
 

@@ -38,7 +38,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_event_protocol, "PAUSE_FIRST_S", 0.001)
 
 
-#: A torn event, then a connection that has lost five. The heartbeat is behind what a filter left out.
+#: A torn event, then a connection that has lost five. The heartbeat is behind what a filter left
+#: out.
 BROKEN = [
     stream(started(1, "a"), f": heartbeat\nid: {EPOCH}-2\n\n".encode(), started(3, "torn")[:50]),
     stream(event(7, "gap", cause="overflow", lost=5), started(8, "c")),

@@ -24,6 +24,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
 use serde::Deserialize;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
 use utoipa::IntoParams;
 use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{ErrorBody, ErrorCode, EventFilter, EventKind};
@@ -177,6 +178,8 @@ impl Stream {
             chunk.push('\n');
             return Some(chunk);
         }
+        // Since the last chunk: events that the filter leaves out do not put it off.
+        let heartbeat = Instant::now() + HEARTBEAT;
         loop {
             let is_done =
                 |until: Cursor| until.epoch == self.after.epoch && self.after.seq >= until.seq;
@@ -199,11 +202,11 @@ impl Stream {
             if !chunk.is_empty() {
                 return Some(chunk);
             }
-            if is_new {
+            if is_new && Instant::now() < heartbeat {
                 continue;
             }
-            let waited = tokio::time::timeout(HEARTBEAT, self.events.wait(self.after)).await;
-            if waited.is_err() {
+            let waited = tokio::time::timeout_at(heartbeat, self.events.wait(self.after)).await;
+            if waited.is_err() || Instant::now() >= heartbeat {
                 return Some(format!(": heartbeat\nid: {}\n\n", self.after));
             }
         }
