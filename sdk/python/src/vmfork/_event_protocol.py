@@ -69,7 +69,10 @@ class EventReader:
         if len(self._bytes) > BLOCK_BYTES_MAX:
             raise ProtocolError(f"events: an event of more than {BLOCK_BYTES_MAX} bytes")
         for block in blocks:
-            fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+            fields: dict[bytes, bytes] = {}
+            for line in block.split(b"\n"):
+                name, _, value = line.partition(b": ")
+                fields[name] = value
             if b"id" in fields:
                 self._after = fields[b"id"].decode("ascii", "replace")
             if b"data" in fields:
