@@ -75,8 +75,8 @@ pub enum Happening {
     #[serde(rename = "gap")]
     Gap {
         cause: GapCause,
-        /// How many events of this daemon were lost, of any kind. Of an earlier daemon's it is not
-        /// known how many were.
+        /// How many events of this daemon were lost, of any kind. The number of an earlier daemon's
+        /// is unknown.
         lost: u64,
     },
 }
