@@ -48,6 +48,7 @@ mod tests;
 mod this_host;
 mod tickets;
 mod touched;
+mod watched;
 
 pub use self::cluster::Cluster;
 pub use self::family::end_everywhere;
