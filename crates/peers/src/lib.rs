@@ -21,6 +21,7 @@
 //! | `routes`, `context` | what hosts ask each other, and the state of the answers |
 //! | `client`, `connection_cache`, `relay` | calls of other hosts, and requests passed on |
 //! | `hosts`, `locate`, `family` | who is there, where a VM is, how a family ends |
+//! | `watched` | which changes of other hosts readers of events are told |
 //! | `away`, `remote_fork` | a fork onto other hosts: the plan; orders sent and received |
 //! | `reserve`, `tickets` | places for a ticket's clones; messages of clones and parent |
 //! | `transfer_estimate`, `guest_images` | what a host lacks for clones: memory, a disk |
@@ -71,6 +72,7 @@ mod this_host;
 mod tickets;
 mod touch_feedback;
 mod transfer_estimate;
+mod watched;
 
 pub use self::cluster::Cluster;
 pub use self::family::end_everywhere;

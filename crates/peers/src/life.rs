@@ -25,6 +25,8 @@ use super::multicast;
 use super::records::Records;
 use super::server::{self, API_PROTOCOL, Bounds, Port, Routes};
 use super::this_host::ThisHost;
+use super::watched::Watched;
+use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
@@ -50,6 +52,8 @@ pub(super) struct Life {
     groups: Option<Arc<Groups>>,
     pub(super) callers: Arc<Callers>,
     connections: ConnectionCache,
+    /// The hosts as readers of events know them.
+    watched: Mutex<Watched>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -76,13 +80,15 @@ pub(super) enum BeginError {
 }
 
 impl Life {
-    /// Begin to be a member: listen, serve, tell the others. `routes`: what others are answered.
+    /// Begin to be a member: listen, serve, tell the others. `watched`: the members that readers of
+    /// events know. `routes`: what others are answered.
     ///
     /// # Errors
     /// A port is taken, or the keys are of no use.
     pub(super) async fn begin(
         this: &Arc<ThisHost>,
         opened: Opened,
+        watched: Watched,
         routes: impl FnOnce(&Arc<Self>) -> Routes,
     ) -> Result<Arc<Self>, BeginError> {
         let Opened { folder, cluster: of, tokens } = opened;
@@ -125,6 +131,7 @@ impl Life {
             groups,
             callers: Arc::default(),
             connections: ConnectionCache::default(),
+            watched: Mutex::new(watched),
             stop,
             tasks: Mutex::default(),
         });
@@ -224,6 +231,15 @@ impl Life {
         }
     }
 
+    /// Tell readers of events what has changed of the hosts. At each tick, and before the end.
+    pub(super) fn tell_hosts(&self, core: &Core) {
+        let hosts = &self.member.hosts;
+        // Locked until all is told: two callers would tell it in another order.
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = hosts.roster.read(|book| watched.look(book, hosts.now()));
+        told.into_iter().for_each(|what| core.events.tell(what));
+    }
+
     /// Write down who is a member.
     pub(super) fn save(&self) {
         if let Err(error) = self.records.save_members(&self.member.hosts.roster) {
@@ -304,6 +320,7 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
             _ = stop.wait_for(|stop| *stop) => return,
         }
         let (Some(life), Some(core)) = (life.upgrade(), this.core()) else { return };
+        life.tell_hosts(&core);
         let roster = &life.member.hosts.roster;
         let is_host = |id| roster.read(|book| book.member(id).is_some());
         let is_member = |host| HostId::new(host).is_some_and(is_host);

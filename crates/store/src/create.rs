@@ -247,6 +247,7 @@ impl Store {
         };
         work.check()?;
         writing.commit(&descriptor)?;
+        work.has_stored(&descriptor.name);
         Ok(descriptor)
     }
 

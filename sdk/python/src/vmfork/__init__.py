@@ -36,6 +36,15 @@ from ._errors import (
     Unauthorized,
     VmforkError,
 )
+from ._event_models import (
+    Event,
+    EventClone,
+    EventHost,
+    EventKind,
+    EventSnapshot,
+    EventVm,
+    VmEnd,
+)
 from ._models import (
     Accel,
     BytesBetweenHosts,
@@ -103,6 +112,12 @@ __all__ = [
     "ConnectionFailed",
     "DoctorReport",
     "ErrorBody",
+    "Event",
+    "EventClone",
+    "EventHost",
+    "EventKind",
+    "EventSnapshot",
+    "EventVm",
     "ExecFailed",
     "ExecResult",
     "FaultCounts",
@@ -143,6 +158,7 @@ __all__ = [
     "VerifyReply",
     "Version",
     "VmDetail",
+    "VmEnd",
     "VmInfo",
     "VmState",
     "VmforkError",
