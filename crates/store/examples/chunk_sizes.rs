@@ -20,7 +20,9 @@ use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange, PageSource as _};
 use vmfork_store::format::chunk::{self, ChunkEncoder};
-use vmfork_store::{Compression, Draft, Extent, HotChunks, SourceOptions, Store, Work};
+use vmfork_store::{
+    Compression, Draft, Extent, HotChunks, ImageDraft, Role, SourceOptions, Store, Work,
+};
 
 const PAGE: usize = 4096;
 /// What one fault brings in by default.
@@ -155,17 +157,21 @@ fn main() -> Result<(), Box<dyn Error>> {
             let draft = Draft {
                 name: "x".into(),
                 id: None,
-                base: None,
-                pages,
-                extents: extents.clone(),
+                images: vec![ImageDraft {
+                    role: Role::Memory,
+                    bytes: pages * PAGE as u64,
+                    base: None,
+                    extents: extents.clone(),
+                    compression,
+                    chunk_pages,
+                    keep_zero_pages: false,
+                }],
                 state: Vec::new(),
                 vm: serde_json::Value::Null,
-                compression,
-                chunk_pages,
-                keep_zero_pages: false,
             };
-            store.create(draft, &read, &Work::new(1))?;
-            let stored = store.open("x")?;
+            let read_image = |_: &Role, range: PageRange, bytes: &mut [u8]| read(range, bytes);
+            store.create(draft, &read_image, &Work::new(1))?;
+            let stored = store.open("x")?.image(&Role::Memory)?;
             // Encoding and decoding by themselves, over the same chunks.
             let mut encoder = ChunkEncoder::new(compression)?;
             let (mut encode, mut decode, mut stored_bytes) = (Duration::ZERO, Duration::ZERO, 0);

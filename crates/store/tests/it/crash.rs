@@ -4,7 +4,7 @@
 use std::io::Read;
 use std::sync::Arc;
 
-use vmfork_store::{BlobError, Blobs, Store, StoreError, Work};
+use vmfork_store::{BlobError, Blobs, Role, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -138,7 +138,7 @@ fn a_crash_while_something_is_learnt_leaves_that_or_what_was_learnt_before() {
     let guest: Guest = vec![4; 40];
     create(&store, draft("x", &guest), &guest).expect("created");
     let learn = |store: &Store, what: &[u8], pages| {
-        store.put_profile("x", what)?;
+        store.put_profile("x", &Role::Memory, what)?;
         let runs = [range(0, pages)];
         let stored = store.open("x")?;
         store.put_working_set(&stored, &runs, &read_guest(&guest), &Work::new(1))
@@ -151,8 +151,9 @@ fn a_crash_while_something_is_learnt_leaves_that_or_what_was_learnt_before() {
             &memory,
             |store| learn(store, b"now", 5),
             |_, after, done| {
-                let profile = after.profile("x").expect("whole");
-                let set = after.working_set("x").expect("whole").map(|set| set.pages());
+                let profile = after.profile("x", &Role::Memory).expect("whole");
+                let set =
+                    after.working_set("x", &Role::Memory).expect("whole").map(|set| set.pages());
                 if done {
                     assert_eq!((profile.as_deref(), set), (Some(&b"now"[..]), Some(5)));
                 } else {
@@ -231,7 +232,7 @@ fn a_crash_while_flattening_leaves_the_delta_or_the_whole() {
             for (name, guest) in [("base", &base), ("mid", &mid), ("top", &top)] {
                 assert_eq!(&read_back(after, name), guest);
             }
-            let is_whole = after.open("mid").expect("opens").base().is_none();
+            let is_whole = memory_of(&after, "mid").base().is_none();
             assert!(is_whole || !done);
             after.collect().expect("collected");
             if !is_whole {
