@@ -100,7 +100,7 @@ impl Store {
             let is_new = known.is_none();
             let below = match known {
                 Some(below) => below,
-                None => self.open_base(&**top, base)?,
+                None => self.open_base(top, base)?,
             };
             check_base(base, &below.descriptor, image.pages()).map_err(wrong)?;
             if is_new {
