@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vmfork_api::{
-    ErrorBody, ImageRole, Progress, Snapshot, SnapshotDetail, SnapshotImage, SnapshotState,
+    ErrorBody, ImageRole, Labels, Progress, Snapshot, SnapshotDetail, SnapshotImage, SnapshotState,
 };
 use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, ImageDescriptor, Role, SnapshotId, StoreError};
@@ -81,6 +81,7 @@ impl Snapshots {
             memory_mib: facts.spec().memory_bytes >> 20,
             cpus: facts.spec().cpus,
             accel: facts.spec().accel,
+            labels: facts.inherited.labels.clone(),
             base,
             ..of_it
         }
@@ -104,6 +105,7 @@ impl Snapshots {
             memory_mib: memory_bytes >> 20,
             cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
             accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
+            labels: facts.as_ref().map(|facts| facts.inherited.labels.clone()).unwrap_or_default(),
             base: descriptor.bases().next().map(|base| base.name.clone()),
             own_bytes: counts.own_pages.saturating_mul(PAGE_BYTES),
             stored_bytes: counts.stored_bytes,
@@ -248,5 +250,6 @@ fn blank(name: &str, state: SnapshotState) -> Snapshot {
         progress: Progress::default(),
         vms: 0,
         remote: None,
+        labels: Labels::default(),
     }
 }
