@@ -176,7 +176,7 @@ async fn a_write_is_given_up_by_rm() {
         let library = Arc::clone(library);
         tokio::task::spawn_blocking(move || {
             let work = Arc::clone(&placed.under_way.work);
-            let slow = |range: PageRange, bytes: &mut [u8]| {
+            let slow = |role: &Role, range: PageRange, bytes: &mut [u8]| {
                 let give_up = || work.cancelled.load(Ordering::Relaxed);
                 while range.start().0 >= 64 && !give_up() {
                     std::hint::spin_loop();

@@ -13,9 +13,9 @@ use vmfork_store::{
 use crate::common::*;
 
 /// What a VM has by role.
-type Images = BTreeMap<Role, Guest>;
+pub(crate) type Images = BTreeMap<Role, Guest>;
 
-fn role(text: &str) -> Role {
+pub(crate) fn role(text: &str) -> Role {
     text.parse().expect("a role")
 }
 
@@ -28,7 +28,11 @@ fn read_images(images: &Images) -> impl Fn(&Role, PageRange, &mut [u8]) -> io::R
 }
 
 /// Each image whole, or a delta on what `bases` has for its role.
-fn draft_of(name: &str, images: &Images, bases: &BTreeMap<Role, (Descriptor, Guest)>) -> Draft {
+pub(crate) fn draft_of(
+    name: &str,
+    images: &Images,
+    bases: &BTreeMap<Role, (Descriptor, Guest)>,
+) -> Draft {
     let image = |(role, guest): (&Role, &Guest)| match bases.get(role) {
         Some((base, was)) => delta_image(role.clone(), base, was, guest),
         None => image(role.clone(), guest),
@@ -36,11 +40,11 @@ fn draft_of(name: &str, images: &Images, bases: &BTreeMap<Role, (Descriptor, Gue
     Draft { images: images.iter().map(image).collect(), ..draft(name, &[]) }
 }
 
-fn put(store: &Store, draft: Draft, images: &Images) -> Result<Descriptor, StoreError> {
+pub(crate) fn put(store: &Store, draft: Draft, images: &Images) -> Result<Descriptor, StoreError> {
     store.create(draft, &read_images(images), &Work::new(2))
 }
 
-fn check(store: &Store, name: &str, images: &Images, options: &SourceOptions) {
+pub(crate) fn check(store: &Store, name: &str, images: &Images, options: &SourceOptions) {
     let stored = store.open(name).expect("opens");
     let found: BTreeSet<_> = stored.images().map(|image| image.image().role.clone()).collect();
     assert_eq!(found, images.keys().cloned().collect::<BTreeSet<_>>());

@@ -23,7 +23,7 @@ proptest! {
     ) {
         let (_, store, guest, _) = one();
         let runs: Vec<_> = runs.iter().map(|(start, len)| range(*start, (*len).min(1000 - start))).collect();
-        let stored = store.open("x").expect("opens");
+        let stored = memory_of(&store, "x");
         let work = Work::new(threads);
         store.put_working_set(&stored, &runs, &read_guest(&guest), &work).expect("put");
         let mut told = vec![false; 1000];
@@ -52,7 +52,7 @@ proptest! {
 #[test]
 fn a_working_set_is_its_own_snapshots() {
     let (memory, store, guest, _) = one();
-    let stored = store.open("x").expect("opens");
+    let stored = memory_of(&store, "x");
     assert!(store.working_set("x", &Role::Memory).expect("none yet").is_none());
     let put = |runs: &[vmfork_image::PageRange]| {
         store.put_working_set(&stored, runs, &read_guest(&guest), &Work::new(1))
@@ -84,7 +84,7 @@ fn a_working_set_is_its_own_snapshots() {
 #[test]
 fn what_goes_wrong_with_a_piece_is_told() {
     let (memory, store, guest, _) = one();
-    let stored = store.open("x").expect("opens");
+    let stored = memory_of(&store, "x");
     let work = Work::new(2);
     store.put_working_set(&stored, &[range(0, 900)], &read_guest(&guest), &work).expect("put");
     let fails = |_, _: &[u8]| Err(std::io::Error::other("no room"));

@@ -30,7 +30,7 @@ fn family() -> (Place, [Guest; 2]) {
     let made = create(store, draft("base", &base), &base).expect("created");
     create(store, delta("top", &made, &base, &top), &top).expect("created");
     store.put_profile("top", &Role::Memory, b"profile").expect("put");
-    let stored = memory_of(&store, "top");
+    let stored = memory_of(store, "top");
     store.put_working_set(&stored, &[range(0, 9)], &read_guest(&top), &Work::new(1)).expect("put");
     (place, [base, top])
 }
