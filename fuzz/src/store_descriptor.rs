@@ -1,4 +1,4 @@
-//! Descriptors of stored snapshots.
+//! Descriptors of stored snapshots, of this layout and the first.
 
 use vmfork_store::Descriptor;
 
@@ -18,7 +18,29 @@ pub fn seeds() -> Vec<Vec<u8>> {
         let hash = "2e".repeat(32);
         format!(r#"{{"file": "{id}-0123456789abcdef.{suffix}", "bytes": 9, "blake3": "{hash}"}}"#)
     };
-    let text = format!(
+    let images = ["memory", "disk:data"].map(|role| {
+        let table = file(&match role.strip_prefix("disk:") {
+            Some(device) => format!("disk-{device}.table"),
+            None => "table".to_owned(),
+        });
+        format!(
+            r#"{{"role": "{role}", "bytes": 8192, "page_bytes": 4096, "chunk_pages": 8,
+   "compression": {{"kind": "none"}}, "base": {{"name": "base", "id": "{id}", "role": "{role}"}},
+   "counts": {{"own_pages": 1, "zero_pages": 0, "chunks": 1, "stored_bytes": 5, "shared_bytes": 6}},
+   "table": {table}}}"#
+        )
+    });
+    let now = format!(
+        r#"{{
+  "schema": "vmfork-snapshot/2", "id": "{id}", "name": "web", "created_unix_ms": 1,
+  "images": [{}], "state": {},
+  "vm": {{"memory_mib": 4}},
+"#,
+        images.join(", "),
+        file("state")
+    );
+    let newer = now.replace("memory", "gpu");
+    let first = format!(
         r#"{{
   "schema": "vmfork-snapshot/1", "id": "{id}", "name": "web", "created_unix_ms": 1, "pages": 64,
   "page_bytes": 4096, "chunk_pages": 8, "compression": {{"kind": "zstd", "level": 1}},
@@ -30,5 +52,5 @@ pub fn seeds() -> Vec<Vec<u8>> {
         file("table"),
         file("state")
     );
-    vec![text.into_bytes()]
+    [now, newer, first].map(String::into_bytes).to_vec()
 }

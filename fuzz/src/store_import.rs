@@ -5,7 +5,10 @@ use std::io::{Cursor, Read};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vmfork_image::{PageIdx, PageRange};
-use vmfork_store::{BlobError, Blobs, Compression, Draft, Extent, SnapshotId, Store, Work};
+use vmfork_store::{
+    BaseRef, BlobError, Blobs, Compression, Descriptor, Draft, Extent, ImageDraft, Role,
+    SnapshotId, Store, Work,
+};
 
 /// A store in memory.
 #[derive(Debug, Default)]
@@ -84,29 +87,40 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// A snapshot of one page on another of one page; without the end, which [`run`] adds.
+/// A snapshot of memory and a disk on another, each with one own page. [`run`] adds the end.
 pub fn seeds() -> Vec<Vec<u8>> {
     let store = Store::new(Arc::new(Memory::default())).expect("a store in memory");
-    let mut base = None;
+    let roles = ["memory", "disk:data"].map(|role| role.parse::<Role>().expect("a role"));
+    let mut base: Option<Descriptor> = None;
     for name in ["a", "b"] {
         let draft = Draft {
             name: name.into(),
             id: Some(SnapshotId([name.as_bytes()[0]; 16])),
-            base,
-            pages: 2,
-            extents: vec![(PageRange::between(PageIdx(0), PageIdx(1)), Extent::Own)],
+            images: roles
+                .iter()
+                .map(|role| ImageDraft {
+                    role: role.clone(),
+                    bytes: 2 * 4096,
+                    base: base.as_ref().map(|base| BaseRef {
+                        name: base.name.clone(),
+                        id: base.id,
+                        role: role.clone(),
+                    }),
+                    extents: vec![(PageRange::between(PageIdx(0), PageIdx(1)), Extent::Own)],
+                    compression: Compression::Zstd { level: 1 },
+                    chunk_pages: 1,
+                    keep_zero_pages: false,
+                })
+                .collect(),
             state: name.into(),
             vm: "".into(),
-            compression: Compression::Zstd { level: 1 },
-            chunk_pages: 1,
-            keep_zero_pages: false,
         };
-        let fill = |_, bytes: &mut [u8]| {
+        let fill = |_: &Role, _, bytes: &mut [u8]| {
             bytes.fill(name.as_bytes()[0]);
             Ok(())
         };
         let made = store.create(draft, &fill, &Work::new(1)).expect("created");
-        base = Some(vmfork_store::BaseRef { name: made.name, id: made.id });
+        base = Some(made);
     }
     ["a", "b"]
         .into_iter()

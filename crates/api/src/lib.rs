@@ -79,9 +79,9 @@ pub use session::{
     ExecClientMessage, ExecReply, ExecRequest, ExecServerMessage, ExecWithoutTerminal, TerminalSize,
 };
 pub use snapshot::{
-    Compression, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots, Snapshot,
-    SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
-    TransferRequest, VerifyReply,
+    Compression, ImageRole, Prefetch, ProfileCluster, ProfileInfo, Progress, RemovedSnapshots,
+    Snapshot, SnapshotDetail, SnapshotImage, SnapshotRequest, SnapshotState, StartReply,
+    StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail};
 pub use vm_state::VmState;

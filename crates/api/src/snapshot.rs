@@ -174,6 +174,42 @@ pub struct Progress {
     pub total_bytes: u64,
 }
 
+/// What an image of a snapshot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ImageRole {
+    /// The guest's memory.
+    Memory,
+    /// The content of a disk.
+    Disk,
+}
+
+/// One image of a stored snapshot. Each has its own page table, base and working set.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotImage {
+    pub role: ImageRole,
+    /// Of a disk, the name of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Bytes of a page.
+    pub page_bytes: u64,
+    /// Pages whose bytes are stored with it.
+    pub own_pages: u64,
+    /// Pages of zeros; of a delta, those that became zero since the base.
+    pub zero_pages: u64,
+    /// Bytes that were written to the store for it, compressed.
+    pub stored_bytes: u64,
+    /// Bytes that it has in common with others in the store, compressed.
+    pub shared_bytes: u64,
+    /// The snapshot whose image it is a delta on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
+    /// Hash of its page table, which names each chunk by hash; 64 hex digits.
+    pub root: String,
+}
+
 /// All that is known of one snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct SnapshotDetail {
@@ -189,8 +225,13 @@ pub struct SnapshotDetail {
     pub pause_ms: f64,
     pub compression: Compression,
     pub chunk_pages: u64,
+    /// Of all its images.
     pub own_pages: u64,
+    /// Of all its images.
     pub zero_pages: u64,
+    /// What it consists of, the memory first; empty while it is being written.
+    #[serde(default)]
+    pub images: Vec<SnapshotImage>,
     /// Snapshots that are deltas of this one.
     pub dependants: Vec<String>,
     /// Names of the live VMs that depend on it.

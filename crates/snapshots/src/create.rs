@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
-use vmfork_store::{BaseRef, Descriptor, Draft, Extent, SnapshotId, StoreError};
+use vmfork_store::{Descriptor, Draft, Extent, ImageDraft, Role, SnapshotId, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
@@ -134,12 +134,24 @@ fn write(
     let draft = Draft {
         name: request.name,
         id: Some(id),
-        base: None,
-        pages: image.pages(),
-        extents: Vec::new(),
+        images: Vec::new(),
         state: vmfork_fork::state::read(&frozen.snapshot.state)?,
         vm: serde_json::to_value(&facts)
             .map_err(|source| SnapshotError::Facts { name: under_way.name.clone(), source })?,
+    };
+    // Memory is the one image that is asked for.
+    let read = |_: &Role, range: PageRange, bytes: &mut [u8]| {
+        image.read(range, bytes).map_err(std::io::Error::other)
+    };
+    let store = &library.snapshots.store;
+    let memory_on = |base: Option<&Base>| ImageDraft {
+        role: Role::Memory,
+        bytes: image.pages() * PAGE_BYTES,
+        base: base.map(Base::memory),
+        extents: match request.keep_zero_pages {
+            true => vec![(table.range(), Extent::Own)],
+            false => difference(&table, base.map(|base| &base.table)),
+        },
         compression: match request.compression.unwrap_or(Compression::Zstd) {
             Compression::None => vmfork_store::Compression::None,
             Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
@@ -147,18 +159,7 @@ fn write(
         chunk_pages: CHUNK_PAGES,
         keep_zero_pages: request.keep_zero_pages,
     };
-    let read = |range: PageRange, bytes: &mut [u8]| {
-        image.read(range, bytes).map_err(std::io::Error::other)
-    };
-    let store = &library.snapshots.store;
-    let on = |base: Option<&Base>| Draft {
-        base: base.map(|base| BaseRef { name: base.name.clone(), id: base.id }),
-        extents: match request.keep_zero_pages {
-            true => vec![(table.range(), Extent::Own)],
-            false => difference(&table, base.map(|base| &base.table)),
-        },
-        ..draft.clone()
-    };
+    let on = |base: Option<&Base>| Draft { images: vec![memory_on(base)], ..draft.clone() };
     let mut written = store.create(on(base.as_deref()), &read, &under_way.work);
     if let (Some(base), Err(error)) = (&base, &written)
         && is_of_the_base(error)
@@ -170,10 +171,11 @@ fn write(
         written = store.create(on(None), &read, &under_way.work);
     }
     let descriptor = written?;
+    let counts = descriptor.counts();
     tracing::info!(
         snapshot = descriptor.name,
-        own_mib = (descriptor.counts.own_pages * PAGE_BYTES) >> 20,
-        stored_mib = descriptor.counts.stored_bytes >> 20,
+        own_mib = (counts.own_pages * PAGE_BYTES) >> 20,
+        stored_mib = counts.stored_bytes >> 20,
         "snapshot stored"
     );
     let name = descriptor.name.clone();

@@ -3,7 +3,7 @@
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_engine::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
-use vmfork_store::StoreError;
+use vmfork_store::{Role, StoreError};
 
 use vmfork_fork::state::StateError;
 use vmfork_host::error::chain;
@@ -20,6 +20,8 @@ pub enum SnapshotError {
     },
     #[error("`{name}` says {said} bytes of memory, its page table has {pages} pages")]
     Size { name: String, said: u64, pages: u64 },
+    #[error("`{name}` has an image of role `{role}`, which no VM of this version can be given")]
+    OtherImage { name: String, role: Role },
     #[error("its image has no page table")]
     NoTable,
     #[error("it is a chain of no snapshots")]
@@ -57,9 +59,11 @@ impl SnapshotError {
     fn code(&self) -> ErrorCode {
         match self {
             Self::Store(error) => store_code(error),
-            Self::Facts { .. } | Self::Size { .. } | Self::Empty | Self::Ended => {
-                ErrorCode::Conflict
-            }
+            Self::Facts { .. }
+            | Self::Size { .. }
+            | Self::OtherImage { .. }
+            | Self::Empty
+            | Self::Ended => ErrorCode::Conflict,
             Self::Location { .. } => ErrorCode::BadRequest,
             Self::NoFolder { .. } => ErrorCode::NotFound,
             Self::S3(vmfork_store_s3::OpenError::Location(_)) => ErrorCode::BadRequest,
@@ -82,6 +86,10 @@ impl SnapshotError {
             Self::Facts { name, .. } | Self::Size { name, .. } => Some(format!(
                 "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
             )),
+            Self::OtherImage { .. } => Some(
+                "start it with a version of vmfork that knows its disks, or start another snapshot"
+                    .to_owned(),
+            ),
             Self::S3(error) => error.remedy(),
             Self::Location { .. } | Self::NoFolder { .. } => {
                 Some("name a folder of the daemon's host, or s3://BUCKET/PREFIX".to_owned())
@@ -118,6 +126,8 @@ fn store_code(error: &StoreError) -> ErrorCode {
         | StoreError::Base { .. }
         | StoreError::DeepChain { .. }
         | StoreError::Incomplete { .. }
+        | StoreError::NoImage { .. }
+        | StoreError::Newer { .. }
         | StoreError::Cancelled => ErrorCode::Conflict,
         StoreError::Stream { .. } => ErrorCode::BadRequest,
         _ => ErrorCode::Host,

@@ -102,7 +102,7 @@ impl Snapshots {
         let mut names = vec![name.to_owned()];
         while let Some(of) = names.pop() {
             ids.extend(readable.iter().filter(|one| one.name == of).map(|one| one.id));
-            let on = readable.iter().filter(|one| one.base.as_ref().is_some_and(|b| b.name == of));
+            let on = readable.iter().filter(|one| one.bases().any(|base| base.name == of));
             names.extend(on.filter(|one| !ids.contains(&one.id)).map(|one| one.name.clone()));
         }
         if !cascade && ids.len() > 1 {

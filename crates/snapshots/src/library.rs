@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use tokio::runtime::Handle;
-use vmfork_store::{HotChunks, SnapshotId, Store, StoreError, Stored, Work};
+use vmfork_store::{HotChunks, ImageDescriptor, Role, SnapshotId, Store, StoreError, Stored, Work};
 
 use crate::collect::Collector;
 use crate::error::SnapshotError;
@@ -87,7 +87,7 @@ impl Snapshots {
         let name = &descriptor.name;
         let facts: Facts = serde_json::from_value(descriptor.vm.clone())
             .map_err(|source| SnapshotError::Facts { name: name.clone(), source })?;
-        let pages = descriptor.pages;
+        let pages = descriptor.image(&Role::Memory).map_or(0, ImageDescriptor::pages);
         if facts.spec().memory_bytes != pages * vmfork_image::PAGE_BYTES {
             let said = facts.spec().memory_bytes;
             return Err(SnapshotError::Size { name: name.clone(), said, pages });

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use vmfork_api::ErrorBody;
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{PAGE_BYTES, PageTable};
-use vmfork_store::{Blobs, SnapshotId};
+use vmfork_store::{BaseRef, Blobs, Role, SnapshotId};
 
 use vmfork_fork::facts::Facts;
 use vmfork_host::admission::{Admission, Lease};
@@ -177,6 +177,13 @@ pub struct Base {
     pub(super) id: SnapshotId,
     /// Of its image, while that was in memory: whose bytes it stored.
     pub(super) table: PageTable,
+}
+
+impl Base {
+    /// Its memory, for the store.
+    pub(super) fn memory(&self) -> BaseRef {
+        BaseRef { name: self.name.clone(), id: self.id, role: Role::Memory }
+    }
 }
 
 impl CameOf for Opened {}

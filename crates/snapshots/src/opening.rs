@@ -5,7 +5,7 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use vmfork_engine::{Engine, EngineOptions, HostImage, StoredRun};
 use vmfork_host::core::Core;
-use vmfork_store::{Blobs, Extent, SourceOptions, Stored};
+use vmfork_store::{Blobs, Descriptor, Extent, Role, SourceOptions, StoredImage};
 
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
@@ -22,9 +22,10 @@ impl Snapshots {
     /// # Errors
     /// There is none of that name, it is damaged, or the host lacks memory, fds or threads.
     pub(super) fn open(&self, core: &Core, name: &str) -> Result<Arc<Opened>, SnapshotError> {
-        let chain = self.store.open_chain(name)?;
-        let stored = top(&chain)?;
+        let chain = self.store.open_chain(name, &Role::Memory)?;
+        let stored = top(&chain)?.stored();
         let id = stored.descriptor().id;
+        refuse_disks(stored.descriptor())?;
         if let Some(opened) = self.open_ones().snapshots.get(&id).and_then(Weak::upgrade) {
             return Ok(opened);
         }
@@ -45,7 +46,7 @@ impl Snapshots {
         let engine = Engine::serve(image, &options, core.event_sink())?;
         let engine = Arc::new(engine);
         core.add_engine(&engine);
-        let chain = chain.iter().map(|stored| stored.descriptor().id).collect();
+        let chain = chain.iter().map(|image| image.stored().descriptor().id).collect();
         let opened = Arc::new(Opened::new((id, chain), facts, engine, (state, lead)));
         open.snapshots.insert(id, Arc::downgrade(&opened));
         Ok(opened)
@@ -63,9 +64,9 @@ impl Snapshots {
     }
 
     /// Where chunks of a chain come from that aren't here.
-    fn remotes(&self, chain: &[Arc<Stored>]) -> Result<Remotes, SnapshotError> {
+    fn remotes(&self, chain: &[StoredImage]) -> Result<Remotes, SnapshotError> {
         let mut remotes = Remotes::new();
-        for origin in chain.iter().filter_map(|stored| stored.origin()) {
+        for origin in chain.iter().filter_map(|image| image.stored().origin()) {
             if remotes.contains_key(origin) {
                 continue;
             }
@@ -84,7 +85,7 @@ impl Snapshots {
         Ok(remotes)
     }
 
-    /// The image of a snapshot, without an engine: to read its pages.
+    /// The memory of a snapshot, without an engine: to read its pages.
     ///
     /// # Errors
     /// As [`Snapshots::open`].
@@ -93,7 +94,7 @@ impl Snapshots {
         core: &Core,
         name: &str,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let chain = self.store.open_chain(name)?;
+        let chain = self.store.open_chain(name, &Role::Memory)?;
         let remotes = self.remotes(&chain)?;
         self.open_images(core, &chain, &remotes, &mut self.open_ones())
     }
@@ -102,13 +103,13 @@ impl Snapshots {
     fn open_images(
         &self,
         core: &Core,
-        chain: &[Arc<Stored>],
+        chain: &[StoredImage],
         remotes: &Remotes,
         open: &mut OpenOnes,
     ) -> Result<Arc<HostImage>, SnapshotError> {
         let mut below: Option<Arc<HostImage>> = None;
         for stored in chain.iter().rev() {
-            let id = stored.descriptor().id;
+            let id = stored.stored().descriptor().id;
             let image = match open.images.get(&id).and_then(Weak::upgrade) {
                 Some(image) => image,
                 None => self.open_one(core, stored, remotes, below.as_ref())?,
@@ -122,23 +123,34 @@ impl Snapshots {
     fn open_one(
         &self,
         core: &Core,
-        stored: &Arc<Stored>,
+        stored: &StoredImage,
         remotes: &Remotes,
         base: Option<&Arc<HostImage>>,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let remote = stored.origin().and_then(|origin| remotes.get(origin)).cloned();
+        let remote = stored.stored().origin().and_then(|origin| remotes.get(origin)).cloned();
         let source = stored.source(SourceOptions { hot: Arc::clone(&self.hot), remote });
         let runs = stored.extents().map(|(range, extent)| match extent {
             Extent::Own => StoredRun::Own(range),
             Extent::Zero => StoredRun::Zero(range),
         });
-        let pages = stored.descriptor().pages;
+        let pages = stored.image().pages();
         Ok(HostImage::stored(core.next_image(), pages, runs, base, source)?)
     }
 }
 
-fn top(chain: &[Arc<Stored>]) -> Result<&Arc<Stored>, SnapshotError> {
+fn top(chain: &[StoredImage]) -> Result<&StoredImage, SnapshotError> {
     chain.first().ok_or(SnapshotError::Empty)
+}
+
+/// A VM without its disks, or with others, is not the one that was stored.
+fn refuse_disks(descriptor: &Descriptor) -> Result<(), SnapshotError> {
+    match descriptor.images.iter().find(|image| image.role != Role::Memory) {
+        None => Ok(()),
+        Some(image) => Err(SnapshotError::OtherImage {
+            name: descriptor.name.clone(),
+            role: image.role.clone(),
+        }),
+    }
 }
 
 #[cfg(test)]
@@ -147,7 +159,7 @@ mod tests {
     use std::path::Path;
 
     use vmfork_image::{PageIdx, PageRange};
-    use vmfork_store::{BaseRef, Compression, Draft, Store, Work};
+    use vmfork_store::{BaseRef, Compression, Draft, ImageDraft, Store, Work};
 
     use std::num::NonZeroU64;
     use std::sync::atomic::Ordering;
@@ -169,21 +181,24 @@ mod tests {
             let draft = Draft {
                 name: name.to_owned(),
                 id: None,
-                base: base.take(),
-                pages: PAGES,
-                extents: vec![(own, Extent::Own)],
+                images: vec![ImageDraft {
+                    role: Role::Memory,
+                    bytes: PAGES * PAGE_BYTES,
+                    base: base.take(),
+                    extents: vec![(own, Extent::Own)],
+                    compression: Compression::None,
+                    chunk_pages: 64,
+                    keep_zero_pages: false,
+                }],
                 state: b"state".to_vec(),
                 vm: serde_json::to_value(Facts::of_a_test(PAGES * PAGE_BYTES)).expect("plain"),
-                compression: Compression::None,
-                chunk_pages: 64,
-                keep_zero_pages: false,
             };
-            let read = |_: PageRange, bytes: &mut [u8]| -> io::Result<()> {
+            let read = |_: &Role, _: PageRange, bytes: &mut [u8]| -> io::Result<()> {
                 bytes.fill(7);
                 Ok(())
             };
             let made = store.create(draft, &read, &Work::new(1)).expect("created");
-            base = Some(BaseRef { name: name.to_owned(), id: made.id });
+            base = Some(BaseRef { name: name.to_owned(), id: made.id, role: Role::Memory });
         }
         store
     }
@@ -249,5 +264,48 @@ mod tests {
         let claim = opened.claim_working_set().expect("the next");
         drop(opened);
         assert!(claim.opened().is_none());
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_no_vm_can_be_given_is_refused_with_a_remedy() {
+        let host = Host::start().await;
+        let snapshots = &Snapshots::new(&host.folder().join("snapshots")).expect("made");
+        let image = |role: &str| ImageDraft {
+            role: role.parse().expect("a role"),
+            bytes: PAGES * PAGE_BYTES,
+            base: None,
+            extents: Vec::new(),
+            compression: Compression::None,
+            chunk_pages: 64,
+            keep_zero_pages: false,
+        };
+        for (name, roles, says, remedy) in [
+            ("disk", &["disk:data"][..], "has no image of role `memory`", "snapshot inspect disk"),
+            ("both", &["memory", "disk:data"], "an image of role `disk:data`", "another snapshot"),
+        ] {
+            let draft = Draft {
+                name: name.to_owned(),
+                id: None,
+                images: roles.iter().copied().map(image).collect(),
+                state: b"state".to_vec(),
+                vm: serde_json::to_value(Facts::of_a_test(PAGES * PAGE_BYTES)).expect("plain"),
+            };
+            let none = |_: &Role, _: PageRange, _: &mut [u8]| Err(io::Error::other("no page"));
+            snapshots.store.create(draft, &none, &Work::new(1)).expect("created");
+            let error = snapshots.open(&host.core, name).expect_err("refused").to_body("start it");
+            assert_eq!(error.code, vmfork_api::ErrorCode::Conflict, "{error:?}");
+            assert!(error.cause.as_ref().is_some_and(|text| text.contains(says)), "{error:?}");
+            assert!(error.remedy.as_ref().is_some_and(|text| text.contains(remedy)), "{error:?}");
+            let detail = snapshots.detail(&host.core, name).expect("can be looked at");
+            let images = detail.images.iter().map(|image| (image.role, image.device.as_deref()));
+            let told: Vec<_> = images
+                .map(|(role, device)| match role {
+                    vmfork_api::ImageRole::Memory => "memory".to_owned(),
+                    vmfork_api::ImageRole::Disk => format!("disk:{}", device.unwrap_or("")),
+                })
+                .collect();
+            assert_eq!(told, roles);
+            assert!(detail.images.iter().all(|image| image.bytes == PAGES * PAGE_BYTES));
+        }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use vmfork_api::Prefetch;
 use vmfork_image::PageRange;
-use vmfork_store::StoreError;
+use vmfork_store::{Role, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
@@ -63,7 +63,9 @@ pub(super) fn begin(
 /// need it and the host has memory for it.
 fn load(library: &Library, name: &str, claim: WorkingSetClaim) -> Result<(), SnapshotError> {
     let began = Instant::now();
-    let Some(set) = library.snapshots.store.working_set(name)? else { return Ok(()) };
+    let Some(set) = library.snapshots.store.working_set(name, &Role::Memory)? else {
+        return Ok(());
+    };
     if claim.opened().is_none_or(|opened| opened.id != set.id()) {
         return Ok(());
     }

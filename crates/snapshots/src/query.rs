@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use vmfork_api::{ErrorBody, Labels, Progress, Snapshot, SnapshotDetail, SnapshotState};
+use vmfork_api::{
+    ErrorBody, ImageRole, Labels, Progress, Snapshot, SnapshotDetail, SnapshotImage, SnapshotState,
+};
 use vmfork_image::PAGE_BYTES;
-use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
+use vmfork_store::{Compression, Descriptor, ImageDescriptor, Role, SnapshotId, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
@@ -86,7 +88,8 @@ impl Snapshots {
     }
 
     fn of_descriptor(&self, core: &Core, descriptor: &Descriptor) -> Snapshot {
-        let counts = &descriptor.counts;
+        let counts = descriptor.counts();
+        let memory_bytes = descriptor.image(&Role::Memory).map_or(0, |image| image.bytes);
         let remote = self.store.origin(&descriptor.name).ok().flatten();
         let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
         let (reason, progress) = self.pull_of(descriptor, remote.as_deref());
@@ -99,12 +102,12 @@ impl Snapshots {
             reason,
             created_unix_ms: descriptor.created_unix_ms,
             image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
-            memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
+            memory_mib: memory_bytes >> 20,
             cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
             accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
             labels: facts.as_ref().map(|facts| facts.inherited.labels.clone()).unwrap_or_default(),
-            base: descriptor.base.as_ref().map(|base| base.name.clone()),
-            own_bytes: counts.own_pages * PAGE_BYTES,
+            base: descriptor.bases().next().map(|base| base.name.clone()),
+            own_bytes: counts.own_pages.saturating_mul(PAGE_BYTES),
             stored_bytes: counts.stored_bytes,
             shared_bytes: counts.shared_bytes,
             progress,
@@ -117,13 +120,13 @@ impl Snapshots {
     /// How far its pull is, and why that does not go on; of what is all here, all.
     fn pull_of(&self, descriptor: &Descriptor, remote: Option<&str>) -> (Option<String>, Progress) {
         let Some(remote) = remote else {
-            let bytes = descriptor.counts.stored_bytes;
+            let bytes = descriptor.counts().stored_bytes;
             return (None, Progress { done_bytes: bytes, total_bytes: bytes });
         };
         if let Some(pull) = self.pulls().get(&descriptor.id) {
             return (pull.reason(), pull.progress());
         }
-        let total_bytes = descriptor.counts.own_pages * PAGE_BYTES;
+        let total_bytes = descriptor.counts().own_pages.saturating_mul(PAGE_BYTES);
         let progress = Progress { done_bytes: 0, total_bytes };
         // One that is about to begin has its name, or that of what is a delta of this.
         if self.under_way().values().any(|one| one.is_pull()) {
@@ -158,11 +161,10 @@ impl Snapshots {
         let word = |get: fn(&Facts) -> &str| facts.as_ref().map(get).unwrap_or_default().to_owned();
         let all = self.store.list().map_err(|error| failed(error.into()))?;
         let is_dependant = |other: &Descriptor| {
-            other
-                .base
-                .as_ref()
-                .is_some_and(|base| Some(base.id) == descriptor.as_ref().map(|d| d.id))
+            other.bases().any(|base| Some(base.id) == descriptor.as_ref().map(|d| d.id))
         };
+        let memory = descriptor.as_ref().and_then(|it| it.image(&Role::Memory));
+        let counts = descriptor.as_ref().map(Descriptor::counts).unwrap_or_default();
         Ok(SnapshotDetail {
             schema: vmfork_api::SCHEMA.to_owned(),
             qemu_version: word(|facts| &facts.qemu_version),
@@ -173,13 +175,14 @@ impl Snapshots {
                 .and_then(|facts| facts.agent.as_ref())
                 .map(|agent| agent.kernel.clone()),
             pause_ms: facts.as_ref().map_or(0.0, |facts| facts.pause_ms),
-            compression: match descriptor.as_ref().map(|descriptor| descriptor.compression) {
+            compression: match memory.map(|image| image.compression) {
                 Some(Compression::None) => vmfork_api::Compression::None,
                 _ => vmfork_api::Compression::Zstd,
             },
-            chunk_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.chunk_pages),
-            own_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.own_pages),
-            zero_pages: descriptor.as_ref().map_or(0, |descriptor| descriptor.counts.zero_pages),
+            chunk_pages: memory.map_or(0, |image| image.chunk_pages),
+            own_pages: counts.own_pages,
+            zero_pages: counts.zero_pages,
+            images: descriptor.iter().flat_map(|it| &it.images).map(image_of).collect(),
             dependants: all
                 .into_iter()
                 .filter_map(|(name, other)| other.ok().filter(&is_dependant).map(|_| name))
@@ -205,6 +208,26 @@ impl Snapshots {
         };
         let live = core.registry.live().into_iter();
         live.filter(|vm| needs(vm)).map(|vm| vm.name().to_owned()).collect()
+    }
+}
+
+/// An image in the words of the API.
+fn image_of(image: &ImageDescriptor) -> SnapshotImage {
+    let (role, device) = match &image.role {
+        Role::Memory => (ImageRole::Memory, None),
+        Role::Disk(device) => (ImageRole::Disk, Some(device.as_str().to_owned())),
+    };
+    SnapshotImage {
+        role,
+        device,
+        bytes: image.bytes,
+        page_bytes: image.page_bytes,
+        own_pages: image.counts.own_pages,
+        zero_pages: image.counts.zero_pages,
+        stored_bytes: image.counts.stored_bytes,
+        shared_bytes: image.counts.shared_bytes,
+        base: image.base.as_ref().map(|base| base.name.clone()),
+        root: image.table.blake3.to_hex().to_string(),
     }
 }
 

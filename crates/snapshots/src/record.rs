@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use vmfork_api::{ErrorBody, ProfileCluster, ProfileInfo};
 use vmfork_image::{PageRange, PageTable};
 use vmfork_policy::{Profile, Recorder, RecorderConfig, Recording, sequential};
-use vmfork_store::{SnapshotId, StoreError, Work};
+use vmfork_store::{Role, SnapshotId, StoreError, Work};
 
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
@@ -148,20 +148,20 @@ impl Snapshots {
         if work.cancelled.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let stored = match self.store.open(&subject.name) {
-            Ok(stored) if stored.descriptor().id == subject.id => stored,
+        let memory = match self.store.open(&subject.name) {
+            Ok(stored) if stored.descriptor().id == subject.id => stored.image(&Role::Memory)?,
             // It could not be written, or has been removed meanwhile.
             _ => return Ok(()),
         };
-        let mut profile = self.profile(&subject.name, stored.descriptor().pages)?;
+        let mut profile = self.profile(&subject.name, memory.image().pages())?;
         let is_whole = recording.end().is_some() || recording.until() >= WORTH;
         if recording.pages() == 0 || !(is_whole || profile.is_empty()) {
             return Ok(());
         }
         profile.merge(recording);
-        self.store.put_profile(&subject.name, &profile.encode())?;
+        self.store.put_profile(&subject.name, &Role::Memory, &profile.encode())?;
         let wanted = profile.working_set(FREQUENCY_MIN, WORKING_SET_PAGES_MAX);
-        let stored_set = match self.store.working_set(&subject.name) {
+        let stored_set = match self.store.working_set(&subject.name, &Role::Memory) {
             Err(StoreError::Damaged(_)) => None, // replaced
             set => set?,
         };
@@ -180,7 +180,7 @@ impl Snapshots {
         let read = |range: PageRange, bytes: &mut [u8]| {
             image.read(range, bytes).map_err(std::io::Error::other)
         };
-        self.store.put_working_set(&stored, &runs, &read, work)?;
+        self.store.put_working_set(&memory, &runs, &read, work)?;
         tracing::info!(
             snapshot = subject.name,
             runs = profile.runs(),
@@ -194,7 +194,7 @@ impl Snapshots {
     /// A profile that cannot be read is begun again: it is a help and no more.
     fn profile(&self, name: &str, pages: u64) -> Result<Profile, SnapshotError> {
         let new = || Profile::new(pages, CLUSTER_PAGES).map_err(SnapshotError::Profile);
-        let stored = match self.store.profile(name) {
+        let stored = match self.store.profile(name, &Role::Memory) {
             Err(error @ StoreError::Damaged(_)) => {
                 tracing::warn!(snapshot = name, %error, "profile begun anew");
                 None
@@ -220,8 +220,12 @@ impl Snapshots {
             error.to_body(format!("look at the profile of snapshot `{name}`"))
         };
         let descriptor = self.store.descriptor(name).map_err(|error| failed(error.into()))?;
-        let profile = self.profile(name, descriptor.pages).map_err(failed)?;
-        let set = self.store.working_set(name).map_err(|error| failed(error.into()))?;
+        let Some(memory) = descriptor.image(&Role::Memory) else {
+            return Ok(ProfileInfo::default());
+        };
+        let profile = self.profile(name, memory.pages()).map_err(failed)?;
+        let set = self.store.working_set(name, &Role::Memory);
+        let set = set.map_err(|error| failed(error.into()))?;
         let clusters = profile.stretches();
         let recordings = self.recordings.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(ProfileInfo {
@@ -229,7 +233,7 @@ impl Snapshots {
             working_set_pages: set.as_ref().map_or(0, |set| set.pages()),
             working_set_bytes: self
                 .store
-                .working_set_bytes(name)
+                .working_set_bytes(name, &Role::Memory)
                 .map_err(|error| failed(error.into()))?,
             recording: recordings.contains_key(&descriptor.id),
             clusters: clusters

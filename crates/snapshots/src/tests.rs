@@ -10,7 +10,9 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use vmfork_api::{ErrorCode, Happening, SnapshotState, TransferRequest};
 use vmfork_image::{PageIdx, PageRange};
-use vmfork_store::{BaseRef, Compression, Descriptor, Draft, Extent, ReadPages, Store, StoreError};
+use vmfork_store::{
+    BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, ReadPages, Role, Store, StoreError,
+};
 
 use crate::error::SnapshotError;
 use crate::keep;
@@ -27,20 +29,27 @@ fn draft(name: &str, base: Option<&Descriptor>) -> Draft {
     Draft {
         name: name.to_owned(),
         id: None,
-        base: base.map(|base| BaseRef { name: base.name.clone(), id: base.id }),
-        pages: PAGES,
-        extents: vec![(PageRange::between(PageIdx(0), PageIdx(PAGES)), Extent::Own)],
+        images: vec![ImageDraft {
+            role: Role::Memory,
+            bytes: PAGES * 4096,
+            base: base.map(|base| BaseRef {
+                name: base.name.clone(),
+                id: base.id,
+                role: Role::Memory,
+            }),
+            extents: vec![(PageRange::between(PageIdx(0), PageIdx(PAGES)), Extent::Own)],
+            compression: Compression::None,
+            chunk_pages: 64,
+            keep_zero_pages: false,
+        }],
         state: b"devices".to_vec(),
         vm: serde_json::to_value(Facts::of_a_test(PAGES * 4096)).expect("plain"),
-        compression: Compression::None,
-        chunk_pages: 64,
-        keep_zero_pages: false,
     }
 }
 
 /// Pages of `seed`, none like another.
-fn pages(seed: u8) -> impl Fn(PageRange, &mut [u8]) -> io::Result<()> + Sync {
-    move |range, bytes| {
+fn pages(seed: u8) -> impl Fn(&Role, PageRange, &mut [u8]) -> io::Result<()> + Sync {
+    move |_, range, bytes| {
         for (page, bytes) in (range.start().0..).zip(bytes.chunks_mut(4096)) {
             bytes.fill(seed);
             bytes[..8].copy_from_slice(&page.to_le_bytes());
@@ -87,8 +96,8 @@ async fn what_a_write_leaves_that_failed_is_freed() {
     let host = Host::start().await;
     let library = &library(&host);
     let placed = taken(library, "warm");
-    let full = |range: PageRange, bytes: &mut [u8]| match range.start().0 {
-        0..128 => pages(1)(range, bytes),
+    let full = |role: &Role, range: PageRange, bytes: &mut [u8]| match range.start().0 {
+        0..128 => pages(1)(role, range, bytes),
         _ => Err(io::ErrorKind::StorageFull.into()),
     };
     let work = vmfork_store::Work::new(1);
@@ -167,12 +176,12 @@ async fn a_write_is_given_up_by_rm() {
         let library = Arc::clone(library);
         tokio::task::spawn_blocking(move || {
             let work = Arc::clone(&placed.under_way.work);
-            let slow = |range: PageRange, bytes: &mut [u8]| {
+            let slow = |role: &Role, range: PageRange, bytes: &mut [u8]| {
                 let give_up = || work.cancelled.load(Ordering::Relaxed);
                 while range.start().0 >= 64 && !give_up() {
                     std::hint::spin_loop();
                 }
-                pages(1)(range, bytes)
+                pages(1)(role, range, bytes)
             };
             let outcome = library.snapshots.store.create(draft("warm", None), &slow, &work);
             let outcome = outcome.map_err(SnapshotError::from);

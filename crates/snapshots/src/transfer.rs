@@ -254,8 +254,8 @@ fn adopt(
         let adopted =
             snapshots.store.adopt_from(name, &remote, location, &placed.under_way.work)?;
         let here = adopted.descriptor().name.clone();
-        let chain = snapshots.store.open_chain(&here)?;
-        let missing = chain.iter().filter(|stored| stored.origin().is_some());
+        let family = snapshots.store.open_family(&here)?;
+        let missing = family.iter().rev().filter(|stored| stored.origin().is_some());
         let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
         Ok::<_, SnapshotError>((remote, here, ids))
     };

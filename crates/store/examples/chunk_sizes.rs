@@ -16,12 +16,14 @@ use std::error::Error;
 use std::io::{self, Read as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange, PageSource as _};
 use vmfork_store::format::chunk::{self, ChunkEncoder};
-use vmfork_store::{Compression, Draft, Extent, HotChunks, SourceOptions, Store, Stored, Work};
+use vmfork_store::{
+    Compression, Draft, Extent, HotChunks, ImageDraft, Role, SourceOptions, Store, StoredImage,
+    Work,
+};
 
 const PAGE: usize = 4096;
 /// What one fault brings in by default.
@@ -136,7 +138,7 @@ struct Coding {
 
 /// Encodes and decodes the chunks of a snapshot.
 fn code(
-    stored: &Stored,
+    stored: &StoredImage,
     compression: Compression,
     read: &impl Fn(PageRange, &mut [u8]) -> io::Result<()>,
 ) -> Result<Coding, Box<dyn Error>> {
@@ -165,7 +167,7 @@ fn code(
 /// How long the reads of single faults took, in µs and sorted. Each reads 64 KiB of own pages, at a
 /// random place of one extent.
 fn read_times(
-    stored: &Arc<Stored>,
+    stored: &StoredImage,
     extents: &[(PageRange, Extent)],
 ) -> Result<Vec<u128>, Box<dyn Error>> {
     let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: None });
@@ -213,17 +215,21 @@ fn main() -> Result<(), Box<dyn Error>> {
             let draft = Draft {
                 name: "x".into(),
                 id: None,
-                base: None,
-                pages,
-                extents: extents.clone(),
+                images: vec![ImageDraft {
+                    role: Role::Memory,
+                    bytes: pages * PAGE as u64,
+                    base: None,
+                    extents: extents.clone(),
+                    compression,
+                    chunk_pages,
+                    keep_zero_pages: false,
+                }],
                 state: Vec::new(),
                 vm: serde_json::Value::Null,
-                compression,
-                chunk_pages,
-                keep_zero_pages: false,
             };
-            store.create(draft, &read, &Work::new(1))?;
-            let stored = store.open("x")?;
+            let read_image = |_: &Role, range: PageRange, bytes: &mut [u8]| read(range, bytes);
+            store.create(draft, &read_image, &Work::new(1))?;
+            let stored = store.open("x")?.image(&Role::Memory)?;
             let Coding { encode, decode, stored_bytes } = code(&stored, compression, &read)?;
             let took = read_times(&stored, &extents)?;
             let level = match compression {

@@ -5,7 +5,7 @@
 //! [`Store::fetch_chunks`] copies the rest. From then on the snapshot does not depend on the remote
 //! store.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use blake3::Hash;
@@ -14,9 +14,9 @@ use vmfork_image::PAGE_BYTES;
 use crate::blobs::BlobError;
 use crate::error::StoreError;
 use crate::files::{Sections, read_descriptor, read_section};
-use crate::format::descriptor::{BaseRef, Descriptor, SnapshotId};
+use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::format::sealed::{SealedKind, unseal};
-use crate::format::table::Window;
+use crate::format::table::{Table, Window};
 use crate::format::{Flaw, working_set};
 use crate::names::{ORIGIN, PROFILE, WORKING_SET, chunk_key};
 use crate::source::decode_chunk;
@@ -40,6 +40,25 @@ pub struct Copied {
     pub bytes: u64,
 }
 
+/// What snapshots that were copied are called in the other store.
+#[derive(Debug, Default)]
+pub(crate) struct Names(pub(crate) HashMap<SnapshotId, String>);
+
+impl Names {
+    /// Call what the images of `descriptor` are deltas on as it is called there. → these names.
+    pub(crate) fn rename_bases(&self, descriptor: &mut Descriptor) -> Vec<String> {
+        let bases = descriptor.images.iter_mut().filter_map(|image| image.base.as_mut());
+        let renamed = bases.map(|base| {
+            // One that is not known was not copied; then the commit finds no base.
+            if let Some(name) = self.0.get(&base.id) {
+                name.clone_into(&mut base.name);
+            }
+            base.name.clone()
+        });
+        renamed.collect()
+    }
+}
+
 /// What is wrong with a file, if anything is.
 type FlawOf<'a> = dyn Fn(&[u8]) -> Result<Option<Flaw>, StoreError> + 'a;
 
@@ -50,11 +69,11 @@ impl Store {
         work: &Work,
     ) -> Result<Sections, StoreError> {
         let (blobs, name) = (self.inner.blobs(), &descriptor.name);
-        let extra = |ending: &str, flaw_of: &FlawOf<'_>| {
-            let key = descriptor.key_beside(ending);
+        let extra = |ending: String, flaw_of: &FlawOf<'_>| {
+            let key = descriptor.key_beside(&ending);
             match blobs.get(&key) {
                 Ok(bytes) => Ok(match flaw_of(&bytes)? {
-                    None => Some(bytes),
+                    None => Some((ending, bytes)),
                     Some(flaw) => {
                         let error = StoreError::damaged(blobs, &key)(flaw);
                         tracing::warn!(%error, "left out");
@@ -65,14 +84,19 @@ impl Store {
                 Err(error) => Err(StoreError::from(error)),
             }
         };
-        Ok(Sections {
-            table: read_section(blobs, name, &descriptor.files.table)?,
-            state: read_section(blobs, name, &descriptor.files.state)?,
-            working_set: extra(WORKING_SET, &|file| {
-                Ok(working_set::flaw_of(file, descriptor.id, descriptor.pages, &work.cancelled)?)
-            })?,
-            profile: extra(PROFILE, &|file| Ok(unseal(SealedKind::Profile, file).err()))?,
-        })
+        let (mut tables, mut extras) = (Vec::new(), Vec::new());
+        for image in &descriptor.images {
+            let (role, pages) = (&image.role, image.pages());
+            tables.push(read_section(blobs, name, &image.table)?);
+            extras.extend(extra(role.ending(WORKING_SET), &|file| {
+                Ok(working_set::flaw_of(file, descriptor.id, pages, &work.cancelled)?)
+            })?);
+            extras.extend(extra(role.ending(PROFILE), &|file| {
+                Ok(unseal(SealedKind::Profile, file).err())
+            })?);
+        }
+        let state = read_section(blobs, name, &descriptor.state)?;
+        Ok(Sections { tables, state, extras })
     }
 
     /// The snapshot with this id, whatever its name.
@@ -99,11 +123,11 @@ impl Store {
     /// `other`; [`StoreError::Cancelled`]. Snapshots that were copied before that are in `other`,
     /// whole.
     pub fn copy_to(&self, name: &str, other: &Store, work: &Work) -> Result<Copied, StoreError> {
-        let chain = self.open_chain(name)?;
-        chain.iter().try_for_each(|stored| stored.check_is_here())?;
+        let family = self.open_family(name)?;
+        family.iter().try_for_each(|stored| stored.check_is_here())?;
         let mut copied = Copied::default();
-        let mut base = None;
-        for stored in chain.iter().rev() {
+        let mut names = Names::default();
+        for stored in &family {
             let descriptor = stored.descriptor();
             let sections = self.read_sections(descriptor, work)?;
             let name = match other.find_by_id(descriptor.id)? {
@@ -113,12 +137,12 @@ impl Store {
                     there.name
                 }
                 None => {
-                    self.copy_one(stored, &sections, base, other, work, &mut copied)?;
+                    self.copy_one(stored, &sections, &names, other, work, &mut copied)?;
                     copied.names.push(descriptor.name.clone());
                     descriptor.name.clone()
                 }
             };
-            base = Some(BaseRef { name, id: descriptor.id });
+            names.0.insert(descriptor.id, name);
         }
         Ok(copied)
     }
@@ -129,7 +153,7 @@ impl Store {
         let (_reserved, here) = self.reserve(&here.name, here.id)?;
         let blobs = self.inner.blobs();
         let mut added = 0;
-        for (ending, bytes) in sections.extras() {
+        for (ending, bytes) in &sections.extras {
             let key = here.key_beside(ending);
             if blobs.size(&key)?.is_none() {
                 blobs.put_for_good(&key, bytes)?;
@@ -143,14 +167,14 @@ impl Store {
         &self,
         stored: &Stored,
         sections: &Sections,
-        base: Option<BaseRef>,
+        names: &Names,
         other: &Store,
         work: &Work,
         copied: &mut Copied,
     ) -> Result<(), StoreError> {
         let mut descriptor = stored.descriptor().clone();
-        descriptor.base.clone_from(&base);
-        let writing = Writing::begin(&other.inner, &descriptor.name, Commit::New, base)?;
+        let bases = names.rename_bases(&mut descriptor);
+        let writing = Writing::begin(&other.inner, &descriptor.name, Commit::New, bases)?;
         let windows = each_chunk_once(stored);
         work.expect(windows.iter().map(|window| window.own_pages * PAGE_BYTES).sum());
         let sizes = work.for_each_on(
@@ -192,18 +216,19 @@ impl Store {
         origin: &str,
         work: &Work,
     ) -> Result<Arc<Stored>, StoreError> {
-        let chain = remote.open_chain(name)?;
-        chain.iter().try_for_each(|stored| stored.check_is_here())?;
-        let mut base = None;
-        for stored in chain.iter().rev() {
+        let family = remote.open_family(name)?;
+        family.iter().try_for_each(|stored| stored.check_is_here())?;
+        let mut names = Names::default();
+        let mut top = name.to_owned();
+        for stored in &family {
             let mut descriptor = stored.descriptor().clone();
             let here = match self.find_by_id(descriptor.id)? {
                 Some(here) => here.name,
                 None => {
                     let sections = remote.read_sections(&descriptor, work)?;
-                    descriptor.base.clone_from(&base);
+                    let bases = names.rename_bases(&mut descriptor);
                     let name = descriptor.name.clone();
-                    let writing = Writing::begin(&self.inner, &name, Commit::New, base)?;
+                    let writing = Writing::begin(&self.inner, &name, Commit::New, bases)?;
                     writing.put_sections(&mut descriptor, &sections)?;
                     writing.put_section(descriptor.id, ORIGIN, origin.as_bytes())?;
                     work.check()?;
@@ -212,12 +237,10 @@ impl Store {
                     name
                 }
             };
-            base = Some(BaseRef { name: here, id: descriptor.id });
+            top.clone_from(&here);
+            names.0.insert(descriptor.id, here);
         }
-        match base {
-            Some(top) => self.open(&top.name),
-            None => self.open(name),
-        }
+        self.open(&top)
     }
 
     /// Copy the missing chunks of snapshot `name`, and of all its bases, from `remote`, which they
@@ -229,12 +252,13 @@ impl Store {
     /// has it damaged; [`StoreError::Cancelled`]. Chunks that had come by then are kept.
     pub fn fetch_chunks(&self, name: &str, remote: &Store, work: &Work) -> Result<(), StoreError> {
         check_name(name)?;
-        let chain = self.open_chain(name)?;
-        let missing: Vec<_> = chain.iter().filter(|stored| stored.origin().is_some()).collect();
+        let family = self.open_family(name)?;
+        let missing: Vec<_> = family.iter().filter(|stored| stored.origin().is_some()).collect();
         let mut seen = HashSet::<Hash>::new();
         let windows: Vec<_> = missing
             .iter()
-            .flat_map(|stored| stored.table().windows())
+            .flat_map(|stored| stored.tables())
+            .flat_map(Table::windows)
             .filter(|window| seen.insert(window.hash))
             .copied()
             .collect();
@@ -274,6 +298,6 @@ impl Store {
 /// Windows with different chunks.
 pub(crate) fn each_chunk_once(stored: &Stored) -> Vec<Window> {
     let mut seen = HashSet::new();
-    let windows = stored.table().windows().iter().copied();
+    let windows = stored.tables().iter().flat_map(Table::windows).copied();
     windows.filter(|window| seen.insert(window.hash)).collect()
 }

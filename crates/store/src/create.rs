@@ -1,5 +1,6 @@
 //! Writing a new snapshot.
 
+use std::collections::HashMap;
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -7,12 +8,14 @@ use blake3::Hash;
 use vmfork_image::{PAGE_BYTES, PageIdx, PageRange};
 
 use crate::error::StoreError;
-use crate::files::read_descriptor;
 use crate::format::chunk::ChunkEncoder;
-use crate::format::descriptor::{BaseRef, Descriptor, Files, SCHEMA, SnapshotId};
+use crate::format::descriptor::{
+    BaseRef, Descriptor, IMAGES_MAX, ImageDescriptor, SCHEMA, SnapshotId, size_flaw,
+};
+use crate::format::role::Role;
 use crate::format::sealed::{SealedKind, seal};
 use crate::format::table::{Extent, Table, chunk_pages_flaw, own_runs, own_windows};
-use crate::format::{Compression, IMAGE_PAGES_MAX, PAGE_LEN};
+use crate::format::{Compression, PAGE_LEN};
 use crate::names::{STATE, TABLE};
 use crate::store::{CHAIN_MAX, Store, base_error, check_base};
 use crate::work::Work;
@@ -24,16 +27,24 @@ pub struct Draft {
     pub name: String,
     /// `None`: a random one.
     pub id: Option<SnapshotId>,
-    /// What it is a delta on; must be in the same store and have as many pages.
-    pub base: Option<BaseRef>,
-    /// Pages of the image.
-    pub pages: u64,
-    /// What differs from the base, or from zeros: ascending, without overlap.
-    pub extents: Vec<(PageRange, Extent)>,
-    /// Device state; means nothing here.
+    /// At least one, none of a role twice.
+    pub images: Vec<ImageDraft>,
+    /// Device state; means nothing here. Empty for a snapshot without memory.
     pub state: Vec<u8>,
     /// What the VM was, in the caller's words.
     pub vm: serde_json::Value,
+}
+
+/// What one of its images is to become.
+#[derive(Debug, Clone)]
+pub struct ImageDraft {
+    pub role: Role,
+    /// Size: of memory whole pages, of a disk a multiple of 512.
+    pub bytes: u64,
+    /// What it is a delta on; must be in the same store and have as many pages.
+    pub base: Option<BaseRef>,
+    /// What differs from the base, or from zeros: ascending, without overlap.
+    pub extents: Vec<(PageRange, Extent)>,
     pub compression: Compression,
     /// Pages of a window: a power of two, 1 to 512.
     pub chunk_pages: u64,
@@ -41,8 +52,17 @@ pub struct Draft {
     pub keep_zero_pages: bool,
 }
 
-/// Reads own pages of the new snapshot. Called by several threads at a time.
+impl ImageDraft {
+    fn pages(&self) -> u64 {
+        self.bytes.div_ceil(PAGE_BYTES)
+    }
+}
+
+/// Reads pages of an image. Called by several threads at a time.
 pub type ReadPages<'a> = dyn Fn(PageRange, &mut [u8]) -> io::Result<()> + Sync + 'a;
+
+/// Reads own pages of that image of the new snapshot. Called by several threads at a time.
+pub type ReadImages<'a> = dyn Fn(&Role, PageRange, &mut [u8]) -> io::Result<()> + Sync + 'a;
 
 /// Gathers extents: ascending, none empty, none touching another of its kind.
 #[derive(Debug, Default)]
@@ -65,12 +85,12 @@ impl Extents {
 }
 
 /// The draft's extents as a table may have them.
-fn check_extents(draft: &Draft) -> Result<Vec<(PageRange, Extent)>, StoreError> {
+fn check_extents(draft: &ImageDraft) -> Result<Vec<(PageRange, Extent)>, StoreError> {
     let mut extents = Extents::default();
     let mut end = PageIdx(0);
     for (range, kind) in &draft.extents {
-        if range.start() < end || range.end().0 > draft.pages {
-            let why = format!("extent {range} after page {end}, of {} pages", draft.pages);
+        if range.start() < end || range.end().0 > draft.pages() {
+            let why = format!("extent {range} after page {end}, of {} pages", draft.pages());
             return Err(StoreError::BadDraft { why });
         }
         end = range.end();
@@ -171,6 +191,115 @@ pub(crate) fn now_unix_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// An image of the draft, checked.
+struct Checked {
+    draft: ImageDraft,
+    /// As a table may have them.
+    extents: Vec<(PageRange, Extent)>,
+    /// Windows that have own pages, with how many.
+    windows: Vec<(u64, u64)>,
+}
+
+impl Checked {
+    fn new(mut draft: ImageDraft) -> Result<Self, StoreError> {
+        let bad = |why: String| {
+            Err(StoreError::BadDraft { why: format!("its image `{}`: {why}", draft.role) })
+        };
+        if let Some(why) = size_flaw(&draft.role, draft.bytes) {
+            return bad(why);
+        }
+        if let Some(why) = chunk_pages_flaw(draft.chunk_pages) {
+            return bad(why);
+        }
+        if let Compression::Zstd { level } = draft.compression
+            && !zstd::compression_level_range().contains(&level)
+        {
+            return bad(format!("zstd has no level {level}"));
+        }
+        if let Some(base) = draft.base.as_ref().filter(|it| !draft.role.is_of_the_kind_of(&it.role))
+        {
+            return bad(format!("a delta on an image of role `{}`", base.role));
+        }
+        let extents = check_extents(&draft)?;
+        draft.extents = Vec::new();
+        let windows = own_windows(&extents, draft.chunk_pages).collect();
+        Ok(Self { draft, extents, windows })
+    }
+
+    fn own_bytes(&self) -> u64 {
+        self.windows.iter().map(|(_, pages)| pages * PAGE_BYTES).sum()
+    }
+
+    /// Put its chunks and its table there.
+    fn write(
+        self,
+        store: &Store,
+        id: SnapshotId,
+        writing: &Writing<'_>,
+        read: &ReadImages<'_>,
+        work: &Work,
+    ) -> Result<ImageDescriptor, StoreError> {
+        let Self { draft, extents, windows } = self;
+        let pages = draft.pages();
+        let ImageDraft { role, bytes, base, compression, chunk_pages, .. } = draft;
+        let read = |range: PageRange, bytes: &mut [u8]| read(&role, range, bytes);
+        let begin = || {
+            let encoder = ChunkEncoder::new(compression).map_err(StoreError::io("set up zstd"))?;
+            Ok(WindowWriter { writing, encoder, raw: Vec::new() })
+        };
+        let written = work.for_each_on(
+            store.inner.threads(work),
+            &windows,
+            begin,
+            |writer, (index, own_pages)| {
+                let start = PageIdx(index * chunk_pages);
+                let end = PageIdx((start.0 + chunk_pages).min(pages));
+                let runs: Vec<_> = own_runs(&extents, PageRange::between(start, end)).collect();
+                let done = writer.write(&runs, &read, draft.keep_zero_pages)?;
+                work.done(own_pages * PAGE_BYTES);
+                Ok(done)
+            },
+        )?;
+        let (mut chunks, mut zeros) = (Vec::new(), Vec::new());
+        for (hash, zero) in written {
+            chunks.extend(hash);
+            zeros.extend(zero);
+        }
+        let extents = with_zeros(&extents, &zeros, base.is_some());
+        let table = table_of(writing, pages, chunk_pages, extents, chunks)?;
+        let file = writing.put_section(id, &role.ending(TABLE), &table.encode())?;
+        Ok(ImageDescriptor {
+            bytes,
+            page_bytes: PAGE_BYTES,
+            chunk_pages,
+            compression,
+            counts: writing.take_counts(&table, base.is_some()),
+            base,
+            table: file,
+            role,
+        })
+    }
+}
+
+/// The draft's images, in the order in which a descriptor has them.
+fn check_draft(images: Vec<ImageDraft>, state: &[u8]) -> Result<Vec<Checked>, StoreError> {
+    let bad = |why: String| Err(StoreError::BadDraft { why });
+    if images.is_empty() || images.len() > IMAGES_MAX {
+        return bad(format!("{} images, not 1 to {IMAGES_MAX}", images.len()));
+    }
+    let (bytes, most) = (state.len() as u64, SealedKind::State.raw_bytes_max());
+    if bytes > most {
+        return bad(format!("device state of {bytes} bytes, above {most}"));
+    }
+    let mut checked = images.into_iter().map(Checked::new).collect::<Result<Vec<_>, _>>()?;
+    checked.sort_by(|one, other| one.draft.role.cmp(&other.draft.role));
+    let twice = checked.windows(2).find(|pair| pair[0].draft.role == pair[1].draft.role);
+    match twice {
+        Some(pair) => bad(format!("two images of role `{}`", pair[0].draft.role)),
+        None => Ok(checked),
+    }
+}
+
 impl Store {
     /// Write a new snapshot. `read` gives the bytes of own pages; what of them is all zero is
     /// stored as zero, unless the draft says otherwise. Until this returns, the snapshot isn't
@@ -183,67 +312,32 @@ impl Store {
     pub fn create(
         &self,
         draft: Draft,
-        read: &ReadPages<'_>,
+        read: &ReadImages<'_>,
         work: &Work,
     ) -> Result<Descriptor, StoreError> {
-        let extents = self.check_draft(&draft)?;
-        let Draft { name, base, compression, chunk_pages, .. } = draft;
-        let writing = Writing::begin(&self.inner, &name, Commit::New, base.clone())?;
-        if let Some(base) = &base {
-            self.check_chain(&name, base, draft.pages)?;
-        }
-        let windows: Vec<_> = own_windows(&extents, chunk_pages).collect();
-        work.expect(windows.iter().map(|(_, pages)| pages * PAGE_BYTES).sum());
-        let begin = || {
-            let encoder = ChunkEncoder::new(compression).map_err(StoreError::io("set up zstd"))?;
-            Ok(WindowWriter { writing: &writing, encoder, raw: Vec::new() })
-        };
-        let written = work.for_each_on(
-            self.inner.threads(work),
-            &windows,
-            begin,
-            |writer, (index, pages)| {
-                let start = PageIdx(index * chunk_pages);
-                let end = PageIdx((start.0 + chunk_pages).min(draft.pages));
-                let runs: Vec<_> = own_runs(&extents, PageRange::between(start, end)).collect();
-                let done = writer.write(&runs, read, draft.keep_zero_pages)?;
-                work.done(pages * PAGE_BYTES);
-                Ok(done)
-            },
-        )?;
-        let (mut chunks, mut zeros) = (Vec::new(), Vec::new());
-        for (hash, zero) in written {
-            chunks.extend(hash);
-            zeros.extend(zero);
-        }
-        let extents = with_zeros(&extents, &zeros, base.is_some());
-        let table = table_of(&writing, draft.pages, chunk_pages, extents, chunks)?;
-        let id = match draft.id {
+        let Draft { name, id, images, state, vm } = draft;
+        let checked = check_draft(images, &state)?;
+        let bases = checked.iter().filter_map(|it| it.draft.base.as_ref());
+        let bases = bases.map(|base| base.name.clone()).collect();
+        let writing = Writing::begin(&self.inner, &name, Commit::New, bases)?;
+        self.check_family(&name, &checked)?;
+        let id = match id {
             Some(id) => id,
             None => SnapshotId::random().map_err(StoreError::io("get a random id"))?,
         };
-        let files = Files {
-            table: writing.put_section(id, TABLE, &table.encode())?,
-            state: writing.put_section(id, STATE, &seal(SealedKind::State, &draft.state))?,
-        };
-        let own_pages = table.count(Extent::Own);
-        let zero_pages = match base {
-            Some(_) => table.count(Extent::Zero),
-            None => draft.pages - own_pages,
-        };
+        work.expect(checked.iter().map(Checked::own_bytes).sum());
+        let mut images = Vec::new();
+        for image in checked {
+            images.push(image.write(self, id, &writing, read, work)?);
+        }
         let descriptor = Descriptor {
             schema: SCHEMA.into(),
             id,
             name,
             created_unix_ms: now_unix_ms(),
-            pages: draft.pages,
-            page_bytes: PAGE_BYTES,
-            chunk_pages,
-            compression,
-            base,
-            counts: writing.counts(own_pages, zero_pages, table.windows().len() as u64),
-            files,
-            vm: draft.vm,
+            images,
+            state: writing.put_section(id, STATE, &seal(SealedKind::State, &state))?,
+            vm,
         };
         work.check()?;
         writing.commit(&descriptor)?;
@@ -251,31 +345,18 @@ impl Store {
         Ok(descriptor)
     }
 
-    fn check_draft(&self, draft: &Draft) -> Result<Vec<(PageRange, Extent)>, StoreError> {
-        let bad = |why: String| Err(StoreError::BadDraft { why });
-        if draft.pages == 0 || draft.pages > IMAGE_PAGES_MAX {
-            return bad(format!("an image of {} pages", draft.pages));
-        }
-        if let Some(why) = chunk_pages_flaw(draft.chunk_pages) {
-            return bad(why);
-        }
-        if let Compression::Zstd { level } = draft.compression
-            && !zstd::compression_level_range().contains(&level)
-        {
-            return bad(format!("zstd has no level {level}"));
-        }
-        let (bytes, most) = (draft.state.len() as u64, SealedKind::State.raw_bytes_max());
-        if bytes > most {
-            return bad(format!("device state of {bytes} bytes, above {most}"));
-        }
-        check_extents(draft)
-    }
-
-    /// That `base` is there, with all that it is a delta on, and not too much of it.
-    fn check_chain(&self, name: &str, base: &BaseRef, pages: u64) -> Result<(), StoreError> {
-        let (mut base, mut of) = (base.clone(), name.to_owned());
-        for _ in 1..CHAIN_MAX {
-            let found = match read_descriptor(self.inner.blobs(), &base.name) {
+    /// That what the images are deltas on is there, with all that it is a delta on, and not too
+    /// many snapshots of it.
+    fn check_family(&self, name: &str, images: &[Checked]) -> Result<(), StoreError> {
+        let mut family = HashMap::<String, Descriptor>::new();
+        let bases = images.iter().filter_map(|image| {
+            Some((name.to_owned(), image.draft.base.clone()?, image.draft.pages()))
+        });
+        let mut left: Vec<_> = bases.collect();
+        while let Some((of, base, pages)) = left.pop() {
+            let known = family.get(&base.name).cloned();
+            let is_new = known.is_none();
+            let found = match known.map_or_else(|| self.descriptor(&base.name), Ok) {
                 Ok(found) => found,
                 Err(StoreError::NotFound { .. }) => {
                     return Err(base_error(&of, &base, "not there".into()));
@@ -283,12 +364,18 @@ impl Store {
                 Err(error) => return Err(error),
             };
             check_base(&base, &found, pages).map_err(|why| base_error(&of, &base, why))?;
-            match found.base {
-                None => return Ok(()),
-                Some(below) => (of, base) = (found.name, below),
+            if !is_new {
+                continue;
+            }
+            left.extend(found.images.iter().filter_map(|image| {
+                Some((found.name.clone(), image.base.clone()?, image.pages()))
+            }));
+            family.insert(base.name, found);
+            if family.len() >= CHAIN_MAX {
+                return Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX });
             }
         }
-        Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX })
+        Ok(())
     }
 }
 

@@ -6,6 +6,7 @@ use vmfork_image::PageRange;
 use vmfork_image::bytes::Flaw;
 
 use crate::blobs::{BlobError, Blobs, Failure};
+use crate::format::role::Role;
 use crate::format::working_set::Cancelled;
 
 /// A file of a store that is not as it was written, or not there where it should be.
@@ -35,6 +36,11 @@ pub enum StoreError {
     BadDraft { why: String },
     #[error("{0}")]
     Damaged(Damage),
+    /// Not damaged, as far as that can be told.
+    #[error("`{key}` in {place} is of a newer version of vmfork: {what}")]
+    Newer { key: String, place: String, what: String },
+    #[error("snapshot `{name}` has no image of role `{role}`")]
+    NoImage { name: String, role: Role },
     #[error("{place} holds something else than a store of snapshots: {why}")]
     Foreign { place: String, why: String },
     #[error("{} of snapshot `{name}`", dependants_text(dependants))]
@@ -101,11 +107,13 @@ impl StoreError {
         move |source| Self::Io { action, source }
     }
 
-    /// Whether one file is not as it should be, or can't be read though the store can.
+    /// Whether one file is not as it should be, is of a version that is not known, or can't be
+    /// read though the store can.
     pub(crate) fn is_damage(&self) -> bool {
         matches!(
             self,
             Self::Damaged(_)
+                | Self::Newer { .. }
                 | Self::Blob(
                     BlobError::NotFound { .. }
                         | BlobError::TooLarge { .. }
@@ -142,6 +150,13 @@ impl StoreError {
                 "`vmfork snapshot verify` shows all that is damaged; restore the file, pull or import the snapshot again, or remove it"
                     .into(),
             ),
+            Self::Newer { .. } => Some(
+                "install the version of vmfork that wrote it, or a newer one; `vmfork version` shows this one's"
+                    .into(),
+            ),
+            Self::NoImage { name, .. } => {
+                Some(format!("`vmfork snapshot inspect {name}` lists its images; use one that has it"))
+            }
             Self::Foreign { .. } => {
                 Some("give a store of this version of vmfork, or an empty place for a new one".into())
             }

@@ -3,37 +3,33 @@
 use crate::blobs::{BlobError, Blobs};
 use crate::error::StoreError;
 use crate::format::Flaw;
-use crate::format::descriptor::{Descriptor, FileRef};
+use crate::format::descriptor::{Descriptor, FileRef, ImageDescriptor, Unreadable};
 use crate::format::table::{Extent, Table};
-use crate::names::{DESCRIPTOR, ORIGIN, PROFILE, WORKING_SET, snapshot_key};
+use crate::names::{DESCRIPTOR, ORIGIN, snapshot_key};
 
 /// A snapshot's small files, each checked.
 #[derive(Debug)]
 pub(crate) struct Sections {
-    pub(crate) table: Vec<u8>,
+    /// In the order of its images.
+    pub(crate) tables: Vec<Vec<u8>>,
     pub(crate) state: Vec<u8>,
-    pub(crate) working_set: Option<Vec<u8>>,
-    pub(crate) profile: Option<Vec<u8>>,
+    /// Working sets and profiles, by what their names end in. What was learnt may be lost: it is
+    /// left out if it is damaged.
+    pub(crate) extras: Vec<(String, Vec<u8>)>,
 }
 
 impl Sections {
-    /// What can be replaced, and what was learnt may be lost: it is left out if it is damaged. With
-    /// what its name ends in.
-    pub(crate) fn extras(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        let extras = [(WORKING_SET, &self.working_set), (PROFILE, &self.profile)];
-        extras.into_iter().filter_map(|(name, file)| Some((name, file.as_deref()?)))
-    }
-
     /// All of them by name, as they are in the snapshot's folder.
     pub(crate) fn files<'a>(
         &'a self,
         descriptor: &'a Descriptor,
     ) -> impl Iterator<Item = (String, &'a [u8])> {
-        let files = &descriptor.files;
-        let table = (files.table.file.clone(), self.table.as_slice());
-        let state = (files.state.file.clone(), self.state.as_slice());
-        let extras = self.extras().map(|(ending, bytes)| (files.beside(ending), bytes));
-        [table, state].into_iter().chain(extras)
+        let images = descriptor.images.iter().zip(&self.tables);
+        let tables = images.map(|(image, table)| (image.table.file.clone(), table.as_slice()));
+        let state = (descriptor.state.file.clone(), self.state.as_slice());
+        let extras = self.extras.iter();
+        let extras = extras.map(|(ending, bytes)| (descriptor.beside(ending), bytes.as_slice()));
+        tables.chain([state]).chain(extras)
     }
 }
 
@@ -50,7 +46,10 @@ pub(crate) fn read_descriptor(blobs: &dyn Blobs, name: &str) -> Result<Descripto
     match Descriptor::decode(&file) {
         Ok(it) if it.name == name => Ok(it),
         Ok(it) => Err(damaged(Flaw::at(0, format!("it is that of snapshot `{}`", it.name)))),
-        Err(flaw) => Err(damaged(flaw)),
+        Err(Unreadable::Flaw(flaw)) => Err(damaged(flaw)),
+        Err(Unreadable::Newer(what)) => {
+            Err(StoreError::Newer { key, place: blobs.describe(), what })
+        }
     }
 }
 
@@ -74,31 +73,42 @@ pub(crate) fn read_section(
     }
 }
 
-/// The page table, checked against the descriptor.
-pub(crate) fn read_table(blobs: &dyn Blobs, descriptor: &Descriptor) -> Result<Table, StoreError> {
-    let file = &descriptor.files.table;
-    let bytes = read_section(blobs, &descriptor.name, file)?;
-    let damaged = StoreError::damaged(blobs, &snapshot_key(&descriptor.name, &file.file));
+/// The page tables of its images, in their order, each checked against the descriptor.
+pub(crate) fn read_tables(
+    blobs: &dyn Blobs,
+    descriptor: &Descriptor,
+) -> Result<Vec<Table>, StoreError> {
+    let name = &descriptor.name;
+    descriptor.images.iter().map(|image| read_table(blobs, name, image)).collect()
+}
+
+pub(crate) fn read_table(
+    blobs: &dyn Blobs,
+    name: &str,
+    image: &ImageDescriptor,
+) -> Result<Table, StoreError> {
+    let bytes = read_section(blobs, name, &image.table)?;
+    let damaged = StoreError::damaged(blobs, &snapshot_key(name, &image.table.file));
     let table = match Table::decode(&bytes) {
         Ok(table) => table,
         Err(flaw) => return Err(damaged(flaw)),
     };
-    match table_flaw(&table, descriptor) {
+    match table_flaw(&table, image) {
         None => Ok(table),
         Some(what) => Err(damaged(Flaw::at(0, what))),
     }
 }
 
-/// What in `table` is other than in the descriptor.
-pub(crate) fn table_flaw(table: &Table, descriptor: &Descriptor) -> Option<String> {
-    if descriptor.base.is_none() && table.count(Extent::Zero) > 0 {
+/// What in `table` is other than in the descriptor of its image.
+pub(crate) fn table_flaw(table: &Table, image: &ImageDescriptor) -> Option<String> {
+    if image.base.is_none() && table.count(Extent::Zero) > 0 {
         return Some("pages that are zero, other than in a base, which there isn't".to_owned());
     }
     for (what, found, told) in [
-        ("pages", table.pages(), descriptor.pages),
-        ("pages a window", table.chunk_pages(), descriptor.chunk_pages),
-        ("own pages", table.count(Extent::Own), descriptor.counts.own_pages),
-        ("chunks", table.windows().len() as u64, descriptor.counts.chunks),
+        ("pages", table.pages(), image.pages()),
+        ("pages a window", table.chunk_pages(), image.chunk_pages),
+        ("own pages", table.count(Extent::Own), image.counts.own_pages),
+        ("chunks", table.windows().len() as u64, image.counts.chunks),
     ] {
         if found != told {
             return Some(format!("{found} {what}, but {told} in the descriptor"));

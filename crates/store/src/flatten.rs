@@ -7,13 +7,13 @@ use vmfork_image::{PAGE_BYTES, PageRange, PageSource as _};
 use crate::create::{Extents, WindowWriter, table_of};
 use crate::error::StoreError;
 use crate::format::chunk::ChunkEncoder;
-use crate::format::descriptor::Descriptor;
+use crate::format::descriptor::{Descriptor, ImageDescriptor};
 use crate::format::table::{Extent, Table, own_windows};
 use crate::hot::HotChunks;
 use crate::names::{TABLE, chunk_key, snapshot_key};
 use crate::source::{SourceOptions, StoredPages, decode_chunk};
 use crate::store::Store;
-use crate::stored::Stored;
+use crate::stored::StoredImage;
 use crate::work::Work;
 use crate::writing::{Commit, Writing};
 
@@ -55,10 +55,10 @@ fn merged(upper: &[Layer], lower: &[Layer]) -> Vec<Layer> {
 }
 
 /// Whose the pages of a chain are: without those that are zero, ascending.
-fn layers_of(chain: &[Arc<Stored>]) -> Vec<Layer> {
+fn layers_of(chain: &[StoredImage]) -> Vec<Layer> {
     let mut all = Vec::new();
-    for (at, stored) in chain.iter().enumerate() {
-        let layers = stored
+    for (at, image) in chain.iter().enumerate() {
+        let layers = image
             .extents()
             .map(|(range, kind)| Layer { range, owner: (kind == Extent::Own).then_some(at) });
         all = merged(&all, &layers.collect::<Vec<_>>());
@@ -69,7 +69,7 @@ fn layers_of(chain: &[Arc<Stored>]) -> Vec<Layer> {
 
 struct Flattening<'a> {
     store: &'a Store,
-    chain: &'a [Arc<Stored>],
+    chain: &'a [StoredImage],
     sources: Vec<Arc<StoredPages>>,
     layers: Vec<Layer>,
     chunk_pages: u64,
@@ -118,79 +118,94 @@ impl Flattening<'_> {
     }
 }
 
+/// Make the image that a chain begins with whole.
+fn flatten_image(
+    store: &Store,
+    chain: &[StoredImage],
+    writing: &Writing<'_>,
+    work: &Work,
+) -> Result<ImageDescriptor, StoreError> {
+    let old = chain[0].image();
+    let hot = HotChunks::new(HOT_BYTES);
+    let options = SourceOptions { hot, remote: None };
+    let it = Flattening {
+        store,
+        chain,
+        sources: chain.iter().map(|image| image.source(options.clone())).collect(),
+        layers: layers_of(chain),
+        chunk_pages: old.chunk_pages,
+    };
+    let mut extents = Extents::default();
+    it.layers.iter().for_each(|layer| extents.push(layer.range, Extent::Own));
+    let extents = extents.into_inner();
+    let windows: Vec<_> = own_windows(&extents, old.chunk_pages).collect();
+    work.expect(windows.iter().map(|(_, pages)| pages * PAGE_BYTES).sum());
+    let begin = || {
+        let encoder = ChunkEncoder::new(old.compression).map_err(StoreError::io("set up zstd"))?;
+        Ok(WindowWriter { writing, encoder, raw: Vec::new() })
+    };
+    let chunks =
+        work.for_each_on(store.inner.threads(work), &windows, begin, |writer, (index, pages)| {
+            let hash = it.write(writer, *index)?;
+            work.done(pages * PAGE_BYTES);
+            Ok(hash)
+        })?;
+    let table = table_of(writing, old.pages(), old.chunk_pages, extents, chunks)?;
+    // Besides the old one: until the descriptor is replaced, that is the right one.
+    let id = chain[0].stored().descriptor().id;
+    let file = writing.put_section(id, &old.role.ending(TABLE), &table.encode())?;
+    let counts = writing.take_counts(&table, false);
+    Ok(ImageDescriptor { base: None, table: file, counts, ..old.clone() })
+}
+
 impl Store {
-    /// Make snapshot `name`, which is a delta, whole: it takes over the pages that it had of its
-    /// bases, and depends on them no more. Its content and id stay, so its own deltas stay right.
-    /// What is whole already stays as it is.
+    /// Make snapshot `name` whole. Its images that are deltas take over the pages that they had of
+    /// their bases, and depend on them no more. Its content and id stay, so its own deltas stay
+    /// right. What is whole already stays as it is.
     ///
     /// # Errors
     /// No such snapshot; it or a base is damaged, being written, or not all here;
     /// [`StoreError::Cancelled`]. It is as it was, then.
     pub fn flatten(&self, name: &str, work: &Work) -> Result<Descriptor, StoreError> {
         let top = self.open(name)?;
-        if top.base().is_none() {
+        if top.descriptor().bases().next().is_none() {
             return Ok(top.descriptor().clone());
         }
         drop(top);
-        let writing = Writing::begin(&self.inner, name, Commit::Replace, None)?;
-        let chain = self.open_chain(name)?;
-        chain.iter().try_for_each(|stored| stored.check_is_here())?;
-        let old = chain[0].descriptor();
-        let hot = HotChunks::new(HOT_BYTES);
-        let options = SourceOptions { hot, remote: None };
-        let it = Flattening {
-            store: self,
-            chain: &chain,
-            sources: chain.iter().map(|stored| stored.source(options.clone())).collect(),
-            layers: layers_of(&chain),
-            chunk_pages: old.chunk_pages,
-        };
-        let mut extents = Extents::default();
-        it.layers.iter().for_each(|layer| extents.push(layer.range, Extent::Own));
-        let extents = extents.into_inner();
-        let windows: Vec<_> = own_windows(&extents, old.chunk_pages).collect();
-        work.expect(windows.iter().map(|(_, pages)| pages * PAGE_BYTES).sum());
-        let begin = || {
-            let encoder =
-                ChunkEncoder::new(old.compression).map_err(StoreError::io("set up zstd"))?;
-            Ok(WindowWriter { writing: &writing, encoder, raw: Vec::new() })
-        };
-        let chunks = work.for_each_on(
-            self.inner.threads(work),
-            &windows,
-            begin,
-            |writer, (index, pages)| {
-                let hash = it.write(writer, *index)?;
-                work.done(pages * PAGE_BYTES);
-                Ok(hash)
-            },
-        )?;
-        let table = table_of(&writing, old.pages, old.chunk_pages, extents, chunks)?;
-        let mut new = old.clone();
-        new.base = None;
-        // Besides the old one: until the descriptor is replaced, that is the right one.
-        new.files.table = writing.put_section(old.id, TABLE, &table.encode())?;
-        let own_pages = table.count(Extent::Own);
-        new.counts = writing.counts(own_pages, old.pages - own_pages, table.windows().len() as u64);
+        let writing = Writing::begin(&self.inner, name, Commit::Replace, Vec::new())?;
+        let top = self.open(name)?;
+        let mut new = top.descriptor().clone();
+        for image in new.images.iter_mut().filter(|image| image.base.is_some()) {
+            let chain = self.open_chain(name, &image.role)?;
+            chain.iter().try_for_each(|image| image.stored().check_is_here())?;
+            *image = flatten_image(self, &chain, &writing, work)?;
+        }
         work.check()?;
         writing.commit(&new)?;
         // Chunks of what is open stay.
-        let (old, table) = (old.clone(), chain[0].table().clone());
-        drop(it);
-        drop(chain);
-        if let Err(error) = self.drop_old_table(&old, &table) {
+        let deltas = top.images().filter(|image| image.base().is_some());
+        let old: Vec<_> =
+            deltas.map(|image| (image.image().clone(), image.table().clone())).collect();
+        drop(top);
+        if let Err(error) = self.drop_old_tables(name, &old) {
             tracing::warn!(%error, "an older table is left for collect");
         }
         Ok(new)
     }
 
-    /// Remove what only the table of `old`, which is not the snapshot's any more, has named.
-    fn drop_old_table(&self, old: &Descriptor, table: &Table) -> Result<(), StoreError> {
-        let Descriptor { name, files, .. } = old;
+    /// Remove what only these tables, which are not the snapshot's any more, have named.
+    fn drop_old_tables(
+        &self,
+        name: &str,
+        old: &[(ImageDescriptor, Table)],
+    ) -> Result<(), StoreError> {
         let collector = self.inner.pins.collector();
         self.inner.references.lock().refresh(self.inner.blobs())?;
-        collector.delete(self.inner.blobs(), &snapshot_key(name, &files.table.file))?;
-        let chunks = table.windows().iter().map(|window| window.hash).collect();
+        for (image, _) in old {
+            collector.delete(self.inner.blobs(), &snapshot_key(name, &image.table.file))?;
+        }
+        let windows = old.iter().flat_map(|(_, table)| table.windows());
+        let chunks = windows.map(|window| window.hash).collect();
         self.inner.delete_unused(&collector, chunks)?;
         Ok(())
     }

@@ -6,6 +6,8 @@
 
 pub mod chunk;
 pub mod descriptor;
+mod first;
+pub mod role;
 pub mod sealed;
 pub mod table;
 pub mod working_set;

@@ -1,18 +1,19 @@
 //! Stored snapshots: kept in a folder or an object store, read back page by page.
 //!
 //! ```text
-//!   Store ──── create ──► chunks, table, state, then the descriptor: with it the snapshot is there
+//!   Store ──── create ──► chunks, tables, state, then the descriptor: with it the snapshot exists
 //!     │  open
 //!     ▼
-//!   Stored ─── source ──► StoredPages, a PageSource: window ──► HotChunks ──► chunk, local or remote
-//!     │
+//!   Stored ─── image ──► StoredImage ─── source ──► StoredPages, a PageSource
+//!     │                                               window ──► HotChunks ──► chunk, local or remote
 //!   Blobs ──── Folder, or an object store (crate `store-s3`)
 //! ```
 //!
-//! A snapshot has four parts. Its own pages are cut into windows and stored as chunks under the
-//! hash of their content. So equal ones are stored once across all snapshots. A page table
-//! says which pages those are, which are zero, and which are the base's. The others are device
-//! state and a descriptor. docs/format.md has the bytes.
+//! A snapshot has one or more images, each with a role: the guest's memory, or one of its disks.
+//! An image's own pages are cut into windows and stored as chunks under the hash of their content.
+//! So equal ones are stored once across all images and snapshots. A page table says which pages
+//! those are, which are zero, and which are the base's. The others are device state and a
+//! descriptor. docs/format.md has the bytes.
 //!
 //! Promises: a snapshot is there whole or not at all, whatever crashes when. What is read was
 //! verified. No file, whatever it says, makes a reader panic or take more memory than the file's
@@ -48,9 +49,12 @@ mod writing;
 pub use blobs::{BlobError, Blobs, Failure, Folder};
 pub use bounds::bytes_max;
 pub use copy::Copied;
-pub use create::{Draft, ReadPages};
+pub use create::{Draft, ImageDraft, ReadImages, ReadPages};
 pub use error::{Damage, StoreError};
-pub use format::descriptor::{BaseRef, Counts, Descriptor, SnapshotId};
+pub use format::descriptor::{
+    BaseRef, Counts, Descriptor, IMAGES_MAX, ImageDescriptor, SnapshotId, Unreadable,
+};
+pub use format::role::{DeviceName, Role, RoleError};
 pub use format::table::{Extent, Table};
 pub use format::{Compression, Flaw};
 pub use hot::HotChunks;
@@ -59,6 +63,6 @@ pub use profile::WorkingSetReader;
 pub use remove::{Collected, Removed};
 pub use source::{SourceOptions, StoredPages};
 pub use store::{CHAIN_MAX, Listed, Store};
-pub use stored::Stored;
+pub use stored::{Stored, StoredImage};
 pub use verify::Verified;
 pub use work::Work;

@@ -4,8 +4,9 @@
 //! format                            one line: which layout
 //! chunks/1f/1f…                     by the hash of the content
 //! snapshots/NAME/ID-N.table, .state written before the descriptor, never changed
+//! snapshots/NAME/ID-N.disk-DEVICE.table  as well; one of each image, that of memory without a word
 //! snapshots/NAME/descriptor.json    written last: with it the snapshot is there
-//! snapshots/NAME/ID-N.working-set   replaced as more is learnt
+//! snapshots/NAME/ID-N.working-set   replaced as more is learnt; of a disk as with the table
 //! snapshots/NAME/ID-N.profile       as well
 //! snapshots/NAME/ID-N.origin        only while chunks are still elsewhere: where
 //! ```

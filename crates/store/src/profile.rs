@@ -9,14 +9,15 @@ use crate::blobs::BlobError;
 use crate::create::ReadPages;
 use crate::error::StoreError;
 use crate::files::read_descriptor;
-use crate::format::descriptor::{Descriptor, SnapshotId};
+use crate::format::descriptor::{Descriptor, ImageDescriptor, SnapshotId};
+use crate::format::role::Role;
 use crate::format::sealed::{SealedKind, seal, unseal};
 use crate::format::working_set::{
     FRAME_BYTES, Frames, ReadError, WORKING_SET_BYTES_MAX, encode, pack_frame,
 };
 use crate::names::{PROFILE, WORKING_SET};
 use crate::store::{Store, check_name};
-use crate::stored::Stored;
+use crate::stored::StoredImage;
 use crate::work::Work;
 use crate::writing::Reserved;
 
@@ -136,7 +137,7 @@ fn frames_of(runs: &[PageRange]) -> Vec<Vec<PageRange>> {
 }
 
 impl Store {
-    /// Store the pages of `runs`, in this order, as the working set of `stored`, in place of what
+    /// Store the pages of `runs`, in this order, as the working set of `image`, in place of what
     /// there was. `read` gives the bytes of any page, of any owner.
     ///
     /// # Errors
@@ -144,15 +145,16 @@ impl Store {
     /// or too many.
     pub fn put_working_set(
         &self,
-        stored: &Stored,
+        image: &StoredImage,
         runs: &[PageRange],
         read: &ReadPages<'_>,
         work: &Work,
     ) -> Result<(), StoreError> {
-        let descriptor = stored.descriptor();
+        let descriptor = image.stored().descriptor();
+        let (role, pages) = (&image.image().role, image.image().pages());
         let runs = normal(runs);
-        if let Some(run) = runs.iter().find(|run| run.end() > PageIdx(descriptor.pages)) {
-            let why = format!("its working set has pages {run}, of {}", descriptor.pages);
+        if let Some(run) = runs.iter().find(|run| run.end() > PageIdx(pages)) {
+            let why = format!("its working set has pages {run}, of {pages}");
             return Err(StoreError::BadDraft { why });
         }
         let raw_bytes: u64 = runs.iter().map(PageRange::byte_len).sum();
@@ -185,47 +187,62 @@ impl Store {
             let why = format!("its working set would have {} bytes", file.len());
             return Err(StoreError::BadDraft { why });
         }
-        self.inner.blobs().put_for_good(&descriptor.key_beside(WORKING_SET), &file)?;
+        self.inner
+            .blobs()
+            .put_for_good(&descriptor.key_beside(&role.ending(WORKING_SET)), &file)?;
         Ok(())
     }
 
-    /// Bytes of the stored working set of snapshot `name`, compressed; 0 if it has none.
+    /// Bytes of the stored working set of that image of snapshot `name`, compressed; 0 if it has
+    /// none.
     ///
     /// # Errors
-    /// No such snapshot; the store can't be reached.
-    pub fn working_set_bytes(&self, name: &str) -> Result<u64, StoreError> {
-        check_name(name)?;
-        let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        Ok(self.inner.blobs().size(&descriptor.key_beside(WORKING_SET))?.unwrap_or(0))
+    /// No such snapshot or image; the store can't be reached.
+    pub fn working_set_bytes(&self, name: &str, role: &Role) -> Result<u64, StoreError> {
+        let (descriptor, _) = self.descriptor_with(name, role)?;
+        let key = descriptor.key_beside(&role.ending(WORKING_SET));
+        Ok(self.inner.blobs().size(&key)?.unwrap_or(0))
     }
 
-    /// The working set of snapshot `name`, if it has one.
+    /// The working set of that image of snapshot `name`, if it has one.
     ///
     /// # Errors
-    /// No such snapshot; the working set is damaged or another snapshot's.
-    pub fn working_set(&self, name: &str) -> Result<Option<WorkingSetReader>, StoreError> {
-        check_name(name)?;
-        let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        let key = descriptor.key_beside(WORKING_SET);
+    /// No such snapshot or image; the working set is damaged or another snapshot's.
+    pub fn working_set(
+        &self,
+        name: &str,
+        role: &Role,
+    ) -> Result<Option<WorkingSetReader>, StoreError> {
+        let (descriptor, pages) = self.descriptor_with(name, role)?;
+        let key = descriptor.key_beside(&role.ending(WORKING_SET));
         let from = match self.inner.blobs().reader(&key) {
             Ok(from) => from,
             Err(BlobError::NotFound { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         let frames = Frames::open(from).map_err(|error| error_of(self, &key, error))?;
-        if let Some(flaw) = frames.header().flaw_for(descriptor.id, descriptor.pages) {
+        if let Some(flaw) = frames.header().flaw_for(descriptor.id, pages) {
             return Err(StoreError::damaged(self.inner.blobs(), &key)(flaw));
         }
         Ok(Some(WorkingSetReader { frames, key, store: self.clone() }))
     }
 
-    /// The profile of snapshot `name`, as it was put, if it has one.
+    /// A snapshot's descriptor, and how many pages its image of that role has.
+    fn descriptor_with(&self, name: &str, role: &Role) -> Result<(Descriptor, u64), StoreError> {
+        let descriptor = self.descriptor(name)?;
+        match descriptor.image(role).map(ImageDescriptor::pages) {
+            Some(pages) => Ok((descriptor, pages)),
+            None => Err(StoreError::NoImage { name: name.to_owned(), role: role.clone() }),
+        }
+    }
+
+    /// The profile of that image of snapshot `name`, as it was put, if it has one.
     ///
     /// # Errors
-    /// No such snapshot; the profile is damaged.
-    pub fn profile(&self, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
-        check_name(name)?;
-        let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
+    /// No such snapshot or image; the profile is damaged.
+    pub fn profile(&self, name: &str, role: &Role) -> Result<Option<Vec<u8>>, StoreError> {
+        let (descriptor, _) = self.descriptor_with(name, role)?;
+        let key = descriptor.key_beside(&role.ending(PROFILE));
         match self.inner.blobs().get(&key) {
             Ok(file) => unseal(SealedKind::Profile, &file)
                 .map(Some)
@@ -235,12 +252,11 @@ impl Store {
         }
     }
 
-    /// Store the profile of snapshot `name`, in place of what there was.
+    /// Store the profile of that image of snapshot `name`, in place of what there was.
     ///
     /// # Errors
-    /// No such snapshot; a profile that is too large.
-    pub fn put_profile(&self, name: &str, profile: &[u8]) -> Result<(), StoreError> {
-        check_name(name)?;
+    /// No such snapshot or image; a profile that is too large.
+    pub fn put_profile(&self, name: &str, role: &Role, profile: &[u8]) -> Result<(), StoreError> {
         if profile.len() as u64 > SealedKind::Profile.raw_bytes_max() {
             let why = format!("a profile of {} bytes", profile.len());
             return Err(StoreError::BadDraft { why });
@@ -248,11 +264,12 @@ impl Store {
         let file = seal(SealedKind::Profile, profile);
         // So that the snapshot isn't removed in between.
         let _catalogue = self.inner.catalogue.lock();
-        let key = read_descriptor(self.inner.blobs(), name)?.key_beside(PROFILE);
+        let (descriptor, _) = self.descriptor_with(name, role)?;
+        let key = descriptor.key_beside(&role.ending(PROFILE));
         Ok(self.inner.blobs().put_for_good(&key, &file)?)
     }
 
-    /// Forget what was learnt about snapshot `name`: working set and profile.
+    /// Forget what was learnt about snapshot `name`: working sets and profiles of its images.
     ///
     /// # Errors
     /// No such snapshot.
@@ -260,8 +277,12 @@ impl Store {
         check_name(name)?;
         let _catalogue = self.inner.catalogue.lock();
         let descriptor = read_descriptor(self.inner.blobs(), name)?;
-        self.inner.blobs().delete(&descriptor.key_beside(WORKING_SET))?;
-        Ok(self.inner.blobs().delete(&descriptor.key_beside(PROFILE))?)
+        for image in &descriptor.images {
+            for kind in [WORKING_SET, PROFILE] {
+                self.inner.blobs().delete(&descriptor.key_beside(&image.role.ending(kind)))?;
+            }
+        }
+        Ok(())
     }
 
     /// See to it that `name`, which must still be the snapshot `id`, stays as it is.
@@ -273,7 +294,9 @@ impl Store {
         // Or it could be removed in between.
         let _catalogue = self.inner.catalogue.lock();
         match read_descriptor(self.inner.blobs(), name) {
-            Ok(found) if found.id == id => Ok((Reserved::new(&self.inner, name, None)?, found)),
+            Ok(found) if found.id == id => {
+                Ok((Reserved::new(&self.inner, name, Vec::new())?, found))
+            }
             Ok(_) => Err(self.not_found(name)),
             Err(error) => Err(error),
         }

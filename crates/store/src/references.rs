@@ -6,8 +6,9 @@ use blake3::Hash;
 
 use crate::blobs::Blobs;
 use crate::error::StoreError;
-use crate::files::{read_descriptor, read_table};
+use crate::files::{read_descriptor, read_tables};
 use crate::format::descriptor::Descriptor;
+use crate::format::table::Table;
 use crate::names::{DESCRIPTOR, ORIGIN, SNAPSHOTS, snapshot_of};
 
 /// Kept from one operation to the next and brought up to date at the beginning of each: tables
@@ -89,16 +90,17 @@ impl References {
         files: &BTreeSet<String>,
     ) -> Result<(), StoreError> {
         let name = &descriptor.name;
-        let is_whole = !files.contains(&descriptor.files.beside(ORIGIN));
+        let is_whole = !files.contains(&descriptor.beside(ORIGIN));
         if let Some(known) = self.snapshots.get(name)
             && known.descriptor == *descriptor
             && known.is_whole == is_whole
         {
             return Ok(());
         }
-        let table = read_table(blobs, descriptor)?;
+        let tables = read_tables(blobs, descriptor)?;
         self.forget(name);
-        let chunks: BTreeSet<_> = table.windows().iter().map(|w| *w.hash.as_bytes()).collect();
+        let windows = tables.iter().flat_map(Table::windows);
+        let chunks: BTreeSet<_> = windows.map(|window| *window.hash.as_bytes()).collect();
         let chunks: Vec<_> = chunks.into_iter().map(Hash::from_bytes).collect();
         for hash in &chunks {
             let users = self.users.entry(*hash).or_default();

@@ -6,6 +6,7 @@ use blake3::Hash;
 
 use crate::error::StoreError;
 use crate::files::read_descriptor;
+use crate::format::descriptor::Descriptor;
 use crate::names::{
     CHUNKS, DESCRIPTOR, ORIGIN, PROFILE, SNAPSHOTS, STATE, WORKING_SET, chunk_key, chunk_of,
     is_of_an_attempt, snapshot_key, snapshot_of,
@@ -141,8 +142,8 @@ impl Inner {
     /// That none of `names` is being written or about to become a base.
     fn check_not_written(&self, names: &[String]) -> Result<(), StoreError> {
         let writing = self.writing.lock();
-        let in_the_way = |(name, base): &(&String, &Option<String>)| {
-            names.contains(name) || base.as_ref().is_some_and(|base| names.contains(base))
+        let in_the_way = |(name, bases): &(&String, &Vec<String>)| {
+            names.contains(name) || bases.iter().any(|base| names.contains(base))
         };
         match writing.iter().find(in_the_way) {
             Some((name, _)) => Err(StoreError::Busy { name: name.clone() }),
@@ -206,10 +207,8 @@ impl Inner {
         for (name, files) in by_name {
             match read_descriptor(self.blobs(), name) {
                 Ok(descriptor) => {
-                    let its = &descriptor.files;
-                    let beside = [STATE, WORKING_SET, PROFILE, ORIGIN].map(|it| its.beside(it));
-                    let is_its =
-                        |file: &str| file == its.table.file || beside.iter().any(|own| own == file);
+                    let its = its_files(&descriptor);
+                    let is_its = |file: &str| its.contains(file);
                     let kept = files.iter().filter(|file| !is_of_an_attempt(file) || is_its(file));
                     named.extend(kept.map(|file| snapshot_key(name, file)));
                 }
@@ -224,6 +223,16 @@ impl Inner {
     }
 }
 
+/// The files that a snapshot may have besides its descriptor.
+fn its_files(descriptor: &Descriptor) -> HashSet<String> {
+    let mut files = HashSet::from([STATE, ORIGIN].map(|kind| descriptor.beside(kind)));
+    for image in &descriptor.images {
+        files.insert(image.table.file.clone());
+        files.extend([WORKING_SET, PROFILE].map(|it| descriptor.beside(&image.role.ending(it))));
+    }
+    files
+}
+
 /// Deltas on `name`, and on those, each after what it is a delta on.
 fn dependants_of(references: &References, name: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
@@ -232,7 +241,7 @@ fn dependants_of(references: &References, name: &str) -> Vec<String> {
     let mut of = name;
     loop {
         for descriptor in references.all_descriptors() {
-            let is_on_it = descriptor.base.as_ref().is_some_and(|base| base.name == of);
+            let is_on_it = descriptor.bases().any(|base| base.name == of);
             if is_on_it && seen.insert(&descriptor.name) {
                 found.push(descriptor.name.clone());
             }

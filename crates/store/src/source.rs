@@ -11,7 +11,8 @@ use crate::format::chunk;
 use crate::format::table::Window;
 use crate::hot::HotChunks;
 use crate::names::chunk_key;
-use crate::stored::Stored;
+use crate::store::Store;
+use crate::stored::StoredImage;
 
 /// From a disk: while one is read another is decompressed.
 const READS_AHEAD_MIN: usize = 2;
@@ -26,27 +27,31 @@ pub struct SourceOptions {
     pub remote: Option<Arc<dyn Blobs>>,
 }
 
-/// Reads one snapshot's own pages; a base's pages are not among them.
+/// Reads the own pages of one image of a snapshot; a base's pages are not among them.
 #[derive(Debug)]
 pub struct StoredPages {
-    stored: Arc<Stored>,
+    image: StoredImage,
     options: SourceOptions,
 }
 
-impl Stored {
+impl StoredImage {
     /// Its own pages, to be read by anyone.
-    pub fn source(self: &Arc<Self>, options: SourceOptions) -> Arc<StoredPages> {
-        Arc::new(StoredPages { stored: self.clone(), options })
+    pub fn source(&self, options: SourceOptions) -> Arc<StoredPages> {
+        Arc::new(StoredPages { image: self.clone(), options })
     }
 }
 
 impl StoredPages {
-    pub fn stored(&self) -> &Arc<Stored> {
-        &self.stored
+    pub fn image(&self) -> &StoredImage {
+        &self.image
+    }
+
+    fn store(&self) -> &Store {
+        self.image.stored().store()
     }
 
     fn load(&self, window: &Window) -> Result<Vec<u8>, StoreError> {
-        let blobs = self.stored.store().inner.blobs();
+        let blobs = self.store().inner.blobs();
         let here = match self.load_from(blobs, window) {
             Ok((_, raw)) => return Ok(raw),
             Err(error) => error,
@@ -76,10 +81,10 @@ impl StoredPages {
 
     /// Read the pages of `piece`, which lies in one window.
     fn read_in_window(&self, piece: PageRange, bytes: &mut [u8]) -> io::Result<()> {
-        let table = self.stored.table();
+        let table = self.image.table();
         let not_own = || {
-            let name = &self.stored.descriptor().name;
-            let text = format!("pages {piece} are not snapshot `{name}`'s own");
+            let (name, role) = (&self.image.stored().descriptor().name, &self.image.image().role);
+            let text = format!("pages {piece} of {role} are not snapshot `{name}`'s own");
             io::Error::new(io::ErrorKind::InvalidInput, text)
         };
         let window = table.window_of(piece.start()).ok_or_else(not_own)?;
@@ -109,12 +114,12 @@ impl PageSource for StoredPages {
     }
 
     fn unit_pages(&self) -> u64 {
-        self.stored.table().chunk_pages()
+        self.image.table().chunk_pages()
     }
 
     fn reads_ahead(&self) -> usize {
         let remote = self.options.remote.as_ref().map_or(0, |remote| remote.in_flight());
-        remote.max(self.stored.store().inner.blobs().in_flight()).max(READS_AHEAD_MIN)
+        remote.max(self.store().inner.blobs().in_flight()).max(READS_AHEAD_MIN)
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {

@@ -11,13 +11,13 @@ use parking_lot::Mutex;
 use crate::blobs::{BlobError, Blobs, Folder};
 use crate::error::StoreError;
 use crate::files::{read_descriptor, read_origin};
-use crate::format::descriptor::{BaseRef, Descriptor};
+use crate::format::descriptor::{BaseRef, Descriptor, ImageDescriptor};
 use crate::names::{DESCRIPTOR, FORMAT_KEY, FORMAT_LINE, name_is_valid};
 use crate::pins::Pins;
 use crate::references::{References, files_by_snapshot};
 use crate::work::Work;
 
-/// Most snapshots from one down to the one that has no base.
+/// Most snapshots that belong together: one, and all that its images are deltas on.
 pub const CHAIN_MAX: usize = 1024;
 
 /// A snapshot's name, and what it is or what is wrong with it.
@@ -40,8 +40,8 @@ pub(crate) struct Inner {
     /// Taken before the locks below.
     pub(crate) catalogue: Mutex<()>,
     pub(crate) references: Mutex<References>,
-    /// What is being written, and its base.
-    pub(crate) writing: Mutex<HashMap<String, Option<String>>>,
+    /// What is being written, and what its images are deltas on.
+    pub(crate) writing: Mutex<HashMap<String, Vec<String>>>,
     pub(crate) pins: Pins,
     /// The chunks of open snapshots, perhaps removed since: each stays until they are closed.
     pub(crate) open: Mutex<HashMap<Hash, Openers>>,
@@ -210,7 +210,7 @@ pub(crate) fn base_error(name: &str, base: &BaseRef, why: String) -> StoreError 
     StoreError::Base { name: name.to_owned(), base: base.name.clone(), why }
 }
 
-/// Why `found` is not the base that was meant, for an image of `pages`.
+/// Why `found` has not the base that was meant, for an image of `pages`.
 pub(crate) fn check_base(base: &BaseRef, found: &Descriptor, pages: u64) -> Result<(), String> {
     if found.id != base.id {
         return Err(format!(
@@ -218,8 +218,9 @@ pub(crate) fn check_base(base: &BaseRef, found: &Descriptor, pages: u64) -> Resu
             found.id, base.id
         ));
     }
-    if found.pages != pages {
-        return Err(format!("of {} pages, not {pages}", found.pages));
+    match found.image(&base.role).map(ImageDescriptor::pages) {
+        None => Err(format!("without an image of role `{}`", base.role)),
+        Some(found) if found != pages => Err(format!("of {found} pages, not {pages}")),
+        Some(_) => Ok(()),
     }
-    Ok(())
 }

@@ -8,7 +8,7 @@
 //!    8   …  entries: 1 kind, 1 bytes of the name, the name, 8 payload bytes, the payload
 //!           for each snapshot, the one without a base first:
 //!             kind 1  descriptor.json, by the snapshot's name
-//!             kind 2  page table, device state, working set, profile, by their names beside it
+//!             kind 2  device state; page table, working set, profile of each image: by their names
 //!           then kind 3, each chunk of any of them once, by its hash in hex
 //!   -33   1  0, the kind of the end
 //!   -32  32  blake3 of all before
@@ -24,11 +24,11 @@ use blake3::Hash;
 use vmfork_image::PAGE_BYTES;
 
 use crate::bounds::BLOB_BYTES_MAX;
-use crate::copy::each_chunk_once;
+use crate::copy::{Names, each_chunk_once};
 use crate::error::StoreError;
 use crate::files::table_flaw;
 use crate::format::chunk::CHUNK_FILE_BYTES_MAX;
-use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, Files, SnapshotId};
+use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, Unreadable};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Table, Window};
 use crate::format::{Flaw, chunk, working_set};
@@ -61,7 +61,7 @@ impl Out<'_> {
     }
 
     fn entry(&mut self, kind: u8, name: &str, payload: &[u8]) -> Result<(), StoreError> {
-        let name_bytes = u8::try_from(name.len()).expect("names are at most 64 bytes, hashes too");
+        let name_bytes = u8::try_from(name.len()).expect("names and hashes are far shorter");
         self.bytes(&[kind, name_bytes])?;
         self.bytes(name.as_bytes())?;
         self.bytes(&(payload.len() as u64).to_le_bytes())?;
@@ -175,17 +175,51 @@ impl In<'_> {
 struct Arriving<'a> {
     writing: Writing<'a>,
     descriptor: Descriptor,
-    /// As the stream names its files.
-    files: Files,
-    table: Option<Table>,
+    /// As the stream has it, with its names of files.
+    told: Descriptor,
+    /// Of which images the table has come.
+    has_table: Vec<bool>,
     has_state: bool,
+}
+
+impl Arriving<'_> {
+    fn is_complete(&self) -> bool {
+        self.has_state && self.has_table.iter().all(|has| *has)
+    }
+
+    /// What a file of the stream is, if it is one that is still to come.
+    fn kind_of(&self, file: &str) -> Option<Kind> {
+        if file == self.told.state.file {
+            return (!self.has_state).then_some(Kind::State);
+        }
+        (0..).zip(&self.told.images).find_map(|(at, image)| {
+            let beside = |kind| self.told.beside(&image.role.ending(kind));
+            if file == image.table.file {
+                let is_new = self.has_table.get(at) == Some(&false);
+                return is_new.then_some(Kind::Table(at));
+            }
+            if file == beside(WORKING_SET) {
+                return Some(Kind::WorkingSet(at));
+            }
+            (file == beside(PROFILE)).then_some(Kind::Profile(at))
+        })
+    }
+}
+
+/// What a file of a snapshot is, with the number of the image that it is of.
+#[derive(Clone, Copy)]
+enum Kind {
+    State,
+    Table(usize),
+    WorkingSet(usize),
+    Profile(usize),
 }
 
 /// What is known about the snapshots of a stream, once their descriptors have come.
 struct Import<'a> {
     store: &'a Store,
     /// What each of them is called here.
-    names: HashMap<SnapshotId, String>,
+    names: Names,
     arriving: Vec<Arriving<'a>>,
     /// Chunks that a snapshot needs, with their pages, and whether one that arrives does.
     chunks: HashMap<Hash, (u64, bool)>,
@@ -200,15 +234,15 @@ impl Store {
     /// No such snapshot; damage; chunks that are not all here; `out` takes no more;
     /// [`StoreError::Cancelled`].
     pub fn export(&self, name: &str, out: &mut dyn Write, work: &Work) -> Result<(), StoreError> {
-        let chain = self.open_chain(name)?;
-        chain.iter().try_for_each(|stored| stored.check_is_here())?;
+        let family = self.open_family(name)?;
+        family.iter().try_for_each(|stored| stored.check_is_here())?;
         let mut out = Out { to: out, hasher: blake3::Hasher::new() };
         out.bytes(&MAGIC)?;
         out.bytes(&[VERSION, 0])?;
-        out.bytes(&u16::try_from(chain.len()).expect("at most CHAIN_MAX").to_le_bytes())?;
+        out.bytes(&u16::try_from(family.len()).expect("at most CHAIN_MAX").to_le_bytes())?;
         let mut seen = HashSet::new();
         let mut windows = Vec::new();
-        for stored in chain.iter().rev() {
+        for stored in &family {
             let descriptor = stored.descriptor();
             let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
             out.entry(DESCRIPTOR, &descriptor.name, &file)?;
@@ -249,7 +283,7 @@ impl Store {
         let count = input.header()?;
         let mut import = Import {
             store: self,
-            names: HashMap::new(),
+            names: Names::default(),
             arriving: Vec::new(),
             chunks: HashMap::new(),
             last_here: None,
@@ -258,7 +292,7 @@ impl Store {
         while let Some(entry) = input.entry()? {
             work.check()?;
             let at = entry.offset;
-            let left = count - import.names.len();
+            let left = count - import.names.0.len();
             let done = match entry.kind {
                 DESCRIPTOR if left > 0 => {
                     import.descriptor(&entry, if left == 1 { name } else { None })
@@ -276,8 +310,8 @@ impl Store {
             };
             done?;
         }
-        if import.names.len() < count {
-            return Err(input.flaw(format!("{} snapshots of {count}", import.names.len())));
+        if import.names.0.len() < count {
+            return Err(input.flaw(format!("{} snapshots of {count}", import.names.0.len())));
         }
         import.keep(&batch, work)?;
         import.commit(&input, work)
@@ -292,6 +326,16 @@ fn at_flaw(offset: u64, what: impl Into<String>) -> StoreError {
 fn within(entry: &Entry) -> impl FnOnce(Flaw) -> StoreError + use<> {
     let (offset, name) = (entry.offset, entry.name.clone());
     move |flaw| at_flaw(offset + flaw.offset, format!("`{name}`: {}", flaw.what))
+}
+
+fn decode_descriptor(entry: &Entry) -> Result<Descriptor, StoreError> {
+    Descriptor::decode(&entry.payload).map_err(|error| match error {
+        Unreadable::Flaw(flaw) => within(entry)(flaw),
+        Unreadable::Newer(what) => {
+            let (key, place) = (entry.name.clone(), "the stream".to_owned());
+            StoreError::Newer { key, place, what }
+        }
+    })
 }
 
 fn note_chunks(
@@ -314,21 +358,19 @@ fn note_chunks(
 
 impl Import<'_> {
     fn descriptor(&mut self, entry: &Entry, name: Option<&str>) -> Result<(), StoreError> {
-        let mut descriptor = Descriptor::decode(&entry.payload).map_err(within(entry))?;
+        let mut descriptor = decode_descriptor(entry)?;
         self.check_complete(entry.offset)?;
-        if self.names.contains_key(&descriptor.id) {
+        if self.names.0.contains_key(&descriptor.id) {
             return Err(at_flaw(entry.offset, format!("snapshot {} twice", descriptor.id)));
         }
-        if let Some(base) = &mut descriptor.base {
-            // Each comes after its base, so the base's name here is known.
-            let Some(here) = self.names.get(&base.id) else {
-                let what = format!("`{}` comes without its base", entry.name);
-                return Err(at_flaw(entry.offset, what));
-            };
-            here.clone_into(&mut base.name);
+        // Each comes after its bases, so their names here are known.
+        if descriptor.bases().any(|base| !self.names.0.contains_key(&base.id)) {
+            return Err(at_flaw(entry.offset, format!("`{}` comes without its base", entry.name)));
         }
+        let told = descriptor.clone();
+        let bases = self.names.rename_bases(&mut descriptor);
         if let Some(here) = self.store.find_by_id(descriptor.id)? {
-            self.names.insert(descriptor.id, here.name.clone());
+            self.names.0.insert(descriptor.id, here.name.clone());
             self.last_here = Some(here.name);
             return Ok(());
         }
@@ -336,21 +378,20 @@ impl Import<'_> {
         if let Some(name) = name {
             name.clone_into(&mut descriptor.name);
         }
-        let (inner, base) = (&self.store.inner, descriptor.base.clone());
-        let writing = Writing::begin(inner, &descriptor.name, Commit::New, base)?;
-        self.names.insert(descriptor.id, descriptor.name.clone());
-        let files = descriptor.files.clone();
-        let arriving = Arriving { writing, descriptor, files, table: None, has_state: false };
-        self.arriving.push(arriving);
+        let inner = &self.store.inner;
+        let writing = Writing::begin(inner, &descriptor.name, Commit::New, bases)?;
+        self.names.0.insert(descriptor.id, descriptor.name.clone());
+        let has_table = vec![false; told.images.len()];
+        self.arriving.push(Arriving { writing, descriptor, told, has_table, has_state: false });
         Ok(())
     }
 
     /// That the last snapshot, if it arrives, has all that it must have.
     fn check_complete(&self, offset: u64) -> Result<(), StoreError> {
         match self.arriving.last() {
-            Some(last) if last.table.is_none() || !last.has_state => {
+            Some(last) if !last.is_complete() => {
                 let name = &last.descriptor.name;
-                Err(at_flaw(offset, format!("`{name}` comes without its table or state")))
+                Err(at_flaw(offset, format!("`{name}` comes without its tables or state")))
             }
             _ => Ok(()),
         }
@@ -366,31 +407,38 @@ impl Import<'_> {
             None => Ok(()),
             Some(flaw) => Err(within(entry)(flaw)),
         };
-        let (id, name) = (last.descriptor.id, entry.name.as_str());
-        if name == last.files.beside(WORKING_SET) {
-            let pages = last.descriptor.pages;
-            working_set::flaw_of(&entry.payload, id, pages, &work.cancelled)?
-                .map_or(Ok(()), |flaw| Err(within(entry)(flaw)))?;
-            last.writing.put_section(id, WORKING_SET, &entry.payload)?;
-        } else if name == last.files.beside(PROFILE) {
-            unseal(SealedKind::Profile, &entry.payload).map_err(within(entry))?;
-            last.writing.put_section(id, PROFILE, &entry.payload)?;
-        } else if name == last.files.state.file && !last.has_state {
-            check_file(&last.files.state)?;
-            unseal(SealedKind::State, &entry.payload).map_err(within(entry))?;
-            last.has_state = true;
-            last.descriptor.files.state = last.writing.put_section(id, STATE, &entry.payload)?;
-        } else if name == last.files.table.file && last.table.is_none() {
-            check_file(&last.files.table)?;
-            let table = Table::decode(&entry.payload).map_err(within(entry))?;
-            if let Some(what) = table_flaw(&table, &last.descriptor) {
-                return Err(at_flaw(entry.offset, format!("`{}`: {what}", entry.name)));
+        let id = last.descriptor.id;
+        match last.kind_of(&entry.name).ok_or_else(not_expected)? {
+            Kind::WorkingSet(at) => {
+                let image = &last.descriptor.images[at];
+                working_set::flaw_of(&entry.payload, id, image.pages(), &work.cancelled)?
+                    .map_or(Ok(()), |flaw| Err(within(entry)(flaw)))?;
+                let ending = image.role.ending(WORKING_SET);
+                last.writing.put_section(id, &ending, &entry.payload)?;
             }
-            note_chunks(&mut self.chunks, &table, true, entry)?;
-            last.table = Some(table);
-            last.descriptor.files.table = last.writing.put_section(id, TABLE, &entry.payload)?;
-        } else {
-            return Err(not_expected());
+            Kind::Profile(at) => {
+                unseal(SealedKind::Profile, &entry.payload).map_err(within(entry))?;
+                let ending = last.descriptor.images[at].role.ending(PROFILE);
+                last.writing.put_section(id, &ending, &entry.payload)?;
+            }
+            Kind::State => {
+                check_file(&last.told.state)?;
+                unseal(SealedKind::State, &entry.payload).map_err(within(entry))?;
+                last.has_state = true;
+                last.descriptor.state = last.writing.put_section(id, STATE, &entry.payload)?;
+            }
+            Kind::Table(at) => {
+                let image = &mut last.descriptor.images[at];
+                check_file(&image.table)?;
+                let table = Table::decode(&entry.payload).map_err(within(entry))?;
+                if let Some(what) = table_flaw(&table, image) {
+                    return Err(at_flaw(entry.offset, format!("`{}`: {what}", entry.name)));
+                }
+                note_chunks(&mut self.chunks, &table, true, entry)?;
+                last.has_table[at] = true;
+                let ending = image.role.ending(TABLE);
+                image.table = last.writing.put_section(id, &ending, &entry.payload)?;
+            }
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Reading all of a snapshot, to see whether it is as it was written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use blake3::Hash;
 use vmfork_image::PAGE_BYTES;
@@ -8,6 +8,7 @@ use vmfork_image::PAGE_BYTES;
 use crate::blobs::{BlobError, Failure};
 use crate::error::{Damage, StoreError};
 use crate::files::{read_descriptor, read_origin, read_section, read_table};
+use crate::format::descriptor::{BaseRef, Descriptor, ImageDescriptor};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::Table;
 use crate::format::{Flaw, working_set};
@@ -39,45 +40,32 @@ impl Store {
     pub fn verify(&self, name: &str, work: &Work) -> Result<Verified, StoreError> {
         check_name(name)?;
         let mut found = Verified::default();
-        // With the number of pages and whether it may be elsewhere.
-        let mut chunks = BTreeMap::<[u8; 32], (u64, bool)>::new();
+        let mut chunks = Chunks::new();
         let meant = match read_descriptor(self.inner.blobs(), name) {
             Err(error @ StoreError::NotFound { .. }) => return Err(error),
             found => found.ok(),
         };
         // As long as they are open, their chunks stay, even if they are removed.
         let mut open = Vec::new();
-        let mut next = Some((name.to_owned(), None));
-        while let Some((name, expected)) = next.take() {
-            open.extend(self.open(&name).ok());
-            let descriptor = match read_descriptor(self.inner.blobs(), &name) {
-                Ok(descriptor) => descriptor,
-                Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
-                    self.note(&mut found, &name, DESCRIPTOR, "it isn't there, and is a base");
-                    break;
-                }
-                Err(error) => {
-                    self.keep_damage(&mut found, error)?;
-                    found.names.push(name);
-                    break;
-                }
-            };
-            found.names.push(name.clone());
-            if let Some((base, pages)) = expected
-                && let Err(why) = check_base(&base, &descriptor, pages)
+        // `None`: it can't be read.
+        let mut seen = HashMap::<String, Option<Descriptor>>::new();
+        let mut left = VecDeque::from([(name.to_owned(), None)]);
+        while let Some((name, expected)) = left.pop_front() {
+            if !seen.contains_key(&name) {
+                open.extend(self.open(&name).ok());
+                let descriptor = self.verify_files(&mut found, &name, work, &mut chunks)?;
+                left.extend(descriptor.iter().flat_map(expected_bases));
+                seen.insert(name.clone(), descriptor);
+            }
+            if let Some(Some(descriptor)) = seen.get(&name)
+                && let Some((base, pages)) = expected
+                && let Err(why) = check_base(&base, descriptor, pages)
             {
                 self.note(&mut found, &name, DESCRIPTOR, &format!("as a base it is {why}"));
-            }
-            self.verify_sections(&mut found, &descriptor, work)?;
-            let is_elsewhere = read_origin(self.inner.blobs(), &descriptor)?.is_some();
-            match read_table(self.inner.blobs(), &descriptor) {
-                Ok(table) => gather(&table, is_elsewhere, &mut chunks),
-                Err(error) => self.keep_damage(&mut found, error)?,
             }
             if found.names.len() > CHAIN_MAX {
                 return Err(StoreError::DeepChain { name, most: CHAIN_MAX });
             }
-            next = descriptor.base.map(|base| (base.name.clone(), Some((base, descriptor.pages))));
         }
         let chunks: Vec<_> = chunks.into_iter().collect();
         work.expect(chunks.iter().map(|(_, (pages, _))| pages * PAGE_BYTES).sum());
@@ -113,6 +101,40 @@ impl Store {
         Ok(found)
     }
 
+    /// One snapshot without its chunks, which are gathered. → what it is, if that can be read.
+    fn verify_files(
+        &self,
+        found: &mut Verified,
+        name: &str,
+        work: &Work,
+        chunks: &mut Chunks,
+    ) -> Result<Option<Descriptor>, StoreError> {
+        let blobs = self.inner.blobs();
+        let descriptor = match read_descriptor(blobs, name) {
+            Ok(descriptor) => descriptor,
+            Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
+                self.note(found, name, DESCRIPTOR, "it isn't there, and is a base");
+                return Ok(None);
+            }
+            Err(error) => {
+                self.keep_damage(found, error)?;
+                found.names.push(name.to_owned());
+                return Ok(None);
+            }
+        };
+        found.names.push(name.to_owned());
+        self.verify_state(found, &descriptor)?;
+        let is_elsewhere = read_origin(blobs, &descriptor)?.is_some();
+        for image in &descriptor.images {
+            self.verify_extras(found, &descriptor, image, work)?;
+            match read_table(blobs, name, image) {
+                Ok(table) => gather(&table, is_elsewhere, chunks),
+                Err(error) => self.keep_damage(found, error)?,
+            }
+        }
+        Ok(Some(descriptor))
+    }
+
     fn verify_chunk(
         &self,
         hash: &Hash,
@@ -130,24 +152,34 @@ impl Store {
         }
     }
 
-    /// State, working set and profile.
-    fn verify_sections(
+    fn verify_state(
         &self,
         found: &mut Verified,
-        descriptor: &crate::Descriptor,
+        descriptor: &Descriptor,
+    ) -> Result<(), StoreError> {
+        let blobs = self.inner.blobs();
+        let Descriptor { name, state, .. } = descriptor;
+        let state = read_section(blobs, name, state).and_then(|file| {
+            let damaged = StoreError::damaged(blobs, &snapshot_key(name, &state.file));
+            unseal(SealedKind::State, &file).map_err(damaged)
+        });
+        match state {
+            Ok(_) => Ok(()),
+            Err(error) => self.keep_damage(found, error),
+        }
+    }
+
+    /// Working set and profile of an image.
+    fn verify_extras(
+        &self,
+        found: &mut Verified,
+        descriptor: &Descriptor,
+        image: &ImageDescriptor,
         work: &Work,
     ) -> Result<(), StoreError> {
         let blobs = self.inner.blobs();
-        let (name, files) = (&descriptor.name, &descriptor.files);
-        let state = read_section(blobs, name, &files.state).and_then(|file| {
-            let damaged = StoreError::damaged(blobs, &snapshot_key(name, &files.state.file));
-            unseal(SealedKind::State, &file).map_err(damaged)
-        });
-        if let Err(error) = state {
-            self.keep_damage(found, error)?;
-        }
         for what in [WORKING_SET, PROFILE] {
-            let key = descriptor.key_beside(what);
+            let key = descriptor.key_beside(&image.role.ending(what));
             let file = match blobs.get(&key) {
                 Ok(file) => file,
                 Err(BlobError::NotFound { .. }) => continue,
@@ -158,7 +190,7 @@ impl Store {
             };
             let flaw = match what {
                 WORKING_SET => {
-                    working_set::flaw_of(&file, descriptor.id, descriptor.pages, &work.cancelled)?
+                    working_set::flaw_of(&file, descriptor.id, image.pages(), &work.cancelled)?
                 }
                 _ => unseal(SealedKind::Profile, &file).err(),
             };
@@ -198,14 +230,24 @@ impl Store {
     }
 }
 
+/// By hash, with the number of pages and whether it may be elsewhere.
+type Chunks = BTreeMap<[u8; 32], (u64, bool)>;
+
 enum Chunk {
     Right(u64),
     Elsewhere,
     Damaged(Damage),
 }
 
+/// What the images of a snapshot need of others: which, with the number of pages.
+fn expected_bases(descriptor: &Descriptor) -> Vec<(String, Option<(BaseRef, u64)>)> {
+    let images = descriptor.images.iter();
+    let bases = images.filter_map(|image| Some((image.base.clone()?, image.pages())));
+    bases.map(|(base, pages)| (base.name.clone(), Some((base, pages)))).collect()
+}
+
 /// A chunk that one snapshot has here must be here, though another one's may be elsewhere.
-fn gather(table: &Table, is_elsewhere: bool, chunks: &mut BTreeMap<[u8; 32], (u64, bool)>) {
+fn gather(table: &Table, is_elsewhere: bool, chunks: &mut Chunks) {
     for window in table.windows() {
         let chunk = chunks.entry(*window.hash.as_bytes()).or_insert((window.own_pages, true));
         chunk.1 &= is_elsewhere;

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use crate::error::StoreError;
 use crate::files::{Sections, read_descriptor};
 use crate::format::chunk;
-use crate::format::descriptor::{Attempt, BaseRef, Counts, Descriptor, FileRef, Files, SnapshotId};
+use crate::format::descriptor::{Attempt, Counts, Descriptor, FileRef, SnapshotId};
+use crate::format::table::{Extent, Table};
 use crate::names::{DESCRIPTOR, STATE, TABLE, chunk_key, snapshot_key};
 use crate::store::{Inner, base_error, check_base, check_name};
 
@@ -22,7 +23,7 @@ pub(crate) enum Commit {
     Replace,
 }
 
-/// As long as it lives, no other operation writes or removes that snapshot, or removes its base.
+/// As long as it lives, no other operation writes or removes that snapshot, or removes its bases.
 #[derive(Debug)]
 pub(crate) struct Reserved<'a> {
     inner: &'a Inner,
@@ -33,12 +34,12 @@ impl<'a> Reserved<'a> {
     pub(crate) fn new(
         inner: &'a Inner,
         name: &str,
-        base: Option<&BaseRef>,
+        bases: Vec<String>,
     ) -> Result<Self, StoreError> {
         match inner.writing.lock().entry(name.to_owned()) {
             Entry::Occupied(_) => Err(StoreError::Busy { name: name.to_owned() }),
             Entry::Vacant(entry) => {
-                entry.insert(base.map(|base| base.name.clone()));
+                entry.insert(bases);
                 Ok(Self { inner, name: name.to_owned() })
             }
         }
@@ -51,8 +52,8 @@ impl Drop for Reserved<'_> {
     }
 }
 
-/// As long as it lives, no other operation writes a snapshot by that name or removes its base. What
-/// it has put or found there is not collected. Dropped without a commit, it removes its
+/// As long as it lives, no other operation writes a snapshot by that name or removes its bases.
+/// What it has put or found there is not collected. Dropped without a commit, it removes its
 /// sections, whose names no other writer uses. Chunks may stay, for `collect`.
 #[derive(Debug)]
 pub(crate) struct Writing<'a> {
@@ -62,7 +63,6 @@ pub(crate) struct Writing<'a> {
     _reserved: Reserved<'a>,
     attempt: Attempt,
     commit: Commit,
-    base: Option<BaseRef>,
     pinned: Mutex<Vec<String>>,
     /// With the bytes of each file, once it is known.
     chunks: Mutex<HashMap<Hash, Option<u64>>>,
@@ -77,7 +77,7 @@ impl<'a> Writing<'a> {
         inner: &'a Inner,
         name: &str,
         commit: Commit,
-        base: Option<BaseRef>,
+        bases: Vec<String>,
     ) -> Result<Self, StoreError> {
         check_name(name)?;
         let attempt = Attempt::random().map_err(StoreError::io("get a random number"))?;
@@ -87,7 +87,7 @@ impl<'a> Writing<'a> {
             let place = inner.blobs().describe();
             return Err(StoreError::Exists { name: name.to_owned(), place });
         }
-        let reserved = Reserved::new(inner, name, base.as_ref())?;
+        let reserved = Reserved::new(inner, name, bases)?;
         drop(catalogue);
         let it = Self {
             inner,
@@ -95,7 +95,6 @@ impl<'a> Writing<'a> {
             _reserved: reserved,
             attempt,
             commit,
-            base,
             pinned: Mutex::default(),
             chunks: Mutex::default(),
             stored_bytes: AtomicU64::new(0),
@@ -199,25 +198,35 @@ impl<'a> Writing<'a> {
         descriptor: &mut Descriptor,
         sections: &Sections,
     ) -> Result<u64, StoreError> {
-        let put = |ending, content: &[u8]| self.put_section(descriptor.id, ending, content);
-        let files =
-            Files { table: put(TABLE, &sections.table)?, state: put(STATE, &sections.state)? };
-        let mut bytes = files.table.bytes + files.state.bytes;
-        for (ending, content) in sections.extras() {
+        let put = |ending: &str, content: &[u8]| self.put_section(descriptor.id, ending, content);
+        let mut tables = Vec::new();
+        for (image, table) in descriptor.images.iter().zip(&sections.tables) {
+            tables.push(put(&image.role.ending(TABLE), table)?);
+        }
+        let state = put(STATE, &sections.state)?;
+        let mut bytes = state.bytes + tables.iter().map(|table| table.bytes).sum::<u64>();
+        for (ending, content) in &sections.extras {
             bytes += put(ending, content)?.bytes;
         }
-        descriptor.files = files;
+        descriptor.state = state;
+        for (image, table) in descriptor.images.iter_mut().zip(tables) {
+            image.table = table;
+        }
         Ok(bytes)
     }
 
-    /// With what has been written so far.
-    pub(crate) fn counts(&self, own_pages: u64, zero_pages: u64, chunks: u64) -> Counts {
+    /// Of an image with this table, and with the bytes that were written since the last call.
+    pub(crate) fn take_counts(&self, table: &Table, has_base: bool) -> Counts {
+        let own_pages = table.count(Extent::Own);
         Counts {
             own_pages,
-            zero_pages,
-            chunks,
-            stored_bytes: self.stored_bytes.load(Ordering::Relaxed),
-            shared_bytes: self.shared_bytes.load(Ordering::Relaxed),
+            zero_pages: match has_base {
+                true => table.count(Extent::Zero),
+                false => table.pages() - own_pages,
+            },
+            chunks: table.windows().len() as u64,
+            stored_bytes: self.stored_bytes.swap(0, Ordering::Relaxed),
+            shared_bytes: self.shared_bytes.swap(0, Ordering::Relaxed),
         }
     }
 
@@ -226,15 +235,16 @@ impl<'a> Writing<'a> {
         let bad = |why: String| StoreError::BadDraft { why };
         let file = descriptor.encode().map_err(bad)?;
         // What JSON can hold, its reader may refuse: a `vm` that is nested a hundred levels deep.
-        Descriptor::decode(&file).map_err(|flaw| bad(flaw.to_string()))?;
+        Descriptor::decode(&file).map_err(|error| bad(error.to_string()))?;
         let blobs = self.inner.blobs();
         // What the descriptor names is on the medium before it is.
         blobs.sync()?;
         let _catalogue = self.inner.catalogue.lock();
-        if let Some(base) = &self.base {
+        for image in &descriptor.images {
+            let Some(base) = &image.base else { continue };
             let wrong = |why| base_error(&self.name, base, why);
             match read_descriptor(blobs, &base.name) {
-                Ok(found) => check_base(base, &found, descriptor.pages).map_err(wrong)?,
+                Ok(found) => check_base(base, &found, image.pages()).map_err(wrong)?,
                 Err(StoreError::NotFound { .. }) => return Err(wrong("gone".into())),
                 Err(error) => return Err(error),
             }

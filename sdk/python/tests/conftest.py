@@ -139,6 +139,19 @@ class FakeDaemon:
                     "chunk_pages": 64,
                     "own_pages": 53760,
                     "zero_pages": 1,
+                    "images": [
+                        {
+                            "role": "memory", "bytes": 1 << 29, "page_bytes": 4096,
+                            "own_pages": 53760, "zero_pages": 1, "stored_bytes": 7,
+                            "shared_bytes": 0, "root": "0" * 64,
+                        },
+                        {
+                            "role": "disk", "device": "data", "bytes": 1 << 30,
+                            "page_bytes": 4096, "own_pages": 0, "zero_pages": 0,
+                            "stored_bytes": 0, "shared_bytes": 0, "base": "debian",
+                            "root": "1" * 64,
+                        },
+                    ],
                     "dependants": ["hot"],
                     "vm_names": [],
                     "profile": profile,

@@ -40,6 +40,9 @@ def test_a_snapshot_is_taken_listed_inspected_and_removed(
         client.snapshots.create("web", "warm")
     assert [one.name for one in client.snapshots.list()] == ["warm", "cold"]
     detail = client.snapshots.get("warm")
+    memory, disk = detail.images
+    assert (memory.role, memory.device, memory.bytes) == (vmfork.ImageRole.MEMORY, None, 1 << 29)
+    assert (disk.role, disk.device, disk.base) == (vmfork.ImageRole.DISK, "data", "debian")
     assert (detail.pause_ms, detail.chunk_pages, detail.dependants) == (3.0, 64, ("hot",))
     assert detail.profile.clusters[0].frequency == 1.0
     assert client.snapshots.remove("cold").freed_bytes == 7

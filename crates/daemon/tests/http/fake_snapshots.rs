@@ -76,6 +76,7 @@ impl SnapshotControl for Fake {
                 chunk_pages: 64,
                 own_pages: 1,
                 zero_pages: 0,
+                images: vec![],
                 dependants: vec![],
                 vm_names: vec![],
                 profile: ProfileInfo::default(),

@@ -11,8 +11,8 @@ use server::{Server, free_address};
 use tokio::runtime::Runtime;
 use vmfork_image::{PageIdx, PageRange, PageSource as _};
 use vmfork_store::{
-    BlobError, Blobs, Compression, Draft, Extent, Failure, HotChunks, SourceOptions, Store,
-    StoreError, Work,
+    BlobError, Blobs, Compression, Draft, Extent, Failure, HotChunks, ImageDraft, Role,
+    SourceOptions, Store, StoreError, Work,
 };
 use vmfork_store_s3::{OpenError, S3, Settings};
 
@@ -142,15 +142,35 @@ fn draft(name: &str) -> Draft {
     Draft {
         name: name.into(),
         id: None,
-        base: None,
-        pages: 200,
-        extents: vec![(PageRange::first(200), Extent::Own)],
+        images: [Role::Memory, disk()].map(image).to_vec(),
         state: b"state".to_vec(),
         vm: serde_json::json!({"memory_mib": 1}),
+    }
+}
+
+fn disk() -> Role {
+    "disk:data".parse().expect("a role")
+}
+
+fn image(role: Role) -> ImageDraft {
+    ImageDraft {
+        role,
+        bytes: 200 * PAGE as u64,
+        base: None,
+        extents: vec![(PageRange::first(200), Extent::Own)],
         compression: Compression::Zstd { level: 1 },
         chunk_pages: 16,
         keep_zero_pages: false,
     }
+}
+
+/// Of the disk there is more in each page.
+fn read_images(role: &Role, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+    read_pages(range, bytes)?;
+    if *role != Role::Memory {
+        bytes.chunks_exact_mut(PAGE).for_each(|page| page[8] = 9);
+    }
+    Ok(())
 }
 
 #[test]
@@ -161,15 +181,15 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
         Store::new(Arc::new(open(&server, "s3://snapshots/team", &runtime))).expect("store");
     let at = tempfile::tempdir().expect("folder");
     let here = Store::folder(at.path().join("here")).expect("store");
-    let made = here.create(draft("web"), &read_pages, &Work::new(2)).expect("created");
-    let stored = here.open("web").expect("opens");
+    let made = here.create(draft("web"), &read_images, &Work::new(2)).expect("created");
+    let stored = here.open("web").expect("opens").image(&Role::Memory).expect("has one");
     let runs = [PageRange::first(40)];
     here.put_working_set(&stored, &runs, &read_pages, &Work::new(2)).expect("put");
     let copied = here.copy_to("web", &remote, &Work::new(2)).expect("pushed");
-    assert_eq!((copied.names, copied.chunks), (vec!["web".to_owned()], 13));
+    assert_eq!((copied.names, copied.chunks), (vec!["web".to_owned()], 26));
     let verified = remote.verify("web", &Work::new(2)).expect("verified");
-    assert_eq!((verified.chunks, verified.damage), (13, vec![]));
-    let error = remote.create(draft("web"), &read_pages, &Work::new(1)).expect_err("taken");
+    assert_eq!((verified.chunks, verified.damage), (26, vec![]));
+    let error = remote.create(draft("web"), &read_images, &Work::new(1)).expect_err("taken");
     assert!(matches!(error, StoreError::Exists { .. }), "{error}");
 
     let there = Store::folder(at.path().join("there")).expect("store");
@@ -178,7 +198,7 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
     assert_eq!((pulled.descriptor().id, pulled.origin()), (made.id, Some("s3://snapshots/team")));
     let blobs = Arc::new(open(&server, "s3://snapshots/team", &runtime));
     let options = SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(blobs) };
-    let source = pulled.source(options);
+    let source = pulled.image(&Role::Memory).expect("has one").source(options);
     let mut bytes = vec![0; 20 * PAGE];
     source.read(PageRange::between(PageIdx(30), PageIdx(50)), &mut bytes).expect("reads");
     for (page, bytes) in (30..).zip(bytes.chunks_exact(PAGE)) {
@@ -193,7 +213,7 @@ fn a_snapshot_is_pushed_pulled_and_read_before_it_is_here() {
     assert_eq!(remote.collect().expect("collected"), vmfork_store::Collected::default());
     drop(server);
     let verified = there.verify("web", &Work::new(2)).expect("verified");
-    assert_eq!((verified.chunks, verified.damage), (13, vec![]));
+    assert_eq!((verified.chunks, verified.damage), (26, vec![]));
 }
 
 #[test]
@@ -201,8 +221,8 @@ fn a_server_that_goes_away_fails_the_read_and_not_more() {
     let runtime = runtime();
     let Some(server) = Server::start(&runtime) else { return };
     let remote = Store::new(Arc::new(open(&server, "s3://snapshots", &runtime))).expect("store");
-    remote.create(draft("web"), &read_pages, &Work::new(2)).expect("created");
-    let stored = remote.open("web").expect("opens");
+    remote.create(draft("web"), &read_images, &Work::new(2)).expect("created");
+    let stored = remote.open("web").expect("opens").image(&disk()).expect("has one");
     let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: None });
     source.read(PageIdx(0).range(), &mut [0; PAGE]).expect("reads");
     drop(server);

@@ -11,12 +11,23 @@ use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use vmfork_image::PAGE_BYTES;
 
+use super::first::{FIRST_SCHEMA, First};
+use super::role::{Role, RoleError};
 use super::{Compression, IMAGE_PAGES_MAX, table};
 use crate::names::{STATE, TABLE, name_is_valid, snapshot_key};
 use vmfork_image::bytes::Flaw;
 
-/// The layout that is written, and the only one that is read.
-pub const SCHEMA: &str = "vmfork-snapshot/1";
+/// The layout that is written. The first one is read, too.
+pub const SCHEMA: &str = "vmfork-snapshot/2";
+
+/// What all layouts are called, before their number.
+const SCHEMA_STEM: &str = "vmfork-snapshot/";
+
+/// Most images of a snapshot: the memory and more disks than QEMU's machine has slots for.
+pub const IMAGES_MAX: usize = 64;
+
+/// What the size of a disk is a multiple of, in bytes.
+const SECTOR_BYTES: u64 = 512;
 
 /// A descriptor has a page or two; what the daemon puts into `vm` may need more.
 pub const DESCRIPTOR_BYTES_MAX: u64 = 1 << 20;
@@ -94,15 +105,19 @@ impl From<SnapshotId> for String {
     }
 }
 
-/// The snapshot that a delta begins from.
+/// The image that a delta begins from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BaseRef {
+    /// Of its snapshot.
     pub name: String,
+    /// Of its snapshot.
     pub id: SnapshotId,
+    /// Which of that snapshot's images.
+    pub role: Role,
 }
 
-/// What a snapshot is made of; bytes are those in the store that it was first written to.
+/// What an image is made of; bytes are those in the store that it was first written to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counts {
@@ -116,6 +131,18 @@ pub struct Counts {
     pub stored_bytes: u64,
     /// Bytes of chunks that it uses and that were there already.
     pub shared_bytes: u64,
+}
+
+impl Counts {
+    fn plus(self, other: &Self) -> Self {
+        Self {
+            own_pages: self.own_pages.saturating_add(other.own_pages),
+            zero_pages: self.zero_pages.saturating_add(other.zero_pages),
+            chunks: self.chunks.saturating_add(other.chunks),
+            stored_bytes: self.stored_bytes.saturating_add(other.stored_bytes),
+            shared_bytes: self.shared_bytes.saturating_add(other.shared_bytes),
+        }
+    }
 }
 
 /// One of a snapshot's files.
@@ -148,24 +175,6 @@ impl FileRef {
     }
 }
 
-/// The files that a snapshot has besides its descriptor, and that never change.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Files {
-    pub table: FileRef,
-    pub state: FileRef,
-}
-
-impl Files {
-    /// The file beside the device state that ends in `ending`. The device state's file stays the
-    /// same for as long as the snapshot exists.
-    pub(crate) fn beside(&self, ending: &str) -> String {
-        let state = &self.state.file;
-        let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);
-        format!("{stem}.{ending}")
-    }
-}
-
 /// Tells attempts to write a snapshot apart: 16 hex digits in its files' names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Attempt([u8; 8]);
@@ -185,27 +194,90 @@ impl Attempt {
     }
 }
 
-/// What a snapshot is.
+/// One image of a snapshot: pages with a role, each its own of all that follows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Descriptor {
-    /// [`SCHEMA`].
-    pub schema: String,
-    pub id: SnapshotId,
-    pub name: String,
-    pub created_unix_ms: u64,
-    /// Pages of the image.
-    pub pages: u64,
+pub struct ImageDescriptor {
+    pub role: Role,
+    /// Size, a multiple of 512; of memory, of whole pages. What a last page has beyond it is zero.
+    pub bytes: u64,
     /// 4096.
     pub page_bytes: u64,
     /// Pages of a window.
     pub chunk_pages: u64,
     pub compression: Compression,
+    /// The image that it is a delta on, in the same store.
     pub base: Option<BaseRef>,
     pub counts: Counts,
-    pub files: Files,
+    /// Its page table, which names every chunk by hash: this hash is the root over its own content.
+    pub table: FileRef,
+}
+
+impl ImageDescriptor {
+    /// How many pages it has.
+    pub fn pages(&self) -> u64 {
+        self.bytes.div_ceil(PAGE_BYTES)
+    }
+
+    fn flaw(&self) -> Option<String> {
+        let Self { role, bytes, page_bytes, base, .. } = self;
+        if *page_bytes != PAGE_BYTES {
+            return Some(format!("pages of {page_bytes} bytes, not {PAGE_BYTES}"));
+        }
+        if let Some(why) = size_flaw(role, *bytes) {
+            return Some(why);
+        }
+        if let Some(BaseRef { name, role: below, .. }) = base {
+            if !name_is_valid(name) {
+                return Some(format!("{name:?} is no name of a snapshot"));
+            }
+            if !role.is_of_the_kind_of(below) {
+                return Some(format!("it is a delta on an image of role {below}"));
+            }
+        }
+        table::chunk_pages_flaw(self.chunk_pages)
+    }
+}
+
+/// Why no image of that role has this size, if none has.
+pub(crate) fn size_flaw(role: &Role, bytes: u64) -> Option<String> {
+    let unit = match role {
+        Role::Memory => PAGE_BYTES,
+        Role::Disk(_) => SECTOR_BYTES,
+    };
+    let pages = bytes.div_ceil(PAGE_BYTES);
+    if pages == 0 || pages > IMAGE_PAGES_MAX {
+        return Some(format!("an image of {pages} pages"));
+    }
+    (!bytes.is_multiple_of(unit)).then(|| format!("{bytes} bytes, not a multiple of {unit}"))
+}
+
+/// What a snapshot is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Descriptor {
+    /// [`SCHEMA`], also of one that was read in the first layout.
+    pub schema: String,
+    pub id: SnapshotId,
+    pub name: String,
+    pub created_unix_ms: u64,
+    /// At least one; ascending by role, none of a role twice.
+    pub images: Vec<ImageDescriptor>,
+    /// Device state; without memory an empty one.
+    pub state: FileRef,
     /// What the VM was, in the words of the daemon. Means nothing here.
     pub vm: serde_json::Value,
+}
+
+/// Why a descriptor's file is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    /// It is not as it was written, or no descriptor.
+    #[error("{0}")]
+    Flaw(#[from] Flaw),
+    /// It is right, as far as that can be told, but of a newer version of vmfork.
+    #[error("{0}")]
+    Newer(String),
 }
 
 /// What comes before the digits of the check, and after.
@@ -236,76 +308,154 @@ impl Descriptor {
         Ok(text.into_bytes())
     }
 
+    /// Read the file, of this layout or the first.
+    ///
     /// # Errors
-    /// It is no descriptor, not as it was written, or of a version that is not known.
-    pub fn decode(file: &[u8]) -> Result<Self, Flaw> {
+    /// It is no descriptor, not as it was written, or of a newer version.
+    pub fn decode(file: &[u8]) -> Result<Self, Unreadable> {
         if file.len() as u64 > DESCRIPTOR_BYTES_MAX {
             let what = format!("{} bytes, where {DESCRIPTOR_BYTES_MAX} are the most", file.len());
-            return Err(Flaw::at(0, what));
+            return Err(Flaw::at(0, what).into());
         }
-        // A version that is not known may have its check elsewhere: that it is unknown is the
-        // better answer.
-        if let Ok(Head { schema }) = serde_json::from_slice(file)
-            && schema != SCHEMA
+        let schema = serde_json::from_slice(file).ok().map(|Head { schema }| schema);
+        // A newer version may have its check elsewhere. That it is newer is the better answer,
+        // unless there is a check where it belongs and it tells of damage.
+        if let Some(schema) = schema.filter(|schema| schema != SCHEMA && schema != FIRST_SCHEMA)
+            && (checked(file).is_ok() || !ends_with_a_check(file))
         {
-            return Err(Flaw::at(0, format!("its layout is {schema}, not {SCHEMA}")));
+            return Err(unknown_schema(&schema));
         }
-        let Some(at) = file.len().checked_sub(CHECK_BYTES) else {
-            return Err(Flaw::at(file.len(), "cut short: no room for its check"));
-        };
-        let (body, tail) = file.split_at(at);
-        let check = format!("{CHECK_HEAD}{}{CHECK_TAIL}", blake3::hash(body).to_hex());
-        if tail != check.as_bytes() {
-            return Err(Flaw::at(
-                at,
-                "changed or cut: the check at its end is not that of the file",
-            ));
-        }
+        let body = checked(file)?;
         let Some(body) = body.strip_suffix(b",\n") else {
-            return Err(Flaw::at(at, "no comma before the check"));
+            return Err(Flaw::at(body.len(), "no comma before the check").into());
         };
         let text = [body, b"\n}"].concat();
-        let it: Self = serde_json::from_slice(&text)
-            .map_err(|e| Flaw::at(0, format!("no descriptor of a snapshot: {e}")))?;
+        let none = |e: serde_json::Error| Flaw::at(0, format!("no descriptor of a snapshot: {e}"));
+        let Head { schema } = serde_json::from_slice(&text).map_err(none)?;
+        let it: Self = match schema.as_str() {
+            SCHEMA => {
+                refuse_unknown_roles(&text)?;
+                serde_json::from_slice(&text).map_err(none)?
+            }
+            FIRST_SCHEMA => serde_json::from_slice::<First>(&text).map_err(none)?.into(),
+            other => return Err(unknown_schema(other)),
+        };
         match it.flaw() {
-            Some(what) => Err(Flaw::at(0, what)),
+            Some(what) => Err(Flaw::at(0, what).into()),
             None => Ok(it),
         }
     }
 
+    /// The image of that role, if it has one.
+    pub fn image(&self, role: &Role) -> Option<&ImageDescriptor> {
+        self.images.iter().find(|image| image.role == *role)
+    }
+
+    /// Of all its images together, with the device state among the bytes.
+    pub fn counts(&self) -> Counts {
+        let state = Counts { stored_bytes: self.state.bytes, ..Counts::default() };
+        self.images.iter().fold(state, |sum, image| sum.plus(&image.counts))
+    }
+
+    /// What its images are deltas on.
+    pub fn bases(&self) -> impl Iterator<Item = &BaseRef> {
+        self.images.iter().filter_map(|image| image.base.as_ref())
+    }
+
+    /// The file beside the device state that ends in `ending`. The device state's file stays the
+    /// same for as long as the snapshot exists.
+    pub(crate) fn beside(&self, ending: &str) -> String {
+        let state = &self.state.file;
+        let stem = state.rsplit_once('.').map_or(state.as_str(), |(stem, _)| stem);
+        format!("{stem}.{ending}")
+    }
+
     /// The key of its file that ends in `ending`.
     pub(crate) fn key_beside(&self, ending: &str) -> String {
-        snapshot_key(&self.name, &self.files.beside(ending))
+        snapshot_key(&self.name, &self.beside(ending))
     }
 
     fn flaw(&self) -> Option<String> {
-        let Self { schema, name, pages, page_bytes, base, files, .. } = self;
+        let Self { schema, name, images, state, .. } = self;
         if schema != SCHEMA {
             return Some(format!("its layout is {schema}, not {SCHEMA}"));
         }
-        for name in std::iter::once(name).chain(base.as_ref().map(|base| &base.name)) {
-            if !name_is_valid(name) {
-                return Some(format!("{name:?} is no name of a snapshot"));
-            }
+        if !name_is_valid(name) {
+            return Some(format!("{name:?} is no name of a snapshot"));
         }
-        if *page_bytes != PAGE_BYTES {
-            return Some(format!("pages of {page_bytes} bytes, not {PAGE_BYTES}"));
+        if images.is_empty() || images.len() > IMAGES_MAX {
+            return Some(format!("{} images, not 1 to {IMAGES_MAX}", images.len()));
         }
-        if *pages == 0 || *pages > IMAGE_PAGES_MAX {
-            return Some(format!("an image of {pages} pages"));
+        if !images.is_sorted_by(|one, next| one.role < next.role) {
+            return Some("its images do not ascend by role".to_owned());
         }
-        // A name that is put together with others to a key must not lead elsewhere.
-        let id = self.id.to_string();
-        for (file, ending) in [(&files.table.file, TABLE), (&files.state.file, STATE)] {
-            let attempt = file.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-'));
-            let attempt = attempt.and_then(|rest| rest.strip_suffix(ending)?.strip_suffix('.'));
-            let is_digit = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
-            if !attempt.is_some_and(|it| it.len() == Attempt::DIGITS && it.bytes().all(is_digit)) {
-                return Some(format!("{file:?} is no file of snapshot {id}"));
-            }
-        }
-        table::chunk_pages_flaw(self.chunk_pages)
+        let flaw_of = |image: &ImageDescriptor| {
+            let of_file = || self.name_flaw(&image.table.file, &image.role.ending(TABLE));
+            let what = image.flaw().or_else(of_file)?;
+            Some(format!("{}: {what}", image.role))
+        };
+        images.iter().find_map(flaw_of).or_else(|| self.name_flaw(&state.file, STATE))
     }
+
+    /// A name that is put together with others to a key must not lead elsewhere.
+    fn name_flaw(&self, file: &str, ending: &str) -> Option<String> {
+        let id = self.id.to_string();
+        let attempt = file.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-'));
+        let attempt = attempt.and_then(|rest| rest.strip_suffix(ending)?.strip_suffix('.'));
+        let is_digit = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
+        let is_right =
+            attempt.is_some_and(|it| it.len() == Attempt::DIGITS && it.bytes().all(is_digit));
+        (!is_right).then(|| format!("{file:?} is no file of snapshot {id}"))
+    }
+}
+
+/// What comes before the check, which is right.
+fn checked(file: &[u8]) -> Result<&[u8], Flaw> {
+    let Some(at) = file.len().checked_sub(CHECK_BYTES) else {
+        return Err(Flaw::at(file.len(), "cut short: no room for its check"));
+    };
+    let (body, tail) = file.split_at(at);
+    let check = format!("{CHECK_HEAD}{}{CHECK_TAIL}", blake3::hash(body).to_hex());
+    if tail != check.as_bytes() {
+        let what = "changed or cut: the check at its end is not that of the file";
+        return Err(Flaw::at(at, what));
+    }
+    Ok(body)
+}
+
+fn ends_with_a_check(file: &[u8]) -> bool {
+    let tail = file.len().checked_sub(CHECK_BYTES).and_then(|at| file.get(at..));
+    tail.is_some_and(|tail| tail.starts_with(CHECK_HEAD.as_bytes()))
+}
+
+fn unknown_schema(schema: &str) -> Unreadable {
+    if schema.starts_with(SCHEMA_STEM) {
+        Unreadable::Newer(format!("its layout is {schema}, and {SCHEMA} is the newest known here"))
+    } else {
+        Flaw::at(0, format!("its layout is {schema}, not {SCHEMA}")).into()
+    }
+}
+
+/// Roles may be added without a new layout, because a reader can name what it does not know.
+fn refuse_unknown_roles(text: &[u8]) -> Result<(), Unreadable> {
+    let Ok(Roles { images }) = serde_json::from_slice(text) else { return Ok(()) };
+    for RoleOf { role } in images {
+        if let Err(RoleError::Unknown(role)) = role.parse::<Role>() {
+            let what = format!("it has an image of role `{role}`, which is not known here");
+            return Err(Unreadable::Newer(what));
+        }
+    }
+    Ok(())
+}
+
+#[derive(Deserialize)]
+struct RoleOf {
+    role: String,
+}
+
+#[derive(Deserialize)]
+struct Roles {
+    images: Vec<RoleOf>,
 }
 
 #[derive(Deserialize)]
@@ -328,99 +478,5 @@ mod hash_hex {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn descriptor() -> Descriptor {
-        let id = SnapshotId([0x1f; 16]);
-        Descriptor {
-            schema: SCHEMA.into(),
-            id,
-            name: "web".into(),
-            created_unix_ms: 1,
-            pages: 1024,
-            page_bytes: PAGE_BYTES,
-            chunk_pages: 64,
-            compression: Compression::Zstd { level: 1 },
-            base: Some(BaseRef { name: "base".into(), id: SnapshotId([2; 16]) }),
-            counts: Counts { own_pages: 3, ..Counts::default() },
-            files: Files {
-                table: FileRef::of(Attempt([0xab; 8]).file(id, TABLE), b"t"),
-                state: FileRef::of(Attempt([1; 8]).file(id, STATE), b"s"),
-            },
-            vm: serde_json::json!({"memory_mib": 4, "text": "\",\n  \"check\": \"0\"\n}"}),
-        }
-    }
-
-    #[test]
-    fn a_descriptor_reads_back_and_is_json() {
-        let it = descriptor();
-        let file = it.encode().expect("small");
-        assert_eq!(Descriptor::decode(&file).as_ref(), Ok(&it));
-        let value: serde_json::Value = serde_json::from_slice(&file).expect("JSON");
-        assert_eq!(value["name"], "web");
-        assert_eq!(value["id"], "1f".repeat(16));
-        assert_eq!(value["check"].as_str().map(str::len), Some(64));
-    }
-
-    #[test]
-    fn every_changed_bit_and_every_cut_is_noticed() {
-        let file = descriptor().encode().expect("small");
-        for bit in 0..file.len() * 8 {
-            let mut bad = file.clone();
-            bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(Descriptor::decode(&bad).is_err(), "bit {bit}");
-        }
-        for bytes in 0..file.len() {
-            assert!(Descriptor::decode(&file[..bytes]).is_err(), "{bytes}");
-        }
-    }
-
-    #[test]
-    fn another_version_is_refused_by_name() {
-        let later = br#"{"schema": "vmfork-snapshot/2", "anything": 1}"#;
-        let flaw = Descriptor::decode(later).expect_err("not known");
-        assert!(flaw.what.contains("vmfork-snapshot/2, not vmfork-snapshot/1"), "{flaw}");
-    }
-
-    #[test]
-    fn a_descriptor_that_leads_elsewhere_is_refused() {
-        for change in [
-            |d: &mut Descriptor| d.name = "../x".into(),
-            |d: &mut Descriptor| d.base.as_mut().expect("one").name = "a/b".into(),
-            |d: &mut Descriptor| d.files.table.file = "../../etc/passwd.table".into(),
-            |d: &mut Descriptor| d.files.state.file = format!("{}/../x.state", d.id),
-            |d: &mut Descriptor| d.files.state.file = format!("{}.state", d.id),
-            |d: &mut Descriptor| d.files.state.file = d.files.table.file.clone(),
-            |d: &mut Descriptor| d.files.table.file = d.files.table.file.replace('a', "A"),
-            |d: &mut Descriptor| d.page_bytes = 512,
-            |d: &mut Descriptor| d.chunk_pages = 48,
-            |d: &mut Descriptor| d.pages = 0,
-            |d: &mut Descriptor| d.pages = IMAGE_PAGES_MAX + 1,
-            |d: &mut Descriptor| d.schema = "other/1".into(),
-        ] {
-            let mut it = descriptor();
-            change(&mut it);
-            let file = it.encode().expect("small");
-            assert!(Descriptor::decode(&file).is_err(), "{it:?}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_are_survived(bytes: Vec<u8>) {
-            prop_assert!(Descriptor::decode(&bytes).is_err());
-        }
-
-        #[test]
-        fn an_id_reads_back(bytes: [u8; 16], text in "[0-9a-g]{31,33}") {
-            let id = SnapshotId(bytes);
-            prop_assert_eq!(id.to_string().parse(), Ok(id));
-            if let Ok(id) = text.parse::<SnapshotId>() {
-                prop_assert_eq!(id.to_string(), text);
-            }
-        }
-    }
-}
+#[path = "descriptor_tests.rs"]
+mod tests;

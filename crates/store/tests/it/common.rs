@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use vmfork_image::{PageIdx, PageRange, PageSource as _};
 use vmfork_store::{
     BaseRef, BlobError, Blobs, Compression, Descriptor, Draft, Extent, Failure, HotChunks,
-    SourceOptions, Store, StoreError, Stored, Work,
+    ImageDraft, Role, SourceOptions, Store, StoreError, StoredImage, Work,
 };
 
 pub(crate) const PAGE: usize = 4096;
@@ -128,8 +128,9 @@ impl Memory {
             let Ok(mut descriptor) = Descriptor::decode(&bytes) else {
                 return (anonymous(&key), bytes);
             };
-            for file in [&mut descriptor.files.table.file, &mut descriptor.files.state.file] {
-                file.replace_range(32..49, "");
+            descriptor.state.file.replace_range(32..49, "");
+            for image in &mut descriptor.images {
+                image.table.file.replace_range(32..49, "");
             }
             (key, descriptor.encode().expect("small"))
         };
@@ -247,25 +248,54 @@ pub(crate) fn read_guest(
     }
 }
 
+/// What reads the memory, of a snapshot that has no other image.
+pub(crate) fn of_memory(
+    read: impl Fn(PageRange, &mut [u8]) -> io::Result<()> + Sync,
+) -> impl Fn(&Role, PageRange, &mut [u8]) -> io::Result<()> + Sync {
+    move |role, range, bytes| {
+        assert_eq!(*role, Role::Memory);
+        read(range, bytes)
+    }
+}
+
 /// All pages own.
-pub(crate) fn draft(name: &str, guest: &[u8]) -> Draft {
+pub(crate) fn image(role: Role, guest: &[u8]) -> ImageDraft {
     let pages = guest.len() as u64;
-    Draft {
-        name: name.into(),
-        id: None,
+    ImageDraft {
+        role,
+        bytes: pages * PAGE as u64,
         base: None,
-        pages,
         extents: vec![(range(0, pages), Extent::Own)],
-        state: format!("state of {name}").into_bytes(),
-        vm: serde_json::json!({"of": name}),
         compression: Compression::Zstd { level: 1 },
         chunk_pages: 8,
         keep_zero_pages: false,
     }
 }
 
+/// Memory, all pages own.
+pub(crate) fn draft(name: &str, guest: &[u8]) -> Draft {
+    Draft {
+        name: name.into(),
+        id: None,
+        images: vec![image(Role::Memory, guest)],
+        state: format!("state of {name}").into_bytes(),
+        vm: serde_json::json!({"of": name}),
+    }
+}
+
+/// The draft with another memory.
+pub(crate) fn with(draft: Draft, change: impl FnOnce(&mut ImageDraft)) -> Draft {
+    let mut draft = draft;
+    change(&mut draft.images[0]);
+    draft
+}
+
 /// What changed since the base is own, or zero.
 pub(crate) fn delta(name: &str, base: &Descriptor, was: &[u8], is: &[u8]) -> Draft {
+    Draft { images: vec![delta_image(Role::Memory, base, was, is)], ..draft(name, is) }
+}
+
+pub(crate) fn delta_image(role: Role, base: &Descriptor, was: &[u8], is: &[u8]) -> ImageDraft {
     let mut extents = Vec::new();
     for (page, (was, is)) in (0..).zip(was.iter().zip(is)) {
         if was != is {
@@ -273,12 +303,12 @@ pub(crate) fn delta(name: &str, base: &Descriptor, was: &[u8], is: &[u8]) -> Dra
             extents.push((range(page, 1), kind));
         }
     }
-    let base = Some(BaseRef { name: base.name.clone(), id: base.id });
-    Draft { base, extents, ..draft(name, is) }
+    let base = Some(BaseRef { name: base.name.clone(), id: base.id, role: role.clone() });
+    ImageDraft { base, extents, ..image(role, is) }
 }
 
 pub(crate) fn create(store: &Store, draft: Draft, guest: &[u8]) -> Result<Descriptor, StoreError> {
-    store.create(draft, &read_guest(guest), &Work::new(2))
+    store.create(draft, &of_memory(read_guest(guest)), &Work::new(2))
 }
 
 pub(crate) fn options() -> SourceOptions {
@@ -288,11 +318,21 @@ pub(crate) fn options() -> SourceOptions {
 /// The guest's memory as a snapshot and its bases have it, read page by page and again in long
 /// runs.
 pub(crate) fn read_back(store: &Store, name: &str) -> Guest {
-    read_chain(&store.open_chain(name).expect("opens"), &options())
+    read_chain(&chain(store, name), &options())
 }
 
-pub(crate) fn read_chain(chain: &[Arc<Stored>], options: &SourceOptions) -> Guest {
-    let pages = usize::try_from(chain[0].descriptor().pages).expect("small");
+/// Its memory, and what that is a delta on.
+pub(crate) fn chain(store: &Store, name: &str) -> Vec<StoredImage> {
+    store.open_chain(name, &Role::Memory).expect("opens")
+}
+
+/// Its memory.
+pub(crate) fn memory_of(store: &Store, name: &str) -> StoredImage {
+    store.open(name).expect("opens").image(&Role::Memory).expect("has one")
+}
+
+pub(crate) fn read_chain(chain: &[StoredImage], options: &SourceOptions) -> Guest {
+    let pages = usize::try_from(chain[0].image().pages()).expect("small");
     let mut memory = vec![0; pages * PAGE];
     for stored in chain.iter().rev() {
         let source = stored.source(options.clone());

@@ -1,12 +1,14 @@
 //! The process ends, or the power fails, at each step of an operation. What existed before is
 //! whole, and what is left is cleared away.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::sync::Arc;
 
-use vmfork_store::{BlobError, Blobs, Store, StoreError, Work};
+use vmfork_store::{BlobError, Blobs, Role, Store, StoreError, Work};
 
 use crate::common::*;
+use crate::images::{Images, check, draft_of, put, role};
 
 /// Most calls that any operation here makes.
 const CALLS_MAX: i64 = 1000;
@@ -62,6 +64,50 @@ fn a_crash_while_creating_leaves_the_old_and_nothing_of_the_new() {
                 }
                 Err(error) => panic!("half there: {error}"),
             }
+        },
+    );
+}
+
+#[test]
+fn a_crash_while_images_are_written_or_made_whole_leaves_all_of_them_or_none() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let old: Images = [("memory", 1), ("disk:data", 2)]
+        .map(|(of, value)| (role(of), vec![value; 24]))
+        .into_iter()
+        .collect();
+    let mut new = old.clone();
+    for guest in new.values_mut() {
+        (guest[1], guest[9], guest[20]) = (70, 0, guest[20] + 80);
+    }
+    let made = put(&store, draft_of("old", &old, &BTreeMap::new()), &old).expect("created");
+    let bases = old.iter().map(|(role, was)| (role.clone(), (made.clone(), was.clone())));
+    let bases = bases.collect::<BTreeMap<_, _>>();
+    let kept = memory.copy();
+    at_each_step(
+        &memory,
+        |store| put(store, draft_of("new", &new, &bases), &new).map(drop),
+        |left, after, done| {
+            check(after, "old", &old, &options());
+            match after.open("new") {
+                Ok(_) => check(after, "new", &new, &options()),
+                Err(StoreError::NotFound { .. }) => {
+                    assert!(!done);
+                    after.collect().expect("collected");
+                    assert_eq!(left.copy(), kept);
+                }
+                Err(error) => panic!("half there: {error}"),
+            }
+        },
+    );
+    put(&store, draft_of("new", &new, &bases), &new).expect("created");
+    at_each_step(
+        &memory,
+        |store| store.flatten("new", &Work::new(1)).map(drop),
+        |_, after, done| {
+            check(after, "new", &new, &options());
+            let left = after.descriptor("new").expect("whole").bases().count();
+            assert!(left == 0 || (left == 2 && !done), "one image of two is whole");
         },
     );
 }
@@ -138,9 +184,9 @@ fn a_crash_while_something_is_learnt_leaves_that_or_what_was_learnt_before() {
     let guest: Guest = vec![4; 40];
     create(&store, draft("x", &guest), &guest).expect("created");
     let learn = |store: &Store, what: &[u8], pages| {
-        store.put_profile("x", what)?;
+        store.put_profile("x", &Role::Memory, what)?;
         let runs = [range(0, pages)];
-        let stored = store.open("x")?;
+        let stored = store.open("x")?.image(&Role::Memory)?;
         store.put_working_set(&stored, &runs, &read_guest(&guest), &Work::new(1))
     };
     for before in [None, Some((&b"before"[..], 9))] {
@@ -151,8 +197,9 @@ fn a_crash_while_something_is_learnt_leaves_that_or_what_was_learnt_before() {
             &memory,
             |store| learn(store, b"now", 5),
             |_, after, done| {
-                let profile = after.profile("x").expect("whole");
-                let set = after.working_set("x").expect("whole").map(|set| set.pages());
+                let profile = after.profile("x", &Role::Memory).expect("whole");
+                let set =
+                    after.working_set("x", &Role::Memory).expect("whole").map(|set| set.pages());
                 if done {
                     assert_eq!((profile.as_deref(), set), (Some(&b"now"[..]), Some(5)));
                 } else {
@@ -231,7 +278,7 @@ fn a_crash_while_flattening_leaves_the_delta_or_the_whole() {
             for (name, guest) in [("base", &base), ("mid", &mid), ("top", &top)] {
                 assert_eq!(&read_back(after, name), guest);
             }
-            let is_whole = after.open("mid").expect("opens").base().is_none();
+            let is_whole = memory_of(after, "mid").base().is_none();
             assert!(is_whole || !done);
             after.collect().expect("collected");
             if !is_whole {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use vmfork_image::{Origin, PageSource as _};
-use vmfork_store::{Compression, Extent, Store, StoreError, Work};
+use vmfork_store::{Compression, Extent, Role, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -20,7 +20,7 @@ fn a_snapshot_is_there_and_reads_back() {
     let store = Store::folder(at.path().join("s")).expect("store");
     let guest: Guest = (0..100).map(|page| if page % 3 == 0 { 0 } else { page }).collect();
     let made = create(&store, draft("web", &guest), &guest).expect("created");
-    assert_eq!((made.counts.own_pages, made.counts.zero_pages), (66, 34));
+    assert_eq!((made.counts().own_pages, made.counts().zero_pages), (66, 34));
     let list = store.list().expect("listed");
     assert!(matches!(&list[..], [(name, Ok(found))] if name == "web" && *found == made));
     // Another process.
@@ -40,22 +40,22 @@ fn zero_pages_take_nothing_and_equal_chunks_are_stored_once() {
     // Two equal windows, two of zeros, one other.
     let guest = [vec![7; 8], vec![0; 8], vec![7; 8], vec![0; 8], vec![9; 8]].concat();
     let one = create(&store, draft("one", &guest), &guest).expect("created");
-    assert_eq!((one.counts.own_pages, one.counts.zero_pages, one.counts.chunks), (24, 16, 3));
-    assert_eq!((memory.chunks(), one.counts.shared_bytes), (2, 0));
-    assert!(store.open("one").expect("opens").extents().all(|(_, kind)| kind == Extent::Own));
+    assert_eq!((one.counts().own_pages, one.counts().zero_pages, one.counts().chunks), (24, 16, 3));
+    assert_eq!((memory.chunks(), one.counts().shared_bytes), (2, 0));
+    assert!(memory_of(&store, "one").extents().all(|(_, kind)| kind == Extent::Own));
     // The same content otherwise compressed is the same chunk.
-    let none = vmfork_store::Draft { compression: Compression::None, ..draft("two", &guest) };
+    let none = with(draft("two", &guest), |it| it.compression = Compression::None);
     let two = create(&store, none, &guest).expect("created");
     assert_eq!(memory.chunks(), 2);
     let chunks = |key: &&String| key.starts_with("chunks/");
     let map = memory.copy();
     let chunk_bytes: usize = map.keys().filter(chunks).map(|key| map[key].len()).sum();
-    assert_eq!(two.counts.shared_bytes, chunk_bytes as u64);
+    assert_eq!(two.counts().shared_bytes, chunk_bytes as u64);
     assert_eq!(read_back(&store, "two"), guest);
     // As told, zeros are stored.
-    let kept = vmfork_store::Draft { keep_zero_pages: true, ..draft("kept", &guest) };
+    let kept = with(draft("kept", &guest), |it| it.keep_zero_pages = true);
     let kept = create(&store, kept, &guest).expect("created");
-    assert_eq!((kept.counts.own_pages, kept.counts.zero_pages), (40, 0));
+    assert_eq!((kept.counts().own_pages, kept.counts().zero_pages), (40, 0));
     assert_eq!(read_back(&store, "kept"), guest);
 }
 
@@ -67,13 +67,10 @@ fn a_page_that_became_zero_hides_that_of_the_base() {
     (is[3], is[4], is[9], is[20]) = (0, 0, 6, 0);
     let base = create(&store, draft("base", &was), &was).expect("created");
     let made = create(&store, delta("top", &base, &was, &is), &is).expect("created");
-    assert_eq!((made.counts.own_pages, made.counts.zero_pages), (1, 3));
+    assert_eq!((made.counts().own_pages, made.counts().zero_pages), (1, 3));
     assert_eq!(read_back(&store, "top"), is);
     assert_eq!(read_back(&store, "base"), was);
-    assert_eq!(
-        store.open("top").expect("opens").base().map(|base| base.name.as_str()),
-        Some("base")
-    );
+    assert_eq!(memory_of(&store, "top").base().map(|base| base.name.as_str()), Some("base"));
 }
 
 proptest! {
@@ -96,7 +93,9 @@ proptest! {
                 Some((base, was)) => delta(&name, base, was, guest),
             };
             let chunk_pages = 1 << shifts[i];
-            let draft = vmfork_store::Draft { chunk_pages, keep_zero_pages: keep, ..draft };
+            let draft = with(draft, |it| {
+                (it.chunk_pages, it.keep_zero_pages) = (chunk_pages, keep);
+            });
             let made = create(&store, draft, guest).expect("created");
             last = Some((made, guest.clone()));
         }
@@ -106,7 +105,7 @@ proptest! {
         for (i, guest) in guests.iter().enumerate().rev() {
             let name = format!("g{i}");
             let made = store.flatten(&name, &Work::new(2)).expect("flattened");
-            prop_assert_eq!(&made.base, &None);
+            prop_assert_eq!(made.bases().count(), 0);
             prop_assert_eq!(&read_back(&store, &name), guest);
             let verified = store.verify(&name, &Work::new(2)).expect("verified");
             prop_assert_eq!((verified.names.len(), verified.damage), (1, vec![]));
@@ -120,7 +119,7 @@ fn what_is_no_snapshot_is_refused_before_any_work() {
     let guest: Guest = vec![1; 16];
     let base = create(&store, draft("base", &guest), &guest).expect("created");
     let before = memory.copy();
-    let never = |_, _: &mut [u8]| -> io::Result<()> { panic!("work was begun") };
+    let never = |_: &Role, _, _: &mut [u8]| -> io::Result<()> { panic!("work was begun") };
     let refused = |draft| {
         let error = store.create(draft, &never, &Work::default()).expect_err("refused");
         assert!(
@@ -149,13 +148,13 @@ fn what_is_no_snapshot_is_refused_before_any_work() {
         (on_base(), "another snapshot by that name: its id is "),
         (on_base(), "of 16 pages, not 17"),
     ];
-    bad[2].0.chunk_pages = 3;
-    bad[3].0.extents = vec![(range(10, 10), Extent::Own)];
-    bad[4].0.extents = vec![(range(0, 4), Extent::Own), (range(3, 2), Extent::Own)];
-    bad[6].0.compression = Compression::Zstd { level: 99 };
-    bad[7].0.base.as_mut().expect("one").name = "gone".into();
-    bad[8].0.base.as_mut().expect("one").id.0[0] ^= 1;
-    bad[9].0.pages = 17;
+    bad[2].0.images[0].chunk_pages = 3;
+    bad[3].0.images[0].extents = vec![(range(10, 10), Extent::Own)];
+    bad[4].0.images[0].extents = vec![(range(0, 4), Extent::Own), (range(3, 2), Extent::Own)];
+    bad[6].0.images[0].compression = Compression::Zstd { level: 99 };
+    bad[7].0.images[0].base.as_mut().expect("one").name = "gone".into();
+    bad[8].0.images[0].base.as_mut().expect("one").id.0[0] ^= 1;
+    bad[9].0.images[0].bytes = 17 * 4096;
     for (draft, says) in bad {
         let text = refused(draft);
         assert!(text.contains(says), "{text}, not {says}");
@@ -173,7 +172,8 @@ fn pages_that_cant_be_read_fail_it_with_which_and_why() {
         }
         read_guest(&guest)(range, bytes)
     };
-    let error = store.create(draft("x", &guest), &read, &Work::new(1)).expect_err("lost");
+    let error =
+        store.create(draft("x", &guest), &of_memory(read), &Work::new(1)).expect_err("lost");
     assert_eq!(error.to_string(), "read pages 32+8 to store them");
     assert!(std::error::Error::source(&error).is_some_and(|e| e.to_string() == "lost"));
     assert!(store.list().expect("listed").is_empty());
@@ -194,7 +194,7 @@ fn cancelling_leaves_nothing_but_chunks() {
         }
         read_guest(&guest)(range, bytes)
     };
-    let error = store.create(draft("x", &guest), &read, &work).expect_err("cancelled");
+    let error = store.create(draft("x", &guest), &of_memory(read), &work).expect_err("cancelled");
     assert!(matches!(error, StoreError::Cancelled));
     assert!(memory.keys().iter().all(|key| key == "format" || key.starts_with("chunks/")));
     assert_eq!(work.total_bytes.load(Ordering::Relaxed), 64 * 4096);
@@ -252,7 +252,7 @@ fn a_source_says_where_it_reads_and_refuses_what_it_has_not() {
     let (memory, store) = memory();
     let guest: Guest = [vec![1; 12], vec![0; 4], vec![2; 4]].concat();
     create(&store, draft("x", &guest), &guest).expect("created");
-    let source = store.open("x").expect("opens").source(options());
+    let source = memory_of(&store, "x").source(options());
     assert_eq!((source.origin(), source.unit_pages()), (Origin::Chunk, 8));
     let read = |start, len: u64, bytes: usize| {
         source.read(range(start, len), &mut vec![0; bytes]).map_err(|e| (e.kind(), e.to_string()))
@@ -264,7 +264,7 @@ fn a_source_says_where_it_reads_and_refuses_what_it_has_not() {
         assert_eq!(kind, io::ErrorKind::InvalidInput, "{text}");
     }
     // A chunk that is gone or damaged is told apart.
-    let fresh = store.open("x").expect("opens").source(options());
+    let fresh = memory_of(&store, "x").source(options());
     let chunks: Vec<_> = memory.keys().into_iter().filter(|k| k.starts_with("chunks/")).collect();
     for key in &chunks {
         memory.map.lock().expect("no panic").get_mut(key).expect("there")[30] ^= 1;

@@ -3,7 +3,7 @@ use vmfork_store::{Descriptor, Store, StoreError, Work};
 use crate::common::*;
 
 /// base ◄── mid ◄── top, of 64 pages in windows of 8.
-fn chain() -> (std::sync::Arc<Memory>, Store, [Guest; 3], Descriptor) {
+fn deltas() -> (std::sync::Arc<Memory>, Store, [Guest; 3], Descriptor) {
     let memory = Memory::new();
     let store = Store::new(memory.clone()).expect("store");
     let base: Guest = (0..64).map(|page| page / 8 + 1).collect();
@@ -19,15 +19,16 @@ fn chain() -> (std::sync::Arc<Memory>, Store, [Guest; 3], Descriptor) {
 
 #[test]
 fn a_delta_becomes_whole_and_its_own_deltas_stay_right() {
-    let (memory, store, [base, mid, top], was) = chain();
+    let (memory, store, [base, mid, top], was) = deltas();
     let is = store.flatten("mid", &Work::new(2)).expect("flattened");
     assert_eq!((is.id, &is.name, is.created_unix_ms), (was.id, &was.name, was.created_unix_ms));
-    assert_eq!((is.base, is.counts.own_pages, is.counts.zero_pages), (None, 63, 1));
+    assert_eq!(is.bases().count(), 0);
+    assert_eq!((is.counts().own_pages, is.counts().zero_pages), (63, 1));
     for (name, guest) in [("base", &base), ("mid", &mid), ("top", &top)] {
         assert_eq!(&read_back(&store, name), guest);
     }
     // What base has alone in its windows is shared, not stored again.
-    assert!(is.counts.shared_bytes > is.counts.stored_bytes, "{:?}", is.counts);
+    assert!(is.counts().shared_bytes > is.counts().stored_bytes, "{:?}", is.counts());
     assert_eq!(store.remove("base", false).expect("no delta on it any more").names, ["base"]);
     assert_eq!(read_back(&store, "top"), top);
     assert_eq!(store.collect().expect("collected"), vmfork_store::Collected::default());
@@ -38,7 +39,7 @@ fn a_delta_becomes_whole_and_its_own_deltas_stay_right() {
 
 #[test]
 fn what_is_whole_stays_as_it_is() {
-    let (memory, store, ..) = chain();
+    let (memory, store, ..) = deltas();
     let before = memory.copy();
     store.flatten("base", &Work::new(2)).expect("nothing to do");
     assert_eq!(memory.copy(), before);
@@ -46,18 +47,18 @@ fn what_is_whole_stays_as_it_is() {
 
 #[test]
 fn who_has_it_open_goes_on_reading() {
-    let (_, store, [_, mid, _], _) = chain();
-    let open = store.open_chain("mid").expect("opens");
+    let (_, store, [_, mid, _], _) = deltas();
+    let open = chain(&store, "mid");
     store.flatten("mid", &Work::new(2)).expect("flattened");
     store.remove("base", false).expect("removed");
     store.collect().expect("collected");
     assert_eq!(read_chain(&open, &options()), mid);
-    assert_eq!(open[0].state().expect("reads"), b"state of mid");
+    assert_eq!(open[0].stored().state().expect("reads"), b"state of mid");
 }
 
 #[test]
 fn flattening_that_is_cancelled_or_fails_changes_nothing() {
-    let (memory, store, [.., top], _) = chain();
+    let (memory, store, [.., top], _) = deltas();
     let before = memory.copy();
     let work = Work::new(1);
     work.cancelled.store(true, std::sync::atomic::Ordering::Relaxed);

@@ -3,7 +3,9 @@
 mod common;
 mod crash;
 mod create;
+mod first_format;
 mod flatten;
+mod images;
 mod profile;
 mod remove;
 mod transfer;

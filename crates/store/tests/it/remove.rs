@@ -108,8 +108,8 @@ fn an_open_snapshot_stays_readable_when_it_is_removed() {
     store.on_leftovers(move || {
         counted.fetch_add(1, Ordering::Relaxed);
     });
-    drop(store.open_chain("c").expect("opens"));
-    let (chain, other) = (store.open_chain("c").expect("opens"), store.open("c").expect("opens"));
+    drop(chain(&store, "c"));
+    let (chain, other) = (chain(&store, "c"), store.open("c").expect("opens"));
     store.remove("c", false).expect("removed");
     assert_eq!(read_chain(&chain, &options()), c);
     store.collect().expect("collected");
@@ -133,11 +133,11 @@ fn what_is_opened_and_removed_while_chunks_are_collected_stays_readable() {
         work.cancelled.store(range.start().0 >= 120, Ordering::Relaxed);
         read_guest(&garbage)(range, bytes)
     };
-    store.create(draft("garbage", &garbage), &read, &work).expect_err("cancelled");
+    store.create(draft("garbage", &garbage), &of_memory(read), &work).expect_err("cancelled");
     let open = Arc::new(Mutex::new(None));
     let (there, kept) = (store.clone(), open.clone());
     memory.at("size", "chunks/", move || {
-        let chain = there.open_chain("c").expect("opens");
+        let chain = chain(&there, "c");
         there.remove("c", false).expect("removed");
         *kept.lock().expect("no panic") = Some(chain);
     });
@@ -157,7 +157,9 @@ fn a_base_stays_while_a_delta_on_it_is_written() {
         assert_eq!(error.to_string(), "snapshot `on-c` is being written");
         read_guest(&is)(range, bytes)
     };
-    store.create(delta("on-c", &found, &base, &is), &read, &Work::new(1)).expect("created");
+    store
+        .create(delta("on-c", &found, &base, &is), &of_memory(read), &Work::new(1))
+        .expect("created");
     let error = store.remove("c", false).expect_err("needed");
     assert!(matches!(error, StoreError::Dependants { dependants, .. } if dependants == ["on-c"]));
 }
@@ -188,7 +190,7 @@ fn writing_and_removing_at_the_same_time_loses_no_chunk() {
                         let guest = guest(thread, round);
                         let name = format!("t{thread}-{round}");
                         create(store, draft(&name, &guest), &guest).expect("created");
-                        let stored = store.open(&name).expect("opens");
+                        let stored = memory_of(store, &name);
                         assert_eq!(read_back(store, &name), guest);
                         store.remove(&name, false).expect("removed");
                         let source = stored.source(options());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use vmfork_image::PageSource as _;
-use vmfork_store::{HotChunks, SourceOptions, Store, StoreError, Work};
+use vmfork_store::{HotChunks, Role, SourceOptions, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -29,8 +29,8 @@ fn family() -> (Place, [Guest; 2]) {
     (top[60], top[62]) = (8, 0);
     let made = create(store, draft("base", &base), &base).expect("created");
     create(store, delta("top", &made, &base, &top), &top).expect("created");
-    store.put_profile("top", b"profile").expect("put");
-    let stored = store.open("top").expect("opens");
+    store.put_profile("top", &Role::Memory, b"profile").expect("put");
+    let stored = memory_of(store, "top");
     store.put_working_set(&stored, &[range(0, 9)], &read_guest(&top), &Work::new(1)).expect("put");
     (place, [base, top])
 }
@@ -62,8 +62,14 @@ fn what_is_exported_is_imported_elsewhere_as_it_was() {
     assert_eq!(to.memory.content(), from.memory.content());
     check(&to.store, "base", &base);
     check(&to.store, "top", &top);
-    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"profile"[..]));
-    assert_eq!(to.store.working_set("top").expect("opens").map(|set| set.pages()), Some(9));
+    assert_eq!(
+        to.store.profile("top", &Role::Memory).expect("reads").as_deref(),
+        Some(&b"profile"[..])
+    );
+    assert_eq!(
+        to.store.working_set("top", &Role::Memory).expect("opens").map(|set| set.pages()),
+        Some(9)
+    );
     // Again: it is there.
     let error = import(&to.store, &stream, Some("other")).expect_err("there");
     assert_eq!(error.to_string(), "a snapshot named `top` is in memory already");
@@ -77,10 +83,7 @@ fn an_import_leaves_out_bases_that_are_there_whatever_they_are_called() {
     assert_eq!(made.expect("imported"), ["renamed"]);
     let made = import(&to.store, &export(&from.store, "top"), Some("mine")).expect("imported");
     assert_eq!(made, ["mine"]);
-    assert_eq!(
-        to.store.open("mine").expect("opens").base().map(|b| b.name.clone()),
-        Some("renamed".into())
-    );
+    assert_eq!(memory_of(&to.store, "mine").base().map(|b| b.name.clone()), Some("renamed".into()));
     check(&to.store, "renamed", &base);
     check(&to.store, "mine", &top);
     assert_eq!(from.memory.chunks(), to.memory.chunks());
@@ -173,13 +176,16 @@ fn a_push_copies_what_is_not_there() {
     assert_eq!(to.memory.content(), from.memory.content());
     // Again, after more was learnt on both sides: that alone is copied which the other has nothing
     // of.
-    from.store.put_profile("top", b"from").expect("put");
-    from.store.put_profile("base", b"from").expect("put");
-    to.store.put_profile("top", b"to").expect("put");
+    from.store.put_profile("top", &Role::Memory, b"from").expect("put");
+    from.store.put_profile("base", &Role::Memory, b"from").expect("put");
+    to.store.put_profile("top", &Role::Memory, b"to").expect("put");
     let copied = from.store.copy_to("top", &to.store, &Work::new(2)).expect("pushed");
     assert_eq!((copied.names.len(), copied.chunks, copied.there.len()), (0, 0, 2));
-    assert_eq!(to.store.profile("top").expect("reads").as_deref(), Some(&b"to"[..]));
-    assert_eq!(to.store.profile("base").expect("reads").as_deref(), Some(&b"from"[..]));
+    assert_eq!(to.store.profile("top", &Role::Memory).expect("reads").as_deref(), Some(&b"to"[..]));
+    assert_eq!(
+        to.store.profile("base", &Role::Memory).expect("reads").as_deref(),
+        Some(&b"from"[..])
+    );
 }
 
 #[test]
@@ -203,7 +209,10 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     assert_eq!(stored.origin(), Some("s3://bucket/x"));
     assert_eq!(stored.state().expect("reads"), b"state of top");
     assert_eq!(here.memory.chunks(), 0);
-    assert_eq!(here.store.working_set("top").expect("opens").map(|set| set.pages()), Some(9));
+    assert_eq!(
+        here.store.working_set("top", &Role::Memory).expect("opens").map(|set| set.pages()),
+        Some(9)
+    );
     // Not all here: it can't be passed on, nor made whole.
     for error in [
         here.store.export("top", &mut Vec::new(), &Work::new(1)).expect_err("not here"),
@@ -216,21 +225,22 @@ fn a_pulled_snapshot_is_read_before_its_chunks_are_here_and_then_completed() {
     let verified = here.store.verify("top", &Work::new(1)).expect("verified");
     assert_eq!((verified.chunks, verified.chunks_elsewhere, verified.damage), (0, 6, vec![]));
     // Without the remote store there is nothing to read from; with it, what is read is kept.
-    let alone = stored.source(options());
+    let memory = stored.image(&Role::Memory).expect("has one");
+    let alone = memory.source(options());
     assert_eq!(
         alone.read(range(0, 1), &mut [0; PAGE]).expect_err("not here").kind(),
         io::ErrorKind::NotFound
     );
     let options =
         SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote.memory.clone()) };
-    let source = stored.source(options.clone());
+    let source = memory.source(options.clone());
     source.read(range(0, 1), &mut [0; PAGE]).expect("reads");
     source.read(range(0, 8), &mut [0; 8 * PAGE]).expect("reads");
     assert_eq!(here.memory.chunks(), 1);
     // One that is torn here is got again.
     let key = here.memory.keys().into_iter().find(|key| key.starts_with("chunks/")).expect("one");
     here.memory.map.lock().expect("no panic").insert(key, vec![1, 2, 3]);
-    assert_eq!(read_chain(&here.store.open_chain("top").expect("opens"), &options), top);
+    assert_eq!(read_chain(&chain(&here.store, "top"), &options), top);
     here.store.collect().expect("collected");
     assert_eq!(here.memory.chunks(), 6);
     here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect("fetched");
@@ -311,7 +321,7 @@ fn a_remote_chunk_that_is_damaged_is_neither_served_nor_kept() {
         }
     }
     let options = SourceOptions { hot: HotChunks::new(0), remote: Some(remote.memory.clone()) };
-    let source = stored.source(options);
+    let source = stored.image(&Role::Memory).expect("has one").source(options);
     let error = source.read(range(0, 1), &mut [0; PAGE]).expect_err("damaged");
     assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     let error = here.store.fetch_chunks("top", &remote.store, &Work::new(2)).expect_err("damaged");

@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use vmfork_store::{Store, StoreError, Work};
+use vmfork_store::{Role, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -12,8 +12,8 @@ fn all() -> (std::sync::Arc<Memory>, Store) {
     (top[1], top[40]) = (60, 0);
     let made = create(&store, draft("base", &base), &base).expect("created");
     create(&store, delta("top", &made, &base, &top), &top).expect("created");
-    store.put_profile("top", b"profile").expect("put");
-    let stored = store.open("top").expect("opens");
+    store.put_profile("top", &Role::Memory, b"profile").expect("put");
+    let stored = memory_of(&store, "top");
     let runs = [range(0, 3), range(40, 2)];
     store.put_working_set(&stored, &runs, &read_guest(&top), &Work::new(1)).expect("put");
     (memory, store)

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use vmfork_store::{SnapshotId, Store, StoreError, Work};
+use vmfork_store::{Role, SnapshotId, Store, StoreError, Work};
 
 use crate::common::*;
 
@@ -17,8 +17,8 @@ fn family(name: &str, base_id: u8) -> (Store, Guest) {
     let base_draft = vmfork_store::Draft { id, ..draft("base", &base) };
     let made = create(&store, base_draft, &base).expect("created");
     create(&store, delta(name, &made, &base, &top), &top).expect("created");
-    store.put_profile("base", name.as_bytes()).expect("put");
-    let stored = store.open("base").expect("opens");
+    store.put_profile("base", &Role::Memory, name.as_bytes()).expect("put");
+    let stored = memory_of(&store, "base");
     let runs = [range(0, u64::from(base_id))];
     store.put_working_set(&stored, &runs, &read_guest(&base), &Work::new(1)).expect("put");
     (store, top)
@@ -47,8 +47,11 @@ fn who_loses_the_race_for_a_name_takes_nothing_of_the_winners_away() {
         let after = Store::new(memory.clone()).expect("store");
         assert_eq!(read_back(&after, "first"), guest);
         assert_eq!(after.open("base").expect("opens").state().expect("reads"), b"state of base");
-        assert_eq!(after.profile("base").expect("reads").as_deref(), Some(&b"first"[..]));
-        let set = after.working_set("base").expect("opens").expect("there");
+        assert_eq!(
+            after.profile("base", &Role::Memory).expect("reads").as_deref(),
+            Some(&b"first"[..])
+        );
+        let set = after.working_set("base", &Role::Memory).expect("opens").expect("there");
         assert_eq!(set.runs(), [range(0, 1)]);
         assert_eq!(after.verify("first", &Work::new(1)).expect("verified").damage, []);
         // Nothing is left of the other.
@@ -69,8 +72,8 @@ fn what_a_snapshot_by_the_same_name_has_left_is_not_taken_for_the_new_ones() {
         let again = vmfork_store::Draft { id, ..draft("base", &guest) };
         create(&store, again, &guest).expect("created");
         assert_eq!(store.origin("base").expect("reads"), None);
-        assert_eq!(store.profile("base").expect("reads"), None);
-        assert!(store.working_set("base").expect("reads").is_none());
+        assert_eq!(store.profile("base", &Role::Memory).expect("reads"), None);
+        assert!(store.working_set("base", &Role::Memory).expect("reads").is_none());
         assert_eq!(store.collect().expect("collected").files, 5);
         assert_eq!(read_back(&store, "base"), guest);
     }

@@ -9,12 +9,14 @@ from ._models import Accel, CloneInfo, ErrorBody, _Word
 
 __all__ = [
     "Compression",
+    "ImageRole",
     "Prefetch",
     "ProfileCluster",
     "ProfileInfo",
     "Progress",
     "RemovedSnapshots",
     "SnapshotDetail",
+    "SnapshotImage",
     "SnapshotInfo",
     "SnapshotState",
     "StartReply",
@@ -28,6 +30,16 @@ class Compression(_Word):
 
     NONE = "none"
     ZSTD = "zstd"
+    UNKNOWN = "unknown"
+
+
+class ImageRole(_Word):
+    """What an image of a snapshot holds."""
+
+    MEMORY = "memory"
+    """The guest's memory."""
+    DISK = "disk"
+    """The content of a disk."""
     UNKNOWN = "unknown"
 
 
@@ -128,6 +140,30 @@ class ProfileInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotImage:
+    """One image of a stored snapshot, with its own page table, base and working set."""
+
+    role: ImageRole
+    device: str | None = None
+    """Of a disk, the name of the device."""
+    bytes: int
+    """Its size."""
+    page_bytes: int = 4096
+    own_pages: int = 0
+    """Pages whose bytes are stored with it."""
+    zero_pages: int = 0
+    """Pages of zeros; of a delta, those that became zero since the base."""
+    stored_bytes: int = 0
+    """What was written to the store for it, compressed."""
+    shared_bytes: int = 0
+    """What it has in common with others in the store, compressed."""
+    base: str | None = None
+    """The snapshot whose image it is a delta on."""
+    root: str = ""
+    """Hash of its page table, which names each chunk by hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotDetail(SnapshotInfo):
     """One stored snapshot with everything that the daemon knows about it."""
 
@@ -141,7 +177,11 @@ class SnapshotDetail(SnapshotInfo):
     compression: Compression = Compression.ZSTD
     chunk_pages: int = 0
     own_pages: int = 0
+    """Of all its images."""
     zero_pages: int = 0
+    """Of all its images."""
+    images: tuple[SnapshotImage, ...] = ()
+    """What it consists of, the memory first; empty while it is being written."""
     dependants: tuple[str, ...] = ()
     """Snapshots that are deltas of this one."""
     vm_names: tuple[str, ...] = ()

@@ -1,6 +1,9 @@
 //! `vmfork snapshot inspect` and `profile show`.
 
-use vmfork_api::{Compression, ProfileInfo, Progress, Snapshot, SnapshotDetail, SnapshotState};
+use vmfork_api::{
+    Compression, ImageRole, ProfileInfo, Progress, Snapshot, SnapshotDetail, SnapshotImage,
+    SnapshotState,
+};
 
 use super::route;
 use crate::commands::inspect::{PAGE_BYTES, pages, section};
@@ -116,6 +119,7 @@ fn render(detail: &SnapshotDetail) -> String {
         ("zero", pages(detail.zero_pages)),
         ("profile", summary(profile)),
     ];
+    fields.extend(detail.images.iter().map(|of_it| ("holds", image(of_it))));
     if !snapshot.labels.is_empty() {
         let at = fields.iter().position(|(name, _)| *name == "vms").unwrap_or(fields.len());
         fields.insert(at, ("labels", snapshot.labels.to_string()));
@@ -124,6 +128,26 @@ fn render(detail: &SnapshotDetail) -> String {
         *value = format::printable(value);
     }
     section("", &fields)
+}
+
+/// `memory, 512 MiB: 53,760 own and 1 zero pages, a delta on \`cold\``.
+fn image(image: &SnapshotImage) -> String {
+    let role = match (image.role, &image.device) {
+        (ImageRole::Memory, _) => "memory".to_owned(),
+        (ImageRole::Disk, device) => {
+            format!("disk {}", device.as_deref().unwrap_or("without a name"))
+        }
+    };
+    let mut text = format!(
+        "{role}, {}: {} own and {} zero pages",
+        format::size(image.bytes),
+        format::count(image.own_pages),
+        format::count(image.zero_pages)
+    );
+    if let Some(base) = &image.base {
+        text.push_str(&format!(", a delta on `{base}`"));
+    }
+    text
 }
 
 fn summary(profile: &ProfileInfo) -> String {
@@ -200,6 +224,7 @@ pub(super) mod tests {
             chunk_pages: 64,
             own_pages: 53_760,
             zero_pages: 1,
+            images: Vec::new(),
             dependants: Vec::new(),
             vm_names: Vec::new(),
             profile: ProfileInfo::default(),
@@ -237,6 +262,37 @@ pub(super) mod tests {
         // What is damaged has no memory that is known.
         snapshot.memory_mib = 0;
         assert!(stored(&snapshot).contains("- of its memory"));
+    }
+
+    #[test]
+    fn each_image_has_a_line() {
+        let mut detail = detail("warm");
+        let memory = SnapshotImage {
+            role: ImageRole::Memory,
+            device: None,
+            bytes: 512 << 20,
+            page_bytes: 4096,
+            own_pages: 53_760,
+            zero_pages: 1,
+            stored_bytes: 64 << 20,
+            shared_bytes: 0,
+            base: Some("cold".to_owned()),
+            root: "0".repeat(64),
+        };
+        let disk = SnapshotImage {
+            role: ImageRole::Disk,
+            device: Some("data".to_owned()),
+            base: None,
+            ..memory.clone()
+        };
+        detail.images = vec![memory, disk];
+        let text = render(&detail);
+        for line in [
+            "memory, 512 MiB: 53,760 own and 1 zero pages, a delta on `cold`",
+            "disk data, 512 MiB: 53,760 own and 1 zero pages",
+        ] {
+            assert!(text.lines().any(|found| found.ends_with(line)), "{line} in {text}");
+        }
     }
 
     #[test]

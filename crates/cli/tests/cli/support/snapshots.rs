@@ -132,6 +132,7 @@ async fn inspect(Path(name): Path<String>) -> Result<Json<SnapshotDetail>, Failu
         chunk_pages: 64,
         own_pages: 53_760,
         zero_pages: 77_312,
+        images: Vec::new(),
         dependants: vec!["hot".to_owned()],
         vm_names: vec!["warm.1".to_owned()],
         profile: learnt(),
