@@ -1,6 +1,7 @@
 //! Clones of a VM that runs on another host, started here.
 
 use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -77,7 +78,8 @@ pub(super) async fn start(
     let began = Instant::now();
     let message = format!("start clones of `{}`", order.parent.name);
     let deadline = began + check(&message, &order)?;
-    let shape = check_host(core, &message, &order.facts).await?;
+    // The pool finds the disk while it is held.
+    let (shape, _disk) = check_host(core, &message, &order.facts).await?;
     let (memory, coming) = match memory {
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
@@ -140,12 +142,16 @@ fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
     Ok(timeout)
 }
 
-/// Whether this host is what the clones need. → the shape of their QEMUs.
-async fn check_host(core: &Core, message: &str, facts: &Facts) -> Result<Shape, ErrorBody> {
+/// Whether this host is what the clones need. → the shape of their QEMUs, and their root disk, which
+/// they find as long as it is held.
+async fn check_host(
+    core: &Core,
+    message: &str,
+    facts: &Facts,
+) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
     facts.check_accel(message, &KvmFacts::gather()).map_err(unlike)?;
     host::check_qemu(core, message, facts).await.map_err(unlike)?;
-    let (shape, _disk) = host::shape_and_disk(core, message, facts).map_err(unlike)?;
-    Ok(shape)
+    host::shape_and_disk(core, message, facts).map_err(unlike)
 }
 
 /// The engine of the clones' memory, with what comes ahead on its way. Blocks while page tables are
