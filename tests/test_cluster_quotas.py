@@ -76,11 +76,11 @@ def test_a_user_has_no_more_than_the_quota_on_all_hosts(cluster: Cluster, image:
 
     # Whichever host counted: when one is gone the other does, and what was there still counts.
     cluster.daemons[1].kill()
-    fork = eventually(lambda: unless_nobody_counts(parent), 60, "the other host counts", every_s=1)
+    fork = eventually(lambda: fork_if_counted(parent), 60, "the other host counts", every_s=1)
     assert sum(not result.error for result in fork.results) == QUOTA - 2, fork.results
 
 
-def unless_nobody_counts(vm: vmfork.VM) -> vmfork.ForkResult | None:
+def fork_if_counted(vm: vmfork.VM) -> vmfork.ForkResult | None:
     try:
         return vm.fork(8, place="here")
     except vmfork.HostError as error:

@@ -160,7 +160,7 @@ def test_a_qemu_that_stands_still_is_not_waited_for_for_ever(world: World) -> No
 
 
 @pytest.mark.limit(300)
-def test_an_engine_that_panics_takes_its_views_along_and_nobody_else(world: World) -> None:
+def test_an_engine_that_panics_takes_its_views_along_and_no_others(world: World) -> None:
     """Its views can't be served any more: they end with the reason. Other families go on."""
     world.load(60)
     clones = world.vm.fork(2).raise_for_errors()
@@ -213,7 +213,7 @@ def test_faults_are_not_made_for_everybody(make_daemon: MakeDaemon, image: str) 
 
 
 @pytest.mark.limit(300)
-def test_an_agent_that_dies_hangs_nobody(world: World, image: str) -> None:
+def test_an_agent_that_dies_hangs_no_client(world: World, image: str) -> None:
     """An agent beside another init, as under systemd, is killed in its guest."""
     cli = Cli(world.daemon)
     folder = world.daemon.state / "images" / image

@@ -130,7 +130,7 @@ def test_many_clones_under_memory_pressure(
 
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("forks", [10, pytest.param(30, marks=pytest.mark.soak)])
-def test_what_is_given_back_is_needed_by_nobody(start: Callable[..., vmfork.VM], seed: int, forks: int) -> None:
+def test_what_is_given_back_is_needed_by_no_vm(start: Callable[..., vmfork.VM], seed: int, forks: int) -> None:
     """Many forks of a VM that writes, and of some of its clones, while earlier ones end in
     between."""
     memory_mib = 256

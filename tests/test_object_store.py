@@ -60,7 +60,7 @@ def start(client: vmfork.Client, name: str = "warm", **options: object) -> vmfor
 
 @pytest.mark.soak
 @pytest.mark.limit(300)
-def test_a_pulled_snapshot_starts_before_it_is_here_and_needs_nobody_when_it_is(
+def test_a_pulled_snapshot_starts_before_it_is_here_and_needs_no_server_when_it_is(
     start_daemon: Callable[[dict[str, str]], Daemon], image: str, server: s3.Server
 ) -> None:
     pushed(start_daemon(server.environment()), image, server)

@@ -265,8 +265,8 @@ def test_what_is_not_a_snapshot_is_told_apart(own: Daemon) -> None:
         assert "descriptor.json" in (by_name["cut"].reason or "")
         with pytest.raises(vmfork.VmforkError, match="descriptor.json"):
             client.snapshots.start("cut")
-        with pytest.raises(vmfork.NotFound, match="nobody"):
-            client.snapshots.start("nobody")
+        with pytest.raises(vmfork.NotFound, match="unknown"):
+            client.snapshots.start("unknown")
         for bad in ("../x", ".x", "a/b", ""):
             with pytest.raises(vmfork.VmforkError):
                 client.snapshots.create("web", bad)

@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmNames};
-use crate::{ErrorBody, VmState};
+use crate::{ErrorBody, Labels, VmState};
 
 /// Fork a running VM into `count` clones.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -34,6 +34,9 @@ pub struct ForkRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 0, maximum = 4_294_967_295_u32)]
     pub hydrate_mib_per_s: Option<u64>,
+    /// Added to those that the clones inherit; of the same key, these count.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 /// How a fork's clones are put on the hosts of a cluster.

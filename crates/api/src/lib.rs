@@ -11,7 +11,7 @@
 //! | `GET /v1/host` | [`HostInfo`]: memory, pool, what an earlier daemon lost |
 //! | `GET /v1/images` | `Vec<`[`Image`]`>` |
 //! | `DELETE /v1/images/{name}` | 204; 409 while a VM uses it |
-//! | `GET /v1/vms` | `Vec<`[`Vm`]`>` (`?all=true` with the ended ones) |
+//! | `GET /v1/vms` | `Vec<`[`Vm`]`>` (`?all=true` with the ended ones; `?label=KEY=VALUE`) |
 //! | `POST /v1/vms` | [`RunRequest`] → 201 [`Vm`] |
 //! | `GET /v1/vms/{vm}` | [`VmDetail`]; `{vm}` is a name or an id, everywhere |
 //! | `DELETE /v1/vms/{vm}` | forget an ended VM (`?force=true`: kill it first) → 204 |
@@ -50,6 +50,7 @@ mod cluster;
 mod error;
 mod fork;
 mod host;
+pub mod labels;
 mod memory;
 pub mod schema;
 mod session;
@@ -64,6 +65,7 @@ pub use cluster::{
 pub use error::{ErrorBody, ErrorCode};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages, Place};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
+pub use labels::{LabelError, LabelFilter, Labels};
 pub use memory::{
     BytesBetweenHosts, BytesBySource, CacheInfo, FaultCounts, MemoryInfo, StoreFaults,
 };

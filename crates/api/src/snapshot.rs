@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmNames, StoreLocation};
-use crate::{Accel, CloneResult, ErrorBody};
+use crate::{Accel, CloneResult, ErrorBody, Labels};
 
 /// Keep a running VM as a stored snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -31,6 +31,9 @@ pub struct SnapshotRequest {
     #[serde(default)]
     #[schema(minimum = 0, maximum = 86_400_000)]
     pub record_ms: Option<u64>,
+    /// Added to those of the VM; of the same key, these count.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 /// How the pages of a snapshot are stored.
@@ -87,6 +90,9 @@ pub struct StartRequest {
     #[serde(default)]
     #[schema(minimum = 1, maximum = 86_400_000)]
     pub timeout_ms: Option<u64>,
+    /// Added to those of the snapshot; of the same key, these count.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 fn one() -> u32 {
@@ -156,6 +162,9 @@ pub struct Snapshot {
     /// Where it was pulled from, while it depends on that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
+    /// VMs that are started from it inherit them.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 /// How far something is that takes a while.

@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmName};
-use crate::{ForkReply, MemoryInfo, VmState};
+use crate::{ForkReply, Labels, MemoryInfo, VmState};
 
 /// How the guest's instructions are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -39,6 +39,9 @@ pub struct RunRequest {
     #[serde(default)]
     #[schema(minimum = 0, maximum = 86_400_000)]
     pub boot_timeout_ms: Option<u64>,
+    /// Clones inherit them.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -60,6 +63,8 @@ pub struct Vm {
     /// The name of the stored snapshot that it, or the root of its family, was started from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
     /// 0 in a VM that booted, 1..m in the clones of a ticket.
     pub vmid: u32,
     pub state: VmState,

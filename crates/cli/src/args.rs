@@ -56,7 +56,7 @@ pub(crate) enum RawCommand {
     /// List the VMs
     Ps(RawPs),
     /// Show each VM below its parent
-    Tree,
+    Tree(RawTree),
     /// Show everything about a VM
     Inspect(RawVm),
     /// Print the output of a VM's console and detached programs
@@ -109,6 +109,9 @@ pub(crate) enum RawAccel {
 pub(crate) struct RawRun {
     /// Name of a guest image (`vmfork image ls`) or of a snapshot (`vmfork snapshot ls`)
     pub(crate) name: String,
+    /// Label of the VMs, which their clones inherit; repeat it for several
+    #[arg(long = "label", value_name = "KEY=VALUE", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
     /// Treat NAME as an image, even if a snapshot has the same name
     #[arg(long, conflicts_with = "snapshot")]
     pub(crate) image: bool,
@@ -210,6 +213,9 @@ pub(crate) struct RawFork {
     /// Name of a clone; repeat it or separate names with commas [default: VM.1, VM.2 …]
     #[arg(long = "name", value_name = "NAME", value_delimiter = ',', action = ArgAction::Append)]
     pub(crate) names: Vec<String>,
+    /// Label of the clones, besides the parent's; repeat it for several
+    #[arg(long = "label", value_name = "KEY=VALUE", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
     /// Start no clone unless all fit
     #[arg(long)]
     pub(crate) all_or_nothing: bool,
@@ -289,6 +295,22 @@ pub(crate) struct RawPs {
     /// Include ended VMs
     #[arg(short, long)]
     pub(crate) all: bool,
+    #[command(flatten)]
+    pub(crate) filters: RawFilters,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawTree {
+    /// Show only VMs with this label, and those that they descend from; several must all match
+    #[arg(long = "label", value_name = "KEY[=VALUE]", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawFilters {
+    /// Show only what has this label; several must all match
+    #[arg(long = "label", value_name = "KEY[=VALUE]", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -438,7 +460,7 @@ pub(crate) enum RawSnapshot {
     /// Store a running VM as a snapshot; the VM pauses as in a fork, then continues
     Create(RawSnapshotCreate),
     /// List the snapshots
-    Ls,
+    Ls(RawFilters),
     /// Show everything about a snapshot
     Inspect(RawSnapshotName),
     /// Remove snapshots, and cancel those that are being written or pulled
@@ -500,6 +522,9 @@ pub(crate) struct RawSnapshotCreate {
     /// Name of the snapshot
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) name: String,
+    /// Label of the snapshot, besides the VM's; repeat it for several
+    #[arg(long = "label", value_name = "KEY=VALUE", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
     /// Wait until the snapshot is stored; Ctrl-C then cancels it [default: until the VM continues]
     #[arg(long)]
     pub(crate) wait: bool,

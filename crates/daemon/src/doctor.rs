@@ -87,9 +87,10 @@ fn failure(name: &str, detail: impl Into<String>, remedy: impl Into<String>) -> 
 fn holder(status: HolderStatus) -> Check {
     let name = "holder";
     match status {
-        HolderStatus::Keeps(count) => {
-            ok(name, format!("keeps {count} of the API's sockets: clients wait while vmforkd restarts"))
-        }
+        HolderStatus::Keeps(count) => ok(
+            name,
+            format!("keeps {count} of the API's sockets: clients wait while vmforkd restarts"),
+        ),
         HolderStatus::Off => ok(name, "off: clients are refused while vmforkd restarts"),
         HolderStatus::Missing => warning(
             name,

@@ -37,7 +37,7 @@ use vmfork_control::Control;
 use vmfork_host::admission::{self, Admission, Policy, ProcProbe};
 use vmfork_host::cgroup::Cgroups;
 use vmfork_host::metrics::Metrics;
-use vmfork_host::state::State;
+use vmfork_host::state::{Recovery, State};
 use vmfork_peers::{Cluster, Operations};
 use vmfork_rest::http::{self, App, Elsewhere, Listeners, SocketOwner, Token};
 use vmfork_snapshots::Snapshots;
@@ -106,28 +106,8 @@ where
 {
     raise_limits();
     let (state, recovery) = State::open(&config.host.state)?;
-    for vm in &recovery.lost {
-        tracing::warn!(vm = vm.name, id = vm.id, image = vm.image, "lost with an earlier daemon");
-    }
-    if recovery.processes_killed + recovery.folders_removed + recovery.lines_skipped > 0 {
-        tracing::warn!(
-            processes_killed = recovery.processes_killed,
-            folders_removed = recovery.folders_removed,
-            journal_lines_skipped = recovery.lines_skipped,
-            "cleared away what an earlier daemon left"
-        );
-    }
-    let cgroups = match Cgroups::detect() {
-        Ok(cgroups) => {
-            cgroups.remove_stale();
-            Ok(Arc::new(cgroups))
-        }
-        Err(error) => {
-            let reason = format!("{:#}", anyhow::Error::from(error));
-            tracing::info!("VMs get no memory limit of their own: {reason}");
-            Err(reason)
-        }
-    };
+    log_recovery(&recovery);
+    let cgroups = memory_limits();
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
@@ -198,6 +178,37 @@ where
     }
     reaping.abort();
     Ok(())
+}
+
+/// Says which VMs an earlier daemon lost, and what else of it was cleared away.
+fn log_recovery(recovery: &Recovery) {
+    for vm in &recovery.lost {
+        tracing::warn!(vm = vm.name, id = vm.id, image = vm.image, "lost with an earlier daemon");
+    }
+    if recovery.processes_killed + recovery.folders_removed + recovery.lines_skipped > 0 {
+        tracing::warn!(
+            processes_killed = recovery.processes_killed,
+            folders_removed = recovery.folders_removed,
+            journal_lines_skipped = recovery.lines_skipped,
+            "cleared away what an earlier daemon left"
+        );
+    }
+}
+
+/// The cgroups for a memory limit per VM, without those of an earlier daemon. Or why there are
+/// none.
+fn memory_limits() -> Result<Arc<Cgroups>, String> {
+    match Cgroups::detect() {
+        Ok(cgroups) => {
+            cgroups.remove_stale();
+            Ok(Arc::new(cgroups))
+        }
+        Err(error) => {
+            let reason = format!("{:#}", anyhow::Error::from(error));
+            tracing::info!("VMs get no memory limit of their own: {reason}");
+            Err(reason)
+        }
+    }
 }
 
 async fn listen(config: &Config, holder: &Holding) -> Result<Listeners> {

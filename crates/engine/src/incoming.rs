@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn no_page_is_brought_by_two() {
         let incoming = Incoming::default();
-        let first = incoming.begin(run(0, 16), Duration::ZERO).expect("nobody else does");
+        let first = incoming.begin(run(0, 16), Duration::ZERO).expect("no other read does");
         assert!(incoming.begin(run(15, 2), Duration::ZERO).is_none());
         let other = incoming.begin(run(16, 16), Duration::ZERO).expect("other pages");
         std::thread::scope(|scope| {

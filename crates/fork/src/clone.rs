@@ -23,7 +23,7 @@ use vmfork_host::error::chain;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{End, Identity, Job, Vm, now_unix_ms, random_hex};
+use vmfork_host::vm::{End, Identity, Inherited, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
@@ -47,12 +47,13 @@ pub struct Stem {
 
 impl Stem {
     /// Of the clones of a running VM, whose places a job holds.
-    pub(super) fn of(parent: &Vm, job: Option<Job>) -> Self {
+    pub(super) fn of(parent: &Vm, inherited: Inherited, job: Option<Job>) -> Self {
         let parents = &parent.identity;
         let identity = Identity {
             parent: Some((parents.id.clone(), parents.name.clone())),
             ancestors: parents.line(),
             job,
+            inherited,
             ..parents.clone()
         };
         Self { message: message(parent), identity, agent: parent.agent() }

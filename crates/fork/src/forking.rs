@@ -13,13 +13,15 @@ use std::time::{Duration, Instant};
 use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, ForkReply, ForkRequest, ForkStages, VmState};
+use vmfork_api::{
+    CloneResult, ErrorBody, ErrorCode, ForkReply, ForkRequest, ForkStages, Labels, VmState,
+};
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
 use vmfork_host::error::outcome;
 use vmfork_host::metrics::{Stage, ms};
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{End, Job, Vm, now_unix_ms};
+use vmfork_host::vm::{End, Inherited, Job, Vm, now_unix_ms};
 
 use crate::brood::{Brood, Granted};
 use crate::clone::Stem;
@@ -51,6 +53,8 @@ pub struct Order {
     /// The ticket behind it, and what is notified of the fate of each clone.
     pub origin: Option<TicketOrigin>,
     pub placement: Placement,
+    /// Added to what the clones inherit.
+    pub labels: Labels,
 }
 
 /// Fork by the API.
@@ -78,6 +82,7 @@ pub async fn by_request(
             reserved: Arc::default(),
             hold: None,
         },
+        labels: request.labels,
     };
     run(forker, parent, order).await
 }
@@ -147,6 +152,8 @@ struct Fork {
     order: Order,
     given_up: CancellationToken,
     message: String,
+    /// What its clones inherit.
+    inherited: Inherited,
     began: Instant,
     began_unix_ms: u64,
     deadline: Instant,
@@ -171,11 +178,13 @@ async fn carry_out(
     given_up: CancellationToken,
 ) -> Result<ForkReply, ErrorBody> {
     let clones = std::mem::take(&mut order.clones);
-    let began = Instant::now();
+    let (began, message) = (Instant::now(), message(&parent));
+    let inherited = parent.identity.inherited.with_labels(&order.labels, &message)?;
     let fork = Fork {
         began_unix_ms: now_unix_ms(),
         deadline: began + order.timeout,
-        message: message(&parent),
+        message,
+        inherited,
         requested: u32::try_from(clones.len()).unwrap_or(u32::MAX),
         forker,
         parent,
@@ -297,7 +306,7 @@ impl Fork {
         let Plan { away, job, reservation: _names, here, elsewhere } = plan;
         let brood = Brood {
             forker: Arc::clone(forker),
-            stem: Arc::new(Stem::of(parent, job.clone())),
+            stem: Arc::new(Stem::of(parent, self.inherited.clone(), job.clone())),
             snapshot: Arc::clone(snapshot),
             began: self.began,
             deadline: *deadline,
@@ -312,6 +321,7 @@ impl Fork {
                 parent,
                 machine,
                 snapshot,
+                inherited: &self.inherited,
                 pause_ms: ms(pause),
                 all_or_nothing,
                 deadline: *deadline,
@@ -461,7 +471,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_fork_that_nobody_waits_for_any_more_does_not_get_its_turn() {
+    async fn a_fork_whose_client_has_gone_does_not_get_its_turn() {
         let folder = tempfile::tempdir().expect("folder");
         let vm = vm(folder.path());
         let (mine, given_up) = (CancellationToken::new(), CancellationToken::new());

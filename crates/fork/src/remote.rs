@@ -21,7 +21,7 @@ use crate::places::{Allotted, Hold, Placement};
 use crate::snapshot::Snapshot;
 use vmfork_host::core::Core;
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{Job, Vm};
+use vmfork_host::vm::{Inherited, Job, Vm};
 
 /// The other hosts that clones may go to.
 pub trait Remote: fmt::Debug + Send + Sync {
@@ -92,6 +92,8 @@ pub struct Departure<'a> {
     pub parent: &'a Vm,
     pub machine: &'a Machine,
     pub snapshot: &'a Snapshot,
+    /// What the clones inherit.
+    pub inherited: &'a Inherited,
     pub pause_ms: f64,
     pub all_or_nothing: bool,
     pub deadline: Instant,

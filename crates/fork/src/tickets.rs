@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::ErrorBody;
+use vmfork_api::{ErrorBody, Labels};
 
 pub use crate::origin::{Event, TicketOrigin};
 
@@ -284,6 +284,7 @@ impl Desk {
             clones,
             names: None,
             all_or_nothing: false,
+            labels: Labels::default(),
             timeout: FORK_TIMEOUT,
             memory: memory.clone(),
             origin: Some(origin),

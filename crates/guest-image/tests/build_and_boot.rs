@@ -114,6 +114,43 @@ fn boot(folder: &Path, cmdline: &str) -> String {
     text.expect("the guest ended in time")
 }
 
+/// Whether the guest has what the image was built with, and its kernel is quiet.
+fn check_boot(folder: &Path, cmdline: &str) {
+    let began = Instant::now();
+    let console = boot(folder, cmdline);
+    eprintln!("booted in {:.1} s", began.elapsed().as_secs_f64());
+    for want in [
+        "/etc/debian_version: 12",
+        "/etc/hostname: vmfork",
+        "/opt/extra/note: a note",
+        "/usr/include/vmfork.h: /* the header */",
+        "firstboot: 0",
+        "/written: from firstboot",
+        "STAND-IN: done",
+    ] {
+        assert!(console.contains(want), "no `{want}` in:\n{console}");
+    }
+    let kernel_talk =
+        console.lines().take_while(|l| !l.contains("done")).find(|l| l.contains("] "));
+    assert_eq!(kernel_talk, None, "the kernel was to be quiet:\n{console}");
+}
+
+/// Ctrl-C while packages are being fetched or installed leaves nothing behind.
+fn check_cancel(bench: &Bench, spec: &Spec, options: &BuildOptions) {
+    let refresh = BuildOptions { refresh: true, cancel: Cancel::default(), ..options.clone() };
+    let cancel = refresh.cancel.clone();
+    let result = build(spec, &bench.store, &refresh, &mut |news| {
+        if matches!(news, Progress::Step { .. } | Progress::Stage(Stage::Download)) {
+            cancel.cancel();
+        }
+    });
+    assert!(matches!(result, Err(BuildError::Cancelled)), "{result:?}");
+    assert!(bench.hidden().is_empty());
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let dir = bench.dir.path().display().to_string();
+    assert!(!mounts.contains(&dir), "still mounted:\n{mounts}");
+}
+
 #[test]
 fn an_image_builds_boots_and_is_not_built_twice() {
     if let Some(why) = missing() {
@@ -151,23 +188,7 @@ fn an_image_builds_boots_and_is_not_built_twice() {
     }
     assert!(bench.hidden().is_empty());
 
-    let began = Instant::now();
-    let console = boot(&folder, &built.metadata.cmdline);
-    eprintln!("booted in {:.1} s", began.elapsed().as_secs_f64());
-    for want in [
-        "/etc/debian_version: 12",
-        "/etc/hostname: vmfork",
-        "/opt/extra/note: a note",
-        "/usr/include/vmfork.h: /* the header */",
-        "firstboot: 0",
-        "/written: from firstboot",
-        "STAND-IN: done",
-    ] {
-        assert!(console.contains(want), "no `{want}` in:\n{console}");
-    }
-    let kernel_talk =
-        console.lines().take_while(|l| !l.contains("done")).find(|l| l.contains("] "));
-    assert_eq!(kernel_talk, None, "the kernel was to be quiet:\n{console}");
+    check_boot(&folder, &built.metadata.cmdline);
 
     let again = build(&spec, &bench.store, &options, &mut |_| {}).unwrap();
     assert!(!again.fresh);
@@ -189,20 +210,8 @@ fn an_image_builds_boots_and_is_not_built_twice() {
     assert_eq!(back.metadata.tree_hash, built.metadata.tree_hash);
     assert_eq!(back.metadata.files["initrd"], built.metadata.files["initrd"]);
 
-    // Ctrl-C while packages are being fetched or installed.
-    let refresh = BuildOptions { refresh: true, cancel: Cancel::default(), ..options.clone() };
-    let cancel = refresh.cancel.clone();
-    let result = build(&spec, &bench.store, &refresh, &mut |news| {
-        if matches!(news, Progress::Step { .. } | Progress::Stage(Stage::Download)) {
-            cancel.cancel();
-        }
-    });
-    assert!(matches!(result, Err(BuildError::Cancelled)), "{result:?}");
-    assert!(bench.hidden().is_empty());
+    check_cancel(&bench, &spec, &options);
     assert_eq!(bench.store.metadata("minimal").unwrap(), back.metadata);
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
-    let dir = bench.dir.path().display().to_string();
-    assert!(!mounts.contains(&dir), "still mounted:\n{mounts}");
 
     // A package that is nowhere is named.
     let wrong = Spec { packages: vec!["vmfork-no-such-package".into()], ..spec };

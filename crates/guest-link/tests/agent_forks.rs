@@ -187,7 +187,7 @@ async fn a_clone_that_refuses_or_does_not_answer_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_log_that_is_full_loses_output_says_so_and_stops_nobody() {
+async fn a_log_that_is_full_loses_output_says_so_and_stops_no_program() {
     let inheritance = forked_parent().await.1;
     let bench = bench_with(Some(&inheritance), MailLimits::default(), 1);
     let Bench { link, mut agent, mut log, .. } = bench;

@@ -345,7 +345,7 @@ async fn the_end_of_the_guest_reaches_everybody_after_its_last_words() {
 }
 
 #[tokio::test]
-async fn a_link_that_nobody_holds_ends() {
+async fn a_link_without_a_holder_ends() {
     let Bench { link, mut agent, .. } = bench();
     let closed = link.closed_now();
     drop(link);

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_go_below_vmfork_where_nobody_delegated() {
+    fn limits_go_below_vmfork_without_delegation() {
         let root = root("cpu memory\n");
         let cgroups = Cgroups::at(root.path(), "0::/user.slice/session-1.scope\n").expect("ready");
         assert_eq!(read(&root.path().join("cgroup.subtree_control")), "+memory");

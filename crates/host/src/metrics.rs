@@ -356,6 +356,9 @@ impl Metrics {
             ($name:literal, $help:literal) => {
                 metric!($name, $help, Default::default())
             };
+            ($name:literal, $help:literal, $unit:ident) => {
+                metric!($name, $help, Default::default(), $unit)
+            };
             ($name:literal, $help:literal, $make:expr) => {{
                 let metric = $make;
                 registry.register($name, $help, Clone::clone(&metric));
@@ -388,7 +391,6 @@ impl Metrics {
             waited: metric!(
                 "fault_wait",
                 "How long VMs waited for pages that had to be brought into a cache",
-                Default::default(),
                 Seconds
             ),
             transfer_requests: metric!("transfer_requests", "Answered requests between hosts"),
@@ -396,7 +398,6 @@ impl Metrics {
             transfer_bytes: metric!(
                 "transfer",
                 "What these took on the wire, without TLS's own",
-                Default::default(),
                 Bytes
             ),
             came: metric!("transfer_came_pages", "Pages of other hosts, by who gave them"),
@@ -410,35 +411,19 @@ impl Metrics {
             ),
             group_pages: metric!("multicast_pages", "What became of pages by multicast"),
             group_events: metric!("multicast_events", "What else happened by multicast"),
-            fetched: metric!(
-                "cache_filled",
-                "Brought into caches, by where it was",
-                Default::default(),
-                Bytes
-            ),
+            fetched: metric!("cache_filled", "Brought into caches, by where it was", Bytes),
             drained: metric!(
                 "drained",
                 "Moved from frozen ranges into caches in the background",
-                Default::default(),
                 Bytes
             ),
-            prefetched: metric!(
-                "prefetched",
-                "Brought from stores before anyone asked",
-                Default::default(),
-                Bytes
-            ),
+            prefetched: metric!("prefetched", "Brought from stores before anyone asked", Bytes),
             requests: metric!("http_requests", "REST requests, by route and status"),
             vms: metric!("vms", "VMs, by state"),
             snapshots: metric!("snapshots", "Snapshots that are held"),
-            cache: metric!("cache", "In the caches of all images", Default::default(), Bytes),
+            cache: metric!("cache", "In the caches of all images", Bytes),
             pool_waiting: metric!("pool_waiting", "QEMUs that wait, over all shapes"),
-            admissible: metric!(
-                "memory_admissible",
-                "What may still be handed out to VMs",
-                Default::default(),
-                Bytes
-            ),
+            admissible: metric!("memory_admissible", "What may still be handed out to VMs", Bytes),
             vcpus: metric!("vcpus", "Virtual CPUs that VMs have or were promised"),
             vcpus_max: metric!("vcpus_max", "Virtual CPUs that VMs may have together"),
             registry,

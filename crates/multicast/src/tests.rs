@@ -356,7 +356,7 @@ fn after_several_reads_in_vain_the_group_is_left_alone_for_a_while() {
     reads.heard(ms(100));
     assert_eq!(reads.begin(range(40, 4), true, ms(100)), None);
     for start in (200..264).step_by(4) {
-        let read = reads.begin(range(start, 4), false, ms(100)).expect("nobody waits for these");
+        let read = reads.begin(range(start, 4), false, ms(100)).expect("no read waits for these");
         reads.give_up(read, false, ms(100));
     }
     assert_eq!(reads.begin(range(300, 4), false, ms(100)), None);
@@ -401,7 +401,7 @@ fn a_read_does_not_wait_for_what_has_come_another_way() {
     assert!(!come(&mut reads, range(0, 4), ms(1)));
     assert!(!reads.filled(range(0, 4)), "they are here");
     assert_eq!(reads.look(ahead), Read::Waits);
-    assert!(reads.filled(range(3, 2)), "nobody asks for 4 any more");
+    assert!(reads.filled(range(3, 2)), "no host asks for 4 any more");
     assert_eq!(reads.look(ahead), Read::Failed);
     assert_eq!(reads.look(other), Read::Waits);
     let kept: Vec<_> = reads.batch(ms(20)).into_iter().map(|(run, _)| run).collect();

@@ -57,6 +57,20 @@ struct Destination {
     lease: Option<u64>,
 }
 
+/// That a host in no cluster can do what is asked for.
+///
+/// # Errors
+/// It wants other hosts.
+fn check_here(placement: &vmfork_fork::Placement, message: &str) -> Result<(), ErrorBody> {
+    let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
+    match wants_more || placement.hosts.is_some() {
+        true => Err(ErrorBody::new(ErrorCode::Conflict, message)
+            .cause("this host is in no cluster")
+            .remedy("`vmfork cluster init` makes one, `vmfork cluster join` joins one")),
+        false => Ok(()),
+    }
+}
+
 /// Decide what goes elsewhere; `None`: nothing does.
 ///
 /// # Errors
@@ -65,13 +79,7 @@ async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Aw
     let PlanAsk { core, parent, machine, placement, count, all_or_nothing, .. } = ask;
     let vmfork_fork::FreezeWanted { message, deadline, given_up, .. } = ask.wanted;
     let Some(member) = member else {
-        let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
-        return match wants_more || placement.hosts.is_some() {
-            true => Err(ErrorBody::new(ErrorCode::Conflict, message)
-                .cause("this host is in no cluster")
-                .remedy("`vmfork cluster init` makes one, `vmfork cluster join` joins one")),
-            false => Ok(None),
-        };
+        return check_here(placement, message).map(|()| None);
     };
     let policy = match placement.place {
         Some(Place::Here) => {
@@ -265,7 +273,10 @@ impl Away {
         }
         let sending = Sending {
             metrics: &what.core.metrics,
-            facts: Facts::of(&parent.identity, machine, parent.agent(), frozen),
+            facts: Facts {
+                inherited: what.inherited.clone(),
+                ..Facts::of(&parent.identity, machine, parent.agent(), frozen)
+            },
             parent: &parent.identity,
             snapshot,
             working_set: &parent.working_set,

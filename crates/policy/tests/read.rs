@@ -325,8 +325,7 @@ impl World {
     }
 
     fn carry_out(&mut self, number: usize, action: Action) {
-        let (now, origin) = (self.now, self.origin());
-        let hosts: Vec<HostId> = (2..8).map(HostId).chain([ORIGIN, STRANGER, OWN]).collect();
+        let now = self.now;
         let late = |wait: u64| now + ms(wait);
         let it = &mut self.watched[number];
         it.asks = None;
@@ -336,119 +335,140 @@ impl World {
                 1 => self.push(until.min(late(3)), number, Event::NotHeard),
                 _ => self.push(until.min(late(3)), number, Event::Heard),
             },
-            Action::Ask { host, within, believed, .. } => {
-                assert!(!it.forged.contains(&host), "{host} gave a forged page before");
-                assert!(within > ms(0) && within <= ANSWER);
-                let until = now + within;
-                let unchecked = self.known.swarm.is_none() && origin.is_none();
-                assert!(!believed || unchecked || origin == Some(host), "{host} is believed");
-                (it.asks, it.replied, it.verdict) = (Some(host), None, None);
-                it.asked_lately.insert(host);
-                it.ever_asked.insert(host);
-                it.asked_late += usize::from(now >= Self::end(&it.request));
-                let pages = it.request.pages;
-                for (other, its) in self.watched.iter().enumerate().filter(|it| it.0 != number) {
-                    let twice =
-                        its.asks.is_some() && !its.request.pages.intersect(&pages).is_empty();
-                    assert!(!twice, "{pages} are asked for by {number} and {other}");
-                }
-                let wait = self.dice.below(40);
-                let from = host;
-                let at = self.dice.one_of(&hosts);
-                let event = match self.dice.below(12) {
-                    0 => None,
-                    1 => Some(Event::Elsewhere { from, at }),
-                    2 => Some(Event::Failed { from, why: ReplyError::Busy }),
-                    3 | 4 => Some(Event::Failed { from, why: ReplyError::Lacks }),
-                    5 => Some(Event::Failed { from, why: ReplyError::Broken }),
-                    6 => Some(Event::Failed { from, why: ReplyError::Rejected }),
-                    7 => Some(Event::Failed { from, why: ReplyError::CutOff }),
-                    _ => Some(Event::Reply { from }),
-                };
-                if event == Some(Event::Failed { from, why: ReplyError::CutOff })
-                    && let Some(swarm) = &mut self.known.swarm
-                {
-                    swarm.cut_off(host, &[pages], now);
-                }
-                match event {
-                    Some(event) => self.push(late(wait), number, event),
-                    None => self.push(until, number, Event::Tick),
-                }
-                // A reply of a host that was asked before, and one that comes twice.
-                let stray = Event::Reply { from: at };
-                if at != host {
-                    self.push(late(wait / 2), number, stray);
-                }
-            }
-            Action::Compare { giver, origin: of, within } => {
-                let until = now + within;
+            Action::Ask { host, within, believed, .. } => self.ask(number, host, within, believed),
+            Action::Compare { giver, origin, within } => {
                 assert_eq!(it.replied, Some((giver, false)), "compared without pages");
-                assert_eq!(of, origin);
-                let verdict = match self.dice.below(6) {
-                    0 => None,
-                    1 => Some(Verdict::Undecided),
-                    2 => Some(Verdict::Wrong),
-                    3 => Some(Verdict::Believed),
-                    _ => Some(Verdict::Right),
-                };
-                match verdict {
-                    Some(verdict) => self.push(late(2), number, Event::Compared(verdict)),
-                    None => self.push(until, number, Event::Tick),
-                }
+                assert_eq!(origin, self.origin());
+                self.compare(number, self.now + within);
             }
-            Action::Refresh { until } => {
-                if let Some(swarm) = &mut self.known.swarm
-                    && self.dice.below(2) == 0
-                {
-                    let peer = HostId(2 + self.dice.below(6));
-                    let at = self.dice.below(64);
-                    swarm.told(peer, &[unit(at)], now);
-                }
-                match self.dice.below(2) {
-                    0 => self.push(until, number, Event::Tick),
-                    _ => self.push(until.min(late(5)), number, Event::Refreshed),
-                }
-            }
+            Action::Refresh { until } => self.refresh(number, until),
             Action::Wait { until, version } => {
-                assert!(until > now && until <= now + PAUSE_MAX);
-                let named = &self.known.named;
-                let barred = |host: &HostId| {
-                    self.known.swarm.as_ref().is_some_and(|swarm| swarm.is_barred(*host))
-                };
-                if it.request.urgency == Urgency::Demand {
-                    let all = |host: &HostId| {
-                        it.asked_lately.contains(host) || it.forged.contains(host) || barred(host)
-                    };
-                    assert!(named.iter().all(all), "a VM waits, and {named:?} could be asked");
-                }
-                self.push(until, number, Event::Tick);
-                if self.dice.below(8) == 0 && version.is_some() {
-                    self.known.version += 1;
-                    self.known.named.rotate_left(1);
-                    self.push(now, number, Event::Tick);
-                }
-                self.watched[number].asked_lately.clear();
+                assert!(until > self.now && until <= self.now + PAUSE_MAX);
+                self.wait(number, until, version.is_some());
             }
-            Action::Done(Done { giver, .. }) => {
-                let replied = it.replied.map(|(_, origin)| origin);
-                let is_right = match giver {
-                    Giver::Group => it.heard,
-                    Giver::Origin => replied == Some(true),
-                    Giver::Holder => it.verdict.is_some_and(|it| it.0 == Verdict::Right),
-                    Giver::Believed => it.verdict.is_some_and(|(verdict, has_origin)| {
-                        verdict == Verdict::Believed || verdict == Verdict::Undecided && !has_origin
-                    }),
-                    Giver::Named => self.known.swarm.is_none() && origin.is_none(),
-                };
-                assert!(is_right, "{giver:?}, {:?} {:?}", it.replied, it.verdict);
-                it.is_over = true;
-            }
+            Action::Done(Done { giver, .. }) => self.done(number, giver),
             Action::GiveUp(failed) => {
                 assert_eq!((failed.image, failed.pages), (IMAGE, it.request.pages));
                 assert!(failed.tried.iter().all(|(host, _)| it.ever_asked.contains(host)));
                 it.is_over = true;
             }
         }
+    }
+
+    fn ask(&mut self, number: usize, host: HostId, within: Duration, believed: bool) {
+        let (now, origin) = (self.now, self.origin());
+        let it = &mut self.watched[number];
+        assert!(!it.forged.contains(&host), "{host} gave a forged page before");
+        assert!(within > ms(0) && within <= ANSWER);
+        let unchecked = self.known.swarm.is_none() && origin.is_none();
+        assert!(!believed || unchecked || origin == Some(host), "{host} is believed");
+        (it.asks, it.replied, it.verdict) = (Some(host), None, None);
+        it.asked_lately.insert(host);
+        it.ever_asked.insert(host);
+        it.asked_late += usize::from(now >= Self::end(&it.request));
+        let pages = it.request.pages;
+        for (other, its) in self.watched.iter().enumerate().filter(|it| it.0 != number) {
+            let twice = its.asks.is_some() && !its.request.pages.intersect(&pages).is_empty();
+            assert!(!twice, "{pages} are asked for by {number} and {other}");
+        }
+        self.answer(number, host, now + within);
+    }
+
+    /// What a host that was asked says, if anything before `until`.
+    fn answer(&mut self, number: usize, from: HostId, until: Duration) {
+        let hosts: Vec<HostId> = (2..8).map(HostId).chain([ORIGIN, STRANGER, OWN]).collect();
+        let (now, pages) = (self.now, self.watched[number].request.pages);
+        let late = |wait: u64| now + ms(wait);
+        let wait = self.dice.below(40);
+        let at = self.dice.one_of(&hosts);
+        let event = match self.dice.below(12) {
+            0 => None,
+            1 => Some(Event::Elsewhere { from, at }),
+            2 => Some(Event::Failed { from, why: ReplyError::Busy }),
+            3 | 4 => Some(Event::Failed { from, why: ReplyError::Lacks }),
+            5 => Some(Event::Failed { from, why: ReplyError::Broken }),
+            6 => Some(Event::Failed { from, why: ReplyError::Rejected }),
+            7 => Some(Event::Failed { from, why: ReplyError::CutOff }),
+            _ => Some(Event::Reply { from }),
+        };
+        if event == Some(Event::Failed { from, why: ReplyError::CutOff })
+            && let Some(swarm) = &mut self.known.swarm
+        {
+            swarm.cut_off(from, &[pages], now);
+        }
+        match event {
+            Some(event) => self.push(late(wait), number, event),
+            None => self.push(until, number, Event::Tick),
+        }
+        // A reply of a host that was asked before, and one that comes twice.
+        if at != from {
+            self.push(late(wait / 2), number, Event::Reply { from: at });
+        }
+    }
+
+    fn compare(&mut self, number: usize, until: Duration) {
+        let verdict = match self.dice.below(6) {
+            0 => None,
+            1 => Some(Verdict::Undecided),
+            2 => Some(Verdict::Wrong),
+            3 => Some(Verdict::Believed),
+            _ => Some(Verdict::Right),
+        };
+        match verdict {
+            Some(verdict) => self.push(self.now + ms(2), number, Event::Compared(verdict)),
+            None => self.push(until, number, Event::Tick),
+        }
+    }
+
+    fn refresh(&mut self, number: usize, until: Duration) {
+        if let Some(swarm) = &mut self.known.swarm
+            && self.dice.below(2) == 0
+        {
+            let peer = HostId(2 + self.dice.below(6));
+            let at = self.dice.below(64);
+            swarm.told(peer, &[unit(at)], self.now);
+        }
+        match self.dice.below(2) {
+            0 => self.push(until, number, Event::Tick),
+            _ => self.push(until.min(self.now + ms(5)), number, Event::Refreshed),
+        }
+    }
+
+    fn wait(&mut self, number: usize, until: Duration, by_version: bool) {
+        let it = &self.watched[number];
+        let named = &self.known.named;
+        let barred =
+            |host: &HostId| self.known.swarm.as_ref().is_some_and(|swarm| swarm.is_barred(*host));
+        if it.request.urgency == Urgency::Demand {
+            let all = |host: &HostId| {
+                it.asked_lately.contains(host) || it.forged.contains(host) || barred(host)
+            };
+            assert!(named.iter().all(all), "a VM waits, and {named:?} could be asked");
+        }
+        self.push(until, number, Event::Tick);
+        if self.dice.below(8) == 0 && by_version {
+            self.known.version += 1;
+            self.known.named.rotate_left(1);
+            self.push(self.now, number, Event::Tick);
+        }
+        self.watched[number].asked_lately.clear();
+    }
+
+    fn done(&mut self, number: usize, giver: Giver) {
+        let origin = self.origin();
+        let it = &mut self.watched[number];
+        let replied = it.replied.map(|(_, origin)| origin);
+        let is_right = match giver {
+            Giver::Group => it.heard,
+            Giver::Origin => replied == Some(true),
+            Giver::Holder => it.verdict.is_some_and(|it| it.0 == Verdict::Right),
+            Giver::Believed => it.verdict.is_some_and(|(verdict, has_origin)| {
+                verdict == Verdict::Believed || verdict == Verdict::Undecided && !has_origin
+            }),
+            Giver::Named => self.known.swarm.is_none() && origin.is_none(),
+        };
+        assert!(is_right, "{giver:?}, {:?} {:?}", it.replied, it.verdict);
+        it.is_over = true;
     }
 
     /// Until all reads are over.

@@ -76,7 +76,7 @@ impl Ledger {
         self.duplicate_pages += pages.len() - entry.arrived.insert(pages);
         if let Some(page) = without {
             self.violated(format!(
-                "promise 4: page {page} came to host {host} twice, and nobody had asked again"
+                "promise 4: page {page} came to host {host} twice, and no host had asked again"
             ));
         }
     }

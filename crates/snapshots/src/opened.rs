@@ -69,8 +69,8 @@ impl Drop for WorkingSetClaim {
 }
 
 impl Opened {
-    /// Open from now on. `id` and `chain`: its own, and those of all that it is a delta on. `state`: the device state, and
-    /// what its stream begins with.
+    /// Open from now on. `id` and `chain`: its own, and those of all that it is a delta on.
+    /// `state`: the device state, and what its stream begins with.
     pub(super) fn new(
         (id, chain): (SnapshotId, Vec<SnapshotId>),
         facts: Facts,

@@ -17,8 +17,7 @@ type Remotes = HashMap<String, Arc<dyn Blobs>>;
 
 impl Snapshots {
     /// Open a snapshot, or find it open. Blocks as long as this host's store takes to read a few
-    /// files: where its chunks come from is not asked for anything before a VM touches what isn't
-    /// here.
+    /// files. Another store is asked for chunks only when a VM touches what isn't here.
     ///
     /// # Errors
     /// There is none of that name, it is damaged, or the host lacks memory, fds or threads.

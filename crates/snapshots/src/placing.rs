@@ -4,7 +4,7 @@
 //!   place ─► (taken: listed) ─┬► stored, or given up: gone from here
 //!                             └► failed: shown until it is removed, or another takes the name
 //!   pull, once it can be started ─┬► all is here: gone
-//!                                 └► given up or failed: shown with the reason until it is pulled again
+//!                                 └► given up or failed: shown with the reason until the next pull
 //! ```
 //!
 //! Each is ended by the drop of its guard, also when the task that held the guard has panicked.

@@ -180,7 +180,7 @@ pub fn mind_memory(library: &Arc<Library>) {
             }
             let is_short = library.core.is_short_of_memory();
             if is_short != was_short {
-                tracing::info!(is_short, "memory for what nobody asked for");
+                tracing::info!(is_short, "memory for prefetch");
             }
             if is_short || was_short {
                 tokio::task::block_in_place(|| library.snapshots.allow_prefetch(!is_short));

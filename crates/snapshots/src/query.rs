@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmfork_api::{ErrorBody, Progress, Snapshot, SnapshotDetail, SnapshotState};
+use vmfork_api::{ErrorBody, Labels, Progress, Snapshot, SnapshotDetail, SnapshotState};
 use vmfork_image::PAGE_BYTES;
 use vmfork_store::{Compression, Descriptor, SnapshotId, StoreError};
 
@@ -79,6 +79,7 @@ impl Snapshots {
             memory_mib: facts.spec().memory_bytes >> 20,
             cpus: facts.spec().cpus,
             accel: facts.spec().accel,
+            labels: facts.inherited.labels.clone(),
             base,
             ..of_it
         }
@@ -101,6 +102,7 @@ impl Snapshots {
             memory_mib: (descriptor.pages * PAGE_BYTES) >> 20,
             cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
             accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
+            labels: facts.as_ref().map(|facts| facts.inherited.labels.clone()).unwrap_or_default(),
             base: descriptor.base.as_ref().map(|base| base.name.clone()),
             own_bytes: counts.own_pages * PAGE_BYTES,
             stored_bytes: counts.stored_bytes,
@@ -225,5 +227,6 @@ fn blank(name: &str, state: SnapshotState) -> Snapshot {
         progress: Progress::default(),
         vms: 0,
         remote: None,
+        labels: Labels::default(),
     }
 }

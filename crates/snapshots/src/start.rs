@@ -20,7 +20,7 @@ use vmfork_host::core::start_machines;
 use vmfork_host::error::outcome;
 use vmfork_host::metrics::Stage;
 use vmfork_host::quotas::User;
-use vmfork_host::vm::{Identity, Provenance, now_unix_ms};
+use vmfork_host::vm::{Identity, Inherited, Provenance, now_unix_ms};
 
 /// How long what a VM touches is recorded at most.
 const RECORD_MAX: Duration = Duration::from_secs(300);
@@ -138,6 +138,7 @@ impl Start<'_> {
     ) -> Result<Vec<CloneResult>, ErrorBody> {
         let Self { library, request, message, name, .. } = self;
         let core = &library.core;
+        let inherited = opened.facts.inherited.with_labels(&request.labels, message)?;
         let taken = library.forker.remote.names().await;
         let names = Names {
             wanted: request.names.as_deref(),
@@ -159,7 +160,7 @@ impl Start<'_> {
         }
         let brood = Brood {
             forker: Arc::clone(&library.forker),
-            stem: Arc::new(stem(self.user, name, opened)),
+            stem: Arc::new(stem(self.user, name, opened, inherited)),
             snapshot: Arc::new(self.snapshot(opened, grant.snapshot)?),
             began: self.began,
             deadline: self.deadline,
@@ -216,10 +217,14 @@ fn learn(library: &Arc<Library>, name: &str, opened: &Arc<Opened>) -> OnRun {
     })
 }
 
-fn stem(user: User, name: &str, opened: &Opened) -> Stem {
+fn stem(user: User, name: &str, opened: &Opened, inherited: Inherited) -> Stem {
     let facts = &opened.facts;
-    let identity =
-        Identity { name: name.to_owned(), snapshot: Some(name.to_owned()), ..facts.identity(user) };
+    let identity = Identity {
+        name: name.to_owned(),
+        snapshot: Some(name.to_owned()),
+        inherited,
+        ..facts.identity(user)
+    };
     let message = format!("start snapshot `{name}`");
     Stem { message, identity, agent: facts.agent.clone() }
 }

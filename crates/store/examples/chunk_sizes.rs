@@ -13,14 +13,15 @@
 #![expect(clippy::print_stdout, reason = "a program for people")]
 
 use std::error::Error;
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmfork_image::{PageIdx, PageRange, PageSource as _};
 use vmfork_store::format::chunk::{self, ChunkEncoder};
-use vmfork_store::{Compression, Draft, Extent, HotChunks, SourceOptions, Store, Work};
+use vmfork_store::{Compression, Draft, Extent, HotChunks, SourceOptions, Store, Stored, Work};
 
 const PAGE: usize = 4096;
 /// What one fault brings in by default.
@@ -126,6 +127,63 @@ fn mib_per_s(bytes: usize, took: Duration) -> u64 {
     u64::try_from((bytes as u128 * 1_000_000 / us) >> 20).unwrap_or(0)
 }
 
+/// What encoding and decoding took by themselves.
+struct Coding {
+    encode: Duration,
+    decode: Duration,
+    stored_bytes: usize,
+}
+
+/// Encodes and decodes the chunks of a snapshot.
+fn code(
+    stored: &Stored,
+    compression: Compression,
+    read: &impl Fn(PageRange, &mut [u8]) -> io::Result<()>,
+) -> Result<Coding, Box<dyn Error>> {
+    let mut encoder = ChunkEncoder::new(compression)?;
+    let mut coding = Coding { encode: Duration::ZERO, decode: Duration::ZERO, stored_bytes: 0 };
+    for window in stored.table().windows() {
+        let mut raw = Vec::new();
+        for run in stored.table().own_runs(stored.table().window_range(window.index)) {
+            let from = raw.len();
+            raw.resize(from + usize::try_from(run.byte_len())?, 0);
+            read(run, &mut raw[from..])?;
+        }
+        let begin = cpu_time();
+        let hash = blake3::hash(&raw);
+        let file = encoder.encode(&raw);
+        coding.encode += cpu_time() - begin;
+        let begin = cpu_time();
+        let again = chunk::decode(&file, &hash)?;
+        coding.decode += cpu_time() - begin;
+        assert!(again == raw, "a chunk came back as another");
+        coding.stored_bytes += file.len();
+    }
+    Ok(coding)
+}
+
+/// How long the reads of single faults took, in µs and sorted. Each reads 64 KiB of own pages, at a
+/// random place of one extent.
+fn read_times(
+    stored: &Arc<Stored>,
+    extents: &[(PageRange, Extent)],
+) -> Result<Vec<u128>, Box<dyn Error>> {
+    let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: None });
+    let long: Vec<_> = extents.iter().filter(|(range, _)| range.len() >= READ_PAGES).collect();
+    let (mut took, mut state) = (Vec::with_capacity(READS), 3);
+    let mut bytes = vec![0; 64 << 10];
+    for _ in 0..READS {
+        let (range, _) = long[usize::try_from(random(&mut state) % long.len() as u64)?];
+        let skip = random(&mut state) % (range.len() - READ_PAGES + 1);
+        let run = range.from_page(PageIdx(range.start().0 + skip)).truncate(READ_PAGES);
+        let begin = cpu_time();
+        source.read(run, &mut bytes)?;
+        took.push((cpu_time() - begin).as_micros());
+    }
+    took.sort_unstable();
+    Ok(took)
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let mib: usize = std::env::args().nth(1).map_or(Ok(128), |text| text.parse())?;
     let all = pages(mib << 20)?;
@@ -166,41 +224,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             };
             store.create(draft, &read, &Work::new(1))?;
             let stored = store.open("x")?;
-            // Encoding and decoding by themselves, over the same chunks.
-            let mut encoder = ChunkEncoder::new(compression)?;
-            let (mut encode, mut decode, mut stored_bytes) = (Duration::ZERO, Duration::ZERO, 0);
-            for window in stored.table().windows() {
-                let mut raw = Vec::new();
-                for run in stored.table().own_runs(stored.table().window_range(window.index)) {
-                    let from = raw.len();
-                    raw.resize(from + usize::try_from(run.byte_len())?, 0);
-                    read(run, &mut raw[from..])?;
-                }
-                let begin = cpu_time();
-                let hash = blake3::hash(&raw);
-                let file = encoder.encode(&raw);
-                encode += cpu_time() - begin;
-                let begin = cpu_time();
-                let again = chunk::decode(&file, &hash)?;
-                decode += cpu_time() - begin;
-                assert!(again == raw, "a chunk came back as another");
-                stored_bytes += file.len();
-            }
-            // One fault: a random run of own pages, as long as one extent has them, up to 64 KiB.
-            let source = stored.source(SourceOptions { hot: HotChunks::new(0), remote: None });
-            let long: Vec<_> =
-                extents.iter().filter(|(range, _)| range.len() >= READ_PAGES).collect();
-            let (mut took, mut state) = (Vec::with_capacity(READS), 3);
-            let mut bytes = vec![0; 64 << 10];
-            for _ in 0..READS {
-                let (range, _) = long[usize::try_from(random(&mut state) % long.len() as u64)?];
-                let skip = random(&mut state) % (range.len() - READ_PAGES + 1);
-                let run = range.from_page(PageIdx(range.start().0 + skip)).truncate(READ_PAGES);
-                let begin = cpu_time();
-                source.read(run, &mut bytes)?;
-                took.push((cpu_time() - begin).as_micros());
-            }
-            took.sort_unstable();
+            let Coding { encode, decode, stored_bytes } = code(&stored, compression, &read)?;
+            let took = read_times(&stored, &extents)?;
             let level = match compression {
                 Compression::None => "none".to_owned(),
                 Compression::Zstd { level } => level.to_string(),

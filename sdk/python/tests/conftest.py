@@ -28,11 +28,15 @@ class FakeDaemon:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, str], Any]] = []
         self.headers: list[dict[str, str]] = []
+        #: The `label` parameters of each request.
+        self.filters: list[list[str]] = []
         self.vms: dict[str, dict[str, Any]] = {}
         self.files: dict[str, tuple[int, bytes]] = {}
         self.forks: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
         self.canned: list[Answer] = []
+        self.labels: list[str] = []
+        """What the last request filtered by."""
         self.room = 1000
         self._lock = threading.Lock()
 
@@ -44,10 +48,12 @@ class FakeDaemon:
         url = urlsplit(target)
         path = unquote(url.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        self.labels = parse_qs(url.query).get("label", [])
         is_json = headers.get("content-type") == "application/json"
         content: Any = json.loads(body) if is_json else body
         self.asked.append((method, path, query, content))
         self.headers.append(headers)
+        self.filters.append(parse_qs(url.query).get("label", []))
         if self.canned:
             return self.canned.pop(0)
         if (method, path) == ("POST", "/v1/vms"):
@@ -61,6 +67,8 @@ class FakeDaemon:
             if one is None:
                 return error(404, "not_found", f"no VM named `{found[1]}` on this host")
             return self._on_vm(one, method, found[2], query, content)
+        if (method, path) == ("GET", "/v1/tree"):
+            return reply(200, [])
         if (method, path) == ("GET", "/v1/snapshots"):
             return reply(200, list(self.snapshots.values()))
         if (method, path) == ("POST", "/v1/snapshots"):
@@ -208,6 +216,7 @@ class FakeDaemon:
             "shared_bytes": 0,
             "faults": 0,
             "a_field_from_the_future": [1, 2],
+            **({"labels": request["labels"]} if "labels" in request else {}),
             **more,
         }
         self.vms[name] = vm

@@ -31,6 +31,22 @@ def test_run_asks_only_for_what_was_given(client: vmfork.Client, daemon: FakeDae
     ]
 
 
+def test_labels_go_out_come_back_and_filter(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    vm = client.run("debian", name="web", labels={"app": "web"})
+    assert daemon.asked[-1][3]["labels"] == {"app": "web"}
+    assert vm.info is not None
+    assert vm.info.labels == {"app": "web"}
+    vm.fork(1, labels={"tier": "2"})
+    assert daemon.asked[-1][3]["labels"] == {"tier": "2"}
+    client.vms(labels={"app": "web", "tier": None})
+    assert daemon.labels == ["app=web", "tier"]
+    client.tree(labels={"app": None})
+    assert daemon.labels == ["app"]
+    client.snapshots.list(labels={"app": "a=b"})
+    assert daemon.labels == ["app=a=b"]
+    assert client.run("debian").info.labels == {}  # type: ignore[union-attr]
+
+
 def test_exec_passes_everything_and_decodes_the_output(
     client: vmfork.Client, daemon: FakeDaemon
 ) -> None:

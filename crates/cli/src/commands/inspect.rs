@@ -103,6 +103,10 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
         let at = fields.iter().position(|(name, _)| *name == "vmid").unwrap_or(fields.len());
         fields.insert(at, ("snapshot", snapshot.clone()));
     }
+    if !vm.labels.is_empty() {
+        let at = fields.iter().position(|(name, _)| *name == "clones").unwrap_or(fields.len());
+        fields.insert(at, ("labels", vm.labels.to_string()));
+    }
     if let Some(job) = &detail.job {
         let at = fields.iter().position(|(name, _)| *name == "age").unwrap_or(fields.len());
         fields.insert(at, ("job", job.clone()));

@@ -1,7 +1,7 @@
 //! `vmfork ps`.
 
 use serde::Serialize;
-use vmfork_api::{HostInfo, Vm};
+use vmfork_api::{HostInfo, LabelFilter, Vm};
 
 use crate::client::{Client, Query, understood};
 use crate::config::Global;
@@ -18,9 +18,13 @@ pub(super) struct VmList {
     pub(super) vms: Vec<Vm>,
 }
 
-pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
+pub(super) async fn run(
+    global: &Global,
+    all: bool,
+    filters: &[LabelFilter],
+) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
-    let path = query(all);
+    let path = labelled(query(all), filters);
     let vms: Vec<Vm> = understood(&path, &client.get_of_all(path.clone(), MISSING).await?)?;
     let printer = &global.printer;
     if printer.json {
@@ -36,7 +40,7 @@ pub(super) async fn run(global: &Global, all: bool) -> anyhow::Result<Exit> {
         let hosts: Vec<Option<&str>> = vms.iter().map(|vm| vm.host.as_deref()).collect();
         add_column("HOST", &mut header, &mut rows, &hosts);
         printer.table(&header, rows)?;
-        if all {
+        if all && filters.is_empty() {
             let host: HostInfo = client.get(Query::new("/v1/host")).await?;
             for vm in &host.lost {
                 printer.note(&format!(
@@ -56,6 +60,11 @@ pub(super) async fn list(client: &Client<'_>, all: bool) -> anyhow::Result<Vec<V
 fn query(all: bool) -> Query {
     let query = Query::new("/v1/vms");
     if all { query.with("all", "true") } else { query }
+}
+
+/// The same, filtered.
+pub(super) fn labelled(query: Query, filters: &[LabelFilter]) -> Query {
+    filters.iter().fold(query, |query, filter| query.with("label", &filter.to_string()))
 }
 
 fn row(vm: &Vm) -> Vec<Field> {

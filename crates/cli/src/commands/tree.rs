@@ -7,9 +7,9 @@
 use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
 use serde::Deserialize as _;
-use vmfork_api::{SCHEMA, TreeNode, Vm};
+use vmfork_api::{LabelFilter, SCHEMA, TreeNode, Vm};
 
-use super::ps::{MISSING, add_column, add_snapshots, memory_fields};
+use super::ps::{MISSING, add_column, add_snapshots, labelled, memory_fields};
 use crate::client::Query;
 use crate::config::Global;
 use crate::failure::Exit;
@@ -20,9 +20,9 @@ use crate::start::reach;
 /// Enough for about 10,000 generations; the kernel backs only the pages that are touched.
 const STACK_BYTES: usize = 256 << 20;
 
-pub(super) async fn run(global: &Global) -> anyhow::Result<Exit> {
+pub(super) async fn run(global: &Global, filters: &[LabelFilter]) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
-    let document = client.get_of_all(Query::new("/v1/tree"), MISSING).await?;
+    let document = client.get_of_all(labelled(Query::new("/v1/tree"), filters), MISSING).await?;
     let text = String::from_utf8(document.to_vec())
         .context("the tree in the reply of the daemon is not UTF-8")?;
     let lines = deep(document).await.context("the tree in the reply of the daemon is malformed")?;

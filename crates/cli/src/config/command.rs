@@ -5,7 +5,7 @@ use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmfork_api::{ExecRequest, ForkRequest, KillRequest, name_is_valid};
+use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, name_is_valid};
 
 use super::{ClusterAction, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run, value};
 use crate::args::{
@@ -22,8 +22,8 @@ pub(crate) enum Command {
     Exec(ExecConfig),
     Cp(CpConfig),
     Fork(ForkConfig),
-    Ps { all: bool },
-    Tree,
+    Ps { all: bool, filters: Vec<LabelFilter> },
+    Tree { filters: Vec<LabelFilter> },
     Inspect { vm: String },
     Logs { vm: String, follow: bool },
     Console { vm: String },
@@ -105,8 +105,10 @@ impl Command {
             RawCommand::Exec(raw) => Self::Exec(exec(raw, global.json)?),
             RawCommand::Cp(raw) => Self::Cp(cp(&raw)?),
             RawCommand::Fork(raw) => Self::Fork(fork(raw)?),
-            RawCommand::Ps(raw) => Self::Ps { all: raw.all },
-            RawCommand::Tree => Self::Tree,
+            RawCommand::Ps(raw) => {
+                Self::Ps { all: raw.all, filters: value::filters(&raw.filters.labels)? }
+            }
+            RawCommand::Tree(raw) => Self::Tree { filters: value::filters(&raw.labels)? },
             RawCommand::Inspect(raw) => Self::Inspect { vm: vm(raw.vm)? },
             RawCommand::Logs(raw) => Self::Logs { vm: vm(raw.vm)?, follow: raw.follow },
             RawCommand::Console(raw) => {
@@ -250,6 +252,7 @@ fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
             }),
             hosts: (!raw.hosts.is_empty()).then_some(raw.hosts),
             hydrate_mib_per_s: raw.hydrate,
+            labels: value::labels(&raw.labels)?,
         },
         bound: timeout.unwrap_or(FORK_TIMEOUT_DEFAULT),
     })

@@ -126,6 +126,7 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
             RawAccel::Tcg => Accel::Tcg,
         }),
         boot_timeout_ms: timeout.map(value::millis),
+        labels: value::labels(&raw.labels)?,
     };
     Ok(BootConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
 }
@@ -146,6 +147,7 @@ fn start(name: &str, raw: RawRun) -> Result<StartConfig, Misuse> {
         },
         hydrate_mib_per_s: raw.hydrate.map_or(0, |rate| rate.unwrap_or(UNLIMITED_MIB_PER_S)),
         timeout_ms: timeout.map(value::millis),
+        labels: value::labels(&raw.labels)?,
     };
     let bound = timeout.unwrap_or(START_TIMEOUT_DEFAULT);
     Ok(StartConfig { snapshot: name.to_owned(), request, bound })

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use vmfork_api::{Compression, SnapshotRequest};
+use vmfork_api::{Compression, LabelFilter, SnapshotRequest};
 
 use super::{misuse, value};
 use crate::args::{RawGlobal, RawProfile, RawSnapshot, RawSnapshotCreate, RawSnapshotName};
@@ -14,7 +14,9 @@ const STREAM: &str = "-";
 #[derive(Debug)]
 pub(crate) enum SnapshotAction {
     Create(SnapshotRequest),
-    Ls,
+    Ls {
+        filters: Vec<LabelFilter>,
+    },
     Inspect {
         name: String,
     },
@@ -60,7 +62,7 @@ impl SnapshotAction {
     pub(super) fn new(raw: RawSnapshot, global: &RawGlobal) -> Result<Self, Misuse> {
         Ok(match raw {
             RawSnapshot::Create(raw) => Self::Create(create(raw)?),
-            RawSnapshot::Ls => Self::Ls,
+            RawSnapshot::Ls(raw) => Self::Ls { filters: value::filters(&raw.labels)? },
             RawSnapshot::Inspect(raw) => Self::Inspect { name: one(raw)? },
             RawSnapshot::Rm { snapshots, cascade } => Self::Rm {
                 names: snapshots.into_iter().map(name).collect::<Result<_, _>>()?,
@@ -125,6 +127,7 @@ fn create(raw: RawSnapshotCreate) -> Result<SnapshotRequest, Misuse> {
         full: raw.full,
         keep_zero_pages: raw.keep_zero_pages,
         record_ms: record.map(value::millis),
+        labels: value::labels(&raw.labels)?,
     })
 }
 

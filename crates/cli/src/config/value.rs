@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmfork_api::{NAME_BYTES_MAX, name_is_valid};
+use vmfork_api::{LabelError, LabelFilter, Labels, NAME_BYTES_MAX, name_is_valid};
 
 use super::misuse;
 use crate::failure::Misuse;
@@ -51,6 +51,18 @@ pub(super) fn several(
         return misuse(format!("duplicate name `{}`: each name must be unique", twice[0]));
     }
     Ok((count, (!names.is_empty()).then_some(names)))
+}
+
+/// `KEY=VALUE` each.
+pub(super) fn labels(texts: &[String]) -> Result<Labels, Misuse> {
+    Labels::parse(texts.iter().map(String::as_str))
+        .or_else(|error| misuse(format!("--label: {error}")))
+}
+
+/// `KEY` or `KEY=VALUE` each.
+pub(super) fn filters(texts: &[String]) -> Result<Vec<LabelFilter>, Misuse> {
+    let parsed = texts.iter().map(|text| text.parse()).collect::<Result<_, LabelError>>();
+    parsed.or_else(|error| misuse(format!("--label: {error}")))
 }
 
 /// `500ms`, `30s`, `2m`, `1h`, or a plain number of seconds; decimals are fine.

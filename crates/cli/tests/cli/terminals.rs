@@ -136,7 +136,7 @@ fn a_console_passes_keys_until_the_escape() {
 }
 
 #[test]
-fn the_escape_leaves_a_console_whose_output_nobody_takes() {
+fn the_escape_leaves_a_console_whose_output_is_not_taken() {
     let daemon = FakeDaemon::start();
     let mut terminal = Terminal::new();
     let mut child = terminal.spawn_into(daemon.command(&["console", "flood"]), Stdio::piped());

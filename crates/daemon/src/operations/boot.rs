@@ -99,6 +99,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
                 accel: accel_word(choice.accel),
                 accel_reason: choice.reason.clone(),
             },
+            labels: request.labels,
         },
         snapshot: None,
         parent: None,

@@ -151,9 +151,9 @@ async fn a_client_that_does_not_read_stops_the_program_not_the_daemon() {
     let produced = &daemon.fake.programs.produced_bytes;
     sleep(Duration::from_millis(300)).await;
     let held_back = produced.load(SeqCst);
-    assert!(held_back < 8 * 1024 * 1024, "{held_back} bytes were taken with nobody reading");
+    assert!(held_back < 8 * 1024 * 1024, "{held_back} bytes were taken with no reader");
     sleep(Duration::from_millis(100)).await;
-    assert_eq!(produced.load(SeqCst), held_back, "it went on with nobody reading");
+    assert_eq!(produced.load(SeqCst), held_back, "it went on with no reader");
 
     let mut bytes = 0;
     while let Message::Binary(chunk) = next(&mut ws).await {

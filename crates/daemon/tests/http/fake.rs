@@ -11,7 +11,7 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
+    KillRequest, Labels, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
 };
 use vmfork_control::{
     Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
@@ -90,6 +90,7 @@ pub(crate) fn vm(name: &str) -> Vm {
         parent_id: None,
         host: None,
         snapshot: None,
+        labels: Labels::parse([&*format!("is={name}")]).expect("a label"),
         vmid: 0,
         state: VmState::Running,
         reason: None,

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    Accel, ErrorBody, ErrorCode, ProfileInfo, Progress, RemovedSnapshots, SCHEMA, Snapshot,
+    Accel, ErrorBody, ErrorCode, Labels, ProfileInfo, Progress, RemovedSnapshots, SCHEMA, Snapshot,
     SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
     TransferRequest, VerifyReply,
 };
@@ -38,6 +38,7 @@ fn snapshot(name: &str) -> Snapshot {
         progress: Progress::default(),
         vms: 0,
         remote: None,
+        labels: Labels::parse([&*format!("is={name}")]).expect("a label"),
     }
 }
 

@@ -72,7 +72,7 @@ async fn answers(socket: &Path) {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("nobody answers on {}", socket.display());
+    panic!("no daemon answers on {}", socket.display());
 }
 
 /// `run_until` belongs to one task.

@@ -124,3 +124,41 @@ async fn hosts_that_keep_their_part_of_a_family_are_named() {
     let answer = daemon.post("/v1/vms/web/kill", &json!({"family": true})).await;
     assert!(!answer.headers.contains_key("x-vmfork-missing-hosts"));
 }
+
+#[tokio::test]
+async fn lists_are_filtered_by_labels() {
+    let daemon = Daemon::start().await;
+    for (path, pointer, value) in [
+        ("/v1/vms?label=is", "/0/name", Some(json!("web"))),
+        ("/v1/vms?all=true&label=is%3Dweb&label=is", "/0/name", Some(json!("web"))),
+        ("/v1/vms?label=is%3Ddb", "", Some(json!([]))),
+        ("/v1/vms?label=is&label=other", "", Some(json!([]))),
+        // What a match descends from is shown with it, and no other clone.
+        ("/v1/tree?label=is%3Dweb.1", "/0/children/0/vm/name", Some(json!("web.1"))),
+        ("/v1/tree?label=is%3Dweb", "/0/children", Some(json!([]))),
+        ("/v1/tree?label=is%3Ddb", "", Some(json!([]))),
+        ("/v1/snapshots?label=is%3Dwarm", "/0/labels/is", Some(json!("warm"))),
+        ("/v1/snapshots?label=other", "", Some(json!([]))),
+    ] {
+        let reply = daemon.get(path).await;
+        assert_eq!(reply.status, 200, "{path}");
+        assert_eq!(reply.json().pointer(pointer), value.as_ref(), "{path}");
+    }
+    for path in ["/v1/vms?label=", "/v1/tree?label=-a", "/v1/snapshots?label=a%0A%3D"] {
+        daemon.get(path).await.refused(400, ErrorCode::BadRequest, "`KEY` or `KEY=VALUE`");
+    }
+    for path in ["/v1/vms?labels=a", "/v1/tree?all=true", "/v1/snapshots?name=a"] {
+        daemon.get(path).await.refused(400, ErrorCode::BadRequest, "not what this route takes");
+    }
+}
+
+#[tokio::test]
+async fn labels_that_can_not_be_are_refused() {
+    let daemon = Daemon::start().await;
+    for labels in [json!({"-a": "x"}), json!({"a": 1}), json!({"a": "b\n"}), json!(["a=b"])] {
+        let reply = daemon.post("/v1/vms", &json!({"image": "debian", "labels": labels})).await;
+        reply.refused(400, ErrorCode::BadRequest, "not what this route takes");
+        let reply = daemon.post("/v1/vms/web/fork", &json!({"count": 1, "labels": labels})).await;
+        reply.refused(400, ErrorCode::BadRequest, "not what this route takes");
+    }
+}

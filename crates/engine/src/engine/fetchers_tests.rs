@@ -35,7 +35,7 @@ impl PageSource for Hangs {
         self.ahead.fetch_add(1, Ordering::Relaxed);
         let goes_on = self.goes_on.lock().expect("not poisoned");
         let waited = self.changed.wait_timeout_while(goes_on, LONG, |goes_on| !*goes_on);
-        assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
+        assert!(!waited.expect("not poisoned").1.timed_out(), "it is not released in time");
         bytes.fill(7);
         Ok(())
     }
@@ -73,7 +73,7 @@ fn submit(fetchers: &Fetchers, image: &Arc<HostImage>, page: u64, reason: Reason
 }
 
 #[test]
-fn demand_finds_a_thread_though_all_that_nobody_waits_for_hangs() {
+fn demand_finds_a_thread_while_all_background_reads_hang() {
     let source = Arc::new(Hangs::default());
     let (fetchers, image, fetched) = of(&source);
     let submit = |page, reason| submit(&fetchers, &image, page, reason);
@@ -158,7 +158,7 @@ impl PageSource for Together {
         self.asked.lock().expect("not poisoned").push(reads.len());
         let deadline = Instant::now() + LONG;
         while !self.goes_on.load(Ordering::Relaxed) {
-            assert!(Instant::now() < deadline, "nobody lets it go on");
+            assert!(Instant::now() < deadline, "it is not released in time");
             std::thread::park_timeout(Duration::from_millis(1));
         }
         // The last first: answers may come in any order.
@@ -175,7 +175,7 @@ impl PageSource for Together {
 const BACKGROUND: Reason = Reason::Background("hydrate");
 
 #[test]
-fn what_nobody_waits_for_is_asked_for_together_by_two_threads_at_most() {
+fn background_reads_are_batched_by_two_threads_at_most() {
     let source = Arc::new(Together::default());
     let (fetchers, image, fetched) = of(&source);
     (0..2).for_each(|page| {
@@ -244,7 +244,7 @@ fn each_is_answered_once_though_its_source_panics_or_keeps_quiet() {
 }
 
 #[test]
-fn what_is_waited_for_leaves_the_queue_of_what_nobody_waits_for() {
+fn a_demand_read_leaves_the_queue_of_background_reads() {
     let source = Arc::new(Together::default());
     let (fetchers, image, fetched) = of(&source);
     (0..2).for_each(|page| {
@@ -332,7 +332,7 @@ impl PageSource for First {
         came(&first);
         let deadline = Instant::now() + LONG;
         while !self.goes_on.load(Ordering::Relaxed) {
-            assert!(Instant::now() < deadline, "nobody lets it go on");
+            assert!(Instant::now() < deadline, "it is not released in time");
             std::thread::park_timeout(Duration::from_millis(1));
         }
         match self.fails.load(Ordering::Relaxed) {

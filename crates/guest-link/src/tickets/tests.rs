@@ -291,6 +291,18 @@ impl Model {
     }
 }
 
+fn word(answer: Answer<u32>) -> String {
+    match answer {
+        Answer::Ok { .. } => "ok".to_owned(),
+        Answer::Ended { .. } => "ended".to_owned(),
+        Answer::Incoming { vmid, message } => format!("{vmid} {message}"),
+        Answer::Error(Refusal { errno: Errno::PIPE, .. }) => "PIPE".to_owned(),
+        Answer::Error(Refusal { errno: Errno::STALE, .. }) => "STALE".to_owned(),
+        Answer::Error(Refusal { errno: Errno::INVAL, .. }) => "INVAL".to_owned(),
+        other => panic!("{other:?}"),
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
@@ -361,16 +373,8 @@ proptest! {
             };
             for action in actions {
                 let Action::Answer(reply, answer) = action else { continue };
-                let word = match answer {
-                    Answer::Ok { .. } => "ok".to_owned(),
-                    Answer::Ended { .. } => "ended".to_owned(),
-                    Answer::Incoming { vmid, message } => format!("{vmid} {message}"),
-                    Answer::Error(Refusal { errno: Errno::PIPE, .. }) => "PIPE".to_owned(),
-                    Answer::Error(Refusal { errno: Errno::STALE, .. }) => "STALE".to_owned(),
-                    Answer::Error(Refusal { errno: Errno::INVAL, .. }) => "INVAL".to_owned(),
-                    other => panic!("{other:?}"),
-                };
-                prop_assert!(answers.insert(reply, word).is_none(), "answered twice: {}", reply);
+                let is_first = answers.insert(reply, word(answer)).is_none();
+                prop_assert!(is_first, "answered twice: {}", reply);
             }
             prop_assert_eq!(&answers, &model.answers);
         }

@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_an_earlier_boot_are_nobodys() {
+    fn processes_of_an_earlier_boot_are_not_ours() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut other = sleeper(None);
         let process = ProcessId::of(other.id()).expect("there");

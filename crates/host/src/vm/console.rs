@@ -46,7 +46,7 @@ impl Console {
                 }
                 let piece = Bytes::copy_from_slice(&buffer[..read]);
                 log.append(piece.clone());
-                let _nobody_looks = to_onlookers.send(piece);
+                let _no_onlooker = to_onlookers.send(piece);
             }
         });
         tokio::spawn(async move {

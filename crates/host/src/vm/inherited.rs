@@ -5,13 +5,31 @@
 //! read from a store needs a default, since older snapshots lack it.
 
 use serde::{Deserialize, Serialize};
-use vmfork_api::Accel;
+use vmfork_api::{Accel, ErrorBody, ErrorCode, Labels};
 
 /// What clones inherit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inherited {
     #[serde(flatten)]
     pub spec: MachineSpec,
+    /// What users call it, besides its name.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
+}
+
+impl Inherited {
+    /// The same with a request's own labels. `message`: what is done, for the error's text.
+    ///
+    /// # Errors
+    /// There are too many labels then.
+    pub fn with_labels(&self, own: &Labels, message: &str) -> Result<Self, ErrorBody> {
+        let labels = self.labels.with(own).map_err(|error| {
+            ErrorBody::new(ErrorCode::BadRequest, message)
+                .cause(error)
+                .remedy("give fewer labels; those of the same key are replaced")
+        })?;
+        Ok(Self { labels, ..self.clone() })
+    }
 }
 
 /// The machine that the guest knows, whichever QEMU plays it.
@@ -41,6 +59,7 @@ impl Inherited {
                 accel: Accel::Tcg,
                 accel_reason: String::new(),
             },
+            labels: Labels::default(),
         }
     }
 }

@@ -62,7 +62,7 @@ impl Log {
         }
         inner.bytes += text.len() as u64;
         if let Some(live) = &inner.live {
-            let _nobody_follows = live.send(text);
+            let _no_follower = live.send(text);
         }
     }
 

@@ -457,6 +457,7 @@ impl Vm {
             parent_id: identity.parent.as_ref().map(|(id, _)| id.clone()),
             host: None,
             snapshot: identity.snapshot.clone(),
+            labels: identity.inherited.labels.clone(),
             vmid: identity.vmid,
             state: self.state(),
             reason: self.end_now().map(|end| end.reason),

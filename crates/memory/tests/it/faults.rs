@@ -130,7 +130,7 @@ fn a_userfaultfd_that_was_tampered_with_costs_its_own_vm_alone() {
 }
 
 #[test]
-fn a_dead_engine_costs_its_own_views_and_nobody_elses() {
+fn a_dead_engine_costs_its_own_views_and_no_others() {
     needs_userfaultfd!();
     let (mut parent, sums, first, events) = frozen_and(|_| ());
     let mut child = clone_of(&first);

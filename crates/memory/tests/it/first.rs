@@ -61,10 +61,10 @@ impl PageSource for First {
     ) -> io::Result<()> {
         if !range.contains(LOST) {
             self.0.reached(1);
-            assert!(self.0.wait(3), "nobody lets it come");
+            assert!(self.0.wait(3), "it is not released in time");
             bytes.fill(7);
             came(&bytes[..4096]);
-            assert!(self.0.wait(4), "nobody lets the others come");
+            assert!(self.0.wait(4), "the others are not released in time");
         }
         self.read(range, bytes)
     }

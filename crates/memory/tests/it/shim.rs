@@ -124,7 +124,7 @@ fn requests_that_make_no_sense_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn runs_are_mapped_only_in_ram_by_whole_blocks_that_nobody_touched() {
+fn runs_are_mapped_only_in_ram_by_whole_untouched_blocks() {
     needs_userfaultfd!();
     let mut keeper = Keeper::start();
     let cache = memfd(RAM_BYTES);

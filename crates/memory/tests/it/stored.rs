@@ -254,7 +254,7 @@ impl PageSource for Backwards {
     }
 
     fn read(&self, range: PageRange, _: &mut [u8]) -> io::Result<()> {
-        Err(io::Error::other(format!("{range}, and nobody waits")))
+        Err(io::Error::other(format!("{range}, and no view waits")))
     }
 
     fn read_ahead(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
@@ -378,7 +378,7 @@ impl PageSource for Hangs {
         *self.ahead.lock().expect("not poisoned") += 1;
         let goes_on = self.goes_on.lock().expect("not poisoned");
         let waited = self.changed.wait_timeout_while(goes_on, SECONDS, |goes_on| !*goes_on);
-        assert!(!waited.expect("not poisoned").1.timed_out(), "nobody lets it go on");
+        assert!(!waited.expect("not poisoned").1.timed_out(), "it is not released in time");
         bytes.fill(7);
         Ok(())
     }
@@ -413,7 +413,7 @@ fn who_waits_for_what_hangs_on_its_way_asks_for_it_again() {
 }
 
 #[test]
-fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_for() {
+fn a_demand_read_overtakes_background_reads_that_have_not_begun() {
     needs_userfaultfd!();
     let source = Arc::new(Hangs { together: 2, ..Hangs::default() });
     let own = [StoredRun::Own(PageRange::first(PAGES))];
@@ -440,7 +440,7 @@ fn who_waits_for_what_has_not_set_out_yet_does_not_wait_for_what_nobody_waits_fo
 }
 
 #[test]
-fn what_two_engines_bring_that_nobody_waits_for_comes_once() {
+fn what_two_engines_prefetch_comes_once() {
     needs_userfaultfd!();
     let content = vec![7; usize::try_from(PAGES * 4096).expect("small")];
     let store = Fake::new(content, Mood::Takes(Duration::from_millis(5)));
@@ -518,7 +518,7 @@ fn a_vm_of_a_stored_image_is_forked_like_any_other() {
 }
 
 #[test]
-fn what_was_put_in_before_is_fetched_by_nobody() {
+fn what_was_put_in_before_is_not_fetched() {
     needs_userfaultfd!();
     let (expected, source, image) = stored(Mood::Well);
     let (engine, _) = serve(&image);
@@ -556,7 +556,7 @@ fn who_would_get_in_the_way_of_demand_can_wait_for_it() {
     needs_userfaultfd!();
     let (expected, source, image) = stored(Mood::Together(2));
     let (engine, _) = serve(&image);
-    assert!(engine.wait_for_demand(Duration::ZERO), "nobody has touched anything");
+    assert!(engine.wait_for_demand(Duration::ZERO), "no view has touched a page");
     let mut vm = clone_of(&engine);
     vm.send("sum 300 1");
     source.await_read();

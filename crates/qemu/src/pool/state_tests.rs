@@ -241,6 +241,28 @@ struct World {
     ever: BTreeSet<ItemId>,
 }
 
+impl World {
+    /// What the pool orders is done, and must keep its bounds.
+    fn carry_out(&mut self, orders: Vec<Order<char>>, limits: Limits) -> Result<(), TestCaseError> {
+        let mut started = 0;
+        for order in orders {
+            match order {
+                Order::Start(item, shape) => {
+                    prop_assert!(self.ever.insert(item), "an id twice");
+                    self.starting.insert(item, shape);
+                    started += 1;
+                }
+                Order::Discard(item) => prop_assert!(self.waiting.remove(&item).is_some()),
+            }
+        }
+        if started > 0 {
+            prop_assert!(self.starting.len() <= 2);
+            prop_assert!(self.starting.len() + self.waiting.len() <= limits.total_max);
+        }
+        Ok(())
+    }
+}
+
 fn nth<K: Copy, V>(map: &BTreeMap<K, V>, n: usize) -> Option<K> {
     (!map.is_empty()).then(|| map.keys().nth(n % map.len()).copied()).flatten()
 }
@@ -291,21 +313,7 @@ proptest! {
                 }
                 Step::Release => {}
             }
-            let mut started = 0;
-            for order in pool.plan(now) {
-                match order {
-                    Order::Start(item, shape) => {
-                        prop_assert!(world.ever.insert(item), "an id twice");
-                        world.starting.insert(item, shape);
-                        started += 1;
-                    }
-                    Order::Discard(item) => prop_assert!(world.waiting.remove(&item).is_some()),
-                }
-            }
-            if started > 0 {
-                prop_assert!(world.starting.len() <= 2);
-                prop_assert!(world.starting.len() + world.waiting.len() <= pool.limits().total_max);
-            }
+            world.carry_out(pool.plan(now), pool.limits())?;
             prop_assert_eq!(
                 pool.waiting().collect::<BTreeSet<_>>(),
                 world.waiting.keys().copied().collect::<BTreeSet<_>>()

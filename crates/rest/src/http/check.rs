@@ -221,6 +221,7 @@ mod tests {
                 place: None,
                 hosts: None,
                 hydrate_mib_per_s: None,
+                labels: vmfork_api::Labels::default(),
             })
         };
         assert!(fork_of(&["a", "b"], 2).is_ok());

@@ -5,13 +5,15 @@ use std::convert::Infallible;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
-use axum::http::StatusCode;
 use axum::http::request::Parts;
+use axum::http::{StatusCode, Uri};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+use vmfork_api::LabelFilter;
 
 use super::check;
+use super::document::Document;
 use super::error::{ApiError, bad_request};
 use vmfork_control::User;
 
@@ -91,7 +93,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
 
 /// Parses a document whose writer has one kind of number: to JSON Schema, `3.0` is an integer.
 fn with_whole_numbers<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
-    let mut document = serde_json::from_slice(bytes)?;
+    let Document(mut document) = serde_json::from_slice(bytes)?;
     make_whole(&mut document);
     serde_json::from_value(document)
 }
@@ -139,12 +141,41 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        let Query(params) = Query::try_from_uri(&parts.uri).map_err(|rejection| {
-            bad_request("the parameters after `?` are not what this route takes")
-                .cause(rejection.body_text())
-                .remedy("the parameters of each route are in /v1/openapi.json")
-        })?;
+        let Query(params) = Query::try_from_uri(&parts.uri).map_err(bad_query)?;
         Ok(Self(params))
+    }
+}
+
+fn bad_query(error: impl std::fmt::Display) -> ApiError {
+    bad_request("the parameters after `?` are not what this route takes")
+        .cause(error)
+        .remedy("the parameters of each route are in /v1/openapi.json")
+        .into()
+}
+
+/// The query string of a list that labels filter: `?label=KEY=VALUE`, repeated, and the other
+/// parameters.
+#[derive(Debug)]
+pub(super) struct Filtered<T>(pub(super) Vec<LabelFilter>, pub(super) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Filtered<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        let mut filters = Vec::new();
+        let mut rest = form_urlencoded::Serializer::new(String::from("/?"));
+        for (key, value) in form_urlencoded::parse(parts.uri.query().unwrap_or("").as_bytes()) {
+            if key != "label" {
+                rest.append_pair(&key, &value);
+                continue;
+            }
+            filters.push(value.parse().map_err(|error| {
+                bad_request("the parameter `label` filters by `KEY` or `KEY=VALUE`").cause(error)
+            })?);
+        }
+        let rest: Uri = rest.finish().parse().map_err(bad_query)?;
+        let Query(rest) = Query::try_from_uri(&rest).map_err(bad_query)?;
+        Ok(Self(filters, rest))
     }
 }
 
@@ -208,6 +239,13 @@ mod tests {
         assert!(
             parse::<KillRequest>(b" []").is_err() && parse::<KillRequest>(b"[1, true]").is_err()
         );
+    }
+
+    #[test]
+    fn a_field_that_is_given_twice_is_refused() {
+        for bad in [r#"{"grace_ms": 1, "grace_ms": 2}"#, r#"{"grace_ms": 1.0, "grace_ms": 2}"#] {
+            assert!(parse::<KillRequest>(bad.as_bytes()).is_err(), "{bad}");
+        }
     }
 
     #[test]

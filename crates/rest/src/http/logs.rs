@@ -24,7 +24,7 @@ pub(super) struct LogParams {
     follow: bool,
 }
 
-/// Console output, and what programs printed that nobody listens to.
+/// Console output, and the output of programs that no client is attached to.
 #[utoipa::path(get, path = "/v1/vms/{vm}/logs", tag = "guest",
     params(("vm" = Name, Path, description = "A VM's name or id"), LogParams),
     responses(

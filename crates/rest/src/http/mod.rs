@@ -17,6 +17,7 @@ mod check;
 mod cluster;
 mod console;
 mod debug;
+mod document;
 mod elsewhere;
 mod error;
 mod exec;

@@ -5,6 +5,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use utoipa::IntoParams;
+use vmfork_api::labels::match_all;
 use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
     ErrorBody, ProfileInfo, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotRequest,
@@ -14,8 +15,9 @@ use vmfork_api::{
 use super::App;
 use super::check;
 use super::error::ApiError;
-use super::extract::{Body, By, Params, SnapshotName, switch};
+use super::extract::{Body, By, Filtered, Params, SnapshotName, switch};
 use super::files::{body_of, content_of};
+use super::vms::{LabelParams, NoParams};
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -37,11 +39,16 @@ pub(super) struct ImportParams {
 }
 
 /// The stored snapshots.
-#[utoipa::path(get, path = "/v1/snapshots", tag = "snapshots", responses(
+#[utoipa::path(get, path = "/v1/snapshots", tag = "snapshots", params(LabelParams), responses(
     (status = 200, body = Vec<Snapshot>), (status = "default", body = ErrorBody)
 ))]
-pub(super) async fn list(State(app): State<App>) -> Result<Json<Vec<Snapshot>>, ApiError> {
-    Ok(Json(app.control.snapshots().await?))
+pub(super) async fn list(
+    State(app): State<App>,
+    Filtered(filters, NoParams {}): Filtered<NoParams>,
+) -> Result<Json<Vec<Snapshot>>, ApiError> {
+    let mut all = app.control.snapshots().await?;
+    all.retain(|snapshot| match_all(&filters, &snapshot.labels));
+    Ok(Json(all))
 }
 
 /// Keep a running VM. It pauses as in a fork; the store is written while it runs on.

@@ -3,16 +3,17 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
+use vmfork_api::labels::{LabelFilters, match_all};
 use vmfork_api::schema::{Name, Switch};
 use vmfork_api::{
-    ErrorBody, ForkReply, ForkRequest, KillRequest, RunRequest, TreeNode, Vm, VmDetail,
+    ErrorBody, ForkReply, ForkRequest, KillRequest, LabelFilter, RunRequest, TreeNode, Vm, VmDetail,
 };
 
 use super::App;
 use super::check;
 use super::elsewhere::{self, OfHosts, PassedOn};
 use super::error::ApiError;
-use super::extract::{Body, By, OptionalBody, Params, VmRef, switch};
+use super::extract::{Body, By, Filtered, OptionalBody, Params, VmRef, switch};
 use vmfork_control::Killed;
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -25,6 +26,21 @@ pub(super) struct ListParams {
     all: bool,
 }
 
+/// For the OpenAPI document; [`Filtered`] reads it.
+#[derive(Debug, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct LabelParams {
+    /// Only what has this label: `KEY` or `KEY=VALUE`. Several must all match.
+    #[param(value_type = Option<LabelFilters>, style = Form, explode)]
+    #[expect(dead_code, reason = "for its schema")]
+    label: Vec<String>,
+}
+
+/// No other parameters.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NoParams {}
+
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -36,17 +52,19 @@ pub(super) struct RemoveParams {
 }
 
 /// The VMs of all hosts of the cluster, this one's first. Where hosts do not answer, `x-vmfork-missing-hosts` names them.
-#[utoipa::path(get, path = "/v1/vms", tag = "vms", params(ListParams), responses(
+#[utoipa::path(get, path = "/v1/vms", tag = "vms", params(ListParams, LabelParams), responses(
     (status = 200, body = Vec<Vm>), (status = "default", body = ErrorBody)
 ))]
 pub(super) async fn list(
     State(app): State<App>,
     PassedOn(passed_on): PassedOn,
-    Params(params): Params<ListParams>,
+    Filtered(filters, params): Filtered<ListParams>,
 ) -> Result<OfHosts<Vec<Vm>>, ApiError> {
     let here = app.control.vms(params.all).await?;
     let path = if params.all { "/v1/vms?all=true" } else { "/v1/vms" };
-    Ok(elsewhere::all_vms(&app, passed_on, path, here).await)
+    let mut all = elsewhere::all_vms(&app, passed_on, path, here).await;
+    all.document.retain(|vm| match_all(&filters, &vm.labels));
+    Ok(all)
 }
 
 /// Start a VM from an image, and wait until its agent has answered.
@@ -133,14 +151,23 @@ pub(super) async fn fork(
     Ok(Json(app.control.fork(&vm, request).await?))
 }
 
-/// The families: who was forked from whom.
-#[utoipa::path(get, path = "/v1/tree", tag = "vms", responses(
+/// The families: who was forked from whom. With `label`, the VMs that match and those that they descend from.
+#[utoipa::path(get, path = "/v1/tree", tag = "vms", params(LabelParams), responses(
     (status = 200, body = Vec<TreeNode>), (status = "default", body = ErrorBody)
 ))]
 pub(super) async fn tree(
     State(app): State<App>,
     PassedOn(passed_on): PassedOn,
+    Filtered(filters, NoParams {}): Filtered<NoParams>,
 ) -> Result<OfHosts<Vec<TreeNode>>, ApiError> {
     let here = app.control.tree().await?;
-    Ok(elsewhere::all_trees(&app, passed_on, here).await)
+    let mut all = elsewhere::all_trees(&app, passed_on, here).await;
+    all.document.retain_mut(|node| keep_matching(node, &filters));
+    Ok(all)
+}
+
+/// Whether a VM matches, or one that descends from it; those that do neither go.
+fn keep_matching(node: &mut TreeNode, filters: &[LabelFilter]) -> bool {
+    node.children.retain_mut(|child| keep_matching(child, filters));
+    !node.children.is_empty() || match_all(filters, &node.vm.labels)
 }

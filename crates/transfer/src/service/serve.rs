@@ -483,7 +483,7 @@ fn bad_request(error: proto::ProtoError) -> Refusal {
 }
 
 fn busy() -> Refusal {
-    Refusal::new(RefusalKind::Busy, "much that nobody waits for is being read")
+    Refusal::new(RefusalKind::Busy, "many background reads are under way")
 }
 
 /// One of the requests that VMs wait for and that are being read, while it lives.

@@ -169,7 +169,7 @@ fn bring(seed: u64) {
     });
     is_over.store(true, Ordering::Relaxed);
     assert!(!swarm.is_under_way(range(0, WHOLE)), "all has come");
-    wait_until("nobody is asked any more", || peers.iter().all(|peer| peer.connections().1 == 0));
+    wait_until("no peer is asked any more", || peers.iter().all(|peer| peer.connections().1 == 0));
 }
 
 #[test]

@@ -134,7 +134,7 @@ pub(crate) struct Images {
 impl Pages for Images {
     fn admit(&self, certificate: &[u8], _: SocketAddr) -> Result<u64, Refusal> {
         let member = self.members.lock().expect("no panic").get(certificate).copied();
-        member.ok_or_else(|| Refusal::new(RefusalKind::NotMember, "nobody knows you"))
+        member.ok_or_else(|| Refusal::new(RefusalKind::NotMember, "no member has this key"))
     }
 
     fn is_member(&self, member: u64) -> bool {

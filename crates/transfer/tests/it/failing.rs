@@ -146,7 +146,7 @@ fn when_no_host_has_a_page_the_error_names_it_and_what_each_host_said() {
     let peers = [world.peer(&server, hasty()), world.peer_at(3, closed, hasty())];
     let source = source(peers.clone());
     let mut bytes = buffer(range(39, 2));
-    let error = source.read(range(39, 2), &mut bytes).expect_err("nobody has it").to_string();
+    let error = source.read(range(39, 2), &mut bytes).expect_err("no host has it").to_string();
     let expected = format!(
         "pages 39+2 of image 0000000000000abc/100000007 from no host: host2 ({}): refused: page 40 went with its VM \
          (page-lost); host3 ({closed}): connect to {closed}: Connection refused (os error 111)",
@@ -183,7 +183,7 @@ fn a_host_that_can_not_be_connected_to_is_left_alone_for_a_while() {
     let address = listener.local_addr().expect("bound");
     drop(listener);
     let peer = world.peer_at(2, address, PeerLimits::default());
-    let error = read_from(&peer, 0, 1).expect_err("nobody listens");
+    let error = read_from(&peer, 0, 1).expect_err("no host listens");
     assert!(matches!(error, PeerError::Connect { .. }), "{error}");
     // Not within 100 ms of the first: nothing between them takes as long, or else it is tried
     // again.
@@ -279,7 +279,7 @@ fn stopping_ends_reads_that_are_under_way_and_leaves_no_connection() {
     });
     wait_until("they have ended", || server.service.connections() == 0);
     assert_eq!(server.service.stop(), 0, "again, and nothing is left");
-    let error = read_from(&peer, 0, 3).expect_err("nobody listens");
+    let error = read_from(&peer, 0, 3).expect_err("no host listens");
     assert!(error.is_passing(), "{}", line(&error));
     drop(server);
     TcpListener::bind(address).expect("the port is free");

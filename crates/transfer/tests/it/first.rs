@@ -148,7 +148,7 @@ fn a_forged_one_is_not_told_of() {
         let page = if unit.contains(PageIdx(100)) { PageIdx(100) } else { unit.start() };
         let mut bytes = buffer(unit);
         let mut came = |bytes: &[u8]| check(page.range(), bytes);
-        source.read_first(unit, page, &mut bytes, &mut came).expect("from whoever has it");
+        source.read_first(unit, page, &mut bytes, &mut came).expect("from a host that has it");
         check(unit, &bytes);
     }
     assert_eq!(source.counters().forged.get(), 1);

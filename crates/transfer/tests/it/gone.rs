@@ -55,7 +55,7 @@ fn an_origin_that_refuses_is_there_again() {
     let service = PageService::start(listener, tls, pages, ServiceLimits::default());
     nodes[0].service = service.expect("a service");
     let lost = range(2048, UNIT);
-    let error = source.read(lost, &mut buffer(lost)).expect_err("nobody has it").to_string();
+    let error = source.read(lost, &mut buffer(lost)).expect_err("no host has it").to_string();
     assert!(error.contains("not-here"), "{error}");
     nodes[0].cache.put(range(0, WHOLE));
     nodes[2].cache.lies_about.store(100, Ordering::Relaxed);
@@ -100,7 +100,7 @@ fn who_gave_what_is_wrong_is_asked_for_no_part_of_a_unit_either() {
     });
     nodes[0].service.stop();
     let part = range(32, 8);
-    let error = source.read(part, &mut buffer(part)).expect_err("nobody else has it").to_string();
+    let error = source.read(part, &mut buffer(part)).expect_err("no other host has it").to_string();
     assert!(!error.contains("host2"), "{error}");
 }
 

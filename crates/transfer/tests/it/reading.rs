@@ -169,7 +169,7 @@ fn background_reads_take_turns_and_demand_does_not_wait_for_them() {
         server.images.ahead_gate.wait_for(1);
         let error = read(Urgency::Ahead).expect_err("the turn is taken");
         assert!(error.is_passing(), "{error}");
-        let text = "refused: much that nobody waits for is being read (busy)";
+        let text = "refused: many background reads are under way (busy)";
         assert_eq!(error.to_string(), text);
         read(Urgency::Demand).expect("pages");
         server.images.ahead_gate.open();

@@ -43,7 +43,7 @@ fn another_clusters_host_a_nameless_one_and_one_that_is_no_member_get_nothing() 
     // Signed by this cluster's authority, but of no member.
     let left = world.cluster.host(7);
     let error = read(&peer_with(&server, &left.client)).expect_err("no member");
-    assert_eq!(error.to_string(), "refused: nobody knows you (not-member)");
+    assert_eq!(error.to_string(), "refused: no member has this key (not-member)");
     assert_eq!(server.service.counters().requests.get(), 0);
     assert_eq!(server.service.counters().connections.get(), 0);
     read(&peer_with(&server, &world.client.client)).expect("a member's page");

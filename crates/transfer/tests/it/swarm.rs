@@ -234,7 +234,7 @@ impl Node {
                     std::thread::park_timeout(wait);
                     continue;
                 };
-                source.read_ahead(piece, &mut bytes).expect("from whoever has it");
+                source.read_ahead(piece, &mut bytes).expect("from a host that has it");
                 check(piece, &bytes);
                 self.cache.put(piece);
             }
@@ -287,7 +287,7 @@ fn what_hosts_wait_for_in_lockstep_leaves_the_origin_once() {
                     step.wait();
                     let unit = range(at * UNIT, UNIT);
                     let mut bytes = buffer(unit);
-                    source.read(unit, &mut bytes).expect("from whoever has it");
+                    source.read(unit, &mut bytes).expect("from a host that has it");
                     check(unit, &bytes);
                     node.cache.put(unit);
                 }
@@ -373,7 +373,7 @@ fn a_page_whose_origin_is_gone_comes_from_any_host_that_has_it() {
     source.read(range(32, 16), &mut bytes).expect("host 2 has it");
     check(range(32, 16), &bytes);
     let began = Instant::now();
-    let error = source.read(range(96, 1), &mut buffer(range(96, 1))).expect_err("nobody has it");
+    let error = source.read(range(96, 1), &mut buffer(range(96, 1))).expect_err("no host has it");
     assert!(error.to_string().contains("host100"), "{error}");
     assert!(began.elapsed() < LONG);
 }
@@ -407,7 +407,7 @@ fn what_is_not_what_the_origin_has_is_not_taken() {
         for at in 0..10 {
             let unit = range(at * UNIT, UNIT);
             let mut bytes = buffer(unit);
-            source.read_for(urgency, unit, &mut bytes).expect("from whoever has it");
+            source.read_for(urgency, unit, &mut bytes).expect("from a host that has it");
             check(unit, &bytes);
         }
     }
@@ -495,7 +495,7 @@ fn what_can_not_be_compared_is_asked_of_the_origin() {
     }
     let counters = source.counters();
     assert_eq!((counters.holder_pages.get(), counters.unverified_pages.get()), (0, 0));
-    assert!(nodes[2].service.counters().pages.get() > 0, "nobody was asked but the origin");
+    assert!(nodes[2].service.counters().pages.get() > 0, "only the origin was asked");
 }
 
 /// Sums are requested by the block: pages of it may have been lost, or given back since no VM needs
@@ -513,7 +513,7 @@ fn what_the_origin_can_not_read_makes_nothing_else_undecided() {
         check(unit, &bytes);
     }
     let (counters, given) = (source.counters(), nodes[2].service.counters().pages.get());
-    assert!(given > 0, "nobody was asked but the origin");
+    assert!(given > 0, "only the origin was asked");
     assert_eq!(counters.holder_pages.get(), given, "some of it was not believed");
 }
 

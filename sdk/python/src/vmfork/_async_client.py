@@ -93,8 +93,12 @@ class AsyncClient:
         cpus: int | None = None,
         accel: str | None = None,
         boot_timeout_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> AsyncVM:
-        """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait)."""
+        """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait).
+
+        Its clones inherit its ``labels``.
+        """
         call = protocol.run(
             image,
             name=name,
@@ -102,6 +106,7 @@ class AsyncClient:
             cpus=cpus,
             accel=accel,
             boot_timeout_s=boot_timeout_s,
+            labels=labels,
             timeout=self._timeout,
         )
         return AsyncVM._of(self, await self._send(call))
@@ -111,14 +116,23 @@ class AsyncClient:
         detail = await self._send(protocol.inspect(name, self._timeout))
         return AsyncVM._of(self, detail)
 
-    async def vms(self, *, ended: bool = False) -> list[AsyncVM]:
-        """All VMs of the host; with the ended ones too if asked for."""
-        infos = await self._send(protocol.vms(ended=ended, timeout=self._timeout))
+    async def vms(
+        self, *, ended: bool = False, labels: Mapping[str, str | None] | None = None
+    ) -> list[AsyncVM]:
+        """All VMs of the host; with the ended ones too if asked for.
+
+        ``labels``: only those that have all of these; ``None`` as a value: the key is enough.
+        """
+        call = protocol.vms(ended=ended, labels=labels, timeout=self._timeout)
+        infos = await self._send(call)
         return [AsyncVM._of(self, info) for info in infos]
 
-    async def tree(self) -> list[TreeNode]:
-        """The families: who was forked from whom."""
-        return await self._send(protocol.tree(self._timeout))
+    async def tree(self, *, labels: Mapping[str, str | None] | None = None) -> list[TreeNode]:
+        """The families: who was forked from whom.
+
+        ``labels``: only VMs that have all of these, and those that they descend from.
+        """
+        return await self._send(protocol.tree(labels, self._timeout))
 
     async def images(self) -> list[Image]:
         """The guest images in the store."""
@@ -283,13 +297,15 @@ class AsyncVM:
         place: str | None = None,
         hosts: Sequence[str] | None = None,
         hydrate_mib_per_s: int | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> AsyncForkResult:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
         With ``all_or_nothing`` the whole call fails if not all of them fit. In a cluster, ``place``
         is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
         ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
-        at that rate, and then do not need this host any more.
+        at that rate, and then do not need this host any more. ``labels`` are added to those that
+        the clones inherit.
         """
         call = protocol.fork(
             self._ref,
@@ -300,6 +316,7 @@ class AsyncVM:
             place=place,
             hosts=hosts,
             hydrate_mib_per_s=hydrate_mib_per_s,
+            labels=labels,
             timeout=self._timeout,
         )
         reply = await self._client._send(call)

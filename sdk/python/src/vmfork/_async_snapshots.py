@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,14 @@ class AsyncSnapshots:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def list(self) -> builtins.list[SnapshotInfo]:
-        """All of them, by name; those that are being written and the damaged ones among them."""
-        return await self._client._send(protocol.snapshots(self._client.timeout))
+    async def list(
+        self, *, labels: Mapping[str, str | None] | None = None
+    ) -> builtins.list[SnapshotInfo]:
+        """All of them, by name; those that are being written and the damaged ones among them.
+
+        ``labels``: only those that have all of these; ``None`` as a value: the key is enough.
+        """
+        return await self._client._send(protocol.snapshots(labels, self._client.timeout))
 
     async def create(
         self,
@@ -44,12 +49,14 @@ class AsyncSnapshots:
         full: bool = False,
         keep_zero_pages: bool = False,
         record_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> SnapshotInfo:
         """Keep a running VM, which pauses as in a fork and runs on.
 
         Returns when it runs on or, with ``wait``, when the snapshot is stored; a call that waits
         and is given up leaves nothing. ``full``: no delta, even if the VM was started from a
         snapshot. For ``record_s`` at most (0: not at all) is recorded what the VM touches next.
+        ``labels`` are added to those of the VM.
         """
         call = protocol.create(
             vm if isinstance(vm, str) else vm._ref,
@@ -59,6 +66,7 @@ class AsyncSnapshots:
             full=full,
             keep_zero_pages=keep_zero_pages,
             record_s=record_s,
+            labels=labels,
             timeout=self._client.timeout,
         )
         return await self._client._send(call)
@@ -86,13 +94,14 @@ class AsyncSnapshots:
         prefetch: str | None = None,
         hydrate_mib_per_s: int = 0,
         timeout_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> AsyncStartResult:
         """Start ``count`` VMs from it. What fits is started; the rest is an error each.
 
         ``prefetch`` (default :attr:`Prefetch.ALL`) chooses what comes before a guest asks for it.
         With ``hydrate_mib_per_s`` all else comes in the background too, at that rate. ``force``
         starts it although it was taken on another QEMU, machine or processor, where QEMU itself
-        would try.
+        would try. ``labels`` are added to those of the snapshot.
         """
         call = protocol.start(
             name,
@@ -103,6 +112,7 @@ class AsyncSnapshots:
             prefetch=prefetch,
             hydrate_mib_per_s=hydrate_mib_per_s,
             start_timeout_s=timeout_s,
+            labels=labels,
             timeout=self._client.timeout,
         )
         return self._client._started(await self._client._send(call))

@@ -1,11 +1,12 @@
 """JSON into models: checked, and deaf to what it does not know.
 
 Reads the models' own type hints, so that a field is named once. Knows what the models use: plain
-values, ``X | None``, ``tuple[X, ...]``, string enums and dataclasses.
+values, ``X | None``, ``tuple[X, ...]``, ``Mapping[str, X]``, string enums and dataclasses.
 """
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import enum
 import functools
@@ -35,6 +36,11 @@ def _decode(kind: Any, value: object, where: str) -> object:
             raise _wrong(where, "a list", value)
         inner = typing.get_args(kind)[0]
         return tuple(_decode(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is collections.abc.Mapping:
+        if not isinstance(value, dict):
+            raise _wrong(where, "an object", value)
+        inner = typing.get_args(kind)[1]
+        return {key: _decode(inner, item, f"{where}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         return _decode_object(kind, value, where)
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
@@ -64,8 +70,9 @@ def _decode_object(kind: Any, value: object, where: str) -> object:
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
     hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
     return tuple(
-        (field.name, hints[field.name], field.default is dataclasses.MISSING)
+        (field.name, hints[field.name], field.default is field.default_factory is missing)
         for field in dataclasses.fields(kind)
     )
 

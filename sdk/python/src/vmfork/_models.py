@@ -8,7 +8,8 @@ Fields that a newer daemon adds are ignored; one that is missing without a defau
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = [
     "Accel",
@@ -106,6 +107,7 @@ class VmInfo:
     """The host that it runs on, in a cluster."""
     snapshot: str | None = None
     """The name of the stored snapshot that it, or the root of its family, was started from."""
+    labels: Mapping[str, str] = field(default_factory=dict)
     vmid: int = 0
     """0 in a VM that booted, 1 to m in clones and in VMs started together from a snapshot."""
     state: VmState

@@ -53,7 +53,7 @@ class Call(Generic[T]):
     path: str
     read: Callable[[bytes], T]
     answer_within_s: float
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str | list[str]] = field(default_factory=dict)
     json_body: Mapping[str, Any] | None = None
     vm: str | None = None
 
@@ -104,13 +104,25 @@ def remove_image(name: str, timeout: Timeout) -> Call[None]:
     return Call(f"remove image `{name}`", "DELETE", path, _nothing, timeout.request_s)
 
 
-def vms(*, ended: bool, timeout: Timeout) -> Call[list[VmInfo]]:
-    query = {"all": "true"} if ended else {}
+def label_query(labels: Mapping[str, str | None] | None) -> dict[str, str | list[str]]:
+    """The parameters by which lists are filtered; ``None`` as a value: the key is enough."""
+    if not labels:
+        return {}
+    return {"label": [key if value is None else f"{key}={value}" for key, value in labels.items()]}
+
+
+def vms(
+    *, ended: bool, labels: Mapping[str, str | None] | None, timeout: Timeout
+) -> Call[list[VmInfo]]:
+    query = label_query(labels)
+    if ended:
+        query["all"] = "true"
     return Call("list VMs", "GET", f"{API}/vms", _models(VmInfo), timeout.request_s, query)
 
 
-def tree(timeout: Timeout) -> Call[list[TreeNode]]:
-    return Call("tree", "GET", f"{API}/tree", _models(TreeNode), timeout.request_s)
+def tree(labels: Mapping[str, str | None] | None, timeout: Timeout) -> Call[list[TreeNode]]:
+    query = label_query(labels)
+    return Call("tree", "GET", f"{API}/tree", _models(TreeNode), timeout.request_s, query)
 
 
 def run(
@@ -121,6 +133,7 @@ def run(
     cpus: int | None,
     accel: str | None,
     boot_timeout_s: float | None,
+    labels: Mapping[str, str] | None,
     timeout: Timeout,
 ) -> Call[VmInfo]:
     boot_s = timeout.boot_s if boot_timeout_s is None else boot_timeout_s
@@ -131,6 +144,7 @@ def run(
         cpus=cpus,
         accel=accel,
         boot_timeout_ms=_ms(boot_s),
+        labels=_labels(labels),
     )
     return Call(
         f"run `{image}`",
@@ -176,6 +190,7 @@ def fork(
     place: str | None,
     hosts: Sequence[str] | None,
     hydrate_mib_per_s: int | None,
+    labels: Mapping[str, str] | None,
     timeout: Timeout,
 ) -> Call[ForkReply]:
     fork_s = timeout.fork_s if fork_timeout_s is None else fork_timeout_s
@@ -187,6 +202,7 @@ def fork(
         place=place,
         hosts=None if hosts is None else list(hosts),
         hydrate_mib_per_s=hydrate_mib_per_s,
+        labels=_labels(labels),
     )
     return Call(
         f"fork `{vm}`",
@@ -291,6 +307,11 @@ def _ms(seconds: float) -> int:
     if seconds < 0:
         raise ValueError(f"a time limit of {seconds} s")
     return round(seconds * 1000)
+
+
+def _labels(labels: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Labels of a request; none are left out of it."""
+    return dict(labels) if labels else None
 
 
 def _without_none(**fields: Any) -> dict[str, Any]:

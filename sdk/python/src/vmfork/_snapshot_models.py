@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ._models import Accel, CloneInfo, ErrorBody, _Word
 
@@ -94,6 +95,8 @@ class SnapshotInfo:
     """Live VMs that depend on it."""
     remote: str | None = None
     """Where it was pulled from, while it depends on that."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """VMs that are started from it inherit them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

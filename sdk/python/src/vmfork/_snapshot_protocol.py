@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ._config import Endpoint, Timeout
-from ._protocol import API, Call, _bytes, _model, _models, _ms, _nothing, _segment, _without_none
+from ._protocol import (
+    API,
+    Call,
+    _bytes,
+    _labels,
+    _model,
+    _models,
+    _ms,
+    _nothing,
+    _segment,
+    _without_none,
+    label_query,
+)
 from ._snapshot_models import (
     ProfileInfo,
     RemovedSnapshots,
@@ -24,9 +36,11 @@ EXPORT_MODE = 0o600
 CREATE_S = 120.0
 
 
-def snapshots(timeout: Timeout) -> Call[list[SnapshotInfo]]:
-    path = f"{API}/snapshots"
-    return Call("list snapshots", "GET", path, _models(SnapshotInfo), timeout.request_s)
+def snapshots(
+    labels: Mapping[str, str | None] | None, timeout: Timeout
+) -> Call[list[SnapshotInfo]]:
+    (path, query) = (f"{API}/snapshots", label_query(labels))
+    return Call("list snapshots", "GET", path, _models(SnapshotInfo), timeout.request_s, query)
 
 
 def create(
@@ -38,6 +52,7 @@ def create(
     full: bool,
     keep_zero_pages: bool,
     record_s: float | None,
+    labels: Mapping[str, str] | None,
     timeout: Timeout,
 ) -> Call[SnapshotInfo]:
     body = _without_none(
@@ -48,6 +63,7 @@ def create(
         full=full,
         keep_zero_pages=keep_zero_pages,
         record_ms=None if record_s is None else _ms(record_s),
+        labels=_labels(labels),
     )
     return Call(
         f"take snapshot `{name}` of `{vm}`",
@@ -81,6 +97,7 @@ def start(
     prefetch: str | None,
     hydrate_mib_per_s: int,
     start_timeout_s: float | None,
+    labels: Mapping[str, str] | None,
     timeout: Timeout,
 ) -> Call[StartReply]:
     start_s = timeout.fork_s if start_timeout_s is None else start_timeout_s
@@ -92,6 +109,7 @@ def start(
         prefetch=prefetch,
         hydrate_mib_per_s=hydrate_mib_per_s,
         timeout_ms=_ms(start_s),
+        labels=_labels(labels),
     )
     return Call(
         f"start snapshot `{name}`",

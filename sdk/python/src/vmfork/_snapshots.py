@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +31,14 @@ class Snapshots:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def list(self) -> builtins.list[SnapshotInfo]:
-        """All of them, by name; those that are being written and the damaged ones among them."""
-        return self._client._send(protocol.snapshots(self._client.timeout))
+    def list(
+        self, *, labels: Mapping[str, str | None] | None = None
+    ) -> builtins.list[SnapshotInfo]:
+        """All of them, by name; those that are being written and the damaged ones among them.
+
+        ``labels``: only those that have all of these; ``None`` as a value: the key is enough.
+        """
+        return self._client._send(protocol.snapshots(labels, self._client.timeout))
 
     def create(
         self,
@@ -45,12 +50,14 @@ class Snapshots:
         full: bool = False,
         keep_zero_pages: bool = False,
         record_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> SnapshotInfo:
         """Keep a running VM, which pauses as in a fork and runs on.
 
         Returns when it runs on or, with ``wait``, when the snapshot is stored; a call that waits
         and is given up leaves nothing. ``full``: no delta, even if the VM was started from a
         snapshot. For ``record_s`` at most (0: not at all) is recorded what the VM touches next.
+        ``labels`` are added to those of the VM.
         """
         call = protocol.create(
             vm if isinstance(vm, str) else vm._ref,
@@ -60,6 +67,7 @@ class Snapshots:
             full=full,
             keep_zero_pages=keep_zero_pages,
             record_s=record_s,
+            labels=labels,
             timeout=self._client.timeout,
         )
         return self._client._send(call)
@@ -87,13 +95,14 @@ class Snapshots:
         prefetch: str | None = None,
         hydrate_mib_per_s: int = 0,
         timeout_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> StartResult:
         """Start ``count`` VMs from it. What fits is started; the rest is an error each.
 
         ``prefetch`` (default :attr:`Prefetch.ALL`) chooses what comes before a guest asks for it.
         With ``hydrate_mib_per_s`` all else comes in the background too, at that rate. ``force``
         starts it although it was taken on another QEMU, machine or processor, where QEMU itself
-        would try.
+        would try. ``labels`` are added to those of the snapshot.
         """
         call = protocol.start(
             name,
@@ -104,6 +113,7 @@ class Snapshots:
             prefetch=prefetch,
             hydrate_mib_per_s=hydrate_mib_per_s,
             start_timeout_s=timeout_s,
+            labels=labels,
             timeout=self._client.timeout,
         )
         return self._client._started(self._client._send(call))

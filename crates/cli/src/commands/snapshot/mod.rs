@@ -8,10 +8,11 @@ mod stores;
 
 use serde::Serialize;
 use vmfork_api::{
-    ErrorBody, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotState, VerifyReply,
+    ErrorBody, LabelFilter, RemovedSnapshots, Snapshot, SnapshotDetail, SnapshotState, VerifyReply,
 };
 
 use super::brood::error_line;
+use super::ps::labelled;
 use crate::client::{Client, Query, WHOLE};
 use crate::config::{Global, SnapshotAction};
 use crate::failure::{Exit, Report};
@@ -43,7 +44,7 @@ struct Outcome {
 pub(super) async fn run(global: &Global, action: SnapshotAction) -> anyhow::Result<Exit> {
     match action {
         SnapshotAction::Create(request) => create::run(global, request).await,
-        SnapshotAction::Ls => list(global).await,
+        SnapshotAction::Ls { filters } => list(global, &filters).await,
         SnapshotAction::Inspect { name } => show::inspect(global, &name).await,
         SnapshotAction::Rm { names, cascade } => remove(global, names, cascade).await,
         SnapshotAction::Verify { name } => verify(global, &name).await,
@@ -72,9 +73,10 @@ pub(super) async fn find(
     client.find(route(name, "")).await
 }
 
-async fn list(global: &Global) -> anyhow::Result<Exit> {
+async fn list(global: &Global, filters: &[LabelFilter]) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
-    let snapshots: Vec<Snapshot> = client.get(Query::new("/v1/snapshots")).await?;
+    let snapshots: Vec<Snapshot> =
+        client.get(labelled(Query::new("/v1/snapshots"), filters)).await?;
     let printer = &global.printer;
     if printer.json {
         printer.with_schema(&Snapshots { snapshots })?;

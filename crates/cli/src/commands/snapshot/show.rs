@@ -116,6 +116,10 @@ fn render(detail: &SnapshotDetail) -> String {
         ("zero", pages(detail.zero_pages)),
         ("profile", summary(profile)),
     ];
+    if !snapshot.labels.is_empty() {
+        let at = fields.iter().position(|(name, _)| *name == "vms").unwrap_or(fields.len());
+        fields.insert(at, ("labels", snapshot.labels.to_string()));
+    }
     for (_, value) in &mut fields {
         *value = format::printable(value);
     }
@@ -185,6 +189,7 @@ pub(super) mod tests {
                 progress: Progress::default(),
                 vms: 0,
                 remote: None,
+                labels: vmfork_api::Labels::default(),
             },
             qemu_version: "7.2.22".to_owned(),
             machine: "pc-q35-7.2".to_owned(),

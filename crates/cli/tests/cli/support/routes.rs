@@ -121,6 +121,7 @@ pub(crate) fn vm(name: &str, parent: Option<&str>, vmid: u32) -> Vm {
         parent_id: None,
         host: None,
         snapshot: None,
+        labels: vmfork_api::Labels::default(),
         vmid,
         state: VmState::Running,
         reason: None,

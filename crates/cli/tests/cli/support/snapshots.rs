@@ -69,6 +69,7 @@ fn snapshot(name: &str) -> Snapshot {
         progress: Progress::default(),
         vms: 2,
         remote: None,
+        labels: vmfork_api::Labels::default(),
     };
     if name == "long" {
         snapshot.id = None;

@@ -369,8 +369,8 @@ impl Mux {
                 }
                 Err(mail::Refused) => {
                     let text = format!(
-                        "the host has no room for a message of {} bytes: too much lies there that \
-                         nobody has received",
+                        "the host has no room for a message of {} bytes: too much is \
+                         undelivered there",
                         sending.length_bytes
                     );
                     self.channels.remove(&channel);

@@ -193,6 +193,130 @@ fn numbered(from: u64, bytes: usize) -> Vec<u8> {
     (from..).take(bytes).map(|n| (n % 251) as u8).collect()
 }
 
+/// A program on channel 2, what its client has taken of it, and what it has read.
+struct Link {
+    mux: Mux,
+    /// Of stdout and stderr.
+    out: [Counts; 2],
+    /// What the client has not taken.
+    pieces: VecDeque<(Kind, Vec<u8>)>,
+    fed: u64,
+    heard: u64,
+    undrained: u32,
+    fork: u64,
+    /// Whether the guest's port is held for a fork.
+    held: bool,
+}
+
+impl Link {
+    fn new() -> Self {
+        Self {
+            mux: with_program(),
+            out: [Counts::default(), Counts::default()],
+            pieces: VecDeque::new(),
+            fed: 0,
+            heard: 0,
+            undrained: 0,
+            fork: 0,
+            held: false,
+        }
+    }
+
+    fn step(&mut self, step: Step) -> Result<(), TestCaseError> {
+        match step {
+            Step::Print(bytes, err) if !self.held => self.print(bytes, err),
+            Step::Take => {
+                if let Some((kind, bytes)) = self.pieces.pop_front() {
+                    self.mux.taken(2, kind, bytes.len());
+                }
+            }
+            Step::Feed(bytes) => {
+                self.mux.push(2, Bytes::from(numbered(self.fed, bytes)), false);
+                self.fed += bytes as u64;
+            }
+            Step::Drain if !self.held => {
+                if self.undrained > 0 {
+                    let credit = ToHost::Credit { kind: Kind::Stdin as u8, bytes: self.undrained };
+                    say(&mut self.mux, 2, &credit);
+                }
+                self.undrained = 0;
+            }
+            Step::Fork if !self.held => self.hold()?,
+            Step::Release if self.held => {
+                self.mux.release(self.fork);
+                self.held = false;
+            }
+            Step::Hear => self.hear()?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn print(&mut self, bytes: usize, err: bool) {
+        let side = &mut self.out[usize::from(err)];
+        let room = (WINDOW_BYTES - side.in_flight) as usize;
+        let bytes = bytes.min(room);
+        let kind = if err { Kind::Stderr } else { Kind::Stdout };
+        let payload = numbered(side.sent, bytes);
+        side.sent += bytes as u64;
+        side.in_flight += u32::try_from(bytes).expect("small");
+        self.mux.on_bytes(&encode(kind, 2, false, &payload)).expect("within the window");
+    }
+
+    fn hold(&mut self) -> Result<(), TestCaseError> {
+        self.fork += 1;
+        let fork = self.fork;
+        self.mux.prepare(fork).expect("none is under way");
+        let said = frames(&mut self.mux);
+        let last = said.last().expect("prepare");
+        prop_assert_eq!(message(last), ToGuest::Prepare { fork });
+        for frame in &said[..said.len() - 1] {
+            prop_assert_eq!(message(frame), ToGuest::Continue { fork: fork - 1 });
+        }
+        say(&mut self.mux, 0, &ToHost::Prepared { fork });
+        self.held = true;
+        Ok(())
+    }
+
+    fn hear(&mut self) -> Result<(), TestCaseError> {
+        let said = frames(&mut self.mux);
+        prop_assert!(!self.held || said.is_empty());
+        for frame in said {
+            match frame.kind {
+                Kind::Stdin => {
+                    let bytes = frame.payload.len();
+                    prop_assert_eq!(&frame.payload, &numbered(self.heard, bytes));
+                    self.heard += bytes as u64;
+                    self.undrained += u32::try_from(bytes).expect("small");
+                    prop_assert!(self.undrained <= WINDOW_BYTES);
+                }
+                Kind::Message => {
+                    if let ToGuest::Credit { kind, bytes } = message(&frame) {
+                        let side = &mut self.out[usize::from(kind == Kind::Stderr as u8)];
+                        prop_assert!(bytes <= side.in_flight);
+                        side.in_flight -= bytes;
+                    }
+                }
+                _ => prop_assert!(false, "{:?}", frame),
+            }
+        }
+        Ok(())
+    }
+
+    /// What the program wrote reaches its client, once and in order.
+    fn receive(&mut self) -> Result<(), TestCaseError> {
+        while let Some(event) = self.mux.poll_event() {
+            if let Event::Data { kind, bytes, .. } = event {
+                let side = &mut self.out[usize::from(kind == Kind::Stderr)];
+                prop_assert_eq!(&bytes, &numbered(side.received, bytes.len()));
+                side.received += bytes.len() as u64;
+                self.pieces.push_back((kind, bytes));
+            }
+        }
+        Ok(())
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -201,92 +325,16 @@ proptest! {
     /// In the end neither side is stuck.
     #[test]
     fn streams_and_forks_in_any_order(steps in steps()) {
-        let mut mux = with_program();
-        let mut out = [Counts::default(), Counts::default()];
-        let mut pieces: VecDeque<(Kind, Vec<u8>)> = VecDeque::new();
-        let (mut fed, mut heard, mut undrained) = (0u64, 0u64, 0u32);
-        let mut fork = 0u64;
-        let mut held = false;
+        let mut link = Link::new();
         let all = steps.into_iter().chain([Step::Release]).chain(
             std::iter::repeat_n([Step::Hear, Step::Drain, Step::Take, Step::Take], 200).flatten(),
         );
         for step in all {
-            match step {
-                Step::Print(bytes, err) if !held => {
-                    let side = &mut out[usize::from(err)];
-                    let room = (WINDOW_BYTES - side.in_flight) as usize;
-                    let bytes = bytes.min(room);
-                    let kind = if err { Kind::Stderr } else { Kind::Stdout };
-                    let payload = numbered(side.sent, bytes);
-                    side.sent += bytes as u64;
-                    side.in_flight += u32::try_from(bytes).expect("small");
-                    mux.on_bytes(&encode(kind, 2, false, &payload)).expect("within the window");
-                }
-                Step::Take => {
-                    if let Some((kind, bytes)) = pieces.pop_front() {
-                        mux.taken(2, kind, bytes.len());
-                    }
-                }
-                Step::Feed(bytes) => {
-                    mux.push(2, Bytes::from(numbered(fed, bytes)), false);
-                    fed += bytes as u64;
-                }
-                Step::Drain if !held => {
-                    if undrained > 0 {
-                        let credit = ToHost::Credit { kind: Kind::Stdin as u8, bytes: undrained };
-                        say(&mut mux, 2, &credit);
-                    }
-                    undrained = 0;
-                }
-                Step::Fork if !held => {
-                    fork += 1;
-                    mux.prepare(fork).expect("none is under way");
-                    let said = frames(&mut mux);
-                    let last = said.last().expect("prepare");
-                    prop_assert_eq!(message(last), ToGuest::Prepare { fork });
-                    for frame in &said[..said.len() - 1] {
-                        prop_assert_eq!(message(frame), ToGuest::Continue { fork: fork - 1 });
-                    }
-                    say(&mut mux, 0, &ToHost::Prepared { fork });
-                    held = true;
-                }
-                Step::Release if held => {
-                    mux.release(fork);
-                    held = false;
-                }
-                Step::Hear => {
-                    let said = frames(&mut mux);
-                    prop_assert!(!held || said.is_empty());
-                    for frame in said {
-                        match frame.kind {
-                            Kind::Stdin => {
-                                prop_assert_eq!(&frame.payload, &numbered(heard, frame.payload.len()));
-                                heard += frame.payload.len() as u64;
-                                undrained += u32::try_from(frame.payload.len()).expect("small");
-                                prop_assert!(undrained <= WINDOW_BYTES);
-                            }
-                            Kind::Message => if let ToGuest::Credit { kind, bytes } = message(&frame) {
-                                let side = &mut out[usize::from(kind == Kind::Stderr as u8)];
-                                prop_assert!(bytes <= side.in_flight);
-                                side.in_flight -= bytes;
-                            }
-                            _ => prop_assert!(false, "{:?}", frame),
-                        }
-                    }
-                }
-                _ => {}
-            }
-            while let Some(event) = mux.poll_event() {
-                if let Event::Data { kind, bytes, .. } = event {
-                    let side = &mut out[usize::from(kind == Kind::Stderr)];
-                    prop_assert_eq!(&bytes, &numbered(side.received, bytes.len()));
-                    side.received += bytes.len() as u64;
-                    pieces.push_back((kind, bytes));
-                }
-            }
+            link.step(step)?;
+            link.receive()?;
         }
-        prop_assert_eq!(heard, fed);
-        for side in out {
+        prop_assert_eq!(link.heard, link.fed);
+        for side in link.out {
             prop_assert_eq!(side.received, side.sent);
             prop_assert!(side.in_flight < CREDIT_BYTES_MIN);
         }

@@ -353,6 +353,20 @@ impl Net {
         }
         arrivals
     }
+
+    /// Pages on their way to each host, and when they arrive.
+    fn copies(
+        &mut self,
+        run: PageRange,
+        hosts: usize,
+        now: Duration,
+    ) -> impl Iterator<Item = (Duration, Message)> + '_ {
+        let (start, len) = (run.start().0, run.len());
+        (0..hosts).flat_map(move |to| {
+            let arrivals = self.arrivals(now).into_iter();
+            arrivals.map(move |at| (at, Message::Pages { to, start, len }))
+        })
+    }
 }
 
 /// Runs a sender and receivers that want the same pages at about the same time. Returns what was
@@ -374,26 +388,14 @@ fn run(mut net: Net, wants: &[(u64, u64, bool)], hosts: usize) -> (Sent, Vec<Res
     for _ in 0..1_000_000 {
         while let Some(run) = sender.next(now) {
             sent_ever.extend(run.pages().map(|page| page.0));
-            for to in 0..hosts {
-                for at in net.arrivals(now) {
-                    queue.push(Reverse((
-                        at,
-                        Message::Pages { to, start: run.start().0, len: run.len() },
-                    )));
-                }
-            }
+            queue.extend(net.copies(run, hosts, now).map(Reverse));
         }
         for (at, receiver) in receivers.iter_mut().enumerate() {
             let from = at as u64;
             while let Some(Request { pages, demand, repeat }) = receiver.next_request(now) {
+                let (start, len) = (pages.start().0, pages.len());
                 for at in net.arrivals(now) {
-                    let message = Message::Request {
-                        from,
-                        start: pages.start().0,
-                        len: pages.len(),
-                        demand,
-                        repeat,
-                    };
+                    let message = Message::Request { from, start, len, demand, repeat };
                     queue.push(Reverse((at, message)));
                 }
             }

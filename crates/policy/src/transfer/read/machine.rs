@@ -207,7 +207,7 @@ impl Read {
         let is_over = self.was_late(Via::Swarm, now);
         let chosen = match hosts.swarm() {
             Some(swarm) if !is_over => swarm.choose(pages, urgency == Urgency::Demand, now),
-            _ => Chosen::Nobody,
+            _ => Chosen::NoHolder,
         };
         match chosen {
             Chosen::Ask(asked) => self.ask_of_swarm(asked, now),
@@ -216,7 +216,7 @@ impl Read {
                 self.stage = Stage::Later { until };
                 Action::Wait { until, version: None }
             }
-            Chosen::Later(_) | Chosen::Nobody => self.ask_named(hosts, now),
+            Chosen::Later(_) | Chosen::NoHolder => self.ask_named(hosts, now),
         }
     }
 

@@ -74,7 +74,7 @@ pub enum Choice {
     /// after the next event.
     Later(Duration),
     /// No host that has it is worth asking. The read fails, unless a host is heard of.
-    Nobody,
+    NoHolder,
 }
 
 /// Why a request failed.
@@ -231,7 +231,7 @@ impl Holders {
             self.take(*host, pages);
         }
         match self.choose_among(pages, true, now, |host, _| !before.contains(&host)) {
-            Choice::Nobody | Choice::Later(_) => self.choose(pages, true, now),
+            Choice::NoHolder | Choice::Later(_) => self.choose(pages, true, now),
             choice => choice,
         }
     }
@@ -244,7 +244,7 @@ impl Holders {
     /// The same for background reads: a peer, and an origin if no peer that has it has room.
     pub fn choose_unwaited(&mut self, pages: PageRange, now: Duration) -> Choice {
         match self.choose_ahead(pages, false, now) {
-            Choice::Nobody | Choice::Later(_) => self.choose_ahead(pages, true, now),
+            Choice::NoHolder | Choice::Later(_) => self.choose_ahead(pages, true, now),
             choice => choice,
         }
     }
@@ -439,7 +439,7 @@ impl Holders {
                 return Choice::Later(until.min(self.deadline));
             }
             Best::Avoided { until, .. } => return Choice::Later(until),
-            Best::Nobody => return Choice::Nobody,
+            Best::NoHolder => return Choice::NoHolder,
         };
         self.set_out(pages, host, demand, false, now);
         Choice::Ask(host)

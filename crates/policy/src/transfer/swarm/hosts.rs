@@ -36,7 +36,7 @@ pub(super) enum Best {
         until: Duration,
         or_full: bool,
     },
-    Nobody,
+    NoHolder,
 }
 
 /// Holders by number, without gaps: what all are looked at for lies together, one after the other.
@@ -209,12 +209,12 @@ impl Hosts {
         among: impl Fn(HostId, bool) -> bool,
     ) -> Best {
         if wanted.is_empty() {
-            return Best::Nobody;
+            return Best::NoHolder;
         }
         // One that was never asked is thought to be as quick as the quickest: else it never would
         // be.
         let quickest_ns = self.quickest_ns.unwrap_or_else(|| nanos(self.config.answer_start));
-        let (mut best, mut later) = (None::<((u32, u32, u64), HostId)>, Best::Nobody);
+        let (mut best, mut later) = (None::<((u32, u32, u64), HostId)>, Best::NoHolder);
         let bit = wanted.start % 64;
         let words = self.held.beside(wanted.start);
         for (number, (brief, word)) in self.brief.iter().zip(words).enumerate() {
@@ -438,7 +438,7 @@ mod tests {
                 (Some((_, host)), _) => Best::Host(host),
                 (None, Some(until)) => Best::Avoided { until, or_full: any_full },
                 (None, None) if any_full => Best::Full,
-                (None, None) => Best::Nobody,
+                (None, None) => Best::NoHolder,
             }
         }
     }

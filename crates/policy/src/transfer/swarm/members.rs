@@ -66,7 +66,7 @@ pub enum Chosen {
     /// Those that have them are busy for this time.
     Later(Duration),
     /// No host is known to have them that is worth asking, or they are in flight.
-    Nobody,
+    NoHolder,
 }
 
 /// Decides for one image on one host which host to ask for pages, and which to ask what they hold.
@@ -192,12 +192,12 @@ impl Swarm {
         let host = match choice {
             Choice::Ask(host) => host,
             Choice::Later(at) => return Chosen::Later(at.saturating_sub(now)),
-            Choice::UnderWay | Choice::Nobody => return Chosen::Nobody,
+            Choice::UnderWay | Choice::NoHolder => return Chosen::NoHolder,
         };
         let insists = self.known.insists(pages);
         let Some(Member { origin, .. }) = self.members.get(&host).copied() else {
             self.known.left(host);
-            return Chosen::Nobody;
+            return Chosen::NoHolder;
         };
         let route = if insists { Route::Insist } else { Route::Direct };
         Chosen::Ask(Asked { host, origin, route })

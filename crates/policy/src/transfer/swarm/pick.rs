@@ -226,7 +226,7 @@ mod tests {
                     let Picked::Piece(at) = pick.next(left, holders, now) else { continue };
                     let piece = left.remove(at);
                     let Choice::Ask(mut host) = holders.choose_unwaited(piece, now) else {
-                        return Err(TestCaseError::fail("nobody to ask"));
+                        return Err(TestCaseError::fail("no host to ask"));
                     };
                     if host == ORIGIN && let Serve::At(to) = spread.ask(HostId(own), piece, false, false) {
                         prop_assert_eq!(holders.redirected(ORIGIN, piece, to, now), Some((to, false)));

@@ -48,7 +48,7 @@ fn demand_goes_to_who_will_answer_first_and_of_equals_to_the_nearest() {
         "NEAR has something to do"
     );
     assert_eq!(holders.choose(piece(2), true, ms(0)), Choice::Ask(FAR));
-    assert_eq!(holders.choose(piece(40), true, ms(0)), Choice::Ask(ORIGIN), "nobody else has it");
+    assert_eq!(holders.choose(piece(40), true, ms(0)), Choice::Ask(ORIGIN), "no other host has it");
     for (host, at, took) in [(NEAR, 0, 9), (ORIGIN, 1, 9), (ORIGIN, 40, 9), (FAR, 2, 1)] {
         holders.answered(host, piece(at), ms(took));
     }
@@ -83,14 +83,14 @@ fn who_fails_is_left_alone_for_a_while_and_then_for_longer() {
     let mut now = ms(0);
     for pause in [50, 100, 200, 400, 800] {
         assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR));
-        assert_eq!(holders.choose(piece(63), true, now), Choice::Nobody);
+        assert_eq!(holders.choose(piece(63), true, now), Choice::NoHolder);
         holders.failed(NEAR, piece(0), Failure::Broken, now);
         assert_eq!(holders.choose(piece(0), true, now), Choice::Later(now + ms(pause)));
         now += ms(pause);
     }
     assert_eq!(holders.choose(piece(0), true, now), Choice::Ask(NEAR));
     holders.failed(NEAR, piece(0), Failure::Broken, now);
-    assert_eq!(holders.choose(piece(0), true, now + ms(1_000_000)), Choice::Nobody, "given up");
+    assert_eq!(holders.choose(piece(0), true, now + ms(1_000_000)), Choice::NoHolder, "given up");
     assert_eq!(holders.copies(range(0, 1)), 0);
     holders.announced(NEAR, piece(63));
     assert!(holders.copies(range(0, 1)) > 0 && holders.copies(piece(63)) > 0);
@@ -138,7 +138,7 @@ fn busy_and_lacking_hosts_are_not_at_fault() {
     holders.failed(NEAR, piece(0), Failure::Lacks, ms(0));
     assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Ask(ORIGIN));
     holders.failed(ORIGIN, piece(0), Failure::Lacks, ms(0));
-    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::Nobody);
+    assert_eq!(holders.choose(piece(0), true, ms(0)), Choice::NoHolder);
     assert_eq!(holders.choose(piece(1), true, ms(0)), Choice::Ask(NEAR));
     holders.failed(NEAR, piece(1), Failure::Busy, ms(0));
     assert_eq!(holders.choose(piece(1), true, ms(0)), Choice::Ask(ORIGIN));
@@ -199,12 +199,115 @@ struct Model {
     /// What each host has, in pieces, and whether it is an origin.
     hosts: BTreeMap<u64, (bool, BTreeSet<u64>)>,
     under_way: Vec<(u64, PageRange)>,
+    now: Duration,
 }
 
 impl Model {
     fn has(&self, host: u64, pages: PageRange) -> bool {
         let Some((origin, pieces)) = self.hosts.get(&host) else { return false };
         pages.pages().all(|page| pieces.contains(&(page.0 / 8)) != *origin)
+    }
+
+    /// Does a step, and checks what `holders` make of it.
+    fn step(&mut self, holders: &mut Holders, step: Step) -> Result<(), TestCaseError> {
+        match step {
+            Step::Join { host, origin } => {
+                prop_assert!(holders.joined(HostId(host), origin, 0));
+                self.hosts.entry(host).or_insert((origin, BTreeSet::new()));
+            }
+            Step::Leave { host } => {
+                let lost = holders.left(HostId(host));
+                let its = self.under_way.iter().filter(|(of, _)| *of == host);
+                let mut its: Vec<_> = its.map(|(_, run)| *run).collect();
+                its.sort_by_key(PageRange::start);
+                prop_assert_eq!(lost, its);
+                self.under_way.retain(|(of, _)| *of != host);
+                self.hosts.remove(&host);
+            }
+            Step::Announce { host, start, len } => {
+                let pages = range(start, len).intersect(&PageRange::first(PAGES));
+                holders.announced(HostId(host), pages);
+                self.announced(host, pages);
+            }
+            Step::Choose { start, len, demand } => {
+                let pages = range(start, len).intersect(&PageRange::first(PAGES));
+                self.choose(holders, pages, demand)?;
+            }
+            Step::Answer { .. } | Step::Fail { .. } if self.under_way.is_empty() => {}
+            Step::Answer { which, part } => {
+                let at = which.index(self.under_way.len());
+                let (host, pages) = self.under_way[at];
+                let piece = if part { pages.truncate(pages.len().div_ceil(2)) } else { pages };
+                holders.answered(HostId(host), piece, self.now);
+                self.under_way.remove(at);
+                let rest = pages.from_page(piece.end());
+                if !rest.is_empty() {
+                    self.under_way.push((host, rest));
+                }
+            }
+            Step::Fail { which, how } => {
+                let (host, pages) = self.under_way.remove(which.index(self.under_way.len()));
+                let why = [Failure::Busy, Failure::Lacks, Failure::Broken][usize::from(how)];
+                holders.failed(HostId(host), pages, why, self.now);
+                if why == Failure::Lacks {
+                    self.lacks(host, pages);
+                }
+            }
+            Step::Pass { ms: passed } => {
+                self.now += ms(passed);
+                for (host, pages) in holders.expired(self.now) {
+                    let at = self.under_way.iter().position(|known| *known == (host.0, pages));
+                    prop_assert!(at.is_some(), "{} at {} was not under way", pages, host);
+                    self.under_way.remove(at.expect("just seen"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Of an origin, what it lacks counts; of others, whole pieces that they have.
+    fn announced(&mut self, host: u64, pages: PageRange) {
+        let Some((origin, pieces)) = self.hosts.get_mut(&host) else { return };
+        for piece in 0..13u64 {
+            let whole = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
+            if pages.covers(&whole) {
+                match origin {
+                    true => pieces.remove(&piece),
+                    false => pieces.insert(piece),
+                };
+            }
+        }
+    }
+
+    fn lacks(&mut self, host: u64, pages: PageRange) {
+        let Some((origin, pieces)) = self.hosts.get_mut(&host) else { return };
+        for page in pages.pages() {
+            match origin {
+                true => pieces.insert(page.0 / 8),
+                false => pieces.remove(&(page.0 / 8)),
+            };
+        }
+    }
+
+    fn choose(
+        &mut self,
+        holders: &mut Holders,
+        pages: PageRange,
+        demand: bool,
+    ) -> Result<(), TestCaseError> {
+        let overlaps = self.under_way.iter().any(|(_, run)| !run.intersect(&pages).is_empty());
+        match holders.choose(pages, demand, self.now) {
+            Choice::Ask(host) => {
+                prop_assert!(!overlaps && self.has(host.0, pages));
+                self.under_way.push((host.0, pages));
+            }
+            Choice::UnderWay => prop_assert!(overlaps),
+            Choice::Later(_) => {
+                prop_assert!(self.hosts.keys().any(|host| self.has(*host, pages)));
+            }
+            Choice::NoHolder => prop_assert!(!overlaps),
+        }
+        Ok(())
     }
 }
 
@@ -214,76 +317,8 @@ proptest! {
         let config = HoldersConfig { piece_pages: 8, in_flight_max: 3, failures_max: 3, ..HoldersConfig::default() };
         let mut holders = Holders::new(PAGES, config);
         let mut model = Model::default();
-        let mut now = ms(0);
         for step in steps {
-            match step {
-                Step::Join { host, origin } => {
-                    prop_assert!(holders.joined(HostId(host), origin, 0));
-                    model.hosts.entry(host).or_insert((origin, BTreeSet::new()));
-                }
-                Step::Leave { host } => {
-                    let lost = holders.left(HostId(host));
-                    let mut its: Vec<_> = model.under_way.iter().filter(|(of, _)| *of == host).map(|(_, run)| *run).collect();
-                    its.sort_by_key(PageRange::start);
-                    prop_assert_eq!(lost, its);
-                    model.under_way.retain(|(of, _)| *of != host);
-                    model.hosts.remove(&host);
-                }
-                Step::Announce { host, start, len } => {
-                    let pages = range(start, len).intersect(&PageRange::first(PAGES));
-                    holders.announced(HostId(host), pages);
-                    if let Some((origin, pieces)) = model.hosts.get_mut(&host) {
-                        for piece in 0..13u64 {
-                            let whole = PageRange::first(PAGES).from_page(PageIdx(piece * 8)).truncate(8);
-                            if pages.covers(&whole) {
-                                if *origin { pieces.remove(&piece); } else { pieces.insert(piece); }
-                            }
-                        }
-                    }
-                }
-                Step::Choose { start, len, demand } => {
-                    let pages = range(start, len).intersect(&PageRange::first(PAGES));
-                    let overlaps = model.under_way.iter().any(|(_, run)| !run.intersect(&pages).is_empty());
-                    match holders.choose(pages, demand, now) {
-                        Choice::Ask(host) => {
-                            prop_assert!(!overlaps && model.has(host.0, pages));
-                            model.under_way.push((host.0, pages));
-                        }
-                        Choice::UnderWay => prop_assert!(overlaps),
-                        Choice::Later(_) => prop_assert!(model.hosts.keys().any(|host| model.has(*host, pages))),
-                        Choice::Nobody => prop_assert!(!overlaps),
-                    }
-                }
-                Step::Answer { which, part } => {
-                    if model.under_way.is_empty() { continue }
-                    let at = which.index(model.under_way.len());
-                    let (host, pages) = model.under_way[at];
-                    let piece = if part { pages.truncate(pages.len().div_ceil(2)) } else { pages };
-                    holders.answered(HostId(host), piece, now);
-                    model.under_way.remove(at);
-                    let rest = pages.from_page(piece.end());
-                    if !rest.is_empty() { model.under_way.push((host, rest)); }
-                }
-                Step::Fail { which, how } => {
-                    if model.under_way.is_empty() { continue }
-                    let (host, pages) = model.under_way.remove(which.index(model.under_way.len()));
-                    let why = [Failure::Busy, Failure::Lacks, Failure::Broken][usize::from(how)];
-                    holders.failed(HostId(host), pages, why, now);
-                    if why == Failure::Lacks && let Some((origin, pieces)) = model.hosts.get_mut(&host) {
-                        for page in pages.pages() {
-                            if *origin { pieces.insert(page.0 / 8); } else { pieces.remove(&(page.0 / 8)); }
-                        }
-                    }
-                }
-                Step::Pass { ms: passed } => {
-                    now += ms(passed);
-                    for (host, pages) in holders.expired(now) {
-                        let at = model.under_way.iter().position(|known| *known == (host.0, pages));
-                        prop_assert!(at.is_some(), "{} at {} was not under way", pages, host);
-                        model.under_way.remove(at.expect("just seen"));
-                    }
-                }
-            }
+            model.step(&mut holders, step)?;
             prop_assert_eq!(holders.under_way(), model.under_way.len());
             let under_way = |host: &u64| model.under_way.iter().filter(|(of, _)| of == host).count();
             prop_assert!(model.hosts.keys().all(|host| under_way(host) <= 3), "more than allowed");
