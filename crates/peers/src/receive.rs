@@ -142,8 +142,8 @@ fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
     Ok(timeout)
 }
 
-/// Whether this host is what the clones need. → the shape of their QEMUs, and their root disk, which
-/// they find as long as it is held.
+/// Whether this host is what the clones need. → the shape of their QEMUs, and their root disk. They
+/// find it as long as it is held.
 async fn check_host(
     core: &Core,
     message: &str,
