@@ -19,6 +19,7 @@ use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits}
 use super::client::WORD_WAIT;
 use super::connection_cache::ConnectionCache;
 use super::connection_slots::Callers;
+use super::hosts::Hosts;
 use super::jobs;
 use super::member::{Beat, HEARTBEAT, Member, Served, pages_address};
 use super::multicast;
@@ -103,9 +104,13 @@ impl Life {
         let form = this.settings.page_transfer;
         let (by, allocator) =
             ((form, pages_at.ip()), jobs::allocator(this.settings.slurm.clone(), id));
-        let member = Member::new(id, this.epoch, roster, api, pages, allocator, by);
-        let member = Arc::new(member);
-        member.hosts.roster.change(|book| book.begin(member.hosts.now()));
+        let pace = this.settings.pace;
+        let hosts = Hosts::new(id, roster, api, pace);
+        let member = Arc::new(Member::new(hosts, this.epoch, pages, allocator, by));
+        member.hosts.roster.change(|book| {
+            book.set_timing(pace.timing());
+            book.begin(member.hosts.now());
+        });
         let listener = TcpListener::bind(api_at)
             .await
             .map_err(|source| BeginError::Listen { address: api_at, source })?;

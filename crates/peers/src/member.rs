@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{Allocator, Tally};
-use vmfork_cluster::{Fingerprint, Heartbeat, HostId, Liveness, Merged, Room, Roster};
+use vmfork_cluster::{Fingerprint, Heartbeat, HostId, Liveness, Merged, Room};
 use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_transfer::{
     Invitation, Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, SourceCounters, Urgency,
@@ -98,15 +98,13 @@ impl std::fmt::Debug for Member {
 
 impl Member {
     pub(super) fn new(
-        id: HostId,
+        hosts: Hosts,
         epoch: u32,
-        roster: Roster,
-        api: Arc<ClientConfig>,
         pages: Arc<ClientConfig>,
         allocator: Arc<dyn Allocator>,
         (form, address): (PageTransfer, IpAddr),
     ) -> Self {
-        let hosts = Arc::new(Hosts::new(id, roster, api));
+        let (id, hosts) = (hosts.id, Arc::new(hosts));
         let images = Arc::new(Images::new(id.get(), epoch));
         let arrivals = Arc::new(Arrivals::default());
         let listeners = GroupListeners::new(form, address, &images, &arrivals);
@@ -126,7 +124,7 @@ impl Member {
             orders_given: AtomicU64::new(0),
             guest_images: GuestImages::new(&hosts),
             keeper: Keeper::new(&hosts),
-            jobs: Jobs::new(id, allocator),
+            jobs: Jobs::new(id, allocator, hosts.pace),
             hosts,
             inner: Mutex::default(),
         }
