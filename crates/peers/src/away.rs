@@ -16,7 +16,7 @@ use super::remote_fork::send::{Sender, Sending, Share, send};
 use super::tickets::Abroad;
 use vmfork_fork::facts::{Facts, Frozen, host};
 use vmfork_fork::tickets::{Event, TicketOrigin};
-use vmfork_fork::{Departure, Hold, Placement, PlanAsk, Reserved, Wanted, failed, report_failure};
+use vmfork_fork::{Departure, Hold, PlanAsk, Reserved, Wanted, failed, report_failure};
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::vm::machine::Machine;
