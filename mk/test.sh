@@ -27,11 +27,12 @@ guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from har
 beside() {
 	step "guest image" guest_image
 	step "documentation" documentation
+	step "model checker" loom
 }
 join_beside() {
 	wait "$beside" && return
 	cat "$TIMES/beside.log" >&2
-	die "the guest image or the documentation could not be built" "read the words above"
+	die "the guest image, the documentation or the model checker failed" "read the words above"
 }
 
 black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --durations=40 tests "$@"; }
@@ -51,8 +52,7 @@ trap 'exit 143' TERM HUP
 mk/check.sh
 step "integration tests" integration
 step "guest library" guest_library
-step "model checker" loom
-step "guest image and documentation, what is left of them" join_beside
+step "guest image, documentation and model checker, what is left of them" join_beside
 trap - EXIT
 step "black box tests" black_box "$@"
 say "all tests passed in $(($(date +%s) - began)) s; the time of each step and test: ${TIMES#"$ROOT/"}/"

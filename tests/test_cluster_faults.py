@@ -33,9 +33,17 @@ def cluster(made: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def parent(cluster: Cluster) -> vmfork.VM:
-    """A VM on the first host, with something to remember. It boots: what comes to other hosts is
-    counted."""
-    vm = cluster.clients[0].run(cluster.image, name="web", memory_mib=256)
+    """A VM on the first host, with something to remember."""
+    return _with_data(cluster.warm(0, name="web", memory_mib=256))
+
+
+@pytest.fixture
+def counted(cluster: Cluster) -> vmfork.VM:
+    """The same, but it boots: a store's pages come another way, and here bytes are counted."""
+    return _with_data(cluster.clients[0].run(cluster.image, name="web", memory_mib=256))
+
+
+def _with_data(vm: vmfork.VM) -> vmfork.VM:
     vm.exec("head -c 20M /dev/urandom > /dev/shm/data; echo kept > /run/secret; sha256sum /dev/shm/data > /run/sum", check=True)
     return vm
 
@@ -54,7 +62,7 @@ def test_hosts_join_with_a_token_once_drain_and_leave(cluster: Cluster, parent: 
     assert b"This host has left the cluster" in left.stdout + left.stderr
     assert second.json("cluster", "ls")["hosts"] == []
     eventually(lambda: len(first.json("cluster", "ls")["hosts"]) == 1, 20, "it has left")
-    cluster.clients[1].run(parent.inspect().image, name="alone", memory_mib=128)
+    cluster.warm(1, name="alone", memory_mib=128)
     assert "in no cluster" in second("fork", "alone", "--place", "spread", code=1).stderr.decode()
     assert "h1" in first("fork", "web", "--host", "h1", code=1).stderr.decode()
     second("cluster", "join", token, "--address", cluster.address(1), "--name", "h1")
@@ -125,33 +133,33 @@ def end_and_forget(cluster: Cluster, name: str) -> None:
 
 
 @pytest.mark.limit(240)
-def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, parent: vmfork.VM) -> None:
+def test_a_fork_brings_what_clones_of_earlier_ones_waited_for(cluster: Cluster, counted: vmfork.VM) -> None:
     there = cluster.clients[1]
 
     def memory(name: str) -> vmfork.MemoryInfo:
         return there.vm(name).inspect().memory
 
-    start_first = fork_at_rest(cluster, parent, "first").demand_bytes
+    start_first = fork_at_rest(cluster, counted, "first").demand_bytes
     there.vm("first").exec("sha256sum -c /run/sum", check=True)
     first = memory("first").demand_bytes
     end_and_forget(cluster, "first")
 
-    start_second = fork_at_rest(cluster, parent, "second").demand_bytes
+    start_second = fork_at_rest(cluster, counted, "second").demand_bytes
     assert start_second < start_first / 4, "what the first one's start waited for has come along"
     assert memory("second").prefetched_bytes > 0.8 * first, f"and what it read ({first} bytes) too: {memory('second')}"
     there.vm("second").exec("sha256sum -c /run/sum", check=True)
 
 
 @pytest.mark.limit(240)
-def test_a_fork_brings_only_what_clones_of_earlier_ones_touched(cluster: Cluster, parent: vmfork.VM) -> None:
+def test_a_fork_brings_only_what_clones_of_earlier_ones_touched(cluster: Cluster, counted: vmfork.VM) -> None:
     def came(memory: vmfork.MemoryInfo) -> int:
         return memory.demand_bytes + memory.prefetched_bytes
 
     # Each page that is waited for brings its neighbours, and others are guessed.
-    first = fork_at_rest(cluster, parent, "first")
+    first = fork_at_rest(cluster, counted, "first")
     end_and_forget(cluster, "first")
-    second = fork_at_rest(cluster, parent, "second")
+    second = fork_at_rest(cluster, counted, "second")
     end_and_forget(cluster, "second")
-    third = fork_at_rest(cluster, parent, "third")
+    third = fork_at_rest(cluster, counted, "third")
     assert came(third) < came(first) / 2, (first, second, third)
     assert third.demand_bytes < first.demand_bytes / 4, ("and yet it waits for little", first, third)

@@ -35,8 +35,8 @@ def cluster(image: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def parent(cluster: Cluster, image: str) -> vmfork.VM:
-    return cluster.clients[0].run(image, name="web", memory_mib=256)
+def parent(cluster: Cluster) -> vmfork.VM:
+    return cluster.warm(0, name="web", memory_mib=256)
 
 
 def store(daemon: Daemon) -> Path:

@@ -23,7 +23,8 @@ NOBODY = 65534
 
 @pytest.fixture
 def cluster(image: str) -> Iterator[Cluster]:
-    flags = ["--quota", f"root=vms:{QUOTA}", "--quota", f"{NOBODY}=memory:4G", "--socket-group", str(NOBODY)]
+    # A host that is silent is gone after 5 s.
+    flags = ["--debug-pace", "3", "--quota", f"root=vms:{QUOTA}", "--quota", f"{NOBODY}=memory:4G", "--socket-group", str(NOBODY)]
     with cluster_of(2, image, flags) as made:
         yield made
 

@@ -20,7 +20,9 @@ PROGRAM = Path(__file__).parent / "guest" / "away.py"
 CPUS = 2
 #: A job is kept a while after its last clone, and hosts tell each other every second.
 RELEASED_S = 20
-#: The same for what a daemon that died left.
+#: Divides the 30 s for which a daemon keeps what an earlier one left (`ADOPTED_FOR` in
+#: `peers/src/jobs.rs`).
+PACE = 4
 ADOPTED_S = 60
 
 
@@ -28,7 +30,7 @@ ADOPTED_S = 60
 def made(image: str) -> Iterator[tuple[Cluster, Slurm]]:
     with hosts(2) as net, slurm_on(net, CPUS) as slurm, contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(slurm.conf))
-        cluster = Cluster(net, image, stack, ["--allocator", "slurm"])
+        cluster = Cluster(net, image, stack, ["--allocator", "slurm", "--debug-pace", str(PACE)])
         cluster.join()
         yield cluster, slurm
 
@@ -107,7 +109,7 @@ def test_a_job_that_a_daemon_left_lasts_while_its_clones_do(cluster: Cluster, sl
     cluster.daemons[0].start()
     cluster.settle()
     assert slurm.waiting() == {waits}
-    stays(lambda: job in slurm.jobs(), 40, "its clone needs it")
+    stays(lambda: job in slurm.jobs(), 30 / PACE + 8, "its clone needs it")
     eventually(lambda: slurm.waiting() == set(), ADOPTED_S, "no ticket needs what waits")
     orphan.remove(force=True)
     eventually(lambda: slurm.jobs() == {}, ADOPTED_S, "no clone needs it")

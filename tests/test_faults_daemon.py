@@ -68,7 +68,7 @@ def test_a_killed_daemon_leaves_nothing_and_the_next_tells_what_was_lost(world: 
     assert {vm.name for vm in world.client.host().lost} == names - {clones[0].name}
     assert list((world.daemon.state / "vms").iterdir()) == []
     # Their names are free again.
-    with world.client.run(host.lost[0].image, name="parent", memory_mib=128) as vm:
+    with guests.warm(world.client, host.lost[0].image, name="parent", memory_mib=256) as vm:
         assert vm.exec("echo well").stdout_text == "well\n"
 
 

@@ -14,8 +14,14 @@ from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
 
-#: The first fork of a VM that booted is part of it.
+#: The first fork of a VM that booted is part of it. Its identity is another than that of one from a
+#: store.
 BOOTS = True
+
+
+def test_the_booted_vm_has_an_identity_too(booted: vmfork.VM) -> None:
+    assert booted.exec("cat /run/vmfork/vmid").stdout_text.strip() == "0"
+    assert booted.exec("hostname").stdout_text.strip() == booted.name
 
 
 def test_a_clone_goes_on_where_the_parent_stood(vm: vmfork.VM) -> None:

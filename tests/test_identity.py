@@ -11,10 +11,6 @@ import vmfork
 
 from harness.programs import Memcheck
 
-#: A VM that booted has another identity than one from a store.
-BOOTS = True
-
-
 def _distinct(values: list[str]) -> bool:
     return len(set(values)) == len(values)
 
@@ -72,11 +68,6 @@ def test_vmid_and_identity_are_right(vm: vmfork.VM) -> None:
             assert grandchild.exec("cat /run/vmfork/vmid").stdout_text.strip() == "1"
             assert clone.exec("cat /run/vmfork/vmid").stdout_text.strip() == str(clone.vmid)
             grandchild.kill()
-
-
-def test_the_booted_vm_has_an_identity_too(booted: vmfork.VM) -> None:
-    assert booted.exec("cat /run/vmfork/vmid").stdout_text.strip() == "0"
-    assert booted.exec("hostname").stdout_text.strip() == booted.name
 
 
 def _clock_error_s(vm: vmfork.VM) -> float:

@@ -132,7 +132,7 @@ def test_clones_on_other_hosts_inherit_and_lists_of_any_host_find_them(three_hos
 
 @pytest.mark.parametrize(
     ("label", "why"),
-    [("app", "KEY=VALUE"), ("-a=x", "starting with"), ("a=x\ny", "control"), (f"{'k' * 64}=x", "63"), ("a=" + "x" * 256, "255")],
+    [("app", "KEY=VALUE"), ("_a=x", "starting with"), ("a=x\ny", "control"), (f"{'k' * 64}=x", "63"), ("a=" + "x" * 256, "255")],
 )
 def test_the_command_refuses_what_is_no_label_and_says_why(cli: Cli, web: vmfork.VM, label: str, why: str) -> None:
     done = cli("fork", "web", "--label", label, code=2)

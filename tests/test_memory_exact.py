@@ -160,21 +160,22 @@ def held_mib() -> float:
 
 
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("turns", "region_mib", "given_mb"), [(1, 24, 50), pytest.param(3, 64, 150, marks=pytest.mark.soak)])
 def test_memory_that_the_guest_gave_back_and_took_again(
-    start: Callable[..., vmfork.VM], seed: int, turns: int
+    start: Callable[..., vmfork.VM], seed: int, turns: int, region_mib: int, given_mb: int
 ) -> None:
     """Free page reporting empties pages; after a fork they are zero, and what is written there
     stays."""
     vm = start(unit=16, cpus=1, memory_mib=512)
-    family = Family.begin(vm, seed, mib=64, threads=1, rate_mb_s=20)
+    family = Family.begin(vm, seed, mib=region_mib, threads=1, rate_mb_s=20)
+    given = given_mb * 1_000_000
     for turn in range(turns):
-        vm.exec("head -c 150000000 /dev/urandom > /dev/shm/f; sha256sum /dev/shm/f > /run/sum", check=True)
+        vm.exec(f"head -c {given} /dev/urandom > /dev/shm/f; sha256sum /dev/shm/f > /run/sum", check=True)
         kept = family.fork(family.parent, 1)[0]
         vm.exec("rm /dev/shm/f", check=True)
         time.sleep(3 + turn)  # the guest reports what it has free
         young = family.fork(family.parent, 1)[0]
-        fill = "head -c 150000000 /dev/urandom > /dev/shm/g; sha256sum /dev/shm/g > /run/sum2; sha256sum -c /run/sum2"
+        fill = f"head -c {given} /dev/urandom > /dev/shm/g; sha256sum /dev/shm/g > /run/sum2; sha256sum -c /run/sum2"
         assert young.vm.exec(fill).exit_code == 0
         assert kept.vm.exec(["sha256sum", "-c", "/run/sum"]).exit_code == 0
         family.verify_all()

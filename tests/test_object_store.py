@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import vmfork
 
-from harness import s3
+from harness import guests, s3
 from harness.daemon import Daemon
 from harness.waits import eventually
 
@@ -42,7 +42,7 @@ def start_daemon(make_daemon: MakeDaemon, image: str) -> Callable[[dict[str, str
 def pushed(daemon: Daemon, image: str, server: s3.Server) -> None:
     """A snapshot `warm` with `DATA` in a file, taken there and pushed."""
     with daemon.client() as client:
-        vm = client.run(image, name="web")
+        vm = guests.warm(client, image, name="web", memory_mib=256, whole=True)
         vm.write_file("/run/data", DATA)
         client.snapshots.create("web", "warm", wait=True, record_s=0)
         vm.remove(force=True)
@@ -67,7 +67,7 @@ def test_a_pulled_snapshot_starts_before_it_is_here_and_needs_no_server_when_it_
     with ExitStack() as stack:
         with s3.relay(server.port, 0.2) as port:
             there = stack.enter_context(start_daemon(server.environment(port)).client())
-            bystander = there.run(image, name="bystander")
+            bystander = guests.warm(there, image, name="bystander", memory_mib=256)
             there.snapshots.pull("warm", server.location)
         # The way to the server is gone before much has come.
         with pytest.raises(vmfork.VmforkError, match="s3://snapshots") as lost:
@@ -94,7 +94,7 @@ def test_who_is_not_let_in_is_told_so_without_the_secret(
     env = {**server.environment(), "AWS_SECRET_ACCESS_KEY": "not the secret of the tests"}
     daemon = start_daemon(env)
     with daemon.client() as client:
-        vm = client.run(image, name="web")
+        vm = guests.warm(client, image, name="web", memory_mib=256)
         client.snapshots.create("web", "warm", wait=True, record_s=0)
         with pytest.raises(vmfork.VmforkError) as refused:
             client.snapshots.push("warm", server.location)

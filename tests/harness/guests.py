@@ -9,8 +9,8 @@ A VM that was started here differs from one that booted. Its family is the snaps
 1, and its first pages come from the store. A test whose subject is one of these calls `client.run`,
 which boots.
 
-The files in a daemon's store are the same files as in the cache. A test that damages files must not
-start guests here.
+The files in a daemon's store are the same files as in the cache. A test that counts or damages what
+its store holds starts guests with `whole`: they have copies, until their daemon starts again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import vmfork
 
 from . import images, places
 from .daemon import Client, Daemon
+from .waits import eventually
 
 #: Hashes that are kept. More than one, for runs with other programs (`VMFORK_OUT`) in between.
 KEPT = 3
@@ -54,14 +55,35 @@ def folder() -> Path:
     return places.CACHE / "test-snapshots"
 
 
+#: Faster than any disk: the guest's memory is read at once.
+_HYDRATE_MIB_PER_S = 4096
+
+
 def warm(
-    client: vmfork.Client, image: str, *, name: str | None = None, memory_mib: int = 512, cpus: int = 1
+    client: vmfork.Client,
+    image: str,
+    *,
+    name: str | None = None,
+    memory_mib: int = 512,
+    cpus: int = 1,
+    whole: bool = False,
 ) -> vmfork.VM:
-    """A VM of this shape that has booted, on the client's daemon."""
+    """A VM of this shape that has booted, on the client's daemon.
+
+    With `whole`, all of its memory is read before this returns, and its snapshot is removed. In the
+    daemon's store its chunks stay as long as the VM lives. They are no files of the cache.
+    """
     assert isinstance(client, Client), "only the clients of `Daemon` know a state folder"
     shape = Shape(image, memory_mib, cpus)
-    link_into(client.state / "snapshots", stored(shape))
-    (vm,) = client.snapshots.start(shape.name, names=[name] if name else None).raise_for_errors()
+    store = client.state / "snapshots"
+    link_into(store, stored(shape), links=not whole)
+    names = [name] if name else None
+    rate = _HYDRATE_MIB_PER_S if whole else 0
+    (vm,) = client.snapshots.start(shape.name, names=names, hydrate_mib_per_s=rate).raise_for_errors()
+    if whole:
+        pages = client.snapshots.get(shape.name).own_pages
+        eventually(lambda: vm.inspect().memory.cache_present_pages >= pages, 60, "all of it is read")
+        client.snapshots.remove(shape.name)
     return vm
 
 
@@ -124,15 +146,15 @@ def key(image: str) -> str:
     return sum_.hexdigest()[:16]
 
 
-def link_into(store: Path, source: Path) -> None:
-    """A daemon's store gets what another one has, by hard links where it can."""
+def link_into(store: Path, source: Path, *, links: bool = True) -> None:
+    """A daemon's store gets what another one has, by hard links where it can and may."""
     # A daemon that runs may free chunks at any time that no descriptor names: look until all are
     # there.
-    while _link_missing(store, source):
+    while _link_missing(store, source, links):
         pass
 
 
-def _link_missing(store: Path, source: Path) -> int:
+def _link_missing(store: Path, source: Path, links: bool) -> int:
     linked = 0
     for path in _in_order(source):
         target = store / path.relative_to(source)
@@ -140,16 +162,26 @@ def _link_missing(store: Path, source: Path) -> int:
             continue
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            os.link(path, target)
+            _place(path, target, links)
         except FileExistsError:
             continue  # another thread's
-        except OSError:
-            # Whole or not at all, for the daemon that reads here.
-            part = target.with_name(f".{target.name}.{os.getpid()}")
-            shutil.copy2(path, part)
-            part.replace(target)
         linked += 1
     return linked
+
+
+def _place(path: Path, target: Path, links: bool) -> None:
+    if links:
+        try:
+            os.link(path, target)
+            return
+        except FileExistsError:
+            raise
+        except OSError:
+            pass  # another file system
+    # Whole or not at all, for the daemon that reads here.
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copy2(path, part)
+    part.replace(target)
 
 
 def _in_order(source: Path) -> Iterator[Path]:

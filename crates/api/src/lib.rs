@@ -42,12 +42,14 @@
 //! | `POST /v1/cluster/join` | [`ClusterJoinRequest`] → [`ClusterInfo`] |
 //! | `POST /v1/cluster/token` | [`ClusterTokenRequest`] → [`ClusterToken`] |
 //! | `POST /v1/cluster/leave`, `drain`, `activate` | [`ClusterHostRequest`] → [`ClusterInfo`] |
+//! | `GET /v1/events?after=&kind=&vm=&follow=` | server-sent events, each an [`Event`] |
 //! | `GET /v1/openapi.json`, `GET /metrics` | the document, Prometheus text |
 //!
 //! Every error is an [`ErrorBody`] with a fitting HTTP status.
 
 mod cluster;
 mod error;
+mod event;
 mod fork;
 mod host;
 pub mod labels;
@@ -63,6 +65,10 @@ pub use cluster::{
     ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
 };
 pub use error::{ErrorBody, ErrorCode};
+pub use event::{
+    Event, EventClone, EventFilter, EventHost, EventKind, EventSnapshot, EventVm, GapCause,
+    Happening, HostGoneCause, VmEnd,
+};
 pub use fork::{CloneResult, ForkReply, ForkRequest, ForkStages, Place};
 pub use host::{Check, CheckStatus, DoctorReport, HostInfo, Image, LostVm, PoolInfo, Version};
 pub use labels::{LabelError, LabelFilter, Labels};

@@ -61,6 +61,10 @@ pub(crate) enum RawCommand {
     Inspect(RawVm),
     /// Print the output of a VM's console and detached programs
     Logs(RawLogs),
+    /// Print what happens on this host: VMs, snapshots, hosts of the cluster
+    ///
+    /// Reconnects by itself. A warning tells what was lost meanwhile.
+    Events(RawEvents),
     /// Attach to a VM's serial console (Ctrl-] detaches)
     Console(RawVm),
     /// Stop VMs
@@ -326,6 +330,23 @@ pub(crate) struct RawLogs {
     /// Follow the output until the VM ends
     #[arg(short, long)]
     pub(crate) follow: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawEvents {
+    /// Continue after the event with this cursor (`cursor` in --json); 0: all that the daemon has
+    /// [default: from now on; with --no-follow: 0]
+    #[arg(long, value_name = "CURSOR")]
+    pub(crate) after: Option<String>,
+    /// Print only this kind, as vm.ended; repeat it or separate kinds with commas [default: all]
+    #[arg(long = "kind", value_name = "KIND", value_delimiter = ',', action = ArgAction::Append)]
+    pub(crate) kinds: Vec<String>,
+    /// Print only events about this VM (name or id)
+    #[arg(long, value_name = "VM")]
+    pub(crate) vm: Option<String>,
+    /// End after the events that have happened so far
+    #[arg(long)]
+    pub(crate) no_follow: bool,
 }
 
 #[derive(Debug, Args)]

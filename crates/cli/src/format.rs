@@ -52,6 +52,23 @@ pub(crate) fn age_since(unix_ms: u64) -> String {
     age(now.saturating_sub(Duration::from_millis(unix_ms)))
 }
 
+/// An instant by the calendar, in UTC, to the millisecond.
+pub(crate) fn utc(unix_ms: u64) -> String {
+    let (seconds, ms) = (unix_ms / 1000, unix_ms % 1000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years from March on, so that the leap day is the last; from 0000-03-01, 719,468 days before.
+    let since = days + 719_468;
+    let (era, day) = (since / 146_097, since % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, carry) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = year + era * 400 + carry;
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+}
+
 /// A duration given in milliseconds, with two or three digits that say something: `3.4 ms`, `31
 /// ms`, `1.25 s`, `2m05s`.
 pub(crate) fn millis(ms: f64) -> String {
@@ -135,6 +152,20 @@ mod tests {
             assert_eq!(age(Duration::from_secs(seconds)), text);
         }
         assert_eq!(age_since(u64::MAX), "0s");
+    }
+
+    #[test]
+    fn instants_are_those_of_the_calendar() {
+        for (unix_s, text) in [
+            (0, "1970-01-01T00:00:00.007Z"),
+            (951_782_400, "2000-02-29T00:00:00.007Z"),
+            (951_868_799, "2000-02-29T23:59:59.007Z"),
+            (1_735_689_599, "2024-12-31T23:59:59.007Z"),
+            (1_740_787_200, "2025-03-01T00:00:00.007Z"),
+            (4_107_542_400, "2100-03-01T00:00:00.007Z"),
+        ] {
+            assert_eq!(utc(unix_s * 1000 + 7), text);
+        }
     }
 
     #[test]

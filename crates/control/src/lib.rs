@@ -3,6 +3,8 @@
 //! Promises nothing by itself: a host implements [`Control`], and REST turns requests into its
 //! calls. Neither knows the other.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
@@ -14,9 +16,12 @@ use vmfork_api::{
     VerifyReply, Version, Vm, VmDetail,
 };
 
+mod events;
 mod user;
 
+pub use events::{AheadError, Events, Told};
 pub use user::User;
+pub use vmfork_events::{Cursor, CursorError, Limits};
 
 /// An answer to come.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
@@ -59,6 +64,8 @@ pub trait Control: SnapshotControl {
     /// then.
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()>;
     fn console<'a>(&'a self, vm: &'a str) -> Answer<'a, ConsoleSession>;
+    /// What has happened on this host, and what will.
+    fn events(&self) -> Arc<Events>;
 }
 
 /// The operations on the cluster that this host is a member of, or is to be.

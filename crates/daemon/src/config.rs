@@ -5,6 +5,7 @@ mod slurm;
 use std::ffi::OsStr;
 use std::io;
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -125,6 +126,11 @@ pub struct Flags {
     /// panic; for tests
     #[arg(long, hide = true)]
     pub debug_faults: bool,
+
+    /// Divide by N the waits after which a silent host of the cluster counts as gone, and what it
+    /// had as lost; for tests
+    #[arg(long, value_name = "N", hide = true, default_value = "1")]
+    pub debug_pace: NonZeroU32,
 
     /// Folder of the shim, the guest agent and the holder [default: ../lib/vmfork, relative to
     /// vmforkd]
@@ -263,6 +269,7 @@ impl Flags {
             page_transfer: self.page_transfer,
             ticket_place: self.ticket_place,
             slurm,
+            pace: vmfork_peers::Pace::new(self.debug_pace),
         };
         Ok(Config {
             host,

@@ -314,7 +314,7 @@ async fn bring_up(
         Err(_no_agent) => run(vm, machine, snapshot).await.map_err(Failure::qemu)?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
-    vm.set_ready(agent);
+    core.set_ready(vm, agent);
     Ok(())
 }
 

@@ -401,6 +401,7 @@ impl Fork {
             clones,
         };
         parent.set_last_fork(reply.clone());
+        forker.core.tell_forked(parent, &reply);
         reply
     }
 }

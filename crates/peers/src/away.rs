@@ -1,6 +1,5 @@
 //! The part of a fork that goes to other hosts of the cluster.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,21 +9,16 @@ use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
-use super::cluster::Cluster;
-use super::descriptor::CloneOrder;
 use super::guest_images::TAKES_LONG;
 use super::member::Member;
-use super::place::{Sending, Share, send};
-use super::reserve::reserve;
+use super::remote_fork::CloneOrder;
+use super::remote_fork::send::{Sender, Sending, Share, send};
 use super::tickets::Abroad;
 use vmfork_fork::facts::{Facts, Frozen, host};
 use vmfork_fork::tickets::{Event, TicketOrigin};
-use vmfork_fork::{
-    Allotted, Departure, Hold, PlanAsk, Remote, Reserved, Wanted, failed, report_failure,
-};
+use vmfork_fork::{Departure, Hold, Placement, PlanAsk, Reserved, Wanted, failed, report_failure};
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
-use vmfork_host::vm::Vm;
 use vmfork_host::vm::machine::Machine;
 
 /// How long a fork that is given up waits until the other hosts have heard of that.
@@ -74,8 +68,23 @@ fn check_here(placement: &vmfork_fork::Placement, message: &str) -> Result<(), E
 /// Decide what goes elsewhere; `None`: nothing does.
 ///
 /// # Errors
+/// What [`of_fork`] and [`of_ticket`] say.
+pub(super) async fn plan(
+    member: Option<Arc<Member>>,
+    ask: PlanAsk<'_>,
+) -> Result<Option<Box<dyn vmfork_fork::Away>>, ErrorBody> {
+    let away = match ask.by_ticket {
+        true => of_ticket(member, ask).await?,
+        false => of_fork(member, ask).await?,
+    };
+    Ok(away.map(|away| Box::new(away) as Box<dyn vmfork_fork::Away>))
+}
+
+/// What of a fork's clones goes elsewhere; `None`: nothing does.
+///
+/// # Errors
 /// Hosts are named that there are not, or not all fit and all are insisted on.
-async fn plan(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Away>, ErrorBody> {
+async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Away>, ErrorBody> {
     let PlanAsk { core, parent, machine, placement, count, all_or_nothing, .. } = ask;
     let vmfork_fork::FreezeWanted { message, deadline, given_up, .. } = ask.wanted;
     let Some(member) = member else {
@@ -302,7 +311,8 @@ impl Away {
             shares.iter().map(line).collect::<Vec<_>>()
         };
         let abroad = what.origin.map(open).unwrap_or_default();
-        results.extend(send(&self.member, sending, shares).await);
+        let Member { hosts, images, locate, .. } = &*self.member;
+        results.extend(send(Sender { hosts, images, locate }, sending, shares).await);
         if let Some(origin) = what.origin {
             tell(origin, &abroad, &results);
         }
@@ -334,58 +344,6 @@ impl vmfork_fork::Away for Away {
 
     fn end(&self) -> BoxFuture<'_, ()> {
         self.end().boxed()
-    }
-}
-
-impl Remote for Cluster {
-    fn here(&self) -> Option<String> {
-        self.member().map(|member| member.hosts.name())
-    }
-
-    fn names(&self) -> BoxFuture<'_, Option<HashSet<String>>> {
-        async {
-            match self.member() {
-                Some(member) => Some(member.locate.names_elsewhere().await),
-                None => None,
-            }
-        }
-        .boxed()
-    }
-
-    fn plan<'a>(
-        &'a self,
-        ask: PlanAsk<'a>,
-    ) -> BoxFuture<'a, Result<Option<Box<dyn vmfork_fork::Away>>, ErrorBody>> {
-        async move {
-            let member = self.member();
-            let away = match ask.by_ticket {
-                true => of_ticket(member, ask).await?,
-                false => plan(member, ask).await?,
-            };
-            Ok(away.map(|away| Box::new(away) as Box<dyn vmfork_fork::Away>))
-        }
-        .boxed()
-    }
-
-    /// As `--ticket-place` says.
-    fn reserve<'a>(
-        &'a self,
-        core: &'a Core,
-        parent: &'a Vm,
-        vms: u32,
-        message: &'a str,
-    ) -> BoxFuture<'a, Option<Allotted>> {
-        async move {
-            let member = self.member()?;
-            match self.this.settings.ticket_place.policy() {
-                Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
-                None => {
-                    let refused = member.hosts.check_active(message).err();
-                    refused.map(|it| Allotted { refused: Some(it), ..Allotted::default() })
-                }
-            }
-        }
-        .boxed()
     }
 }
 

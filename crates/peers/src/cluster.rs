@@ -1,5 +1,6 @@
 //! This host in a cluster, or in none.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -13,14 +14,17 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_host::core::{Core, Keeper};
 
+use crate::away::plan;
 use crate::client::WORD_WAIT;
 use crate::life::Life;
 use crate::member::Member;
+use crate::reserve::reserve;
 use crate::settings::Settings;
 use crate::this_host::ThisHost;
 use vmfork_control::Answer;
-use vmfork_fork::Forker;
+use vmfork_fork::{Allotted, Forker, PlanAsk, Remote};
 use vmfork_host::metrics::{Multicast, Role, Side, Sourced, Traffic};
+use vmfork_host::vm::Vm;
 use vmfork_rest::http::{Answered, Elsewhere};
 
 /// One per daemon.
@@ -171,6 +175,50 @@ impl Keeper for Cluster {
             match self.member() {
                 Some(member) => member.keeper.take(core, ask, message).await.map(Some),
                 None => Ok(None),
+            }
+        }
+        .boxed()
+    }
+}
+
+impl Remote for Cluster {
+    fn here(&self) -> Option<String> {
+        self.member().map(|member| member.hosts.name())
+    }
+
+    fn names(&self) -> BoxFuture<'_, Option<HashSet<String>>> {
+        async {
+            match self.member() {
+                Some(member) => Some(member.locate.names_elsewhere().await),
+                None => None,
+            }
+        }
+        .boxed()
+    }
+
+    fn plan<'a>(
+        &'a self,
+        ask: PlanAsk<'a>,
+    ) -> BoxFuture<'a, Result<Option<Box<dyn vmfork_fork::Away>>, ErrorBody>> {
+        plan(self.member(), ask).boxed()
+    }
+
+    /// As `--ticket-place` says.
+    fn reserve<'a>(
+        &'a self,
+        core: &'a Core,
+        parent: &'a Vm,
+        vms: u32,
+        message: &'a str,
+    ) -> BoxFuture<'a, Option<Allotted>> {
+        async move {
+            let member = self.member()?;
+            match self.this.settings.ticket_place.policy() {
+                Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
+                None => {
+                    let refused = member.hosts.check_active(message).err();
+                    refused.map(|it| Allotted { refused: Some(it), ..Allotted::default() })
+                }
             }
         }
         .boxed()

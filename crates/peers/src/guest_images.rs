@@ -45,8 +45,8 @@ use vmfork_cluster::allocate::HostView;
 use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store, StoreError};
 
 use super::client::{CallError, Peer};
-use super::descriptor::Order;
 use super::hosts::Hosts;
+use super::remote_fork::Order;
 use vmfork_fork::was_given_up;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;

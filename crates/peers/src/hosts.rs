@@ -12,6 +12,7 @@ use vmfork_cluster::allocate::HostView;
 use vmfork_cluster::{Entry, HostId, HostState, Liveness, Membership, Now, Roster};
 
 use super::client::Peer;
+use super::pace::Pace;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 
@@ -31,6 +32,8 @@ pub(crate) struct Hosts {
     /// This one.
     pub(super) id: HostId,
     pub(super) roster: Roster,
+    /// Of waits for the others.
+    pub(super) pace: Pace,
     began: Instant,
     /// For calls of others' REST API.
     api: Arc<ClientConfig>,
@@ -43,8 +46,8 @@ impl std::fmt::Debug for Hosts {
 }
 
 impl Hosts {
-    pub(super) fn new(id: HostId, roster: Roster, api: Arc<ClientConfig>) -> Self {
-        Self { id, roster, began: Instant::now(), api }
+    pub(super) fn new(id: HostId, roster: Roster, api: Arc<ClientConfig>, pace: Pace) -> Self {
+        Self { id, roster, pace, began: Instant::now(), api }
     }
 
     pub(super) fn now(&self) -> Now {

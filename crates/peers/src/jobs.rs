@@ -26,6 +26,7 @@ use vmfork_cluster::slurm::{self, Slurm};
 use vmfork_cluster::{HostId, Liveness};
 
 use super::hosts::Hosts;
+use super::pace::Pace;
 use vmfork_fork::Hold;
 use vmfork_host::core::Core;
 use vmfork_host::error::{chain, outcome};
@@ -64,6 +65,8 @@ struct Own {
 
 #[derive(Debug, Default)]
 struct State {
+    /// Of the wait for hosts that an earlier life knew.
+    pace: Pace,
     /// Of this host.
     own: BTreeMap<String, Own>,
     /// Those of them that VMs of other hosts are of.
@@ -109,8 +112,9 @@ impl fmt::Debug for Jobs {
 }
 
 impl Jobs {
-    pub(super) fn new(own: HostId, allocator: Arc<dyn Allocator>) -> Arc<Self> {
-        Arc::new(Self { own, allocator, state: Mutex::default() })
+    pub(super) fn new(own: HostId, allocator: Arc<dyn Allocator>, pace: Pace) -> Arc<Self> {
+        let state = State { pace, ..State::default() };
+        Arc::new(Self { own, allocator, state: Mutex::new(state) })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -176,7 +180,7 @@ impl State {
         let new = |id: &String| !self.own.contains_key(id) && !self.ended.contains_key(id);
         let new: Vec<String> = jobs.into_iter().filter(new).collect();
         for id in &new {
-            let needed_until = now + ADOPTED_FOR;
+            let needed_until = now + self.pace.of(ADOPTED_FOR);
             let (needed_by, hosts) = (Weak::new(), None);
             let own = Own { needed_by, hosts, needed_until, is_being_released: false };
             self.own.insert(id.clone(), own);

@@ -17,14 +17,17 @@ use vmfork_multicast::Groups;
 use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits};
 
 use super::client::WORD_WAIT;
+use super::connection_cache::ConnectionCache;
+use super::connection_slots::Callers;
+use super::hosts::Hosts;
 use super::jobs;
-use super::kept::Kept;
 use super::member::{Beat, HEARTBEAT, Member, Served, pages_address};
 use super::multicast;
-use super::places::Callers;
 use super::records::Records;
 use super::server::{self, API_PROTOCOL, Bounds, Port, Routes};
 use super::this_host::ThisHost;
+use super::watched::Watched;
+use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::metrics::{Multicast, Role, Side, Sourced, Traffic};
 
@@ -49,7 +52,9 @@ pub(super) struct Life {
     /// Where pages are sent to all who need them.
     groups: Option<Arc<Groups>>,
     pub(super) callers: Arc<Callers>,
-    kept: Kept,
+    connections: ConnectionCache,
+    /// The hosts as readers of events know them.
+    watched: Mutex<Watched>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -76,13 +81,15 @@ pub(super) enum BeginError {
 }
 
 impl Life {
-    /// Begin to be a member: listen, serve, tell the others. `routes`: what others are answered.
+    /// Begin to be a member: listen, serve, tell the others. `watched`: the members that readers of
+    /// events know. `routes`: what others are answered.
     ///
     /// # Errors
     /// A port is taken, or the keys are of no use.
     pub(super) async fn begin(
         this: &Arc<ThisHost>,
         opened: Opened,
+        watched: Watched,
         routes: impl FnOnce(&Arc<Self>) -> Routes,
     ) -> Result<Arc<Self>, BeginError> {
         let Opened { folder, cluster: of, tokens } = opened;
@@ -97,9 +104,13 @@ impl Life {
         let form = this.settings.page_transfer;
         let (by, allocator) =
             ((form, pages_at.ip()), jobs::allocator(this.settings.slurm.clone(), id));
-        let member = Member::new(id, this.epoch, roster, api, pages, allocator, by);
-        let member = Arc::new(member);
-        member.hosts.roster.change(|book| book.begin(member.hosts.now()));
+        let pace = this.settings.pace;
+        let hosts = Hosts::new(id, roster, api, pace);
+        let member = Arc::new(Member::new(hosts, this.epoch, pages, allocator, by));
+        member.hosts.roster.change(|book| {
+            book.set_timing(pace.timing());
+            book.begin(member.hosts.now());
+        });
         let listener = TcpListener::bind(api_at)
             .await
             .map_err(|source| BeginError::Listen { address: api_at, source })?;
@@ -107,7 +118,7 @@ impl Life {
         let for_pages = StdListener::bind(pages_at).map_err(refused)?;
         let served = Arc::new(Served(Arc::clone(&member)));
         let pages: Arc<dyn Pages> = Arc::clone(&served) as Arc<dyn Pages>;
-        let groups = member.ears().send_from(pages_at, pages);
+        let groups = member.listeners().send_from(pages_at, pages);
         let service = PageService::start(
             for_pages,
             tls.server(&[PAGES_PROTOCOL])?,
@@ -124,7 +135,8 @@ impl Life {
             service,
             groups,
             callers: Arc::default(),
-            kept: Kept::default(),
+            connections: ConnectionCache::default(),
+            watched: Mutex::new(watched),
             stop,
             tasks: Mutex::default(),
         });
@@ -204,7 +216,7 @@ impl Life {
     /// What became of what was sent, and heard, by multicast.
     pub(super) fn multicast(&self) -> Vec<(Multicast, u64)> {
         let sent = self.groups.iter().flat_map(|groups| multicast::sent(groups.counters()));
-        sent.chain(self.member.ears().heard().into_iter().flatten()).collect()
+        sent.chain(self.member.listeners().heard().into_iter().flatten()).collect()
     }
 
     /// Say nothing of its own accord any more.
@@ -222,6 +234,15 @@ impl Life {
         if !merged.changed.is_empty() {
             self.save();
         }
+    }
+
+    /// Tell readers of events what has changed of the hosts. At each tick, and before the end.
+    pub(super) fn tell_hosts(&self, core: &Core) {
+        let hosts = &self.member.hosts;
+        // Locked until all is told: two callers would tell it in another order.
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = hosts.roster.read(|book| watched.look(book, hosts.now()));
+        told.into_iter().for_each(|what| core.events.tell(what));
     }
 
     /// Write down who is a member.
@@ -277,10 +298,10 @@ impl Life {
         let member = &self.member;
         let Ok(peer) = member.hosts.peer_of(host, "send a heartbeat") else { return };
         let beat = member.beat_to(host, room, quotas);
-        let mut kept = self.kept.take(host, &peer);
+        let mut kept = self.connections.take(host, &peer);
         let answer = peer.ask_again::<Beat, Beat>(&mut kept, HEARTBEAT, &beat, WORD_WAIT).await;
         if let Some(connection) = kept {
-            self.kept.put(host, &peer, connection);
+            self.connections.put(host, &peer, connection);
         }
         match answer {
             Ok(answer) => match member.on_answer(host, &answer) {
@@ -304,11 +325,12 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
             _ = stop.wait_for(|stop| *stop) => return,
         }
         let (Some(life), Some(core)) = (life.upgrade(), this.core()) else { return };
+        life.tell_hosts(&core);
         let roster = &life.member.hosts.roster;
         let is_host = |id| roster.read(|book| book.member(id).is_some());
         let is_member = |host| HostId::new(host).is_some_and(is_host);
         life.callers.keep(is_host);
-        life.kept.keep(is_host);
+        life.connections.keep(is_host);
         life.service.keep(is_member);
         life.groups.iter().for_each(|groups| groups.keep(is_member));
         // Ends engines, and looks up addresses.
@@ -328,7 +350,7 @@ async fn beat(life: std::sync::Weak<Life>, this: Arc<ThisHost>, mut stop: watch:
                 arrivals.look();
                 let has_room = !core.is_short_of_memory();
                 arrivals.allow_prefetch(has_room);
-                life.member.ears().allow(has_room);
+                life.member.listeners().allow(has_room);
             });
         }
         let (now, room) = (life.member.hosts.now(), core.admission.room());

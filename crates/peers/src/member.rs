@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{Allocator, Tally};
-use vmfork_cluster::{Fingerprint, Heartbeat, HostId, Liveness, Merged, Room, Roster};
+use vmfork_cluster::{Fingerprint, Heartbeat, HostId, Liveness, Merged, Room};
 use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_transfer::{
     Invitation, Pages, PeerConfig, PeerLimits, Refusal, RefusalKind, SourceCounters, Urgency,
@@ -20,18 +20,18 @@ use vmfork_transfer::{
 };
 
 use super::arrivals::Arrivals;
-use super::coming::Estimates;
-use super::finding::Locate;
 use super::guest_images::GuestImages;
 use super::hosts::{Hosts, There};
 use super::images::{Images, NotRead};
 use super::jobs::{JobNews, Jobs};
-use super::multicast::Ears;
-use super::orders::Orders;
+use super::locate::Locate;
+use super::multicast::GroupListeners;
 use super::quotas::Keeper;
-use super::receive::Engines;
+use super::remote_fork::Orders;
+use super::remote_fork::receive::Engines;
 use super::sources::{PagePeer, Sources};
 use super::tickets::{Inbox, Leases, Lines};
+use super::transfer_estimate::Estimates;
 use crate::PageTransfer;
 use vmfork_host::error::chain;
 
@@ -98,25 +98,23 @@ impl std::fmt::Debug for Member {
 
 impl Member {
     pub(super) fn new(
-        id: HostId,
+        hosts: Hosts,
         epoch: u32,
-        roster: Roster,
-        api: Arc<ClientConfig>,
         pages: Arc<ClientConfig>,
         allocator: Arc<dyn Allocator>,
         (form, address): (PageTransfer, IpAddr),
     ) -> Self {
-        let hosts = Arc::new(Hosts::new(id, roster, api));
+        let (id, hosts) = (hosts.id, Arc::new(hosts));
         let images = Arc::new(Images::new(id.get(), epoch));
         let arrivals = Arc::new(Arrivals::default());
-        let ears = Ears::new(form, address, &images, &arrivals);
+        let listeners = GroupListeners::new(form, address, &images, &arrivals);
         Self {
             locate: Locate::new(&hosts),
             estimates: Estimates::new(id, &images),
             pages,
             images,
             engines: Engines::default(),
-            sources: Sources::new(id, ears),
+            sources: Sources::new(id, listeners),
             arrivals,
             lines: Lines::default(),
             inbox: Inbox::default(),
@@ -126,7 +124,7 @@ impl Member {
             orders_given: AtomicU64::new(0),
             guest_images: GuestImages::new(&hosts),
             keeper: Keeper::new(&hosts),
-            jobs: Jobs::new(id, allocator),
+            jobs: Jobs::new(id, allocator, hosts.pace),
             hosts,
             inner: Mutex::default(),
         }
@@ -188,8 +186,8 @@ impl Member {
         self.sources.counters()
     }
 
-    pub(super) fn ears(&self) -> &Ears {
-        self.sources.ears()
+    pub(super) fn listeners(&self) -> &GroupListeners {
+        self.sources.listeners()
     }
 
     /// Pages come from members alone, and from new ones, too.
@@ -342,7 +340,7 @@ impl Pages for Served {
     }
 
     fn invite(&self, member: u64, image: ImageName) -> Result<Invitation, Refusal> {
-        self.0.ears().invite(member, image)
+        self.0.listeners().invite(member, image)
     }
 
     fn own(

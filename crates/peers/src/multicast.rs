@@ -1,13 +1,14 @@
-//! Pages that other hosts send to all who need them: what of them this host's caches take, and when
-//! it listens at all.
+//! Pages that other hosts send to all hosts that need them: which pages this host's caches take, and
+//! when it listens at all.
 //!
 //! ```text
-//!   source ──► Ears::listen ──► a Listener, if the setting allows ──► Shelf: engines of VMs here that lack the pages
+//!   source ──► GroupListeners::listen ──► a Listener, if the setting allows
+//!                                            └──► Shelf: engines of VMs here that lack the pages
 //!   Served ──► Member::invite ──► Groups, while this host is a member
 //! ```
 //!
-//! Promises: no page enters a cache but of an image that VMs here came of, where they will look for
-//! it and lack it: for that its memory was promised when they came ([`super::arrivals`]).
+//! Promises: a page enters a cache only if VMs here came of its image, look for it there, and lack
+//! it. Its memory was promised when they came ([`super::arrivals`]).
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +32,7 @@ const OPENED_WITHIN: Duration = Duration::from_secs(30);
 
 /// Of one host.
 #[derive(Debug)]
-pub(super) struct Ears {
+pub(super) struct GroupListeners {
     form: PageTransfer,
     /// At which interface; `None`: there is no multicast here.
     own: Option<Ipv4Addr>,
@@ -44,7 +45,7 @@ pub(super) struct Ears {
     heard: Arc<ListenerCounters>,
 }
 
-impl Ears {
+impl GroupListeners {
     pub(super) fn new(
         form: PageTransfer,
         own: IpAddr,

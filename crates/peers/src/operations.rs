@@ -18,6 +18,7 @@ use super::client::Peer;
 use super::cluster::Cluster;
 use super::life::{BeginError, Life};
 use super::routes::{self, JOIN};
+use super::watched::Watched;
 use vmfork_control::{Answer, ClusterControl};
 use vmfork_host::error::{chain, outcome};
 
@@ -80,13 +81,16 @@ impl Cluster {
                 self.let_go(opened.folder);
                 None
             }
-            Ok(Some(opened)) => match self.begin_life(opened).await {
-                Ok(life) => {
-                    self.set_life(Some(life));
-                    None
+            Ok(Some(opened)) => {
+                let watched = Watched::begin(&opened.cluster.members);
+                match self.begin_life(opened, watched).await {
+                    Ok(life) => {
+                        self.set_life(Some(life));
+                        None
+                    }
+                    Err(error) => Some(hindered(chain(&error), None)),
                 }
-                Err(error) => Some(hindered(chain(&error), None)),
-            },
+            }
             Err(error) => Some(hindered(chain(&error), error.remedy())),
         };
         let before = std::mem::replace(&mut *self.hindrance(), hindrance.clone());
@@ -99,7 +103,11 @@ impl Cluster {
         false
     }
 
-    async fn begin_life(self: &Arc<Self>, opened: Opened) -> Result<Arc<Life>, BeginError> {
+    async fn begin_life(
+        self: &Arc<Self>,
+        opened: Opened,
+        watched: Watched,
+    ) -> Result<Arc<Life>, BeginError> {
         let cluster = Arc::downgrade(self);
         let removed = move || {
             if let Some(cluster) = cluster.upgrade() {
@@ -107,7 +115,7 @@ impl Cluster {
             }
         };
         let routes = |life: &Arc<Life>| routes::of(&self.this, life, removed);
-        Life::begin(&self.this, opened, routes).await
+        Life::begin(&self.this, opened, watched, routes).await
     }
 
     /// Serve other hosts no more: the daemon ends. It stays a member.
@@ -135,6 +143,9 @@ impl Cluster {
 
     async fn end(&self, life: Arc<Life>) {
         self.set_life(None);
+        if let Some(core) = self.this.core() {
+            life.tell_hosts(&core);
+        }
         life.member.jobs.release_all().await;
         if let Some(folder) = life.end().await {
             self.let_go(folder);
@@ -159,8 +170,11 @@ impl Cluster {
             remedy: error.remedy(),
         })?;
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
-        match self.begin_life(opened).await {
+        match self.begin_life(opened, Watched::default()).await {
             Ok(life) => {
+                if let Some(core) = self.this.core() {
+                    life.tell_hosts(&core);
+                }
                 self.set_life(Some(life));
                 Ok(self.info())
             }

@@ -21,10 +21,10 @@ use vmfork_host::error::chain;
 use vmfork_host::vm::{Identity, Vm};
 
 use crate::client::{CallError, WORD_WAIT};
-use crate::coming::Coming;
 use crate::hosts::Hosts;
 use crate::member::Member;
 use crate::tickets::{LEASES, PlacesAsk, RELEASE};
+use crate::transfer_estimate::TransferEstimate;
 
 /// How long the guest image may take to come to hosts that lack it, before they are asked for
 /// places.
@@ -40,7 +40,7 @@ struct Asker<'a> {
     /// What a clone takes.
     shape: Room,
     /// What has to come to each host.
-    coming: Coming,
+    coming: TransferEstimate,
 }
 
 /// Places for `vms` clones of a VM on this and other hosts, laid out by `policy`: as many as there
@@ -60,7 +60,7 @@ pub(crate) async fn reserve(
     let mut views = member.hosts.views(core);
     let coming = match parent.running_machine() {
         Ok(machine) => member.estimates.coming(&core.admission, identity, &machine, &mut views),
-        Err(_) => Coming::default(),
+        Err(_) => TransferEstimate::default(),
     };
     let asker = Asker { core, member, identity, message, shape, coming };
     let refused = |error| Allotted { refused: Some(error), ..Allotted::default() };

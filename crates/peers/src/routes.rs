@@ -12,7 +12,7 @@
 //! | `POST /cluster/v1/quotas` | of a user's keeper: [`QuotaAsk`] → `QuotaAnswer` |
 //! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
 //! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
-//! | `POST /cluster/v1/touched` | what a clone of a snapshot that is lent has touched: [`super::touched`] |
+//! | `POST /cluster/v1/touched` | what a clone of a snapshot that is lent has touched: [`super::touch_feedback`] |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -28,19 +28,19 @@ use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
 
 use super::context::{Context, is_leaving};
-use super::descriptor::{self, Descriptor};
 use super::family;
-use super::finding::NAMES;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
+use super::locate::NAMES;
 use super::member::{Beat, HEARTBEAT};
-use super::place::{CLONES, GIVE_UP};
 use super::quotas::QUOTAS;
-use super::receive::{self, Here};
+use super::remote_fork::receive::{self, Here};
+use super::remote_fork::send::{CLONES, GIVE_UP};
+use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor};
 use super::server::{Caller, Routes};
 use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
-use super::touched::{self, TOUCHED};
+use super::touch_feedback::{self, TOUCHED};
 use vmfork_host::core::Core;
 use vmfork_host::error::{BUG, chain, outcome};
 use vmfork_host::vm::End;
@@ -74,7 +74,7 @@ pub(super) fn of(
         OfLife { life: Arc::downgrade(life), context: context.clone(), removed: Arc::new(removed) };
     let clones = Router::new()
         .route(CLONES, post(clones))
-        .layer(DefaultBodyLimit::max(descriptor::BYTES_MAX));
+        .layer(DefaultBodyLimit::max(DESCRIPTOR_BYTES_MAX));
     let members = Router::new()
         .route(NAMES, get(names))
         .route(family::END, post(family::end))
@@ -84,7 +84,7 @@ pub(super) fn of(
         .route(RELEASE, post(release))
         .route(QUOTAS, post(quota))
         .route(LETTERS, post(letter))
-        .route(TOUCHED, post(touched::hear))
+        .route(TOUCHED, post(touch_feedback::hear))
         .merge(clones)
         .with_state(context);
     let heartbeats = Router::new().route(HEARTBEAT, post(heartbeat)).with_state(of_life.clone());
@@ -205,7 +205,7 @@ async fn clones(
         let unwanted = member.orders().done(Instant::now(), order, started.collect());
         end_all(&core, &unwanted);
         if let (Some(snapshot), Ok(clones)) = (watched, &results) {
-            touched::watch_some(&member, &core, from, snapshot, clones);
+            touch_feedback::watch_some(&member, &core, from, snapshot, clones);
         }
         results
     });

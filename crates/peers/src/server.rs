@@ -17,7 +17,7 @@ use tokio_rustls::LazyConfigAcceptor;
 use vmfork_cluster::HostId;
 use vmfork_cluster::keys::Tls;
 
-use super::places::{Callers, OfMember, Stranger, Strangers};
+use super::connection_slots::{Callers, OfMember, Stranger, Strangers};
 use vmfork_rest::http::{connection, keep_alive};
 
 /// What members speak at this port.

@@ -3,6 +3,8 @@
 use vmfork_cluster::allocate::Policy;
 use vmfork_cluster::slurm;
 
+use crate::pace::Pace;
+
 /// The settings.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
@@ -10,6 +12,8 @@ pub struct Settings {
     pub ticket_place: TicketPlace,
     /// Settings of the Slurm allocator; `None`: the built-in allocator.
     pub slurm: Option<slurm::Settings>,
+    /// Of waits for silent hosts. Only tests change it.
+    pub pace: Pace,
 }
 
 /// How pages reach clones on other hosts. Each host sends and requests pages by its own setting.

@@ -16,7 +16,7 @@ use vmfork_image::{ImageName, PageRange, PageSource};
 use vmfork_multicast::Listener;
 use vmfork_transfer::{Holders, Peer, PeerSource, SourceCounters, Swarm, SwarmConfig, SwarmMember};
 
-use super::multicast::Ears;
+use super::multicast::GroupListeners;
 use crate::PageTransfer;
 
 /// A member's page service.
@@ -26,7 +26,7 @@ pub(super) type PagePeer = (HostId, Arc<Peer>);
 #[derive(Debug)]
 pub(super) struct Sources {
     own: HostId,
-    ears: Ears,
+    listeners: GroupListeners,
     known: Mutex<HashMap<ImageName, Known>>,
     /// Of all of them.
     counters: Arc<SourceCounters>,
@@ -42,8 +42,8 @@ struct Known {
 }
 
 impl Sources {
-    pub(super) fn new(own: HostId, ears: Ears) -> Self {
-        Self { own, ears, known: Mutex::default(), counters: Arc::default() }
+    pub(super) fn new(own: HostId, listeners: GroupListeners) -> Self {
+        Self { own, listeners, known: Mutex::default(), counters: Arc::default() }
     }
 
     /// Those whose image is still open.
@@ -64,7 +64,7 @@ impl Sources {
     ) -> Arc<dyn PageSource> {
         let is_named = |host: HostId| host == first || host.get() == image.host;
         let mut named: Vec<_> = members.iter().filter(|(host, _)| is_named(*host)).collect();
-        let is_unicast = self.ears.form() == PageTransfer::Unicast;
+        let is_unicast = self.listeners.form() == PageTransfer::Unicast;
         named.sort_by_key(|(host, _)| match is_unicast {
             true => host.get() != image.host,
             false => *host != first,
@@ -97,7 +97,8 @@ impl Sources {
         }
         let source = source.with_swarm(Arc::clone(&known.swarm));
         if known.group.as_ref().is_none_or(|group| group.is_over()) {
-            known.group = origin.and_then(|(_, origin)| self.ears.listen(image, pages, origin));
+            known.group =
+                origin.and_then(|(_, origin)| self.listeners.listen(image, pages, origin));
         }
         match &known.group {
             Some(group) => Arc::new(source.with_group(Arc::clone(group))),
@@ -109,8 +110,8 @@ impl Sources {
         &self.counters
     }
 
-    pub(super) fn ears(&self) -> &Ears {
-        &self.ears
+    pub(super) fn listeners(&self) -> &GroupListeners {
+        &self.listeners
     }
 
     /// Whether pages are being fetched.

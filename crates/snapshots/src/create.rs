@@ -11,6 +11,7 @@ use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
 use crate::opened::Base;
 use crate::record::{self, Subject};
+use crate::tell::Tell;
 use crate::under_way::{Doing, UnderWay};
 use crate::work::{CancelOnDrop, blocking};
 use vmfork_fork::Frozen;
@@ -72,7 +73,8 @@ pub async fn create(
         let order = Order { request, id, table, facts, base, frozen };
         blocking(message, move || {
             let outcome = write(&library, &vm, order, &placed.under_way);
-            placed.ends(outcome.as_ref().err());
+            let tell = Tell { vm: Some(vm.identity.in_event()), ..library.tell() };
+            placed.ends(outcome.as_ref().err(), &tell);
             outcome.map(drop).map_err(|error| error.to_body(failed))
         })
     };

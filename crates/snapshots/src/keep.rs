@@ -51,7 +51,9 @@ pub async fn remove(
     }
     let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
     blocking(message, move || {
-        let removed = library.snapshots.store.remove(&name, cascade);
+        let tell = library.tell();
+        let removed =
+            library.snapshots.store.remove_telling(&name, cascade, &mut |name| tell.removed(name));
         let removed = removed.map_err(|error| SnapshotError::from(error).to_body(failed))?;
         library.snapshots.pulls().retain(|id, _| !ids.contains(id));
         drop(turns);

@@ -34,6 +34,7 @@ pub mod prefetch;
 mod query;
 mod record;
 pub mod start;
+mod tell;
 #[cfg(test)]
 mod tests;
 pub mod transfer;

@@ -18,6 +18,7 @@ use vmfork_store::{SnapshotId, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
+use crate::tell::Tell;
 use crate::under_way::{Doing, UnderWay};
 
 /// A name that no other snapshot gets.
@@ -30,13 +31,31 @@ pub(super) struct Placed {
 
 impl Placed {
     /// It is in the store, or never will be. What failed after it was listed stays to be seen.
-    pub(super) fn ends(mut self, error: Option<&SnapshotError>) {
+    /// Readers of events are told what came into the store.
+    pub(super) fn ends(mut self, error: Option<&SnapshotError>, tell: &Tell<'_>) {
         self.is_stored = error.is_none();
+        {
+            // A caller that finds it in the store, or removes it, does so after it was told.
+            let mut all = self.snapshots.under_way();
+            if self.is_stored {
+                self.unlist(&mut all);
+            }
+            tell.stored(&self.under_way.work);
+        }
         let Some(error) = error.filter(|error| !error.is_cancelled()) else { return };
         if self.under_way.listed().is_some() {
             let name = &self.under_way.name;
             tracing::error!(snapshot = name, error = chain(error), "snapshot not stored");
             self.under_way.fail(error.to_body(format!("store snapshot `{name}`")));
+        }
+    }
+
+    /// It is not in progress any more. What failed stays.
+    fn unlist(&self, all: &mut BTreeMap<String, Arc<UnderWay>>) {
+        let found = all.get(&self.under_way.name);
+        let is_mine = found.is_some_and(|found| Arc::ptr_eq(found, &self.under_way));
+        if is_mine && self.under_way.error().is_none() {
+            all.remove(&self.under_way.name);
         }
     }
 }
@@ -47,14 +66,7 @@ impl Drop for Placed {
         if is_listed {
             self.under_way.fail_if_panicking();
         }
-        {
-            let mut all = self.snapshots.under_way();
-            let found = all.get(&self.under_way.name);
-            let is_mine = found.is_some_and(|found| Arc::ptr_eq(found, &self.under_way));
-            if is_mine && self.under_way.error().is_none() {
-                all.remove(&self.under_way.name);
-            }
-        }
+        self.unlist(&mut self.snapshots.under_way());
         if is_listed && !self.is_stored {
             self.snapshots.collector.soon();
         }

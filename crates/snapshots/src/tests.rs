@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use tokio::sync::mpsc;
-use vmfork_api::{ErrorCode, SnapshotState, TransferRequest};
+use vmfork_api::{ErrorCode, Happening, SnapshotState, TransferRequest};
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_store::{
-    BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, Role, Store, StoreError,
+    BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, ReadPages, Role, Store, StoreError,
 };
 
 use crate::error::SnapshotError;
@@ -104,7 +104,7 @@ async fn what_a_write_leaves_that_failed_is_freed() {
     let failed = library.snapshots.store.create(draft("warm", None), &full, &work);
     let failed = SnapshotError::from(failed.expect_err("no space"));
     assert_eq!(chunks(library), 2);
-    placed.ends(Some(&failed));
+    placed.ends(Some(&failed), &library.tell());
     let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
     assert!(listed.reason.is_some_and(|reason| reason.contains("read pages")));
@@ -139,7 +139,7 @@ async fn a_writer_that_panics_leaves_its_name_to_others() {
     let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
     library.snapshots.check_written("warm", "use it").expect("not being written");
-    taken(library, "warm").ends(None);
+    taken(library, "warm").ends(None, &library.tell());
     assert!(library.snapshots.under_way().is_empty());
 }
 
@@ -155,7 +155,7 @@ async fn a_name_is_had_by_one_at_a_time() {
     }
     // One that failed may be replaced, and its end does not end the next.
     let error = SnapshotError::from(StoreError::Busy { name: "x".to_owned() });
-    placed.ends(Some(&error));
+    placed.ends(Some(&error), &library.tell());
     let next = taken(library, "warm");
     let other = library.snapshots.place("cold", Doing::Import, "import").expect("free");
     put(library, &library.snapshots.store, "warm", 1);
@@ -185,7 +185,7 @@ async fn a_write_is_given_up_by_rm() {
             };
             let outcome = library.snapshots.store.create(draft("warm", None), &slow, &work);
             let outcome = outcome.map_err(SnapshotError::from);
-            placed.ends(outcome.as_ref().err());
+            placed.ends(outcome.as_ref().err(), &library.tell());
             outcome
         })
     };
@@ -266,4 +266,49 @@ async fn a_pull_goes_by_what_the_snapshot_is_called_here() {
     assert_eq!(refused.code, ErrorCode::Conflict);
     let text = refused.to_string();
     assert!(text.contains("`web`") && text.contains("`base`"), "{text}");
+}
+
+/// What readers of events were told so far.
+fn told(library: &Library) -> Vec<String> {
+    let events = &library.core.events;
+    let page = events.read(events.start()).expect("ours");
+    let told = page.iter().map(|told| match &told.event.what {
+        Happening::SnapshotStored { snapshot } => format!("+{}", snapshot.name),
+        Happening::SnapshotRemoved { snapshot } => format!("-{}", snapshot.name),
+        other => panic!("{other:?} is of no snapshot"),
+    });
+    told.collect()
+}
+
+/// As [`create::create`] and `pull` do, without a VM.
+fn written(library: &Library, name: &str, read: &ReadPages<'_>) {
+    let placed = taken(library, name);
+    let work = Arc::clone(&placed.under_way.work);
+    let outcome = library.snapshots.store.create(draft(name, None), read, &work);
+    let outcome = outcome.map_err(SnapshotError::from);
+    placed.ends(outcome.as_ref().err(), &library.tell());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn readers_are_told_of_each_snapshot_that_comes_and_goes_once() {
+    let host = Host::start().await;
+    let library = &library(&host);
+    written(library, "warm", &pages(1));
+    assert_eq!(told(library), ["+warm"]);
+    written(library, "full", &|_, _| Err(io::ErrorKind::StorageFull.into()));
+    keep::remove(library, "full", false).await.expect("the failed one is forgotten");
+    assert_eq!(told(library), ["+warm"], "what never was in the store is not told");
+    // The second time it is here already.
+    let elsewhere = tempfile::tempdir().expect("folder");
+    let other = Store::folder(elsewhere.path()).expect("made");
+    put(library, &other, "cold", 2);
+    let location = elsewhere.path().to_str().expect("text").to_owned();
+    for _ in 0..2 {
+        let request = TransferRequest { location: location.clone(), wait: true };
+        transfer::pull(library, "cold", request).await.expect("pulled");
+    }
+    assert_eq!(told(library), ["+warm", "+cold"]);
+    keep::remove(library, "warm", false).await.expect("removed");
+    keep::remove(library, "warm", false).await.expect_err("gone");
+    assert_eq!(told(library), ["+warm", "+cold", "-warm"]);
 }

@@ -130,8 +130,9 @@ pub async fn import(
             if outcome.is_err() {
                 library.snapshots.collector.soon();
             }
-            if let Some(placed) = placed {
-                placed.ends(outcome.as_ref().err());
+            match placed {
+                Some(placed) => placed.ends(outcome.as_ref().err(), &library.tell()),
+                None => library.tell().stored(&work),
             }
             outcome.map_err(|error| error.to_body(failed))
         })
@@ -258,7 +259,12 @@ fn adopt(
         let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
         Ok::<_, SnapshotError>((remote, here, ids))
     };
-    let (remote, here, ids) = begin().map_err(|error| error.to_body(message.clone()))?;
+    let begun = begin().map_err(|error| {
+        // The bases may be here.
+        library.tell().stored(&placed.under_way.work);
+        error.to_body(message.clone())
+    });
+    let (remote, here, ids) = begun?;
     // That it is here under another name is fine, as long as this one means no other.
     if here != name && snapshots.store.descriptor(name).is_ok() {
         return Err(ErrorBody {
@@ -272,6 +278,6 @@ fn adopt(
     }
     let pulling = (!ids.is_empty())
         .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));
-    placed.ends(None);
+    placed.ends(None, &library.tell());
     Ok(Adopted { name: here, pulling })
 }

@@ -233,6 +233,7 @@ impl Store {
                     writing.put_section(descriptor.id, ORIGIN, origin.as_bytes())?;
                     work.check()?;
                     writing.commit(&descriptor)?;
+                    work.has_stored(&name);
                     name
                 }
             };

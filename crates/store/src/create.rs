@@ -341,6 +341,7 @@ impl Store {
         };
         work.check()?;
         writing.commit(&descriptor)?;
+        work.has_stored(&descriptor.name);
         Ok(descriptor)
     }
 

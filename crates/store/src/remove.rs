@@ -48,6 +48,20 @@ impl Store {
     /// there are snapshots of which it can't be told whether they are its deltas. One of these, or
     /// a delta on it, is being written.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
+        self.remove_telling(name, cascade, &mut |_| ())
+    }
+
+    /// The same. `gone` is called with the name of each snapshot once it is not in the store any
+    /// more, also if what follows fails.
+    ///
+    /// # Errors
+    /// As [`Store::remove`].
+    pub fn remove_telling(
+        &self,
+        name: &str,
+        cascade: bool,
+        gone: &mut dyn FnMut(&str),
+    ) -> Result<Removed, StoreError> {
         check_name(name)?;
         let inner = &*self.inner;
         let collector = inner.pins.collector();
@@ -79,6 +93,7 @@ impl Store {
             for name in &removed.names {
                 candidates.extend(references.chunks_of(name).iter().copied());
                 inner.blobs().delete(&snapshot_key(name, DESCRIPTOR))?;
+                gone(name);
             }
             // Before their chunks go, or a power cut might bring the snapshots back without.
             inner.blobs().sync()?;

@@ -314,7 +314,7 @@ impl Store {
             return Err(input.flaw(format!("{} snapshots of {count}", import.names.0.len())));
         }
         import.keep(&batch, work)?;
-        import.commit(&input)
+        import.commit(&input, work)
     }
 }
 
@@ -487,7 +487,7 @@ impl Import<'_> {
         Ok(())
     }
 
-    fn commit(self, input: &In<'_>) -> Result<Vec<Descriptor>, StoreError> {
+    fn commit(self, input: &In<'_>, work: &Work) -> Result<Vec<Descriptor>, StoreError> {
         self.check_complete(input.offset)?;
         // The stream's last snapshot is the one that was meant.
         if let Some(name) = self.last_here {
@@ -505,6 +505,7 @@ impl Import<'_> {
         let (mut done, mut held) = (Vec::new(), Vec::new());
         for Arriving { writing, descriptor, .. } in self.arriving {
             writing.commit(&descriptor)?;
+            work.has_stored(&descriptor.name);
             done.push(descriptor);
             held.push(writing);
         }

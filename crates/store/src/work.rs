@@ -18,6 +18,8 @@ pub struct Work {
     pub done_bytes: AtomicU64,
     /// Of how many; set once it is known.
     pub total_bytes: AtomicU64,
+    /// The names of the snapshots that are new in the store, in the order in which they came.
+    stored: Mutex<Vec<String>>,
 }
 
 impl Default for Work {
@@ -34,7 +36,18 @@ impl Work {
             cancelled: AtomicBool::new(false),
             done_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
+            stored: Mutex::default(),
         }
+    }
+
+    /// The names of the snapshots that this work has put into the store and that were not asked for
+    /// before, the bases first. Also when it failed half-way.
+    pub fn take_stored(&self) -> Vec<String> {
+        std::mem::take(&mut *self.stored.lock())
+    }
+
+    pub(crate) fn has_stored(&self, name: &str) {
+        self.stored.lock().push(name.to_owned());
     }
 
     pub(crate) fn check(&self) -> Result<(), StoreError> {

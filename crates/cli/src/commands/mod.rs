@@ -8,6 +8,7 @@ mod console;
 mod cp;
 mod daemon;
 mod doctor;
+mod events;
 mod exec;
 mod fork;
 mod image;
@@ -45,6 +46,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Tree { filters } => tree::run(global, &filters).await,
         Command::Inspect { vm } => inspect::run(global, &vm).await,
         Command::Logs { vm, follow } => logs::run(global, &vm, follow).await,
+        Command::Events(config) => events::run(global, config).await,
         Command::Console { vm } => console::run(global, &vm).await,
         Command::Kill(config) => kill::run(global, config).await,
         Command::Rm(config) => rm::run(global, config).await,

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, name_is_valid};
 
-use super::{ClusterAction, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run, value};
+use super::{
+    ClusterAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run,
+    value,
+};
 use crate::args::{
     RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawPlace, RawTop, Shell,
 };
@@ -26,6 +29,7 @@ pub(crate) enum Command {
     Tree { filters: Vec<LabelFilter> },
     Inspect { vm: String },
     Logs { vm: String, follow: bool },
+    Events(EventsConfig),
     Console { vm: String },
     Kill(KillConfig),
     Rm(RmConfig),
@@ -111,6 +115,7 @@ impl Command {
             RawCommand::Tree(raw) => Self::Tree { filters: value::filters(&raw.labels)? },
             RawCommand::Inspect(raw) => Self::Inspect { vm: vm(raw.vm)? },
             RawCommand::Logs(raw) => Self::Logs { vm: vm(raw.vm)?, follow: raw.follow },
+            RawCommand::Events(raw) => Self::Events(EventsConfig::new(raw)?),
             RawCommand::Console(raw) => {
                 if global.json {
                     return misuse("console: --json does not apply to a terminal; remove it");

@@ -3,6 +3,7 @@
 
 mod cluster;
 mod command;
+mod events;
 mod global;
 mod image;
 mod run;
@@ -13,6 +14,7 @@ pub(crate) use cluster::ClusterAction;
 pub(crate) use command::{
     Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig, TopConfig,
 };
+pub(crate) use events::EventsConfig;
 pub(crate) use global::{Endpoint, Environment, Global};
 pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};
 pub(crate) use run::{BootConfig, RunConfig, StartConfig};

@@ -222,6 +222,11 @@ impl Membership {
         }
     }
 
+    /// Sets when heartbeats go, and when silence means what.
+    pub fn set_timing(&mut self, timing: Timing) {
+        self.timing = timing;
+    }
+
     /// This host.
     pub fn own(&self) -> HostId {
         self.own

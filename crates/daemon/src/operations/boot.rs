@@ -257,15 +257,15 @@ async fn bring_up(
         if vm.identity.has_agent {
             greet_in_background(core, vm);
         } else {
-            vm.set_ready(None);
+            core.set_ready(vm, None);
         }
         return Ok(());
     }
-    greet(vm, patience).await
+    greet(core, vm, patience).await
 }
 
 /// Wait until the guest is ready. The VM is not ended here if that fails.
-async fn greet(vm: &Arc<Vm>, patience: Patience) -> Result<(), ErrorBody> {
+async fn greet(core: &Core, vm: &Arc<Vm>, patience: Patience) -> Result<(), ErrorBody> {
     let link = vm.link()?;
     let outcome = tokio::select! {
         outcome = until_ready(&link, vm.name(), patience) => outcome.map_err(|failed| match vm.end_now() {
@@ -281,7 +281,7 @@ async fn greet(vm: &Arc<Vm>, patience: Patience) -> Result<(), ErrorBody> {
                 (ErrorCode::Guest, firstboot_failed(exit_code, &vm.log.last_lines(LAST_LINES)))
             }
             _ => {
-                vm.set_ready(Some(info));
+                core.set_ready(vm, Some(info));
                 return Ok(());
             }
         },
@@ -346,7 +346,7 @@ fn firstboot_failed(exit_code: i32, last_lines: &[String]) -> String {
 fn greet_in_background(core: &Arc<Core>, vm: &Arc<Vm>) {
     let (core, vm) = (Arc::clone(core), Arc::clone(vm));
     tokio::spawn(async move {
-        if let Err(error) = greet(&vm, Patience::new(None)).await {
+        if let Err(error) = greet(&core, &vm, Patience::new(None)).await {
             let reason = error.cause.unwrap_or(error.message);
             core.end(&vm, End::failed(EndReason::Guest, reason));
         }

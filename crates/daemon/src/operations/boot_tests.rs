@@ -1,24 +1,14 @@
-use std::path::Path;
-
-use tempfile::TempDir;
 use vmfork_agent_proto::{PROTOCOL_VERSION, ToHost};
 
 use super::*;
-use vmfork_host::testing::{Guest, link};
-use vmfork_host::vm::log::Log;
-use vmfork_host::vm::test_identity;
+use vmfork_host::testing::{Guest, Host, link};
 
 /// A VM without a QEMU, and its guest.
-fn vm(folder: &Path) -> (Arc<Vm>, Guest) {
-    let log = Log::create(folder).expect("log");
-    let vm = Vm::new(test_identity("web", None), log, None, None);
+fn vm(host: &Host) -> (Arc<Vm>, Guest) {
+    let vm = host.vm("web", None);
     let (link, guest, _requests) = link();
     vm.set_link(link);
     (vm, guest)
-}
-
-fn folder() -> TempDir {
-    tempfile::tempdir().expect("temp dir")
 }
 
 /// Wait for the daemon's word, then say these, one after the other.
@@ -36,28 +26,29 @@ async fn answer(guest: &mut Guest, said: &[Option<Firstboot>]) {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_vm_is_ready_when_its_first_boot_command_has_ended_well() {
     for said in
         [vec![None], vec![Some(Firstboot::Running), Some(Firstboot::Ended { exit_code: 0 })]]
     {
-        let folder = folder();
-        let (vm, mut guest) = vm(folder.path());
+        let host = Host::start().await;
+        let (vm, mut guest) = vm(&host);
         let patience = Patience::new(Some(Duration::from_secs(20)));
-        let (outcome, ()) = tokio::join!(greet(&vm, patience), answer(&mut guest, &said));
+        let (outcome, ()) =
+            tokio::join!(greet(&host.core, &vm, patience), answer(&mut guest, &said));
         outcome.expect("ready");
         assert!(vm.ready().is_some());
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_boot_command_that_fails_fails_the_run_with_its_words() {
-    let folder = folder();
-    let (vm, mut guest) = vm(folder.path());
+    let host = Host::start().await;
+    let (vm, mut guest) = vm(&host);
     vm.log.append("loading\r\ncurl: \x1b[31mno network\r\n".into());
     let said = [Some(Firstboot::Running), Some(Firstboot::Ended { exit_code: 6 })];
     let patience = Patience::new(Some(Duration::from_secs(20)));
-    let (outcome, ()) = tokio::join!(greet(&vm, patience), answer(&mut guest, &said));
+    let (outcome, ()) = tokio::join!(greet(&host.core, &vm, patience), answer(&mut guest, &said));
     let error = outcome.expect_err("it failed");
     assert_eq!(error.code, ErrorCode::Guest);
     assert_eq!(
@@ -69,16 +60,18 @@ async fn a_first_boot_command_that_fails_fails_the_run_with_its_words() {
     assert!(vm.ready().is_none(), "it may be forked");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_boot_command_that_takes_too_long_is_named_as_the_cause() {
-    let folder = folder();
-    let (vm, mut guest) = vm(folder.path());
+    let host = Host::start().await;
+    let (vm, mut guest) = vm(&host);
     let patience = Patience {
         ready: Duration::from_millis(30),
         ..Patience::new(Some(Duration::from_secs(20)))
     };
-    let (outcome, ()) =
-        tokio::join!(greet(&vm, patience), answer(&mut guest, &[Some(Firstboot::Running)]));
+    let (outcome, ()) = tokio::join!(
+        greet(&host.core, &vm, patience),
+        answer(&mut guest, &[Some(Firstboot::Running)])
+    );
     let error = outcome.expect_err("it runs");
     assert_eq!(error.code, ErrorCode::Timeout);
     let cause = error.cause.expect("cause");
@@ -93,7 +86,7 @@ fn time_for_the_first_boot_command_is_on_top_unless_all_of_it_was_given() {
     assert_eq!((given.answer, given.ready), (Duration::from_secs(7), Duration::from_secs(7)));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_name_that_another_host_has_is_not_taken() {
     let host = vmfork_host::testing::Host::start().await;
     let elsewhere = ["web", "debian-1"].map(|name| (name.to_owned(), "h1".to_owned()));

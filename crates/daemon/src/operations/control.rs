@@ -14,7 +14,7 @@ use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
 
 use super::{Hub, boot};
-use vmfork_control::{Answer, ConsoleSession, Control, ExecSession, FileStream, Killed};
+use vmfork_control::{Answer, ConsoleSession, Control, Events, ExecSession, FileStream, Killed};
 use vmfork_fork;
 use vmfork_host::core::store_code;
 use vmfork_host::error::chain;
@@ -286,5 +286,9 @@ impl Control for Hub {
             Ok(console.attach())
         }
         .boxed()
+    }
+
+    fn events(&self) -> Arc<Events> {
+        Arc::clone(&self.core.events)
     }
 }

@@ -104,16 +104,25 @@ impl Daemon {
         path: &str,
         body: impl Into<Bytes>,
     ) -> Response<Incoming> {
+        self.open_with(method, path, &[], body).await
+    }
+
+    pub(crate) async fn open_with(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: impl Into<Bytes>,
+    ) -> Response<Incoming> {
         let io = TokioIo::new(self.connect().await);
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(io).await.expect("handshake");
         tokio::spawn(connection);
-        let request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header("host", "vmfork")
-            .body(Full::new(body.into()))
-            .expect("a request");
+        let mut request = Request::builder().method(method).uri(path).header("host", "vmfork");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::new(body.into())).expect("a request");
         timeout(LONG, sender.send_request(request)).await.expect("in time").expect("an answer")
     }
 

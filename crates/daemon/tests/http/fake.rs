@@ -14,14 +14,15 @@ use vmfork_api::{
     KillRequest, Labels, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
 };
 use vmfork_control::{
-    Answer, ConsoleSession, Control, ExecInput, ExecOutput, ExecSession, FileStream, Killed,
+    Answer, ConsoleSession, Control, Events, ExecInput, ExecOutput, ExecSession, FileStream,
+    Killed, Limits,
 };
 use vmfork_host::quotas::User;
 
 /// Bytes of `/big`: more than any buffer on the way.
 pub(crate) const BIG_BYTES: usize = 24 * 1024 * 1024;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Fake {
     /// What was asked, one line each.
     pub(crate) calls: Mutex<Vec<String>>,
@@ -31,6 +32,26 @@ pub(crate) struct Fake {
     /// How the content of transfers to `hang` ended.
     pub(crate) ends: Arc<Mutex<Vec<&'static str>>>,
     pub(crate) programs: Arc<Programs>,
+    pub(crate) events: Arc<Events>,
+}
+
+/// The epoch of a made-up host's events.
+pub(crate) const EPOCH: u64 = 0xabc;
+/// Most events that it keeps.
+pub(crate) const EVENTS_MAX: usize = 100;
+
+impl Default for Fake {
+    fn default() -> Self {
+        let limits = Limits { events_max: EVENTS_MAX, bytes_max: usize::MAX };
+        Self {
+            calls: Mutex::default(),
+            files: Mutex::default(),
+            waiting: AtomicUsize::default(),
+            ends: Arc::default(),
+            programs: Arc::default(),
+            events: Arc::new(Events::with_limits(EPOCH, limits)),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -374,6 +395,10 @@ impl Control for Fake {
             Ok(ConsoleSession { input, output })
         }
         .boxed()
+    }
+
+    fn events(&self) -> Arc<Events> {
+        Arc::clone(&self.events)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod client;
 mod errors;
+mod events;
 mod exec;
 mod fake;
 mod fake_snapshots;

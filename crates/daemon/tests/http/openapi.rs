@@ -38,6 +38,7 @@ fn every_route_of_the_api_is_in_the_document() {
         ("/v1/vms/{vm}/files", &["get", "put"]),
         ("/v1/vms/{vm}/logs", &["get"]),
         ("/v1/vms/{vm}/console", &["get"]),
+        ("/v1/events", &["get"]),
         ("/v1/openapi.json", &["get"]),
         ("/metrics", &["get"]),
     ] {
@@ -47,7 +48,9 @@ fn every_route_of_the_api_is_in_the_document() {
             assert!(operation["summary"].is_string(), "{method} {path} says nothing");
         }
     }
-    for schema in ["ErrorBody", "ExecClientMessage", "ExecServerMessage", "VmDetail", "ForkReply"] {
+    for schema in
+        ["Event", "ErrorBody", "ExecClientMessage", "ExecServerMessage", "VmDetail", "ForkReply"]
+    {
         assert!(document["components"]["schemas"][schema].is_object(), "{schema} is missing");
     }
 }

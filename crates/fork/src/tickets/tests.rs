@@ -75,7 +75,7 @@ async fn a_worker_whose_agent_is_lost_ends_and_its_parent_is_told() {
     let (parent, mut told) = mpsc::unbounded_channel();
     let origin = TicketOrigin { ticket: 7, parent, room: MailRoom::default() };
     let vm = host.vm("web.1", Some(origin.into()));
-    vm.set_ready(None);
+    host.core.set_ready(&vm, None);
     let (link, mut guest, _requests) = link();
     let (_qemu, events) = broadcast::channel(4);
     agents::watch(&host.core, &vm, link, events);

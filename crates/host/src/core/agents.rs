@@ -49,7 +49,7 @@ mod tests {
     async fn any_other_vm_outlives_its_agent() {
         let host = Host::start().await;
         let vm = host.vm("web", None);
-        vm.set_ready(None);
+        host.core.set_ready(&vm, None);
         let (link, mut guest, _requests) = link();
         let (_qemu, events) = broadcast::channel(4);
         watch(&host.core, &vm, link.clone(), events);

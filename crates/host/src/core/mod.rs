@@ -20,6 +20,7 @@ mod machines;
 mod quotas;
 mod registry;
 mod tally;
+mod tell;
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +30,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 use vmfork_api::LostVm;
+use vmfork_control::Events;
 use vmfork_engine::{Engine, EngineEvent, EventSink};
 use vmfork_guest_image::Store;
 use vmfork_image::ImageId;
@@ -75,6 +77,8 @@ pub struct Core {
     pub admission: Admission,
     pub quotas: Quotas,
     keeper: Arc<dyn Keeper>,
+    /// What has happened here, for those that want to know.
+    pub events: Arc<Events>,
     /// Messages that no parent has received yet.
     pub mail: HostMail,
     /// Where the host has cgroup v2 with the memory controller.
@@ -173,6 +177,7 @@ impl Core {
             images,
             quotas: Quotas::new(config.quotas.clone(), life),
             keeper,
+            events: Arc::new(Events::new(tell::epoch())),
             admission,
             mail: HostMail::default(),
             cgroups,
@@ -318,7 +323,7 @@ impl Core {
             self.forget_folder(&identity.id);
         })?;
         let vm = Vm::new(identity, log, lease, origin);
-        for forgotten in self.registry.add(Arc::clone(&vm)) {
+        for forgotten in self.registry.add_then(Arc::clone(&vm), || self.tell_started(&vm)) {
             self.forget_folder(&forgotten);
         }
         self.metrics.vm_started();
@@ -334,6 +339,7 @@ impl Core {
         if !vm.end(end.clone()) {
             return;
         }
+        self.tell_ended(vm, &end);
         self.tally.forget(vm);
         tracing::info!(vm = vm.name(), id = vm.identity.id, state = ?end.state, reason = end.reason, "VM ended");
         self.metrics.vm_ended(end.kind);

@@ -170,6 +170,11 @@ impl Registry {
 
     /// List a VM. → ids of ended ones of its name, which are forgotten now.
     pub fn add(&self, vm: Arc<Vm>) -> Vec<String> {
+        self.add_then(vm, || ())
+    }
+
+    /// The same; `listed` is called before any caller can find the VM.
+    pub fn add_then(&self, vm: Arc<Vm>, listed: impl FnOnce()) -> Vec<String> {
         let mut inner = self.inner();
         let namesakes: Vec<u64> = inner
             .vms
@@ -190,6 +195,7 @@ impl Registry {
             }
         };
         inner.vms.insert(number, vm);
+        listed();
         forgotten
     }
 

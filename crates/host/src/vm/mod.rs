@@ -18,6 +18,7 @@ pub mod log;
 pub mod machine;
 mod origin;
 mod provenance;
+mod told;
 mod users;
 mod working_set;
 
@@ -36,6 +37,7 @@ use self::log::Log;
 use self::machine::Machine;
 pub use self::origin::{Fate, Origin};
 pub use self::provenance::{CameOf, Provenance};
+pub(crate) use self::told::{Step, ToldOf};
 pub use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
 use crate::cgroup::VmCgroup;
@@ -165,6 +167,7 @@ pub struct Vm {
     faults: AtomicU64,
     /// What its clones on other hosts waited for, or touched.
     pub working_set: Arc<WorkingSet>,
+    pub(crate) told: ToldOf,
 }
 
 impl Vm {
@@ -186,6 +189,7 @@ impl Vm {
             last_fork: Mutex::new(None),
             faults: AtomicU64::new(0),
             working_set: Arc::default(),
+            told: ToldOf::default(),
         })
     }
 
@@ -259,11 +263,13 @@ impl Vm {
         self.put(|live| live.console = Some(console));
     }
 
-    /// Its agent has answered.
-    pub fn set_ready(&self, agent: Option<AgentInfo>) {
+    /// Its agent has answered. → after which time.
+    pub(crate) fn set_ready(&self, agent: Option<AgentInfo>) -> Duration {
+        let ready = self.began.elapsed();
         let mut live = self.live();
         live.agent = agent;
-        live.ready = Some(self.began.elapsed());
+        live.ready = Some(ready);
+        ready
     }
 
     /// Its vCPUs run from now on.

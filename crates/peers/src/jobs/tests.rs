@@ -17,7 +17,7 @@ fn held(job: &str) -> Arc<Held> {
 }
 
 fn jobs() -> Arc<Jobs> {
-    Jobs::new(host(1), Arc::new(BuiltIn))
+    Jobs::new(host(1), Arc::new(BuiltIn), Pace::default())
 }
 
 fn of(id: &str) -> Job {
@@ -92,7 +92,7 @@ fn what_the_engine_ends_is_told_and_ends_its_vms_wherever_they_are() {
     assert_eq!(jobs.state().over.get(&of("7")).map(String::as_str), Some("CANCELLED"));
     let told = jobs.news();
     assert_eq!(told.ended, [("7".to_owned(), "CANCELLED".to_owned())]);
-    let there = Jobs::new(host(2), Arc::new(BuiltIn));
+    let there = Jobs::new(host(2), Arc::new(BuiltIn), Pace::default());
     there.heard(host(1), &told);
     assert!(there.state().over.is_empty(), "no VM of it is there");
     let none = BTreeMap::new();
@@ -219,7 +219,7 @@ async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobody_was_told() {
     for grants in [true, false] {
         let engine = Engine::new(grants);
-        let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>);
+        let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>, Pace::default());
         let ask = ask();
         let hold = jobs.hold(&ask, &[], "fork");
         match grants {
@@ -245,7 +245,7 @@ async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobo
 #[tokio::test]
 async fn who_leaves_gives_back_what_it_has_and_what_it_still_gets() {
     let engine = Engine::new(true);
-    let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>);
+    let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>, Pace::default());
     let ask = ask();
     engine.may.add_permits(1);
     let _hold = jobs.hold(&ask, &[], "fork").await.expect("granted");

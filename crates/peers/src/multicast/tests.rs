@@ -46,7 +46,7 @@ impl PageSource for Silent {
 }
 
 struct Host {
-    ears: Ears,
+    listeners: GroupListeners,
     images: Arc<Images>,
     arrivals: Arc<Arrivals>,
 }
@@ -56,8 +56,8 @@ impl Host {
         let images = Arc::new(Images::new(1, 1));
         let arrivals = Arc::new(Arrivals::default());
         let own = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let ears = Ears::new(PageTransfer::Multicast, own, &images, &arrivals);
-        Self { ears, images, arrivals }
+        let listeners = GroupListeners::new(PageTransfer::Multicast, own, &images, &arrivals);
+        Self { listeners, images, arrivals }
     }
 
     fn shelf(&self, name: ImageName) -> Shelf {
@@ -65,7 +65,7 @@ impl Host {
             name,
             images: Arc::clone(&self.images),
             arrivals: Arc::clone(&self.arrivals),
-            has_room: Arc::clone(&self.ears.has_room),
+            has_room: Arc::clone(&self.listeners.has_room),
             began: Instant::now(),
         }
     }
@@ -154,24 +154,29 @@ fn without_memory_for_it_nothing_is_kept() {
     let host = Host::new();
     let (_engine, arrival) = host.vm_comes();
     let heard = range(90, 10);
-    host.ears.allow(false);
+    host.listeners.allow(false);
     assert_eq!(host.shelf(OLD).take(heard, &bytes(heard)), 0);
-    host.ears.allow(true);
+    host.listeners.allow(true);
     drop(arrival);
     assert_eq!(host.shelf(OLD).take(heard, &bytes(heard)), 0, "no VM came of it any more");
 }
 
 #[test]
 fn groups_are_for_images_of_this_host_alone_and_where_they_are_allowed() {
-    let refused = |ears: &Ears, image| ears.invite(3, image).expect_err("none").kind;
+    let refused =
+        |listeners: &GroupListeners, image| listeners.invite(3, image).expect_err("none").kind;
     let host = Host::new();
-    assert_eq!(refused(&host.ears, OLD), RefusalKind::BadRequest, "it is not sending");
+    assert_eq!(refused(&host.listeners, OLD), RefusalKind::BadRequest, "it is not sending");
     let own = IpAddr::V4(Ipv4Addr::LOCALHOST);
     for form in [PageTransfer::Unicast, PageTransfer::Swarm] {
-        assert!(Ears::new(form, own, &host.images, &host.arrivals).own.is_none());
+        assert!(GroupListeners::new(form, own, &host.images, &host.arrivals).own.is_none());
     }
     let six = "::1".parse().expect("an address");
-    assert!(Ears::new(PageTransfer::Multicast, six, &host.images, &host.arrivals).own.is_none());
+    assert!(
+        GroupListeners::new(PageTransfer::Multicast, six, &host.images, &host.arrivals)
+            .own
+            .is_none()
+    );
 }
 
 #[test]

@@ -16,9 +16,9 @@ use vmfork_cluster::{Folder, HostId, Roster, Tls};
 use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
 
-use super::super::descriptor::CloneOrder;
-use super::super::descriptor::Descriptor;
-use super::super::place::{CLONES, Sending, Share, send};
+use super::super::member::Member;
+use super::super::remote_fork::send::{CLONES, Sender, Sending, Share, send};
+use super::super::remote_fork::{CloneOrder, Descriptor};
 use super::super::server::{self, Bounds, Port, Routes};
 use super::{One, cluster};
 use vmfork_fork::facts::Facts;
@@ -151,7 +151,9 @@ async fn a_descriptor_goes_to_each_host_once_and_to_none_after_anothers_answer()
         books: 0,
         job: None,
     };
-    let results = timeout(SOON, send(&member, what, shares.collect())).await;
+    let Member { hosts: known, images, locate, .. } = &*member;
+    let sender = Sender { hosts: known, images, locate };
+    let results = timeout(SOON, send(sender, what, shares.collect())).await;
     let results = results.expect("no host waits until another has answered");
     let told: Vec<_> = results.iter().map(|it| (it.vmid, it.host.as_deref(), &it.error)).collect();
     let (h1, h2) = (Some("h1"), Some("h2"));

@@ -10,8 +10,8 @@ use vmfork_cluster::HostId;
 
 use super::letter::{Item, LineId, Word};
 use super::wire::{End, Lines, Wire};
-use crate::descriptor::Order;
 use crate::hosts::Hosts;
+use crate::remote_fork::Order;
 use vmfork_fork::tickets::{Event, TicketOrigin};
 use vmfork_guest_link::agent::{GuestRequest, Lease, MailRoom, ROOM_BYTES, Responder};
 use vmfork_host::core::Core;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use vmfork_api::ErrorBody;
 use vmfork_cluster::HostId;
 
+use crate::remote_fork::receive::SetAside;
 use vmfork_guest_link::tickets::LEASE;
 use vmfork_host::admission::{Admission, ForkAsk, ForkGrant, Lease};
 use vmfork_host::quotas::{Allowed, User};
@@ -37,14 +38,6 @@ pub(crate) struct PlacesAsk {
     pub count: u32,
     /// What of the parent's memory has to come besides, as far as the asker knows.
     pub coming_bytes: u64,
-}
-
-/// What is set aside for an ask.
-#[derive(Debug)]
-pub(crate) struct SetAside {
-    pub grant: ForkGrant,
-    /// For what has to come of the parent's memory: once for all asks for clones of it.
-    pub coming: Vec<Arc<Lease>>,
 }
 
 impl PlacesAsk {

@@ -34,5 +34,5 @@ mod wire;
 pub(super) use self::abroad::Abroad;
 pub(super) use self::branch::begin;
 pub(super) use self::inbox::Inbox;
-pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE, SetAside};
+pub(super) use self::leases::{LEASES, Leases, PlacesAsk, RELEASE};
 pub(super) use self::wire::{LETTERS, Lines};

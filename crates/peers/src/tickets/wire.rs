@@ -15,6 +15,7 @@ use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
 use crate::client::{CallError, WORD_WAIT};
 use crate::hosts::Hosts;
+use crate::pace::Pace;
 use vmfork_host::error::{BUG, chain};
 
 /// Where letters are posted. The answer is how many words came so far.
@@ -45,6 +46,7 @@ pub(super) struct Wire {
     id: LineId,
     peer: HostId,
     hosts: Weak<Hosts>,
+    pace: Pace,
     began: Instant,
     line: Mutex<Line<Item>>,
     /// One letter is heard at a time.
@@ -70,10 +72,12 @@ impl Wire {
     /// It says and hears nothing before [`Lines::start`], and says nothing before the other end
     /// knows the line.
     pub(super) fn new(hosts: Weak<Hosts>, peer: HostId, id: LineId) -> Arc<Self> {
+        let pace = hosts.upgrade().map(|hosts| hosts.pace).unwrap_or_default();
         Arc::new(Self {
             id,
             peer,
             hosts,
+            pace,
             began: Instant::now(),
             line: Mutex::new(Line::new(Duration::ZERO)),
             hearing: Mutex::default(),
@@ -153,11 +157,12 @@ impl Wire {
             () = self.may_speak.cancelled() => {}
             () = tokio::time::sleep(ORDER_WAIT) => {}
         }
+        let (ask_every, silence_max) = (self.pace.of(ASK_EVERY), self.pace.of(SILENCE_MAX));
         loop {
             tokio::select! {
                 () = self.closed.cancelled() => return None,
                 () = self.wake.notified() => {}
-                () = tokio::time::sleep(ASK_EVERY) => {}
+                () = tokio::time::sleep(ask_every) => {}
             }
             loop {
                 let (is_heard, silence) = {
@@ -167,7 +172,7 @@ impl Wire {
                 if is_heard && self.is_over.load(Ordering::Relaxed) {
                     return None;
                 }
-                if is_heard && silence < ASK_EVERY {
+                if is_heard && silence < ask_every {
                     break;
                 }
                 let posted = tokio::select! {
@@ -178,7 +183,7 @@ impl Wire {
                     Ok(received) => self.on_receipt(received),
                     Err(Unheard::Gone(why)) => return Some(why),
                     Err(Unheard::Lost(why)) => {
-                        if self.line().silence(self.began.elapsed()) >= SILENCE_MAX {
+                        if self.line().silence(self.began.elapsed()) >= silence_max {
                             return Some(why);
                         }
                         tokio::time::sleep(PAUSE).await;

@@ -20,6 +20,7 @@ mod debug;
 mod document;
 mod elsewhere;
 mod error;
+mod events;
 mod exec;
 mod exec_stream;
 mod extract;
@@ -42,7 +43,7 @@ use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -82,6 +83,8 @@ pub struct App {
     debug_faults: bool,
     elsewhere: Option<Arc<dyn Elsewhere>>,
     cluster: Option<Arc<dyn ClusterControl>>,
+    /// Places for streams of events.
+    event_streams: Arc<Semaphore>,
 }
 
 impl fmt::Debug for App {
@@ -96,7 +99,16 @@ impl App {
         metrics: Arc<dyn Counters>,
         stop: watch::Receiver<bool>,
     ) -> Self {
-        Self { control, metrics, stop, debug_faults: false, elsewhere: None, cluster: None }
+        let event_streams = Arc::new(Semaphore::new(events::STREAMS_MAX));
+        Self {
+            control,
+            metrics,
+            stop,
+            debug_faults: false,
+            elsewhere: None,
+            cluster: None,
+            event_streams,
+        }
     }
 
     /// Where requests about VMs of other hosts go.
@@ -129,6 +141,7 @@ impl App {
         vmfork_api::ExecClientMessage,
         vmfork_api::ExecServerMessage,
         vmfork_api::ErrorBody,
+        vmfork_api::EventKind,
         vmfork_api::schema::FileMode,
         vmfork_api::schema::GuestFilePath,
         vmfork_api::schema::GuestPath,
@@ -140,7 +153,7 @@ impl App {
         (name = "snapshots", description = "Stored snapshots: take, start, keep, move"),
         (name = "guest", description = "Inside a virtual machine: programs, files, console"),
         (name = "cluster", description = "The hosts that fork onto each other"),
-        (name = "host", description = "This host: state, checks, images, metrics"),
+        (name = "host", description = "This host: state, checks, images, events, metrics"),
     )
 )]
 struct Document;
@@ -180,6 +193,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(cluster::leave))
         .routes(routes!(cluster::drain))
         .routes(routes!(cluster::activate))
+        .routes(routes!(events::events))
         .routes(routes!(host::openapi))
         .routes(routes!(host::metrics))
         .layer(DefaultBodyLimit::max(JSON_BYTES_MAX))

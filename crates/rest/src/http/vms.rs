@@ -151,7 +151,7 @@ pub(super) async fn fork(
     Ok(Json(app.control.fork(&vm, request).await?))
 }
 
-/// The families: who was forked from whom. With `label`, the VMs that match and those that they descend from.
+/// The families: who was forked from whom. With `label`: the VMs that match, and their ancestors.
 #[utoipa::path(get, path = "/v1/tree", tag = "vms", params(LabelParams), responses(
     (status = 200, body = Vec<TreeNode>), (status = "default", body = ErrorBody)
 ))]

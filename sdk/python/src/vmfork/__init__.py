@@ -36,6 +36,15 @@ from ._errors import (
     Unauthorized,
     VmforkError,
 )
+from ._event_models import (
+    Event,
+    EventClone,
+    EventHost,
+    EventKind,
+    EventSnapshot,
+    EventVm,
+    VmEnd,
+)
 from ._models import (
     Accel,
     BytesBetweenHosts,
@@ -105,6 +114,12 @@ __all__ = [
     "ConnectionFailed",
     "DoctorReport",
     "ErrorBody",
+    "Event",
+    "EventClone",
+    "EventHost",
+    "EventKind",
+    "EventSnapshot",
+    "EventVm",
     "ExecFailed",
     "ExecResult",
     "FaultCounts",
@@ -147,6 +162,7 @@ __all__ = [
     "VerifyReply",
     "Version",
     "VmDetail",
+    "VmEnd",
     "VmInfo",
     "VmState",
     "VmforkError",

@@ -19,7 +19,16 @@ from . import _async_io as sdk_io
 from . import _protocol as protocol
 from ._async_snapshots import AsyncSnapshots
 from ._config import Endpoint, Timeout, find_endpoint
-from ._errors import Conflict, ExecFailed, NotFound, VmforkError
+from ._errors import (
+    Conflict,
+    ConnectionFailed,
+    ExecFailed,
+    NotFound,
+    TimeoutExceeded,
+    VmforkError,
+)
+from ._event_models import Event
+from ._event_protocol import EventReader
 from ._fork_result import BaseForkResult, BaseStartResult, settle
 from ._models import (
     DoctorReport,
@@ -153,6 +162,37 @@ class AsyncClient:
     async def version(self) -> Version:
         """Versions of the daemon, its QEMU and the kernel."""
         return await self._send(protocol.version(self._timeout))
+
+    async def events(
+        self,
+        *,
+        after: str | None = None,
+        kinds: Sequence[str] = (),
+        vm: str | None = None,
+        follow: bool = True,
+    ) -> AsyncIterator[Event]:
+        """What happens on the host, in order, over any number of connections.
+
+        ``after`` is the ``cursor`` of the last event that was read, or ``"0"`` for all that the
+        daemon still has. Default: from the first connection on or, without ``follow``, ``"0"``.
+        Without ``follow`` it ends after what has happened so far. Only ``kinds``, and events about
+        ``vm`` (name or id), if given. An event of kind ``GAP`` stands where events were lost.
+        It reconnects by itself, and raises :class:`ConnectionFailed` after a minute without a
+        daemon.
+        """
+        reader = EventReader(after=after, kinds=kinds, vm=vm, follow=follow)
+        pause: float | None = 0.0
+        while pause is not None:
+            await sdk_io.sleep(pause)
+            broken: VmforkError | None = None
+            try:
+                async with self._stream(reader.call()) as response:
+                    async for piece in response.aiter_bytes():
+                        for event in reader.feed(piece):
+                            yield event
+            except (ConnectionFailed, TimeoutExceeded) as error:
+                broken = error
+            pause = reader.pause_after(broken)
 
     async def aclose(self) -> None:
         """Close the connections. VMs are left as they are."""

@@ -30,6 +30,11 @@ async def write(file: BinaryIO, piece: bytes) -> None:
     await asyncio.to_thread(file.write, piece)
 
 
+async def sleep(seconds: float) -> None:
+    """Wait, without blocking the event loop."""
+    await asyncio.sleep(seconds)
+
+
 def cut_body(options: dict[str, Any]) -> None:
     """Send a body of known bytes in pieces of at most :data:`PIECE_BYTES`."""
     whole = options.get("content")

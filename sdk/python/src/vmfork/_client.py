@@ -20,7 +20,16 @@ from . import _io as sdk_io
 from . import _protocol as protocol
 from ._snapshots import Snapshots
 from ._config import Endpoint, Timeout, find_endpoint
-from ._errors import Conflict, ExecFailed, NotFound, VmforkError
+from ._errors import (
+    Conflict,
+    ConnectionFailed,
+    ExecFailed,
+    NotFound,
+    TimeoutExceeded,
+    VmforkError,
+)
+from ._event_models import Event
+from ._event_protocol import EventReader
 from ._fork_result import BaseForkResult, BaseStartResult, settle
 from ._models import (
     DoctorReport,
@@ -154,6 +163,37 @@ class Client:
     def version(self) -> Version:
         """Versions of the daemon, its QEMU and the kernel."""
         return self._send(protocol.version(self._timeout))
+
+    def events(
+        self,
+        *,
+        after: str | None = None,
+        kinds: Sequence[str] = (),
+        vm: str | None = None,
+        follow: bool = True,
+    ) -> Iterator[Event]:
+        """What happens on the host, in order, over any number of connections.
+
+        ``after`` is the ``cursor`` of the last event that was read, or ``"0"`` for all that the
+        daemon still has. Default: from the first connection on or, without ``follow``, ``"0"``.
+        Without ``follow`` it ends after what has happened so far. Only ``kinds``, and events about
+        ``vm`` (name or id), if given. An event of kind ``GAP`` stands where events were lost.
+        It reconnects by itself, and raises :class:`ConnectionFailed` after a minute without a
+        daemon.
+        """
+        reader = EventReader(after=after, kinds=kinds, vm=vm, follow=follow)
+        pause: float | None = 0.0
+        while pause is not None:
+            sdk_io.sleep(pause)
+            broken: VmforkError | None = None
+            try:
+                with self._stream(reader.call()) as response:
+                    for piece in response.iter_bytes():
+                        for event in reader.feed(piece):
+                            yield event
+            except (ConnectionFailed, TimeoutExceeded) as error:
+                broken = error
+            pause = reader.pause_after(broken)
 
     def close(self) -> None:
         """Close the connections. VMs are left as they are."""

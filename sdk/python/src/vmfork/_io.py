@@ -6,6 +6,7 @@ The two are written by hand: they differ in more than ``async`` and ``await``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
@@ -23,6 +24,11 @@ def pieces(file: BinaryIO) -> Iterator[bytes]:
 def write(file: BinaryIO, piece: bytes) -> None:
     """Append to a file."""
     file.write(piece)
+
+
+def sleep(seconds: float) -> None:
+    """Wait."""
+    time.sleep(seconds)
 
 
 def cut_body(options: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ class VmInfo:
     """The host that it runs on, in a cluster."""
     snapshot: str | None = None
     """The name of the stored snapshot that it, or the root of its family, was started from."""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     vmid: int = 0
     """0 in a VM that booted, 1 to m in clones and in VMs started together from a snapshot."""
     state: VmState

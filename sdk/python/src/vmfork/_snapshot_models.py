@@ -107,7 +107,7 @@ class SnapshotInfo:
     """Live VMs that depend on it."""
     remote: str | None = None
     """Where it was pulled from, while it depends on that."""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """VMs that are started from it inherit them."""
 
 

@@ -198,6 +198,7 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route("/v1/vms/{vm}/kill", post(kill))
         .route("/v1/vms/{vm}/fork", post(fork))
         .route("/v1/tree", get(tree))
+        .route("/v1/events", get(super::events::events))
         .route("/v1/cluster", post(init_cluster))
         .route("/v1/cluster/join", post(join_cluster))
         .route("/v1/vms/{vm}/exec", post(exec))

@@ -13,9 +13,9 @@ const KEPT_MAX: usize = 256;
 
 /// One for each host, but for those that are in use.
 #[derive(Debug, Default)]
-pub(super) struct Kept(Mutex<HashMap<HostId, (String, Connection)>>);
+pub(super) struct ConnectionCache(Mutex<HashMap<HostId, (String, Connection)>>);
 
-impl Kept {
+impl ConnectionCache {
     fn all(&self) -> MutexGuard<'_, HashMap<HostId, (String, Connection)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,8 +1,8 @@
 //! What other hosts have asked this one to start: decisions without I/O.
 //!
-//! An order that its sender gives up leaves nothing, whichever comes first, late or never: the
-//! order, its answer, or the word that it is given up. So the sender says that until it is heard,
-//! and this host remembers it, also of orders that it has not had.
+//! An order that its sender gives up leaves nothing. The order, its answer and the message that
+//! gives it up may arrive in any order, late or never. So the sender repeats the message until it
+//! is confirmed, and this host remembers it, also of orders that have not arrived.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_cluster::HostId;
 
 /// An order's sender, and the number that it has there.
-pub(super) type OrderId = (HostId, u64);
+pub(crate) type OrderId = (HostId, u64);
 
 /// How long what became of an order is remembered: longer than any order takes, and than its sender
 /// speaks of it.
@@ -27,7 +27,7 @@ enum State {
 
 /// The orders that a host was given.
 #[derive(Debug, Default)]
-pub(super) struct Orders(HashMap<OrderId, (Instant, State)>);
+pub(crate) struct Orders(HashMap<OrderId, (Instant, State)>);
 
 impl Orders {
     fn tidy(&mut self, now: Instant) {
@@ -38,7 +38,7 @@ impl Orders {
 
     /// An order has come. → what is cancelled when it is given up; `None`: it was, or it came
     /// before.
-    pub(super) fn begin(&mut self, now: Instant, id: OrderId) -> Option<CancellationToken> {
+    pub(crate) fn begin(&mut self, now: Instant, id: OrderId) -> Option<CancellationToken> {
         self.tidy(now);
         if self.0.contains_key(&id) {
             return None;
@@ -49,7 +49,7 @@ impl Orders {
     }
 
     /// It was carried out, and started these VMs. → those of them that are not wanted any more.
-    pub(super) fn done(&mut self, now: Instant, id: OrderId, vms: Vec<String>) -> Vec<String> {
+    pub(crate) fn done(&mut self, now: Instant, id: OrderId, vms: Vec<String>) -> Vec<String> {
         match self.0.get_mut(&id) {
             Some((since, state @ State::Running(_))) => {
                 (*since, *state) = (now, State::Done(vms));
@@ -60,7 +60,7 @@ impl Orders {
     }
 
     /// Its sender does not want it any more. → the VMs that it started.
-    pub(super) fn give_up(&mut self, now: Instant, id: OrderId) -> Vec<String> {
+    pub(crate) fn give_up(&mut self, now: Instant, id: OrderId) -> Vec<String> {
         self.tidy(now);
         match self.0.insert(id, (now, State::GivenUp)) {
             Some((_, State::Running(given_up))) => {

@@ -1,5 +1,5 @@
-//! Who takes up the port for other hosts: strangers, until they have shown who they are, and
-//! members.
+//! Slots for connections to the port for other hosts: those of strangers, until a handshake shows
+//! who they are, and those of members.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -144,8 +144,8 @@ impl Callers {
     }
 }
 
-/// A member's connection, also when it has gone over to another protocol: it has its place until it
-/// is dropped, and breaks off at its end.
+/// A member's connection, also after it has changed to another protocol. It has its place until it
+/// is dropped, and breaks off when the member's connections are ended.
 pub(super) struct OfMember<S> {
     stream: S,
     /// Each of both halves may have a task of its own.
@@ -233,7 +233,7 @@ mod tests {
         let third = timeout(Duration::from_secs(5), strangers.enter()).await.expect("room");
         assert!(began.elapsed() >= Duration::from_millis(100));
         assert!(first.put_out().now_or_never().is_some(), "the first had to go");
-        assert!(second.put_out().now_or_never().is_none(), "nobody else");
+        assert!(second.put_out().now_or_never().is_none(), "it may stay");
         // Dropped late, it must not free another's place.
         drop(first);
         assert!(strangers.try_enter(began).is_err(), "both places are taken");
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(near.read_u8().await.expect("a member's"), b'x');
         assert_eq!(places.available_permits(), 1, "a place is taken as long as its connection");
         callers.end();
-        assert!(near.write_all(b"x").await.is_err(), "nobody's goes on");
+        assert!(near.write_all(b"x").await.is_err(), "no member's goes on");
         assert!(callers.end_of(host(3)).is_cancelled(), "nor a late one's");
     }
 }

@@ -1,5 +1,4 @@
-//! Clones of a VM of this host, on others: which host gets how many, and what a frozen VM sends
-//! them.
+//! Clones of a frozen VM of this host, on others: what each host is sent, and its answer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,15 +10,13 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
 use vmfork_cluster::HostId;
 
-use super::arrivals::Arrival;
-use super::client::WORD_WAIT;
-use super::client::of_host;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
-use super::hosts::Hosts;
-use super::images::{Lender, Sending as Lent};
-use super::member::Member;
 use super::receive::GRACE;
-use super::touched::HOSTS_WATCHED;
+use crate::arrivals::Arrival;
+use crate::client::{WORD_WAIT, of_host};
+use crate::hosts::Hosts;
+use crate::images::{Images, Lender, Sending as Lent};
+use crate::locate::Locate;
 use vmfork_fork::Snapshot;
 use vmfork_fork::facts::Facts;
 use vmfork_host::error::chain;
@@ -28,6 +25,19 @@ use vmfork_host::vm::{Identity, Job, WorkingSet};
 
 /// How long finding what the VM had written may take: 1 ms per GiB where nothing is in the way.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// On at most this many hosts of a fork, clones are watched ([`crate::touch_feedback`]).
+const HOSTS_WATCHED: usize = 8;
+
+/// The parts of a member that sending clones takes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sender<'a> {
+    pub hosts: &'a Arc<Hosts>,
+    /// From which the VM's image is lent.
+    pub images: &'a Arc<Images>,
+    /// Learns where the clones are.
+    pub locate: &'a Locate,
+}
 
 /// What one host is to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,12 +72,12 @@ pub(crate) struct Sending<'a> {
 /// Have other hosts start clones, all at once. → what became of each.
 /// A host whose answer is lost, or arrives too late, is ordered to leave nothing.
 pub(crate) async fn send(
-    member: &Arc<Member>,
+    sender: Sender<'_>,
     what: Sending<'_>,
     shares: Vec<Share>,
 ) -> Vec<CloneResult> {
     let began = Instant::now();
-    let (descriptor, _lent) = match prepare(member, &what) {
+    let (descriptor, _lent) = match prepare(sender.images, &what) {
         Ok(prepared) => prepared,
         Err(error) => {
             let clones = shares.into_iter().flat_map(|share| share.clones);
@@ -88,14 +98,14 @@ pub(crate) async fn send(
             state: descriptor.state.clone(),
         };
         let (began, metrics) = (Instant::now(), what.metrics);
-        let one = one(member, share, descriptor, (what.deadline, what.given_up));
+        let one = one(sender, share, descriptor, (what.deadline, what.given_up));
         one.inspect(move |_| metrics.observe_stage(Stage::Away, began.elapsed()))
     });
     join_all(sent).await.into_iter().flatten().collect()
 }
 
 /// All but whose clones each host starts; and what is held until it is sent.
-fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), ErrorBody> {
+fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), ErrorBody> {
     let message = format!("fork `{}` onto other hosts", what.parent.name);
     let fail = |cause: String| {
         ErrorBody::new(ErrorCode::Host, message.clone())
@@ -110,7 +120,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
     let (arrival, working_set) =
         (what.snapshot.provenance.get::<Arrival>(), Arc::clone(what.working_set));
     let ahead = working_set.runs();
-    let lent = member.images.lend(Instant::now(), engine, Lender::new(arrival, working_set));
+    let lent = own.lend(Instant::now(), engine, Lender::new(arrival, working_set));
     let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;
     let state =
         vmfork_fork::state::read(&what.snapshot.state).map_err(|error| fail(chain(&error)))?;
@@ -141,14 +151,14 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
 }
 
 async fn one(
-    member: &Arc<Member>,
+    sender: Sender<'_>,
     share: Share,
     descriptor: Descriptor,
     (deadline, given_up): (Instant, &CancellationToken),
 ) -> Vec<CloneResult> {
     let Share { host, number, clones, .. } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
-    let peer = match member.hosts.peer_of(host, &message) {
+    let peer = match sender.hosts.peer_of(host, &message) {
         Ok(peer) => peer,
         Err(error) => {
             return clones.into_iter().map(|it| failed(it, error.clone(), None)).collect();
@@ -162,13 +172,13 @@ async fn one(
         let answer = tokio::select! {
             answer = peer.post(CLONES, "application/octet-stream", body.into(), wait) => answer,
             () = given_up.cancelled() => {
-                member.hosts.give_up(host, number);
+                sender.hosts.give_up(host, number);
                 return Err(vmfork_fork::was_given_up(&message));
             }
         };
         let answer = answer.map_err(|error| {
             // Whatever it said: a part may have been started.
-            member.hosts.give_up(host, number);
+            sender.hosts.give_up(host, number);
             error.to_body(message.clone())
         })?;
         let results = serde_json::from_slice::<Vec<CloneResult>>(&answer);
@@ -177,7 +187,7 @@ async fn one(
             are_they.then_some(results).ok_or_else(|| "it told of other clones".to_owned())
         });
         results.map_err(|cause| {
-            member.hosts.give_up(host, number);
+            sender.hosts.give_up(host, number);
             ErrorBody::new(ErrorCode::Host, message.clone()).cause(cause)
         })
     };
@@ -186,7 +196,7 @@ async fn one(
             .into_iter()
             .map(|result| {
                 if let Some(id) = &result.id {
-                    member.locate.saw(id, host);
+                    sender.locate.saw(id, host);
                 }
                 let error = result.error.map(|error| of_host(&peer.name, error));
                 CloneResult { host: Some(peer.name.clone()), error, ..result }
@@ -209,9 +219,9 @@ fn are_of(results: &[CloneResult], clones: &[CloneOrder]) -> bool {
 }
 
 /// Where clones are started.
-pub(super) const CLONES: &str = "/cluster/v1/clones";
+pub(crate) const CLONES: &str = "/cluster/v1/clones";
 /// Where an order is given up.
-pub(super) const GIVE_UP: &str = "/cluster/v1/clones/give-up";
+pub(crate) const GIVE_UP: &str = "/cluster/v1/clones/give-up";
 /// How long the order to give up is repeated, and how often, until the host confirms it.
 const GIVE_UP_FOR: Duration = Duration::from_secs(600);
 const GIVE_UP_EVERY: Duration = Duration::from_secs(2);

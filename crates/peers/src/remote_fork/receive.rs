@@ -1,6 +1,7 @@
 //! Clones of a VM that runs on another host, started here.
 
 use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -11,14 +12,13 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
 use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
 
-use super::arrivals::{Arrival, Arrivals};
 use super::descriptor::{Descriptor, Order, Parent};
-use super::images::{Entry, Images};
-use super::tickets::SetAside;
+use crate::arrivals::{Arrival, Arrivals};
+use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
 use vmfork_fork::tickets::TicketOrigin;
 use vmfork_fork::{Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
-use vmfork_host::admission::{ForkAsk, Lease};
+use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::{Core, start_machines};
 use vmfork_host::error::{BUG, chain};
 use vmfork_host::metrics::Stage;
@@ -50,13 +50,21 @@ impl Engines {
 }
 
 /// What a host that starts others' clones works with.
-pub(super) struct Here<'a> {
-    pub(super) forker: &'a Arc<Forker>,
-    pub(super) images: &'a Images,
-    pub(super) engines: &'a Engines,
-    pub(super) arrivals: &'a Arrivals,
+pub(crate) struct Here<'a> {
+    pub(crate) forker: &'a Arc<Forker>,
+    pub(crate) images: &'a Images,
+    pub(crate) engines: &'a Engines,
+    pub(crate) arrivals: &'a Arrivals,
     /// The source of an image's pages, by its name and its number of pages.
-    pub(super) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
+    pub(crate) source: &'a (dyn Fn(ImageName, u64) -> Arc<dyn PageSource> + Sync),
+}
+
+/// Memory that this host reserved for an order before it came.
+#[derive(Debug)]
+pub(crate) struct SetAside {
+    pub grant: ForkGrant,
+    /// For what is still to fetch of the parent's memory: once for all asks for clones of it.
+    pub coming: Vec<Arc<Lease>>,
 }
 
 /// Start the clones of a descriptor. `memory`: what was reserved for them.
@@ -65,7 +73,7 @@ pub(super) struct Here<'a> {
 ///
 /// # Errors
 /// None was started.
-pub(super) async fn start(
+pub(crate) async fn start(
     here: Here<'_>,
     descriptor: Descriptor,
     memory: Option<SetAside>,
@@ -77,7 +85,8 @@ pub(super) async fn start(
     let began = Instant::now();
     let message = format!("start clones of `{}`", order.parent.name);
     let deadline = began + check(&message, &order)?;
-    let shape = check_host(core, &message, &order.facts).await?;
+    // Machines find the disk only while it is open.
+    let (shape, _disk) = check_host(core, &message, &order.facts).await?;
     let (memory, coming) = match memory {
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
@@ -140,12 +149,15 @@ fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
     Ok(timeout)
 }
 
-/// Whether this host is what the clones need. → the shape of their QEMUs.
-async fn check_host(core: &Core, message: &str, facts: &Facts) -> Result<Shape, ErrorBody> {
+/// Whether this host is what the clones need. → the shape of their QEMUs, and their root disk.
+async fn check_host(
+    core: &Core,
+    message: &str,
+    facts: &Facts,
+) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
     facts.check_accel(message, &KvmFacts::gather()).map_err(unlike)?;
     host::check_qemu(core, message, facts).await.map_err(unlike)?;
-    let (shape, _disk) = host::shape_and_disk(core, message, facts).map_err(unlike)?;
-    Ok(shape)
+    host::shape_and_disk(core, message, facts).map_err(unlike)
 }
 
 /// The engine of the clones' memory, with what comes ahead on its way. Blocks while page tables are
@@ -264,7 +276,7 @@ fn failed(message: &str, error: &dyn std::error::Error) -> ErrorBody {
 }
 
 /// How long a host may take beyond what its clones may: the way there and back.
-pub(super) const GRACE: Duration = Duration::from_secs(5);
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

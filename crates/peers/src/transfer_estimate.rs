@@ -1,6 +1,6 @@
-//! What of a VM's memory has to come to other hosts that get clones of it, told before it is
-//! frozen: for plans, and to be set aside with places. When the clones arrive, the host itself
-//! tells what lacks ([`super::arrivals`]), and that counts.
+//! Estimates how much memory each host will fetch for clones of a VM, so that hosts can reserve it
+//! before the freeze. When the clones arrive, their host itself finds out what it lacks
+//! ([`super::arrivals`]), and that counts.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,9 +20,9 @@ const SEAL_WAIT: Duration = Duration::from_secs(1);
 
 /// To each host, in bytes.
 #[derive(Debug, Default)]
-pub(crate) struct Coming(BTreeMap<HostId, u64>);
+pub(crate) struct TransferEstimate(BTreeMap<HostId, u64>);
 
-impl Coming {
+impl TransferEstimate {
     pub(crate) fn to(&self, host: HostId) -> u64 {
         self.0.get(&host).copied().unwrap_or(0)
     }
@@ -68,18 +68,18 @@ impl Estimates {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(host, open);
     }
 
-    /// What of a VM has to come to each host that is planned with; all that clones take there once
-    /// is in its view from now on.
+    /// How much of a VM's memory each host of the plan will fetch. What all clones there share is
+    /// added to the host's view.
     pub(crate) fn coming(
         &self,
         admission: &Admission,
         parent: &Identity,
         machine: &Machine,
         views: &mut [HostView],
-    ) -> Coming {
+    ) -> TransferEstimate {
         let parts = tokio::task::block_in_place(|| self.parts(machine));
         let fork_bytes = admission.fork_bytes(parent.spec().memory_bytes);
-        let mut coming = Coming::default();
+        let mut coming = TransferEstimate::default();
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         for view in views {
             view.once_bytes = fork_bytes;

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
 
-use super::images::Entry;
+use crate::images::Entry;
 use vmfork_fork::facts::Facts;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::Job;
@@ -22,7 +22,7 @@ const MAGIC: [u8; 8] = *b"VFDESC02";
 /// Far above what 1024 clones take.
 const HEAD_BYTES_MAX: usize = 16 << 20;
 /// Of all of it: tables of a 256 GiB guest that was written to all over.
-pub(crate) const BYTES_MAX: usize = 512 << 20;
+pub(crate) const DESCRIPTOR_BYTES_MAX: usize = 512 << 20;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Descriptor {
@@ -75,7 +75,7 @@ pub(crate) struct Parent {
 
 impl Parent {
     /// The ancestors of its clones: its own, and itself.
-    pub(super) fn line(&self) -> Arc<[String]> {
+    pub(crate) fn line(&self) -> Arc<[String]> {
         self.ancestors.iter().chain([&self.id]).cloned().collect()
     }
 }

@@ -1,9 +1,10 @@
-//! What a clone on this host touches, told to the host of its parent: with the parent's next fork
-//! goes what clones need, not what came along beside it
+//! What a clone on this host touches, reported to the host of its parent. The parent's next fork
+//! then sends first what clones need, and not what was fetched beside it
 //! ([`vmfork_policy::transfer::Demanded::refine`]).
 //!
 //! ```text
-//!   a fork's first hosts ─► their first clones ─► looks at their page tables, after a while and at the end ─► the parent's host
+//!   a fork's first hosts ─► their first clones ─► scans of their page tables,
+//!                           after a while and at the end ─► the parent's host
 //! ```
 //!
 //! Some clones of a fork are watched: the rest touch much the same. No VM waits for any of it.
@@ -31,9 +32,7 @@ use vmfork_rest::http::ApiError;
 
 pub(super) const TOUCHED: &str = "/cluster/v1/touched";
 
-/// On at most this many hosts of a fork, clones are watched …
-pub(super) const HOSTS_WATCHED: usize = 8;
-/// … at most this many on each.
+/// Of an order's clones, at most this many are watched.
 const CLONES_WATCHED: usize = 4;
 /// When to look, since the clone was ready; and at its end. What was not touched by the first is
 /// not needed soon.
