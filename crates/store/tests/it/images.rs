@@ -179,8 +179,11 @@ proptest! {
         let remote: std::sync::Arc<dyn vmfork_store::Blobs> = memory.clone();
         let with_remote = SourceOptions { hot: HotChunks::new(1 << 20), remote: Some(remote) };
         check_family(&pulled, top, &all, &with_remote);
-        pulled.fetch_chunks(top, &store, &Work::new(2)).expect("fetched");
-        check_family(&pulled, top, &all, &options());
+        // What was read is kept, so another one shows what is fetched.
+        let fetched = Store::new(Memory::new()).expect("store");
+        fetched.adopt_from(top, &store, "there", &Work::new(1)).expect("adopted");
+        fetched.fetch_chunks(top, &store, &Work::new(2)).expect("fetched");
+        check_family(&fetched, top, &all, &options());
     }
 
     #[test]
