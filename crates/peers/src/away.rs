@@ -13,6 +13,7 @@ use vmfork_cluster::{HostId, Room};
 use super::cluster::Cluster;
 use super::descriptor::CloneOrder;
 use super::guest_images::TAKES_LONG;
+use super::lifetimes::tell_if_changed;
 use super::member::Member;
 use super::place::{Sending, Share, send};
 use super::reserve::reserve;
@@ -286,7 +287,8 @@ impl Away {
             given_up: what.given_up,
             ticket: what.origin.map(|origin| origin.ticket),
             books: self.books,
-            job: what.job,
+            job: what.job.clone(),
+            lifetime: what.lifetime,
         };
         let open = |origin| {
             let line = |share: &Share| {
@@ -303,6 +305,7 @@ impl Away {
         };
         let abroad = what.origin.map(open).unwrap_or_default();
         results.extend(send(&self.member, sending, shares).await);
+        tell_if_changed(&self.member, &what, &parent.identity.id);
         if let Some(origin) = what.origin {
             tell(origin, &abroad, &results);
         }

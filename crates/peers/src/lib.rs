@@ -27,6 +27,7 @@ mod images;
 mod jobs;
 mod kept;
 mod life;
+mod lifetimes;
 mod loans;
 mod member;
 mod multicast;
@@ -51,6 +52,7 @@ mod touched;
 
 pub use self::cluster::Cluster;
 pub use self::family::end_everywhere;
+pub use self::lifetimes::tell_lifetime;
 pub use self::member::Member;
 pub use self::operations::Operations;
 pub use self::settings::{PageTransfer, Settings, TicketPlace};

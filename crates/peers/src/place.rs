@@ -23,6 +23,7 @@ use super::touched::HOSTS_WATCHED;
 use vmfork_fork::Snapshot;
 use vmfork_fork::facts::Facts;
 use vmfork_host::error::chain;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{Metrics, Stage};
 use vmfork_host::vm::{Identity, Job, WorkingSet};
 
@@ -57,6 +58,7 @@ pub(crate) struct Sending<'a> {
     pub books: u64,
     /// The engine's job that holds the clones.
     pub job: Option<Job>,
+    pub lifetime: &'a Lifetime,
 }
 
 /// Have other hosts start clones, all at once. → what became of each.
@@ -121,6 +123,7 @@ fn prepare(member: &Member, what: &Sending<'_>) -> Result<(Descriptor, Lent), Er
         lease: None,
         job: what.job.clone(),
         books: what.books,
+        lifetime: what.lifetime.told(Instant::now()),
         facts: what.facts.clone(),
         parent: Parent {
             id: parent.id.clone(),

@@ -15,6 +15,7 @@ mod inspect;
 mod kill;
 mod logs;
 mod outflow;
+mod pause;
 mod ps;
 mod rm;
 mod run;
@@ -22,6 +23,7 @@ mod snapshot;
 mod streams;
 mod top;
 mod tree;
+mod ttl;
 mod version;
 
 use std::future::Future;
@@ -46,6 +48,9 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Inspect { vm } => inspect::run(global, &vm).await,
         Command::Logs { vm, follow } => logs::run(global, &vm, follow).await,
         Command::Console { vm } => console::run(global, &vm).await,
+        Command::Pause { vms } => pause::pause(global, vms).await,
+        Command::Resume { vms } => pause::resume(global, vms).await,
+        Command::Ttl { vm, request } => ttl::run(global, &vm, &request).await,
         Command::Kill(config) => kill::run(global, config).await,
         Command::Rm(config) => rm::run(global, config).await,
         Command::Top(config) => top::run(global, config).await,

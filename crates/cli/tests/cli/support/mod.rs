@@ -3,6 +3,7 @@
 //! [`FakeDaemon`] serves the routes of `vmfork-api` with made-up VMs. Its "guest" is this host:
 //! `exec` runs the program here, files lie in a folder.
 
+mod lifetime;
 mod routes;
 mod snapshots;
 
