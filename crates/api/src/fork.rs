@@ -37,6 +37,11 @@ pub struct ForkRequest {
     /// Added to those that the clones inherit; of the same key, these count.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
+    /// End each clone this many ms after its start; default: when the bound of its nearest ancestor
+    /// that has one ends it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1000, maximum = 31_536_000_000_u64)]
+    pub ttl_ms: Option<u64>,
 }
 
 /// How a fork's clones are put on the hosts of a cluster.

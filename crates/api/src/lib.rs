@@ -17,6 +17,8 @@
 //! | `DELETE /v1/vms/{vm}` | forget an ended VM (`?force=true`: kill it first) → 204 |
 //! | `POST /v1/vms/{vm}/kill` | [`KillRequest`] → [`Vm`] |
 //! | `POST /v1/vms/{vm}/fork` | [`ForkRequest`] → [`ForkReply`] |
+//! | `POST /v1/vms/{vm}/pause`, `resume` | [`Vm`]: its vCPUs stop, and continue |
+//! | `PUT /v1/vms/{vm}/ttl` | [`TtlRequest`] → [`TtlReply`]: when it ends by itself |
 //! | `GET /v1/tree` | `Vec<`[`TreeNode`]`>`: the families |
 //! | `POST /v1/vms/{vm}/exec` | [`ExecRequest`] → [`ExecReply`]: whole output at once |
 //! | `GET /v1/vms/{vm}/exec/stream` | WebSocket, see [`ExecClientMessage`], [`ExecServerMessage`] |
@@ -57,6 +59,7 @@ mod memory;
 pub mod schema;
 mod session;
 mod snapshot;
+mod ttl;
 mod vm;
 mod vm_state;
 
@@ -83,6 +86,7 @@ pub use snapshot::{
     Snapshot, SnapshotDetail, SnapshotImage, SnapshotRequest, SnapshotState, StartReply,
     StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
+pub use ttl::{TTL_MS_MAX, TTL_MS_MIN, Ttl, TtlReply, TtlRequest};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail};
 pub use vm_state::VmState;
 

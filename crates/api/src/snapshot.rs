@@ -93,6 +93,10 @@ pub struct StartRequest {
     /// Added to those of the snapshot; of the same key, these count.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
+    /// End each VM this many ms after its start; default: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1000, maximum = 31_536_000_000_u64)]
+    pub ttl_ms: Option<u64>,
 }
 
 fn one() -> u32 {

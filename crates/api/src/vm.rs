@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmName};
-use crate::{ForkReply, Labels, MemoryInfo, VmState};
+use crate::{ForkReply, Labels, MemoryInfo, Ttl, VmState};
 
 /// How the guest's instructions are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -42,6 +42,11 @@ pub struct RunRequest {
     /// Clones inherit them.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
+    /// End the VM, and the clones that inherit its bound, this many ms after its start; default:
+    /// never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1000, maximum = 31_536_000_000_u64)]
+    pub ttl_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -109,6 +114,9 @@ pub struct VmDetail {
     /// The job of the site's scheduler that holds its place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
+    /// When it ends by itself; absent: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl: Option<Ttl>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
     /// The last fork of this VM that ended. It may have been asked for by a program in the guest

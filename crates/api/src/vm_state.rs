@@ -10,6 +10,8 @@ pub enum VmState {
     Running,
     /// A freeze is going on.
     Frozen,
+    /// Its vCPUs stand still until it is resumed.
+    Paused,
     /// Ended in good order: powered off, `sf_exit`, killed on request.
     Exited,
     /// Ended by a fault; `reason` says which.

@@ -67,6 +67,12 @@ pub(crate) enum RawCommand {
     Events(RawEvents),
     /// Attach to a VM's serial console (Ctrl-] detaches)
     Console(RawVm),
+    /// Pause VMs: their vCPUs stop until they are resumed
+    Pause(RawVms),
+    /// Let paused VMs continue
+    Resume(RawVms),
+    /// Change when a VM ends by itself
+    Ttl(RawTtl),
     /// Stop VMs
     Kill(RawKill),
     /// Remove ended VMs from the list
@@ -129,6 +135,10 @@ pub(crate) struct RawRun {
     /// 600s for its first-boot command; 0: do not wait]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
+    /// End the VM, and the clones that inherit this bound, after this time: 30s, 15m, 2h, 1d
+    /// [default: never]
+    #[arg(long, value_name = "TIME")]
+    pub(crate) ttl: Option<String>,
     /// Guest memory: 512, 512M, 2G [default: 512M]
     #[arg(short, long, value_name = "SIZE", help_heading = OF_IMAGES)]
     pub(crate) memory: Option<String>,
@@ -226,6 +236,9 @@ pub(crate) struct RawFork {
     /// Timeout of the whole fork: 500ms, 30s, 2m [default: 60s]
     #[arg(long, value_name = "TIME")]
     pub(crate) timeout: Option<String>,
+    /// End each clone after this time: 30s, 15m, 2h, 1d [default: when the bound of VM ends it]
+    #[arg(long, value_name = "TIME")]
+    pub(crate) ttl: Option<String>,
     /// Placement of clones in the cluster [default: spread]
     #[arg(long, value_name = "WHERE", help_heading = OF_CLUSTERS)]
     pub(crate) place: Option<RawPlace>,
@@ -347,6 +360,23 @@ pub(crate) struct RawEvents {
     /// End after the events that have happened so far
     #[arg(long)]
     pub(crate) no_follow: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawVms {
+    /// Names or ids of VMs
+    #[arg(required = true, value_name = "VM")]
+    pub(crate) vms: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawTtl {
+    /// Name or id of a VM
+    pub(crate) vm: String,
+    /// Time from now until the VM ends, with the clones that inherit its bound: 30s, 15m, 2h, 1d;
+    /// none: never
+    #[arg(value_name = "TIME")]
+    pub(crate) ttl: String,
 }
 
 #[derive(Debug, Args)]

@@ -60,7 +60,7 @@ impl Tone {
             VmState::Running => Self::Good,
             VmState::Failed => Self::Bad,
             VmState::Starting | VmState::Frozen => Self::Passing,
-            VmState::Exited => Self::Plain,
+            VmState::Exited | VmState::Paused => Self::Plain,
         }
     }
 
@@ -241,6 +241,7 @@ pub(crate) fn state_word(state: VmState) -> &'static str {
         VmState::Starting => "starting",
         VmState::Running => "running",
         VmState::Frozen => "frozen",
+        VmState::Paused => "paused",
         VmState::Exited => "exited",
         VmState::Failed => "failed",
     }

@@ -12,8 +12,8 @@ use vmfork_api::{
     ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
     ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
     Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail,
-    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode,
-    VerifyReply, Version, Vm, VmDetail,
+    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply,
+    TtlRequest, VerifyReply, Version, Vm, VmDetail,
 };
 
 mod events;
@@ -46,6 +46,12 @@ pub trait Control: SnapshotControl {
     fn remove<'a>(&'a self, vm: &'a str, force: bool) -> Answer<'a, ()>;
     fn kill<'a>(&'a self, vm: &'a str, request: KillRequest) -> Answer<'a, Killed>;
     fn fork<'a>(&'a self, vm: &'a str, request: ForkRequest) -> Answer<'a, ForkReply>;
+    /// Stop its vCPUs; one that is paused stays so.
+    fn pause<'a>(&'a self, vm: &'a str) -> Answer<'a, Vm>;
+    /// Let the vCPUs of a paused VM continue; one that runs goes on.
+    fn resume<'a>(&'a self, vm: &'a str) -> Answer<'a, Vm>;
+    /// Change when it ends by itself.
+    fn set_ttl<'a>(&'a self, vm: &'a str, request: TtlRequest) -> Answer<'a, TtlReply>;
     /// Start a program. The caller applies `stdin_base64` and `timeout_ms` of the request.
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession>;
     fn read_file<'a>(&'a self, vm: &'a str, path: &'a str) -> Answer<'a, FileStream>;

@@ -20,6 +20,7 @@ use vmfork_guest_link::agent::AgentInfo;
 use vmfork_host::admission::Lease;
 use vmfork_host::core::{Core, PendingMachine};
 use vmfork_host::error::chain;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::Machine;
@@ -47,13 +48,19 @@ pub struct Stem {
 
 impl Stem {
     /// Of the clones of a running VM, whose places a job holds.
-    pub(super) fn of(parent: &Vm, inherited: Inherited, job: Option<Job>) -> Self {
+    pub(super) fn of(
+        parent: &Vm,
+        inherited: Inherited,
+        job: Option<Job>,
+        lifetime: Lifetime,
+    ) -> Self {
         let parents = &parent.identity;
         let identity = Identity {
             parent: Some((parents.id.clone(), parents.name.clone())),
             ancestors: parents.line(),
             job,
             inherited,
+            lifetime,
             ..parents.clone()
         };
         Self { message: message(parent), identity, agent: parent.agent() }

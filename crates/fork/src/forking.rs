@@ -19,6 +19,7 @@ use vmfork_api::{
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
 use vmfork_host::error::outcome;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{Stage, ms};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{End, Inherited, Job, Vm, now_unix_ms};
@@ -48,6 +49,9 @@ pub struct Order {
     pub names: Option<Vec<String>>,
     pub all_or_nothing: bool,
     pub timeout: Duration,
+    /// How long each clone may live, counted from its start; `None`: as long as the parent's bound
+    /// lets it.
+    pub ttl: Option<Duration>,
     /// Memory that was set aside for it; it is lent back if nothing was forked.
     pub memory: Option<Loan>,
     /// The ticket behind it, and what is notified of the fate of each clone.
@@ -73,6 +77,7 @@ pub async fn by_request(
         names: request.names,
         all_or_nothing: request.all_or_nothing,
         timeout,
+        ttl: request.ttl_ms.map(Duration::from_millis),
         memory: None,
         origin: None,
         placement: Placement {
@@ -143,6 +148,26 @@ async fn turn<'a>(
     })
 }
 
+/// The same, once the VM is not paused: a program of its guest asks, whose time stands still.
+async fn awake_turn<'a>(
+    parent: &'a Vm,
+    wanted: freeze::Wanted<'_>,
+) -> Result<MutexGuard<'a, ()>, ErrorBody> {
+    loop {
+        let turn = turn(parent, wanted).await?;
+        if !parent.pause.is_paused() {
+            return Ok(turn);
+        }
+        drop(turn);
+        tokio::select! {
+            () = parent.pause.over() => {}
+            // The next turn says why.
+            () = wanted.given_up.cancelled() => {}
+            () = tokio::time::sleep_until(wanted.deadline.into()) => {}
+        }
+    }
+}
+
 /// A fork under way.
 #[derive(Debug)]
 struct Fork {
@@ -158,6 +183,8 @@ struct Fork {
     began_unix_ms: u64,
     deadline: Instant,
     requested: u32,
+    /// Of the clones.
+    lifetime: Lifetime,
 }
 
 /// Who starts what, decided before the pause.
@@ -186,6 +213,7 @@ async fn carry_out(
         message,
         inherited,
         requested: u32::try_from(clones.len()).unwrap_or(u32::MAX),
+        lifetime: forker.core.lifetimes.of_clones(&parent.identity.id, order.ttl),
         forker,
         parent,
         order,
@@ -195,7 +223,10 @@ async fn carry_out(
     let (core, parent) = (&fork.forker.core, &fork.parent);
     // Dropped last: when it is over, the end of the family finds all VMs that this fork started.
     let _under_way = core.registry.fork_begins(parent.identity.line(), fork.given_up.clone());
-    let one_at_a_time = turn(parent, fork.wanted()).await?;
+    let one_at_a_time = match fork.order.origin.is_some() {
+        true => awake_turn(parent, fork.wanted()).await?,
+        false => turn(parent, fork.wanted()).await?,
+    };
     let machine = running(parent, &fork.message)?;
     core.metrics.forked();
     let plan = fork.plan(&machine, clones).await?;
@@ -226,7 +257,7 @@ async fn carry_out(
 fn running(parent: &Vm, message: &str) -> Result<Arc<Machine>, ErrorBody> {
     let machine = parent.running_machine()?;
     match parent.state() {
-        VmState::Running => Ok(machine),
+        VmState::Running | VmState::Paused => Ok(machine),
         _ => Err(not_yet(message)),
     }
 }
@@ -306,7 +337,12 @@ impl Fork {
         let Plan { away, job, reservation: _names, here, elsewhere } = plan;
         let brood = Brood {
             forker: Arc::clone(forker),
-            stem: Arc::new(Stem::of(parent, self.inherited.clone(), job.clone())),
+            stem: Arc::new(Stem::of(
+                parent,
+                self.inherited.clone(),
+                job.clone(),
+                self.lifetime.clone(),
+            )),
             snapshot: Arc::clone(snapshot),
             began: self.began,
             deadline: *deadline,
@@ -328,6 +364,7 @@ impl Fork {
                 given_up,
                 origin: order.origin.as_ref(),
                 job,
+                lifetime: &self.lifetime,
             };
             away.start(departure, elsewhere).await
         };
@@ -496,6 +533,31 @@ mod tests {
         let error = turn(&vm, wanted(soon, &given_up)).await.expect_err("too late");
         assert_eq!(error.code, ErrorCode::Timeout);
         drop(other);
+    }
+
+    #[tokio::test]
+    async fn what_a_guest_forks_waits_while_its_vm_is_paused_and_what_a_client_forks_does_not() {
+        let folder = tempfile::tempdir().expect("folder");
+        let vm = vm(folder.path());
+        vm.pause.begin(vmfork_host::vm::Standstill { fork: 1, held: None });
+        let given_up = CancellationToken::new();
+        let soon = Instant::now() + Duration::from_millis(20);
+        drop(turn(&vm, wanted(soon, &given_up)).await.expect("its client may fork it"));
+        let error = awake_turn(&vm, wanted(soon, &given_up)).await.expect_err("still paused");
+        assert_eq!(error.code, ErrorCode::Timeout);
+        let later = Instant::now() + Duration::from_secs(60);
+        let (forks, resumes) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(vm.forking.try_lock().is_ok(), "a resume gets its turn");
+            vm.pause.end();
+        });
+        drop((forks.expect("resumed"), resumes));
+        // It ends the wait, too, that the fork is given up.
+        vm.pause.begin(vmfork_host::vm::Standstill { fork: 2, held: None });
+        let (forks, ()) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
+            given_up.cancel();
+        });
+        assert_eq!(forks.expect_err("given up").code, ErrorCode::Conflict);
     }
 
     #[test]

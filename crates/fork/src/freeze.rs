@@ -16,7 +16,7 @@ use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{End, Vm};
+use vmfork_host::vm::{End, Standstill, Vm};
 
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
 /// time.
@@ -59,14 +59,14 @@ pub(super) async fn freeze(
     core.add_engine(&engine);
     let prepared =
         state::prepare(machine).await.map_err(|error| failed(ErrorCode::Qemu, &error))?;
-    let fork = parent.next_fork();
     core.count(parent);
     let began = wanted.began;
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
     core.metrics.observe_stage(Stage::Prepare, began.elapsed());
 
     let quiesce = Instant::now();
-    let held = hold_agent(parent, fork, wanted).await?;
+    let quiet = quiet(parent, wanted).await?;
+    let (fork, held) = (quiet.still().fork, quiet.still().held.as_ref());
     let console = parent.console();
     let held_console = console.as_ref().map(|console| console.hold());
     stages.quiesce_ms = ms(quiesce.elapsed());
@@ -77,9 +77,9 @@ pub(super) async fn freeze(
     }
     parent.set_frozen(true);
     let pause = Instant::now();
-    let outcome = in_the_pause(core, machine, &engine, prepared, held.as_ref(), &mut stages).await;
+    let outcome = in_the_pause(core, machine, &engine, prepared, held, &mut stages).await;
     let fatal = matches!(&outcome, Err(Broken::Freeze(error)) if error.is_fatal());
-    if !fatal {
+    if !fatal && !quiet.is_paused() {
         let cont = Instant::now();
         if let Err(error) = machine.qmp.cont().await {
             core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
@@ -90,10 +90,9 @@ pub(super) async fn freeze(
     let pause = pause.elapsed();
     parent.set_frozen(false);
     drop(held_console);
-    let inheritance = held.as_ref().map(|held| held.inheritance().clone());
-    if let Some(held) = held {
-        held.continue_();
-    }
+    let inheritance = held.map(|held| held.inheritance().clone());
+    // The agent goes on, unless the VM stays paused.
+    drop(quiet);
     let saved = outcome.map_err(|broken| {
         if fatal {
             core.end(parent, End::failed(EndReason::Fault, format!("lost its memory: {broken}")));
@@ -119,13 +118,53 @@ pub(super) async fn freeze(
     Ok((snapshot, stages, pause))
 }
 
-/// The guest's agent falls silent, so that no frame is cut; `None`: the guest has none.
-async fn hold_agent(parent: &Vm, fork: u64, wanted: Wanted<'_>) -> Result<Option<Held>, ErrorBody> {
-    if !parent.identity.has_agent {
-        return Ok(None);
+/// A guest whose agent is silent.
+enum Quiet {
+    /// For this freeze: it goes on after it.
+    Briefly(Standstill),
+    /// The VM is paused, and stays so.
+    Paused(Arc<Standstill>),
+}
+
+impl Quiet {
+    fn still(&self) -> &Standstill {
+        match self {
+            Self::Briefly(still) => still,
+            Self::Paused(still) => still,
+        }
     }
-    let held = parent.link()?.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT)).await;
-    held.map(Some).map_err(|error| error.to_body(wanted.message.to_owned()))
+
+    fn is_paused(&self) -> bool {
+        matches!(self, Self::Paused(_))
+    }
+}
+
+/// The guest's agent falls silent, so that no frame is cut. In a paused VM it is silent already.
+async fn quiet(parent: &Vm, wanted: Wanted<'_>) -> Result<Quiet, ErrorBody> {
+    if let Some(still) = parent.pause.now() {
+        return match still.held.is_none() && parent.identity.has_agent {
+            true => Err(paused_without_agent(parent, wanted.message)),
+            false => Ok(Quiet::Paused(still)),
+        };
+    }
+    let fork = parent.next_fork();
+    let held = match parent.identity.has_agent {
+        true => Some(
+            parent
+                .link()?
+                .prepare(fork, wanted.at_most(QUIESCE_TIMEOUT))
+                .await
+                .map_err(|error| error.to_body(wanted.message.to_owned()))?,
+        ),
+        false => None,
+    };
+    Ok(Quiet::Briefly(Standstill { fork, held }))
+}
+
+fn paused_without_agent(parent: &Vm, message: &str) -> ErrorBody {
+    ErrorBody::new(ErrorCode::Guest, message)
+        .cause("the guest's agent did not fall silent before the VM was paused")
+        .remedy(format!("`vmfork resume {}`, then pause it again", parent.name()))
 }
 
 /// How long a step took, for the reply; counted, too.

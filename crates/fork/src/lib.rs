@@ -12,6 +12,7 @@
 //! | `forking` | one fork, carried out |
 //! | `brood`, `starting`, `clone`, `channels` | VMs that continue one snapshot, started side by side |
 //! | `freeze`, `state`, `snapshot` | the parent's part, and what it yields |
+//! | `pause` | a VM stands still on request, and continues |
 //! | `remote`, `places`, `origin` | other hosts as a trait; places set aside; what tickets hear |
 //! | [`facts`] | what a frozen VM needs of a host |
 //!
@@ -31,6 +32,7 @@ mod freeze;
 mod messages;
 mod names;
 mod origin;
+mod pause;
 mod places;
 mod remote;
 mod snapshot;
@@ -49,6 +51,7 @@ pub use self::freeze::Wanted as FreezeWanted;
 pub use self::messages::{name_taken, start_message, was_given_up};
 pub use self::names::{Names, Wanted, reserve};
 pub use self::origin::Abroad;
+pub use self::pause::{pause, resume};
 pub use self::places::{Allotted, Hold, Placement, Reserved};
 pub use self::remote::{Away, Departure, PlanAsk, Remote};
 pub use self::snapshot::{OnRun, Snapshot};

@@ -20,6 +20,7 @@ use crate::origin::TicketOrigin;
 use crate::places::{Allotted, Hold, Placement};
 use crate::snapshot::Snapshot;
 use vmfork_host::core::Core;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{Inherited, Job, Vm};
 
@@ -102,4 +103,5 @@ pub struct Departure<'a> {
     pub origin: Option<&'a TicketOrigin>,
     /// The engine's job that holds the clones.
     pub job: Option<Job>,
+    pub lifetime: &'a Lifetime,
 }

@@ -286,6 +286,7 @@ impl Desk {
             all_or_nothing: false,
             labels: Labels::default(),
             timeout: FORK_TIMEOUT,
+            ttl: None,
             memory: memory.clone(),
             origin: Some(origin),
             placement: Placement {

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!   core ─► vm ─┬─► admission ─► quotas
-//!               └─► cgroup, state, metrics, config
+//!               └─► lifetime, cgroup, state, metrics, config
 //! ```
 //!
 //! | module | is |
 //! |---|---|
 //! | [`core`] | all VMs of this host, and what they share: pool, admission, images, events |
 //! | [`vm`] | one VM; what it came of, without knowing the kinds |
+//! | [`lifetime`] | how long VMs may live: their own bounds, and those that they inherit |
 //! | [`admission`] | whether there is memory and vCPUs for more VMs |
 //! | [`quotas`] | what a user may have on all hosts |
 //! | [`cgroup`] | a memory limit per VM |
@@ -25,6 +26,7 @@ pub mod cgroup;
 pub mod config;
 pub mod core;
 pub mod error;
+pub mod lifetime;
 pub mod metrics;
 pub mod quotas;
 pub mod state;

@@ -164,6 +164,8 @@ pub enum EndReason {
     Exited,
     /// On request.
     Killed,
+    /// Its time to live was over.
+    Expired,
     /// QEMU died by itself, or by another's hand.
     QemuDied,
     /// No source had a page.

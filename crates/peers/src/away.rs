@@ -10,6 +10,7 @@ use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
 use super::guest_images::TAKES_LONG;
+use super::lifetimes::tell_if_changed;
 use super::member::Member;
 use super::remote_fork::CloneOrder;
 use super::remote_fork::send::{Sender, Sending, Share, send};
@@ -295,7 +296,8 @@ impl Away {
             given_up: what.given_up,
             ticket: what.origin.map(|origin| origin.ticket),
             books: self.books,
-            job: what.job,
+            job: what.job.clone(),
+            lifetime: what.lifetime,
         };
         let open = |origin| {
             let line = |share: &Share| {
@@ -313,6 +315,7 @@ impl Away {
         let abroad = what.origin.map(open).unwrap_or_default();
         let Member { hosts, images, locate, .. } = &*self.member;
         results.extend(send(Sender { hosts, images, locate }, sending, shares).await);
+        tell_if_changed(&self.member, &what, &parent.identity.id);
         if let Some(origin) = what.origin {
             tell(origin, &abroad, &results);
         }

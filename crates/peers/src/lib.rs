@@ -52,6 +52,7 @@ mod hosts;
 mod images;
 mod jobs;
 mod life;
+mod lifetimes;
 mod loans;
 mod locate;
 mod member;
@@ -77,6 +78,7 @@ mod watched;
 
 pub use self::cluster::Cluster;
 pub use self::family::end_everywhere;
+pub use self::lifetimes::tell_lifetime;
 pub use self::member::Member;
 pub use self::operations::Operations;
 pub use self::pace::Pace;

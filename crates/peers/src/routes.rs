@@ -13,6 +13,7 @@
 //! | `POST /cluster/v1/tickets/letters` | what hosts of a ticket say to each other, as bytes → how many words have come |
 //! | `POST /cluster/v1/families/end` | the VM whose family is ended here → how many VMs and forks that were |
 //! | `POST /cluster/v1/touched` | what a clone of a snapshot that is lent has touched: [`super::touch_feedback`] |
+//! | `POST /cluster/v1/lifetimes` | the bound of a VM in time, which clones here may inherit: [`super::lifetimes`] |
 //! | `GET /cluster/v1/names` | names of the VMs that are here, dead or alive |
 //! | `/v1/…` | the REST API, about VMs that are here |
 
@@ -31,6 +32,7 @@ use super::context::{Context, is_leaving};
 use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
+use super::lifetimes::{self, LIFETIMES};
 use super::locate::NAMES;
 use super::member::{Beat, HEARTBEAT};
 use super::quotas::QUOTAS;
@@ -85,6 +87,7 @@ pub(super) fn of(
         .route(QUOTAS, post(quota))
         .route(LETTERS, post(letter))
         .route(TOUCHED, post(touch_feedback::hear))
+        .route(LIFETIMES, post(lifetimes::hear))
         .merge(clones)
         .with_state(context);
     let heartbeats = Router::new().route(HEARTBEAT, post(heartbeat)).with_state(of_life.clone());

@@ -18,6 +18,7 @@ use vmfork_fork::{Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::start_machines;
 use vmfork_host::error::outcome;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::Stage;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::{Identity, Inherited, Provenance, now_unix_ms};
@@ -160,7 +161,7 @@ impl Start<'_> {
         }
         let brood = Brood {
             forker: Arc::clone(&library.forker),
-            stem: Arc::new(stem(self.user, name, opened, inherited)),
+            stem: Arc::new(stem(self.user, name, opened, (inherited, request.ttl_ms))),
             snapshot: Arc::new(self.snapshot(opened, grant.snapshot)?),
             began: self.began,
             deadline: self.deadline,
@@ -217,12 +218,18 @@ fn learn(library: &Arc<Library>, name: &str, opened: &Arc<Opened>) -> OnRun {
     })
 }
 
-fn stem(user: User, name: &str, opened: &Opened, inherited: Inherited) -> Stem {
+fn stem(
+    user: User,
+    name: &str,
+    opened: &Opened,
+    (inherited, ttl_ms): (Inherited, Option<u64>),
+) -> Stem {
     let facts = &opened.facts;
     let identity = Identity {
         name: name.to_owned(),
         snapshot: Some(name.to_owned()),
         inherited,
+        lifetime: Lifetime { own: ttl_ms.map(Duration::from_millis), inherited: None },
         ..facts.identity(user)
     };
     let message = format!("start snapshot `{name}`");

@@ -171,6 +171,15 @@ impl Client<'_> {
         self.call(Method::POST, path, None::<&()>, bound.saturating_add(SLACK)).await
     }
 
+    /// A `PUT` of a document, whose reply is another.
+    pub(crate) async fn put<T: DeserializeOwned>(
+        &self,
+        path: Query,
+        document: &impl Serialize,
+    ) -> anyhow::Result<T> {
+        self.call(Method::PUT, path, Some(document), QUICK).await
+    }
+
     /// `None` if the daemon replies `not_found`.
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: Query) -> anyhow::Result<Option<T>> {
         match self.get(path).await {

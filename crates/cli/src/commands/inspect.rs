@@ -107,6 +107,10 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
         let at = fields.iter().position(|(name, _)| *name == "clones").unwrap_or(fields.len());
         fields.insert(at, ("labels", vm.labels.to_string()));
     }
+    if !vm.state.has_ended() {
+        let at = fields.iter().position(|(name, _)| *name == "ready after").unwrap_or(fields.len());
+        fields.insert(at, ("ends", super::ttl::line(detail.ttl.as_ref())));
+    }
     if let Some(job) = &detail.job {
         let at = fields.iter().position(|(name, _)| *name == "age").unwrap_or(fields.len());
         fields.insert(at, ("job", job.clone()));

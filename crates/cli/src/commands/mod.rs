@@ -16,6 +16,7 @@ mod inspect;
 mod kill;
 mod logs;
 mod outflow;
+mod pause;
 mod ps;
 mod rm;
 mod run;
@@ -23,6 +24,7 @@ mod snapshot;
 mod streams;
 mod top;
 mod tree;
+mod ttl;
 mod version;
 
 use std::future::Future;
@@ -48,6 +50,9 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Logs { vm, follow } => logs::run(global, &vm, follow).await,
         Command::Events(config) => events::run(global, config).await,
         Command::Console { vm } => console::run(global, &vm).await,
+        Command::Pause { vms } => pause::pause(global, vms).await,
+        Command::Resume { vms } => pause::resume(global, vms).await,
+        Command::Ttl { vm, request } => ttl::run(global, &vm, &request).await,
         Command::Kill(config) => kill::run(global, config).await,
         Command::Rm(config) => rm::run(global, config).await,
         Command::Top(config) => top::run(global, config).await,

@@ -5,7 +5,7 @@ use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, name_is_valid};
+use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, TtlRequest, name_is_valid};
 
 use super::{
     ClusterAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run,
@@ -31,6 +31,9 @@ pub(crate) enum Command {
     Logs { vm: String, follow: bool },
     Events(EventsConfig),
     Console { vm: String },
+    Pause { vms: Vec<String> },
+    Resume { vms: Vec<String> },
+    Ttl { vm: String, request: TtlRequest },
     Kill(KillConfig),
     Rm(RmConfig),
     Top(TopConfig),
@@ -121,6 +124,15 @@ impl Command {
                     return misuse("console: --json does not apply to a terminal; remove it");
                 }
                 Self::Console { vm: vm(raw.vm)? }
+            }
+            RawCommand::Pause(raw) => Self::Pause { vms: vms(raw.vms)? },
+            RawCommand::Resume(raw) => Self::Resume { vms: vms(raw.vms)? },
+            RawCommand::Ttl(raw) => {
+                let ttl_ms = match raw.ttl.as_str() {
+                    "none" => None,
+                    text => Some(value::ttl(text, "TIME")?),
+                };
+                Self::Ttl { vm: vm(raw.vm)?, request: TtlRequest { ttl_ms } }
             }
             RawCommand::Kill(raw) => Self::Kill(kill(raw)?),
             RawCommand::Rm(raw) => Self::Rm(RmConfig { vms: vms(raw.vms)?, force: raw.force }),
@@ -258,6 +270,7 @@ fn fork(raw: RawFork) -> Result<ForkConfig, Misuse> {
             hosts: (!raw.hosts.is_empty()).then_some(raw.hosts),
             hydrate_mib_per_s: raw.hydrate,
             labels: value::labels(&raw.labels)?,
+            ttl_ms: raw.ttl.map(|text| value::ttl(&text, "--ttl")).transpose()?,
         },
         bound: timeout.unwrap_or(FORK_TIMEOUT_DEFAULT),
     })

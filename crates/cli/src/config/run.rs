@@ -127,12 +127,13 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
         }),
         boot_timeout_ms: timeout.map(value::millis),
         labels: value::labels(&raw.labels)?,
+        ttl_ms: ttl(raw)?,
     };
     Ok(BootConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
 }
 
 fn start(name: &str, raw: RawRun) -> Result<StartConfig, Misuse> {
-    let timeout = timeout(&raw)?;
+    let (timeout, ttl_ms) = (timeout(&raw)?, ttl(&raw)?);
     let (count, names) = value::several(raw.count, raw.names, "VM")?;
     let request = StartRequest {
         count,
@@ -148,9 +149,14 @@ fn start(name: &str, raw: RawRun) -> Result<StartConfig, Misuse> {
         hydrate_mib_per_s: raw.hydrate.map_or(0, |rate| rate.unwrap_or(UNLIMITED_MIB_PER_S)),
         timeout_ms: timeout.map(value::millis),
         labels: value::labels(&raw.labels)?,
+        ttl_ms,
     };
     let bound = timeout.unwrap_or(START_TIMEOUT_DEFAULT);
     Ok(StartConfig { snapshot: name.to_owned(), request, bound })
+}
+
+fn ttl(raw: &RawRun) -> Result<Option<u64>, Misuse> {
+    raw.ttl.as_deref().map(|text| value::ttl(text, "--ttl")).transpose()
 }
 
 fn timeout(raw: &RawRun) -> Result<Option<Duration>, Misuse> {

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use vmfork_api::{LabelError, LabelFilter, Labels, NAME_BYTES_MAX, name_is_valid};
+use vmfork_api::{
+    LabelError, LabelFilter, Labels, NAME_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, name_is_valid,
+};
 
 use super::misuse;
 use crate::failure::Misuse;
@@ -65,8 +67,27 @@ pub(super) fn filters(texts: &[String]) -> Result<Vec<LabelFilter>, Misuse> {
     parsed.or_else(|error| misuse(format!("--label: {error}")))
 }
 
-/// `500ms`, `30s`, `2m`, `1h`, or a plain number of seconds; decimals are fine.
+/// `500ms`, `30s`, `2m`, `1h`, `1d`, or a plain number of seconds; decimals are fine.
 pub(super) fn time(text: &str, option: &str) -> Result<Duration, Misuse> {
+    let seconds = seconds(text, option)?;
+    if seconds > TIME_MAX.as_secs_f64() {
+        return misuse(format!("{option} {text}: longer than a week; use at most 168h"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// How long a VM may live, in ms.
+pub(super) fn ttl(text: &str, option: &str) -> Result<u64, Misuse> {
+    let seconds = seconds(text, option)?;
+    // Out of every range, where the product is too large to be counted.
+    let ttl_ms = Duration::try_from_secs_f64(seconds).map_or(u64::MAX, millis);
+    if !(TTL_MS_MIN..=TTL_MS_MAX).contains(&ttl_ms) {
+        return misuse(format!("{option} {text}: out of range; use 1s to 365d"));
+    }
+    Ok(ttl_ms)
+}
+
+fn seconds(text: &str, option: &str) -> Result<f64, Misuse> {
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let scale = match unit {
@@ -74,16 +95,15 @@ pub(super) fn time(text: &str, option: &str) -> Result<Duration, Misuse> {
         "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
-        _ => return misuse(format!("{option} {text}: unknown unit `{unit}`; use ms, s, m or h")),
+        "d" => 86_400.0,
+        _ => {
+            return misuse(format!("{option} {text}: unknown unit `{unit}`; use ms, s, m, h or d"));
+        }
     };
-    let seconds = match number.parse::<f64>() {
-        Ok(number) if number >= 0.0 && number.is_finite() => number * scale,
-        _ => return misuse(format!("{option} {text}: not a time; write it as 500ms, 30s or 2m")),
-    };
-    if seconds > TIME_MAX.as_secs_f64() {
-        return misuse(format!("{option} {text}: longer than a week; use at most 168h"));
+    match number.parse::<f64>() {
+        Ok(number) if number >= 0.0 && number.is_finite() => Ok(number * scale),
+        _ => misuse(format!("{option} {text}: not a time; write it as 500ms, 30s or 2m")),
     }
-    Ok(Duration::from_secs_f64(seconds))
 }
 
 pub(super) fn millis(time: Duration) -> u64 {
@@ -155,6 +175,16 @@ mod tests {
         }
         for text in ["", "s", "-1s", "nan", "inf", "5 weeks", "1000h"] {
             assert!(time(text, "--timeout").is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn vms_live_for_a_second_to_a_year() {
+        for (text, ms) in [("1s", 1000), ("90", 90_000), ("15m", 900_000), ("365d", TTL_MS_MAX)] {
+            assert_eq!(ttl(text, "--ttl").unwrap(), ms, "{text}");
+        }
+        for text in ["999ms", "0", "366d", "1e300d", "-1s", "2w", "none"] {
+            assert!(ttl(text, "--ttl").is_err(), "{text}");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod commands;
 mod events;
+mod lifetime;
 mod snapshots;
 mod start;
 mod streams;

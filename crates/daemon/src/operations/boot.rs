@@ -19,6 +19,7 @@ use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::{Core, Reservation, accel_word, open_image};
 use vmfork_host::error::chain;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::EndReason;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
@@ -88,6 +89,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         family: id.clone(),
         user,
         job: None,
+        lifetime: Lifetime { own: request.ttl_ms.map(Duration::from_millis), inherited: None },
         id,
         name: name.clone(),
         inherited: Inherited {

@@ -8,7 +8,7 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, RunRequest, SCHEMA, TreeNode, Version, VmDetail,
+    KillRequest, RunRequest, SCHEMA, TreeNode, TtlReply, TtlRequest, Version, VmDetail,
 };
 use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
@@ -20,7 +20,7 @@ use vmfork_host::core::store_code;
 use vmfork_host::error::chain;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::End;
-use vmfork_peers::end_everywhere;
+use vmfork_peers::{end_everywhere, tell_lifetime};
 
 /// How long the agent may take to start a program, or to open a file.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -149,6 +149,7 @@ impl Control for Hub {
                 job: vm.identity.job.as_ref().map(|job| job.id.clone()),
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),
                 last_fork: vm.last_fork(),
+                ttl: core.ttl(&vm),
             })
         }
         .boxed()
@@ -206,6 +207,37 @@ impl Control for Hub {
         .boxed()
     }
 
+    fn pause<'a>(&'a self, vm: &'a str) -> Answer<'a, vmfork_api::Vm> {
+        async move {
+            let vm = self.core.registry.find("pause", vm)?;
+            vmfork_fork::pause(&vm).await?;
+            Ok(self.core.summary(&vm, false))
+        }
+        .boxed()
+    }
+
+    fn resume<'a>(&'a self, vm: &'a str) -> Answer<'a, vmfork_api::Vm> {
+        async move {
+            let vm = self.core.registry.find("resume", vm)?;
+            vmfork_fork::resume(&vm).await?;
+            Ok(self.core.summary(&vm, false))
+        }
+        .boxed()
+    }
+
+    fn set_ttl<'a>(&'a self, vm: &'a str, request: TtlRequest) -> Answer<'a, TtlReply> {
+        async move {
+            let vm = self.core.registry.find("bound the life of", vm)?;
+            let setting = self.core.set_ttl(&vm, request.ttl_ms.map(Duration::from_millis))?;
+            if let Some(member) = self.cluster.member() {
+                tell_lifetime(&member, &self.core.lifetimes, &setting);
+            }
+            let schema = SCHEMA.to_owned();
+            Ok(TtlReply { schema, vm: vm.name().to_owned(), ttl: self.core.ttl(&vm) })
+        }
+        .boxed()
+    }
+
     fn exec<'a>(&'a self, vm: &'a str, request: ExecRequest) -> Answer<'a, ExecSession> {
         async move {
             let vm = self.core.registry.find("run a program in", vm)?;
@@ -214,7 +246,7 @@ impl Control for Hub {
                 request.argv.first().map_or("", String::as_str),
                 vm.name()
             );
-            vm.link()?.exec(request, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+            vm.awake_link()?.exec(request, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
         }
         .boxed()
     }
@@ -223,7 +255,10 @@ impl Control for Hub {
         async move {
             let vm = self.core.registry.find("read a file of", vm)?;
             let what = format!("read `{path}` in `{}`", vm.name());
-            vm.link()?.read_file(path, OPEN_TIMEOUT).await.map_err(|error| error.to_body(what))
+            vm.awake_link()?
+                .read_file(path, OPEN_TIMEOUT)
+                .await
+                .map_err(|error| error.to_body(what))
         }
         .boxed()
     }
@@ -238,7 +273,7 @@ impl Control for Hub {
         async move {
             let vm = self.core.registry.find("write a file of", vm)?;
             let what = format!("write `{path}` in `{}`", vm.name());
-            let written = vm.link()?.write_file(path, mode, content, STALL).await;
+            let written = vm.awake_link()?.write_file(path, mode, content, STALL).await;
             written.map(drop).map_err(|error| error.to_body(what))
         }
         .boxed()

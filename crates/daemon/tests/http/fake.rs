@@ -11,7 +11,8 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     Accel, CheckStatus, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, Labels, RunRequest, SCHEMA, TreeNode, Version, Vm, VmDetail, VmState,
+    KillRequest, Labels, RunRequest, SCHEMA, TreeNode, Ttl, TtlReply, TtlRequest, Version, Vm,
+    VmDetail, VmState,
 };
 use vmfork_control::{
     Answer, ConsoleSession, Control, Events, ExecInput, ExecOutput, ExecSession, FileStream,
@@ -229,6 +230,7 @@ impl Control for Fake {
                 memory: vmfork_api::MemoryInfo::default(),
                 keeper_pid: None,
                 last_fork: None,
+                ttl: None,
                 qemu_version: "7.2".into(),
                 agent_version: None,
                 guest_kernel: None,
@@ -252,6 +254,34 @@ impl Control for Fake {
             exists(name)?;
             let missing = if name == "split" { vec!["h2".into(), "h3".into()] } else { Vec::new() };
             Ok(Killed { vm: vm(name), missing })
+        }
+        .boxed()
+    }
+
+    fn pause<'a>(&'a self, name: &'a str) -> Answer<'a, Vm> {
+        self.note(format!("pause {name}"));
+        async move {
+            exists(name)?;
+            Ok(Vm { state: VmState::Paused, ..vm(name) })
+        }
+        .boxed()
+    }
+
+    fn resume<'a>(&'a self, name: &'a str) -> Answer<'a, Vm> {
+        self.note(format!("resume {name}"));
+        async move { exists(name).map(|()| vm(name)) }.boxed()
+    }
+
+    fn set_ttl<'a>(&'a self, name: &'a str, request: TtlRequest) -> Answer<'a, TtlReply> {
+        self.note(format!("ttl {name} {:?}", request.ttl_ms));
+        async move {
+            exists(name)?;
+            let ttl = request.ttl_ms.map(|left_ms| Ttl {
+                expires_unix_ms: left_ms + 1,
+                left_ms,
+                inherited_from: None,
+            });
+            Ok(TtlReply { schema: SCHEMA.into(), vm: name.into(), ttl })
         }
         .boxed()
     }

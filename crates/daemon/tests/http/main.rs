@@ -8,6 +8,7 @@ mod fake;
 mod fake_snapshots;
 mod files;
 mod lifecycle;
+mod lifetime;
 mod openapi;
 mod routes;
 mod snapshots;

@@ -14,6 +14,7 @@ use vmfork_qemu::shape::ShapeError;
 use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
 
 use vmfork_guest_link::agent::{AgentInfo, Inheritance};
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{Identity, Inherited, MachineSpec};
@@ -64,6 +65,7 @@ impl Facts {
             family: String::new(),
             user,
             job: None,
+            lifetime: Lifetime::default(),
             parent: None,
             ancestors: Arc::default(),
             vmid: 0,

@@ -15,7 +15,12 @@ const KILL_ROUNDS_MAX: u32 = 10;
 pub const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Ask the guest to power off, and wait.
+///
+/// A guest whose vCPUs stand still cannot power off: it is not waited for.
 async fn power_off(vm: &Arc<Vm>, grace: Duration) {
+    if vm.pause.is_paused() {
+        return;
+    }
     let asked = match vm.link() {
         Ok(link) => link.poweroff().is_ok(),
         Err(_no_agent) => match vm.machine() {

@@ -16,6 +16,7 @@ mod disks;
 pub mod events;
 mod family;
 mod images;
+mod lifetimes;
 mod machines;
 mod quotas;
 mod registry;
@@ -49,6 +50,7 @@ use crate::admission::{self, Admission, Lease};
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::error::chain;
+use crate::lifetime::Lifetimes;
 use crate::metrics::Metrics;
 use crate::state::State;
 use crate::vm::launch::{LaunchError, Launcher};
@@ -74,6 +76,8 @@ pub struct Core {
     pub metrics: Arc<Metrics>,
     pub state: Arc<State>,
     pub registry: Arc<Registry>,
+    /// When VMs end by themselves.
+    pub lifetimes: Arc<Lifetimes>,
     pub admission: Admission,
     pub quotas: Quotas,
     keeper: Arc<dyn Keeper>,
@@ -182,6 +186,7 @@ impl Core {
             mail: HostMail::default(),
             cgroups,
             registry: Arc::new(Registry::default()),
+            lifetimes: Arc::default(),
             config,
             metrics,
             state,
@@ -200,6 +205,7 @@ impl Core {
             tally: Tally::default(),
         });
         events::start(&core, events);
+        lifetimes::start(&core);
         core
     }
 
@@ -326,6 +332,7 @@ impl Core {
         for forgotten in self.registry.add_then(Arc::clone(&vm), || self.tell_started(&vm)) {
             self.forget_folder(&forgotten);
         }
+        self.lifetimes.begin(vm.identity.line(), &vm.identity.lifetime);
         self.metrics.vm_started();
         if let Some(origin) = &vm.origin {
             origin.fate.born(origin.ticket, Arc::clone(&vm));
@@ -341,6 +348,7 @@ impl Core {
         }
         self.tell_ended(vm, &end);
         self.tally.forget(vm);
+        self.lifetimes.ended(&vm.identity.id);
         tracing::info!(vm = vm.name(), id = vm.identity.id, state = ?end.state, reason = end.reason, "VM ended");
         self.metrics.vm_ended(end.kind);
         self.state.vm_ended(&vm.identity.id);
@@ -388,9 +396,14 @@ impl Core {
         for vm in &all {
             self.count(vm);
         }
-        for state in
-            [VmState::Starting, VmState::Running, VmState::Frozen, VmState::Exited, VmState::Failed]
-        {
+        for state in [
+            VmState::Starting,
+            VmState::Running,
+            VmState::Frozen,
+            VmState::Paused,
+            VmState::Exited,
+            VmState::Failed,
+        ] {
             metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
         }
         metrics.set_snapshots(self.snapshots());

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   Starting ──agent answered──► Running ◄──► Frozen (a fork's pause)
+//!       │                           ├──► Paused (on request; a fork freezes it there, too)
 //!       └───────────────────────────┴── end() ──► Exited | Failed   (once; the first caller gives the reason)
 //! ```
 //!
@@ -17,6 +18,7 @@ pub mod launch;
 pub mod log;
 pub mod machine;
 mod origin;
+mod pause;
 mod provenance;
 mod told;
 mod users;
@@ -36,11 +38,13 @@ pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;
 pub use self::origin::{Fate, Origin};
+pub use self::pause::{Pause, Standstill};
 pub use self::provenance::{CameOf, Provenance};
 pub(crate) use self::told::{Step, ToldOf};
 pub use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
 use crate::cgroup::VmCgroup;
+use crate::lifetime::Lifetime;
 use crate::metrics::EndReason;
 use crate::quotas::User;
 use vmfork_guest_link::agent::{AgentInfo, AgentLink};
@@ -60,6 +64,8 @@ pub struct Identity {
     pub user: User,
     /// The engine's job that holds its place.
     pub job: Option<Job>,
+    /// How long it may live, as it was when it began.
+    pub lifetime: Lifetime,
     /// Id and name of the VM that it was forked from.
     pub parent: Option<(String, String)>,
     /// Ids of all that it descends from, the root first: a VM in between may be forgotten.
@@ -159,8 +165,10 @@ pub struct Vm {
     began: Instant,
     live: Mutex<Live>,
     ended: watch::Sender<Option<End>>,
-    /// One fork at a time.
+    /// One fork at a time; a pause, too, begins and ends between forks.
     pub forking: tokio::sync::Mutex<()>,
+    /// Whether its vCPUs stand still on request.
+    pub pause: Pause,
     forks: AtomicU64,
     last_fork: Mutex<Option<ForkReply>>,
     /// Last counts before the end.
@@ -185,6 +193,7 @@ impl Vm {
             live: Mutex::new(Live { lease, ..Live::default() }),
             ended: watch::Sender::new(None),
             forking: tokio::sync::Mutex::new(()),
+            pause: Pause::default(),
             forks: AtomicU64::new(0),
             last_fork: Mutex::new(None),
             faults: AtomicU64::new(0),
@@ -324,6 +333,29 @@ impl Vm {
         })
     }
 
+    /// The link to its agent, for what the agent must answer.
+    ///
+    /// # Errors
+    /// As [`Vm::link`]; or it is paused, and could not answer.
+    pub fn awake_link(&self) -> Result<AgentLink, ErrorBody> {
+        let link = self.link()?;
+        if self.pause.is_paused() {
+            return Err(ErrorBody {
+                code: ErrorCode::Conflict,
+                message: format!("reach the agent of `{}`", self.name()),
+                cause: Some("the VM is paused".to_owned()),
+                remedy: Some(format!("`vmfork resume {}` lets it continue", self.name())),
+            });
+        }
+        Ok(link)
+    }
+
+    /// Why `message` can't be: the VM has ended.
+    pub fn ended_error(&self, message: String) -> ErrorBody {
+        let reason = self.end_now().map(|end| end.reason);
+        ErrorBody { message, ..self.has_ended(&End::exited(reason.unwrap_or_default())) }
+    }
+
     /// Its QEMU.
     ///
     /// # Errors
@@ -370,6 +402,7 @@ impl Vm {
         let live = self.live();
         match live.ready {
             _ if live.frozen => VmState::Frozen,
+            _ if self.pause.is_paused() => VmState::Paused,
             Some(_) => VmState::Running,
             None => VmState::Starting,
         }
@@ -411,6 +444,7 @@ impl Vm {
     }
 
     fn let_go(&self) {
+        self.pause.end();
         let live = {
             let mut live = self.live();
             let kept = Live { agent: live.agent.clone(), ready: live.ready, ..Live::default() };
@@ -492,6 +526,7 @@ pub fn test_identity(name: &str, parent: Option<&Vm>) -> Identity {
         family: "id-web".to_owned(),
         user: User::Uid(0),
         job: None,
+        lifetime: Lifetime::default(),
         parent: parent.map(|parent| (parent.identity.id.clone(), parent.name().to_owned())),
         ancestors: parent.map(|parent| parent.identity.line()).unwrap_or_default(),
         vmid: 0,

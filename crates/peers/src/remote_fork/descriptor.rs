@@ -15,6 +15,7 @@ use vmfork_image::ImageName;
 
 use crate::images::Entry;
 use vmfork_fork::facts::Facts;
+use vmfork_host::lifetime::LifetimeTold;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::Job;
 
@@ -44,6 +45,9 @@ pub(crate) struct Order {
     pub lease: Option<u64>,
     /// The engine's job that holds them.
     pub job: Option<Job>,
+    /// How long each may live.
+    #[serde(default)]
+    pub lifetime: LifetimeTold,
     /// How many books of tickets the sender has begun: those of the clones begin above.
     pub books: u64,
     pub facts: Facts,
@@ -212,6 +216,7 @@ mod tests {
                 lease: None,
                 job: Some(Job { host: 7, id: "12".to_owned() }),
                 books: 7,
+                lifetime: LifetimeTold::default(),
                 facts: Facts::of_a_test(64 << 20),
                 parent: Parent {
                     id: "id".to_owned(),

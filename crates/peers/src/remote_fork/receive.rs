@@ -114,7 +114,8 @@ pub(crate) async fn start(
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     host::check_machine(&message, &order.facts, &mut pending, deadline).await.map_err(unlike)?;
     let snapshot = snapshot(&message, &order, &state, engine, grant.snapshot, arrival)?;
-    let identity = Identity { job: order.job, ..identity(&order.facts, &order.parent) };
+    let lifetime = order.lifetime.heard(began);
+    let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
         forker: Arc::clone(here.forker),
         stem: Arc::new(Stem { message, identity, agent: order.facts.agent.clone() }),

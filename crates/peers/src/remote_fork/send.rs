@@ -20,6 +20,7 @@ use crate::locate::Locate;
 use vmfork_fork::Snapshot;
 use vmfork_fork::facts::Facts;
 use vmfork_host::error::chain;
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{Metrics, Stage};
 use vmfork_host::vm::{Identity, Job, WorkingSet};
 
@@ -67,6 +68,7 @@ pub(crate) struct Sending<'a> {
     pub books: u64,
     /// The engine's job that holds the clones.
     pub job: Option<Job>,
+    pub lifetime: &'a Lifetime,
 }
 
 /// Have other hosts start clones, all at once. → what became of each.
@@ -131,6 +133,7 @@ fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), 
         lease: None,
         job: what.job.clone(),
         books: what.books,
+        lifetime: what.lifetime.told(Instant::now()),
         facts: what.facts.clone(),
         parent: Parent {
             id: parent.id.clone(),

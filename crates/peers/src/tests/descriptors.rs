@@ -23,6 +23,7 @@ use super::super::server::{self, Bounds, Port, Routes};
 use super::{One, cluster};
 use vmfork_fork::facts::Facts;
 use vmfork_fork::{OnRun, Snapshot};
+use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::Metrics;
 use vmfork_host::testing::SOON;
 use vmfork_host::vm::{Provenance, WorkingSet, test_identity};
@@ -150,6 +151,7 @@ async fn a_descriptor_goes_to_each_host_once_and_to_none_after_anothers_answer()
         ticket: None,
         books: 0,
         job: None,
+        lifetime: &Lifetime::default(),
     };
     let Member { hosts: known, images, locate, .. } = &*member;
     let sender = Sender { hosts: known, images, locate };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmfork_api::{
     ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, RunRequest, SnapshotRequest,
-    StartRequest, name_is_valid,
+    StartRequest, TTL_MS_MAX, TTL_MS_MIN, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -62,7 +62,13 @@ fn within(field: &str, value: Option<u64>, min: u64, max: u64) -> Checked {
     }
 }
 
+/// How long a VM may live.
+pub(super) fn ttl(ttl_ms: Option<u64>) -> Checked {
+    within("ttl_ms", ttl_ms, TTL_MS_MIN, TTL_MS_MAX)
+}
+
 pub(super) fn run(request: &RunRequest) -> Checked {
+    ttl(request.ttl_ms)?;
     name("image", &request.image)?;
     request.name.as_deref().map_or(Ok(()), new_name)?;
     within("memory_mib", request.memory_mib, 64, 262_144)?;
@@ -75,11 +81,13 @@ pub(super) fn run(request: &RunRequest) -> Checked {
 
 pub(super) fn fork(request: &ForkRequest) -> Checked {
     within("hydrate_mib_per_s", request.hydrate_mib_per_s, 0, u64::from(u32::MAX))?;
+    ttl(request.ttl_ms)?;
     request.hosts.iter().flatten().try_for_each(|host| name("host", host))?;
     several(request.count, request.names.as_deref(), request.timeout_ms, "fork", "clone")
 }
 
 pub(super) fn start(request: &StartRequest) -> Checked {
+    ttl(request.ttl_ms)?;
     several(request.count, request.names.as_deref(), request.timeout_ms, "start", "VM")
 }
 
@@ -222,6 +230,7 @@ mod tests {
                 hosts: None,
                 hydrate_mib_per_s: None,
                 labels: vmfork_api::Labels::default(),
+                ttl_ms: None,
             })
         };
         assert!(fork_of(&["a", "b"], 2).is_ok());

@@ -26,6 +26,7 @@ mod exec_stream;
 mod extract;
 mod files;
 mod host;
+mod lifetime;
 mod listen;
 mod logs;
 mod server;
@@ -172,6 +173,9 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(vms::inspect, vms::remove))
         .routes(routes!(vms::kill))
         .routes(routes!(vms::fork))
+        .routes(routes!(lifetime::pause))
+        .routes(routes!(lifetime::resume))
+        .routes(routes!(lifetime::set_ttl))
         .routes(routes!(vms::tree))
         .routes(routes!(exec_stream::exec_stream))
         .routes(routes!(files::read, files::write))

@@ -36,6 +36,7 @@ from ._models import (
     HostInfo,
     Image,
     TreeNode,
+    Ttl,
     Version,
     VmDetail,
     VmInfo,
@@ -103,10 +104,12 @@ class AsyncClient:
         accel: str | None = None,
         boot_timeout_s: float | None = None,
         labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
     ) -> AsyncVM:
         """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait).
 
-        Its clones inherit its ``labels``.
+        Its clones inherit its ``labels``. ``ttl_s`` after its start it ends, with the clones that
+        inherit this bound.
         """
         call = protocol.run(
             image,
@@ -116,6 +119,7 @@ class AsyncClient:
             accel=accel,
             boot_timeout_s=boot_timeout_s,
             labels=labels,
+            ttl_s=ttl_s,
             timeout=self._timeout,
         )
         return AsyncVM._of(self, await self._send(call))
@@ -338,6 +342,7 @@ class AsyncVM:
         hosts: Sequence[str] | None = None,
         hydrate_mib_per_s: int | None = None,
         labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
     ) -> AsyncForkResult:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
@@ -345,7 +350,8 @@ class AsyncVM:
         is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
         ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
         at that rate, and then do not need this host any more. ``labels`` are added to those that
-        the clones inherit.
+        the clones inherit. Each clone ends ``ttl_s`` after its start; without, when the
+        nearest ancestor's bound ends it.
         """
         call = protocol.fork(
             self._ref,
@@ -357,6 +363,7 @@ class AsyncVM:
             hosts=hosts,
             hydrate_mib_per_s=hydrate_mib_per_s,
             labels=labels,
+            ttl_s=ttl_s,
             timeout=self._timeout,
         )
         reply = await self._client._send(call)
@@ -368,6 +375,23 @@ class AsyncVM:
                 if clone.error is None
             ],
         )
+
+    async def pause(self) -> VmInfo:
+        """Stop its vCPUs until :meth:`resume`. It can be forked and stored meanwhile."""
+        info = await self._client._send(protocol.pause(self._ref, self._timeout))
+        self._heard(info)
+        return info
+
+    async def resume(self) -> VmInfo:
+        """Let it continue after :meth:`pause`."""
+        info = await self._client._send(protocol.resume(self._ref, self._timeout))
+        self._heard(info)
+        return info
+
+    async def set_ttl(self, ttl_s: float | None) -> Ttl | None:
+        """End it, and the clones that inherit its bound, ``ttl_s`` from now; ``None``: never."""
+        reply = await self._client._send(protocol.set_ttl(self._ref, ttl_s, self._timeout))
+        return reply.ttl
 
     async def kill(self, *, grace_s: float = 0.0, family: bool = False) -> VmInfo:
         """End it: after asking the guest to power off, if given ``grace_s``, else at once."""

@@ -95,13 +95,15 @@ class AsyncSnapshots:
         hydrate_mib_per_s: int = 0,
         timeout_s: float | None = None,
         labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
     ) -> AsyncStartResult:
         """Start ``count`` VMs from it. What fits is started; the rest is an error each.
 
         ``prefetch`` (default :attr:`Prefetch.ALL`) chooses what comes before a guest asks for it.
         With ``hydrate_mib_per_s`` all else comes in the background too, at that rate. ``force``
         starts it although it was taken on another QEMU, machine or processor, where QEMU itself
-        would try. ``labels`` are added to those of the snapshot.
+        would try. ``labels`` are added to those of the snapshot. Each VM ends ``ttl_s`` after
+        its start; a snapshot carries no bound of its own.
         """
         call = protocol.start(
             name,
@@ -113,6 +115,7 @@ class AsyncSnapshots:
             hydrate_mib_per_s=hydrate_mib_per_s,
             start_timeout_s=timeout_s,
             labels=labels,
+            ttl_s=ttl_s,
             timeout=self._client.timeout,
         )
         return self._client._started(await self._client._send(call))

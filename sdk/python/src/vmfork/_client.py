@@ -37,6 +37,7 @@ from ._models import (
     HostInfo,
     Image,
     TreeNode,
+    Ttl,
     Version,
     VmDetail,
     VmInfo,
@@ -104,10 +105,12 @@ class Client:
         accel: str | None = None,
         boot_timeout_s: float | None = None,
         labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
     ) -> VM:
         """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait).
 
-        Its clones inherit its ``labels``.
+        Its clones inherit its ``labels``. ``ttl_s`` after its start it ends, with the clones that
+        inherit this bound.
         """
         call = protocol.run(
             image,
@@ -117,6 +120,7 @@ class Client:
             accel=accel,
             boot_timeout_s=boot_timeout_s,
             labels=labels,
+            ttl_s=ttl_s,
             timeout=self._timeout,
         )
         return VM._of(self, self._send(call))
@@ -339,6 +343,7 @@ class VM:
         hosts: Sequence[str] | None = None,
         hydrate_mib_per_s: int | None = None,
         labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
     ) -> ForkResult:
         """Fork it into ``count`` clones. What fits is started; the rest is an error each.
 
@@ -346,7 +351,8 @@ class VM:
         is ``"spread"`` (on all hosts, the default), ``"pack"`` (on few) or ``"here"``, and only
         ``hosts`` are used. With ``hydrate_mib_per_s`` clones on other hosts get all of their memory
         at that rate, and then do not need this host any more. ``labels`` are added to those that
-        the clones inherit.
+        the clones inherit. Each clone ends ``ttl_s`` after its start; without, when the
+        nearest ancestor's bound ends it.
         """
         call = protocol.fork(
             self._ref,
@@ -358,6 +364,7 @@ class VM:
             hosts=hosts,
             hydrate_mib_per_s=hydrate_mib_per_s,
             labels=labels,
+            ttl_s=ttl_s,
             timeout=self._timeout,
         )
         reply = self._client._send(call)
@@ -369,6 +376,23 @@ class VM:
                 if clone.error is None
             ],
         )
+
+    def pause(self) -> VmInfo:
+        """Stop its vCPUs until :meth:`resume`. It can be forked and stored meanwhile."""
+        info = self._client._send(protocol.pause(self._ref, self._timeout))
+        self._heard(info)
+        return info
+
+    def resume(self) -> VmInfo:
+        """Let it continue after :meth:`pause`."""
+        info = self._client._send(protocol.resume(self._ref, self._timeout))
+        self._heard(info)
+        return info
+
+    def set_ttl(self, ttl_s: float | None) -> Ttl | None:
+        """End it, and the clones that inherit its bound, ``ttl_s`` from now; ``None``: never."""
+        reply = self._client._send(protocol.set_ttl(self._ref, ttl_s, self._timeout))
+        return reply.ttl
 
     def kill(self, *, grace_s: float = 0.0, family: bool = False) -> VmInfo:
         """End it: after asking the guest to power off, if given ``grace_s``, else at once."""

@@ -32,6 +32,8 @@ __all__ = [
     "PoolInfo",
     "StoreFaults",
     "TreeNode",
+    "Ttl",
+    "TtlReply",
     "Version",
     "VmDetail",
     "VmInfo",
@@ -61,6 +63,7 @@ class VmState(_Word):
     STARTING = "starting"
     RUNNING = "running"
     FROZEN = "frozen"
+    PAUSED = "paused"
     EXITED = "exited"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -211,6 +214,25 @@ class MemoryInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ttl:
+    """When a VM ends by itself."""
+
+    expires_unix_ms: int
+    left_ms: int
+    """Time left until then, by the clock of its host that never jumps."""
+    inherited_from: str | None = None
+    """The id of the ancestor whose bound it inherits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtlReply:
+    """The bound of a VM after a change; ``ttl`` is ``None`` if it does not end by itself."""
+
+    vm: str
+    ttl: Ttl | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VmDetail(VmInfo):
     """One VM with everything that the daemon knows about it."""
 
@@ -226,6 +248,8 @@ class VmDetail(VmInfo):
     """The job of the site's scheduler that holds its place."""
     last_fork: ForkReply | None = None
     """The last fork of this VM that came to its end, also one that its guest asked for."""
+    ttl: Ttl | None = None
+    """When it ends by itself; ``None``: never."""
     keeper_pid: int | None = None
     """The process that keeps frozen pages beside QEMU, while there is one."""
 

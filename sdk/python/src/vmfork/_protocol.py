@@ -29,6 +29,7 @@ from ._models import (
     HostInfo,
     Image,
     TreeNode,
+    TtlReply,
     Version,
     VmDetail,
     VmInfo,
@@ -38,6 +39,9 @@ from ._warnings import warn_of_missing
 T = TypeVar("T")
 
 API = "/v1"
+
+#: How long the daemon may take for a pause: a freeze may be in progress, then the agent is asked.
+PAUSE_S = 90.0
 
 #: How much of a file is read and sent at a time.
 PIECE_BYTES = 256 * 1024
@@ -134,6 +138,7 @@ def run(
     accel: str | None,
     boot_timeout_s: float | None,
     labels: Mapping[str, str] | None,
+    ttl_s: float | None,
     timeout: Timeout,
 ) -> Call[VmInfo]:
     boot_s = timeout.boot_s if boot_timeout_s is None else boot_timeout_s
@@ -145,6 +150,7 @@ def run(
         accel=accel,
         boot_timeout_ms=_ms(boot_s),
         labels=_labels(labels),
+        ttl_ms=None if ttl_s is None else _ms(ttl_s),
     )
     return Call(
         f"run `{image}`",
@@ -180,6 +186,30 @@ def kill(vm: str, *, grace_s: float, family: bool, timeout: Timeout) -> Call[VmI
     )
 
 
+def pause(vm: str, timeout: Timeout) -> Call[VmInfo]:
+    path = f"{_vm_path(vm)}/pause"
+    seconds = max(timeout.request_s, PAUSE_S)
+    return Call(f"pause `{vm}`", "POST", path, _model(VmInfo), seconds, vm=vm)
+
+
+def resume(vm: str, timeout: Timeout) -> Call[VmInfo]:
+    path = f"{_vm_path(vm)}/resume"
+    seconds = max(timeout.request_s, PAUSE_S)
+    return Call(f"resume `{vm}`", "POST", path, _model(VmInfo), seconds, vm=vm)
+
+
+def set_ttl(vm: str, ttl_s: float | None, timeout: Timeout) -> Call[TtlReply]:
+    return Call(
+        f"bound the life of `{vm}`",
+        "PUT",
+        f"{_vm_path(vm)}/ttl",
+        _model(TtlReply),
+        timeout.request_s,
+        json_body={"ttl_ms": None if ttl_s is None else _ms(ttl_s)},
+        vm=vm,
+    )
+
+
 def fork(
     vm: str,
     count: int,
@@ -191,6 +221,7 @@ def fork(
     hosts: Sequence[str] | None,
     hydrate_mib_per_s: int | None,
     labels: Mapping[str, str] | None,
+    ttl_s: float | None,
     timeout: Timeout,
 ) -> Call[ForkReply]:
     fork_s = timeout.fork_s if fork_timeout_s is None else fork_timeout_s
@@ -203,6 +234,7 @@ def fork(
         hosts=None if hosts is None else list(hosts),
         hydrate_mib_per_s=hydrate_mib_per_s,
         labels=_labels(labels),
+        ttl_ms=None if ttl_s is None else _ms(ttl_s),
     )
     return Call(
         f"fork `{vm}`",

@@ -98,6 +98,7 @@ def start(
     hydrate_mib_per_s: int,
     start_timeout_s: float | None,
     labels: Mapping[str, str] | None,
+    ttl_s: float | None,
     timeout: Timeout,
 ) -> Call[StartReply]:
     start_s = timeout.fork_s if start_timeout_s is None else start_timeout_s
@@ -110,6 +111,7 @@ def start(
         hydrate_mib_per_s=hydrate_mib_per_s,
         timeout_ms=_ms(start_s),
         labels=_labels(labels),
+        ttl_ms=None if ttl_s is None else _ms(ttl_s),
     )
     return Call(
         f"start snapshot `{name}`",

@@ -4,6 +4,7 @@
 //! `exec` runs the program here, files lie in a folder.
 
 mod events;
+mod lifetime;
 mod routes;
 mod snapshots;
 

@@ -101,7 +101,7 @@ pub(super) fn failure(
     }
 }
 
-fn not_found(what: &str, vm: &str) -> Failure {
+pub(super) fn not_found(what: &str, vm: &str) -> Failure {
     Failure(failure(
         ErrorCode::NotFound,
         &format!("{what} `{vm}`"),
@@ -207,6 +207,7 @@ pub(crate) fn router(seen: Arc<Seen>) -> Router {
         .route("/v1/vms/{vm}/logs", get(logs))
         .route("/v1/vms/{vm}/console", get(console))
         .merge(super::snapshots::router())
+        .merge(super::lifetime::router())
         .layer(map_response_with_state(Arc::clone(&seen), name_missing))
         .with_state(seen)
 }

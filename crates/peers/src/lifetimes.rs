@@ -1,0 +1,70 @@
+//! A change of a VM's bound in time, on its way to the hosts that may have clones that inherit it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Json;
+use axum::extract::State;
+use vmfork_cluster::HostId;
+
+use super::client::WORD_WAIT;
+use super::context::Context;
+use super::hosts::There;
+use super::member::Member;
+use vmfork_fork::Departure;
+use vmfork_host::error::chain;
+use vmfork_host::lifetime::{Lifetimes, Setting, Told};
+use vmfork_rest::http::ApiError;
+
+/// Where a host hears of bounds.
+pub(super) const LIFETIMES: &str = "/cluster/v1/lifetimes";
+/// How long a change is repeated, and how often, until each host confirms it.
+const TELL_FOR: Duration = Duration::from_secs(600);
+const TELL_EVERY: Duration = Duration::from_secs(2);
+
+/// Hear of a bound. It concerns the VMs here that descend from its VM, if there are any.
+pub(super) async fn hear(
+    State(context): State<Context>,
+    Json(told): Json<Told>,
+) -> Result<Json<()>, ApiError> {
+    let (_, core) = context.parts("hear of a VM's time to live")?;
+    core.lifetimes.hear(told.heard(Instant::now()));
+    Ok(Json(()))
+}
+
+/// Tell all other hosts of a bound, in the background. A host that is silent for longer than this
+/// is repeated ends its clones by the bound that it knows.
+pub fn tell_lifetime(member: &Arc<Member>, lifetimes: &Arc<Lifetimes>, setting: &Setting) {
+    let There { alive, suspect, gone } = member.hosts.there();
+    for entry in alive.into_iter().chain(suspect).chain(gone) {
+        tokio::spawn(tell(Arc::clone(member), Arc::clone(lifetimes), entry.id, setting.clone()));
+    }
+}
+
+/// Tell them again if the bound of a fork's parent has changed since the fork took it.
+/// The news may have come to a host before its clones did.
+pub(super) fn tell_if_changed(member: &Arc<Member>, fork: &Departure<'_>, parent: &str) {
+    let lifetimes = &fork.core.lifetimes;
+    let newest = lifetimes.of(parent);
+    if let Some(newest) = newest.filter(|it| fork.lifetime.inherited.as_ref() != Some(it)) {
+        tell_lifetime(member, lifetimes, &newest);
+    }
+}
+
+async fn tell(member: Arc<Member>, known: Arc<Lifetimes>, host: HostId, setting: Setting) {
+    let until = Instant::now() + TELL_FOR;
+    while Instant::now() < until {
+        let Ok(peer) = member.hosts.peer_of(host, "tell of a VM's time to live") else { return };
+        // What is left is less with each try.
+        let told = setting.told(Instant::now());
+        match peer.ask::<Told, ()>(LIFETIMES, &told, WORD_WAIT).await {
+            Ok(()) => return,
+            Err(error) => tracing::debug!(host = peer.name, vm = setting.of, "{}", chain(&error)),
+        }
+        tokio::time::sleep(TELL_EVERY).await;
+        if known.of(&setting.of).is_some() && !known.is_newest(&setting) {
+            return;
+        }
+    }
+    tracing::warn!(%host, vm = setting.of, "not told of a change of its time to live");
+}

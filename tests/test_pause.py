@@ -1,0 +1,173 @@
+"""`vmfork pause` and `resume`: what stands still, what a paused VM can do, and how it continues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import vmfork
+
+from harness.cli import Cli
+from harness.daemon import Daemon
+from harness.processes import cpu_ms
+from harness.waits import eventually, stays
+
+#: Counts in the guest, twenty times a second.
+COUNTER = "nohup sh -c 'n=0; while :; do n=$((n+1)); echo $n > /run/count; sleep 0.05; done' >/dev/null 2>&1 &"
+
+#: What is asked of a paused VM and cannot be answered is refused within this time.
+AT_ONCE_S = 5.0
+
+
+@pytest.fixture
+def counting(vm: vmfork.VM) -> vmfork.VM:
+    """A VM that counts, with something in its memory."""
+    vm.exec("head -c 8M /dev/urandom > /dev/shm/data", check=True)
+    vm.exec(COUNTER, check=True)
+    eventually(lambda: _count(vm) > 2, 20, "it counts")
+    return vm
+
+
+@pytest.fixture
+def snapshot(client: vmfork.Client) -> Iterator[str]:
+    yield "of-paused"
+    try:
+        client.snapshots.remove("of-paused")
+    except vmfork.NotFound:
+        pass
+
+
+def _count(vm: vmfork.VM) -> int:
+    return int(vm.exec("cat /run/count 2>/dev/null || true", check=True).stdout or b"0")
+
+
+def _sum(vm: vmfork.VM) -> bytes:
+    return vm.exec("sha256sum /dev/shm/data", check=True).stdout
+
+
+def _state(vm: vmfork.VM) -> vmfork.VmState:
+    return vm.inspect().state
+
+
+def test_the_guest_stands_still_and_continues_where_it_was(counting: vmfork.VM, daemon: Daemon) -> None:
+    digest = _sum(counting)
+    qemu = daemon.qemu(counting)
+    assert counting.pause().state is vmfork.VmState.PAUSED
+    assert counting.pause().state is vmfork.VmState.PAUSED, "a second pause changes nothing"
+    before, began = cpu_ms(qemu.pid), time.monotonic()
+    stays(lambda: _state(counting) is vmfork.VmState.PAUSED, 3, "it stays paused")
+    paused_ms = 1000 * (time.monotonic() - began)
+    assert cpu_ms(qemu.pid) - before < paused_ms / 4, "its vCPU runs"
+    assert counting.resume().state is vmfork.VmState.RUNNING
+    assert counting.resume().state is vmfork.VmState.RUNNING, "a second resume changes nothing"
+    count = _count(counting)
+    eventually(lambda: _count(counting) > count, 20, "it counts on")
+    assert _sum(counting) == digest
+
+
+def test_what_a_paused_guest_cannot_answer_fails_at_once_with_the_remedy(counting: vmfork.VM, cli: Cli) -> None:
+    cli("pause", counting.name)
+    assert next(row["state"] for row in _rows(cli) if row["name"] == counting.name) == "paused"
+    began = time.monotonic()
+    done = cli("exec", counting.name, "true", code=None)
+    assert done.returncode != 0
+    assert b"is paused" in done.stderr
+    assert f"vmfork resume {counting.name}".encode() in done.stderr
+    with pytest.raises(vmfork.Conflict):
+        counting.read_file("/etc/hostname")
+    with pytest.raises(vmfork.Conflict):
+        counting.write_file("/run/x", b"x")
+    assert time.monotonic() - began < AT_ONCE_S
+    cli("resume", counting.name)
+    assert counting.exec("echo on", check=True).stdout == b"on\n"
+
+
+def _rows(cli: Cli) -> list[dict[str, object]]:
+    listed: list[dict[str, object]] = cli.json("ps")["vms"]
+    return listed
+
+
+def test_clones_of_a_paused_vm_run_from_that_instant_and_it_stays_paused(counting: vmfork.VM) -> None:
+    digest = _sum(counting)
+    counting.pause()
+    # Twice: all of them continue the same instant.
+    clones = [*counting.fork(2).raise_for_errors(), *counting.fork(1).raise_for_errors()]
+    assert _state(counting) is vmfork.VmState.PAUSED
+    for clone in clones:
+        assert _sum(clone) == digest
+        assert clone.exec("hostname", check=True).stdout.decode().strip() == clone.name
+        first = _count(clone)
+        eventually(lambda clone=clone, first=first: _count(clone) > first, 20, "a clone counts")
+    at_pause = min(_count(clone) for clone in clones)
+    counting.resume()
+    assert _count(counting) < at_pause, "its counter stood still while the clones' went on"
+    assert _sum(counting) == digest
+    # And it can be forked as any other.
+    assert _sum(counting.fork(1).raise_for_errors()[0]) == digest
+
+
+def test_a_vm_that_booted_is_forked_while_paused(client: vmfork.Client, image: str) -> None:
+    vm = client.run(image, name="booted-here", memory_mib=128)
+    vm.exec("head -c 1M /dev/urandom > /dev/shm/data", check=True)
+    digest = _sum(vm)
+    vm.pause()
+    # Its first device state goes another way than the next ones.
+    for _ in range(2):
+        assert _sum(vm.fork(1).raise_for_errors()[0]) == digest
+        assert _state(vm) is vmfork.VmState.PAUSED
+    vm.resume()
+    assert _sum(vm) == digest
+
+
+def test_a_paused_vm_is_stored_and_started_again(
+    counting: vmfork.VM, client: vmfork.Client, snapshot: str
+) -> None:
+    digest = _sum(counting)
+    counting.pause()
+    client.snapshots.create(counting.name, snapshot, wait=True, record_s=0)
+    assert _state(counting) is vmfork.VmState.PAUSED
+    (started,) = client.snapshots.start(snapshot).raise_for_errors()
+    assert _sum(started) == digest
+    counting.resume()
+    assert _sum(counting) == digest
+
+
+@pytest.mark.parametrize("grace", [(), ("--grace", "60s")])
+def test_a_paused_vm_is_killed_at_once(
+    vm: vmfork.VM, cli: Cli, daemon: Daemon, grace: tuple[str, ...]
+) -> None:
+    qemu = daemon.qemu(vm)
+    vm.pause()
+    began = time.monotonic()
+    cli("kill", vm.name, *grace)
+    eventually(lambda: not qemu.is_alive(), 10, "QEMU is gone")
+    assert time.monotonic() - began < 20, "a guest that stands still is not waited for"
+    with pytest.raises(vmfork.Conflict):
+        vm.resume()
+    with pytest.raises(vmfork.Conflict):
+        vm.pause()
+
+
+def test_pauses_and_forks_at_once_end_as_they_were_asked_for(counting: vmfork.VM) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        forks = [pool.submit(counting.fork, 1) for _ in range(3)]
+        counting.pause()
+        results = [fork.result(120).raise_for_errors() for fork in forks]
+    assert len(results) == 3
+    assert _state(counting) is vmfork.VmState.PAUSED, "no fork has let it run"
+    counting.resume()
+    assert _state(counting) is vmfork.VmState.RUNNING
+    counting.exec("true", check=True)
+
+
+def test_several_are_paused_and_an_unknown_one_is_reported(vm: vmfork.VM, client: vmfork.Client, cli: Cli) -> None:
+    clone = vm.fork(1).raise_for_errors()[0]
+    done = cli("pause", vm.name, "no-such-vm", clone.name, code=1)
+    assert b"no-such-vm" in done.stderr
+    for one in (vm, clone):
+        assert _state(one) is vmfork.VmState.PAUSED
+    cli("resume", vm.name, clone.name)
+    for one in (vm, clone):
+        assert one.exec("true").ok

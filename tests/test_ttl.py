@@ -1,0 +1,148 @@
+"""Bounds in time: `--ttl` of `run` and `fork`, `vmfork ttl`, and what clones inherit."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+import vmfork
+
+from harness import guests
+from harness.cli import Cli
+from harness.cluster import Cluster
+from harness.daemon import Daemon
+from harness.metrics import read
+from harness.waits import eventually, stays
+
+REASON = "its time to live is over"
+#: How late an end may be noticed on a busy machine.
+LATE_S = 15.0
+
+
+def _ended(vm: vmfork.VM) -> bool:
+    detail = vm.inspect()
+    assert not detail.state.has_ended or detail.reason == REASON, detail.reason
+    return detail.state is vmfork.VmState.EXITED
+
+
+def test_a_vm_from_a_store_ends_by_its_bound(client: vmfork.Client, cli: Cli, daemon: Daemon, image: str) -> None:
+    shape = guests.Shape(image, 512, 1)
+    guests.link_into(daemon.state / "snapshots", guests.stored(shape))
+    before = read(daemon).value("vmfork_vms_ended_total", reason="expired")
+    began = time.monotonic()
+    cli("run", shape.name, "--name", "short", "--ttl", "8s")
+    vm = client.vm("short")
+    qemu = daemon.qemu(vm)
+    ttl = vm.inspect().ttl
+    assert ttl is not None and 0 < ttl.left_ms <= 8000 and ttl.inherited_from is None
+    assert abs(ttl.expires_unix_ms - (time.time() * 1000 + ttl.left_ms)) < 5000
+    assert re.search(r"^ends +in \d+s \(", cli.text("inspect", "short"), re.MULTILINE)
+    # A snapshot carries no bound.
+    (other,) = client.snapshots.start(shape.name).raise_for_errors()
+    assert other.inspect().ttl is None
+    eventually(lambda: _ended(vm), 8 + LATE_S, "it ends")
+    assert time.monotonic() - began >= 7.9, "not before its time"
+    eventually(lambda: not qemu.is_alive(), 5, "QEMU is gone")
+    assert not _ended(other)
+    assert read(daemon).value("vmfork_vms_ended_total", reason="expired") == before + 1
+    shown = cli.text("inspect", "short")
+    assert REASON in shown and not re.search(r"^ends ", shown, re.MULTILINE)
+    with pytest.raises(vmfork.Conflict):
+        vm.set_ttl(10)
+
+
+def test_clones_inherit_the_instant_and_a_bound_of_their_own_wins(vm: vmfork.VM, client: vmfork.Client) -> None:
+    vm.set_ttl(3600)
+    inheriting, long = vm.fork(1).raise_for_errors()[0], vm.fork(1, ttl_s=7200).raise_for_errors()[0]
+    of_parent, inherited, own = (one.inspect().ttl for one in (vm, inheriting, long))
+    assert of_parent and inherited and own
+    assert inherited.inherited_from == vm.id
+    assert abs(inherited.expires_unix_ms - of_parent.expires_unix_ms) < 1000
+    assert own.inherited_from is None and own.left_ms > 3600_000
+    # A later change of the parent's moves what inherits it, also below a clone.
+    below = inheriting.fork(1).raise_for_errors()[0]
+    vm.set_ttl(2)
+    for one in (vm, inheriting, below):
+        eventually(lambda one=one: _ended(one), 2 + LATE_S, "it ends")
+    assert not _ended(long)
+
+
+def test_clones_end_by_the_bound_of_an_ancestor_that_has_ended(vm: vmfork.VM) -> None:
+    vm.set_ttl(6)
+    clone = vm.fork(1).raise_for_errors()[0]
+    free = vm.fork(1).raise_for_errors()[0]
+    assert free.set_ttl(None) is None
+    vm.remove(force=True)
+    assert clone.exec("true").ok
+    eventually(lambda: _ended(clone), 6 + LATE_S, "it ends without its parent")
+    assert not _ended(free), "its bound was removed"
+
+
+def test_a_paused_vm_ends_too(vm: vmfork.VM, daemon: Daemon) -> None:
+    qemu = daemon.qemu(vm)
+    vm.pause()
+    vm.set_ttl(1)
+    eventually(lambda: _ended(vm), 1 + LATE_S, "it ends")
+    eventually(lambda: not qemu.is_alive(), 5, "QEMU is gone")
+
+
+def test_a_bound_is_moved_and_removed_by_the_command_line(vm: vmfork.VM, cli: Cli) -> None:
+    reply = cli.json("ttl", vm.name, "1h")
+    assert 3500_000 < reply["ttl"]["left_ms"] <= 3600_000
+    assert b"ends in 59m" in cli("ttl", vm.name, "1h").stderr
+    cli("ttl", vm.name, "2s")
+    assert cli.json("ttl", vm.name, "none")["ttl"] is None
+    stays(lambda: not _ended(vm), 4, "the bound is gone")
+    assert re.search(r"^ends +never$", cli.text("inspect", vm.name), re.MULTILINE)
+    for bad in ("0s", "366d", "soon", "-1s"):
+        assert cli("ttl", vm.name, "--", bad, code=2).stderr
+        assert cli("fork", vm.name, f"--ttl={bad}", code=2).stderr
+        assert cli("run", "x", f"--ttl={bad}", code=2).stderr
+    with pytest.raises(vmfork.BadRequest):
+        vm.set_ttl(0.5)
+    assert b"no-such-vm" in cli("ttl", "no-such-vm", "1h", code=1).stderr
+
+
+# -- on other hosts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(three_hosts: Cluster) -> Iterator[Cluster]:
+    kept = frozenset({"borrower"})
+    yield three_hosts
+    three_hosts.clear(keep=kept)
+
+
+@pytest.mark.limit(240)
+def test_clones_on_other_hosts_inherit_and_hear_of_changes(cluster: Cluster) -> None:
+    web = cluster.warm(0, name="web", memory_mib=128)
+    web.set_ttl(3600)
+    (clone,) = web.fork(1, hosts=["h1"]).raise_for_errors()
+    (own,) = web.fork(1, hosts=["h1"], ttl_s=7200).raise_for_errors()
+    there = cluster.clients[1].vm(clone.name)
+    ttl = there.inspect().ttl
+    assert ttl is not None and ttl.inherited_from == web.inspect().id
+    assert 3400_000 < ttl.left_ms <= 3600_000
+    # The clone of the clone, on a third host, hears of it, too.
+    (below,) = there.fork(1, hosts=["h2"]).raise_for_errors()
+    # The change is asked of another host than the VM's.
+    cluster.clis[1]("ttl", "web", "3s")
+    for one in (web, there, cluster.clients[2].vm(below.name)):
+        eventually(lambda one=one: _ended(one), 3 + LATE_S, "it ends")
+    assert not _ended(cluster.clients[1].vm(own.name))
+
+
+@pytest.mark.limit(240)
+def test_a_vm_of_another_host_is_paused_and_resumed(cluster: Cluster) -> None:
+    web = cluster.warm(0, name="web", memory_mib=128)
+    from_there = cluster.clients[1].vm("web")
+    assert from_there.pause().state is vmfork.VmState.PAUSED
+    assert web.inspect().state is vmfork.VmState.PAUSED
+    # Its clones run, wherever they are.
+    (clone,) = web.fork(1, hosts=["h1"]).raise_for_errors()
+    assert clone.exec("true").ok
+    assert web.inspect().state is vmfork.VmState.PAUSED
+    cluster.clis[2]("resume", "web")
+    assert web.exec("true").ok
