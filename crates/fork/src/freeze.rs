@@ -109,6 +109,7 @@ pub(super) async fn freeze(
         state,
         lead,
         engine,
+        drives: machine.drives(),
         inheritance,
         fork,
         lease: None,
