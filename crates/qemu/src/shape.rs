@@ -1,8 +1,8 @@
 //! What a QEMU is like, as far as a device state cares: two QEMUs of equal [`Shape`] can exchange
 //! states.
 //!
-//! The shape is also the pool's key. It says how many drives and network cards there are, and
-//! nothing of what they hold: that is bound when a clone gets the QEMU (decision 0027).
+//! The shape is also the pool's key. It says how many drives and network cards there are. What
+//! they hold is bound when a clone gets the QEMU (decision 0027).
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! What is bound at clone time, with a real QEMU under TCG, as an unprivileged user (when run as
-//! root), in its sandbox: content of drives, and taps of network cards.
+//! What a clone's QEMU gets: content of drives, and taps of network cards. With a real QEMU under
+//! TCG, as an unprivileged user (when run as root), in its sandbox.
 
 mod support;
 
@@ -31,8 +31,8 @@ fn as_user(launch: Launch) -> Launch {
     }
 }
 
-/// Read-only disks with the boot sector that prints what sector 1 holds, and these 8 bytes there.
-/// Only their owner may open them.
+/// A disk with the boot sector that prints what sector 1 holds, and these 8 bytes there. Only its
+/// owner may open it.
 fn disk(boot: &OwnedFd, content: &[u8; 8]) -> OwnedFd {
     let disk = tempfile::tempfile().expect("temp file");
     let mut sector = [0; 512];
@@ -110,8 +110,8 @@ impl Reader {
     }
 }
 
-/// QEMUs that waited before any image was known serve VMs of two: each guest goes on and reads its
-/// own disk, which only the daemon may open.
+/// QEMUs that waited before any image was known serve VMs of two. Each guest continues and reads
+/// its own disk, which only the daemon may open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_pool_serves_vms_of_different_images() {
     let Some(reader) = Reader::new(1).await else { return };
@@ -148,8 +148,8 @@ async fn one_pool_serves_vms_of_different_images() {
     }
 }
 
-/// A guest whose sector changed behind its back would see it: what it reads comes from what was
-/// bound, and each of several drives has its own. A clone of a clone does, too.
+/// A guest reads what was bound, and not what its parent had. Each of several drives has its own
+/// content. The same holds for a clone of a clone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_drive_holds_what_was_bound_to_it() {
     let Some(reader) = Reader::new(2).await else { return };
@@ -201,7 +201,7 @@ async fn a_drive_that_is_not_in_the_shape_cannot_be_bound() {
     assert!(error.contains("disk1"), "{error}");
 }
 
-/// A tap in a network namespace that is its own: it lives as long as the thread or the fd.
+/// A tap in a network namespace of its own. It lives as long as the thread or the fd.
 struct Tap {
     fd: OwnedFd,
     /// Asks the thread in the namespace for the frames that came from QEMU.
@@ -284,8 +284,8 @@ fn frames() -> u64 {
     packets.and_then(|packets| packets.parse().ok()).unwrap_or_else(|| panic!("no {TAP}: {text}"))
 }
 
-/// A VM with a network card is cloned into a QEMU that waits with a tap of its own: the guest
-/// goes on with the parent's MAC address, and the clone announces nothing by itself.
+/// A VM with a network card is cloned into a QEMU that waits with a tap of its own. The guest
+/// continues with the parent's MAC address, and the clone announces nothing by itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_clone_has_a_tap_of_its_own_and_sends_nothing_by_itself() {
     let Some(bare) = Bare::new(64 * MIB, Accel::Tcg).await else { return };

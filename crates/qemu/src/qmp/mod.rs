@@ -6,8 +6,8 @@
 //!                                                              └──────► migration watch
 //! ```
 //!
-//! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers;
-//! [`migration`] saves and loads device state, [`devices`] saves it sooner; [`drives`] binds the
+//! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers.
+//! [`migration`] saves and loads device state, [`devices`] saves it sooner. [`drives`] binds the
 //! content of drives.
 //!
 //! Replies carry no `id`: QEMU answers in-band commands in order, and each byte of a command costs
