@@ -55,14 +55,14 @@ def test_a_qemu_that_waited_for_one_image_serves_another(
         first = client.run("one", name="first", memory_mib=256)
         eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits")
         warmed = _waiting(daemon)
-        assert len(warmed) == 1
+        assert warmed, "a QEMU, and its keeper"
         second = client.run("other", name="second", memory_mib=256)
         assert _waiting(daemon) == warmed, "the second image has the same shape"
         before = client.host().pool
 
         fork = second.fork(1).raise_for_errors()
         assert [result.pooled for result in fork.results] == [True]
-        assert {daemon.qemu(fork[0]).pid} == warmed
+        assert daemon.qemu(fork[0]).pid in warmed
         assert fork[0].exec(_ROOT, check=True).stdout_text == f"{digest}  -\nother\n"
         pool = client.host().pool
         assert (pool.hits, pool.misses) == (before.hits + 1, before.misses)
