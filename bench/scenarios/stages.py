@@ -20,7 +20,7 @@ TITLE = "Where the time of a fork onto other hosts goes"
 SHARE = 0.2
 
 PARENTS = ("prepare", "quiesce", "stop", "freeze", "state", "cont", "derive", "describe", "away")
-THERE = ("arrive", "clone_attach", "clone_load", "clone_identity")
+THERE = ("arrive", "clone_attach", "clone_bind", "clone_load", "clone_identity")
 
 
 def run(world: w.World) -> None:

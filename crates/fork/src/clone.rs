@@ -23,7 +23,7 @@ use vmfork_host::error::chain;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
-use vmfork_host::vm::machine::Machine;
+use vmfork_host::vm::machine::{BindError, Machine};
 use vmfork_host::vm::{End, Identity, Inherited, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
@@ -186,7 +186,7 @@ async fn start_within(
     };
     let (machine, from) = attached(core, snapshot, first).await.map_err(|failed| match failed {
         NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
-        NoView::Attach(attach) => error(ErrorCode::Qemu, chain(&attach), doctor),
+        NoView::Machine(unbound) => error(ErrorCode::Qemu, chain(&unbound), doctor),
     })?;
     let machine = Arc::new(machine);
     if let Some(lead) = &snapshot.lead {
@@ -222,11 +222,20 @@ async fn start_within(
 
 enum NoView {
     Launch(LaunchError),
-    Attach(FreezeError),
+    Machine(UnboundError),
 }
 
-/// A QEMU that is a view of the snapshot. One that waited may have died before anybody noticed:
-/// then another.
+/// A QEMU that got no memory or no drives.
+#[derive(Debug, thiserror::Error)]
+enum UnboundError {
+    #[error(transparent)]
+    Memory(#[from] FreezeError),
+    #[error(transparent)]
+    Drives(#[from] BindError),
+}
+
+/// A QEMU that is a view of the snapshot and has its drives. One that waited may have died
+/// unnoticed: then another.
 async fn attached(
     core: &Arc<Core>,
     snapshot: &Snapshot,
@@ -236,16 +245,8 @@ async fn attached(
     let mut attempt = 1;
     loop {
         let (machine, from) = next.map_err(NoView::Launch)?;
-        let attach = Instant::now();
-        let outcome = tokio::task::block_in_place(|| match snapshot.is_watched {
-            true => machine.memory().attach_by_page(&snapshot.engine),
-            false => machine.memory().attach(&snapshot.engine),
-        });
-        match outcome {
-            Ok(()) => {
-                core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
-                return Ok((machine, from));
-            }
+        match become_view(core, snapshot, &machine).await {
+            Ok(()) => return Ok((machine, from)),
             Err(error) if from == pool::Origin::Pooled && attempt < ATTACH_TRIES_MAX => {
                 tracing::info!(error = chain(&error), "a waiting QEMU has died; taking another");
                 let shape = machine.shape.clone();
@@ -253,9 +254,28 @@ async fn attached(
                 next = core.take(&shape).await;
                 attempt += 1;
             }
-            Err(error) => return Err(NoView::Attach(error)),
+            Err(error) => return Err(NoView::Machine(error)),
         }
     }
+}
+
+/// Bind memory and drives of a QEMU that waited. The parent runs already: it is no part of the
+/// pause.
+async fn become_view(
+    core: &Core,
+    snapshot: &Snapshot,
+    machine: &Machine,
+) -> Result<(), UnboundError> {
+    let attach = Instant::now();
+    tokio::task::block_in_place(|| match snapshot.is_watched {
+        true => machine.memory().attach_by_page(&snapshot.engine),
+        false => machine.memory().attach(&snapshot.engine),
+    })?;
+    core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
+    let bind = Instant::now();
+    machine.bind(&snapshot.drives).await?;
+    core.metrics.observe_stage(Stage::CloneBind, bind.elapsed());
+    Ok(())
 }
 
 struct Failure {

@@ -108,6 +108,7 @@ pub(super) async fn freeze(
         state,
         lead,
         engine,
+        drives: machine.drives(),
         inheritance,
         fork,
         lease: None,

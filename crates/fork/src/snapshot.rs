@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vmfork_engine::Engine;
+use vmfork_qemu::Drives;
 
 use vmfork_guest_link::agent::Inheritance;
 use vmfork_host::admission::Lease;
@@ -19,6 +20,8 @@ pub struct Snapshot {
     /// What the stream of each clone's own state begins with, too.
     pub lead: Option<Lead>,
     pub engine: Arc<Engine>,
+    /// What the drives of its VMs hold.
+    pub drives: Drives,
     /// What the clones' links must know of the parent's; `None` without an agent.
     pub inheritance: Option<Inheritance>,
     /// The number by which the guest's agent knows the fork.

@@ -44,6 +44,8 @@ pub enum Stage {
     Derive,
     /// Of each clone: a QEMU had, its memory mapped to the image.
     CloneAttach,
+    /// Of each clone: its drives given to the QEMU.
+    CloneBind,
     /// Of each clone: device state loaded and running.
     CloneLoad,
     /// Of each clone: the agent has confirmed the new identity.

@@ -422,7 +422,9 @@ impl GuestImages {
         order: &mut Order,
         given_up: &CancellationToken,
     ) -> Result<(), ErrorBody> {
-        let Some(root_blake3) = order.facts.spec().root_blake3.clone() else { return Ok(()) };
+        let Some(root_blake3) = order.facts.spec().root_blake3().map(ToOwned::to_owned) else {
+            return Ok(());
+        };
         let began = Instant::now();
         let (name, timeout_ms) = (order.facts.spec().image.clone(), order.timeout_ms);
         let wanted = Wanted { root_blake3, name, timeout_ms };
@@ -450,7 +452,9 @@ impl GuestImages {
         views: &mut [HostView],
         until: (Instant, &CancellationToken),
     ) -> Result<bool, ErrorBody> {
-        let Some(root_blake3) = parent.spec().root_blake3.clone() else { return Ok(false) };
+        let Some(root_blake3) = parent.spec().root_blake3().map(ToOwned::to_owned) else {
+            return Ok(false);
+        };
         let (deadline, given_up) = until;
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`qmp`] | the client of QEMU's control socket; its parser does no I/O |
 //! | [`shape`] | what two QEMUs must have in common for a state of one to load in the other |
+//! | [`drives`] | what the drives of a machine hold, bound at its start or at clone time |
 //! | [`spawn`] | the command line (a pure function), the unprivileged process, its handle |
 //! | [`probe`] | which QEMU is installed, whether KVM is of use |
 //! | [`pool`] | QEMUs started beforehand; its decisions are a pure state machine |
@@ -23,13 +24,15 @@
 
 #![deny(unsafe_code)]
 
+pub mod drives;
 pub mod pool;
 pub mod probe;
 pub mod qmp;
 pub mod shape;
 pub mod spawn;
 
+pub use drives::Drives;
 pub use probe::{AccelChoice, Binary, Version};
 pub use qmp::{Qmp, QmpError};
-pub use shape::{Accel, DiskId, GuestKind, Machine, Shape};
+pub use shape::{Accel, DriveSlot, GuestKind, Machine, Shape};
 pub use spawn::{AGENT_DEVICE, Boot, Launch, Process, Qemu, RunAs, ShimFds, StartError};

@@ -1,12 +1,10 @@
 //! What a QEMU is like, as far as a device state cares: two QEMUs of equal [`Shape`] can exchange
 //! states.
 //!
-//! The shape is also the pool's key, so it holds the root disk's identity too: a QEMU that waits
-//! has its disk open already.
+//! The shape is also the pool's key. It says how many drives and network cards there are. What
+//! they hold is bound when a clone gets the QEMU (decision 0027).
 
 use std::fmt;
-use std::io;
-use std::os::fd::AsFd;
 
 use vmfork_tap_proto::{BLOCK_BYTES, RAM_BYTES_MAX};
 
@@ -59,23 +57,18 @@ pub enum GuestKind {
     Bare,
 }
 
-/// Which file a disk is.
+/// The kind of a drive, as far as QEMU must know it when it starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DiskId {
-    pub device: u64,
-    pub inode: u64,
+#[non_exhaustive]
+pub enum DriveSlot {
+    /// The guest can't write to it: a root file system, or what a bare guest boots from.
+    ReadOnly,
 }
 
-impl DiskId {
-    /// Of an open file.
-    ///
-    /// # Errors
-    /// If `fstat` fails.
-    pub fn of(file: impl AsFd) -> io::Result<Self> {
-        let stat = rustix::fs::fstat(file)?;
-        Ok(Self { device: stat.st_dev, inode: stat.st_ino })
-    }
-}
+/// Most drives of one machine: as many PCI slots and fds are set aside.
+pub const DRIVES_MAX: u8 = 8;
+/// Most network cards of one machine: as many PCI slots and fds are set aside.
+pub const NICS_MAX: u8 = 8;
 
 /// Machine shape. Build it with [`Shape::new`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -86,8 +79,10 @@ pub struct Shape {
     pub accel: Accel,
     pub machine: Machine,
     pub guest: GuestKind,
-    /// The read-only disk: root file system, or what a bare guest boots from.
-    pub disk: Option<DiskId>,
+    /// The first is the root file system, or what a bare guest boots from.
+    pub drives: Vec<DriveSlot>,
+    /// Network cards, each with a tap of its own.
+    pub nics: u8,
     /// Whether a Linux guest gets a vmgenid device.
     pub vmgenid: bool,
 }
@@ -103,6 +98,10 @@ pub enum ShapeError {
     Cpus { cpus: u32 },
     #[error("a bare guest has no disk to boot from")]
     NoBootDisk,
+    #[error("{count} drives are more than {DRIVES_MAX}")]
+    Drives { count: usize },
+    #[error("{count} network cards are more than {NICS_MAX}")]
+    Nics { count: u8 },
 }
 
 /// What SeaBIOS and a boot sector need.
@@ -116,7 +115,7 @@ impl Shape {
         cpus: u32,
         accel: Accel,
         guest: GuestKind,
-        disk: Option<DiskId>,
+        drives: Vec<DriveSlot>,
     ) -> Result<Self, ShapeError> {
         if !(MEMORY_BYTES_MIN..=RAM_BYTES_MAX).contains(&memory_bytes)
             || !memory_bytes.is_multiple_of(BLOCK_BYTES)
@@ -126,10 +125,25 @@ impl Shape {
         if !(1..=CPUS_MAX).contains(&cpus) {
             return Err(ShapeError::Cpus { cpus });
         }
-        if guest == GuestKind::Bare && disk.is_none() {
+        if guest == GuestKind::Bare && drives.is_empty() {
             return Err(ShapeError::NoBootDisk);
         }
-        Ok(Self { memory_bytes, cpus, accel, machine: Machine::Pc, guest, disk, vmgenid: true })
+        if drives.len() > usize::from(DRIVES_MAX) {
+            return Err(ShapeError::Drives { count: drives.len() });
+        }
+        let (machine, nics, vmgenid) = (Machine::Pc, 0, true);
+        Ok(Self { memory_bytes, cpus, accel, machine, guest, drives, nics, vmgenid })
+    }
+
+    /// With this many network cards.
+    ///
+    /// # Errors
+    /// [`ShapeError::Nics`].
+    pub fn with_nics(self, count: u8) -> Result<Self, ShapeError> {
+        match count {
+            0..=NICS_MAX => Ok(Self { nics: count, ..self }),
+            _ => Err(ShapeError::Nics { count }),
+        }
     }
 
     /// Leave the vmgenid device out: a guest without a driver for it would still interpret ACPI
@@ -154,7 +168,8 @@ mod tests {
 
     #[test]
     fn impossible_shapes_are_named() {
-        let shape = |memory, cpus| Shape::new(memory, cpus, Accel::Tcg, GuestKind::Linux, None);
+        let shape =
+            |memory, cpus| Shape::new(memory, cpus, Accel::Tcg, GuestKind::Linux, Vec::new());
         assert!(shape(512 << 20, 2).is_ok());
         assert_eq!(
             shape((512 << 20) + 4096, 1).expect_err("odd").to_string(),
@@ -162,7 +177,11 @@ mod tests {
         );
         assert_eq!(shape(512 << 20, 0), Err(ShapeError::Cpus { cpus: 0 }));
         assert_eq!(shape(512 << 30, 1), Err(ShapeError::Memory { memory_bytes: 512 << 30 }));
-        let bare = Shape::new(64 << 20, 1, Accel::Tcg, GuestKind::Bare, None);
-        assert_eq!(bare, Err(ShapeError::NoBootDisk));
+        let bare = |drives| Shape::new(64 << 20, 1, Accel::Tcg, GuestKind::Bare, drives);
+        assert_eq!(bare(Vec::new()), Err(ShapeError::NoBootDisk));
+        assert_eq!(bare(vec![DriveSlot::ReadOnly; 9]), Err(ShapeError::Drives { count: 9 }));
+        let bare = bare(vec![DriveSlot::ReadOnly; 8]).expect("room for each");
+        assert_eq!(bare.clone().with_nics(9), Err(ShapeError::Nics { count: 9 }));
+        assert_ne!(bare.clone().with_nics(1).expect("room"), bare, "a shape of its own");
     }
 }

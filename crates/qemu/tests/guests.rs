@@ -92,7 +92,8 @@ async fn linux_boots_and_moves() {
         return skip("no /bin/busybox (package busybox-static)");
     }
     let Some(binary) = binary().await else { return };
-    let shape = Shape::new(256 * MIB, 2, Accel::Tcg, GuestKind::Linux, None).expect("possible");
+    let shape =
+        Shape::new(256 * MIB, 2, Accel::Tcg, GuestKind::Linux, Vec::new()).expect("possible");
     let ram = spawn::ram_file(&shape).expect("memfd");
     let user = |launch: Launch| match unprivileged() {
         Some(user) => launch.run_as(user),
@@ -169,7 +170,8 @@ async fn the_shim_is_loaded_and_finds_its_fds() {
         return skip("no gcc");
     }
     let Some(binary) = binary().await else { return };
-    let shape = Shape::new(64 * MIB, 1, Accel::Tcg, GuestKind::Linux, None).expect("possible");
+    let shape =
+        Shape::new(64 * MIB, 1, Accel::Tcg, GuestKind::Linux, Vec::new()).expect("possible");
     let ram = spawn::ram_file(&shape).expect("memfd");
     let (ours, control) = UnixStream::pair().expect("socketpair");
     let fds = ShimFds { library, control: control.into(), userfaultfd: memfd(), kvm: None };

@@ -49,11 +49,14 @@ async fn measure(accel: Accel) {
     }
     eprintln!("  state    {size} bytes");
 
-    let [mut start, mut load, mut run] = [const { Vec::new() }; 3];
+    let [mut start, mut bind, mut load, mut run] = [const { Vec::new() }; 4];
     for _ in 0..ROUNDS / 2 {
         let began = Instant::now();
         let clone = bare.start(false).await;
         start.push(millis(began));
+        let began = Instant::now();
+        clone.qmp.bind_drives(&bare.drives).await.expect("bound");
+        bind.push(millis(began));
         let file = reopen_from_start(&state).expect("open");
         let began = Instant::now();
         clone.qmp.load_state(file.as_fd(), SOON).await.expect("loaded");
@@ -67,7 +70,7 @@ async fn measure(accel: Accel) {
         state = memfd();
         clone.qmp.save_state(state.as_fd(), SOON).await.expect("saved");
     }
-    for (name, samples) in [("start", start), ("load", load), ("cont", run)] {
+    for (name, samples) in [("start", start), ("bind", bind), ("load", load), ("cont", run)] {
         eprintln!("  {name:8} {}", spread(samples));
     }
 }

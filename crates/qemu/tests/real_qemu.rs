@@ -13,7 +13,9 @@ use support::{Bare, Counter, SOON, binary, clone, memfd, millis, unprivileged};
 use vmfork_qemu::pool::{Limits, Origin, Pool, Starting};
 use vmfork_qemu::qmp::{RunState, devices, reopen_from_start};
 use vmfork_qemu::spawn::{self, ExitStatus};
-use vmfork_qemu::{Accel, Boot, DiskId, GuestKind, Launch, Qemu, QmpError, Shape, StartError};
+use vmfork_qemu::{
+    Accel, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape, StartError,
+};
 
 const MIB: u64 = 1 << 20;
 type Test = tokio::runtime::Runtime;
@@ -54,8 +56,7 @@ fn a_state_goes_from_one_qemu_to_another_without_ram() {
 
         let clone = bare.start(false).await;
         assert_eq!(clone.qmp.query_status().await.expect("status").state, RunState::InMigrate);
-        let file = reopen_from_start(&state).expect("open");
-        clone.qmp.load_state(file.as_fd(), SOON).await.expect("loaded");
+        bare.load(&clone, &state).await.expect("loaded");
         assert!(!clone.qmp.query_status().await.expect("status").running, "it was saved stopped");
 
         // Both over the same shared RAM, so one after the other.
@@ -253,23 +254,28 @@ fn a_qemu_that_cannot_start_says_why() {
         let small = memfd();
         rustix::fs::ftruncate(&small, 4096).expect("memfd");
         let launch = Launch::boot(bare.binary.clone(), bare.shape.clone(), small, Boot::Disk);
-        let error = launch.disk(clone(&bare.disk)).start().await.expect_err("RAM is too small");
+        let error = launch.drives(bare.drives.clone()).start().await.expect_err("RAM is too small");
         let text = error.to_string();
         assert!(text.starts_with("QEMU could not start (exit code 1): "), "{text}");
         assert!(text.contains("backing store size 0x1000"), "{text}");
 
         let mut nowhere = bare.binary.clone();
         nowhere.path = "/nonexistent/qemu".into();
-        let launch = Launch::wait(nowhere, bare.shape.clone(), memfd()).disk(clone(&bare.disk));
+        let launch = Launch::wait(nowhere, bare.shape.clone(), memfd());
         let error = launch.start().await.expect_err("no such program");
         let source = std::error::Error::source(&error).map(ToString::to_string);
         assert_eq!(error.to_string(), "start /nonexistent/qemu");
         assert_eq!(source.as_deref(), Some("execute QEMU: No such file or directory (os error 2)"));
 
-        let other = OwnedFd::from(tempfile::tempfile().expect("temp file"));
-        let launch = Launch::wait(bare.binary.clone(), bare.shape.clone(), clone(&bare.ram));
-        let error = launch.disk(other).start().await.expect_err("another disk");
-        assert!(matches!(error, StartError::WrongDisk), "{error}");
+        let boot = || {
+            let ram = clone(&bare.ram);
+            Launch::boot(bare.binary.clone(), bare.shape.clone(), ram, Boot::Disk)
+        };
+        let error = boot().start().await.expect_err("no disk");
+        assert!(matches!(error, StartError::WrongDrives { .. }), "{error}");
+        let launch = boot().drives(bare.drives.clone()).nic(memfd());
+        let error = launch.start().await.expect_err("no network card is in the shape");
+        assert!(matches!(error, StartError::WrongNics { .. }), "{error}");
     });
 }
 
@@ -279,7 +285,8 @@ fn a_file_that_qemus_user_may_not_read_is_named() {
         let (Some(binary), Some(user)) = (binary().await, unprivileged()) else { return };
         let secret = OwnedFd::from(tempfile::tempfile().expect("temp file"));
         rustix::fs::fchmod(&secret, rustix::fs::Mode::from_raw_mode(0o600)).expect("ours");
-        let shape = Shape::new(64 * MIB, 1, Accel::Tcg, GuestKind::Linux, None).expect("possible");
+        let shape =
+            Shape::new(64 * MIB, 1, Accel::Tcg, GuestKind::Linux, Vec::new()).expect("possible");
         let ram = spawn::ram_file(&shape).expect("memfd");
         let boot = Boot::Kernel { kernel: secret, initrd: None, append: OsString::new() };
         let launch = Launch::boot(binary, shape, ram, boot).run_as(user);
@@ -318,18 +325,19 @@ fn a_linux_machine_moves_and_keeps_its_own_generation_id() {
         disk.as_file().set_len(MIB).expect("room");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
         disk.as_file().set_permissions(mode).expect("ours");
-        let id = DiskId::of(disk.as_file()).expect("open");
-        let shape =
-            Shape::new(64 * MIB, 2, Accel::Tcg, GuestKind::Linux, Some(id)).expect("possible");
+        let root = disk.reopen().expect("open").into();
+        let drives = Drives::new(GuestKind::Linux, vec![(DriveSlot::ReadOnly, root)]);
+        let drives = drives.expect("readable");
+        let shape = Shape::new(64 * MIB, 2, Accel::Tcg, GuestKind::Linux, drives.slots());
+        let shape = shape.expect("possible");
         let ram = spawn::ram_file(&shape).expect("memfd");
         let start = async |boot: bool| {
             let (binary, shape, ram) = (binary.clone(), shape.clone(), clone(&ram));
             let launch = match boot {
                 // The firmware runs, finds nothing to boot from, and waits: enough for the devices.
-                true => Launch::boot(binary, shape, ram, Boot::Disk),
+                true => Launch::boot(binary, shape, ram, Boot::Disk).drives(drives.clone()),
                 false => Launch::wait(binary, shape, ram),
             };
-            let launch = launch.disk(disk.reopen().expect("open").into());
             let launch = match unprivileged() {
                 Some(user) => launch.run_as(user),
                 None => launch,
@@ -345,6 +353,7 @@ fn a_linux_machine_moves_and_keeps_its_own_generation_id() {
         parent.qmp.save_state(state.as_fd(), SOON).await.expect("saved");
         let clone = start(false).await;
         let before = clone.qmp.vm_generation_id().await.expect("a vmgenid");
+        clone.qmp.bind_drives(&drives).await.expect("bound");
         let file = reopen_from_start(&state).expect("open");
         let loaded = clone.qmp.load_state(file.as_fd(), SOON).await;
         if let Err(error) = loaded {
@@ -380,8 +389,7 @@ fn a_pooled_qemu_takes_over_a_state() {
         parent.qmp.save_state(state.as_fd(), SOON).await.expect("saved");
         let (clone, origin) = pool.take(&bare.shape).await.expect("there");
         assert_eq!(origin, Origin::Pooled);
-        let file = reopen_from_start(&state).expect("open");
-        clone.qmp.load_state(file.as_fd(), SOON).await.expect("loaded");
+        bare.load(&clone, &state).await.expect("loaded");
         clone.qmp.cont().await.expect("cont");
         assert!(Counter::new(&clone).next().is_some());
     });
@@ -422,8 +430,7 @@ fn a_state_saved_without_a_migration_is_loaded_by_one() {
                 continue;
             }
             let clone = bare.start(false).await;
-            let file = reopen_from_start(&state).expect("open");
-            if let Err(error) = clone.qmp.load_state(file.as_fd(), SOON).await {
+            if let Err(error) = bare.load(&clone, &state).await {
                 panic!("{}", clone.explain(error).await);
             }
             clone.qmp.cont().await.expect("cont");

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use vmfork_api::ErrorBody;
 use vmfork_engine::{Engine, HostImage};
@@ -29,8 +29,6 @@ pub struct Opened {
     /// The device state, as QEMU reads it.
     pub(super) state: OwnedFd,
     pub(super) lead: Option<Lead>,
-    /// The root disk of its VMs, for those of the pool, too.
-    disk: OnceLock<Arc<OwnedFd>>,
     /// Whether its working set is loaded, or being loaded, and what else is done for it once.
     pub(super) working_set: AtomicBool,
     prediction: AtomicBool,
@@ -84,7 +82,6 @@ impl Opened {
             engine,
             state,
             lead,
-            disk: OnceLock::new(),
             working_set: AtomicBool::new(false),
             prediction: AtomicBool::new(false),
             hydration: AtomicU64::new(0),
@@ -153,13 +150,6 @@ impl Opened {
     /// Whether its VMs may still need pages of the snapshot `id`, which it is or is a delta on.
     pub(super) fn needs(&self, id: SnapshotId) -> bool {
         self.chain.contains(&id) && self.engine.image().missing_pages() > 0
-    }
-
-    /// Keep the root disk open for as long as this is.
-    pub(super) fn keep_disk(&self, disk: Option<Arc<OwnedFd>>) {
-        if let Some(disk) = disk {
-            let _first = self.disk.set(disk);
-        }
     }
 
     /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it

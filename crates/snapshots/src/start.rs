@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, StartReply, StartRequest};
-use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
+use vmfork_qemu::{Drives, Shape};
 
 use crate::error::SnapshotError;
 use crate::library::Library;
@@ -75,8 +75,8 @@ async fn carry_out(
     let opened = start.open()?;
     let open = began.elapsed();
     library.core.metrics.observe_stage(Stage::Open, open);
-    let shape = start.check_host(&opened).await?;
-    let vms = start.start(&opened, &shape).await?;
+    let (shape, drives) = start.check_host(&opened).await?;
+    let vms = start.start(&opened, &shape, drives).await?;
     let granted = vms.iter().filter(|vm| vm.error.is_none()).count();
     let (requested, total_ms) = (start.request.count, vmfork_fork::ms(began.elapsed()));
     tracing::info!(snapshot = name, requested, granted, total_ms, "started");
@@ -103,17 +103,16 @@ impl Start<'_> {
     }
 
     /// Whether this host is what its VMs need, with memory for what they may touch. → the shape of
-    /// their QEMUs.
-    async fn check_host(&self, opened: &Opened) -> Result<Shape, ErrorBody> {
+    /// their QEMUs, and what their drives hold.
+    async fn check_host(&self, opened: &Opened) -> Result<(Shape, Drives), ErrorBody> {
         let (core, message) = (&self.library.core, &self.message);
         opened.facts.check_accel(message, &KvmFacts::gather())?;
         if !self.request.force {
             host::check_qemu(core, message, &opened.facts).await?;
         }
-        let (shape, disk) = host::shape_and_disk(core, message, &opened.facts)?;
-        opened.keep_disk(disk);
+        let machine = host::shape_and_drives(core, message, &opened.facts)?;
         tokio::task::block_in_place(|| opened.promise_memory(&core.admission, message))?;
-        Ok(shape)
+        Ok(machine)
     }
 
     /// Memory for as many VMs as have names.
@@ -136,6 +135,7 @@ impl Start<'_> {
         &self,
         opened: &Arc<Opened>,
         shape: &Shape,
+        drives: Drives,
     ) -> Result<Vec<CloneResult>, ErrorBody> {
         let Self { library, request, message, name, .. } = self;
         let core = &library.core;
@@ -162,7 +162,7 @@ impl Start<'_> {
         let brood = Brood {
             forker: Arc::clone(&library.forker),
             stem: Arc::new(stem(self.user, name, opened, (inherited, request.ttl_ms))),
-            snapshot: Arc::new(self.snapshot(opened, grant.snapshot)?),
+            snapshot: Arc::new(self.snapshot(opened, drives, grant.snapshot)?),
             began: self.began,
             deadline: self.deadline,
             origin: None,
@@ -181,13 +181,19 @@ impl Start<'_> {
     }
 
     /// What each of the VMs continues.
-    fn snapshot(&self, opened: &Arc<Opened>, lease: Lease) -> Result<Snapshot, ErrorBody> {
+    fn snapshot(
+        &self,
+        opened: &Arc<Opened>,
+        drives: Drives,
+        lease: Lease,
+    ) -> Result<Snapshot, ErrorBody> {
         let failed = |io: std::io::Error| SnapshotError::State(io.into()).to_body(&self.message);
         let facts = &opened.facts;
         Ok(Snapshot {
             state: opened.state.try_clone().map_err(failed)?,
             lead: opened.lead.clone(),
             engine: Arc::clone(&opened.engine),
+            drives,
             inheritance: facts.inheritance.clone(),
             fork: facts.fork,
             lease: Some(lease),

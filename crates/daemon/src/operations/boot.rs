@@ -11,7 +11,7 @@ use vmfork_api::{ErrorBody, ErrorCode, RunRequest};
 use vmfork_cluster::Room;
 use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
-use vmfork_qemu::{Accel, AccelChoice, Boot, DiskId, GuestKind, Shape};
+use vmfork_qemu::{Accel, AccelChoice, Boot, DriveSlot, Drives, GuestKind, Shape};
 
 use super::Hub;
 use vmfork_fork::{Forker, start_channels};
@@ -22,7 +22,9 @@ use vmfork_host::error::chain;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::EndReason;
 use vmfork_host::quotas::User;
-use vmfork_host::vm::{End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex};
+use vmfork_host::vm::{
+    DriveSpec, End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex,
+};
 
 const MEMORY_MIB_MIN: u64 = 64;
 const MEMORY_MIB_MAX: u64 = 262_144;
@@ -95,7 +97,8 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         inherited: Inherited {
             spec: MachineSpec {
                 image: request.image,
-                root_blake3: files.metadata.root_blake3().map(ToOwned::to_owned),
+                drives: drives(&files),
+                nics: 0,
                 memory_bytes,
                 cpus,
                 accel: accel_word(choice.accel),
@@ -134,6 +137,12 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
             Err(error)
         }
     }
+}
+
+/// Of a VM that boots from these.
+fn drives(files: &ImageFiles) -> Vec<DriveSpec> {
+    let root = files.metadata.root_blake3().map(ToOwned::to_owned);
+    root.map(|blake3| DriveSpec::Root { blake3 }).into_iter().collect()
 }
 
 /// Memory for it, if its user may have one more.
@@ -225,18 +234,18 @@ async fn bring_up(
         remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
     };
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
-    let disk = files.root.map(OwnedFd::from);
-    let disk_id = disk.as_ref().map(DiskId::of).transpose().map_err(|error| host_error(&error))?;
+    let root = files.root.map(|root| (DriveSlot::ReadOnly, OwnedFd::from(root)));
+    let drives = Drives::new(guest, root.into_iter().collect());
+    let drives = drives.map_err(|error| host_error(&error))?;
     let shape = Shape::new(
         vm.identity.spec().memory_bytes,
         vm.identity.spec().cpus,
         choice.accel,
         guest,
-        disk_id,
+        drives.slots(),
     )
     .map_err(|error| host_error(&error))?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
-    let disk = disk_id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
     let append = OsString::from(&files.metadata.cmdline);
     let boot = match files.kernel {
         Some(kernel) => {
@@ -244,7 +253,7 @@ async fn bring_up(
         }
         None => Boot::Disk,
     };
-    let machine = core.launcher.boot(shape.clone(), disk, boot).await;
+    let machine = core.launcher.boot(shape.clone(), drives, boot).await;
     let machine = machine.map_err(|error| ErrorBody {
         code: error.code(),
         remedy: Some(error.remedy().to_owned()),

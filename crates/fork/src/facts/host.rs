@@ -1,16 +1,15 @@
 //! Whether this host is what a frozen VM needs, asked of the host itself.
 
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::oneshot;
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_qemu::{DiskId, QmpError, Shape, probe};
+use vmfork_qemu::{Drives, QmpError, Shape, probe};
 
 use super::Facts;
 use vmfork_host::core::{Core, PendingMachine, open_image};
 use vmfork_host::error::chain;
+use vmfork_host::vm::DriveSpec;
 use vmfork_host::vm::machine::Machine;
 
 /// The machine type of a QEMU, with its version.
@@ -66,35 +65,30 @@ pub async fn check_machine(
     Ok(())
 }
 
-/// The machine that it needs, with its root disk, which others find as long as someone holds it.
+/// The machine that it needs, and what its drives hold.
 ///
 /// # Errors
 /// The guest image is missing here, or another one.
-pub fn shape_and_disk(
+pub fn shape_and_drives(
     core: &Core,
     message: &str,
     facts: &Facts,
-) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
-    let host = |error: &dyn std::error::Error| {
-        ErrorBody::new(ErrorCode::Host, message).cause(chain(error))
-    };
-    let (disk, id) = match &facts.spec().root_blake3 {
-        None => (None, None),
-        Some(root) => {
-            let files = match core.images.open_root(&facts.spec().image, root) {
-                Ok(Some(files)) => files,
-                _ => open_image(core, &facts.spec().image)?,
-            };
-            facts.check_root(message, files.metadata.root_blake3())?;
-            let root = files.root.map(OwnedFd::from);
-            let id = root.as_ref().map(DiskId::of).transpose().map_err(|error| host(&error))?;
-            (root, id)
-        }
-    };
-    let shape = facts.shape(id).map_err(|error| {
+) -> Result<(Shape, Drives), ErrorBody> {
+    let shape = facts.shape().map_err(|error| {
         let cause = format!("its machine: {}", chain(&error));
         ErrorBody::new(ErrorCode::Conflict, message).cause(cause)
     })?;
-    let disk = id.zip(disk).map(|(id, disk)| core.disks.share(id, disk));
-    Ok((shape, disk))
+    let files = facts.spec().drives.iter().map(|drive| {
+        let DriveSpec::Root { blake3 } = drive;
+        let files = match core.images.open_root(&facts.spec().image, blake3) {
+            Ok(Some(files)) => files,
+            _ => open_image(core, &facts.spec().image)?,
+        };
+        facts.check_root(message, files.metadata.root_blake3())?;
+        Ok(files.root.map(|root| (drive.slot(), root.into())))
+    });
+    let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, ErrorBody>>()?;
+    let drives = Drives::new(shape.guest, files)
+        .map_err(|error| ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)))?;
+    Ok((shape, drives))
 }

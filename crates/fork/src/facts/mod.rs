@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_qemu::probe::{self, KvmFacts, NoKvm};
 use vmfork_qemu::shape::ShapeError;
-use vmfork_qemu::{Accel, DiskId, GuestKind, Shape, Version};
+use vmfork_qemu::{Accel, GuestKind, Shape, Version};
 
 use vmfork_guest_link::agent::{AgentInfo, Inheritance};
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{Identity, Inherited, MachineSpec};
+use vmfork_host::vm::{DriveSpec, Identity, Inherited, MachineSpec};
 
 /// In the descriptor of a stored snapshot, as `vm`; in that of a fork, as `facts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -104,10 +104,12 @@ impl Facts {
     }
 
     /// The shape of QEMUs that can load it.
-    pub fn shape(&self, disk: Option<DiskId>) -> Result<Shape, ShapeError> {
+    pub fn shape(&self) -> Result<Shape, ShapeError> {
         let spec = self.spec();
         let guest = if self.is_linux { GuestKind::Linux } else { GuestKind::Bare };
-        let shape = Shape::new(spec.memory_bytes, spec.cpus, self.accel(), guest, disk)?;
+        let drives = spec.drives.iter().map(DriveSpec::slot).collect();
+        let shape = Shape::new(spec.memory_bytes, spec.cpus, self.accel(), guest, drives)?;
+        let shape = shape.with_nics(spec.nics)?;
         Ok(if self.vmgenid { shape } else { shape.without_vmgenid() })
     }
 
@@ -152,13 +154,13 @@ impl Facts {
     /// It is not: a guest that goes on with another disk than it has in its memory destroys what it
     /// reads.
     pub fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
-        if found == self.spec().root_blake3.as_deref() {
+        if found == self.spec().root_blake3() {
             return Ok(());
         }
         let word = |hash: Option<&str>| {
             hash.map_or("none".to_owned(), |hash| hash.chars().take(16).collect())
         };
-        let (wanted, found) = (word(self.spec().root_blake3.as_deref()), word(found));
+        let (wanted, found) = (word(self.spec().root_blake3()), word(found));
         let image = &self.spec().image;
         Err(ErrorBody {
             code: ErrorCode::Conflict,
@@ -243,7 +245,8 @@ mod tests {
 
     fn facts() -> Facts {
         let mut facts = Facts::of_a_test(512 << 20);
-        facts.inherited.spec.root_blake3 = Some("0123456789abcdef0123".to_owned());
+        let blake3 = "0123456789abcdef0123".to_owned();
+        facts.inherited.spec.drives = vec![DriveSpec::Root { blake3 }];
         facts
     }
 

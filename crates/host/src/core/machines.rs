@@ -8,8 +8,7 @@ use vmfork_qemu::Shape;
 use vmfork_qemu::pool::Origin;
 
 use super::Core;
-use super::disks::Disks;
-use crate::vm::launch::{LaunchError, Launcher};
+use crate::vm::launch::LaunchError;
 use crate::vm::machine::Machine;
 
 /// A QEMU for a clone: there, or on its way.
@@ -46,17 +45,4 @@ pub fn start_machines(
             rx
         })
         .collect()
-}
-
-/// A QEMU that waits for a snapshot.
-pub(super) async fn start_waiting(
-    launcher: &Launcher,
-    disks: &Disks,
-    shape: Shape,
-) -> Result<Machine, LaunchError> {
-    let disk = match shape.disk {
-        Some(id) => Some(disks.get(id).ok_or(LaunchError::DiskGone)?),
-        None => None,
-    };
-    launcher.wait(shape, disk).await
 }

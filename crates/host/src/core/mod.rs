@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Core ──┬── registry: VMs by name
-//!          ├── launcher, pool, disks: QEMUs
+//!          ├── launcher, pool: QEMUs
 //!          ├── admission, quotas, state, metrics
 //!          └── events of page engines and QEMUs ──► the VM concerned ends
 //! ```
@@ -12,7 +12,6 @@
 
 mod accounts;
 pub mod agents;
-mod disks;
 pub mod events;
 mod family;
 mod images;
@@ -38,10 +37,8 @@ use vmfork_image::ImageId;
 use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 
-use self::disks::Disks;
 pub use self::family::KILL_TIMEOUT;
 pub use self::images::{open_image, store_code};
-use self::machines::start_waiting;
 pub use self::machines::{PendingMachine, start_machines};
 pub use self::quotas::{Keeper, Quotas, TOLD_WITHIN};
 pub use self::registry::{Registry, Reservation};
@@ -90,7 +87,6 @@ pub struct Core {
     pub images: Store,
     pub launcher: Arc<Launcher>,
     pub pool: Pool<Shape, Machine, LaunchError>,
-    pub disks: Arc<Disks>,
     pub cores: usize,
     /// Device states that are loaded at the same time.
     pub loading: Semaphore,
@@ -156,19 +152,18 @@ impl Core {
             config.qemu_uid_base,
             Arc::clone(&state),
         ));
-        let disks = Arc::new(Disks::default());
         let cores = admission::cores();
         let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
         let pool = {
-            let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+            let launcher = Arc::clone(&launcher);
             let admission = admission.clone();
             Pool::new(limits, move |shape: Shape| {
-                let (launcher, disks) = (Arc::clone(&launcher), Arc::clone(&disks));
+                let launcher = Arc::clone(&launcher);
                 // Refused is "not now": the pool asks again, after longer and longer pauses.
                 let lease = admission.waiting();
                 Box::pin(async move {
                     let lease = lease.map_err(LaunchError::NoRoom)?;
-                    let machine = start_waiting(&launcher, &disks, shape).await?;
+                    let machine = launcher.wait(shape).await?;
                     machine.waits(lease);
                     Ok(machine)
                 })
@@ -192,7 +187,6 @@ impl Core {
             state,
             launcher,
             pool,
-            disks,
             cores,
             loading: Semaphore::new(cores),
             engine_events,
@@ -300,7 +294,7 @@ impl Core {
             machine.claimed();
             return Ok((machine, pool::Origin::Pooled));
         }
-        let machine = start_waiting(&self.launcher, &self.disks, shape.clone()).await?;
+        let machine = self.launcher.wait(shape.clone()).await?;
         Ok((machine, pool::Origin::StartedNow))
     }
 

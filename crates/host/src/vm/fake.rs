@@ -22,8 +22,8 @@ const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-qemu.sh");
 /// It keeps what it writes down in `folder`.
 pub async fn machine(folder: &std::path::Path) -> Arc<Machine> {
     let (tap, ends) = Tap::new(MEMORY_BYTES).expect("a socket");
-    let shape =
-        Shape::new(MEMORY_BYTES, 1, Accel::Tcg, GuestKind::Linux, None).expect("a possible shape");
+    let shape = Shape::new(MEMORY_BYTES, 1, Accel::Tcg, GuestKind::Linux, Vec::new())
+        .expect("a possible shape");
     let version = Version { major: 7, minor: 2, micro: 0 };
     let binary = Binary { path: SCRIPT.into(), version, firmware: Vec::new() };
     let qemu = Launch::wait(binary, shape.clone(), ends.ram).start().await.expect("it starts");
@@ -37,7 +37,7 @@ pub async fn machine(folder: &std::path::Path) -> Arc<Machine> {
     keeper.join().expect("it has answered");
     let (state, _) = State::open(folder).expect("a state folder");
     let user = Users::new(0, 1).take().expect("the first");
-    let kept = Kept { _user: user, _disk: None, processes: Vec::new(), state: Arc::new(state) };
+    let kept = Kept { _user: user, processes: Vec::new(), state: Arc::new(state) };
     Arc::new(Machine::new(qemu, memory, shape, version, kept))
 }
 

@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::{Accel, ErrorBody, ErrorCode, Labels};
+use vmfork_qemu::DriveSlot;
 
 /// What clones inherit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,16 +35,80 @@ impl Inherited {
 
 /// The machine that the guest knows, whichever QEMU plays it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Written", into = "Written")]
 pub struct MachineSpec {
     /// The guest image that the VM booted from.
     pub image: String,
-    /// BLAKE3 of its root disk, in hex; the guest has parts of that disk in its memory.
-    pub root_blake3: Option<String>,
+    /// In the order in which the guest has them.
+    pub drives: Vec<DriveSpec>,
+    /// How many network cards it has.
+    pub nics: u8,
     pub memory_bytes: u64,
     pub cpus: u32,
     pub accel: Accel,
     /// Why that one was chosen, then.
     pub accel_reason: String,
+}
+
+/// A drive, and what it must hold wherever the guest goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "role", rename_all = "snake_case")]
+pub enum DriveSpec {
+    /// The image's root disk, read-only. The guest has parts of it in its memory.
+    Root {
+        /// BLAKE3 of its bytes, in hex.
+        blake3: String,
+    },
+}
+
+impl DriveSpec {
+    /// The slot of a QEMU that it goes into.
+    pub fn slot(&self) -> DriveSlot {
+        match self {
+            Self::Root { .. } => DriveSlot::ReadOnly,
+        }
+    }
+}
+
+impl MachineSpec {
+    /// BLAKE3 of the root disk, in hex, if there is one.
+    pub fn root_blake3(&self) -> Option<&str> {
+        self.drives.iter().map(|DriveSpec::Root { blake3 }| blake3.as_str()).next()
+    }
+}
+
+/// The form in descriptors. `root_blake3` is all that older daemons write of drives, and all that
+/// they read.
+#[derive(Clone, Serialize, Deserialize)]
+struct Written {
+    image: String,
+    root_blake3: Option<String>,
+    drives: Option<Vec<DriveSpec>>,
+    #[serde(default)]
+    nics: u8,
+    memory_bytes: u64,
+    cpus: u32,
+    accel: Accel,
+    accel_reason: String,
+}
+
+impl From<Written> for MachineSpec {
+    fn from(written: Written) -> Self {
+        let Written { image, root_blake3, drives, nics, memory_bytes, cpus, accel, accel_reason } =
+            written;
+        let root = root_blake3.map(|blake3| DriveSpec::Root { blake3 });
+        let drives = drives.unwrap_or_else(|| root.into_iter().collect());
+        Self { image, drives, nics, memory_bytes, cpus, accel, accel_reason }
+    }
+}
+
+impl From<MachineSpec> for Written {
+    fn from(spec: MachineSpec) -> Self {
+        let root_blake3 = spec.root_blake3().map(ToOwned::to_owned);
+        let MachineSpec { image, drives, nics, memory_bytes, cpus, accel, accel_reason } = spec;
+        let drives = Some(drives);
+        Self { image, root_blake3, drives, nics, memory_bytes, cpus, accel, accel_reason }
+    }
 }
 
 #[cfg(any(test, feature = "testing"))]
@@ -53,7 +118,8 @@ impl Inherited {
         Self {
             spec: MachineSpec {
                 image: "default".to_owned(),
-                root_blake3: None,
+                drives: Vec::new(),
+                nics: 0,
                 memory_bytes,
                 cpus: 1,
                 accel: Accel::Tcg,
@@ -61,5 +127,39 @@ impl Inherited {
             },
             labels: Labels::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, from_value, json, to_value};
+
+    use super::*;
+
+    fn old(root_blake3: Value) -> Value {
+        json!({
+            "image": "default", "root_blake3": root_blake3, "memory_bytes": 1 << 29, "cpus": 2,
+            "accel": "tcg", "accel_reason": "no KVM",
+        })
+    }
+
+    #[test]
+    fn what_older_daemons_wrote_is_read() {
+        let spec = |written| from_value::<Inherited>(written).expect("readable").spec;
+        let with_root = spec(old("ab12".into()));
+        assert_eq!(with_root.drives, [DriveSpec::Root { blake3: "ab12".to_owned() }]);
+        assert_eq!((with_root.root_blake3(), with_root.nics), (Some("ab12"), 0));
+        assert_eq!((with_root.memory_bytes, with_root.cpus), (1 << 29, 2));
+        assert_eq!(spec(old(Value::Null)).drives, []);
+    }
+
+    #[test]
+    fn drives_are_written_beside_what_older_daemons_read() {
+        let spec = MachineSpec { nics: 1, ..from_value(old("ab12".into())).expect("readable") };
+        let inherited = Inherited { spec };
+        let written = to_value(&inherited).expect("plain");
+        assert_eq!(written["drives"], json!([{"role": "root", "blake3": "ab12"}]));
+        assert_eq!(written["root_blake3"], "ab12");
+        assert_eq!(from_value::<Inherited>(written).expect("the same"), inherited);
     }
 }

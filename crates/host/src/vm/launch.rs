@@ -11,9 +11,8 @@ use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
-use vmfork_qemu::pool::StartFailure;
 use vmfork_qemu::probe::{self, ProbeError};
-use vmfork_qemu::{Accel, Boot, Launch, Qemu, Shape, ShimFds, StartError, Version};
+use vmfork_qemu::{Accel, Boot, Drives, Launch, Qemu, Shape, ShimFds, StartError, Version};
 
 use super::machine::Machine;
 use super::users::{User, Users};
@@ -46,20 +45,12 @@ pub enum LaunchError {
     Journal(#[source] io::Error),
     #[error("all {QEMU_UIDS} user ids for QEMUs are in use")]
     NoUser,
-    #[error("its root disk is not open any more: the VMs that had it have ended")]
-    DiskGone,
     #[error("there is no memory for it now: {0}")]
     NoRoom(ErrorBody),
 }
 
 /// How long a QEMU that was killed may take to be gone.
 const END_WAIT: Duration = Duration::from_secs(5);
-
-impl StartFailure for LaunchError {
-    fn is_final(&self) -> bool {
-        matches!(self, Self::DiskGone)
-    }
-}
 
 impl LaunchError {
     /// Whether the host lacks something, rather than QEMU having failed.
@@ -69,7 +60,6 @@ impl LaunchError {
                 ErrorCode::Host
             }
             Self::NoUser => ErrorCode::NoCapacity,
-            Self::DiskGone => ErrorCode::Conflict,
             Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
             Self::NoRoom(error) => error.code,
         }
@@ -90,7 +80,6 @@ impl LaunchError {
             Self::NoRoom(_) => "end VMs, or lower vmforkd's --pool",
             Self::Journal(_) => "make room on the disk of the state folder",
             Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
-            Self::DiskGone => "start one from the image again: `vmfork run`",
             Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => {
                 "`vmfork doctor` checks the host; the daemon's log has more"
             }
@@ -103,8 +92,6 @@ impl LaunchError {
 pub(super) struct Kept {
     /// No other QEMU gets it.
     pub(super) _user: User,
-    /// Clones find it.
-    pub(super) _disk: Option<Arc<OwnedFd>>,
     /// Written down in `state`.
     pub(super) processes: Vec<ProcessId>,
     pub(super) state: Arc<State>,
@@ -132,29 +119,24 @@ impl Launcher {
     pub async fn boot(
         &self,
         shape: Shape,
-        disk: Option<Arc<OwnedFd>>,
+        drives: Drives,
         boot: Boot,
     ) -> Result<Machine, LaunchError> {
-        self.start(shape, disk, Some(boot)).await
+        self.start(shape, Some((drives, boot))).await
     }
 
-    /// A QEMU that waits for a snapshot.
+    /// A QEMU that waits for a snapshot. [`Machine::bind`] gives its drives their content.
     ///
     /// # Errors
     /// [`LaunchError`]; nothing is left running.
-    pub async fn wait(
-        &self,
-        shape: Shape,
-        disk: Option<Arc<OwnedFd>>,
-    ) -> Result<Machine, LaunchError> {
-        self.start(shape, disk, None).await
+    pub async fn wait(&self, shape: Shape) -> Result<Machine, LaunchError> {
+        self.start(shape, None).await
     }
 
     async fn start(
         &self,
         shape: Shape,
-        disk: Option<Arc<OwnedFd>>,
-        boot: Option<Boot>,
+        boot: Option<(Drives, Boot)>,
     ) -> Result<Machine, LaunchError> {
         let binary = probe::find(Some(&self.qemu)).await?;
         let version = binary.version;
@@ -166,13 +148,13 @@ impl Launcher {
             userfaultfd: open_device(USERFAULTFD_DEVICE)?,
             kvm,
         };
-        let mut launch = match boot {
-            Some(boot) => Launch::boot(binary, shape.clone(), ends.ram, boot),
-            None => Launch::wait(binary, shape.clone(), ends.ram),
+        let (launch, drives) = match boot {
+            Some((drives, boot)) => {
+                let launch = Launch::boot(binary, shape.clone(), ends.ram, boot);
+                (launch.drives(drives.clone()), Some(drives))
+            }
+            None => (Launch::wait(binary, shape.clone(), ends.ram), None),
         };
-        if let Some(disk) = &disk {
-            launch = launch.disk(disk.try_clone().map_err(LaunchError::Prepare)?);
-        }
         let (key, value) = self.state.process_mark();
         let mut mark = OsString::from(key);
         mark.push("=");
@@ -181,12 +163,16 @@ impl Launcher {
         let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
         let qemu = launch.start().await?;
         let end = qemu.process.exit();
-        let held = self.take_hold(tap, qemu, shape, version, user, disk);
+        let held = self.take_hold(tap, qemu, shape, version, user);
         if held.is_err() {
             // It was killed: after the notice nothing is left of it.
             let _late = timeout(END_WAIT, end).await;
         }
-        held
+        held.inspect(|machine| {
+            if let Some(drives) = drives {
+                machine.holds(drives);
+            }
+        })
     }
 
     fn take_hold(
@@ -196,7 +182,6 @@ impl Launcher {
         shape: Shape,
         version: Version,
         user: User,
-        disk: Option<Arc<OwnedFd>>,
     ) -> Result<Machine, LaunchError> {
         let pid = qemu.process.pid().unsigned_abs();
         let memory = tokio::task::block_in_place(|| {
@@ -211,7 +196,7 @@ impl Launcher {
             started(ProcessKind::Keeper, memory.keeper_pid())?,
         ];
         let state = Arc::clone(&self.state);
-        let kept = Kept { _user: user, _disk: disk, processes, state };
+        let kept = Kept { _user: user, processes, state };
         Ok(Machine::new(qemu, memory, shape, version, kept))
     }
 }

@@ -1,12 +1,12 @@
 //! One QEMU and its RAM: what a running VM, or a waiting one of the pool, consists of.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vmfork_engine::{Engine, ViewCounters};
 use vmfork_memory::{Attachment, GuestMemory, MemorySample};
 use vmfork_policy::ViewId;
-use vmfork_qemu::{Process, Qemu, Qmp, Shape, Version};
+use vmfork_qemu::{DriveSlot, Drives, Process, Qemu, Qmp, QmpError, Shape, Version};
 
 use super::launch::Kept;
 use crate::admission::Lease;
@@ -31,11 +31,22 @@ pub struct Machine {
     counters: Arc<ViewCounters>,
     keeper_pid: u32,
     kept: Kept,
+    /// What its drives hold: from its boot on, or from the time that it became a clone.
+    drives: OnceLock<Drives>,
     /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use
     /// here.
     lead: Mutex<Option<Option<Lead>>>,
     /// Its memory's account while it waits in the pool.
     waiting: Mutex<Option<Lease>>,
+}
+
+/// Drives of a waiting QEMU that did not get their content.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    #[error("the drives {given:?} are not for a QEMU with {shape:?}, or it has others already")]
+    Other { given: Vec<DriveSlot>, shape: Vec<DriveSlot> },
+    #[error("give a waiting QEMU its drives")]
+    Qmp(#[from] QmpError),
 }
 
 #[derive(Debug)]
@@ -68,6 +79,7 @@ impl Machine {
             counters,
             keeper_pid,
             kept,
+            drives: OnceLock::new(),
             lead: Mutex::default(),
             waiting: Mutex::default(),
         }
@@ -82,6 +94,28 @@ impl Machine {
     /// It becomes a clone, whose own lease is for its memory from now on.
     pub fn claimed(&self) {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// It has booted with these.
+    pub(super) fn holds(&self, drives: Drives) {
+        let _first = self.drives.set(drives);
+    }
+
+    /// Give the drives of a QEMU that waited their content, once, before a state is loaded.
+    ///
+    /// # Errors
+    /// [`BindError`]: this QEMU is of no use then.
+    pub async fn bind(&self, drives: &Drives) -> Result<(), BindError> {
+        let given = drives.slots();
+        if given != self.shape.drives || self.drives.set(drives.clone()).is_err() {
+            return Err(BindError::Other { given, shape: self.shape.drives.clone() });
+        }
+        Ok(self.qmp.bind_drives(drives).await?)
+    }
+
+    /// What its drives hold; clones of it get the same.
+    pub fn drives(&self) -> Drives {
+        self.drives.get().cloned().unwrap_or_default()
     }
 
     /// The guest's serial console, once.

@@ -33,7 +33,7 @@ use vmfork_api::{ErrorBody, ErrorCode, ForkReply, VmState};
 use vmfork_policy::ViewId;
 
 use self::console::Console;
-pub use self::inherited::{Inherited, MachineSpec};
+pub use self::inherited::{DriveSpec, Inherited, MachineSpec};
 pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;

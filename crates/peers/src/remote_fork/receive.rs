@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
 use vmfork_engine::{Engine, EngineOptions};
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
-use vmfork_qemu::Shape;
 use vmfork_qemu::probe::KvmFacts;
+use vmfork_qemu::{Drives, Shape};
 
 use super::descriptor::{Descriptor, Order, Parent};
 use crate::arrivals::{Arrival, Arrivals};
@@ -85,8 +85,7 @@ pub(crate) async fn start(
     let began = Instant::now();
     let message = format!("start clones of `{}`", order.parent.name);
     let deadline = began + check(&message, &order)?;
-    // Machines find the disk only while it is open.
-    let (shape, _disk) = check_host(core, &message, &order.facts).await?;
+    let (shape, drives) = check_host(core, &message, &order.facts).await?;
     let (memory, coming) = match memory {
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
@@ -113,7 +112,7 @@ pub(crate) async fn start(
     core.pool.want(&shape, core.config.pool as usize);
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     host::check_machine(&message, &order.facts, &mut pending, deadline).await.map_err(unlike)?;
-    let snapshot = snapshot(&message, &order, &state, engine, grant.snapshot, arrival)?;
+    let snapshot = snapshot(&message, &order, &state, (engine, drives), grant.snapshot, arrival)?;
     let lifetime = order.lifetime.heard(began);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
@@ -150,15 +149,16 @@ fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
     Ok(timeout)
 }
 
-/// Whether this host is what the clones need. → the shape of their QEMUs, and their root disk.
+/// Whether this host is what the clones need. → the shape of their QEMUs, and what
+/// their drives hold.
 async fn check_host(
     core: &Core,
     message: &str,
     facts: &Facts,
-) -> Result<(Shape, Option<Arc<OwnedFd>>), ErrorBody> {
+) -> Result<(Shape, Drives), ErrorBody> {
     facts.check_accel(message, &KvmFacts::gather()).map_err(unlike)?;
     host::check_qemu(core, message, facts).await.map_err(unlike)?;
-    host::shape_and_disk(core, message, facts).map_err(unlike)
+    host::shape_and_drives(core, message, facts).map_err(unlike)
 }
 
 /// The engine of the clones' memory, with what comes ahead on its way. Blocks while page tables are
@@ -218,7 +218,7 @@ fn snapshot(
     message: &str,
     order: &Order,
     state: &[u8],
-    engine: Arc<Engine>,
+    (engine, drives): (Arc<Engine>, Drives),
     lease: Lease,
     arrival: Arc<Arrival>,
 ) -> Result<Snapshot, ErrorBody> {
@@ -229,6 +229,7 @@ fn snapshot(
         state,
         lead,
         engine,
+        drives,
         inheritance: order.facts.inheritance.clone(),
         fork: order.facts.fork,
         lease: Some(lease),

@@ -15,6 +15,7 @@ use vmfork_api::{CloneResult, VmState};
 use vmfork_cluster::{Folder, HostId, Roster, Tls};
 use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
+use vmfork_qemu::Drives;
 
 use super::super::member::Member;
 use super::super::remote_fork::send::{CLONES, Sender, Sending, Share, send};
@@ -111,6 +112,7 @@ fn snapshot(host: &One) -> Snapshot {
         state: vmfork_fork::state::write(b"devices").expect("memory"),
         lead: None,
         engine: Arc::new(engine.expect("an engine")),
+        drives: Drives::default(),
         inheritance: None,
         fork: 1,
         lease: None,

@@ -41,17 +41,6 @@ impl Pooled for crate::Qemu {
     }
 }
 
-/// Why one did not start.
-pub trait StartFailure: fmt::Display + Send + 'static {
-    /// It will never start: what its shape needs is gone. It is not tried again until the shape
-    /// is wanted again.
-    fn is_final(&self) -> bool {
-        false
-    }
-}
-
-impl StartFailure for crate::StartError {}
-
 /// What a start comes to. Dropping it must end what was begun.
 pub type Starting<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
@@ -126,7 +115,7 @@ impl<K, T, E> Pool<K, T, E>
 where
     K: Clone + Eq + fmt::Debug + Send + Sync + 'static,
     T: Pooled,
-    E: StartFailure,
+    E: fmt::Display + Send + 'static,
 {
     /// On a tokio runtime. Nothing is started before [`Pool::want`].
     pub fn new<S>(limits: Limits, starter: S) -> Self
@@ -208,7 +197,7 @@ async fn refill<K, T, E>(shared: Arc<Shared<K, T, E>>)
 where
     K: Clone + Eq + fmt::Debug + Send + Sync + 'static,
     T: Pooled,
-    E: StartFailure,
+    E: fmt::Display + Send + 'static,
 {
     let mut starting: JoinSet<(ItemId, Outcome<T, E>)> = JoinSet::new();
     // A starter that panics must not leave its item "starting" forever.
@@ -283,10 +272,10 @@ where
 fn finish<K, T, E>(shared: &Shared<K, T, E>, item: ItemId, outcome: Outcome<T, E>)
 where
     K: Clone + Eq,
-    E: StartFailure,
+    E: fmt::Display + Send + 'static,
 {
     let mut inner = shared.inner();
-    let (why, is_final) = match outcome {
+    let why = match outcome {
         Outcome::Up(up) => {
             let unwanted =
                 if inner.state.started(item) { inner.items.insert(item, up) } else { Some(up) };
@@ -294,14 +283,9 @@ where
             drop(unwanted);
             return;
         }
-        Outcome::Failed(error) => (error.to_string(), error.is_final()),
-        Outcome::TimedOut => (format!("not up within {START_TIMEOUT:?}"), false),
+        Outcome::Failed(error) => error.to_string(),
+        Outcome::TimedOut => format!("not up within {START_TIMEOUT:?}"),
     };
-    if is_final {
-        inner.state.given_up(item);
-        drop(inner);
-        return tracing::debug!(why, "no more QEMUs of that shape are started for the pool");
-    }
     let pause = inner.state.failed(item, shared.now());
     drop(inner);
     tracing::warn!(why, pause_ms = pause.as_millis(), "a QEMU for the pool did not start");

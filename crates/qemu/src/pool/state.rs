@@ -202,15 +202,6 @@ impl<K: Clone + Eq> PoolState<K> {
         pause
     }
 
-    /// A start failed, and all others of that shape would: it is left alone until it is wanted
-    /// again.
-    pub fn given_up(&mut self, item: ItemId) {
-        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.starting.contains(&item)) {
-            entry.starting.retain(|other| *other != item);
-            entry.target = 0;
-        }
-    }
-
     /// One that waited has died by itself. Replaced like one that was claimed, but after a pause: a
     /// shape whose QEMUs die while they wait mustn't be started over and over.
     pub fn lost(&mut self, item: ItemId, now: Duration) {

@@ -167,22 +167,6 @@ fn a_shape_that_fails_is_tried_ever_less_often() {
 }
 
 #[test]
-fn a_shape_that_can_never_start_is_left_alone_until_it_is_wanted_anew() {
-    let mut pool = PoolState::new(limits(4));
-    pool.want(&'a', 2, s(0));
-    let orders = pool.plan(s(0));
-    let [Order::Start(first, _), Order::Start(second, _)] = orders[..] else {
-        panic!("{orders:?}");
-    };
-    pool.given_up(first);
-    assert!(pool.started(second), "it is up, whatever became of the other");
-    assert_eq!(pool.plan(s(1)), [Order::Discard(second)]);
-    assert_eq!((pool.plan(s(100)), pool.counts()), (vec![], vec![]));
-    pool.want(&'a', 1, s(101));
-    assert_eq!(pool.plan(s(101)).len(), 1);
-}
-
-#[test]
 fn one_that_is_no_longer_wanted_when_it_has_started_goes() {
     let mut pool = PoolState::new(limits(4));
     pool.want(&'a', 1, s(0));

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::state::HOLD_MAX;
-use super::{Limits, Origin, Pool, Pooled, StartFailure, Starting};
+use super::{Limits, Origin, Pool, Pooled, Starting};
 
 #[derive(Debug, Default)]
 struct World {
@@ -26,8 +26,6 @@ impl Drop for Thing {
         self.world.alive.fetch_sub(1, Ordering::SeqCst);
     }
 }
-
-impl StartFailure for &'static str {}
 
 impl Pooled for Thing {
     fn is_alive(&self) -> bool {

@@ -45,6 +45,16 @@ impl Qmp {
         self.ask("migrate-set-capabilities", Some(capabilities)).await.map(drop)
     }
 
+    /// Announce no network card after a state was loaded. By default a clone would send frames for
+    /// half a second, with the MAC of its command line and for its parent's address.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub async fn announce_nothing(&self) -> Result<(), QmpError> {
+        let none = json!({"announce-rounds": 0});
+        self.ask("migrate-set-parameters", Some(none)).await.map(drop)
+    }
+
     /// Hand QEMU the file that the state will go to; before the pause. QEMU writes from the fd's
     /// offset on. An fd prepared earlier and not used is replaced.
     ///

@@ -6,8 +6,9 @@
 //!                                                              └──────► migration watch
 //! ```
 //!
-//! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers;
-//! [`migration`] saves and loads device state, [`devices`] saves it sooner.
+//! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers.
+//! [`migration`] saves and loads device state, [`devices`] saves it sooner. [`drives`] binds the
+//! content of drives.
 //!
 //! Replies carry no `id`: QEMU answers in-band commands in order, and each byte of a command costs
 //! 4.5 µs on QEMU 7.2. A command whose caller gave up keeps its place in the queue, so that its
@@ -15,6 +16,7 @@
 
 pub mod client;
 pub mod devices;
+pub mod drives;
 pub mod migration;
 pub mod status;
 pub mod wire;

@@ -162,18 +162,14 @@ fn prepare_and_exec(context: &Context) -> Result<(), Step> {
     // strings, NULL-terminated arrays, `fds_len` pairs. They change attributes of this child only.
     // It shares memory with the daemon but neither fds, signal handlers, credentials, nor limits.
     unsafe {
+        // The daemon's fds are close-on-exec, and this makes sure of it. It comes first: a slot
+        // that QEMU does not get may be the number of one of the daemon's, too.
+        let first: libc::c_uint = 3;
+        libc::syscall(libc::SYS_close_range, first, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
         for i in 0..context.fds_len {
             let (slot, fd) = *context.fds.add(i);
             check(c_long::from(libc::dup2(fd, slot)), Step::Fds)?;
         }
-        // The rest of the daemon's fds is close-on-exec, and this makes sure of it.
-        // cast: the highest number, as the call wants it.
-        libc::syscall(
-            libc::SYS_close_range,
-            SLOT_END.cast_unsigned(),
-            u32::MAX,
-            libc::CLOSE_RANGE_CLOEXEC,
-        );
         let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         check(c_long::from(libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core)), Step::Limits)?;
         libc::umask(0o077);

@@ -2,12 +2,12 @@
 //!
 //! Every file is named by the fd that QEMU inherits ([`Slot`]), so that it needs no right to any
 //! path. Both a QEMU that boots and one that waits get the same devices at the same addresses, or
-//! the state wouldn't load.
+//! the state wouldn't load. Behind the drives of one that waits are placeholders.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
-use crate::shape::{Accel, GuestKind, Shape};
+use crate::shape::{Accel, DRIVES_MAX, DriveSlot, GuestKind, NICS_MAX, Shape};
 
 /// Name of the agent's virtio-serial port, as the guest sees it in `/dev/virtio-ports/`.
 pub const AGENT_PORT: &str = "org.vmfork.agent.0";
@@ -18,28 +18,45 @@ pub const AGENT_DEVICE: &str = "agentport";
 
 /// Where in QEMU each fd is. 0 to 2 are `/dev/null`, `/dev/null` and the error pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[repr(i32)]
 pub enum Slot {
-    Qmp = 3,
-    Serial = 4,
-    Agent = 5,
-    Ram = 6,
-    Disk = 7,
-    Kernel = 8,
-    Initrd = 9,
-    TapControl = 10,
-    TapUserfaultfd = 11,
-    TapKvm = 12,
-    TapLibrary = 13,
+    Qmp,
+    Serial,
+    Agent,
+    Ram,
+    Kernel,
+    Initrd,
+    TapControl,
+    TapUserfaultfd,
+    TapKvm,
+    TapLibrary,
+    /// The file of a drive that a VM boots with, by the drive's index.
+    Drive(u8),
+    /// The tap of a network card, by the card's index.
+    Nic(u8),
 }
 
+const DRIVES_FIRST: i32 = 14;
+const NICS_FIRST: i32 = DRIVES_FIRST + DRIVES_MAX as i32;
 /// First number above all slots.
-pub(crate) const SLOT_END: i32 = Slot::TapLibrary as i32 + 1;
+pub(crate) const SLOT_END: i32 = NICS_FIRST + NICS_MAX as i32;
 
 impl Slot {
     /// The number of the fd in QEMU.
     pub fn number(self) -> i32 {
-        self as i32
+        match self {
+            Self::Qmp => 3,
+            Self::Serial => 4,
+            Self::Agent => 5,
+            Self::Ram => 6,
+            Self::Kernel => 8,
+            Self::Initrd => 9,
+            Self::TapControl => 10,
+            Self::TapUserfaultfd => 11,
+            Self::TapKvm => 12,
+            Self::TapLibrary => 13,
+            Self::Drive(index) => DRIVES_FIRST + i32::from(index),
+            Self::Nic(index) => NICS_FIRST + i32::from(index),
+        }
     }
 
     /// A path that opens the file again, inside QEMU.
@@ -53,7 +70,7 @@ impl Slot {
 pub enum Begin<'a> {
     /// Boot a kernel, from [`Slot::Kernel`] and [`Slot::Initrd`].
     Kernel { append: &'a OsStr, initrd: bool },
-    /// Boot from the disk.
+    /// Boot from the first drive.
     Disk,
     /// Wait for a state. It takes no kernel: 14 MB and 10 ms less each.
     Wait,
@@ -84,6 +101,8 @@ pub fn command_line(
     line.option("-vga", "none");
     machine(&mut line, shape, kvm_cpu);
     channels(&mut line, shape);
+    drives(&mut line, shape, begin == Begin::Wait);
+    nics(&mut line, shape);
     devices(&mut line, shape);
     // A guest that reboots must not run on in a clone without a kernel: its QEMU ends.
     line.flag("-no-reboot").option("-action", "reboot=shutdown,shutdown=poweroff,panic=shutdown");
@@ -156,24 +175,62 @@ fn channels(line: &mut Line, shape: &Shape) {
     }
 }
 
-fn devices(line: &mut Line, shape: &Shape) {
-    if shape.disk.is_some() {
-        let file = Slot::Disk.path();
+/// PCI slot of a drive: the first where it always was, the others above the network cards.
+fn drive_address(index: u8) -> u8 {
+    match index {
+        0 => 0x4,
+        _ => 0x10_u8.saturating_add(index),
+    }
+}
+
+fn drives(line: &mut Line, shape: &Shape, waits: bool) {
+    for (index, slot) in (0..DRIVES_MAX).zip(&shape.drives) {
+        let DriveSlot::ReadOnly = slot;
         // Many QEMUs read one file that is never written: no locks. The host's page cache is
         // shared.
-        line.option(
-            "-blockdev",
-            format!("driver=file,filename={file},node-name=root,read-only=on,locking=off"),
-        );
-        let boot = match shape.guest {
-            GuestKind::Bare => ",bootindex=0",
-            GuestKind::Linux => "",
+        let content = match waits {
+            true => "driver=null-co,size=512,read-zeroes=on".to_owned(),
+            false => {
+                format!("driver=file,filename={},locking=off", Slot::Drive(index).path())
+            }
         };
+        line.option("-blockdev", format!("{content},node-name=drive{index},read-only=on"));
+        let boot = match (shape.guest, index) {
+            (GuestKind::Bare, 0) => ",bootindex=0",
+            _ => "",
+        };
+        let address = drive_address(index);
         line.option(
             "-device",
-            format!("virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4,{VIRTIO}{boot}"),
+            format!(
+                "virtio-blk-pci,id=disk{index},drive=drive{index},bus=pci.0,addr={address:#x},{VIRTIO}{boot}"
+            ),
         );
     }
+}
+
+/// First PCI slot of network cards.
+const NIC_ADDRESS: u8 = 0x7;
+
+/// The tap comes with QEMU. It joins a network outside, so nothing is bound at clone time. The MAC
+/// is a placeholder, too: the one in the state that is loaded counts.
+fn nics(line: &mut Line, shape: &Shape) {
+    for index in 0..shape.nics {
+        let fd = Slot::Nic(index).number();
+        line.option("-netdev", format!("tap,id=tap{index},fd={fd},vhost=off"));
+        let address = NIC_ADDRESS.saturating_add(index);
+        let mac = index.saturating_add(1);
+        // romfile: a ROM for booting from the network adds 250 kB to the state.
+        line.option(
+            "-device",
+            format!(
+                "virtio-net-pci,id=net{index},netdev=tap{index},mac=52:54:00:00:00:{mac:02x},bus=pci.0,addr={address:#x},romfile=,{VIRTIO}"
+            ),
+        );
+    }
+}
+
+fn devices(line: &mut Line, shape: &Shape) {
     if shape.guest == GuestKind::Linux {
         line.option(
             "-device",
@@ -214,12 +271,9 @@ impl Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shape::DiskId;
-
-    const DISK: Option<DiskId> = Some(DiskId { device: 1, inode: 2 });
 
     fn shape(cpus: u32, accel: Accel, guest: GuestKind) -> Shape {
-        Shape::new(512 << 20, cpus, accel, guest, DISK).expect("possible")
+        Shape::new(512 << 20, cpus, accel, guest, vec![DriveSlot::ReadOnly]).expect("possible")
     }
 
     fn text(shape: &Shape, begin: Begin<'_>) -> String {
@@ -242,8 +296,8 @@ mod tests {
              -chardev socket,id=agent,fd=5 \
              -device virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2,disable-modern=on \
              -device virtserialport,id=agentport,bus=ports.0,nr=1,chardev=agent,name=org.vmfork.agent.0 \
-             -blockdev driver=file,filename=/proc/self/fd/7,node-name=root,read-only=on,locking=off \
-             -device virtio-blk-pci,id=disk0,drive=root,bus=pci.0,addr=0x4,disable-modern=on \
+             -blockdev driver=file,filename=/proc/self/fd/14,locking=off,node-name=drive0,read-only=on \
+             -device virtio-blk-pci,id=disk0,drive=drive0,bus=pci.0,addr=0x4,disable-modern=on \
              -device virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on,disable-modern=on \
              -object rng-builtin,id=random \
              -device virtio-rng-pci,id=rng,rng=random,bus=pci.0,addr=0x6,disable-modern=on \
@@ -255,18 +309,46 @@ mod tests {
     }
 
     #[test]
-    fn one_that_waits_differs_from_one_that_boots_by_its_end_only() {
+    fn one_that_waits_has_placeholders_and_the_same_devices() {
         for guest in [GuestKind::Linux, GuestKind::Bare] {
             for accel in [Accel::Tcg, Accel::Kvm] {
                 let shape = shape(1, accel, guest);
+                let file = "driver=file,filename=/proc/self/fd/14,locking=off";
                 let boots = text(&shape, Begin::Disk);
-                assert_eq!(text(&shape, Begin::Wait), format!("{boots} -incoming defer"));
+                assert!(boots.contains(file), "{boots}");
+                let placeholder = "driver=null-co,size=512,read-zeroes=on";
+                let waits = boots.replace(file, placeholder);
+                assert_eq!(text(&shape, Begin::Wait), format!("{waits} -incoming defer"));
             }
         }
     }
 
     #[test]
-    fn no_guest_has_a_network() {
+    fn each_drive_and_network_card_has_a_pci_slot_and_an_fd_of_its_own() {
+        let drives = vec![DriveSlot::ReadOnly; DRIVES_MAX.into()];
+        let shape = Shape::new(512 << 20, 1, Accel::Tcg, GuestKind::Linux, drives);
+        let shape = shape.expect("possible").with_nics(NICS_MAX).expect("possible");
+        let line = text(&shape, Begin::Disk);
+        let values = |key: &str| {
+            let all = line.split([' ', ',']).filter_map(|word| word.strip_prefix(key));
+            let mut all: Vec<_> = all.map(str::to_owned).collect();
+            let count = all.len();
+            all.sort();
+            all.dedup();
+            assert_eq!(all.len(), count, "{key} is there twice: {line}");
+            all
+        };
+        // Beside them: the agent's port, balloon, random numbers.
+        assert_eq!(values("addr=").len(), 19);
+        // The control socket, console and agent's port; then the taps.
+        assert_eq!(values("fd=").len(), 3 + 8);
+        assert_eq!(values("filename=").len(), 8);
+        assert_eq!(values("mac=").len(), 8);
+        assert!(Slot::Nic(NICS_MAX - 1).number() < SLOT_END);
+    }
+
+    #[test]
+    fn a_machine_without_network_cards_has_no_network() {
         for guest in [GuestKind::Linux, GuestKind::Bare] {
             let line = text(&shape(1, Accel::Kvm, guest), Begin::Wait);
             assert!(!line.contains("net"), "{line}");

@@ -24,20 +24,19 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom};
+use rustix::fs::{MemfdFlags, Mode, OFlags};
 use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
 
+use crate::drives::Drives;
 use crate::probe::{Binary, kvm_cpu};
 use crate::qmp::{Qmp, QmpError};
-use crate::shape::{DiskId, GuestKind, Shape};
+use crate::shape::{DriveSlot, GuestKind, Shape};
 use child::Plan;
 pub use command_line::{AGENT_DEVICE, AGENT_PORT, Begin, Slot, command_line};
 pub use process::{ExitStatus, Process};
 
 /// From `exec` to the greeting: 20 to 45 ms on an idle host.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
-/// A BIOS cylinder: SeaBIOS can't read a smaller virtio disk.
-const BOOT_DISK_BYTES_MIN: u64 = 516_096;
 
 /// The user that a QEMU runs as. Needs no entry in `/etc/passwd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +54,7 @@ pub enum Boot {
         /// The kernel's command line.
         append: OsString,
     },
-    /// The boot sector of the shape's disk.
+    /// The boot sector of the first drive.
     Disk,
 }
 
@@ -81,8 +80,10 @@ pub enum StartError {
         #[source]
         source: io::Error,
     },
-    #[error("the disk that was handed over is not the one of the machine's shape")]
-    WrongDisk,
+    #[error("the machine's shape has the drives {shape:?}, {given:?} were handed over")]
+    WrongDrives { shape: Vec<DriveSlot>, given: Vec<DriveSlot> },
+    #[error("the machine's shape has {shape} network cards, {given} taps were handed over")]
+    WrongNics { shape: u8, given: usize },
     #[error("QEMU runs as user {uid}, who may not read the {what}: its mode is {mode:o}")]
     Unreadable { what: &'static str, uid: u32, mode: u32 },
     #[error("start {binary}")]
@@ -104,7 +105,8 @@ pub struct Launch {
     binary: Binary,
     shape: Shape,
     ram: OwnedFd,
-    disk: Option<OwnedFd>,
+    drives: Drives,
+    nics: Vec<OwnedFd>,
     boot: Option<Boot>,
     shim: Option<ShimFds>,
     run_as: Option<RunAs>,
@@ -113,9 +115,9 @@ pub struct Launch {
 
 impl Launch {
     fn new(binary: Binary, shape: Shape, ram: OwnedFd, boot: Option<Boot>) -> Self {
-        let (disk, shim, run_as) = (None, None, None);
-        let environment = Vec::new();
-        Self { binary, shape, ram, disk, boot, shim, run_as, environment }
+        let (shim, run_as, environment) = (None, None, Vec::new());
+        let (drives, nics) = (Drives::default(), Vec::new());
+        Self { binary, shape, ram, drives, nics, boot, shim, run_as, environment }
     }
 
     /// A VM that boots. `ram` is a memfd of the shape's memory size: with the shim a placeholder
@@ -124,15 +126,24 @@ impl Launch {
         Self::new(binary, shape, ram, Some(boot))
     }
 
-    /// A QEMU that waits for [`Qmp::load_state`].
+    /// A QEMU that waits for [`Qmp::bind_drives`] and [`Qmp::load_state`]. Its drives are
+    /// placeholders.
     pub fn wait(binary: Binary, shape: Shape, ram: OwnedFd) -> Self {
         Self::new(binary, shape, ram, None)
     }
 
-    /// The file of the shape's disk, open for reading.
+    /// What the drives of the shape hold, for a VM that boots.
     #[must_use]
-    pub fn disk(mut self, disk: OwnedFd) -> Self {
-        self.disk = Some(disk);
+    pub fn drives(mut self, drives: Drives) -> Self {
+        self.drives = drives;
+        self
+    }
+
+    /// The tap of the shape's next network card: an fd that is attached to it. A QEMU that
+    /// waits needs it, too. Outside QEMU it joins a network, and is set up or down.
+    #[must_use]
+    pub fn nic(mut self, tap: OwnedFd) -> Self {
+        self.nics.push(tap);
         self
     }
 
@@ -164,6 +175,7 @@ impl Launch {
     /// [`StartError`]; if QEMU ended by itself, with what it said.
     pub async fn start(self) -> Result<Qemu, StartError> {
         let binary = self.binary.path.clone();
+        let has_nics = self.shape.nics > 0;
         let (plan, ends) = self.plan()?;
         let child = spawner::start(plan)
             .await
@@ -173,6 +185,9 @@ impl Launch {
         let greeted = async {
             let qmp = Qmp::connect(ends.qmp, GREETING_TIMEOUT).await?;
             qmp.set_migration_capabilities().await?;
+            if has_nics {
+                qmp.announce_nothing().await?;
+            }
             Ok(qmp)
         };
         match greeted.await {
@@ -205,13 +220,11 @@ impl Launch {
             }
             GuestKind::Bare => None,
         };
-        if let Some(disk) = self.disk {
-            let disk = match self.shape.guest {
-                GuestKind::Bare => padded_boot_disk(disk).map_err(prepare("pad the boot disk"))?,
-                GuestKind::Linux => disk,
-            };
-            fds.push((Slot::Disk, disk));
+        for (index, file) in (0..).zip(self.drives.files()) {
+            let file = file.try_clone_to_owned().map_err(prepare("duplicate a drive's file"))?;
+            fds.push((Slot::Drive(index), file));
         }
+        fds.extend((0..).zip(self.nics).map(|(index, tap)| (Slot::Nic(index), tap)));
 
         let role = if self.boot.is_some() { Role::Boot } else { Role::Wait };
         let (firmware, cpu) = (&self.binary.firmware, kvm_cpu());
@@ -259,19 +272,25 @@ impl Launch {
     }
 
     fn check_files(&self) -> Result<(), StartError> {
-        let disk = self.disk.as_ref().map(DiskId::of).transpose();
-        let disk =
-            disk.map_err(|source| StartError::Prepare { what: "examine the disk", source })?;
-        if disk != self.shape.disk {
-            return Err(StartError::WrongDisk);
+        // One that waits has placeholders.
+        let given = self.drives.slots();
+        let expected: &[DriveSlot] = if self.boot.is_some() { &self.shape.drives } else { &[] };
+        if given != expected {
+            return Err(StartError::WrongDrives { shape: expected.to_vec(), given });
+        }
+        if self.nics.len() != usize::from(self.shape.nics) {
+            let (shape, given) = (self.shape.nics, self.nics.len());
+            return Err(StartError::WrongNics { shape, given });
         }
         let Some(RunAs { uid, gid }) = self.run_as else { return Ok(()) };
         let (kernel, initrd) = match &self.boot {
             Some(Boot::Kernel { kernel, initrd, .. }) => (Some(kernel), initrd.as_ref()),
             _ => (None, None),
         };
-        let files = [("disk", self.disk.as_ref()), ("kernel", kernel), ("initrd", initrd)];
-        for (what, file) in files.into_iter().filter_map(|(what, file)| Some((what, file?))) {
+        let drives = self.drives.files().map(|file| ("disk", file));
+        let others = [("kernel", kernel), ("initrd", initrd)];
+        let others = others.into_iter().filter_map(|(what, file)| Some((what, file?.as_fd())));
+        for (what, file) in drives.chain(others) {
             let stat = rustix::fs::fstat(file)
                 .map_err(|e| StartError::Prepare { what: "examine a file", source: e.into() })?;
             let mask = match () {
@@ -371,22 +390,6 @@ fn shim_environment(
         environment.push(number(ENV_KVM, Slot::TapKvm));
     }
     Ok(environment)
-}
-
-/// The disk, or a copy that is long enough to boot from.
-fn padded_boot_disk(disk: OwnedFd) -> io::Result<OwnedFd> {
-    let size = u64::try_from(rustix::fs::fstat(&disk)?.st_size).unwrap_or(0);
-    if size >= BOOT_DISK_BYTES_MIN {
-        return Ok(disk);
-    }
-    let copy = rustix::fs::memfd_create("vmfork-boot-disk", MemfdFlags::CLOEXEC)?;
-    let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
-    let disk = std::fs::File::from(disk);
-    std::os::unix::fs::FileExt::read_exact_at(&disk, &mut bytes, 0)?;
-    rustix::io::write(&copy, &bytes)?;
-    rustix::fs::ftruncate(&copy, 2 * BOOT_DISK_BYTES_MIN)?;
-    rustix::fs::seek(&copy, SeekFrom::Start(0))?;
-    Ok(copy)
 }
 
 /// A memfd to tell QEMU that its RAM is: of the shape's size, empty.

@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{
-    Accel, Binary, Boot, DiskId, GuestKind, Launch, Qemu, RunAs, Shape, probe, spawn,
+    Accel, Binary, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, RunAs, Shape, probe,
+    spawn,
 };
 
 pub(crate) const SOON: Duration = Duration::from_secs(20);
@@ -38,9 +40,10 @@ pub(crate) fn skip(why: &str) {
     eprintln!("SKIPPED: {why}");
 }
 
-/// The boot sector, assembled. `None`, said loudly, without an assembler.
-pub(crate) fn boot_sector(folder: &Path) -> Option<OwnedFd> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/boot.S");
+/// A boot sector, assembled from `tests/NAME.S`. `None`, said loudly, without an assembler.
+pub(crate) fn boot_sector(folder: &Path, name: &str) -> Option<OwnedFd> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name);
+    let source = source.with_extension("S");
     let (object, image) = (folder.join("boot.o"), folder.join("boot.bin"));
     let run = |command: &mut Command| match command.status() {
         Ok(status) if status.success() => true,
@@ -65,7 +68,7 @@ pub(crate) fn unprivileged() -> Option<RunAs> {
 pub(crate) struct Bare {
     pub(crate) binary: Binary,
     pub(crate) shape: Shape,
-    pub(crate) disk: OwnedFd,
+    pub(crate) drives: Drives,
     pub(crate) ram: OwnedFd,
     _folder: tempfile::TempDir,
 }
@@ -73,28 +76,35 @@ pub(crate) struct Bare {
 impl Bare {
     pub(crate) async fn new(memory_bytes: u64, accel: Accel) -> Option<Self> {
         let folder = tempfile::tempdir().expect("temp dir");
-        let disk = boot_sector(folder.path())?;
+        let disk = boot_sector(folder.path(), "boot")?;
         let binary = binary().await?;
-        let id = DiskId::of(&disk).expect("open");
-        let shape =
-            Shape::new(memory_bytes, 1, accel, GuestKind::Bare, Some(id)).expect("possible");
+        let drives = Drives::new(GuestKind::Bare, vec![(DriveSlot::ReadOnly, disk)]);
+        let drives = drives.expect("readable");
+        let shape = Shape::new(memory_bytes, 1, accel, GuestKind::Bare, drives.slots());
+        let shape = shape.expect("possible");
         let ram = spawn::ram_file(&shape).expect("memfd");
-        Some(Self { binary, shape, disk, ram, _folder: folder })
+        Some(Self { binary, shape, drives, ram, _folder: folder })
     }
 
     pub(crate) fn launch(&self, boot: bool) -> Launch {
         let (binary, shape, ram) = (self.binary.clone(), self.shape.clone(), clone(&self.ram));
         let launch = if boot {
-            Launch::boot(binary, shape, ram, Boot::Disk)
+            Launch::boot(binary, shape, ram, Boot::Disk).drives(self.drives.clone())
         } else {
             Launch::wait(binary, shape, ram)
         };
-        let launch = launch.disk(clone(&self.disk));
         // Without the shim QEMU opens /dev/kvm itself.
         match unprivileged() {
             Some(user) if self.shape.accel == Accel::Tcg => launch.run_as(user),
             _ => launch,
         }
+    }
+
+    /// A QEMU that waits takes over a state, with this guest's drives.
+    pub(crate) async fn load(&self, qemu: &Qemu, state: impl AsFd) -> Result<(), QmpError> {
+        qemu.qmp.bind_drives(&self.drives).await?;
+        let file = reopen_from_start(state).expect("open");
+        qemu.qmp.load_state(file.as_fd(), SOON).await
     }
 
     pub(crate) async fn start(&self, boot: bool) -> Qemu {

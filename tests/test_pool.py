@@ -1,0 +1,85 @@
+"""The pool of waiting QEMUs: its entries are per machine shape, and images share them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import vmfork
+
+from harness.cli import Cli
+from harness.daemon import Daemon
+from harness.waits import eventually
+
+MakeDaemon = Callable[..., Daemon]
+
+#: The disk as it is now, and not what the guest's memory has of it.
+_ROOT = "echo 3 > /proc/sys/vm/drop_caches; sha256sum < /dev/vda; cat /etc/which-image"
+
+
+def _with_another_root(daemon: Daemon, image: str, name: str, folder: Path) -> str:
+    """Import an image like `image`, with one file more on its root disk. → the disk's SHA-256."""
+    made_of = daemon.state / "images" / image
+    root, word = folder / "root.img", folder / "which"
+    shutil.copy(made_of / "root.img", root)
+    word.write_text(f"{name}\n")
+    subprocess.run(["debugfs", "-w", "-R", f"write {word} /etc/which-image", root], check=True, capture_output=True)
+    described = json.loads((made_of / "image.json").read_text())
+    parts = {"kernel": made_of / "kernel", "initrd": made_of / "initrd", "root": root}
+    options = [word for part, path in parts.items() for word in (f"--{part}", str(path))]
+    Cli(daemon)("image", "import", name, *options, "--cmdline", described["cmdline"], "--agent")
+    return hashlib.sha256(root.read_bytes()).hexdigest()
+
+
+def _waiting(daemon: Daemon) -> set[int]:
+    return {process.pid for process in daemon.processes() if process.is_qemu and "-incoming" in process.command}
+
+
+@pytest.mark.limit(300)
+def test_a_qemu_that_waited_for_one_image_serves_another(
+    make_daemon: MakeDaemon, image: str, tmp_path: Path, need: Callable[[object, str], None]
+) -> None:
+    """Live forks and a started snapshot read the root of the image that they came from."""
+    need(shutil.which("debugfs"), "debugfs (package e2fsprogs)")
+    daemon = make_daemon("--pool", "1")
+    daemon.add_image(image)
+    daemon.start()
+    own, digest = (_with_another_root(daemon, image, name, tmp_path) for name in ("one", "other"))
+    assert own != digest
+    with daemon.client() as client:
+        first = client.run("one", name="first", memory_mib=256)
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits")
+        warmed = _waiting(daemon)
+        assert warmed, "a QEMU, and its keeper"
+        second = client.run("other", name="second", memory_mib=256)
+        assert _waiting(daemon) == warmed, "the second image has the same shape"
+        before = client.host().pool
+
+        fork = second.fork(1).raise_for_errors()
+        assert [result.pooled for result in fork.results] == [True]
+        assert daemon.qemu(fork[0]).pid in warmed
+        assert fork[0].exec(_ROOT, check=True).stdout_text == f"{digest}  -\nother\n"
+        pool = client.host().pool
+        assert (pool.hits, pool.misses) == (before.hits + 1, before.misses)
+
+        # Its clones get the same disk, and so does what is stored of one.
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits again")
+        grandchild = fork[0].fork(1).raise_for_errors()
+        assert grandchild.results[0].pooled
+        assert grandchild[0].exec(_ROOT, check=True).stdout_text == f"{digest}  -\nother\n"
+        client.snapshots.create("second", "kept", wait=True)
+        second.remove(force=True)
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits again")
+        started = client.snapshots.start("kept", 1).raise_for_errors()
+        assert started.results[0].pooled
+        assert started[0].exec(_ROOT, check=True).stdout_text == f"{digest}  -\nother\n"
+
+        # The first image's clones still have its own.
+        eventually(lambda: client.host().pool.waiting == 1, 60, "a QEMU waits again")
+        (clone,) = first.fork(1).raise_for_errors()
+        assert clone.exec(_ROOT, check=True).stdout_text == f"{own}  -\none\n"
