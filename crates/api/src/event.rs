@@ -131,6 +131,8 @@ pub enum VmEnd {
     Exited,
     /// On request.
     Killed,
+    /// Its time to live was over.
+    Expired,
     /// QEMU died.
     QemuDied,
     /// No source had a page.

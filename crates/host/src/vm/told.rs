@@ -50,6 +50,7 @@ impl From<EndReason> for VmEnd {
         match reason {
             EndReason::Exited => Self::Exited,
             EndReason::Killed => Self::Killed,
+            EndReason::Expired => Self::Expired,
             EndReason::QemuDied => Self::QemuDied,
             EndReason::PageLost => Self::PageLost,
             EndReason::Guest => Self::Guest,

@@ -39,6 +39,7 @@ class VmEnd(_Word):
 
     EXITED = "exited"
     KILLED = "killed"
+    EXPIRED = "expired"
     QEMU_DIED = "qemu_died"
     PAGE_LOST = "page_lost"
     GUEST = "guest"
