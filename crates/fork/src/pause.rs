@@ -122,7 +122,7 @@ mod tests {
         let web = host.vm("web", None);
         let (link, _guest, _requests) = vmfork_host::testing::link();
         web.set_link(link);
-        web.set_ready(None);
+        host.core.set_ready(&web, None);
         web.pause.begin(Standstill { fork: 1, held: None });
         assert_eq!(web.state(), VmState::Paused);
         let error = web.awake_link().expect_err("it could not answer");

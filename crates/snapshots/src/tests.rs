@@ -11,7 +11,8 @@ use tokio::sync::mpsc;
 use vmfork_api::{ErrorCode, Happening, SnapshotState, TransferRequest};
 use vmfork_image::{PageIdx, PageRange};
 use vmfork_store::{
-    BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, ReadPages, Role, Store, StoreError,
+    BaseRef, Compression, Descriptor, Draft, Extent, ImageDraft, ReadImages, Role, Store,
+    StoreError,
 };
 
 use crate::error::SnapshotError;
@@ -281,7 +282,7 @@ fn told(library: &Library) -> Vec<String> {
 }
 
 /// As [`create::create`] and `pull` do, without a VM.
-fn written(library: &Library, name: &str, read: &ReadPages<'_>) {
+fn written(library: &Library, name: &str, read: &ReadImages<'_>) {
     let placed = taken(library, name);
     let work = Arc::clone(&placed.under_way.work);
     let outcome = library.snapshots.store.create(draft(name, None), read, &work);
@@ -295,7 +296,7 @@ async fn readers_are_told_of_each_snapshot_that_comes_and_goes_once() {
     let library = &library(&host);
     written(library, "warm", &pages(1));
     assert_eq!(told(library), ["+warm"]);
-    written(library, "full", &|_, _| Err(io::ErrorKind::StorageFull.into()));
+    written(library, "full", &|_, _, _| Err(io::ErrorKind::StorageFull.into()));
     keep::remove(library, "full", false).await.expect("the failed one is forgotten");
     assert_eq!(told(library), ["+warm"], "what never was in the store is not told");
     // The second time it is here already.

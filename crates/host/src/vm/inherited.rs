@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn drives_are_written_beside_what_older_daemons_read() {
         let spec = MachineSpec { nics: 1, ..from_value(old("ab12".into())).expect("readable") };
-        let inherited = Inherited { spec };
+        let inherited = Inherited { spec, labels: Labels::default() };
         let written = to_value(&inherited).expect("plain");
         assert_eq!(written["drives"], json!([{"role": "root", "blake3": "ab12"}]));
         assert_eq!(written["root_blake3"], "ab12");

@@ -1,7 +1,6 @@
 //! Clones of a VM that runs on another host, started here.
 
 use std::num::NonZeroU64;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
