@@ -51,6 +51,10 @@ impl Core {
     /// It has ended.
     pub fn set_ttl(&self, vm: &Vm, ttl: Option<Duration>) -> Result<Setting, ErrorBody> {
         let refused = || vm.ended_error(format!("bound the life of `{}`", vm.name()));
+        // Between a VM's end and its removal from the table, the table still has it.
+        if vm.end_now().is_some() {
+            return Err(refused());
+        }
         let setting = self.lifetimes.set(&vm.identity.id, ttl).ok_or_else(refused)?;
         tracing::info!(vm = vm.name(), ?ttl, "its time to live was set");
         Ok(setting)
