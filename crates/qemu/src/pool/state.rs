@@ -52,8 +52,7 @@ pub struct ItemId(u64);
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order<K> {
-    /// Start one, then say [`PoolState::started`], [`PoolState::failed`] or
-    /// [`PoolState::given_up`].
+    /// Start one, then say [`PoolState::started`] or [`PoolState::failed`].
     Start(ItemId, K),
     /// End one that waits. It is forgotten here already.
     Discard(ItemId),
