@@ -1,4 +1,5 @@
-//! What a machine's drives hold: open files, in the order of the slots of its [`Shape`](crate::Shape).
+//! What a machine's drives hold: open files, in the order of the slots of its
+//! [`Shape`](crate::Shape).
 //!
 //! The shape says how many drives a QEMU has and of which kind. Their content is bound when a VM
 //! boots ([`Launch::drives`](crate::Launch::drives)), or when a clone gets a QEMU that waits
