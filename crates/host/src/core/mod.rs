@@ -337,10 +337,9 @@ impl Core {
     /// End a VM, once: the first reason stands.
     pub fn end(self: &Arc<Self>, vm: &Arc<Vm>, end: End) {
         self.count(vm);
-        if !vm.end(end.clone()) {
+        if !vm.end(end.clone(), |end| self.tell_ended(vm, end)) {
             return;
         }
-        self.tell_ended(vm, &end);
         self.tally.forget(vm);
         self.lifetimes.ended(&vm.identity.id);
         tracing::info!(vm = vm.name(), id = vm.identity.id, state = ?end.state, reason = end.reason, "VM ended");

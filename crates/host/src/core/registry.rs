@@ -360,7 +360,7 @@ mod tests {
         for vm in [&web, &child, &grandchild, &vm(folder.path(), "other", None)] {
             registry.add(Arc::clone(vm));
         }
-        child.end(End::killed("in this test"));
+        child.end(End::killed("in this test"), |_| ());
         registry.remove("id-web.1");
         assert_eq!(names(&registry.end_of_family("id-web").vms), ["web", "web.1.1"]);
         assert_eq!(names(&registry.end_of_family("id-web.1").vms), ["web.1.1"]);
@@ -394,7 +394,7 @@ mod tests {
         let web = vm(folder.path(), "web", None);
         registry.add(Arc::clone(&web));
         assert!(registry.reserve(&["web"]).names().is_empty());
-        web.end(End::killed("in this test"));
+        web.end(End::killed("in this test"), |_| ());
         assert_eq!(registry.reserve(&["web"]).names(), ["web"]);
         assert_eq!(registry.reserve(&["a", "a"]).names(), ["a"]);
         assert_eq!(registry.reserve(&["a"]).names(), ["a"], "free again");
@@ -406,7 +406,7 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let old = vm(folder.path(), "old", None);
         registry.add(Arc::clone(&old));
-        old.end(End::killed("in this test"));
+        old.end(End::killed("in this test"), |_| ());
         registry.add(vm(folder.path(), "web", None));
         let reservation = registry.reserve(&["old", "web", "new"]);
         assert_eq!(reservation.names(), ["old", "new"]);

@@ -131,4 +131,25 @@ mod tests {
             assert!(kinds.len() <= 3, "{kinds:?}");
         }
     }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_client_that_sees_an_end_finds_it_among_the_events() {
+        let host = Arc::new(Host::start().await);
+        for round in 0..200 {
+            let vm = host.vm(&format!("web.{round}"), None);
+            let ending = {
+                let (host, vm) = (Arc::clone(&host), Arc::clone(&vm));
+                tokio::task::spawn_blocking(move || {
+                    host.core.end(&vm, End::killed("killed on request"));
+                })
+            };
+            while vm.end_now().is_none() {
+                std::hint::spin_loop();
+            }
+            let last = told(&host).pop().expect("an event");
+            assert_eq!(last.kind(), EventKind::VmEnded);
+            assert_eq!(last.vm().map(|of| &of.id), Some(&vm.identity.id));
+            ending.await.expect("ended");
+        }
+    }
 }

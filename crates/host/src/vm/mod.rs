@@ -423,12 +423,12 @@ impl Vm {
     }
 
     /// End it. The first reason stands. → whether this was the first. Waits for nothing that its
-    /// QEMU may hold up.
-    pub fn end(&self, end: End) -> bool {
+    /// QEMU may hold up. `tell` is called before a client can see the end.
+    pub(crate) fn end(&self, end: End, tell: impl FnOnce(&End)) -> bool {
         let first = self.ended.send_if_modified(|slot| {
             let first = slot.is_none();
             if first {
-                *slot = Some(end);
+                tell(slot.insert(end));
             }
             first
         });
@@ -569,7 +569,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("folder");
         let log = Log::create(folder.path()).expect("log");
         let vm = Vm::new(test_identity("web", None), log, None, None);
-        vm.end(End::killed("in this test"));
+        vm.end(End::killed("in this test"), |_| ());
         std::fs::write(folder.path().join("cgroup.controllers"), "memory\n").expect("write");
         let cgroups = crate::cgroup::Cgroups::at(folder.path(), "").expect("as the kernel's");
         let machine = fake::machine(&folder.path().join("state")).await;
@@ -602,7 +602,7 @@ mod tests {
         let ended = tokio::task::spawn_blocking(move || {
             assert!(machine.view_id().is_none());
             assert!(machine.engine().is_none());
-            ending.end(End::killed("in this test"))
+            ending.end(End::killed("in this test"), |_| ())
         });
         let ended = tokio::time::timeout(SOON, ended).await.expect("without its memory");
         assert!(ended.expect("no panic"));
