@@ -38,8 +38,8 @@ def test_clones_differ_in_all_that_is_random(vm: vmfork.VM) -> None:
 def test_random_numbers_that_a_program_draws_all_the_time_differ(vm: vmfork.VM) -> None:
     """Once a clone is reported, a program in it that went on through the fork draws its own."""
     vm.exec("(while :; do cat /proc/sys/kernel/random/uuid; done > /run/uuids) >/dev/null 2>&1 &", check=True)
-    for _ in range(3):
-        with vm.fork(3) as clones:
+    for _ in range(2):
+        with vm.fork(2) as clones:
             everybody = [vm, *clones.raise_for_errors()]
             # One line may have been drawn before we counted, and be written after.
             begin = [int(text.split()[0]) + 2 for text in _of(everybody, "wc -l /run/uuids")]
@@ -103,5 +103,5 @@ def test_identity_is_there_before_user_code_goes_on(
 ) -> None:
     """By the time a fork is answered, every clone that is reported has its own identity."""
     Memcheck.start(vm, mib=32, threads=1, seed=1)  # so that it has something to do meanwhile
-    with vm.fork(8) as clones:
+    with vm.fork(4) as clones:
         assert _of(list(clones.raise_for_errors()), "hostname") == [clone.name for clone in clones]
