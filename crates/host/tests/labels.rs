@@ -24,8 +24,7 @@ proptest! {
     }
 
     #[test]
-    fn text_and_json_accept_the_same(key in "[ -~é\n]{0,66}", value in "[ -~é\n\t]{0,4}") {
-        prop_assume!(!key.contains('='));
+    fn text_and_json_accept_the_same(key in "[ -<>-~é\n]{0,66}", value in "[ -~é\n\t]{0,4}") {
         let text = Labels::parse([format!("{key}={value}").as_str()]);
         let json = serde_json::json!({ key.as_str(): value.as_str() });
         let json = serde_json::from_value::<Labels>(json);
