@@ -206,7 +206,11 @@ async fn carry_out(
 ) -> Result<ForkReply, ErrorBody> {
     let clones = std::mem::take(&mut order.clones);
     let (began, message) = (Instant::now(), message(&parent));
-    let inherited = parent.identity.inherited.with_labels(&order.labels, &message)?;
+    let inherited = parent
+        .identity
+        .inherited
+        .with_labels(&order.labels)
+        .map_err(|error| vmfork_host::error::Error::from(error).to_body(&message))?;
     let fork = Fork {
         began_unix_ms: now_unix_ms(),
         deadline: began + order.timeout,
@@ -471,11 +475,10 @@ pub async fn freeze_only(
         let _one_at_a_time = turn(&parent, wanted).await?;
         let machine = running(&parent, &message)?;
         let identity = &parent.identity;
-        let lease = core.admission.snapshot(
-            &identity.name,
-            &identity.family,
-            identity.spec().memory_bytes,
-        )?;
+        let lease = core
+            .admission
+            .snapshot(&identity.family, identity.spec().memory_bytes)
+            .map_err(|error| vmfork_host::error::Error::from(error).to_body(&message))?;
         let _no_refill = core.hold_pool();
         let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
         snapshot.lease = Some(lease);

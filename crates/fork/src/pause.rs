@@ -125,7 +125,7 @@ mod tests {
         host.core.set_ready(&web, None);
         web.pause.begin(Standstill { fork: 1, held: None });
         assert_eq!(web.state(), VmState::Paused);
-        let error = web.awake_link().expect_err("it could not answer");
+        let error = ErrorBody::from(web.awake_link().expect_err("it could not answer"));
         assert!(error.remedy.expect("a remedy").contains("vmfork resume web"));
         let waits = tokio::spawn({
             let web = Arc::clone(&web);

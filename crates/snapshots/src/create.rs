@@ -41,7 +41,11 @@ pub async fn create(
     let vm = library.core.registry.find("take a snapshot of", &request.vm)?;
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
-    let inherited = vm.identity.inherited.with_labels(&request.labels, &message)?;
+    let inherited = vm
+        .identity
+        .inherited
+        .with_labels(&request.labels)
+        .map_err(|error| vmfork_host::error::Error::from(error).to_body(&message))?;
     let placed = library.snapshots.place(&name, Doing::Write, &message)?;
     let frozen = vmfork_fork::freeze_only(&library.core, &vm, FREEZE_TIMEOUT).await?;
     let facts = facts_of(&vm, &frozen).await.map_err(|error| error.to_body(&message))?;

@@ -139,7 +139,11 @@ impl Start<'_> {
     ) -> Result<Vec<CloneResult>, ErrorBody> {
         let Self { library, request, message, name, .. } = self;
         let core = &library.core;
-        let inherited = opened.facts.inherited.with_labels(&request.labels, message)?;
+        let inherited = opened
+            .facts
+            .inherited
+            .with_labels(&request.labels)
+            .map_err(|error| vmfork_host::error::Error::from(error).to_body(message))?;
         let taken = library.forker.remote.names().await;
         let names = Names {
             wanted: request.names.as_deref(),
