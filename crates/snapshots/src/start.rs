@@ -70,7 +70,9 @@ async fn carry_out(
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let message = format!("start snapshot `{name}`");
     let wanted = request.names.as_deref();
-    let deadline = began + vmfork_fork::check(&message, request.count, wanted, request.timeout_ms)?;
+    let deadline = began
+        + vmfork_fork::check(request.count, wanted, request.timeout_ms)
+            .map_err(|error| error.to_body(&message))?;
     let start = Start { library, user, name, request, message, began, deadline, given_up };
     let opened = start.open()?;
     let open = began.elapsed();
@@ -106,11 +108,15 @@ impl Start<'_> {
     /// their QEMUs, and what their drives hold.
     async fn check_host(&self, opened: &Opened) -> Result<(Shape, Drives), ErrorBody> {
         let (core, message) = (&self.library.core, &self.message);
-        opened.facts.check_accel(message, &KvmFacts::gather())?;
+        opened
+            .facts
+            .check_accel(&KvmFacts::gather())
+            .map_err(|error| vmfork_fork::Error::from(error).to_body(message))?;
         if !self.request.force {
-            host::check_qemu(core, message, &opened.facts).await?;
+            host::check_qemu(core, &opened.facts).await.map_err(|error| error.to_body(message))?;
         }
-        let machine = host::shape_and_drives(core, message, &opened.facts)?;
+        let machine =
+            host::shape_and_drives(core, &opened.facts).map_err(|error| error.to_body(message))?;
         tokio::task::block_in_place(|| opened.promise_memory(&core.admission, message))?;
         Ok(machine)
     }
@@ -152,8 +158,8 @@ impl Start<'_> {
             taken: taken.as_ref(),
         };
         // The names are kept until the VMs have them.
-        let (reservation, names) =
-            vmfork_fork::reserve(core, names, request.all_or_nothing, message)?;
+        let (reservation, names) = vmfork_fork::reserve(core, names, request.all_or_nothing)
+            .map_err(|error| error.to_body(message))?;
         let grant = self.admit(opened, reservation.names().len()).await?;
         // Until the last of them is ready.
         let _no_refill = core.hold_pool();
@@ -161,7 +167,9 @@ impl Start<'_> {
         let mut pending = start_machines(core, shape, grant.clones.len(), &self.given_up);
         prefetch::begin(library, name, opened, request.prefetch, request.hydrate_mib_per_s);
         if !request.force {
-            host::check_machine(message, &opened.facts, &mut pending, self.deadline).await?;
+            host::check_machine(&opened.facts, &mut pending, self.deadline)
+                .await
+                .map_err(|error| vmfork_fork::Error::from(error).to_body(message))?;
         }
         let brood = Brood {
             forker: Arc::clone(&library.forker),
