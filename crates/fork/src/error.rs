@@ -27,10 +27,11 @@ pub enum Error {
     /// Of the VMs of this host.
     #[error(transparent)]
     Host(HostError),
-    /// The other hosts have no plan for the clones: as they say it.
+    /// There is no plan for clones on other hosts: as the part that makes it says it.
     #[error("{0}")]
     Remote(ErrorBody),
-    /// A clone was not started, and all were insisted on: as its line in the reply says it.
+    /// No clone is left, since one was not started and all were insisted on, or since they were
+    /// given up: as a clone's line in the reply says it.
     #[error("{0}")]
     Clone(ErrorBody),
     /// More VMs are asked for than there may be, or none.
