@@ -94,7 +94,10 @@ impl Brood {
                     results.push(result);
                     started.extend(vm);
                 }
-                Some(Err(Broken { vmid, name, error })) => results.push(fail(vmid, name, error)),
+                Some(Err(Broken { vmid, name, error })) => {
+                    let error = error.to_body(messages::start_message(&name));
+                    results.push(fail(vmid, name, error));
+                }
                 None => break,
             }
         }

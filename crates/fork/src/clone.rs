@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::{ForkIdentity, TicketClone};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
-use vmfork_memory::FreezeError;
+use vmfork_api::{CloneResult, ErrorBody, VmState};
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{QmpError, pool};
 
 use crate::channels::start_channels;
+use crate::error::{Error, NotStarted};
 use crate::forker::Forker;
 use crate::messages::{message, start_message};
 use crate::origin::{Event, TicketOrigin};
@@ -23,13 +23,11 @@ use vmfork_host::error::chain;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::launch::LaunchError;
-use vmfork_host::vm::machine::{BindError, Machine};
+use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{End, Identity, Inherited, Job, Vm, now_unix_ms, random_hex};
 
 /// How long QEMU may take to load a state that takes milliseconds.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(20);
-
-const PAGE_LOST: &str = "of a stored snapshot, `vmfork snapshot verify` tells what else is damaged";
 
 /// How many QEMUs are tried for one clone.
 const ATTACH_TRIES_MAX: u32 = 4;
@@ -101,19 +99,8 @@ pub(super) async fn start(
     let (name, vmid) = (order.name.clone(), order.vmid);
     let (began, deadline, origin) = (order.began, order.deadline, order.origin.clone());
     let starting = start_within(&forker, &stem, &snapshot, order, machine);
-    let outcome = match tokio::time::timeout_at(deadline.into(), starting).await {
-        Ok(outcome) => outcome,
-        Err(_elapsed) => Err(ErrorBody {
-            code: ErrorCode::Timeout,
-            message: start_message(&name),
-            cause: Some(format!(
-                "not ready {} ms after the request",
-                (deadline - began).as_millis()
-            )),
-            remedy: Some("give it a longer `--timeout`, or start fewer at once".to_owned()),
-        }),
-    };
-    match outcome {
+    let outcome = tokio::time::timeout_at(deadline.into(), starting).await;
+    match outcome.unwrap_or(Err(NotStarted::Late { after: deadline - began })) {
         Ok((vm, from)) => {
             if let Some(origin) = &origin {
                 let _desk_closed =
@@ -134,6 +121,7 @@ pub(super) async fn start(
             (result, Some(vm))
         }
         Err(error) => {
+            let error = Error::from(error).to_body(start_message(&name));
             core.metrics.clone_failed(error.code);
             report_failure(origin.as_ref(), vmid, &error);
             tracing::warn!(clone = name, cause = error.cause, "clone not started");
@@ -171,32 +159,19 @@ async fn start_within(
     snapshot: &Arc<Snapshot>,
     order: CloneOrder,
     machine: PendingMachine,
-) -> Result<(Arc<Vm>, pool::Origin), ErrorBody> {
+) -> Result<(Arc<Vm>, pool::Origin), NotStarted> {
     let core = &forker.core;
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
-    let error = |code, cause: String, remedy: &str| ErrorBody {
-        code,
-        message: start_message(&name),
-        cause: Some(cause),
-        remedy: Some(remedy.to_owned()),
-    };
-    let doctor = "`vmfork doctor` checks the host; the daemon's log has more";
-    let Ok(first) = machine.await else {
-        return Err(error(ErrorCode::Timeout, "it was given up".to_owned(), doctor));
-    };
-    let (machine, from) = attached(core, snapshot, first).await.map_err(|failed| match failed {
-        NoView::Launch(launch) => error(launch.code(), chain(&launch), launch.remedy()),
-        NoView::Machine(unbound) => error(ErrorCode::Qemu, chain(&unbound), doctor),
-    })?;
+    let first = machine.await.map_err(|_given_up| NotStarted::GivenUp)?;
+    let (machine, from) = attached(core, snapshot, first).await?;
     let machine = Arc::new(machine);
     if let Some(lead) = &snapshot.lead {
         machine.set_lead(Some(Arc::clone(lead)));
     }
     let identity = stem.identity(name.clone(), vmid);
     lease.belongs_to(&identity.family);
-    let vm = core.add_vm(identity, Some(lease), origin.map(Into::into)).map_err(|io| {
-        error(ErrorCode::Host, chain(&io), "is the disk of the state folder full?")
-    })?;
+    let vm = core.add_vm(identity, Some(lease), origin.map(Into::into));
+    let vm = vm.map_err(NotStarted::Folder)?;
     vm.set_machine(Arc::clone(&machine));
     vm.set_provenance(snapshot.provenance.clone());
     // From here on the VM is listed: whatever goes wrong ends it with the reason.
@@ -208,30 +183,19 @@ async fn start_within(
             guard.disarm();
             Ok((vm, from))
         }
-        Err(failure) => {
-            let reason = chain(&*failure.source);
-            core.end(&vm, End::failed(failure.kind, reason.clone()));
+        Err(error) => {
+            let kind = match &error {
+                NotStarted::Identity(_) => EndReason::Guest,
+                _ => EndReason::QemuDied,
+            };
+            core.end(&vm, End::failed(kind, chain(&error)));
             // A page that could not be had has ended it, and what is seen here followed from that.
             match vm.end_now().filter(|end| end.kind == EndReason::PageLost) {
-                Some(end) => Err(error(ErrorCode::PageLost, end.reason, PAGE_LOST)),
-                None => Err(error(failure.code, reason, failure.remedy)),
+                Some(end) => Err(NotStarted::PageLost { reason: end.reason }),
+                None => Err(error),
             }
         }
     }
-}
-
-enum NoView {
-    Launch(LaunchError),
-    Machine(UnboundError),
-}
-
-/// A QEMU that got no memory or no drives.
-#[derive(Debug, thiserror::Error)]
-enum UnboundError {
-    #[error(transparent)]
-    Memory(#[from] FreezeError),
-    #[error(transparent)]
-    Drives(#[from] BindError),
 }
 
 /// A QEMU that is a view of the snapshot and has its drives. One that waited may have died
@@ -240,11 +204,11 @@ async fn attached(
     core: &Arc<Core>,
     snapshot: &Snapshot,
     first: Result<(Machine, pool::Origin), LaunchError>,
-) -> Result<(Machine, pool::Origin), NoView> {
+) -> Result<(Machine, pool::Origin), NotStarted> {
     let mut next = first;
     let mut attempt = 1;
     loop {
-        let (machine, from) = next.map_err(NoView::Launch)?;
+        let (machine, from) = next?;
         match become_view(core, snapshot, &machine).await {
             Ok(()) => return Ok((machine, from)),
             Err(error) if from == pool::Origin::Pooled && attempt < ATTACH_TRIES_MAX => {
@@ -254,7 +218,7 @@ async fn attached(
                 next = core.take(&shape).await;
                 attempt += 1;
             }
-            Err(error) => return Err(NoView::Machine(error)),
+            Err(error) => return Err(error),
         }
     }
 }
@@ -265,7 +229,7 @@ async fn become_view(
     core: &Core,
     snapshot: &Snapshot,
     machine: &Machine,
-) -> Result<(), UnboundError> {
+) -> Result<(), NotStarted> {
     let attach = Instant::now();
     tokio::task::block_in_place(|| match snapshot.is_watched {
         true => machine.memory().attach_by_page(&snapshot.engine),
@@ -278,26 +242,6 @@ async fn become_view(
     Ok(())
 }
 
-struct Failure {
-    code: ErrorCode,
-    kind: EndReason,
-    remedy: &'static str,
-    source: Box<dyn std::error::Error + Send + Sync>,
-}
-
-impl Failure {
-    fn qemu(source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        let remedy = "`vmfork doctor` checks the host; the daemon's log has more";
-        Self { code: ErrorCode::Qemu, kind: EndReason::QemuDied, remedy, source: Box::new(source) }
-    }
-
-    fn guest(source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        let remedy =
-            "a VM that can't confirm its identity is never released; is the guest starved?";
-        Self { code: ErrorCode::Guest, kind: EndReason::Guest, remedy, source: Box::new(source) }
-    }
-}
-
 async fn bring_up(
     forker: &Arc<Forker>,
     vm: &Arc<Vm>,
@@ -306,18 +250,17 @@ async fn bring_up(
     ticket: Option<TicketClone>,
     agent: Option<AgentInfo>,
     deadline: Instant,
-) -> Result<(), Failure> {
+) -> Result<(), NotStarted> {
     let core = &forker.core;
     let load = Instant::now();
     {
         // Loading is CPU-bound: more at a time than cores would only make all of them late.
         let _turn = core.loading.acquire().await;
-        let state = reopen_from_start(snapshot.state.as_fd()).map_err(Failure::qemu)?;
-        if let Err(error) = machine.qmp.load_state(state.as_fd(), LOAD_TIMEOUT).await {
-            return Err(Failure::qemu(error));
-        }
+        let state = reopen_from_start(snapshot.state.as_fd()).map_err(NotStarted::Channels)?;
+        machine.qmp.load_state(state.as_fd(), LOAD_TIMEOUT).await?;
     }
-    start_channels(forker, vm, machine, snapshot.inheritance.as_ref()).map_err(Failure::qemu)?;
+    start_channels(forker, vm, machine, snapshot.inheritance.as_ref())
+        .map_err(NotStarted::Channels)?;
     core.metrics.observe_stage(Stage::CloneLoad, load.elapsed());
 
     let identity = Instant::now();
@@ -335,10 +278,10 @@ async fn bring_up(
             let left = deadline.saturating_duration_since(Instant::now());
             let taken = link.identity(fork_identity, left);
             let (taken, running) = tokio::join!(taken, run(vm, machine, snapshot));
-            running.map_err(Failure::qemu)?;
-            taken.map_err(Failure::guest)?;
+            running?;
+            taken?;
         }
-        Err(_no_agent) => run(vm, machine, snapshot).await.map_err(Failure::qemu)?,
+        Err(_no_agent) => run(vm, machine, snapshot).await?,
     }
     core.metrics.observe_stage(Stage::CloneIdentity, identity.elapsed());
     core.set_ready(vm, agent);

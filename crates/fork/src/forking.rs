@@ -13,9 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::{
-    CloneResult, ErrorBody, ErrorCode, ForkReply, ForkRequest, ForkStages, Labels, VmState,
-};
+use vmfork_api::{CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, VmState};
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
 use vmfork_host::error::outcome;
@@ -26,9 +24,10 @@ use vmfork_host::vm::{End, Inherited, Job, Vm, now_unix_ms};
 
 use crate::brood::{Brood, Granted};
 use crate::clone::Stem;
+use crate::error::Error;
 use crate::forker::Forker;
 use crate::freeze;
-use crate::messages::{message, not_yet, was_given_up};
+use crate::messages::message;
 use crate::names::{Names, Wanted, reserve};
 use crate::origin::TicketOrigin;
 use crate::places::{Placement, Reserved};
@@ -71,7 +70,8 @@ pub async fn by_request(
     request: ForkRequest,
 ) -> Result<ForkReply, ErrorBody> {
     let names = request.names.as_deref();
-    let timeout = check(&message(parent), request.count, names, request.timeout_ms)?;
+    let timeout = check(request.count, names, request.timeout_ms)
+        .map_err(|error| error.to_body(message(parent)))?;
     let order = Order {
         clones: (1..=request.count).map(|vmid| (vmid, None)).collect(),
         names: request.names,
@@ -95,19 +95,17 @@ pub async fn by_request(
 /// Whether this many VMs can be asked for, with these names. → how long all of it may take.
 ///
 /// # Errors
-/// They can't: with `message`.
+/// They can't.
 pub fn check(
-    message: &str,
     count: u32,
     names: Option<&[String]>,
     timeout_ms: Option<u64>,
-) -> Result<Duration, ErrorBody> {
-    let bad = |cause: String| Err(ErrorBody::new(ErrorCode::BadRequest, message).cause(cause));
+) -> Result<Duration, Error> {
     if count == 0 || count > COUNT_MAX {
-        return bad(format!("count {count} is not in 1 to {COUNT_MAX}"));
+        return Err(Error::Count { count, max: COUNT_MAX });
     }
     if let Some(names) = names.filter(|names| names.len() != count as usize) {
-        return bad(format!("{} names for {count} VMs", names.len()));
+        return Err(Error::Names { names: names.len(), count });
     }
     Ok(timeout_ms.map_or(TIMEOUT_DEFAULT, Duration::from_millis).min(TIMEOUT_MAX))
 }
@@ -125,34 +123,31 @@ pub async fn run(
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: a pause that has begun must end in order, also when the client
     // disconnects.
-    let task = tokio::spawn(carry_out(Arc::clone(forker), Arc::clone(parent), order, given_up));
-    outcome(task, message(parent)).await
+    let (forker, parent, failed) = (Arc::clone(forker), Arc::clone(parent), message(parent));
+    let message = failed.clone();
+    let task = tokio::spawn(async move {
+        let outcome = carry_out(forker, parent, order, given_up).await;
+        outcome.map_err(|error| error.to_body(failed))
+    });
+    outcome(task, message).await
 }
 
 /// Wait until no other freeze of the VM is in progress, for as long as this one is wanted.
-async fn turn<'a>(
-    parent: &'a Vm,
-    wanted: freeze::Wanted<'_>,
-) -> Result<MutexGuard<'a, ()>, ErrorBody> {
-    let freeze::Wanted { message, deadline, given_up, .. } = wanted;
+async fn turn<'a>(parent: &'a Vm, wanted: freeze::Wanted<'_>) -> Result<MutexGuard<'a, ()>, Error> {
+    let freeze::Wanted { deadline, given_up, .. } = wanted;
     let turn = tokio::select! {
         biased;
-        () = given_up.cancelled() => return Err(was_given_up(message)),
+        () = given_up.cancelled() => return Err(Error::GivenUp),
         turn = tokio::time::timeout_at(deadline.into(), parent.forking.lock()) => turn,
     };
-    turn.ok().filter(|_| Instant::now() < deadline).ok_or_else(|| ErrorBody {
-        code: ErrorCode::Timeout,
-        message: message.to_owned(),
-        cause: Some("other forks or snapshots of it went on all the time".to_owned()),
-        remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
-    })
+    turn.ok().filter(|_| Instant::now() < deadline).ok_or(Error::NoTurn)
 }
 
 /// The same, once the VM is not paused: a program of its guest asks, whose time stands still.
 async fn awake_turn<'a>(
     parent: &'a Vm,
     wanted: freeze::Wanted<'_>,
-) -> Result<MutexGuard<'a, ()>, ErrorBody> {
+) -> Result<MutexGuard<'a, ()>, Error> {
     loop {
         let turn = turn(parent, wanted).await?;
         if !parent.pause.is_paused() {
@@ -203,10 +198,10 @@ async fn carry_out(
     parent: Arc<Vm>,
     mut order: Order,
     given_up: CancellationToken,
-) -> Result<ForkReply, ErrorBody> {
+) -> Result<ForkReply, Error> {
     let clones = std::mem::take(&mut order.clones);
     let (began, message) = (Instant::now(), message(&parent));
-    let inherited = parent.identity.inherited.with_labels(&order.labels, &message)?;
+    let inherited = parent.identity.inherited.with_labels(&order.labels)?;
     let fork = Fork {
         began_unix_ms: now_unix_ms(),
         deadline: began + order.timeout,
@@ -227,7 +222,7 @@ async fn carry_out(
         true => awake_turn(parent, fork.wanted()).await?,
         false => turn(parent, fork.wanted()).await?,
     };
-    let machine = running(parent, &fork.message)?;
+    let machine = running(parent)?;
     core.metrics.forked();
     let plan = fork.plan(&machine, clones).await?;
     let grant = fork.admit(&plan.here).await?;
@@ -254,11 +249,11 @@ async fn carry_out(
 }
 
 /// The QEMU of a VM that can be frozen.
-fn running(parent: &Vm, message: &str) -> Result<Arc<Machine>, ErrorBody> {
+fn running(parent: &Vm) -> Result<Arc<Machine>, Error> {
     let machine = parent.running_machine()?;
     match parent.state() {
         VmState::Running | VmState::Paused => Ok(machine),
-        _ => Err(not_yet(message)),
+        _ => Err(Error::NotYet),
     }
 }
 
@@ -273,7 +268,7 @@ impl Fork {
         &self,
         machine: &Machine,
         clones: Vec<(u32, Option<TicketClone>)>,
-    ) -> Result<Plan, ErrorBody> {
+    ) -> Result<Plan, Error> {
         let Self { forker, parent, order, .. } = self;
         let Forker { core, remote, .. } = &**forker;
         let ask = PlanAsk {
@@ -286,7 +281,7 @@ impl Fork {
             by_ticket: order.origin.is_some(),
             wanted: self.wanted(),
         };
-        let away = remote.plan(ask).await?;
+        let away = remote.plan(ask).await.map_err(Error::Remote)?;
         // A ticket's, or the fork's own; a clone of a clone that stays is where that has its place.
         let held = order.placement.hold.as_ref().or(away.as_deref().and_then(Away::hold));
         let job = held.map(|hold| hold.job.clone()).or_else(|| parent.identity.job.clone());
@@ -297,7 +292,7 @@ impl Fork {
             count: self.requested,
             taken: taken.as_ref(),
         };
-        let (reservation, names) = reserve(core, names, order.all_or_nothing, &self.message)?;
+        let (reservation, names) = reserve(core, names, order.all_or_nothing)?;
         let all = names.into_iter().zip(clones);
         let mut here: Vec<Wanted> = all
             .map(|((name, is_kept), (vmid, ticket))| Wanted { name, is_kept, vmid, ticket })
@@ -310,7 +305,7 @@ impl Fork {
     }
 
     /// Memory for the clones that stay: a ticket's own, or new.
-    async fn admit(&self, here: &[Wanted]) -> Result<ForkGrant, ErrorBody> {
+    async fn admit(&self, here: &[Wanted]) -> Result<ForkGrant, Error> {
         let Self { order, parent, .. } = self;
         if let Some(grant) = order.memory.as_ref().and_then(Loan::take) {
             return Ok(grant);
@@ -318,7 +313,7 @@ impl Fork {
         let count = here.iter().filter(|wanted| wanted.is_kept).count();
         let count = u32::try_from(count).unwrap_or(self.requested);
         let ask = parent.identity.ask(&self.message, count, order.origin.is_some());
-        self.forker.core.admit(ask, order.all_or_nothing).await
+        Ok(self.forker.core.grant(ask, order.all_or_nothing).await?)
     }
 
     /// Start all clones, here and on other hosts. → what became of each, by number.
@@ -332,7 +327,7 @@ impl Fork {
         snapshot: &Arc<Snapshot>,
         granted: Granted,
         pause: Duration,
-    ) -> Result<Vec<CloneResult>, ErrorBody> {
+    ) -> Result<Vec<CloneResult>, Error> {
         let Self { forker, parent, order, given_up, deadline, .. } = self;
         let Plan { away, job, reservation: _names, here, elsewhere } = plan;
         let brood = Brood {
@@ -372,8 +367,10 @@ impl Fork {
             tokio::join!(brood.start(here, granted, all_or_nothing), departed);
         // Given up while only some hosts had started theirs: those go, too, here as there.
         let failure = match away.is_some() && given_up.is_cancelled() {
-            true => Some(was_given_up(&self.message)),
-            false if all_or_nothing => departed.iter().find_map(|result| result.error.clone()),
+            true => Some(Error::GivenUp),
+            false if all_or_nothing => {
+                departed.iter().find_map(|result| result.error.clone()).map(Error::Clone)
+            }
             false => None,
         };
         if let Some(away) = &away
@@ -381,7 +378,7 @@ impl Fork {
         {
             away.end().await;
         }
-        let mut results = started?;
+        let mut results = started.map_err(Error::Clone)?;
         if let Some(error) = failure {
             self.end(&results);
             return Err(error);
@@ -464,25 +461,31 @@ pub async fn freeze_only(
     let message = format!("take a snapshot of `{}`", parent.name());
     let failed = message.clone();
     let task = tokio::spawn(async move {
-        let (began, given_up) = (Instant::now(), CancellationToken::new());
-        let deadline = began + timeout;
-        let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
-        let wanted = freeze::Wanted { message: &message, began, deadline, given_up: &given_up };
-        let _one_at_a_time = turn(&parent, wanted).await?;
-        let machine = running(&parent, &message)?;
-        let identity = &parent.identity;
-        let lease = core.admission.snapshot(
-            &identity.name,
-            &identity.family,
-            identity.spec().memory_bytes,
-        )?;
-        let _no_refill = core.hold_pool();
-        let (mut snapshot, _, pause) = freeze::freeze(&core, &parent, &machine, wanted).await?;
-        snapshot.lease = Some(lease);
-        core.metrics.observe_stage(Stage::Pause, pause);
-        Ok(Frozen { snapshot, pause })
+        let frozen = freeze_within(&core, &parent, timeout, &message).await;
+        frozen.map_err(|error| error.to_body(message))
     });
     outcome(task, failed).await
+}
+
+async fn freeze_within(
+    core: &Arc<Core>,
+    parent: &Arc<Vm>,
+    timeout: Duration,
+    message: &str,
+) -> Result<Frozen, Error> {
+    let (began, given_up) = (Instant::now(), CancellationToken::new());
+    let deadline = began + timeout;
+    let _under_way = core.registry.fork_begins(parent.identity.line(), given_up.clone());
+    let wanted = freeze::Wanted { message, began, deadline, given_up: &given_up };
+    let _one_at_a_time = turn(parent, wanted).await?;
+    let machine = running(parent)?;
+    let identity = &parent.identity;
+    let lease = core.admission.snapshot(&identity.family, identity.spec().memory_bytes)?;
+    let _no_refill = core.hold_pool();
+    let (mut snapshot, _, pause) = freeze::freeze(core, parent, &machine, wanted).await?;
+    snapshot.lease = Some(lease);
+    core.metrics.observe_stage(Stage::Pause, pause);
+    Ok(Frozen { snapshot, pause })
 }
 
 /// How long finding what the parent had written took, if that is done.
@@ -495,6 +498,7 @@ fn derive_ms(snapshot: &Snapshot) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmfork_api::ErrorCode;
     use vmfork_host::vm::log::Log;
     use vmfork_host::vm::test_identity;
 
@@ -518,9 +522,9 @@ mod tests {
         drop(turn(&vm, wanted(later, &mine)).await.expect("it is free"));
         // Though it is free:
         let error = turn(&vm, wanted(later, &given_up)).await.expect_err("given up");
-        assert_eq!(error.code, ErrorCode::Conflict);
+        assert!(matches!(error, Error::GivenUp), "{error}");
         let error = turn(&vm, wanted(Instant::now(), &mine)).await.expect_err("too late");
-        assert_eq!((error.code, error.message.as_str()), (ErrorCode::Timeout, MESSAGE));
+        assert_eq!(error.to_body(MESSAGE).code, ErrorCode::Timeout);
     }
 
     #[tokio::test]
@@ -531,7 +535,7 @@ mod tests {
         let soon = Instant::now() + Duration::from_millis(20);
         let given_up = CancellationToken::new();
         let error = turn(&vm, wanted(soon, &given_up)).await.expect_err("too late");
-        assert_eq!(error.code, ErrorCode::Timeout);
+        assert!(matches!(error, Error::NoTurn), "{error}");
         drop(other);
     }
 
@@ -544,7 +548,7 @@ mod tests {
         let soon = Instant::now() + Duration::from_millis(20);
         drop(turn(&vm, wanted(soon, &given_up)).await.expect("its client may fork it"));
         let error = awake_turn(&vm, wanted(soon, &given_up)).await.expect_err("still paused");
-        assert_eq!(error.code, ErrorCode::Timeout);
+        assert!(matches!(error, Error::NoTurn), "{error}");
         let later = Instant::now() + Duration::from_secs(60);
         let (forks, resumes) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -557,18 +561,17 @@ mod tests {
         let (forks, ()) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             given_up.cancel();
         });
-        assert_eq!(forks.expect_err("given up").code, ErrorCode::Conflict);
+        assert!(matches!(forks.expect_err("given up"), Error::GivenUp));
     }
 
     #[test]
     fn no_more_vms_than_may_be_are_asked_for_each_with_a_name_or_none() {
         let names = ["a", "b"].map(ToOwned::to_owned);
-        let text =
-            |count, names| check(MESSAGE, count, names, None).expect_err("refused").to_string();
-        assert_eq!(text(0, None), format!("{MESSAGE}: count 0 is not in 1 to 1024"));
-        assert_eq!(text(1025, None), format!("{MESSAGE}: count 1025 is not in 1 to 1024"));
-        assert_eq!(text(3, Some(&names[..])), format!("{MESSAGE}: 2 names for 3 VMs"));
-        let timeout = |ms| check(MESSAGE, 2, Some(&names), ms).expect("fits");
+        let text = |count, names| check(count, names, None).expect_err("refused").to_string();
+        assert_eq!(text(0, None), "count 0 is not in 1 to 1024");
+        assert_eq!(text(1025, None), "count 1025 is not in 1 to 1024");
+        assert_eq!(text(3, Some(&names[..])), "2 names for 3 VMs");
+        let timeout = |ms| check(2, Some(&names), ms).expect("fits");
         assert_eq!(timeout(None), TIMEOUT_DEFAULT);
         assert_eq!(
             (timeout(Some(5)), timeout(Some(u64::MAX))),

@@ -4,14 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode, ForkStages};
-use vmfork_engine::{Engine, EngineOptions};
-use vmfork_memory::FreezeError;
-use vmfork_qemu::QmpError;
+use vmfork_api::ForkStages;
+use vmfork_engine::{Engine, EngineError, EngineOptions};
 
-use crate::messages::was_given_up;
+use crate::error::{Error, NotFrozen};
 use crate::snapshot::{OnRun, Snapshot};
-use crate::state::{self, Prepared, Saved, StateError};
+use crate::state::{self, Prepared, Saved};
 use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
 use vmfork_host::metrics::{EndReason, Stage, ms};
@@ -27,7 +25,7 @@ const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// What the freeze is for, and for how long it is wanted.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted<'a> {
-    /// For the error's text.
+    /// What is done, for the text of errors.
     pub message: &'a str,
     pub began: Instant,
     pub deadline: Instant,
@@ -51,14 +49,12 @@ pub(super) async fn freeze(
     parent: &Arc<Vm>,
     machine: &Arc<Machine>,
     wanted: Wanted<'_>,
-) -> Result<(Snapshot, ForkStages, Duration), ErrorBody> {
-    let failed = |code, error: &dyn std::error::Error| failure(wanted.message, code, error);
+) -> Result<(Snapshot, ForkStages, Duration), Error> {
     let engine = tokio::task::block_in_place(|| prepare_engine(core, machine, wanted))
-        .map_err(|error| failed(ErrorCode::Host, &error))?;
+        .map_err(NotFrozen::Engine)?;
     let engine = Arc::new(engine);
     core.add_engine(&engine);
-    let prepared =
-        state::prepare(machine).await.map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let prepared = state::prepare(machine).await.map_err(NotFrozen::State)?;
     core.count(parent);
     let began = wanted.began;
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
@@ -73,17 +69,17 @@ pub(super) async fn freeze(
     core.metrics.observe_stage(Stage::Quiesce, quiesce.elapsed());
 
     if wanted.given_up.is_cancelled() {
-        return Err(was_given_up(wanted.message));
+        return Err(Error::GivenUp);
     }
     parent.set_frozen(true);
     let pause = Instant::now();
     let outcome = in_the_pause(core, machine, &engine, prepared, held, &mut stages).await;
-    let fatal = matches!(&outcome, Err(Broken::Freeze(error)) if error.is_fatal());
+    let fatal = outcome.as_ref().is_err_and(NotFrozen::is_fatal);
     if !fatal && !quiet.is_paused() {
         let cont = Instant::now();
         if let Err(error) = machine.qmp.cont().await {
             core.end(parent, End::failed(EndReason::QemuDied, format!("could not go on: {error}")));
-            return Err(failed(ErrorCode::Qemu, &error));
+            return Err(error.into());
         }
         stages.cont_ms = step(core, Stage::Cont, cont);
     }
@@ -97,10 +93,9 @@ pub(super) async fn freeze(
         if fatal {
             core.end(parent, End::failed(EndReason::Fault, format!("lost its memory: {broken}")));
         }
-        failed(ErrorCode::Qemu, &broken)
+        broken
     })?;
-    let completed = saved.complete(machine).await;
-    let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let (state, lead) = saved.complete(machine).await.map_err(NotFrozen::State)?;
     core.parent_is_now_a_clone(parent);
     let provenance = parent.provenance();
     provenance.goes_on(&engine);
@@ -141,31 +136,19 @@ impl Quiet {
 }
 
 /// The guest's agent falls silent, so that no frame is cut. In a paused VM it is silent already.
-async fn quiet(parent: &Vm, wanted: Wanted<'_>) -> Result<Quiet, ErrorBody> {
+async fn quiet(parent: &Vm, wanted: Wanted<'_>) -> Result<Quiet, Error> {
     if let Some(still) = parent.pause.now() {
         return match still.held.is_none() && parent.identity.has_agent {
-            true => Err(paused_without_agent(parent, wanted.message)),
+            true => Err(Error::Unquiet { vm: parent.name().to_owned() }),
             false => Ok(Quiet::Paused(still)),
         };
     }
     let fork = parent.next_fork();
     let held = match parent.identity.has_agent {
-        true => Some(
-            parent
-                .link()?
-                .prepare(fork, wanted.at_most(QUIESCE_TIMEOUT))
-                .await
-                .map_err(|error| error.to_body(wanted.message.to_owned()))?,
-        ),
+        true => Some(parent.link()?.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT)).await?),
         false => None,
     };
     Ok(Quiet::Briefly(Standstill { fork, held }))
-}
-
-fn paused_without_agent(parent: &Vm, message: &str) -> ErrorBody {
-    ErrorBody::new(ErrorCode::Guest, message)
-        .cause("the guest's agent did not fall silent before the VM was paused")
-        .remedy(format!("`vmfork resume {}`, then pause it again", parent.name()))
 }
 
 /// How long a step took, for the reply; counted, too.
@@ -185,40 +168,27 @@ async fn in_the_pause(
     prepared: Prepared,
     held: Option<&Held>,
     stages: &mut ForkStages,
-) -> Result<Saved, Broken> {
+) -> Result<Saved, NotFrozen> {
     let stop = Instant::now();
-    machine.qmp.stop().await.map_err(Broken::Qmp)?;
+    machine.qmp.stop().await?;
     stages.stop_ms = step(core, Stage::Stop, stop);
     if held.is_some_and(|held| !held.is_intact()) {
-        return Err(Broken::Unquiet);
+        return Err(NotFrozen::Unquiet);
     }
     let freeze = Instant::now();
-    tokio::task::block_in_place(|| machine.memory().freeze(engine)).map_err(Broken::Freeze)?;
+    tokio::task::block_in_place(|| machine.memory().freeze(engine))?;
     stages.freeze_ms = step(core, Stage::Freeze, freeze);
     let state = Instant::now();
-    let saved = prepared.save(machine).await.map_err(Broken::State)?;
+    let saved = prepared.save(machine).await?;
     stages.state_ms = step(core, Stage::State, state);
     Ok(saved)
-}
-
-/// What went wrong in the pause.
-#[derive(Debug, thiserror::Error)]
-enum Broken {
-    #[error(transparent)]
-    Qmp(QmpError),
-    #[error(transparent)]
-    Freeze(FreezeError),
-    #[error(transparent)]
-    State(StateError),
-    #[error("the guest's agent spoke before the VM stood still: its guest is very slow")]
-    Unquiet,
 }
 
 fn prepare_engine(
     core: &Core,
     machine: &Machine,
     wanted: Wanted<'_>,
-) -> Result<Engine, vmfork_engine::EngineError> {
+) -> Result<Engine, EngineError> {
     let base = machine.engine();
     if let Some(base) = &base {
         base.wait_sealed(wanted.at_most(SEAL_TIMEOUT));
@@ -232,16 +202,6 @@ fn prepare_engine(
         &options,
         core.event_sink(),
     )
-}
-
-/// An error, with its whole chain as the cause.
-fn failure(message: &str, code: ErrorCode, error: &dyn std::error::Error) -> ErrorBody {
-    ErrorBody {
-        code,
-        message: message.to_owned(),
-        cause: Some(vmfork_host::error::chain(error)),
-        remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
-    }
 }
 
 #[cfg(test)]

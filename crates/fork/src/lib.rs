@@ -15,6 +15,7 @@
 //! | `pause` | a VM stands still on request, and continues |
 //! | `remote`, `places`, `origin` | other hosts as a trait; places set aside; what tickets hear |
 //! | [`facts`] | what a frozen VM needs of a host |
+//! | `error`, `messages` | why something failed, and what the API says about it |
 //!
 //! Promises: a fork that fails leaves the parent running, unless its RAM was lost half-way, which
 //! ends it. A clone runs only after its identity was sent, and is reported once. A fork that is
@@ -25,6 +26,7 @@
 mod brood;
 mod channels;
 mod clone;
+mod error;
 pub mod facts;
 mod forker;
 mod forking;
@@ -45,6 +47,7 @@ pub mod tickets;
 pub use self::brood::{Brood, Granted};
 pub use self::channels::start_channels;
 pub use self::clone::{Stem, failed, report_failure};
+pub use self::error::{Error, NotFrozen, NotStarted, Unlike};
 pub use self::forker::{Forker, TicketService};
 pub use self::forking::{COUNT_MAX, Frozen, Order, by_request, check, freeze_only, run};
 pub use self::freeze::Wanted as FreezeWanted;

@@ -1,7 +1,9 @@
 //! Texts and refusals that the parts of a fork have in common.
 
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_host::vm::Vm;
+
+use crate::error::Error;
 
 /// What a fork does, for the text of its errors.
 pub(crate) fn message(parent: &Vm) -> String {
@@ -13,32 +15,12 @@ pub fn start_message(name: &str) -> String {
     format!("start VM `{name}`")
 }
 
-/// The VM can't be frozen yet.
-pub(crate) fn not_yet(message: &str) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.to_owned(),
-        cause: Some("its guest has not come up yet".to_owned()),
-        remedy: Some("wait until `vmfork ps` shows it running".to_owned()),
-    }
-}
-
 /// The client has gone, or the family was killed.
 pub fn was_given_up(message: &str) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.to_owned(),
-        cause: Some("it was given up: its client has gone, or its family was killed".to_owned()),
-        remedy: None,
-    }
+    Error::GivenUp.to_body(message)
 }
 
 /// Another VM has the name.
 pub fn name_taken(message: String, name: &str) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message,
-        cause: Some(format!("there is a VM named `{name}` already")),
-        remedy: Some(format!("choose another name, or `vmfork rm {name}`")),
-    }
+    Error::NameTaken { name: name.to_owned() }.to_body(message)
 }

@@ -3,10 +3,9 @@
 use std::collections::HashSet;
 
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::ErrorBody;
 use vmfork_host::core::{Core, Reservation};
 
-use crate::messages::name_taken;
+use crate::error::Error;
 
 /// One that is wanted.
 #[derive(Debug)]
@@ -39,8 +38,7 @@ pub fn reserve(
     core: &Core,
     names: Names<'_>,
     all_or_nothing: bool,
-    message: &str,
-) -> Result<(Reservation, Vec<(String, bool)>), ErrorBody> {
+) -> Result<(Reservation, Vec<(String, bool)>), Error> {
     let is_taken = |name: &str| names.taken.is_some_and(|taken| taken.contains(name));
     let Some(wanted) = names.wanted else {
         let reservation = core.registry.reserve_for_clones(names.stem, names.count, is_taken);
@@ -53,7 +51,7 @@ pub fn reserve(
     let taken = names.iter().find(|(_, is_kept)| !is_kept);
     match taken {
         Some((name, _)) if all_or_nothing || reservation.names().is_empty() => {
-            Err(name_taken(message.to_owned(), name))
+            Err(Error::NameTaken { name: name.clone() })
         }
         _ => Ok((reservation, names)),
     }

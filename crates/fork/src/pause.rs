@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::MutexGuard;
-use vmfork_api::{ErrorBody, ErrorCode, VmState};
+use vmfork_api::{ErrorBody, VmState};
 use vmfork_guest_link::agent::Held;
-use vmfork_host::error::{chain, outcome};
+use vmfork_host::error::outcome;
 use vmfork_host::vm::{Standstill, Vm};
 
-use crate::messages::not_yet;
+use crate::error::Error;
 
 /// How long a pause waits for a freeze in progress.
 const TURN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -27,7 +27,7 @@ const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// It has not come up yet, has ended, or QEMU refuses. Then it runs as before.
 pub async fn pause(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
     let (vm, message) = (Arc::clone(vm), format!("pause `{}`", vm.name()));
-    outcome(tokio::spawn(stop(vm, message.clone())), message).await
+    outcome(tokio::spawn(ends(stop(vm), message.clone())), message).await
 }
 
 /// Let a paused VM's vCPUs continue. One that is not paused runs on.
@@ -36,23 +36,31 @@ pub async fn pause(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
 /// It has ended, or QEMU refuses. Then it stays paused.
 pub async fn resume(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
     let (vm, message) = (Arc::clone(vm), format!("resume `{}`", vm.name()));
-    outcome(tokio::spawn(go_on(vm, message.clone())), message).await
+    outcome(tokio::spawn(ends(go_on(vm), message.clone())), message).await
 }
 
-async fn stop(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
-    let _between_freezes = turn(&vm, &message).await?;
+/// What an operation ends with, for the API.
+async fn ends(
+    operation: impl Future<Output = Result<(), Error>>,
+    message: String,
+) -> Result<(), ErrorBody> {
+    operation.await.map_err(|error| error.to_body(message))
+}
+
+async fn stop(vm: Arc<Vm>) -> Result<(), Error> {
+    let _between_freezes = turn(&vm).await?;
     let machine = vm.running_machine()?;
     match vm.state() {
         VmState::Paused => return Ok(()),
         VmState::Running => {}
-        _ => return Err(not_yet(&message)),
+        _ => return Err(Error::NotYet),
     }
     let fork = vm.next_fork();
     let held = silence(&vm, fork).await;
     if let Err(error) = machine.qmp.stop().await {
         // QEMU may have stopped all the same.
         let _as_before = machine.qmp.cont().await;
-        return Err(refused(&message, &error));
+        return Err(error.into());
     }
     // An agent that spoke before the vCPUs stood still cannot be forked here, but can be paused.
     let held = held.filter(Held::is_intact);
@@ -64,13 +72,13 @@ async fn stop(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
     Ok(())
 }
 
-async fn go_on(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
-    let _between_freezes = turn(&vm, &message).await?;
+async fn go_on(vm: Arc<Vm>) -> Result<(), Error> {
+    let _between_freezes = turn(&vm).await?;
     let machine = vm.running_machine()?;
     if !vm.pause.is_paused() {
         return Ok(());
     }
-    machine.qmp.cont().await.map_err(|error| refused(&message, &error))?;
+    machine.qmp.cont().await?;
     vm.pause.end();
     tracing::info!(vm = vm.name(), "resumed");
     Ok(())
@@ -84,23 +92,15 @@ async fn silence(vm: &Vm, fork: u64) -> Option<Held> {
         .ok()
 }
 
-async fn turn<'a>(vm: &'a Vm, message: &str) -> Result<MutexGuard<'a, ()>, ErrorBody> {
-    tokio::time::timeout(TURN_TIMEOUT, vm.forking.lock()).await.map_err(|_elapsed| {
-        ErrorBody::new(ErrorCode::Timeout, message)
-            .cause(format!("it was still being frozen after {} s", TURN_TIMEOUT.as_secs()))
-            .remedy("try again when `vmfork ps` shows it running")
-    })
-}
-
-fn refused(message: &str, error: &dyn std::error::Error) -> ErrorBody {
-    ErrorBody::new(ErrorCode::Qemu, message)
-        .cause(chain(error))
-        .remedy("`vmfork doctor` checks the host; the daemon's log has more")
+async fn turn(vm: &Vm) -> Result<MutexGuard<'_, ()>, Error> {
+    let turn = tokio::time::timeout(TURN_TIMEOUT, vm.forking.lock()).await;
+    turn.map_err(|_elapsed| Error::StillFrozen { after: TURN_TIMEOUT })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmfork_api::ErrorCode;
     use vmfork_host::testing::Host;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -125,7 +125,7 @@ mod tests {
         host.core.set_ready(&web, None);
         web.pause.begin(Standstill { fork: 1, held: None });
         assert_eq!(web.state(), VmState::Paused);
-        let error = web.awake_link().expect_err("it could not answer");
+        let error = ErrorBody::from(web.awake_link().expect_err("it could not answer"));
         assert!(error.remedy.expect("a remedy").contains("vmfork resume web"));
         let waits = tokio::spawn({
             let web = Arc::clone(&web);

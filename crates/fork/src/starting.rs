@@ -6,10 +6,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use tokio::task::{Id, JoinSet};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::CloneResult;
 
-use crate::messages::start_message;
-use vmfork_host::error::BUG;
+use crate::error::Error;
 use vmfork_host::vm::Vm;
 
 /// A clone's line in the reply, and the VM if it is ready.
@@ -20,7 +19,7 @@ pub(super) type Started = (CloneResult, Option<Arc<Vm>>);
 pub(super) struct Broken {
     pub(super) vmid: u32,
     pub(super) name: String,
-    pub(super) error: ErrorBody,
+    pub(super) error: Error,
 }
 
 #[derive(Debug, Default)]
@@ -53,12 +52,7 @@ impl Starting {
                     let who = self.who.remove(&error.id());
                     if let Some((vmid, name)) = who.filter(|_| error.is_panic()) {
                         tracing::error!(clone = name, %error, "a clone's start panicked");
-                        let error = ErrorBody {
-                            code: ErrorCode::Internal,
-                            message: start_message(&name),
-                            cause: Some(error.to_string()),
-                            remedy: Some(BUG.to_owned()),
-                        };
+                        let error = vmfork_host::error::Error::Panicked(error).into();
                         return Some(Err(Broken { vmid, name, error }));
                     }
                 }
@@ -74,6 +68,8 @@ impl Starting {
 
 #[cfg(test)]
 mod tests {
+    use vmfork_api::{ErrorBody, ErrorCode};
+
     use super::*;
 
     fn started(vmid: u32) -> Started {
@@ -91,7 +87,9 @@ mod tests {
         while let Some(next) = starting.next().await {
             match next {
                 Ok((result, _)) => through.push(result.vmid),
-                Err(Broken { vmid, name, error }) => broken.push((vmid, name, error.code)),
+                Err(Broken { vmid, name, error }) => {
+                    broken.push((vmid, name, error.to_body("start it").code));
+                }
             }
         }
         through.sort_unstable();

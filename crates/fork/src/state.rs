@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
-use vmfork_qemu::QmpError;
 use vmfork_qemu::qmp::{PreparedDevices, PreparedState, devices};
 
+pub use crate::error::StateError;
 use vmfork_host::vm::machine::{Lead, Machine};
 
 /// How long QEMU may take to write 30 to 300 kB to memory.
@@ -26,16 +26,6 @@ pub(super) struct Prepared {
 enum Way {
     Migration(PreparedState),
     Devices(PreparedDevices, Lead),
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum StateError {
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
-    #[error("device state in memory")]
-    Memory(#[from] std::io::Error),
-    #[error("the device state that QEMU wrote is of no known form")]
-    Form,
 }
 
 /// # Errors

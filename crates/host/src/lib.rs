@@ -15,6 +15,7 @@
 //! | [`cgroup`] | a memory limit per VM |
 //! | [`state`] | the state folder: lock, journal, what a dead daemon left |
 //! | [`metrics`] | all counters of the daemon |
+//! | [`error`] | why an operation fails, and what the API says about it |
 //!
 //! Promises: a VM ends once, and its first reason stands. No two VMs have one name. A VM that was
 //! admitted has its memory. What a killed daemon left is removed by the next one.

@@ -41,17 +41,19 @@ pub async fn create(
     let vm = library.core.registry.find("take a snapshot of", &request.vm)?;
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
-    let inherited = vm.identity.inherited.with_labels(&request.labels, &message)?;
-    let placed = library.snapshots.place(&name, Doing::Write, &message)?;
+    let failed = |error: SnapshotError| error.to_body(&message);
+    let inherited = vm.identity.inherited.with_labels(&request.labels);
+    let inherited = inherited.map_err(|error| failed(error.into()))?;
+    let placed = library.snapshots.place(&name, Doing::Write).map_err(failed)?;
     let frozen = vmfork_fork::freeze_only(&library.core, &vm, FREEZE_TIMEOUT).await?;
-    let facts = facts_of(&vm, &frozen).await.map_err(|error| error.to_body(&message))?;
+    let facts = facts_of(&vm, &frozen).await.map_err(failed)?;
     let facts = Facts { inherited, ..facts };
     let base = match request.full || request.keep_zero_pages {
         true => None,
         false => library.snapshots.usable_base(&vm),
     };
     let sealed = tokio::task::block_in_place(|| sealed_table(&frozen));
-    let (id, table) = sealed.map_err(|error| error.to_body(&message))?;
+    let (id, table) = sealed.map_err(failed)?;
     let base_name = base.as_ref().map(|base| base.name.clone());
     tracing::info!(
         snapshot = name,
@@ -69,13 +71,13 @@ pub async fn create(
     }
     let wait = request.wait;
     let writing = {
-        let (library, vm, failed) = (Arc::clone(library), Arc::clone(&vm), message.clone());
+        let (library, vm) = (Arc::clone(library), Arc::clone(&vm));
         let order = Order { request, id, table, facts, base, frozen };
-        blocking(message, move || {
+        blocking(move || {
             let outcome = write(&library, &vm, order, &placed.under_way);
             let tell = Tell { vm: Some(vm.identity.in_event()), ..library.tell() };
             placed.ends(outcome.as_ref().err(), &tell);
-            outcome.map(drop).map_err(|error| error.to_body(failed))
+            outcome.map(drop)
         })
     };
     if !wait {
@@ -84,7 +86,7 @@ pub async fn create(
         return Ok(library.snapshots.listed_under_way(&under_way));
     }
     let _cancel = CancelOnDrop(Arc::clone(&under_way.work));
-    writing.await?;
+    writing.await.map_err(failed)?;
     library.snapshots.listed(&library.core, &name)
 }
 

@@ -1,13 +1,24 @@
-//! What can go wrong with stored snapshots.
+//! What can go wrong with stored snapshots, and what the API says about it.
+//!
+//! Each error is a value. Its wire form is made by [`SnapshotError::to_body`] alone, where an
+//! operation ends and what was to be done is known.
 
+use tokio::task::JoinError;
+use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_engine::{EngineError, OpenError, PageLost};
 use vmfork_qemu::QmpError;
 use vmfork_store::{Role, StoreError};
 
 use vmfork_fork::state::StateError;
-use vmfork_host::error::chain;
+use vmfork_fork::{Error as ForkError, Unlike};
+use vmfork_host::error::{Error as HostError, Refusal, chain};
 
+const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
+const PLACE: &str = "name a folder of the daemon's host, or s3://BUCKET/PREFIX";
+
+/// Why an operation on stored snapshots failed. With its sources ([`chain`]) it is the cause that
+/// a user reads.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error(transparent)]
@@ -53,64 +64,111 @@ pub enum SnapshotError {
     S3(#[from] vmfork_store_s3::OpenError),
     #[error("its VM has ended")]
     Ended,
+    /// Of the VMs of this host.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// Of the VMs that are started from it.
+    #[error(transparent)]
+    Fork(#[from] ForkError),
+    /// It can't be used yet.
+    #[error("`{name}` is still being {participle}")]
+    UnderWay { name: String, participle: &'static str },
+    /// Another snapshot has the name.
+    #[error("there is a snapshot named `{name}` already")]
+    NameTaken { name: String },
+    /// What is to be pulled is here by another name, and its own name is taken.
+    #[error("that is here already, as `{here}`, and `{name}` is another one here")]
+    HereAs { here: String, name: String },
+    #[error("the pull was given up")]
+    PullGivenUp,
+    /// The task that did it has panicked, in a call that waits for it.
+    #[error(transparent)]
+    Panicked(#[from] JoinError),
+    /// The task that did it has panicked, in the background.
+    #[error("the daemon's own code failed; its log has more")]
+    Broken,
+}
+
+impl From<Refusal> for SnapshotError {
+    fn from(why: Refusal) -> Self {
+        Self::Host(why.into())
+    }
+}
+
+impl From<LabelError> for SnapshotError {
+    fn from(error: LabelError) -> Self {
+        Self::Host(error.into())
+    }
+}
+
+impl From<Unlike> for SnapshotError {
+    fn from(error: Unlike) -> Self {
+        Self::Fork(error.into())
+    }
 }
 
 impl SnapshotError {
-    fn code(&self) -> ErrorCode {
-        match self {
-            Self::Store(error) => store_code(error),
-            Self::Facts { .. }
-            | Self::Size { .. }
-            | Self::OtherImage { .. }
-            | Self::Empty
-            | Self::Ended => ErrorCode::Conflict,
-            Self::Location { .. } => ErrorCode::BadRequest,
-            Self::NoFolder { .. } => ErrorCode::NotFound,
-            Self::S3(vmfork_store_s3::OpenError::Location(_)) => ErrorCode::BadRequest,
-            Self::S3(_) => ErrorCode::Host,
-            Self::Qmp(_) => ErrorCode::Qemu,
-            Self::Page(_) => ErrorCode::PageLost,
+    /// Whether it was given up, and nothing is wrong.
+    pub(super) fn is_cancelled(&self) -> bool {
+        matches!(self, Self::Store(StoreError::Cancelled))
+    }
+
+    /// For the API. `message` says what was to be done: "start snapshot `warm`".
+    pub(super) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
+        let (code, remedy) = match self {
+            Self::Host(error) => return error.to_body(message),
+            Self::Fork(error) => return error.to_body(message),
+            Self::Store(error) => (store_code(error), error.remedy()),
+            Self::S3(error @ vmfork_store_s3::OpenError::Location(_)) => {
+                (ErrorCode::BadRequest, error.remedy())
+            }
+            Self::S3(error) => (ErrorCode::Host, error.remedy()),
+            Self::Facts { name, .. } | Self::Size { name, .. } => (
+                ErrorCode::Conflict,
+                Some(format!(
+                    "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
+                )),
+            ),
+            Self::OtherImage { .. } => (
+                ErrorCode::Conflict,
+                Some(
+                    "start it with a version of vmfork that knows its disks, or start another snapshot"
+                        .to_owned(),
+                ),
+            ),
+            Self::Empty | Self::Ended => (ErrorCode::Conflict, Some(DOCTOR.to_owned())),
+            Self::Location { .. } => (ErrorCode::BadRequest, Some(PLACE.to_owned())),
+            Self::NoFolder { .. } => (ErrorCode::NotFound, Some(PLACE.to_owned())),
+            Self::UnderWay { name, .. } => (
+                ErrorCode::Conflict,
+                Some(format!(
+                    "wait until `vmfork snapshot ls` shows `{name}` ready, or give it up: `vmfork snapshot rm {name}`"
+                )),
+            ),
+            Self::NameTaken { name } => (
+                ErrorCode::Conflict,
+                Some(format!("choose another name, or `vmfork snapshot rm {name}`")),
+            ),
+            Self::HereAs { here, name } => (
+                ErrorCode::Conflict,
+                Some(format!("use `{here}`, or remove one: `vmfork snapshot rm {name}`")),
+            ),
+            Self::PullGivenUp => (
+                ErrorCode::Conflict,
+                Some("what is not here comes as it is needed; or pull it again".to_owned()),
+            ),
+            Self::Panicked(_) | Self::Broken => (ErrorCode::Internal, None),
+            Self::Qmp(_) => (ErrorCode::Qemu, Some(DOCTOR.to_owned())),
+            Self::Page(_) => (ErrorCode::PageLost, Some(DOCTOR.to_owned())),
             Self::Image(_)
             | Self::Engine(_)
             | Self::State(_)
             | Self::Stream { .. }
             | Self::Profile(_)
             | Self::NotSealed { .. }
-            | Self::NoTable => ErrorCode::Host,
-        }
-    }
-
-    fn remedy(&self) -> Option<String> {
-        match self {
-            Self::Store(error) => error.remedy(),
-            Self::Facts { name, .. } | Self::Size { name, .. } => Some(format!(
-                "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
-            )),
-            Self::OtherImage { .. } => Some(
-                "start it with a version of vmfork that knows its disks, or start another snapshot"
-                    .to_owned(),
-            ),
-            Self::S3(error) => error.remedy(),
-            Self::Location { .. } | Self::NoFolder { .. } => {
-                Some("name a folder of the daemon's host, or s3://BUCKET/PREFIX".to_owned())
-            }
-            _ => Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
-        }
-    }
-
-    /// Whether it was given up, and nothing is wrong.
-    pub(super) fn is_cancelled(&self) -> bool {
-        matches!(self, Self::Store(StoreError::Cancelled))
-    }
-
-    /// For the API; `message` says what was to be done.
-    pub(super) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
-        ErrorBody {
-            code: self.code(),
-            message: message.into(),
-            cause: Some(chain(self)),
-            remedy: self.remedy(),
-        }
+            | Self::NoTable => (ErrorCode::Host, Some(DOCTOR.to_owned())),
+        };
+        ErrorBody { code, message: message.into(), cause: Some(chain(self)), remedy }
     }
 }
 
@@ -133,3 +191,7 @@ fn store_code(error: &StoreError) -> ErrorCode {
         _ => ErrorCode::Host,
     }
 }
+
+#[cfg(test)]
+#[path = "error_tests.rs"]
+mod tests;

@@ -4,14 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_api::{ErrorBody, ErrorCode, RemovedSnapshots, Snapshot, VerifyReply};
+use vmfork_api::{ErrorBody, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{SnapshotId, StoreError, Work};
 
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
 use crate::turns::Change;
 use crate::work::{CancelOnDrop, blocking};
-use vmfork_host::error::chain;
 
 /// How long a pull is waited for that has been given up: a request to a store may take longer.
 const PULL_ENDS: Duration = Duration::from_secs(5);
@@ -27,21 +26,25 @@ pub async fn remove(
     name: &str,
     cascade: bool,
 ) -> Result<RemovedSnapshots, ErrorBody> {
-    let message = format!("remove snapshot `{name}`");
+    let removed = remove_all(library, name, cascade).await;
+    removed.map_err(|error| error.to_body(format!("remove snapshot `{name}`")))
+}
+
+async fn remove_all(
+    library: &Arc<Library>,
+    name: &str,
+    cascade: bool,
+) -> Result<RemovedSnapshots, SnapshotError> {
     let was_under_way = library.snapshots.give_up(name).await;
     let ids = {
-        let (library, name, message) = (Arc::clone(library), name.to_owned(), message.clone());
-        blocking(message.clone(), move || {
-            let found = library.snapshots.to_remove(&name, cascade);
-            found.map_err(|error| SnapshotError::from(error).to_body(message))
-        })
-        .await?
+        let (library, name) = (Arc::clone(library), name.to_owned());
+        blocking(move || Ok(library.snapshots.to_remove(&name, cascade)?)).await?
     };
     let Some(ids) = ids else {
         if was_under_way {
             return Ok(RemovedSnapshots { names: vec![name.to_owned()], freed_bytes: 0 });
         }
-        return Err(library.snapshots.not_found(name, &message));
+        return Err(library.snapshots.not_found(name));
     };
     library.snapshots.end_pulls(&ids).await;
     let work = library.snapshots.work();
@@ -49,12 +52,12 @@ pub async fn remove(
     for id in &ids {
         turns.push(library.snapshots.turns.take(*id, Change::Remove, &work).await);
     }
-    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
-    blocking(message, move || {
+    let (library, name) = (Arc::clone(library), name.to_owned());
+    blocking(move || {
         let tell = library.tell();
-        let removed =
-            library.snapshots.store.remove_telling(&name, cascade, &mut |name| tell.removed(name));
-        let removed = removed.map_err(|error| SnapshotError::from(error).to_body(failed))?;
+        let removed = library.snapshots.store.remove_telling(&name, cascade, &mut |name| {
+            tell.removed(name);
+        })?;
         library.snapshots.pulls().retain(|id, _| !ids.contains(id));
         drop(turns);
         Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
@@ -122,23 +125,17 @@ impl Snapshots {
 
 /// Read and check every byte. If the caller gives up, so does this.
 pub async fn verify(library: &Arc<Library>, name: &str) -> Result<VerifyReply, ErrorBody> {
-    let message = format!("verify snapshot `{name}`");
-    library.snapshots.check_written(name, &message)?;
+    let failed = |error: SnapshotError| error.to_body(format!("verify snapshot `{name}`"));
+    library.snapshots.check_written(name).map_err(failed)?;
     let verified = {
         let name = name.to_owned();
-        with_work(library, message, move |library, work| {
-            Ok(library.snapshots.store.verify(&name, work)?)
-        })
-        .await?
+        with_work(library, move |library, work| Ok(library.snapshots.store.verify(&name, work)?))
+            .await
+            .map_err(failed)?
     };
     let damage = verified.damage.iter().map(|damage| {
-        let error = StoreError::Damaged(damage.clone());
-        ErrorBody {
-            code: ErrorCode::Host,
-            message: format!("snapshot `{name}` is damaged"),
-            cause: Some(chain(&error)),
-            remedy: error.remedy(),
-        }
+        let error = SnapshotError::from(StoreError::Damaged(damage.clone()));
+        error.to_body(format!("snapshot `{name}` is damaged"))
     });
     Ok(VerifyReply {
         schema: vmfork_api::SCHEMA.to_owned(),
@@ -152,24 +149,27 @@ pub async fn verify(library: &Arc<Library>, name: &str) -> Result<VerifyReply, E
 
 /// Make a delta whole.
 pub async fn flatten(library: &Arc<Library>, name: &str) -> Result<Snapshot, ErrorBody> {
-    let message = format!("flatten snapshot `{name}`");
-    let id = library.snapshots.id_of(name, &message)?;
+    let made_whole = make_whole(library, name).await;
+    made_whole.map_err(|error| error.to_body(format!("flatten snapshot `{name}`")))?;
+    library.snapshots.listed(&library.core, name)
+}
+
+async fn make_whole(library: &Arc<Library>, name: &str) -> Result<(), SnapshotError> {
+    let id = library.snapshots.id_of(name)?;
     let work = library.snapshots.work();
     let _on_drop = CancelOnDrop(Arc::clone(&work));
     let turn = library.snapshots.turns.take(id, Change::Flatten, &work).await;
-    {
-        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
-        blocking(message, move || {
-            let flattened = library.snapshots.store.flatten(&name, &work);
-            if flattened.is_err() {
-                library.snapshots.collector.soon();
-            }
-            drop(turn);
-            flattened.map_err(|error| SnapshotError::from(error).to_body(failed))
-        })
-        .await?;
-    }
-    library.snapshots.listed(&library.core, name)
+    let (library, name) = (Arc::clone(library), name.to_owned());
+    blocking(move || {
+        let flattened = library.snapshots.store.flatten(&name, &work);
+        if flattened.is_err() {
+            library.snapshots.collector.soon();
+        }
+        drop(turn);
+        flattened?;
+        Ok(())
+    })
+    .await
 }
 
 /// Forget what VMs touch first.
@@ -177,35 +177,37 @@ pub async fn flatten(library: &Arc<Library>, name: &str) -> Result<Snapshot, Err
 /// # Errors
 /// There is no such snapshot, or the store can't be written to.
 pub async fn reset_profile(library: &Arc<Library>, name: &str) -> Result<(), ErrorBody> {
-    let message = format!("reset the profile of snapshot `{name}`");
-    let id = library.snapshots.id_of(name, &message)?;
+    let forgotten = forget_profile(library, name).await;
+    forgotten.map_err(|error| error.to_body(format!("reset the profile of snapshot `{name}`")))
+}
+
+async fn forget_profile(library: &Arc<Library>, name: &str) -> Result<(), SnapshotError> {
+    let id = library.snapshots.id_of(name)?;
     let turn = library.snapshots.turns.take(id, Change::Forget, &library.snapshots.work()).await;
-    let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
-    blocking(message, move || {
+    let (library, name) = (Arc::clone(library), name.to_owned());
+    blocking(move || {
         let reset = library.snapshots.store.remove_profile(&name);
         drop(turn);
-        reset.map_err(|error| SnapshotError::from(error).to_body(failed))
+        Ok(reset?)
     })
     .await
 }
 
 impl Snapshots {
     /// Which snapshot this is, which can be worked with.
-    fn id_of(&self, name: &str, message: &str) -> Result<SnapshotId, ErrorBody> {
-        self.check_written(name, message)?;
-        let found = tokio::task::block_in_place(|| self.store.descriptor(name));
-        Ok(found.map_err(|error| SnapshotError::from(error).to_body(message))?.id)
+    fn id_of(&self, name: &str) -> Result<SnapshotId, SnapshotError> {
+        self.check_written(name)?;
+        Ok(tokio::task::block_in_place(|| self.store.descriptor(name))?.id)
     }
 }
 
 /// Something that takes a while, on a thread of its own, given up with this future.
 pub(super) async fn with_work<T: Send + 'static>(
     library: &Arc<Library>,
-    message: String,
     run: impl FnOnce(&Arc<Library>, &Work) -> Result<T, SnapshotError> + Send + 'static,
-) -> Result<T, ErrorBody> {
+) -> Result<T, SnapshotError> {
     let work = library.snapshots.work();
     let _on_drop = CancelOnDrop(Arc::clone(&work));
-    let (library, failed) = (Arc::clone(library), message.clone());
-    blocking(message, move || run(&library, &work).map_err(|error| error.to_body(failed))).await
+    let library = Arc::clone(library);
+    blocking(move || run(&library, &work)).await
 }

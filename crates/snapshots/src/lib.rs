@@ -14,6 +14,7 @@
 //! | `opening`, `placing` | opening one; keeping a name while it is written or pulled |
 //! | [`library`] | the store, what is open of it, and the host |
 //! | `opened`, `under_way`, `turns`, `collect`, `work`, `location` | the parts of that |
+//! | `error` | why an operation fails, and what the API says about it |
 //!
 //! Promises: a snapshot is open as long as a VM may need its pages. If it is removed meanwhile, its
 //! VMs go on, and what they may need stays in the store until they have ended. What is being

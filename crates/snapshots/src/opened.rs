@@ -7,13 +7,13 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use vmfork_api::ErrorBody;
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{PAGE_BYTES, PageTable};
 use vmfork_store::{BaseRef, Blobs, Role, SnapshotId};
 
 use vmfork_fork::facts::Facts;
 use vmfork_host::admission::{Admission, Lease};
+use vmfork_host::error::Refusal;
 use vmfork_host::vm::CameOf;
 use vmfork_host::vm::machine::Lead;
 
@@ -112,19 +112,14 @@ impl Opened {
         }
     }
 
-    /// Have the host's memory for what its VMs may still touch, once for all of them. `message`:
-    /// what is done.
+    /// Have the host's memory for what its VMs may still touch, once for all of them.
     ///
     /// # Errors
-    /// `no_capacity` with the figures.
-    pub(super) fn promise_memory(
-        &self,
-        admission: &Admission,
-        message: &str,
-    ) -> Result<(), ErrorBody> {
+    /// There is not enough: the figures.
+    pub(super) fn promise_memory(&self, admission: &Admission) -> Result<(), Refusal> {
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         if memory.is_none() {
-            *memory = Some(admission.cache(message, self.missing_bytes())?);
+            *memory = Some(admission.lease_of_cache(self.missing_bytes(), &[])?);
         }
         Ok(())
     }

@@ -12,7 +12,6 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_host::error::chain;
 use vmfork_store::{SnapshotId, StoreError};
 
@@ -87,12 +86,8 @@ impl Pulling {
         let Some(error) = error else { return };
         let reason = chain(error);
         tracing::warn!(snapshot = self.under_way.name, reason, "pages are left where they were");
-        self.under_way.fail(match error.is_cancelled() {
-            true => ErrorBody::new(ErrorCode::Conflict, message)
-                .cause("the pull was given up")
-                .remedy("what is not here comes as it is needed; or pull it again"),
-            false => error.to_body(message),
-        });
+        let given_up = error.is_cancelled().then_some(&SnapshotError::PullGivenUp);
+        self.under_way.fail(given_up.unwrap_or(error).to_body(message));
     }
 }
 
@@ -127,13 +122,12 @@ impl Snapshots {
         self: &Arc<Self>,
         name: &str,
         doing: Doing,
-        message: &str,
-    ) -> Result<Placed, ErrorBody> {
+    ) -> Result<Placed, SnapshotError> {
         let mine = Arc::new(UnderWay::new(name, doing, self.work()));
         {
             let mut all = self.under_way();
             if let Some(other) = all.get(name).filter(|other| other.error().is_none()) {
-                return Err(not_yet(other, message));
+                return Err(not_yet(other));
             }
             all.insert(name.to_owned(), Arc::clone(&mine));
         }
@@ -145,12 +139,11 @@ impl Snapshots {
         // work can have the name.
         match self.store.descriptor(name) {
             Err(StoreError::NotFound { .. }) if self.store.is_being_written(name) => {
-                Err(SnapshotError::Store(StoreError::Busy { name: name.to_owned() })
-                    .to_body(message))
+                Err(StoreError::Busy { name: name.to_owned() }.into())
             }
             Err(StoreError::NotFound { .. }) => Ok(placed),
-            Ok(_) => Err(name_is_taken(name, message)),
-            Err(error) => Err(SnapshotError::from(error).to_body(message)),
+            Ok(_) => Err(SnapshotError::NameTaken { name: name.to_owned() }),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -182,11 +175,11 @@ impl Snapshots {
     ///
     /// # Errors
     /// It is.
-    pub(super) fn check_written(&self, name: &str, message: &str) -> Result<(), ErrorBody> {
+    pub(super) fn check_written(&self, name: &str) -> Result<(), SnapshotError> {
         let under_way = self.under_way().get(name).cloned();
         match under_way.filter(|one| one.error().is_none()) {
             // One that is being pulled may be there.
-            Some(other) if self.store.descriptor(name).is_err() => Err(not_yet(&other, message)),
+            Some(other) if self.store.descriptor(name).is_err() => Err(not_yet(&other)),
             _ => Ok(()),
         }
     }
@@ -200,23 +193,7 @@ impl Snapshots {
     }
 }
 
-fn not_yet(under_way: &UnderWay, message: &str) -> ErrorBody {
+fn not_yet(under_way: &UnderWay) -> SnapshotError {
     let UnderWay { name, doing, .. } = under_way;
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.to_owned(),
-        cause: Some(format!("`{name}` is still being {}", doing.participle())),
-        remedy: Some(format!(
-            "wait until `vmfork snapshot ls` shows `{name}` ready, or give it up: `vmfork snapshot rm {name}`"
-        )),
-    }
-}
-
-fn name_is_taken(name: &str, message: &str) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.to_owned(),
-        cause: Some(format!("there is a snapshot named `{name}` already")),
-        remedy: Some(format!("choose another name, or `vmfork snapshot rm {name}`")),
-    }
+    SnapshotError::UnderWay { name: name.clone(), participle: doing.participle() }
 }

@@ -55,17 +55,16 @@ impl Snapshots {
                 let under_way = self.under_way().get(name).cloned();
                 let listed = under_way.filter(|one| one.listed().is_some());
                 let listed = listed.map(|one| self.listed_under_way(&one));
-                listed.ok_or_else(|| self.not_found(name, &message()))
+                listed.ok_or_else(|| self.not_found(name).to_body(message()))
             }
             Err(error) => Err(SnapshotError::from(error).to_body(message())),
         }
     }
 
     /// That there is no snapshot of that name.
-    pub(super) fn not_found(&self, name: &str, message: &str) -> ErrorBody {
+    pub(super) fn not_found(&self, name: &str) -> SnapshotError {
         let place = self.store.describe();
-        let error = StoreError::NotFound { name: name.to_owned(), place };
-        SnapshotError::from(error).to_body(message)
+        StoreError::NotFound { name: name.to_owned(), place }.into()
     }
 
     pub(super) fn listed_under_way(&self, under_way: &UnderWay) -> Snapshot {

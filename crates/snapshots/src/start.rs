@@ -14,7 +14,8 @@ use crate::opened::Opened;
 use crate::prefetch;
 use crate::record::{self, Subject};
 use vmfork_fork::facts::host;
-use vmfork_fork::{Brood, Granted, Names, OnRun, Snapshot, Stem, Wanted};
+use vmfork_fork::state::StateError;
+use vmfork_fork::{Brood, Error as ForkError, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::start_machines;
 use vmfork_host::error::outcome;
@@ -43,8 +44,11 @@ pub async fn start(
     let (library, name) = (Arc::clone(library), name.to_owned());
     // A task of its own: QEMUs that are half-way up are ended in order, also when the client
     // disconnects.
-    let task =
-        tokio::spawn(async move { carry_out(&library, (user, &name), request, given_up).await });
+    let failed = message.clone();
+    let task = tokio::spawn(async move {
+        let outcome = carry_out(&library, (user, &name), request, given_up).await;
+        outcome.map_err(|error| error.to_body(failed))
+    });
     outcome(task, message).await
 }
 
@@ -66,11 +70,12 @@ async fn carry_out(
     (user, name): (User, &str),
     request: StartRequest,
     given_up: CancellationToken,
-) -> Result<StartReply, ErrorBody> {
+) -> Result<StartReply, SnapshotError> {
     let (began, began_unix_ms) = (Instant::now(), now_unix_ms());
     let message = format!("start snapshot `{name}`");
     let wanted = request.names.as_deref();
-    let deadline = began + vmfork_fork::check(&message, request.count, wanted, request.timeout_ms)?;
+    let timeout = vmfork_fork::check(request.count, wanted, request.timeout_ms)?;
+    let deadline = began + timeout;
     let start = Start { library, user, name, request, message, began, deadline, given_up };
     let opened = start.open()?;
     let open = began.elapsed();
@@ -93,30 +98,29 @@ async fn carry_out(
 }
 
 impl Start<'_> {
-    fn open(&self) -> Result<Arc<Opened>, ErrorBody> {
+    fn open(&self) -> Result<Arc<Opened>, SnapshotError> {
         let snapshots = &self.library.snapshots;
         tokio::task::block_in_place(|| {
-            snapshots.check_written(self.name, &self.message)?;
-            let opened = snapshots.open(&self.library.core, self.name);
-            opened.map_err(|error| error.to_body(&self.message))
+            snapshots.check_written(self.name)?;
+            snapshots.open(&self.library.core, self.name)
         })
     }
 
     /// Whether this host is what its VMs need, with memory for what they may touch. → the shape of
     /// their QEMUs, and what their drives hold.
-    async fn check_host(&self, opened: &Opened) -> Result<(Shape, Drives), ErrorBody> {
-        let (core, message) = (&self.library.core, &self.message);
-        opened.facts.check_accel(message, &KvmFacts::gather())?;
+    async fn check_host(&self, opened: &Opened) -> Result<(Shape, Drives), SnapshotError> {
+        let core = &self.library.core;
+        opened.facts.check_accel(&KvmFacts::gather())?;
         if !self.request.force {
-            host::check_qemu(core, message, &opened.facts).await?;
+            host::check_qemu(core, &opened.facts).await?;
         }
-        let machine = host::shape_and_drives(core, message, &opened.facts)?;
-        tokio::task::block_in_place(|| opened.promise_memory(&core.admission, message))?;
+        let machine = host::shape_and_drives(core, &opened.facts)?;
+        tokio::task::block_in_place(|| opened.promise_memory(&core.admission))?;
         Ok(machine)
     }
 
     /// Memory for as many VMs as have names.
-    async fn admit(&self, opened: &Opened, names: usize) -> Result<ForkGrant, ErrorBody> {
+    async fn admit(&self, opened: &Opened, names: usize) -> Result<ForkGrant, SnapshotError> {
         let spec = opened.facts.spec();
         let ask = ForkAsk {
             message: &self.message,
@@ -128,7 +132,7 @@ impl Start<'_> {
             by_guest: false,
             allowed: None,
         };
-        self.library.core.admit(ask, self.request.all_or_nothing).await
+        Ok(self.library.core.grant(ask, self.request.all_or_nothing).await?)
     }
 
     async fn start(
@@ -136,10 +140,10 @@ impl Start<'_> {
         opened: &Arc<Opened>,
         shape: &Shape,
         drives: Drives,
-    ) -> Result<Vec<CloneResult>, ErrorBody> {
-        let Self { library, request, message, name, .. } = self;
+    ) -> Result<Vec<CloneResult>, SnapshotError> {
+        let Self { library, request, name, .. } = self;
         let core = &library.core;
-        let inherited = opened.facts.inherited.with_labels(&request.labels, message)?;
+        let inherited = opened.facts.inherited.with_labels(&request.labels)?;
         let taken = library.forker.remote.names().await;
         let names = Names {
             wanted: request.names.as_deref(),
@@ -148,8 +152,7 @@ impl Start<'_> {
             taken: taken.as_ref(),
         };
         // The names are kept until the VMs have them.
-        let (reservation, names) =
-            vmfork_fork::reserve(core, names, request.all_or_nothing, message)?;
+        let (reservation, names) = vmfork_fork::reserve(core, names, request.all_or_nothing)?;
         let grant = self.admit(opened, reservation.names().len()).await?;
         // Until the last of them is ready.
         let _no_refill = core.hold_pool();
@@ -157,7 +160,7 @@ impl Start<'_> {
         let mut pending = start_machines(core, shape, grant.clones.len(), &self.given_up);
         prefetch::begin(library, name, opened, request.prefetch, request.hydrate_mib_per_s);
         if !request.force {
-            host::check_machine(message, &opened.facts, &mut pending, self.deadline).await?;
+            host::check_machine(&opened.facts, &mut pending, self.deadline).await?;
         }
         let brood = Brood {
             forker: Arc::clone(&library.forker),
@@ -177,7 +180,7 @@ impl Start<'_> {
         let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
         let started = brood.start(wanted.collect(), granted, request.all_or_nothing).await;
         drop(reservation);
-        started
+        Ok(started.map_err(ForkError::Clone)?)
     }
 
     /// What each of the VMs continues.
@@ -186,11 +189,10 @@ impl Start<'_> {
         opened: &Arc<Opened>,
         drives: Drives,
         lease: Lease,
-    ) -> Result<Snapshot, ErrorBody> {
-        let failed = |io: std::io::Error| SnapshotError::State(io.into()).to_body(&self.message);
+    ) -> Result<Snapshot, SnapshotError> {
         let facts = &opened.facts;
         Ok(Snapshot {
-            state: opened.state.try_clone().map_err(failed)?,
+            state: opened.state.try_clone().map_err(StateError::Memory)?,
             lead: opened.lead.clone(),
             engine: Arc::clone(&opened.engine),
             drives,

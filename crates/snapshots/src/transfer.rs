@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
-use vmfork_api::{ErrorBody, ErrorCode, SCHEMA, Snapshot, TransferReply, TransferRequest};
+use vmfork_api::{ErrorBody, SCHEMA, Snapshot, TransferReply, TransferRequest};
 use vmfork_store::{Store, Work};
 
 use crate::error::SnapshotError;
@@ -34,7 +34,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub fn export(library: &Arc<Library>, name: &str) -> Result<ByteStream, ErrorBody> {
     let message = format!("export snapshot `{name}`");
     // What can be said before the first byte is said as an error.
-    library.snapshots.check_written(name, &message)?;
+    library.snapshots.check_written(name).map_err(|error| error.to_body(&message))?;
     library.snapshots.listed(&library.core, name)?;
     let (out_tx, out) = mpsc::channel(PIECES_MAX + 1);
     // Room for it is there whatever the client takes.
@@ -111,19 +111,19 @@ pub async fn import(
     name: Option<String>,
     content: ByteStream,
 ) -> Result<Vec<Snapshot>, ErrorBody> {
-    let message = "import a snapshot".to_owned();
-    let place = |name: &str| library.snapshots.place(name, Doing::Import, &message);
+    let failed = |error: SnapshotError| error.to_body("import a snapshot");
+    let place = |name: &str| library.snapshots.place(name, Doing::Import);
     // Without a name, it is in the stream: the store ensures that no other snapshot takes that.
-    let placed = name.as_deref().map(place).transpose()?;
+    let placed = name.as_deref().map(place).transpose().map_err(failed)?;
     let work = match &placed {
         Some(placed) => Arc::clone(&placed.under_way.work),
         None => library.snapshots.work(),
     };
     let _on_drop = CancelOnDrop(Arc::clone(&work));
     let stored = {
-        let (library, failed) = (Arc::clone(library), message.clone());
+        let library = Arc::clone(library);
         let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
-        blocking(message, move || {
+        blocking(move || {
             let mut source = Pieces { from: content, peer, piece: Bytes::new() };
             let outcome = library.snapshots.store.import(&mut source, name.as_deref(), &work);
             let outcome = outcome.map_err(SnapshotError::from);
@@ -134,9 +134,10 @@ pub async fn import(
                 Some(placed) => placed.ends(outcome.as_ref().err(), &library.tell()),
                 None => library.tell().stored(&work),
             }
-            outcome.map_err(|error| error.to_body(failed))
+            outcome
         })
-        .await?
+        .await
+        .map_err(failed)?
     };
     stored
         .iter()
@@ -173,13 +174,15 @@ pub async fn push(
 ) -> Result<TransferReply, ErrorBody> {
     let began = Instant::now();
     let message = format!("push snapshot `{name}` to {}", request.location);
-    library.snapshots.check_written(name, &message)?;
+    let failed = |error: SnapshotError| error.to_body(&message);
+    library.snapshots.check_written(name).map_err(failed)?;
     let name = name.to_owned();
-    let copied = with_work(library, message, move |library, work| {
+    let copied = with_work(library, move |library, work| {
         let other = store_at(&request.location, For::Writing, &library.snapshots.runtime)?;
         Ok(library.snapshots.store.copy_to(&name, &other, work)?)
     })
-    .await?;
+    .await
+    .map_err(failed)?;
     Ok(TransferReply {
         schema: SCHEMA.to_owned(),
         names: copied.names,
@@ -195,12 +198,13 @@ pub async fn pull(
     request: TransferRequest,
 ) -> Result<Snapshot, ErrorBody> {
     let message = format!("pull snapshot `{name}` from {}", request.location);
-    let placed = library.snapshots.place(name, Doing::Pull, &message)?;
+    let failed = |error: SnapshotError| error.to_body(&message);
+    let placed = library.snapshots.place(name, Doing::Pull).map_err(failed)?;
     let adopted = {
         let _on_drop = CancelOnDrop(Arc::clone(&placed.under_way.work));
-        let (library, name, failed) = (Arc::clone(library), name.to_owned(), message.clone());
-        blocking(message.clone(), move || adopt(&library, placed, &name, &request.location, failed))
-            .await?
+        let (library, name) = (Arc::clone(library), name.to_owned());
+        let adopting = blocking(move || adopt(&library, placed, &name, &request.location));
+        adopting.await.map_err(failed)?
     };
     let under_way = match adopted.pulling {
         None => None,
@@ -210,13 +214,12 @@ pub async fn pull(
             // A client that waits for all of it and disconnects does not want it now. Pages still
             // arrive on demand.
             let on_drop = request.wait.then(|| CancelOnDrop(Arc::clone(&under_way.work)));
-            let (library, name, failed) =
-                (Arc::clone(library), adopted.name.clone(), message.clone());
-            drop(blocking(message, move || {
+            let (library, name) = (Arc::clone(library), adopted.name.clone());
+            drop(blocking(move || {
                 let snapshots = &library.snapshots;
                 let outcome = snapshots.store.fetch_chunks(&name, &remote, &pulling.under_way.work);
                 let outcome = outcome.map_err(SnapshotError::from);
-                pulling.ends(outcome.as_ref().err(), failed);
+                pulling.ends(outcome.as_ref().err(), message);
                 Ok(())
             }));
             Some((under_way, on_drop))
@@ -246,8 +249,7 @@ fn adopt(
     placed: Placed,
     name: &str,
     location: &str,
-    message: String,
-) -> Result<Adopted, ErrorBody> {
+) -> Result<Adopted, SnapshotError> {
     let snapshots = &library.snapshots;
     let begin = || {
         let remote = store_at(location, For::Reading, &snapshots.runtime)?;
@@ -259,22 +261,14 @@ fn adopt(
         let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
         Ok::<_, SnapshotError>((remote, here, ids))
     };
-    let begun = begin().map_err(|error| {
+    let begun = begin().inspect_err(|_| {
         // The bases may be here.
         library.tell().stored(&placed.under_way.work);
-        error.to_body(message.clone())
     });
     let (remote, here, ids) = begun?;
     // That it is here under another name is fine, as long as this one means no other.
     if here != name && snapshots.store.descriptor(name).is_ok() {
-        return Err(ErrorBody {
-            code: ErrorCode::Conflict,
-            message,
-            cause: Some(format!(
-                "that is here already, as `{here}`, and `{name}` is another one here"
-            )),
-            remedy: Some(format!("use `{here}`, or remove one: `vmfork snapshot rm {name}`")),
-        });
+        return Err(SnapshotError::HereAs { here, name: name.to_owned() });
     }
     let pulling = (!ids.is_empty())
         .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));

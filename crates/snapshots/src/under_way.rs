@@ -5,9 +5,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode, Progress, SnapshotState};
+use vmfork_api::{ErrorBody, Progress, SnapshotState};
 use vmfork_store::{SnapshotId, Work};
 
+use crate::error::SnapshotError;
 use crate::work;
 use vmfork_fork::facts::Facts;
 use vmfork_host::vm::now_unix_ms;
@@ -68,7 +69,7 @@ impl UnderWay {
         }
     }
 
-    /// What it failed with.
+    /// What it failed with, as it is listed.
     pub(super) fn error(&self) -> Option<ErrorBody> {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -86,8 +87,7 @@ impl UnderWay {
     pub(super) fn fail_if_panicking(&self) {
         if std::thread::panicking() && self.error().is_none() {
             let message = format!("snapshot `{}` is not {}", self.name, self.doing.participle());
-            let cause = "the daemon's own code failed; its log has more";
-            self.fail(ErrorBody::new(ErrorCode::Internal, message).cause(cause));
+            self.fail(SnapshotError::Broken.to_body(message));
         }
     }
 

@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_store::Work;
+
+use crate::error::SnapshotError;
 
 /// Everything that is being done with a store: ended together when the daemon stops.
 #[derive(Debug, Default)]
@@ -57,17 +58,13 @@ impl Drop for CancelOnDrop {
 /// Something that takes a while, on a thread of its own. It begins with the call, and goes on to
 /// its end even if the future is dropped.
 pub(super) fn blocking<T: Send + 'static, F>(
-    message: String,
     run: F,
-) -> impl Future<Output = Result<T, ErrorBody>>
+) -> impl Future<Output = Result<T, SnapshotError>>
 where
-    F: FnOnce() -> Result<T, ErrorBody> + Send + 'static,
+    F: FnOnce() -> Result<T, SnapshotError> + Send + 'static,
 {
     let task = tokio::task::spawn_blocking(run);
-    async {
-        let panicked = |error| ErrorBody::new(ErrorCode::Internal, message).cause(error);
-        task.await.unwrap_or_else(|error| Err(panicked(error)))
-    }
+    async { task.await? }
 }
 
 #[cfg(test)]

@@ -3,12 +3,11 @@
 use std::time::Instant;
 
 use tokio::sync::oneshot;
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_qemu::{Drives, QmpError, Shape, probe};
 
 use super::Facts;
+use crate::error::{Error, Unlike};
 use vmfork_host::core::{Core, PendingMachine, open_image};
-use vmfork_host::error::chain;
 use vmfork_host::vm::DriveSpec;
 use vmfork_host::vm::machine::Machine;
 
@@ -26,14 +25,9 @@ pub async fn machine_type(machine: &Machine) -> Result<String, QmpError> {
 ///
 /// # Errors
 /// It is not, or can't be told.
-pub async fn check_qemu(core: &Core, message: &str, facts: &Facts) -> Result<(), ErrorBody> {
-    let binary = probe::find(Some(&core.config.qemu)).await.map_err(|error| ErrorBody {
-        code: ErrorCode::Host,
-        message: message.to_owned(),
-        cause: Some(chain(&error)),
-        remedy: Some("`apt-get install qemu-system-x86`".to_owned()),
-    })?;
-    facts.check_host(message, binary.version)
+pub async fn check_qemu(core: &Core, facts: &Facts) -> Result<(), Error> {
+    let binary = probe::find(Some(&core.config.qemu)).await.map_err(Error::NoQemu)?;
+    Ok(facts.check_host(binary.version)?)
 }
 
 /// Whether this host's QEMUs are of the machine type that it was taken on. All of a shape are: the
@@ -42,11 +36,10 @@ pub async fn check_qemu(core: &Core, message: &str, facts: &Facts) -> Result<(),
 /// # Errors
 /// It is another one: names both.
 pub async fn check_machine(
-    message: &str,
     facts: &Facts,
     pending: &mut [PendingMachine],
     deadline: Instant,
-) -> Result<(), ErrorBody> {
+) -> Result<(), Unlike> {
     for place in pending {
         let Ok(Ok(started)) = tokio::time::timeout_at(deadline.into(), &mut *place).await else {
             return Ok(());
@@ -59,7 +52,7 @@ pub async fn check_machine(
         let _waits = back_tx.send(started);
         *place = back;
         if let Some(found) = found {
-            return super::check_machine(message, &facts.machine, &found);
+            return super::check_machine(&facts.machine, &found);
         }
     }
     Ok(())
@@ -69,26 +62,18 @@ pub async fn check_machine(
 ///
 /// # Errors
 /// The guest image is missing here, or another one.
-pub fn shape_and_drives(
-    core: &Core,
-    message: &str,
-    facts: &Facts,
-) -> Result<(Shape, Drives), ErrorBody> {
-    let shape = facts.shape().map_err(|error| {
-        let cause = format!("its machine: {}", chain(&error));
-        ErrorBody::new(ErrorCode::Conflict, message).cause(cause)
-    })?;
+pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Error> {
+    let shape = facts.shape().map_err(Unlike::Shape)?;
     let files = facts.spec().drives.iter().map(|drive| {
         let DriveSpec::Root { blake3 } = drive;
         let files = match core.images.open_root(&facts.spec().image, blake3) {
             Ok(Some(files)) => files,
             _ => open_image(core, &facts.spec().image)?,
         };
-        facts.check_root(message, files.metadata.root_blake3())?;
+        facts.check_root(files.metadata.root_blake3())?;
         Ok(files.root.map(|root| (drive.slot(), root.into())))
     });
-    let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, ErrorBody>>()?;
-    let drives = Drives::new(shape.guest, files)
-        .map_err(|error| ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)))?;
+    let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, Error>>()?;
+    let drives = Drives::new(shape.guest, files).map_err(Error::Drives)?;
     Ok((shape, drives))
 }

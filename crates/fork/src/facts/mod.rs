@@ -1,6 +1,5 @@
 //! What a frozen VM needs of a host to go on there: written down when it is frozen, compared before
-//! a VM is started from it, be it from a store or on another host. `message` of each check is what
-//! is being done, for its error.
+//! a VM is started from it, be it from a store or on another host.
 
 pub mod host;
 
@@ -8,11 +7,11 @@ use std::fs;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_qemu::probe::{self, KvmFacts, NoKvm};
 use vmfork_qemu::shape::ShapeError;
 use vmfork_qemu::{Accel, GuestKind, Shape, Version};
 
+use crate::error::Unlike;
 use vmfork_guest_link::agent::{AgentInfo, Inheritance};
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::quotas::User;
@@ -117,13 +116,13 @@ impl Facts {
     ///
     /// # Errors
     /// They are not: names both.
-    pub fn check_host(&self, message: &str, qemu: Version) -> Result<(), ErrorBody> {
+    pub fn check_host(&self, qemu: Version) -> Result<(), Unlike> {
         let (qemu, cpu) = (qemu.to_string(), processor(self.accel()));
         if qemu != self.qemu_version {
-            return Err(differs(message, "QEMU", &self.qemu_version, &qemu));
+            return Err(differs("QEMU", &self.qemu_version, &qemu));
         }
         if cpu != self.cpu {
-            return Err(differs(message, "a processor", &self.cpu, &cpu));
+            return Err(differs("a processor", &self.cpu, &cpu));
         }
         Ok(())
     }
@@ -132,20 +131,12 @@ impl Facts {
     ///
     /// # Errors
     /// They were run by KVM, which can't be used here.
-    pub fn check_accel(&self, message: &str, kvm: &KvmFacts) -> Result<(), ErrorBody> {
+    pub fn check_accel(&self, kvm: &KvmFacts) -> Result<(), Unlike> {
         if self.accel() == Accel::Tcg {
             return Ok(());
         }
         let choice = probe::choose_accel(Some(Accel::Kvm), kvm);
-        choice.map(drop).map_err(|NoKvm { reason }| ErrorBody {
-            code: ErrorCode::Conflict,
-            message: message.to_owned(),
-            cause: Some(format!("it was taken with KVM, which can't be used here: {reason}")),
-            remedy: Some(
-                "start it where KVM is, or take one of a VM that runs with `--accel tcg`"
-                    .to_owned(),
-            ),
-        })
+        choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
     /// Whether the root disk of an image is the one that the guest knows.
@@ -153,7 +144,7 @@ impl Facts {
     /// # Errors
     /// It is not: a guest that goes on with another disk than it has in its memory destroys what it
     /// reads.
-    pub fn check_root(&self, message: &str, found: Option<&str>) -> Result<(), ErrorBody> {
+    pub fn check_root(&self, found: Option<&str>) -> Result<(), Unlike> {
         if found == self.spec().root_blake3() {
             return Ok(());
         }
@@ -161,17 +152,7 @@ impl Facts {
             hash.map_or("none".to_owned(), |hash| hash.chars().take(16).collect())
         };
         let (wanted, found) = (word(self.spec().root_blake3()), word(found));
-        let image = &self.spec().image;
-        Err(ErrorBody {
-            code: ErrorCode::Conflict,
-            message: message.to_owned(),
-            cause: Some(format!(
-                "its guest runs from a root disk of hash {wanted}…, that of image `{image}` here is {found}…"
-            )),
-            remedy: Some(format!(
-                "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
-            )),
-        })
+        Err(Unlike::Root { image: self.spec().image.clone(), wanted, found })
     }
 }
 
@@ -180,22 +161,15 @@ impl Facts {
 ///
 /// # Errors
 /// It is another one: names both.
-pub fn check_machine(message: &str, taken: &str, here: &str) -> Result<(), ErrorBody> {
+pub fn check_machine(taken: &str, here: &str) -> Result<(), Unlike> {
     if here != taken {
-        return Err(differs(message, "machine type", taken, here));
+        return Err(differs("machine type", taken, here));
     }
     Ok(())
 }
 
-fn differs(message: &str, what: &str, taken: &str, here: &str) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.to_owned(),
-        cause: Some(format!("it was taken on {what} `{taken}`, this host has `{here}`")),
-        remedy: Some(
-            "start it where it was taken, or try with --force: QEMU says if it can't".to_owned(),
-        ),
-    }
+fn differs(what: &'static str, taken: &str, here: &str) -> Unlike {
+    Unlike::Differs { what, taken: taken.to_owned(), here: here.to_owned() }
 }
 
 /// What a guest takes its processor to be: QEMU's own under TCG, the host's under KVM.
@@ -241,8 +215,6 @@ impl Facts {
 mod tests {
     use super::*;
 
-    const MESSAGE: &str = "start snapshot `warm`";
-
     fn facts() -> Facts {
         let mut facts = Facts::of_a_test(512 << 20);
         let blake3 = "0123456789abcdef0123".to_owned();
@@ -265,21 +237,21 @@ mod tests {
     fn another_qemu_machine_processor_or_disk_is_refused_naming_both() {
         let facts = facts();
         let version = |minor| Version { major: 7, minor, micro: 22 };
-        facts.check_host(MESSAGE, version(2)).expect("the same");
-        let text = |refused: Result<(), ErrorBody>| refused.expect_err("refused").to_string();
+        facts.check_host(version(2)).expect("the same");
+        let text = |refused: Result<(), Unlike>| refused.expect_err("refused").to_string();
         assert_eq!(
-            text(facts.check_host(MESSAGE, version(3))),
-            "start snapshot `warm`: it was taken on QEMU `7.2.22`, this host has `7.3.22`"
+            text(facts.check_host(version(3))),
+            "it was taken on QEMU `7.2.22`, this host has `7.3.22`"
         );
         let elsewhere = Facts { cpu: "Other (features 1)".to_owned(), ..facts.clone() };
-        let refused = text(elsewhere.check_host(MESSAGE, version(2)));
+        let refused = text(elsewhere.check_host(version(2)));
         assert!(refused.contains("`Other (features 1)`") && refused.contains("(TCG)"), "{refused}");
-        check_machine(MESSAGE, &facts.machine, "pc-i440fx-7.2").expect("the same");
-        let refused = text(check_machine(MESSAGE, &facts.machine, "pc-i440fx-10.0"));
+        check_machine(&facts.machine, "pc-i440fx-7.2").expect("the same");
+        let refused = text(check_machine(&facts.machine, "pc-i440fx-10.0"));
         assert!(refused.contains("`pc-i440fx-7.2`, this host has `pc-i440fx-10.0`"), "{refused}");
-        facts.check_root(MESSAGE, Some("0123456789abcdef0123")).expect("the same");
+        facts.check_root(Some("0123456789abcdef0123")).expect("the same");
         for other in [None, Some("ffff")] {
-            let refused = text(facts.check_root(MESSAGE, other));
+            let refused = text(facts.check_root(other));
             assert!(refused.contains("hash 0123456789abcdef…"), "{refused}");
         }
     }
@@ -288,15 +260,14 @@ mod tests {
     fn one_that_was_taken_with_kvm_is_refused_where_there_is_none() {
         let without = KvmFacts { device: Err("No such file".to_owned()), modules: Vec::new() };
         let with = KvmFacts { device: Ok(()), modules: Vec::new() };
-        facts().check_accel(MESSAGE, &without).expect("TCG is everywhere");
+        facts().check_accel(&without).expect("TCG is everywhere");
         let mut taken = facts();
         taken.inherited.spec.accel = vmfork_api::Accel::Kvm;
-        taken.check_accel(MESSAGE, &with).expect("it is there");
-        let refused = taken.check_accel(MESSAGE, &without).expect_err("refused");
-        assert_eq!(refused.code, ErrorCode::Conflict);
+        taken.check_accel(&with).expect("it is there");
+        let refused = taken.check_accel(&without).expect_err("refused");
         assert_eq!(
             refused.to_string(),
-            "start snapshot `warm`: it was taken with KVM, which can't be used here: \
+            "it was taken with KVM, which can't be used here: \
              /dev/kvm does not open: No such file"
         );
     }

@@ -48,7 +48,6 @@
 mod accounts;
 mod asks;
 mod probe;
-mod refusals;
 #[cfg(test)]
 mod tests;
 
@@ -64,11 +63,10 @@ use vmfork_cluster::allocate::Amount;
 use self::accounts::{Account, Accounts};
 pub use self::asks::{BootAsk, ForkAsk, ForkGrant, Loan};
 pub use self::probe::{HostMemory, Probe, ProcProbe, cores};
-use self::refusals::{Bound, Figure, family_is_large, mib};
 use crate::config::Config;
-use crate::quotas::User;
+use crate::error::{Error, Figure, MIB, Refusal, mib};
+use crate::quotas::{Allowed, User};
 
-const MIB: u64 = 1 << 20;
 /// QEMU 7.2 beside the memory of its guest: 29 MB PSS with a kernel loaded, and room for I/O.
 const QEMU_BOOTED_BYTES: u64 = 40 * MIB;
 /// The same for a clone, which loads no kernel: 15 MB PSS.
@@ -154,6 +152,15 @@ impl fmt::Debug for Admission {
     }
 }
 
+/// What keeps a fork from getting more clones.
+#[derive(Debug, Clone, Copy)]
+enum Bound {
+    Memory,
+    Vcpus,
+    Family { by: Figure, has: Amount, may: Amount },
+    Quota(Allowed),
+}
+
 /// What is promised to one VM (or snapshot); given back on drop.
 pub struct Lease {
     admission: Admission,
@@ -176,17 +183,22 @@ impl Admission {
     /// # Errors
     /// `no_capacity` with the figures.
     pub fn boot(&self, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
-        let BootAsk { name, family, user, ram_bytes, cpus } = ask;
+        self.lease_to_boot(ask).map_err(|why| {
+            let what = match &why {
+                Refusal::Vcpus { .. } => format!("{} virtual CPUs", ask.cpus),
+                _ => format!("{} of memory", mib(ask.ram_bytes)),
+            };
+            Error::from(why).to_body(format!("run `{}` with {what}", ask.name))
+        })
+    }
+
+    fn lease_to_boot(&self, ask: BootAsk<'_>) -> Result<Lease, Refusal> {
+        let BootAsk { family, user, ram_bytes, cpus, name: _ } = ask;
         let want = self.0.policy.booted(ram_bytes);
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts);
-        if want > admissible {
-            let message = format!("run `{name}` with {} of memory", mib(ram_bytes));
-            return Err(self.refusal(&accounts, message, want, admissible));
-        }
+        self.check_memory(&mut accounts, want)?;
         if cpus > self.vcpus_left(&accounts) {
-            let message = format!("run `{name}` with {cpus} virtual CPUs");
-            return Err(self.no_vcpus(&accounts, message, cpus));
+            return Err(self.no_vcpus(&accounts, cpus));
         }
         Ok(self.vm(&mut accounts, want, family.into(), (user, cpus)))
     }
@@ -217,6 +229,14 @@ impl Admission {
     /// `no_capacity` with the figures, if not even one clone fits, or not all do and
     /// `all_or_nothing` is set.
     pub fn fork(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, ErrorBody> {
+        self.grant(ask, all_or_nothing).map_err(|error| error.to_body(ask.message))
+    }
+
+    /// The same, for an operation that has its own words for the API.
+    ///
+    /// # Errors
+    /// As [`Admission::fork`].
+    pub fn grant(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
         let policy = &self.0.policy;
         let (snapshot, each) = (policy.growth(ask.ram_bytes), policy.clone(ask.ram_bytes));
         let want = each.saturating_mul(u64::from(ask.count)).saturating_add(snapshot);
@@ -240,19 +260,18 @@ impl Admission {
         let tightest = bounds.into_iter().min_by_key(|(count, _)| *count);
         let (fitting, bound) = tightest.unwrap_or((0, Bound::Memory));
         if ask.count == 0 && snapshot > admissible {
-            let message = ask.message.to_owned();
-            return Err(self.refusal(&accounts, message, snapshot, admissible));
+            return Err(self.no_memory(&accounts, snapshot, admissible).into());
         }
         let granted = fitting.min(ask.count);
         let refused = (granted < ask.count).then(|| {
-            let message = format!("{}: {granted} of {} fit", ask.message, ask.count);
             let want_vcpus = ask.cpus.saturating_mul(ask.count);
-            match bound {
-                Bound::Memory => self.refusal(&accounts, message, want, admissible),
-                Bound::Vcpus => self.no_vcpus(&accounts, message, want_vcpus),
-                Bound::Quota(allowed) => allowed.refusal(message),
-                Bound::Family { by, has, may } => family_is_large(message, by, has, may),
-            }
+            let why = match bound {
+                Bound::Memory => self.no_memory(&accounts, want, admissible),
+                Bound::Vcpus => self.no_vcpus(&accounts, want_vcpus),
+                Bound::Quota(allowed) => allowed.refused(),
+                Bound::Family { by, has, may } => Refusal::Family { by, has, may },
+            };
+            Error::Few { granted, asked: ask.count, why }
         });
         match refused {
             Some(refused) if granted == 0 || all_or_nothing => Err(refused),
@@ -266,7 +285,7 @@ impl Admission {
                             self.vm(&mut accounts, each, Arc::clone(&family), owner)
                         })
                         .collect(),
-                    refused,
+                    refused: refused.map(|error| error.to_body(ask.message)),
                 })
             }
         }
@@ -275,15 +294,11 @@ impl Admission {
     /// Memory for the pages that a VM overwrites while a snapshot of it is being stored.
     ///
     /// # Errors
-    /// `no_capacity` with the figures.
-    pub fn snapshot(&self, vm: &str, family: &str, ram_bytes: u64) -> Result<Lease, ErrorBody> {
+    /// There is not enough: the figures.
+    pub fn snapshot(&self, family: &str, ram_bytes: u64) -> Result<Lease, Refusal> {
         let want = self.0.policy.growth(ram_bytes);
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts);
-        if want > admissible {
-            let message = format!("take a snapshot of `{vm}`");
-            return Err(self.refusal(&accounts, message, want, admissible));
-        }
+        self.check_memory(&mut accounts, want)?;
         Ok(self.lease(&mut accounts, want, Some(family.into())))
     }
 
@@ -307,6 +322,19 @@ impl Admission {
         missing_bytes: u64,
         before: &[Arc<Lease>],
     ) -> Result<Lease, ErrorBody> {
+        let granted = self.lease_of_cache(missing_bytes, before);
+        granted.map_err(|why| Error::from(why).to_body(message))
+    }
+
+    /// The same, for an operation that has its own words for the API.
+    ///
+    /// # Errors
+    /// As [`Admission::cache_in_place_of`].
+    pub fn lease_of_cache(
+        &self,
+        missing_bytes: u64,
+        before: &[Arc<Lease>],
+    ) -> Result<Lease, Refusal> {
         let mut accounts = self.0.accounts();
         let mut set_aside = Vec::new();
         for lease in before {
@@ -314,14 +342,13 @@ impl Admission {
                 set_aside.push((lease.id, std::mem::take(&mut account.committed_bytes)));
             }
         }
-        let admissible = self.admissible(&mut accounts);
-        if missing_bytes > admissible {
+        if let Err(why) = self.check_memory(&mut accounts, missing_bytes) {
             for (id, bytes) in set_aside {
                 if let Some(account) = accounts.leases.get_mut(&id) {
                     account.committed_bytes = bytes;
                 }
             }
-            return Err(self.refusal(&accounts, message.to_owned(), missing_bytes, admissible));
+            return Err(why);
         }
         Ok(self.lease(&mut accounts, missing_bytes, None))
     }
@@ -329,14 +356,10 @@ impl Admission {
     /// Memory for a QEMU that waits in the pool.
     ///
     /// # Errors
-    /// `no_capacity` with the figures: not now.
-    pub fn waiting(&self) -> Result<Lease, ErrorBody> {
+    /// There is not enough now: the figures.
+    pub fn waiting(&self) -> Result<Lease, Refusal> {
         let mut accounts = self.0.accounts();
-        let admissible = self.admissible(&mut accounts);
-        if QEMU_CLONE_BYTES > admissible {
-            let message = "start a QEMU for the pool".to_owned();
-            return Err(self.refusal(&accounts, message, QEMU_CLONE_BYTES, admissible));
-        }
+        self.check_memory(&mut accounts, QEMU_CLONE_BYTES)?;
         Ok(self.lease(&mut accounts, QEMU_CLONE_BYTES, None))
     }
 
@@ -373,6 +396,40 @@ impl Admission {
         let then = known.map_or_else(|| self.probe(accounts), |(_, then)| then);
         let free = now.min(then).saturating_sub(self.0.policy.reserve_bytes);
         free.saturating_sub(accounts.outstanding_bytes())
+    }
+
+    /// Whether so much memory may be handed out.
+    fn check_memory(&self, accounts: &mut Accounts, want: u64) -> Result<(), Refusal> {
+        let admissible = self.admissible(accounts);
+        match want > admissible {
+            true => Err(self.no_memory(accounts, want, admissible)),
+            false => Ok(()),
+        }
+    }
+
+    fn no_memory(&self, accounts: &Accounts, want_bytes: u64, admissible_bytes: u64) -> Refusal {
+        let HostMemory { total_bytes, available_bytes } = self.0.probe.host();
+        Refusal::Memory {
+            want_bytes,
+            admissible_bytes,
+            total_bytes,
+            available_bytes,
+            outstanding_bytes: accounts.outstanding_bytes(),
+            committed_bytes: accounts.committed_bytes(),
+            reserve_bytes: self.0.policy.reserve_bytes,
+        }
+    }
+
+    fn no_vcpus(&self, accounts: &Accounts, want: u32) -> Refusal {
+        let Policy { cores, vcpus_per_core, .. } = self.0.policy;
+        Refusal::Vcpus {
+            want,
+            admissible: self.vcpus_left(accounts),
+            max: self.vcpus_max(),
+            per_core: vcpus_per_core,
+            cores,
+            promised: accounts.vcpus(),
+        }
     }
 
     fn vcpus_left(&self, accounts: &Accounts) -> u32 {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 
 use super::Core;
+use crate::error::Error;
 use crate::vm::{End, Vm};
 
 /// How often what is left of a family is looked for. Twice is the rule: once to end all, once to
@@ -75,12 +76,7 @@ impl Core {
                 break;
             }
         }
-        Err(ErrorBody {
-            code: ErrorCode::Timeout,
-            message: format!("kill the family of `{name}`"),
-            cause: Some("a fork under way does not come to its end".to_owned()),
-            remedy: Some("`vmfork tree` shows what is left of it: kill it again".to_owned()),
-        })
+        Err(Error::ForkStays.to_body(format!("kill the family of `{name}`")))
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use vmfork_api::{ErrorBody, Ttl};
 
 use super::Core;
+use crate::error::Error;
 use crate::lifetime::{OVER, Setting};
 use crate::vm::{End, Vm, now_unix_ms};
 
@@ -50,7 +51,8 @@ impl Core {
     /// # Errors
     /// It has ended.
     pub fn set_ttl(&self, vm: &Vm, ttl: Option<Duration>) -> Result<Setting, ErrorBody> {
-        let refused = || vm.ended_error(format!("bound the life of `{}`", vm.name()));
+        let refused =
+            || Error::Over(vm.ended()).to_body(format!("bound the life of `{}`", vm.name()));
         // Between a VM's end and its removal from the table, the table still has it.
         if vm.end_now().is_some() {
             return Err(refused());

@@ -38,7 +38,7 @@ use vmfork_qemu::pool::{self, Limits, Pool};
 use vmfork_qemu::{Accel, Shape};
 
 pub use self::family::KILL_TIMEOUT;
-pub use self::images::{open_image, store_code};
+pub use self::images::open_image;
 pub use self::machines::{PendingMachine, start_machines};
 pub use self::quotas::{Keeper, Quotas, TOLD_WITHIN};
 pub use self::registry::{Registry, Reservation};
@@ -47,6 +47,7 @@ use crate::admission::{self, Admission, Lease};
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::error::chain;
+pub use crate::error::store_code;
 use crate::lifetime::Lifetimes;
 use crate::metrics::Metrics;
 use crate::state::State;

@@ -27,6 +27,7 @@ use vmfork_cluster::allocate::{Amount, Bounds, QuotaAnswer, QuotaAsk, Tally};
 
 use super::Core;
 use crate::admission::{Admission, ForkAsk, ForkGrant};
+use crate::error::Error;
 use crate::quotas::{Allowed, User};
 
 /// What has ended on a host is reported within this time.
@@ -231,9 +232,18 @@ impl Core {
         ask: ForkAsk<'_>,
         all_or_nothing: bool,
     ) -> Result<ForkGrant, ErrorBody> {
-        let turn = self.turn_of_clones(&ask).await?;
+        let granted = self.grant(ask, all_or_nothing).await;
+        granted.map_err(|error| error.to_body(ask.message))
+    }
+
+    /// The same, for an operation that has its own words for the API.
+    ///
+    /// # Errors
+    /// As [`Core::admit`].
+    pub async fn grant(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
+        let turn = self.turn_of_clones(&ask).await.map_err(Error::Keeper)?;
         let ask = ForkAsk { allowed: turn.allowed(), ..ask };
-        self.admission.fork(ask, all_or_nothing)
+        self.admission.grant(ask, all_or_nothing)
     }
 }
 

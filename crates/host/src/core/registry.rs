@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode, NAME_BYTES_MAX, TreeNode};
+use vmfork_api::{ErrorBody, NAME_BYTES_MAX, TreeNode};
 
+use crate::error::Error;
 use crate::vm::Vm;
 
 /// Ended VMs that are remembered; the oldest are forgotten first.
@@ -210,11 +211,9 @@ impl Registry {
             .values()
             .find(|vm| vm.name() == name_or_id || vm.identity.id == name_or_id)
             .cloned()
-            .ok_or_else(|| ErrorBody {
-                code: ErrorCode::NotFound,
-                message: format!("{to} `{name_or_id}`"),
-                cause: Some(format!("no VM named `{name_or_id}` on this host")),
-                remedy: Some("`vmfork ps` lists the VMs that are here".to_owned()),
+            .ok_or_else(|| {
+                let error = Error::NoVm { name: name_or_id.to_owned() };
+                error.to_body(format!("{to} `{name_or_id}`"))
             })
     }
 

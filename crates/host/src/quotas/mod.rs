@@ -5,10 +5,11 @@
 
 mod parse;
 
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_cluster::allocate::Amount;
 
 pub use self::parse::{QuotaError, bounds};
+use crate::error::{Error, Refusal};
 pub use vmfork_control::User;
 
 /// What a quota leaves of what is asked for.
@@ -24,24 +25,13 @@ pub struct Allowed {
 
 impl Allowed {
     /// Why there are no more.
+    pub fn refused(&self) -> Refusal {
+        let Self { user, has, may, .. } = *self;
+        Refusal::Quota { user, has, may }
+    }
+
+    /// The same for the API. `message` says what was to be done.
     pub fn refusal(&self, message: String) -> ErrorBody {
-        let Self { user, has, may, .. } = self;
-        let mut figures = Vec::new();
-        if may.vms < u32::MAX {
-            figures.push(format!("{} of {} VMs", has.vms, may.vms));
-        }
-        if may.room.memory_bytes < u64::MAX {
-            let mib = |amount: &Amount| amount.room.memory_bytes >> 20;
-            figures.push(format!("{} of {} MiB", mib(has), mib(may)));
-        }
-        if may.room.vcpus < u32::MAX {
-            figures.push(format!("{} of {} virtual CPUs", has.room.vcpus, may.room.vcpus));
-        }
-        let figures = figures.join(" and ");
-        ErrorBody::new(ErrorCode::NoCapacity, message)
-            .cause(format!(
-                "user {user} has {figures} on all hosts: the quota leaves no room for more"
-            ))
-            .remedy("end some of them (`vmfork ps`, `vmfork kill`), or raise vmforkd's --quota")
+        Error::from(self.refused()).to_body(message)
     }
 }

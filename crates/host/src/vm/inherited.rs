@@ -5,7 +5,8 @@
 //! read from a store needs a default, since older snapshots lack it.
 
 use serde::{Deserialize, Serialize};
-use vmfork_api::{Accel, ErrorBody, ErrorCode, Labels};
+use vmfork_api::labels::LabelError;
+use vmfork_api::{Accel, Labels};
 use vmfork_qemu::DriveSlot;
 
 /// What clones inherit.
@@ -19,16 +20,12 @@ pub struct Inherited {
 }
 
 impl Inherited {
-    /// The same with a request's own labels. `message`: what is done, for the error's text.
+    /// The same with a request's own labels.
     ///
     /// # Errors
     /// There are too many labels then.
-    pub fn with_labels(&self, own: &Labels, message: &str) -> Result<Self, ErrorBody> {
-        let labels = self.labels.with(own).map_err(|error| {
-            ErrorBody::new(ErrorCode::BadRequest, message)
-                .cause(error)
-                .remedy("give fewer labels; those of the same key are replaced")
-        })?;
+    pub fn with_labels(&self, own: &Labels) -> Result<Self, LabelError> {
+        let labels = self.labels.with(own)?;
         Ok(Self { labels, ..self.clone() })
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorCode;
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_qemu::probe::{self, ProbeError};
 use vmfork_qemu::{Accel, Boot, Drives, Launch, Qemu, Shape, ShimFds, StartError, Version};
@@ -17,6 +17,7 @@ use vmfork_qemu::{Accel, Boot, Drives, Launch, Qemu, Shape, ShimFds, StartError,
 use super::machine::Machine;
 use super::users::{User, Users};
 use crate::config::QEMU_UIDS;
+use crate::error::Refusal;
 use crate::state::{ProcessId, ProcessKind, State};
 
 /// A QEMU that could not be started, or whose RAM can't be taken hold of.
@@ -45,8 +46,8 @@ pub enum LaunchError {
     Journal(#[source] io::Error),
     #[error("all {QEMU_UIDS} user ids for QEMUs are in use")]
     NoUser,
-    #[error("there is no memory for it now: {0}")]
-    NoRoom(ErrorBody),
+    #[error("there is no memory for it now: start a QEMU for the pool: {0}")]
+    NoRoom(Refusal),
 }
 
 /// How long a QEMU that was killed may take to be gone.
@@ -59,9 +60,8 @@ impl LaunchError {
             Self::NoQemu(_) | Self::Open { .. } | Self::Prepare(_) | Self::Journal(_) => {
                 ErrorCode::Host
             }
-            Self::NoUser => ErrorCode::NoCapacity,
+            Self::NoUser | Self::NoRoom(_) => ErrorCode::NoCapacity,
             Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
-            Self::NoRoom(error) => error.code,
         }
     }
 

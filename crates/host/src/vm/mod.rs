@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
-use vmfork_api::{ErrorBody, ErrorCode, ForkReply, VmState};
+use vmfork_api::{ForkReply, VmState};
 use vmfork_policy::ViewId;
 
 use self::console::Console;
@@ -44,6 +44,7 @@ pub(crate) use self::told::{Step, ToldOf};
 pub use self::working_set::WorkingSet;
 use crate::admission::{ForkAsk, Lease};
 use crate::cgroup::VmCgroup;
+use crate::error::VmError;
 use crate::lifetime::Lifetime;
 use crate::metrics::EndReason;
 use crate::quotas::User;
@@ -314,22 +315,13 @@ impl Vm {
     ///
     /// # Errors
     /// It has ended, or has none (yet).
-    pub fn link(&self) -> Result<AgentLink, ErrorBody> {
+    pub fn link(&self) -> Result<AgentLink, VmError> {
         let link = self.live().link.clone();
+        let name = || self.name().to_owned();
         link.ok_or_else(|| match self.end_now() {
-            Some(end) => self.has_ended(&end),
-            None if self.identity.has_agent => ErrorBody {
-                code: ErrorCode::Conflict,
-                message: format!("reach the agent of `{}`", self.name()),
-                cause: Some("the VM is still starting".to_owned()),
-                remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
-            },
-            None => ErrorBody {
-                code: ErrorCode::Conflict,
-                message: format!("reach the agent of `{}`", self.name()),
-                cause: Some(format!("image `{}` has no agent", self.identity.spec().image)),
-                remedy: Some("`vmfork console` still works".to_owned()),
-            },
+            Some(end) => self.has_ended(end),
+            None if self.identity.has_agent => VmError::Starting { name: name() },
+            None => VmError::NoAgent { name: name(), image: self.identity.spec().image.clone() },
         })
     }
 
@@ -337,48 +329,32 @@ impl Vm {
     ///
     /// # Errors
     /// As [`Vm::link`]; or it is paused, and could not answer.
-    pub fn awake_link(&self) -> Result<AgentLink, ErrorBody> {
+    pub fn awake_link(&self) -> Result<AgentLink, VmError> {
         let link = self.link()?;
-        if self.pause.is_paused() {
-            return Err(ErrorBody {
-                code: ErrorCode::Conflict,
-                message: format!("reach the agent of `{}`", self.name()),
-                cause: Some("the VM is paused".to_owned()),
-                remedy: Some(format!("`vmfork resume {}` lets it continue", self.name())),
-            });
+        match self.pause.is_paused() {
+            true => Err(VmError::Paused { name: self.name().to_owned() }),
+            false => Ok(link),
         }
-        Ok(link)
     }
 
-    /// Why `message` can't be: the VM has ended.
-    pub fn ended_error(&self, message: String) -> ErrorBody {
-        let reason = self.end_now().map(|end| end.reason);
-        ErrorBody { message, ..self.has_ended(&End::exited(reason.unwrap_or_default())) }
+    /// That it has ended, and why.
+    pub fn ended(&self) -> VmError {
+        self.has_ended(self.end_now().unwrap_or_else(|| End::exited("")))
     }
 
     /// Its QEMU.
     ///
     /// # Errors
     /// It has ended, or is still being started.
-    pub fn running_machine(&self) -> Result<Arc<Machine>, ErrorBody> {
+    pub fn running_machine(&self) -> Result<Arc<Machine>, VmError> {
         if let Some(end) = self.end_now() {
-            return Err(self.has_ended(&end));
+            return Err(self.has_ended(end));
         }
-        self.machine().ok_or_else(|| ErrorBody {
-            code: ErrorCode::Conflict,
-            message: format!("`{}` is not running", self.name()),
-            cause: Some("its QEMU is being started".to_owned()),
-            remedy: Some("try again when `vmfork ps` shows it running".to_owned()),
-        })
+        self.machine().ok_or_else(|| VmError::NoQemu { name: self.name().to_owned() })
     }
 
-    fn has_ended(&self, end: &End) -> ErrorBody {
-        ErrorBody {
-            code: ErrorCode::Conflict,
-            message: format!("`{}` is not running", self.name()),
-            cause: Some(end.reason.clone()),
-            remedy: Some(format!("`vmfork logs {}` shows its last words", self.name())),
-        }
+    fn has_ended(&self, end: End) -> VmError {
+        VmError::Ended { name: self.name().to_owned(), reason: end.reason }
     }
 
     /// A number for a fork, not used before for this VM.

@@ -98,7 +98,8 @@ pub(crate) async fn start(
     let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
     let wanted = Names { wanted: Some(&names), stem: &order.parent.name, count, taken: None };
     // The names are kept until the clones have them.
-    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing, &message)?;
+    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing)
+        .map_err(|error| error.to_body(&message))?;
     let grant = match memory {
         Some(grant) => grant,
         None => {
@@ -110,7 +111,8 @@ pub(crate) async fn start(
     let _no_refill = core.hold_pool();
     core.pool.want(&shape, core.config.pool as usize);
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    host::check_machine(&message, &order.facts, &mut pending, deadline).await.map_err(unlike)?;
+    let alike = host::check_machine(&order.facts, &mut pending, deadline).await;
+    alike.map_err(|error| unlike(&message, &error.into()))?;
     let snapshot = snapshot(&message, &order, &state, (engine, drives), grant.snapshot, arrival)?;
     let lifetime = order.lifetime.heard(began);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
@@ -139,7 +141,8 @@ pub(crate) async fn start(
 fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
     let names: Vec<String> = order.clones.iter().map(|clone| clone.name.clone()).collect();
     let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
-    let timeout = vmfork_fork::check(message, count, Some(&names), Some(order.timeout_ms))?;
+    let timeout = vmfork_fork::check(count, Some(&names), Some(order.timeout_ms))
+        .map_err(|error| error.to_body(message))?;
     if let Some(name) = names.iter().find(|name| !vmfork_api::name_is_valid(name)) {
         return Err(ErrorBody::new(ErrorCode::BadRequest, message)
             .cause(format!("`{name}` is no name of a VM"))
@@ -155,9 +158,10 @@ async fn check_host(
     message: &str,
     facts: &Facts,
 ) -> Result<(Shape, Drives), ErrorBody> {
-    facts.check_accel(message, &KvmFacts::gather()).map_err(unlike)?;
-    host::check_qemu(core, message, facts).await.map_err(unlike)?;
-    host::shape_and_drives(core, message, facts).map_err(unlike)
+    let unlike = |error| unlike(message, &error);
+    facts.check_accel(&KvmFacts::gather()).map_err(|error| unlike(error.into()))?;
+    host::check_qemu(core, facts).await.map_err(unlike)?;
+    host::shape_and_drives(core, facts).map_err(unlike)
 }
 
 /// The engine of the clones' memory, with what comes ahead on its way. Blocks while page tables are
@@ -253,12 +257,13 @@ fn identity(facts: &Facts, parent: &Parent) -> Identity {
 
 /// This host is not what the VM needs. What the starter of a snapshot may do about that, who forks
 /// can't.
-fn unlike(error: ErrorBody) -> ErrorBody {
-    match error.code {
-        ErrorCode::Conflict => error.remedy(
+fn unlike(message: &str, error: &vmfork_fork::Error) -> ErrorBody {
+    let body = error.to_body(message);
+    match error {
+        vmfork_fork::Error::Unlike(_) => body.remedy(
             "clones go on with the QEMU, the processor and the guest image of the VM's host: `--host` names hosts that have them",
         ),
-        _ => error,
+        _ => body,
     }
 }
 
@@ -286,16 +291,18 @@ mod tests {
 
     #[test]
     fn who_forks_is_told_nothing_that_only_snapshots_have() {
-        let refused = facts::check_machine("start clones of `web`", "pc-9", "pc-7");
-        let error = unlike(refused.expect_err("another one"));
+        let unlike = |error: vmfork_fork::Error| unlike("start clones of `web`", &error);
+        let refused = facts::check_machine("pc-9", "pc-7");
+        let error = unlike(refused.expect_err("another one").into());
         let remedy = error.remedy.as_deref().expect("a remedy");
         assert!(remedy.contains("`--host`") && !remedy.contains("--force"), "{remedy}");
         assert!(error.to_string().contains("`pc-9`, this host has `pc-7`"), "{error}");
-        let disk = Facts::of_a_test(1 << 20).check_root("start clones", Some("ff"));
-        let remedy = unlike(disk.expect_err("another one")).remedy.expect("a remedy");
+        let disk = Facts::of_a_test(1 << 20).check_root(Some("ff"));
+        let remedy = unlike(disk.expect_err("another one").into()).remedy.expect("a remedy");
         assert!(!remedy.contains("snapshot"), "{remedy}");
         // What the host itself lacks stays as it is said.
-        let host = ErrorBody::new(ErrorCode::Host, "m").remedy("`vmfork doctor`");
-        assert_eq!(unlike(host.clone()), host);
+        let host = unlike(vmfork_fork::Error::NoQemu(vmfork_qemu::probe::ProbeError::NotFound));
+        assert_eq!(host.code, ErrorCode::Host);
+        assert!(host.remedy.is_some_and(|remedy| remedy.contains("apt-get")));
     }
 }
