@@ -9,6 +9,7 @@ use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
+use super::error::ClusterError;
 use super::guest_images::TAKES_LONG;
 use super::lifetimes::tell_if_changed;
 use super::member::Member;
@@ -59,9 +60,7 @@ struct Destination {
 fn check_here(placement: &vmfork_fork::Placement, message: &str) -> Result<(), ErrorBody> {
     let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
     match wants_more || placement.hosts.is_some() {
-        true => Err(ErrorBody::new(ErrorCode::Conflict, message)
-            .cause("this host is in no cluster")
-            .remedy("`vmfork cluster init` makes one, `vmfork cluster join` joins one")),
+        true => Err(ClusterError::InNone.to_body(message)),
         false => Ok(()),
     }
 }
@@ -93,7 +92,7 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     };
     let policy = match placement.place {
         Some(Place::Here) => {
-            member.hosts.check_active(message)?;
+            member.hosts.check_active().map_err(|error| error.to_body(message))?;
             return Ok(None);
         }
         Some(Place::Pack) => Policy::Pack,
@@ -101,7 +100,7 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     };
     let mut views = member.hosts.views(core);
     if let Some(hosts) = &placement.hosts {
-        let named = member.hosts.find_all(hosts, message)?;
+        let named = member.hosts.find_all(hosts).map_err(|error| error.to_body(message))?;
         views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {

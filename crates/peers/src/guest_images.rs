@@ -44,7 +44,8 @@ use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::HostView;
 use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store, StoreError};
 
-use super::client::{CallError, Peer};
+use super::client::Peer;
+use super::error::CallError;
 use super::hosts::Hosts;
 use super::remote_fork::Order;
 use vmfork_fork::was_given_up;
@@ -404,7 +405,7 @@ impl GuestImages {
         match there.map_err(|error| FetchError::from(error).to_body(message()))? {
             Some(files) => Ok(files.metadata.name),
             None => {
-                let giver = self.hosts.peer_of(from, &message())?;
+                let giver = self.hosts.peer_of(from).map_err(|error| error.to_body(message()))?;
                 self.fetches.ensure(store, wanted, giver, deadline).await
             }
         }
@@ -504,7 +505,7 @@ impl GuestImages {
         wait: Duration,
     ) -> Result<(), ErrorBody> {
         let message = format!("have a host take guest image `{}`", wanted.name);
-        let peer = self.hosts.peer_of(host, &message)?;
+        let peer = self.hosts.peer_of(host).map_err(|error| error.to_body(message.as_str()))?;
         let answer = peer.ask::<Wanted, There>(GUEST_IMAGES, wanted, wait).await;
         let there = answer.map_err(|error| error.to_body(message))?;
         tracing::debug!(host = peer.name, image = there.name, "it has the guest image");

@@ -8,7 +8,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::{Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
 
-use super::client::{CallError, WORD_WAIT};
+use super::client::WORD_WAIT;
+use super::error::CallError;
 use super::hosts::Hosts;
 use vmfork_host::core::{Core, TOLD_WITHIN};
 use vmfork_host::error::chain;
@@ -156,8 +157,10 @@ impl Keeper {
             let kept = self.keep(core, self.hosts.id, ask, Instant::now());
             return kept.map_err(|error| error.to_string());
         }
-        let peer =
-            self.hosts.peer_of(keeper, "ask what a user has").map_err(|error| error.to_string())?;
+        let peer = self
+            .hosts
+            .peer_of(keeper)
+            .map_err(|error| error.to_body("ask what a user has").to_string())?;
         let answer = peer.ask::<QuotaAsk, QuotaAnswer>(QUOTAS, ask, WORD_WAIT).await;
         let answer = answer.map_err(|error| match error {
             CallError::Refused { host, source } => format!("host `{host}`: {source}"),

@@ -20,7 +20,8 @@ use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::vm::{Identity, Vm};
 
-use crate::client::{CallError, WORD_WAIT};
+use crate::client::WORD_WAIT;
+use crate::error::CallError;
 use crate::hosts::Hosts;
 use crate::member::Member;
 use crate::tickets::{LEASES, PlacesAsk, RELEASE};
@@ -189,7 +190,8 @@ async fn lease(hosts: &Arc<Hosts>, host: HostId, ask: PlacesAsk) -> Result<Reser
         }
     });
     let peer = hosts
-        .peer_of(host, "ask for places")
+        .peer_of(host)
+        .map_err(|error| error.to_body("ask for places"))
         .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
     let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
     reserved.count = granted.min(asked);
@@ -199,7 +201,7 @@ async fn lease(hosts: &Arc<Hosts>, host: HostId, ask: PlacesAsk) -> Result<Reser
 /// Places there are not needed.
 fn give_back(hosts: Arc<Hosts>, host: HostId, lease: u64) {
     tokio::spawn(async move {
-        let Ok(peer) = hosts.peer_of(host, "give places back") else { return };
+        let Ok(peer) = hosts.peer_of(host) else { return };
         if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
             tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
         }

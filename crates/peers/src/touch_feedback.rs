@@ -144,7 +144,7 @@ async fn tell(
         return;
     }
     let message = "tell what a clone touched";
-    let told = match member.hosts.peer_of(of, message) {
+    let told = match member.hosts.peer_of(of) {
         Ok(peer) => {
             let said = peer
                 .ask::<_, ()>(
@@ -170,7 +170,7 @@ pub(super) async fn hear(
     Json(said): Json<Touched>,
 ) -> Result<Json<()>, ApiError> {
     let message = "hear what a clone has touched";
-    let (member, _) = context.parts(message)?;
+    let (member, _) = context.parts().map_err(|error| error.to_body(message))?;
     let run = |(start, len): &(u64, u64)| PageRange::new(PageIdx(*start), *len);
     let runs: Result<Vec<_>, _> = said.runs.iter().map(run).collect();
     let runs = runs.map_err(|error| {

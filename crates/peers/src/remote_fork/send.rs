@@ -13,7 +13,8 @@ use vmfork_cluster::HostId;
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::receive::GRACE;
 use crate::arrivals::Arrival;
-use crate::client::{WORD_WAIT, of_host};
+use crate::client::WORD_WAIT;
+use crate::error::of_host;
 use crate::hosts::Hosts;
 use crate::images::{Images, Lender, Sending as Lent};
 use crate::locate::Locate;
@@ -161,7 +162,7 @@ async fn one(
 ) -> Vec<CloneResult> {
     let Share { host, number, clones, .. } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
-    let peer = match sender.hosts.peer_of(host, &message) {
+    let peer = match sender.hosts.peer_of(host).map_err(|error| error.to_body(message.as_str())) {
         Ok(peer) => peer,
         Err(error) => {
             return clones.into_iter().map(|it| failed(it, error.clone(), None)).collect();
@@ -237,7 +238,7 @@ impl Hosts {
         tokio::spawn(async move {
             let until = Instant::now() + GIVE_UP_FOR;
             while Instant::now() < until {
-                let Ok(peer) = hosts.peer_of(host, "give up an order") else { return };
+                let Ok(peer) = hosts.peer_of(host) else { return };
                 match peer.ask::<u64, ()>(GIVE_UP, &number, WORD_WAIT).await {
                     Ok(()) => return,
                     Err(error) => tracing::debug!(host = peer.name, number, "{}", chain(&error)),

@@ -13,7 +13,8 @@ use vmfork_cluster::HostId;
 
 use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
-use crate::client::{CallError, WORD_WAIT};
+use crate::client::WORD_WAIT;
+use crate::error::CallError;
 use crate::hosts::Hosts;
 use crate::pace::Pace;
 use vmfork_host::error::{BUG, chain};
@@ -197,7 +198,7 @@ impl Wire {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
         let hosts = self.hosts.upgrade().ok_or_else(|| gone("left the cluster"))?;
         let peer = hosts
-            .peer_of(self.peer, "write to it")
+            .peer_of(self.peer)
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;
         let wait = letter_wait(body.len());
