@@ -358,7 +358,7 @@ fn found(life: &Life, request: &ClusterHostRequest) -> Result<HostId, MemberErro
     })
 }
 
-/// A change in a task of its own: half of it would leave this host a member of nothing, or others
+/// A change in a task of its own. Half of it would leave this host a member of nothing, or others
 /// with one that is none.
 fn change<'a>(
     work: impl Future<Output = Result<ClusterInfo, ClusterError>> + Send + 'static,

@@ -21,7 +21,7 @@ use vmfork_host::error::chain;
 use vmfork_host::vm::{Identity, Vm};
 
 use crate::client::WORD_WAIT;
-use crate::error::CallError;
+use crate::error::{CallError, RemoteForkError};
 use crate::hosts::Hosts;
 use crate::member::Member;
 use crate::tickets::{LEASES, PlacesAsk, RELEASE};
@@ -71,9 +71,9 @@ pub(crate) async fn reserve(
         Err(error) => return refused(error),
     };
     let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
-    let hold = match member.jobs.hold(&ask, &views, message).await {
+    let hold = match member.jobs.hold(&ask, &views).await {
         Ok(hold) => hold,
-        Err(error) => return refused(error),
+        Err(error) => return refused(RemoteForkError::from(error).to_body(message)),
     };
     let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
     let plan = asker.plan(&mut views, held.as_deref(), (vms, policy)).await;

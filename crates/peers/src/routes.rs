@@ -24,12 +24,12 @@ use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::CloneResult;
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_cluster::{HostId, JoinAnswer, JoinRequest, admit};
 
 use super::context::Context;
-use super::error::ClusterError;
+use super::error::{ClusterError, OrderError, RemoteForkError};
 use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
@@ -45,7 +45,7 @@ use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
 use vmfork_host::core::Core;
-use vmfork_host::error::{BUG, chain, outcome};
+use vmfork_host::error::outcome;
 use vmfork_host::vm::End;
 use vmfork_rest::http::ApiError;
 
@@ -174,14 +174,14 @@ async fn clones(
     let message = "start another host's clones";
     let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
     let forker = context.forker().map_err(|error| error.to_body(message))?;
-    let mut descriptor = Descriptor::decode(&body).map_err(|error| {
-        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
-    })?;
+    let descriptor = Descriptor::decode(&body).map_err(OrderError::from);
+    let mut descriptor =
+        descriptor.map_err(|error| RemoteForkError::from(error).to_body(message))?;
     drop(body);
     member.hosts.check_active().map_err(|error| error.to_body(message))?;
     let order = (from, descriptor.order.number);
     let begun = member.orders().begin(Instant::now(), order);
-    let given_up = begun.ok_or_else(|| vmfork_fork::was_given_up(message))?;
+    let given_up = begun.ok_or_else(|| RemoteForkError::GivenUp.to_body(message))?;
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: QEMUs that are half-way up are ended in order, also when the client
     // disconnects.

@@ -5,11 +5,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use vmfork_api::ErrorBody;
-use vmfork_api::ErrorCode::{self, BadRequest, Conflict, Host, NoCapacity, NotFound, Timeout};
+use vmfork_api::ErrorCode::{
+    self, BadRequest, Conflict, Host, Internal, NoCapacity, NotFound, Qemu, Timeout,
+};
+use vmfork_cluster::allocate::{AllocateError, HostView};
 use vmfork_cluster::{
     FolderError, HeartbeatError, HostId, IssueError, JoinError, JoinToken, KeyError, MemberError,
-    TOKENS_MAX,
+    Room, TOKENS_MAX,
 };
+use vmfork_engine::EngineError;
+use vmfork_fork::state::StateError;
+use vmfork_guest_image::ArrivalError as GuestArrivalError;
+use vmfork_host::error::BUG;
+use vmfork_image::RangeError;
+use vmfork_qemu::QmpError;
 
 use super::*;
 
@@ -143,4 +152,138 @@ fn what_is_asked_of_members_fails_with_the_hosts_named() {
     shows(ClusterError::KeepsStarting, Timeout, starts, tree);
     let stranger = format!("host {id} is no member of this cluster");
     shows(HeartbeatError::Stranger { from: id }.into(), BadRequest, &stranger, None);
+}
+
+#[track_caller]
+fn fork_shows(error: RemoteForkError, code: ErrorCode, cause: &str, remedy: Option<&str>) {
+    assert_body(&error.to_body(DO), code, cause, remedy);
+}
+
+fn view(name: &str, closed: Option<&'static str>) -> HostView {
+    HostView {
+        id: member(),
+        name: name.to_owned(),
+        closed,
+        free: Room { memory_bytes: 10 << 20, vcpus: 64 },
+        once_bytes: 2 << 20,
+        has_family: false,
+    }
+}
+
+#[tokio::test]
+async fn a_plan_says_what_each_host_or_the_engine_lacks() {
+    let plan_shows = |error: PlanError, code, cause: &str, remedy| {
+        fork_shows(error.into(), code, cause, remedy);
+    };
+    let views = vec![view("h2", None), view("h3", Some("it drains"))];
+    let places = "1 of 8 clones fit: `h2` has 10 MiB left, of which 2 go to what all share, and 64 virtual CPUs; `h3`: it drains";
+    let list = Some("`vmfork cluster ls` shows which hosts take clones, and what they have left");
+    plan_shows(PlanError::NoPlace { placed: 1, count: 8, views }, NoCapacity, places, list);
+    let short = vec!["h2 is busy".to_owned(), "h3 is down".to_owned()];
+    let held = "1 of 8 clones have nodes: h2 is busy; h3 is down";
+    let sinfo = Some("`sinfo` and `squeue` show what Slurm's nodes have");
+    plan_shows(PlanError::NotHeld { placed: 1, count: 8, short }, NoCapacity, held, sinfo);
+    plan_shows(PlanError::NodesLate, Timeout, "no nodes were given in time", None);
+    let shape = Room { memory_bytes: 1 << 30, vcpus: 2 };
+    let none = AllocateError::NoRoom { asked: 8, shape, why: vec!["no node".to_owned()] };
+    let room = "no room for any of 8 clones of 1024 MiB and 2 CPUs: no node";
+    let less = Some("`sinfo` and `squeue` show what Slurm's nodes have; ask for less, or wait");
+    plan_shows(none.into(), NoCapacity, room, less);
+    let odd = AllocateError::Engine { engine: "Slurm", what: "it said nothing".to_owned() };
+    let works = Some("do Slurm's commands work on this host, for the user that vmforkd runs as?");
+    plan_shows(odd.into(), Host, "Slurm: it said nothing", works);
+    let lost = QmpError::Lost { reason: "it ended".to_owned() };
+    plan_shows(lost.into(), Qemu, "the connection to QEMU is lost: it ended", None);
+    let task = tokio::spawn(std::future::pending::<()>());
+    task.abort();
+    let ended = task.await.expect_err("aborted");
+    let text = ended.to_string();
+    plan_shows(ended.into(), Internal, &text, Some(BUG));
+}
+
+#[test]
+fn what_is_sent_or_started_fails_with_where_to_look() {
+    let log = Some("the daemon's log has more");
+    let send_shows = |error: SendError, code, cause: &str, remedy| {
+        fork_shows(error.into(), code, cause, remedy);
+    };
+    send_shows(SendError::NotSealed, Host, "what it had written is not known in time", log);
+    let lend = "what its VM had written is not known yet";
+    send_shows(LendError::NotSealed.into(), Host, lend, log);
+    let form = "the device state that QEMU wrote is of no known form";
+    send_shows(StateError::Form.into(), Host, form, log);
+    let head = "its head of 9 bytes is too large";
+    send_shows(SendError::Encode(DescriptorError::Head { bytes: 9 }), Internal, head, None);
+    let no_json = serde_json::from_slice::<u32>(b"x").expect_err("no JSON");
+    let text = no_json.to_string();
+    send_shows(SendError::Answer(no_json), Host, &text, None);
+    send_shows(SendError::OtherClones, Host, "it told of other clones", None);
+
+    let doctor = Some("`vmfork doctor` checks the host; the daemon's log has more");
+    fork_shows(StartError::from(StateError::Form).into(), Host, form, doctor);
+    let full = EngineError::Start(ErrorKind::OutOfMemory.into());
+    fork_shows(StartError::from(full).into(), Host, "start a page engine: out of memory", doctor);
+}
+
+#[test]
+fn what_another_host_sends_is_a_bug_or_of_another_version() {
+    let order_shows = |error: OrderError, cause: &str, remedy| {
+        fork_shows(error.into(), BadRequest, cause, Some(remedy));
+    };
+    order_shows(DescriptorError::Long { left: 1 }.into(), "1 bytes follow its end", BUG);
+    let name = OrderError::Name { name: "a b".to_owned() };
+    order_shows(name, "`a b` is no name of a VM", BUG);
+    let far = RangeError::TooFar { start: 7, len: u64::MAX };
+    let text = far.to_string();
+    order_shows(far.into(), &text, BUG);
+    let version = "do both hosts run the same version of vmfork? `vmfork cluster ls` tells";
+    order_shows(ArrivalError::Empty.into(), "it names no image", version);
+}
+
+#[test]
+fn what_others_say_passes_a_fork_as_it_is() {
+    let said = ErrorBody::new(Conflict, "look").cause("another QEMU").remedy("--force");
+    assert_eq!(RemoteForkError::from(said.clone()).to_body(DO), said);
+    let given_up = RemoteForkError::GivenUp.to_body(DO);
+    assert_eq!(given_up, vmfork_fork::was_given_up(DO));
+    fork_shows(ClusterError::Gone.into(), Host, "it is gone", None);
+    fork_shows(late().into(), Timeout, "host `h1` has not answered within 5 s", Some(ASK));
+    // But for a remedy that only a snapshot's starter has.
+    let unlike = RemoteForkError::Unlike(said).to_body(DO);
+    assert_eq!(unlike.to_string(), "look: another QEMU");
+    let remedy = unlike.remedy.expect("a remedy");
+    assert!(remedy.contains("`--host` names hosts that have them"), "{remedy}");
+}
+
+#[test]
+fn a_guest_image_that_does_not_come_says_what_to_do() {
+    let shows = |error: FetchError, code, cause: &str, remedy| {
+        assert_body(&error.to_body(DO), code, cause, remedy);
+    };
+    let source = axum::Error::new(io::Error::from(ErrorKind::TimedOut));
+    let broken = FetchError::Broken { file: "root.img".to_owned(), source };
+    let body = broken.to_body(DO);
+    let cause = body.cause.expect("a cause");
+    assert!(cause.starts_with("`root.img`: the connection broke off: timed out"), "{cause}");
+    let reach = "try again when the hosts reach each other";
+    assert_eq!((body.code, body.remedy.as_deref()), (Host, Some(reach)));
+    let odd = FetchError::Description { host: "h1".to_owned(), why: "no JSON".to_owned() };
+    let described = "host `h1` describes it in a way that can't be: no JSON";
+    shows(odd, Host, described, Some("do both hosts run the same version of vmfork?"));
+    let no_image = GuestArrivalError::NoImage { why: "no disk".to_owned() };
+    let version = Some("check that both hosts run the same version of vmfork");
+    let cannot = "this version cannot receive the image: no disk";
+    shows(no_image.into(), Host, cannot, version);
+    let late_text = "not all of it has come in the time that there was";
+    let more = Some("allow more with `--timeout`, or bring the image there before");
+    shows(FetchError::Late, Timeout, late_text, more);
+    // All that waited for one transfer get the same.
+    shows(FetchError::Shared(Arc::new(FetchError::Late)), Timeout, late_text, more);
+    let hash = "0123456789abcdef".to_owned();
+    let none = "no image here has the root disk of hash 0123456789abcdef…";
+    let other = Some("was it removed, or built again? Fork a VM of the image that is there now");
+    shows(FetchError::NoImage { hash }, NotFound, none, other);
+    shows(FetchError::NoFile, NotFound, "the image has no such file", None);
+    shows(ClusterError::Gone.into(), Host, "it is gone", None);
+    shows(late().into(), Timeout, "host `h1` has not answered within 5 s", Some(ASK));
 }
