@@ -180,7 +180,10 @@ impl Keeper for Cluster {
     ) -> BoxFuture<'a, Result<Option<QuotaAnswer>, ErrorBody>> {
         async move {
             match self.member() {
-                Some(member) => member.keeper.take(core, ask, message).await.map(Some),
+                Some(member) => {
+                    let taken = member.keeper.take(core, ask).await;
+                    taken.map(Some).map_err(|error| error.to_body(message))
+                }
                 None => Ok(None),
             }
         }

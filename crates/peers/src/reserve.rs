@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 use vmfork_fork::{Allotted, Reserved};
@@ -21,7 +21,7 @@ use vmfork_host::error::chain;
 use vmfork_host::vm::{Identity, Vm};
 
 use crate::client::WORD_WAIT;
-use crate::error::{CallError, RemoteForkError};
+use crate::error::{CallError, RemoteForkError, TicketError};
 use crate::hosts::Hosts;
 use crate::member::Member;
 use crate::tickets::{LEASES, PlacesAsk, RELEASE};
@@ -79,10 +79,10 @@ pub(crate) async fn reserve(
     let plan = asker.plan(&mut views, held.as_deref(), (vms, policy)).await;
     let mut allotted = Allotted { hold, refused: over, ..Allotted::default() };
     asker.ask_all(plan, &mut allotted).await;
-    let short = held.as_ref().map(|held| held.short.join("; "));
+    let short = held.map(|held| held.short.clone());
     if let Some(short) = short.filter(|short| !short.is_empty()) {
-        let error = ErrorBody::new(ErrorCode::NoCapacity, message).cause(short);
-        allotted.refused.get_or_insert(error);
+        let error = TicketError::Short { short };
+        allotted.refused.get_or_insert_with(|| error.to_body(message));
     }
     allotted
 }

@@ -29,7 +29,7 @@ use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_cluster::{HostId, JoinAnswer, JoinRequest, admit};
 
 use super::context::Context;
-use super::error::{ClusterError, OrderError, RemoteForkError};
+use super::error::{ClusterError, OrderError, RemoteForkError, TicketError};
 use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
@@ -243,7 +243,8 @@ async fn lease(
     member.hosts.check_active().map_err(|error| error.to_body(message))?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
-    Ok(Json(member.leases.grant(Instant::now(), from, &ask, accounts)?))
+    let granted = member.leases.grant(Instant::now(), from, &ask, accounts);
+    Ok(Json(granted.map_err(|error| error.to_body(ask.message()))?))
 }
 
 async fn quota(
@@ -251,8 +252,10 @@ async fn quota(
     Extension(Caller(from)): Extension<Caller>,
     Json(ask): Json<QuotaAsk>,
 ) -> Result<Json<QuotaAnswer>, ApiError> {
-    let (member, core) = context.parts().map_err(|error| error.to_body("count what a user has"))?;
-    Ok(Json(member.keeper.keep(&core, from, &ask, Instant::now())?))
+    let message = "count what a user has";
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
+    let kept = member.keeper.keep(&core, from, &ask, Instant::now()).map_err(TicketError::from);
+    Ok(Json(kept.map_err(|error| error.to_body(message))?))
 }
 
 async fn release(
@@ -273,8 +276,9 @@ async fn letter(
 ) -> Result<Json<u64>, ApiError> {
     let message = "hear of a ticket's clones";
     let (member, _) = context.parts().map_err(|error| error.to_body(message))?;
-    let letter = member.inbox.read(request.into_body(), message).await?;
-    Ok(Json(member.lines.on_letter(from, letter.bytes.clone())?))
+    let letter = member.inbox.read(request.into_body()).await;
+    let heard = letter.and_then(|letter| member.lines.on_letter(from, letter.bytes.clone()));
+    Ok(Json(heard.map_err(|error| error.to_body(message))?))
 }
 
 fn end_all(core: &Arc<Core>, ids: &[String]) {

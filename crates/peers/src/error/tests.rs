@@ -3,7 +3,9 @@
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use vmfork_api::ErrorBody;
 use vmfork_api::ErrorCode::{
     self, BadRequest, Conflict, Host, Internal, NoCapacity, NotFound, Qemu, Timeout,
@@ -286,4 +288,56 @@ fn a_guest_image_that_does_not_come_says_what_to_do() {
     shows(FetchError::NoFile, NotFound, "the image has no such file", None);
     shows(ClusterError::Gone.into(), Host, "it is gone", None);
     shows(late().into(), Timeout, "host `h1` has not answered within 5 s", Some(ASK));
+}
+
+#[tokio::test]
+async fn tickets_and_quotas_show_what_they_wait_for() {
+    let shows = |error: TicketError, code, cause: &str, remedy| {
+        assert_body(&error.to_body(DO), code, cause, remedy);
+    };
+    let many = "7 tickets of that host wait to be used";
+    shows(TicketError::TooMany { limit: 7 }, NoCapacity, many, None);
+    let short = vec!["h2 is busy".to_owned(), "h3 is down".to_owned()];
+    shows(TicketError::Short { short }, NoCapacity, "h2 is busy; h3 is down", None);
+    let inbox = Semaphore::new(1);
+    inbox.close();
+    let closed = inbox.acquire().await.expect_err("closed");
+    let text = closed.to_string();
+    shows(closed.into(), Internal, &text, None);
+    let after = Duration::from_millis(5900);
+    shows(TicketError::Late { after }, Timeout, "it has not come within 5 s", None);
+    let reset = TicketError::Broken { what: "reset".to_owned() };
+    shows(reset, BadRequest, "reset", None);
+    shows(LetterError::Short.into(), BadRequest, "cut short", Some(BUG));
+    let unknown = "the ticket is not known here (any more)";
+    shows(TicketError::Unknown, NotFound, unknown, None);
+    let changed = "hosts have come or gone just now";
+    shows(Unsettled::JustChanged.into(), Conflict, changed, None);
+    let said = ErrorBody::new(NoCapacity, "make room").cause("it is full");
+    assert_eq!(TicketError::from(said.clone()).to_body(DO), said);
+}
+
+#[test]
+fn a_quota_that_no_host_tells_says_why() {
+    let id = member();
+    let source = ErrorBody::new(Conflict, "count what a user has").cause("a host is new");
+    let no_member = format!("ask what a user has: host {id} is no member of the cluster any more");
+    let cases: [(NotTold, &str); 4] = [
+        (NotTold::NoKeeper, "no host counts it"),
+        (
+            Unsettled::OtherKeeper.into(),
+            "count what a user has: another host counts that, as this one sees it",
+        ),
+        (ClusterError::NoMember { host: id }.into(), &no_member),
+        (
+            CallError::Refused { host: "h1".to_owned(), source }.into(),
+            "host `h1`: count what a user has: a host is new",
+        ),
+    ];
+    let again = "try again in some seconds; `vmfork cluster ls` tells which hosts are there";
+    for (source, why) in cases {
+        let cause = format!("what user 1000 has can't be told now: {why}");
+        let untold = TicketError::Untold { user: "1000".to_owned(), source: Box::new(source) };
+        assert_body(&untold.to_body(DO), Host, &cause, Some(again));
+    }
 }
