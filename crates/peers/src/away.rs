@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, Place};
+use vmfork_api::{CloneResult, ErrorBody, Place};
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 
+use super::error::{ClusterError, PlanError, RemoteForkError};
 use super::guest_images::TAKES_LONG;
 use super::lifetimes::tell_if_changed;
 use super::member::Member;
@@ -19,7 +20,6 @@ use vmfork_fork::facts::{Facts, Frozen, host};
 use vmfork_fork::tickets::{Event, TicketOrigin};
 use vmfork_fork::{Departure, Hold, PlanAsk, Reserved, Wanted, failed, report_failure};
 use vmfork_host::core::Core;
-use vmfork_host::error::chain;
 use vmfork_host::vm::machine::Machine;
 
 /// How long a fork that is given up waits until the other hosts have heard of that.
@@ -33,7 +33,7 @@ struct Away {
     here: u32,
     shares: Vec<Destination>,
     /// Why some clones are started nowhere: what was asked for has no place for them.
-    unplaced: Option<ErrorBody>,
+    unplaced: Option<RemoteForkError>,
     machine_type: String,
     hydrate_bytes_per_s: u64,
     /// Where the numbers of tickets begin that the clones may get.
@@ -56,12 +56,10 @@ struct Destination {
 ///
 /// # Errors
 /// It wants other hosts.
-fn check_here(placement: &vmfork_fork::Placement, message: &str) -> Result<(), ErrorBody> {
+fn check_here(placement: &vmfork_fork::Placement) -> Result<(), ClusterError> {
     let wants_more = matches!(placement.place, Some(Place::Spread | Place::Pack));
     match wants_more || placement.hosts.is_some() {
-        true => Err(ErrorBody::new(ErrorCode::Conflict, message)
-            .cause("this host is in no cluster")
-            .remedy("`vmfork cluster init` makes one, `vmfork cluster join` joins one")),
+        true => Err(ClusterError::InNone),
         false => Ok(()),
     }
 }
@@ -75,9 +73,10 @@ pub(super) async fn plan(
     ask: PlanAsk<'_>,
 ) -> Result<Option<Box<dyn vmfork_fork::Away>>, ErrorBody> {
     let away = match ask.by_ticket {
-        true => of_ticket(member, ask).await?,
-        false => of_fork(member, ask).await?,
+        true => of_ticket(member, ask).await,
+        false => of_fork(member, ask).await,
     };
+    let away = away.map_err(|error| error.to_body(ask.wanted.message))?;
     Ok(away.map(|away| Box::new(away) as Box<dyn vmfork_fork::Away>))
 }
 
@@ -85,15 +84,19 @@ pub(super) async fn plan(
 ///
 /// # Errors
 /// Hosts are named that there are not, or not all fit and all are insisted on.
-async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option<Away>, ErrorBody> {
+async fn of_fork(
+    member: Option<Arc<Member>>,
+    ask: PlanAsk<'_>,
+) -> Result<Option<Away>, RemoteForkError> {
     let PlanAsk { core, parent, machine, placement, count, all_or_nothing, .. } = ask;
     let vmfork_fork::FreezeWanted { message, deadline, given_up, .. } = ask.wanted;
     let Some(member) = member else {
-        return check_here(placement, message).map(|()| None);
+        check_here(placement)?;
+        return Ok(None);
     };
     let policy = match placement.place {
         Some(Place::Here) => {
-            member.hosts.check_active(message)?;
+            member.hosts.check_active()?;
             return Ok(None);
         }
         Some(Place::Pack) => Policy::Pack,
@@ -101,7 +104,7 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     };
     let mut views = member.hosts.views(core);
     if let Some(hosts) = &placement.hosts {
-        let named = member.hosts.find_all(hosts, message)?;
+        let named = member.hosts.find_all(hosts)?;
         views.retain(|view| named.contains(&view.id));
     }
     let shape = Room {
@@ -116,15 +119,15 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
     let over = quota.map(|allowed| allowed.refusal(format!("{message}: {count} of {wish} fit")));
     match over {
-        Some(error) if all_or_nothing || count == 0 => return Err(error),
+        Some(error) if all_or_nothing || count == 0 => return Err(error.into()),
         _ => {}
     }
     let ask = Ask { count, shape, family: parent.identity.family.clone(), policy };
     let hold = tokio::select! {
-        hold = member.jobs.hold(&ask, &views, message) => hold?,
-        () = given_up.cancelled() => return Err(vmfork_fork::was_given_up(message)),
+        hold = member.jobs.hold(&ask, &views) => hold?,
+        () = given_up.cancelled() => return Err(RemoteForkError::GivenUp),
         () = tokio::time::sleep_until(deadline.into()) => {
-            return Err(ErrorBody::new(ErrorCode::Timeout, message).cause("no nodes were given in time"));
+            return Err(PlanError::NodesLate.into());
         }
     };
     let held = hold.as_ref().map(|hold| &*hold.held);
@@ -137,15 +140,17 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     let placed: u32 = shares.iter().map(|(_, share)| share).sum();
     let may_stay = views.iter().any(|view| view.id == member.hosts.id());
     let unplaced = (placed < count).then(|| match held {
-        Some(held) if !held.short.is_empty() => not_held(held, placed, count, message),
-        _ => no_place(&views, placed, count, message),
+        Some(held) if !held.short.is_empty() => {
+            PlanError::NotHeld { placed, count, short: held.short.clone() }
+        }
+        _ => PlanError::NoPlace { placed, count, views: views.clone() },
     });
     // What fits nowhere is refused on this host, with the figures, unless this host is not to have
     // any.
     let here_takes = shares.iter().find(|(id, _)| *id == member.hosts.id()).map_or(0, |(_, n)| *n);
     let (here, unplaced) = match unplaced {
-        Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error),
-        Some(error) if placed == 0 && held.is_some() => return Err(error),
+        Some(error) if all_or_nothing || (placed == 0 && !may_stay) => return Err(error.into()),
+        Some(error) if placed == 0 && held.is_some() => return Err(error.into()),
         // Of a host that is late it says so.
         Some(_)
             if may_stay
@@ -163,8 +168,9 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
     if shares.is_empty() && hold.is_none() {
         return Ok(None);
     }
-    let away = Away::to(core, member, machine, (here, shares), message).await?;
-    let (unplaced, hydrate_bytes_per_s) = (unplaced.or(over), placement.hydrate_bytes_per_s);
+    let away = Away::to(core, member, machine, (here, shares)).await?;
+    let unplaced = unplaced.map(RemoteForkError::from).or(over.map(RemoteForkError::from));
+    let hydrate_bytes_per_s = placement.hydrate_bytes_per_s;
     Ok(Some(Away { unplaced, hydrate_bytes_per_s, hold, ..away }))
 }
 
@@ -175,8 +181,8 @@ async fn of_fork(member: Option<Arc<Member>>, ask: PlanAsk<'_>) -> Result<Option
 async fn of_ticket(
     member: Option<Arc<Member>>,
     ask: PlanAsk<'_>,
-) -> Result<Option<Away>, ErrorBody> {
-    let PlanAsk { core, machine, count, wanted, .. } = ask;
+) -> Result<Option<Away>, RemoteForkError> {
+    let PlanAsk { core, machine, count, .. } = ask;
     let reserved: &[Reserved] = &ask.placement.reserved;
     let Some(member) = member.filter(|_| !reserved.is_empty()) else {
         return Ok(None);
@@ -189,32 +195,7 @@ async fn of_ticket(
         lease: Some(it.number),
     });
     let shares = (count.saturating_sub(away), shares.collect());
-    Away::to(core, member, machine, shares, wanted.message).await.map(Some)
-}
-
-/// The hosts that were asked for do not take all clones: why each takes no more.
-fn no_place(views: &[HostView], placed: u32, count: u32, message: &str) -> ErrorBody {
-    let why = |view: &HostView| match view.closed {
-        Some(why) => format!("`{}`: {why}", view.name),
-        None => {
-            let [left, once] = [view.free.memory_bytes, view.once_bytes].map(|bytes| bytes >> 20);
-            format!(
-                "`{}` has {left} MiB left, of which {once} go to what all share, and {} virtual CPUs",
-                view.name, view.free.vcpus
-            )
-        }
-    };
-    let hosts: Vec<_> = views.iter().map(why).collect();
-    ErrorBody::new(ErrorCode::NoCapacity, message)
-        .cause(format!("{placed} of {count} clones fit: {}", hosts.join("; ")))
-        .remedy("`vmfork cluster ls` shows which hosts take clones, and what they have left")
-}
-
-/// An engine holds less than was asked for.
-fn not_held(held: &Held, placed: u32, count: u32, message: &str) -> ErrorBody {
-    ErrorBody::new(ErrorCode::NoCapacity, message)
-        .cause(format!("{placed} of {count} clones have nodes: {}", held.short.join("; ")))
-        .remedy("`sinfo` and `squeue` show what Slurm's nodes have")
+    Ok(Some(Away::to(core, member, machine, shares).await?))
 }
 
 fn shares(
@@ -233,11 +214,8 @@ impl Away {
         member: Arc<Member>,
         machine: &Machine,
         (here, shares): (u32, Vec<Destination>),
-        message: &str,
-    ) -> Result<Self, ErrorBody> {
-        let machine_type = host::machine_type(machine)
-            .await
-            .map_err(|error| ErrorBody::new(ErrorCode::Qemu, message).cause(chain(&error)))?;
+    ) -> Result<Self, PlanError> {
+        let machine_type = host::machine_type(machine).await?;
         let books = core.books();
         let (unplaced, hydrate_bytes_per_s, hold) = (None, 0, None);
         Ok(Self { member, here, shares, unplaced, machine_type, hydrate_bytes_per_s, books, hold })
@@ -272,9 +250,12 @@ impl Away {
         let mut shares: Vec<Share> = shares.collect();
         shares.retain(|share| !share.clones.is_empty());
         if let Some(error) = &self.unplaced {
-            let error = |name: &str| ErrorBody {
-                message: vmfork_fork::start_message(name),
-                ..error.clone()
+            let error = |name: &str| {
+                let message = vmfork_fork::start_message(name);
+                let mut body = error.to_body(message.as_str());
+                // A quota's refusal names the whole fork.
+                body.message = message;
+                body
             };
             results.extend(kept.map(|it| failed(it.vmid, it.name.clone(), error(&it.name))));
         }
@@ -388,7 +369,8 @@ mod tests {
         assert_eq!(shares(&views, None, (8, shape), Policy::Pack, id(2)), [(id(2), 8)]);
         // Nothing on those that are closed, though no other host is asked.
         assert_eq!(shares(&views[2..], None, (8, shape), Policy::Spread, id(1)), []);
-        let error = no_place(&views[1..], 0, 8, "fork `web`").to_string();
+        let error = PlanError::NoPlace { placed: 0, count: 8, views: views[1..].to_vec() };
+        let error = error.to_string();
         assert!(
             error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share, and 64 virtual CPUs; `h3`: it drains"),
             "{error}"

@@ -25,10 +25,9 @@ use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use vmfork_api::{ErrorBody, ErrorCode};
 
+use super::error::{CallError, of_host};
 use super::relay::{LastWord, relay};
-use vmfork_host::error::chain;
 use vmfork_rest::http::PASSED_ON;
 
 /// How long another host may take to say something that it need not work for.
@@ -56,65 +55,6 @@ pub(crate) struct Peer {
     pub address: String,
     pub server_name: ServerName<'static>,
     pub tls: Arc<ClientConfig>,
-}
-
-/// A host can't be called.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum CallError {
-    #[error("host `{host}` at {address} does not answer")]
-    Connect {
-        host: String,
-        address: String,
-        #[source]
-        source: io::Error,
-    },
-    #[error("host `{host}` is gone: nothing has been heard of it for a while")]
-    Gone { host: String },
-    #[error("host `{host}`: the connection broke off")]
-    Broken {
-        host: String,
-        #[source]
-        source: hyper::Error,
-    },
-    #[error("host `{host}` has not answered within {seconds} s")]
-    Late { host: String, seconds: u64 },
-    #[error("host `{host}` answered something else than was asked for: {what}")]
-    Answer { host: String, what: String },
-    /// What it said itself.
-    #[error("host `{host}`")]
-    Refused {
-        host: String,
-        #[source]
-        source: ErrorBody,
-    },
-}
-
-impl CallError {
-    /// For the API; `message` says what was to be done.
-    pub(crate) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
-        let remedy = "`vmfork cluster ls` tells which hosts are there; each daemon's log has more";
-        let code = match self {
-            Self::Refused { source, .. } => source.code,
-            Self::Late { .. } => ErrorCode::Timeout,
-            _ => ErrorCode::Host,
-        };
-        let remedy = match self {
-            Self::Refused { host, source } => of_host(host, source.clone()).remedy,
-            _ => Some(remedy.to_owned()),
-        };
-        ErrorBody { code, message: message.into(), cause: Some(chain(self)), remedy }
-    }
-}
-
-/// What a host says, for a reader on another one: what it says of itself names it.
-pub(super) fn of_host(host: &str, error: ErrorBody) -> ErrorBody {
-    use ErrorCode::{Host, Internal, NoCapacity, Qemu};
-    if !matches!(error.code, Host | Internal | NoCapacity | Qemu) {
-        return error;
-    }
-    let named = |text: String| format!("on host `{host}`: {text}");
-    let (cause, remedy) = (error.cause.map(named), error.remedy.map(named));
-    ErrorBody { cause, remedy, ..error }
 }
 
 /// Find out that a host has vanished, which would never answer.
@@ -373,18 +313,5 @@ mod tests {
         let every = sockopt::tcp_keepintvl(&stream).expect("told");
         let asks = sockopt::tcp_keepcnt(&stream).expect("told");
         assert!(idle + every * asks <= Duration::from_secs(30));
-    }
-
-    #[test]
-    fn what_a_host_says_of_itself_names_it_to_readers_elsewhere() {
-        let error = |code| ErrorBody::new(code, "m").cause("no KVM").remedy("`vmfork doctor`");
-        let host = of_host("h1", error(ErrorCode::Host));
-        assert_eq!(host.to_string(), "m: on host `h1`: no KVM");
-        assert_eq!(host.remedy.as_deref(), Some("on host `h1`: `vmfork doctor`"));
-        assert_eq!(of_host("h1", error(ErrorCode::Guest)), error(ErrorCode::Guest));
-        let call = CallError::Refused { host: "h1".to_owned(), source: error(ErrorCode::Host) };
-        let body = call.to_body("start clones");
-        assert_eq!(body.to_string(), "start clones: host `h1`: m: no KVM");
-        assert_eq!(body.remedy.as_deref(), Some("on host `h1`: `vmfork doctor`"));
     }
 }

@@ -9,13 +9,14 @@ use axum::response::Response;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
 use vmfork_host::core::{Core, Keeper};
 
 use crate::away::plan;
 use crate::client::WORD_WAIT;
+use crate::error::{ClusterError, Hindrance};
 use crate::life::Life;
 use crate::member::Member;
 use crate::reserve::reserve;
@@ -35,7 +36,7 @@ pub struct Cluster {
     /// One change of what this host is a member of at a time.
     pub(crate) turn: tokio::sync::Mutex<()>,
     /// Why this host is not the member that it should be, by its folder.
-    hindrance: Mutex<Option<ErrorBody>>,
+    hindrance: Mutex<Option<Arc<Hindrance>>>,
     /// The daemon ends: no membership begins any more.
     pub(crate) stopped: CancellationToken,
 }
@@ -75,7 +76,7 @@ impl Cluster {
         self.life.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(crate) fn hindrance(&self) -> MutexGuard<'_, Option<ErrorBody>> {
+    pub(crate) fn hindrance(&self) -> MutexGuard<'_, Option<Arc<Hindrance>>> {
         self.hindrance.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -113,11 +114,24 @@ impl Cluster {
     }
 }
 
+async fn pass_on(
+    member: Option<Arc<Member>>,
+    host: &str,
+    request: Request,
+) -> Result<Response, ClusterError> {
+    let member = member.ok_or(ClusterError::NoMore)?;
+    let id = host.parse().map_err(|_| ClusterError::NoMore)?;
+    let peer = member.hosts.peer_of(id)?;
+    Ok(peer.pass_on(request, member.hosts.until_gone(id)).await?)
+}
+
 impl Elsewhere for Cluster {
     fn host_of<'a>(&'a self, vm: &'a str) -> Answer<'a, Option<String>> {
         async move {
             let Some(member) = self.member() else { return Ok(None) };
-            Ok(member.locate.host_of(vm).await?.map(|entry| entry.id.to_string()))
+            let found = member.locate.host_of(vm).await;
+            let found = found.map_err(|error| error.to_body(format!("find VM `{vm}`")))?;
+            Ok(found.map(|entry| entry.id.to_string()))
         }
         .boxed()
     }
@@ -125,15 +139,7 @@ impl Elsewhere for Cluster {
     fn pass_on(&self, host: String, request: Request) -> Answer<'_, Response> {
         async move {
             let message = format!("{} {}", request.method(), request.uri().path());
-            let gone = || {
-                ErrorBody::new(ErrorCode::NotFound, message.clone())
-                    .cause("this host is in no cluster any more")
-            };
-            let member = self.member().ok_or_else(gone)?;
-            let id = host.parse().map_err(|_| gone())?;
-            let peer = member.hosts.peer_of(id, &message)?;
-            let gone = member.hosts.until_gone(id);
-            peer.pass_on(request, gone).await.map_err(|error| error.to_body(message))
+            pass_on(self.member(), &host, request).await.map_err(|error| error.to_body(message))
         }
         .boxed()
     }
@@ -150,10 +156,11 @@ impl Elsewhere for Cluster {
                 }
             });
             let mut all = join_all(asked).await;
-            all.extend(there.gone.into_iter().map(|entry| {
-                let error = ErrorBody::new(ErrorCode::Host, format!("GET {path}"));
-                (entry.name, Err(error.cause("it is gone")))
-            }));
+            all.extend(
+                there.gone.into_iter().map(|entry| {
+                    (entry.name, Err(ClusterError::Gone.to_body(format!("GET {path}"))))
+                }),
+            );
             all
         }
         .boxed()
@@ -173,7 +180,10 @@ impl Keeper for Cluster {
     ) -> BoxFuture<'a, Result<Option<QuotaAnswer>, ErrorBody>> {
         async move {
             match self.member() {
-                Some(member) => member.keeper.take(core, ask, message).await.map(Some),
+                Some(member) => {
+                    let taken = member.keeper.take(core, ask).await;
+                    taken.map(Some).map_err(|error| error.to_body(message))
+                }
                 None => Ok(None),
             }
         }
@@ -216,7 +226,8 @@ impl Remote for Cluster {
             match self.this.settings.ticket_place.policy() {
                 Some(policy) => Some(reserve(core, &member, parent, (vms, policy), message).await),
                 None => {
-                    let refused = member.hosts.check_active(message).err();
+                    let refused = member.hosts.check_active().err();
+                    let refused = refused.map(|error| error.to_body(message));
                     refused.map(|it| Allotted { refused: Some(it), ..Allotted::default() })
                 }
             }

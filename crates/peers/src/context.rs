@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Weak};
 
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_fork::Forker;
 use vmfork_host::core::Core;
 
+use crate::error::ClusterError;
 use crate::member::Member;
 use crate::this_host::ThisHost;
 
@@ -25,19 +25,15 @@ impl Context {
     ///
     /// # Errors
     /// This host is leaving the cluster.
-    pub(crate) fn forker(&self, message: &str) -> Result<Arc<Forker>, ErrorBody> {
-        self.this.forker().ok_or_else(|| is_leaving(message))
+    pub(crate) fn forker(&self) -> Result<Arc<Forker>, ClusterError> {
+        self.this.forker().ok_or(ClusterError::Leaving)
     }
 
     /// This host as a member, and its VMs.
     ///
     /// # Errors
     /// This host is leaving the cluster.
-    pub(crate) fn parts(&self, message: &str) -> Result<(Arc<Member>, Arc<Core>), ErrorBody> {
-        self.member.upgrade().zip(self.this.core()).ok_or_else(|| is_leaving(message))
+    pub(crate) fn parts(&self) -> Result<(Arc<Member>, Arc<Core>), ClusterError> {
+        self.member.upgrade().zip(self.this.core()).ok_or(ClusterError::Leaving)
     }
-}
-
-pub(crate) fn is_leaving(message: &str) -> ErrorBody {
-    ErrorBody::new(ErrorCode::Host, message).cause("this host is leaving the cluster")
 }

@@ -8,10 +8,11 @@ use axum::Json;
 use axum::extract::State;
 use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 
-use super::client::{CallError, WORD_WAIT};
+use super::client::WORD_WAIT;
 use super::context::Context;
+use super::error::{CallError, ClusterError};
 use super::hosts::Hosts;
 use super::member::Member;
 use vmfork_host::core::{Core, KILL_TIMEOUT};
@@ -38,7 +39,7 @@ pub(super) async fn end(
     Json(ask): Json<Ask>,
 ) -> Result<Json<usize>, ApiError> {
     let message = format!("kill the family of `{}`", ask.name);
-    let (_, core) = context.parts(&message)?;
+    let (_, core) = context.parts().map_err(|error| error.to_body(message.as_str()))?;
     let grace = Duration::from_millis(ask.grace_ms);
     let task = tokio::spawn(async move { core.kill_family(&ask.id, &ask.name, grace).await });
     Ok(Json(outcome(task, message).await?))
@@ -49,14 +50,14 @@ pub(super) async fn end(
 struct Asked {
     ended: usize,
     silent: Vec<String>,
-    error: Option<ErrorBody>,
+    error: Option<CallError>,
 }
 
 impl Asked {
-    fn add(&mut self, host: String, message: &str, said: Result<usize, CallError>) {
+    fn add(&mut self, host: String, said: Result<usize, CallError>) {
         match said {
             Ok(ended) => self.ended += ended,
-            Err(error @ CallError::Refused { .. }) => self.error = Some(error.to_body(message)),
+            Err(error @ CallError::Refused { .. }) => self.error = Some(error),
             Err(_) => self.silent.push(host),
         }
     }
@@ -73,9 +74,8 @@ impl Hosts {
             let peer = self.peer(&entry);
             async move { (entry.name, peer.ask(END, ask, wait).await) }
         });
-        let message = format!("kill the family of `{}`", ask.name);
         for (host, said) in join_all(said).await {
-            asked.add(host, &message, said);
+            asked.add(host, said);
         }
         asked
     }
@@ -97,6 +97,7 @@ pub async fn end_everywhere(
         core.kill_family(id, name, grace).await?;
         return Ok(Vec::new());
     };
+    let message = format!("kill the family of `{name}`");
     let mut silent = BTreeSet::new();
     let mut grace = grace;
     for _ in 0..ROUNDS_MAX {
@@ -107,7 +108,7 @@ pub async fn end_everywhere(
         silent.extend(there.silent);
         let ended = here? + there.ended;
         if let Some(error) = there.error {
-            return Err(error);
+            return Err(error.to_body(message));
         }
         // Else one host may have started something for another that had been asked already.
         if ended == 0 {
@@ -115,32 +116,24 @@ pub async fn end_everywhere(
         }
         grace = Duration::ZERO;
     }
-    Err(ErrorBody::new(ErrorCode::Timeout, format!("kill the family of `{name}`"))
-        .cause("more of it is started on the hosts all the time")
-        .remedy("`vmfork tree` shows what is left of it: kill it again"))
+    Err(ClusterError::KeepsStarting.to_body(message))
 }
 
 #[cfg(test)]
 mod tests {
+    use vmfork_api::ErrorCode;
+
     use super::*;
 
     #[test]
     fn who_refuses_fails_it_and_who_is_silent_is_named() {
         let mut asked = Asked::default();
-        asked.add("h1".to_owned(), "kill", Ok(2));
-        asked.add(
-            "h2".to_owned(),
-            "kill",
-            Err(CallError::Late { host: "h2".to_owned(), seconds: 5 }),
-        );
+        asked.add("h1".to_owned(), Ok(2));
+        asked.add("h2".to_owned(), Err(CallError::Late { host: "h2".to_owned(), seconds: 5 }));
         assert_eq!((asked.ended, asked.silent.as_slice()), (2, &["h2".to_owned()][..]));
-        assert_eq!(asked.error, None);
+        assert!(asked.error.is_none());
         let source = ErrorBody::new(ErrorCode::Timeout, "a fork goes on");
-        asked.add(
-            "h3".to_owned(),
-            "kill",
-            Err(CallError::Refused { host: "h3".to_owned(), source }),
-        );
+        asked.add("h3".to_owned(), Err(CallError::Refused { host: "h3".to_owned(), source }));
         assert!(asked.error.expect("refused").to_string().contains("host `h3`"));
     }
 }

@@ -39,12 +39,13 @@ use tokio::task::block_in_place;
 use tokio::time::{sleep_until, timeout, timeout_at};
 use tokio_util::io::ReaderStream;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::HostView;
-use vmfork_guest_image::{ArrivalError, ImageFiles, Metadata, Remedy as _, Store, StoreError};
+use vmfork_guest_image::{ImageFiles, Metadata, Store};
 
-use super::client::{CallError, Peer};
+use super::client::Peer;
+use super::error::{CallError, FetchError};
 use super::hosts::Hosts;
 use super::remote_fork::Order;
 use vmfork_fork::was_given_up;
@@ -68,6 +69,9 @@ const WAIT_MAX: Duration = Duration::from_secs(3600);
 const SLOWER_BY: Duration = Duration::from_secs(5);
 /// Images that hosts are remembered to have.
 const KNOWN_MAX: usize = 4096;
+
+/// What hosts that ask for an image are answered about.
+const GIVE: &str = "give a guest image";
 
 /// Why a host gets no clones of a fork.
 pub(crate) const TAKES_LONG: &str =
@@ -98,40 +102,6 @@ pub(super) struct There {
     pub(super) name: String,
 }
 
-/// An image can't be had.
-#[derive(Debug, thiserror::Error)]
-enum FetchError {
-    #[error(transparent)]
-    Call(#[from] CallError),
-    #[error("`{file}`: the connection broke off")]
-    Broken {
-        file: String,
-        #[source]
-        source: axum::Error,
-    },
-    #[error("host `{host}` describes it in a way that can't be: {why}")]
-    Description { host: String, why: String },
-    #[error(transparent)]
-    Arrival(#[from] ArrivalError),
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
-
-impl FetchError {
-    fn to_body(&self, message: String) -> ErrorBody {
-        let remedy = match self {
-            Self::Call(error) => return error.to_body(message),
-            Self::Broken { .. } => Some("try again when the hosts reach each other".to_owned()),
-            Self::Description { .. } => {
-                Some("do both hosts run the same version of vmfork?".to_owned())
-            }
-            Self::Arrival(error) => error.remedy(),
-            Self::Store(error) => error.remedy(),
-        };
-        ErrorBody { code: ErrorCode::Host, message, cause: Some(chain(self)), remedy }
-    }
-}
-
 /// A host that images are had from.
 trait Giver: Clone + Send + Sync + 'static {
     fn name(&self) -> &str;
@@ -155,7 +125,7 @@ impl Giver for Peer {
     }
 }
 
-type Fetch = BoxFuture<'static, Result<String, ErrorBody>>;
+type Fetch = BoxFuture<'static, Result<String, Arc<FetchError>>>;
 
 /// Guest images that go from host to host.
 pub(super) struct GuestImages {
@@ -182,18 +152,15 @@ impl Fetches {
         wanted: &Wanted,
         giver: impl Giver,
         deadline: Instant,
-    ) -> Result<String, ErrorBody> {
+    ) -> Result<String, FetchError> {
         let make = || fetch(store.clone(), wanted.clone(), giver.clone()).boxed();
         loop {
             let (fetch, is_own) = self.join(&wanted.root_blake3, make);
-            let had = timeout_at(deadline.into(), fetch).await.map_err(|_elapsed| {
-                ErrorBody::new(ErrorCode::Timeout, wanted.message(giver.name()))
-                    .cause("not all of it has come in the time that there was")
-                    .remedy("allow more with `--timeout`, or bring the image there before")
-            })?;
+            let had = timeout_at(deadline.into(), fetch).await;
+            let had = had.map_err(|_elapsed| FetchError::Late)?;
             // What another host did not give, this one may.
             if had.is_ok() || is_own {
-                return had;
+                return had.map_err(FetchError::Shared);
             }
         }
     }
@@ -227,16 +194,12 @@ impl Fetches {
     }
 }
 
-async fn fetch(store: Store, wanted: Wanted, giver: impl Giver) -> Result<String, ErrorBody> {
-    let began = Instant::now();
-    match try_fetch(&store, &wanted, &giver, began).await {
-        Ok(name) => Ok(name),
-        Err(error) => {
-            let error = error.to_body(wanted.message(giver.name()));
-            tracing::warn!("{error}");
-            Err(error)
-        }
-    }
+async fn fetch(store: Store, wanted: Wanted, giver: impl Giver) -> Result<String, Arc<FetchError>> {
+    let fetched = try_fetch(&store, &wanted, &giver, Instant::now()).await;
+    fetched.map_err(|error| {
+        tracing::warn!("{}: {}", wanted.message(giver.name()), chain(&error));
+        Arc::new(error)
+    })
 }
 
 async fn try_fetch(
@@ -321,29 +284,24 @@ async fn describe(
     State(store): State<Store>,
     Path(root): Path<String>,
 ) -> Result<Json<Metadata>, ApiError> {
-    Ok(Json(open(&store, &root)?.metadata))
+    let files = open(&store, &root).map_err(|error| error.to_body(GIVE))?;
+    Ok(Json(files.metadata))
 }
 
 async fn content(
     State(store): State<Store>,
     Path((root, name)): Path<(String, String)>,
 ) -> Result<Body, ApiError> {
-    let file = open(&store, &root)?.file(&name).ok_or_else(|| {
-        ErrorBody::new(ErrorCode::NotFound, format!("give `{name}` of a guest image"))
-            .cause("the image has no such file")
-    })?;
+    let files = open(&store, &root).map_err(|error| error.to_body(GIVE))?;
+    let message = || format!("give `{name}` of a guest image");
+    let file = files.file(&name).ok_or_else(|| FetchError::NoFile.to_body(message()))?;
     let file = tokio::fs::File::from_std(file);
     Ok(Body::from_stream(ReaderStream::with_capacity(file, READ_BYTES)))
 }
 
-fn open(store: &Store, root_blake3: &str) -> Result<ImageFiles, ErrorBody> {
-    let message = || "give a guest image".to_owned();
-    let found = block_in_place(|| store.open_root("", root_blake3));
-    found.map_err(|error| FetchError::from(error).to_body(message()))?.ok_or_else(|| {
-        ErrorBody::new(ErrorCode::NotFound, message())
-            .cause(format!("no image here has the root disk of hash {}…", word(root_blake3)))
-            .remedy("was it removed, or built anew? Fork a VM of the image that is there now")
-    })
+fn open(store: &Store, root_blake3: &str) -> Result<ImageFiles, FetchError> {
+    let found = block_in_place(|| store.open_root("", root_blake3))?;
+    found.ok_or_else(|| FetchError::NoImage { hash: word(root_blake3) })
 }
 
 /// Enough of a hash to tell it from others.
@@ -404,8 +362,10 @@ impl GuestImages {
         match there.map_err(|error| FetchError::from(error).to_body(message()))? {
             Some(files) => Ok(files.metadata.name),
             None => {
-                let giver = self.hosts.peer_of(from, &message())?;
-                self.fetches.ensure(store, wanted, giver, deadline).await
+                let giver = self.hosts.peer_of(from).map_err(|error| error.to_body(message()))?;
+                let message = wanted.message(&giver.name);
+                let had = self.fetches.ensure(store, wanted, giver, deadline).await;
+                had.map_err(|error| error.to_body(message))
             }
         }
     }
@@ -459,6 +419,7 @@ impl GuestImages {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
         let wanted = Wanted { root_blake3, name: parent.spec().image.clone(), timeout_ms };
+        let message = format!("have a host take guest image `{}`", wanted.name);
         let root = &wanted.root_blake3;
         let others = shares.iter().map(|(host, _)| *host).filter(|host| *host != self.hosts.id);
         let (have, lack): (Vec<HostId>, Vec<HostId>) =
@@ -484,6 +445,7 @@ impl GuestImages {
                 self.fetches.has(host, root);
                 continue;
             };
+            let error = error.to_body(message.as_str());
             for view in views.iter_mut().filter(|view| view.id == host) {
                 view.closed = Some("it can't take the guest image: the daemon's log says why");
                 some_cant = true;
@@ -502,11 +464,9 @@ impl GuestImages {
         host: HostId,
         wanted: &Wanted,
         wait: Duration,
-    ) -> Result<(), ErrorBody> {
-        let message = format!("have a host take guest image `{}`", wanted.name);
-        let peer = self.hosts.peer_of(host, &message)?;
-        let answer = peer.ask::<Wanted, There>(GUEST_IMAGES, wanted, wait).await;
-        let there = answer.map_err(|error| error.to_body(message))?;
+    ) -> Result<(), FetchError> {
+        let peer = self.hosts.peer_of(host)?;
+        let there = peer.ask::<Wanted, There>(GUEST_IMAGES, wanted, wait).await?;
         tracing::debug!(host = peer.name, image = there.name, "it has the guest image");
         Ok(())
     }

@@ -7,14 +7,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use rustls::ClientConfig;
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::HostView;
 use vmfork_cluster::{Entry, HostId, HostState, Liveness, Membership, Now, Roster};
 
 use super::client::Peer;
+use super::error::ClusterError;
 use super::pace::Pace;
 use vmfork_host::core::Core;
-use vmfork_host::error::chain;
 
 /// How often a task that waits for a host checks whether the host has left.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -73,13 +72,10 @@ impl Hosts {
     /// A member by id.
     ///
     /// # Errors
-    /// It is none any more; `message` says what was to be done.
-    pub(super) fn peer_of(&self, id: HostId, message: &str) -> Result<Peer, ErrorBody> {
+    /// It is none any more.
+    pub(super) fn peer_of(&self, id: HostId) -> Result<Peer, ClusterError> {
         let entry = self.roster.read(|book| book.member(id).cloned());
-        entry.map(|entry| self.peer(&entry)).ok_or_else(|| {
-            ErrorBody::new(ErrorCode::NotFound, message)
-                .cause(format!("host {id} is no member of the cluster any more"))
-        })
+        entry.map(|entry| self.peer(&entry)).ok_or(ClusterError::NoMember { host: id })
     }
 
     pub(crate) fn id(&self) -> HostId {
@@ -111,20 +107,9 @@ impl Hosts {
     ///
     /// # Errors
     /// One of them is none.
-    pub(crate) fn find_all(
-        &self,
-        hosts: &[String],
-        message: &str,
-    ) -> Result<Vec<HostId>, ErrorBody> {
-        let find = |host: &String| {
-            let found = self.roster.read(|book| book.find(host).map(|entry| entry.id));
-            found.map_err(|error| ErrorBody {
-                code: ErrorCode::NotFound,
-                message: message.to_owned(),
-                cause: Some(chain(&error)),
-                remedy: error.remedy().map(ToOwned::to_owned),
-            })
-        };
+    pub(crate) fn find_all(&self, hosts: &[String]) -> Result<Vec<HostId>, ClusterError> {
+        let find =
+            |host: &String| Ok(self.roster.read(|book| book.find(host).map(|entry| entry.id))?);
         hosts.iter().map(find).collect()
     }
 
@@ -132,13 +117,11 @@ impl Hosts {
     ///
     /// # Errors
     /// It drains.
-    pub(crate) fn check_active(&self, message: &str) -> Result<(), ErrorBody> {
-        if self.roster.read(|book| book.own_entry().state) == HostState::Active {
-            return Ok(());
+    pub(crate) fn check_active(&self) -> Result<(), ClusterError> {
+        match self.roster.read(|book| book.own_entry().state) {
+            HostState::Active => Ok(()),
+            _ => Err(ClusterError::Drains),
         }
-        Err(ErrorBody::new(ErrorCode::NoCapacity, message)
-            .cause("this host takes no more clones: it drains")
-            .remedy("`vmfork cluster activate` takes it back into use"))
     }
 
     /// Members that have been silent for so long that they count as gone.

@@ -10,15 +10,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-use vmfork_engine::{Engine, HostImage, Layout, OpenError, PageLost};
-use vmfork_image::bytes::Flaw;
+use vmfork_engine::{Engine, HostImage, Layout, PageLost};
 use vmfork_image::wire::{self, Limits};
-use vmfork_image::{
-    BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageTable, Source, TableError,
-};
+use vmfork_image::{BLOCK_PAGES, ImageId, ImageName, PageRange, PageSource, PageTable, Source};
 use vmfork_transfer::Wanted;
 
 use super::arrivals::Arrival;
+use super::error::{ArrivalError, LendError};
 use super::loans::Loans;
 use vmfork_host::vm::WorkingSet;
 
@@ -32,32 +30,6 @@ pub(crate) struct Entry {
     /// As bytes ([`vmfork_image::wire`]): its page table, and its blocks' homes.
     pub table: Vec<u8>,
     pub homes: Vec<u8>,
-}
-
-/// An image of another host can't be opened.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ArrivalError {
-    #[error("the page table of image {name}")]
-    Table { name: ImageName, source: Flaw },
-    #[error("the homes of image {name}")]
-    Homes { name: ImageName, source: Flaw },
-    #[error("image {name} names image {unknown}, which came neither with it nor before it")]
-    Unknown { name: ImageName, unknown: ImageName },
-    #[error("image {name} has {found} pages, the VM {pages}")]
-    Size { name: ImageName, found: u64, pages: u64 },
-    #[error("image {name}")]
-    Open { name: ImageName, source: OpenError },
-    #[error("it names no image")]
-    Empty,
-}
-
-/// An image can't be lent.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum LendError {
-    #[error("what its VM had written is not known yet")]
-    NotSealed,
-    #[error("its page table")]
-    Table(#[from] TableError),
 }
 
 /// Of one host, for one life of its daemon.

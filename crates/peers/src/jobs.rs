@@ -20,16 +20,16 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use tokio::task::JoinHandle;
-use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_cluster::allocate::{AllocateError, Allocator, Ask, BuiltIn, Held, HostView};
+use vmfork_cluster::allocate::{Allocator, Ask, BuiltIn, Held, HostView};
 use vmfork_cluster::slurm::{self, Slurm};
 use vmfork_cluster::{HostId, Liveness};
 
+use super::error::PlanError;
 use super::hosts::Hosts;
 use super::pace::Pace;
 use vmfork_fork::Hold;
 use vmfork_host::core::Core;
-use vmfork_host::error::{chain, outcome};
+use vmfork_host::error::chain;
 use vmfork_host::vm::{End, Job};
 
 /// How long a job is kept that no host names. Hosts name what they need every second.
@@ -259,31 +259,25 @@ impl Jobs {
     /// the hosts that may be asked.
     ///
     /// # Errors
-    /// It has none, or can't be asked; `message` says what for.
+    /// It has none, or can't be asked.
     pub(crate) async fn hold(
         self: &Arc<Self>,
         ask: &Ask,
         views: &[HostView],
-        message: &str,
-    ) -> Result<Option<Hold>, ErrorBody> {
+    ) -> Result<Option<Hold>, PlanError> {
         // In a task of its own, so that a job granted to a client that has disconnected is given
         // back as any other.
         let (jobs, ask, views) = (Arc::clone(self), ask.clone(), views.to_vec());
-        let text = message.to_owned();
         let task = tokio::spawn(async move {
             let _asking = jobs.ask();
             let held = jobs.allocator.hold(&ask, &views).await;
             held.map(|held| held.map(|held| jobs.begin(held))).map_err(|error| {
                 // It may have been granted all the same, and not been given back.
                 jobs.look();
-                let code = match error {
-                    AllocateError::NoRoom { .. } => ErrorCode::NoCapacity,
-                    _ => ErrorCode::Host,
-                };
-                ErrorBody::new(code, text).cause(chain(&error)).remedy(error.remedy())
+                error.into()
             })
         });
-        outcome(task, message).await
+        task.await?
     }
 
     fn begin(self: &Arc<Self>, held: Held) -> Hold {

@@ -16,6 +16,7 @@
 //! | `cluster` | this host in a cluster, or in none |
 //! | `life` | one membership: the port for other hosts, the page service, heartbeats |
 //! | `member` | what a member holds: the other hosts, images, leases, orders |
+//! | `error` | what fails, as enums; the API's form of each |
 //! | `this_host`, `settings`, `records` | what does not depend on the cluster; flags; files |
 //! | `server`, `connection_slots` | the port: TLS, who may connect, and how many |
 //! | `routes`, `context` | what hosts ask each other, and the state of the answers |
@@ -46,6 +47,7 @@ mod cluster;
 mod connection_cache;
 mod connection_slots;
 mod context;
+mod error;
 mod family;
 mod guest_images;
 mod hosts;

@@ -1,7 +1,6 @@
 //! A membership while it lasts: the port for other hosts, the page service, heartbeats.
 
 use std::collections::BTreeSet;
-use std::io;
 use std::net::TcpListener as StdListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +18,7 @@ use vmfork_transfer::{AheadCounters, Counter, PageService, Pages, ServiceLimits}
 use super::client::WORD_WAIT;
 use super::connection_cache::ConnectionCache;
 use super::connection_slots::Callers;
+use super::error::BeginError;
 use super::hosts::Hosts;
 use super::jobs;
 use super::member::{Beat, HEARTBEAT, Member, Served, pages_address};
@@ -57,27 +57,6 @@ pub(super) struct Life {
     watched: Mutex<Watched>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
-}
-
-/// A membership can't begin.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum BeginError {
-    #[error(transparent)]
-    Keys(#[from] vmfork_cluster::KeyError),
-    #[error("`{address}` is no address of this host")]
-    Address { address: String },
-    #[error("listen for other hosts on {address}")]
-    Listen {
-        address: std::net::SocketAddr,
-        #[source]
-        source: io::Error,
-    },
-    #[error("serve pages on {address}")]
-    Pages {
-        address: std::net::SocketAddr,
-        #[source]
-        source: io::Error,
-    },
 }
 
 impl Life {
@@ -274,8 +253,7 @@ impl Life {
         let now = self.member.hosts.now();
         let member = &self.member;
         let heartbeat = member.hosts.roster.read(|book| book.heartbeat_of_removal(host, now));
-        let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.hosts.peer_of(host, "remove a host"))
-        else {
+        let (Ok(heartbeat), Ok(peer)) = (heartbeat, member.hosts.peer_of(host)) else {
             return;
         };
         let beat = member.beat(heartbeat, None);
@@ -296,7 +274,7 @@ impl Life {
     /// A heartbeat, and its answer.
     async fn tell(&self, host: HostId, room: Room, quotas: Option<Tally>) {
         let member = &self.member;
-        let Ok(peer) = member.hosts.peer_of(host, "send a heartbeat") else { return };
+        let Ok(peer) = member.hosts.peer_of(host) else { return };
         let beat = member.beat_to(host, room, quotas);
         let mut kept = self.connections.take(host, &peer);
         let answer = peer.ask_again::<Beat, Beat>(&mut kept, HEARTBEAT, &beat, WORD_WAIT).await;
@@ -309,7 +287,13 @@ impl Life {
                     self.settle(&merged);
                     self.heard(host, &answer);
                 }
-                Err(error) => tracing::warn!(host = peer.name, "{error}"),
+                Err(error) => {
+                    tracing::warn!(
+                        host = peer.name,
+                        "take the answer to a heartbeat: {}",
+                        chain(&error)
+                    );
+                }
             },
             Err(error) => tracing::debug!(host = peer.name, "{}", chain(&error)),
         }

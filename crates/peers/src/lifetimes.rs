@@ -27,7 +27,8 @@ pub(super) async fn hear(
     State(context): State<Context>,
     Json(told): Json<Told>,
 ) -> Result<Json<()>, ApiError> {
-    let (_, core) = context.parts("hear of a VM's time to live")?;
+    let (_, core) =
+        context.parts().map_err(|error| error.to_body("hear of a VM's time to live"))?;
     core.lifetimes.hear(told.heard(Instant::now()));
     Ok(Json(()))
 }
@@ -54,7 +55,7 @@ pub(super) fn tell_if_changed(member: &Arc<Member>, fork: &Departure<'_>, parent
 async fn tell(member: Arc<Member>, known: Arc<Lifetimes>, host: HostId, setting: Setting) {
     let until = Instant::now() + TELL_FOR;
     while Instant::now() < until {
-        let Ok(peer) = member.hosts.peer_of(host, "tell of a VM's time to live") else { return };
+        let Ok(peer) = member.hosts.peer_of(host) else { return };
         // What is left is less with each try.
         let told = setting.told(Instant::now());
         match peer.ask::<Told, ()>(LIFETIMES, &told, WORD_WAIT).await {

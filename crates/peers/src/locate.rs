@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use vmfork_api::{ErrorBody, ErrorCode, VmDetail};
+use vmfork_api::{ErrorCode, VmDetail};
 use vmfork_cluster::{Entry, HostId};
 
-use super::client::{CallError, WORD_WAIT};
+use super::client::WORD_WAIT;
+use super::error::{CallError, ClusterError};
 use super::hosts::{Hosts, There};
 
 /// Where a host is asked for the names of its VMs.
@@ -40,21 +41,15 @@ impl Search {
     ///
     /// # Errors
     /// Several have, or one may have it that is silent.
-    fn outcome(mut self, vm: &str) -> Result<Option<(Entry, Option<String>)>, ErrorBody> {
-        let message = format!("find VM `{vm}`");
+    fn outcome(mut self) -> Result<Option<(Entry, Option<String>)>, ClusterError> {
         if self.found.len() > 1 {
-            let hosts: Vec<_> = self.found.iter().map(|(host, _)| host.name.as_str()).collect();
-            return Err(ErrorBody::new(ErrorCode::Conflict, message)
-                .cause(format!("several hosts have one of that name: {}", hosts.join(", ")))
-                .remedy("name it by its id: `vmfork ps --json` tells"));
+            let hosts = self.found.into_iter().map(|(host, _)| host.name).collect();
+            return Err(ClusterError::SeveralHave { hosts });
         }
         match self.found.pop() {
             None if !self.silent.is_empty() => {
                 self.silent.sort();
-                let hosts = self.silent.join(", ");
-                Err(ErrorBody::new(ErrorCode::Host, message)
-                    .cause(format!("no host that answers has it; these do not answer: {hosts}"))
-                    .remedy("`vmfork cluster ls` tells when they are back; `vmfork cluster leave HOST` takes one out that will not come back"))
+                Err(ClusterError::Silent { hosts: self.silent })
             }
             found => Ok(found),
         }
@@ -113,7 +108,7 @@ impl Locate {
     ///
     /// # Errors
     /// Several have one of that name, or no host that answers has it.
-    pub(super) async fn host_of(&self, vm: &str) -> Result<Option<Entry>, ErrorBody> {
+    pub(super) async fn host_of(&self, vm: &str) -> Result<Option<Entry>, ClusterError> {
         let path = format!("/v1/vms/{vm}");
         if let Some(entry) = self.seen(vm)
             && self.hosts.peer(&entry).get(&path, WORD_WAIT).await.is_ok()
@@ -131,7 +126,7 @@ impl Locate {
             }
         }
         search.silent.extend(gone.into_iter().map(|entry| entry.name));
-        let Some((host, id)) = search.outcome(vm)? else { return Ok(None) };
+        let Some((host, id)) = search.outcome()? else { return Ok(None) };
         if let Some(id) = id {
             self.saw(&id, host.id);
         }
@@ -160,6 +155,7 @@ mod tests {
     use std::io;
 
     use rustls::pki_types::CertificateDer;
+    use vmfork_api::ErrorBody;
     use vmfork_cluster::{Fingerprint, HostState};
 
     use super::*;
@@ -185,12 +181,12 @@ mod tests {
         CallError::Refused { host: "h".to_owned(), source }
     }
 
-    fn searched(said: Vec<Result<Bytes, CallError>>) -> Result<Option<String>, ErrorBody> {
+    fn searched(said: Vec<Result<Bytes, CallError>>) -> Result<Option<String>, ClusterError> {
         let mut search = Search::default();
         for (number, said) in (1..).zip(said) {
             search.heard(host(number), said);
         }
-        Ok(search.outcome("web")?.map(|(host, _)| host.name))
+        Ok(search.outcome()?.map(|(host, _)| host.name))
     }
 
     #[test]
@@ -198,7 +194,7 @@ mod tests {
         assert_eq!(searched(vec![Err(none()), Err(none())]).expect("all answer"), None);
         let error =
             searched(vec![Err(none()), Err(silence()), Err(silence())]).expect_err("who knows");
-        assert_eq!(error.code, ErrorCode::Host);
+        assert!(matches!(error, ClusterError::Silent { .. }), "{error}");
         assert!(error.to_string().contains("do not answer: h2, h3"), "{error}");
         let there = || Ok(Bytes::from_static(b"{}"));
         assert_eq!(
@@ -206,7 +202,7 @@ mod tests {
             Some("h2")
         );
         let error = searched(vec![there(), Err(none()), there()]).expect_err("which one?");
-        assert_eq!(error.code, ErrorCode::Conflict);
+        assert!(matches!(error, ClusterError::SeveralHave { .. }), "{error}");
         assert!(error.to_string().contains("h1, h3"), "{error}");
     }
 }

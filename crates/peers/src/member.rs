@@ -10,7 +10,6 @@ use std::time::Instant;
 use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::allocate::{Allocator, Tally};
 use vmfork_cluster::{Fingerprint, Heartbeat, HostId, Liveness, Merged, Room};
 use vmfork_image::{ImageName, PageRange, PageSource};
@@ -33,7 +32,7 @@ use super::sources::{PagePeer, Sources};
 use super::tickets::{Inbox, Leases, Lines};
 use super::transfer_estimate::Estimates;
 use crate::PageTransfer;
-use vmfork_host::error::chain;
+use crate::error::ClusterError;
 
 /// Where heartbeats are sent.
 pub(super) const HEARTBEAT: &str = "/cluster/v1/heartbeat";
@@ -226,15 +225,12 @@ impl Member {
         beat: &Beat,
         room: Room,
         quotas: Option<Tally>,
-    ) -> Result<(Beat, Merged), ErrorBody> {
+    ) -> Result<(Beat, Merged), ClusterError> {
         let now = self.hosts.now();
         let (answer, merged) = self
             .hosts
             .roster
-            .change(|book| book.on_heartbeat(from, &beat.heartbeat, Some(room), now))
-            .map_err(|error| {
-                ErrorBody::new(ErrorCode::BadRequest, "take a heartbeat").cause(chain(&error))
-            })?;
+            .change(|book| book.on_heartbeat(from, &beat.heartbeat, Some(room), now))?;
         self.heard(from, beat);
         Ok((self.beat(answer, quotas), merged))
     }
@@ -243,13 +239,9 @@ impl Member {
     ///
     /// # Errors
     /// As [`Member::on_beat`].
-    pub(super) fn on_answer(&self, from: HostId, beat: &Beat) -> Result<Merged, ErrorBody> {
+    pub(super) fn on_answer(&self, from: HostId, beat: &Beat) -> Result<Merged, ClusterError> {
         let now = self.hosts.now();
-        let merged = self.hosts.roster.change(|book| book.on_answer(from, &beat.heartbeat, now));
-        let merged = merged.map_err(|error| {
-            ErrorBody::new(ErrorCode::BadRequest, "take the answer to a heartbeat")
-                .cause(chain(&error))
-        })?;
+        let merged = self.hosts.roster.change(|book| book.on_answer(from, &beat.heartbeat, now))?;
         self.heard(from, beat);
         Ok(merged)
     }

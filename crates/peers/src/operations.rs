@@ -6,17 +6,18 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use vmfork_api::{
     ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
-    ClusterToken, ClusterTokenRequest, ErrorBody, ErrorCode, HostLiveness, HostState, SCHEMA,
+    ClusterToken, ClusterTokenRequest, HostLiveness, HostState, SCHEMA,
 };
 use vmfork_cluster::membership::HostState as Stands;
 use vmfork_cluster::{
-    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinError, JoinToken, Liveness,
-    MemberError, Membership, Newcomer, Opened, Tokens,
+    Cluster as Keys, Entry, Folder, HostId, JoinAnswer, JoinToken, Liveness, MemberError,
+    Membership, Newcomer, Opened, Tokens,
 };
 
 use super::client::Peer;
 use super::cluster::Cluster;
-use super::life::{BeginError, Life};
+use super::error::{BeginError, ClusterError, Hindrance};
+use super::life::Life;
 use super::routes::{self, JOIN};
 use super::watched::Watched;
 use vmfork_control::{Answer, ClusterControl};
@@ -66,15 +67,6 @@ impl Cluster {
         if self.life().is_some() || self.stopped.is_cancelled() {
             return true;
         }
-        let hindered = |cause: String, remedy: Option<String>| ErrorBody {
-            code: ErrorCode::Host,
-            message: "be a member of the cluster".to_owned(),
-            cause: Some(cause),
-            remedy: Some(remedy.unwrap_or_else(|| {
-                "put that right: it is tried again every few seconds; or `vmfork cluster leave`"
-                    .to_owned()
-            })),
-        };
         let hindrance = match Folder::open(&self.folder) {
             Ok(None) => None,
             Ok(Some(opened)) if opened.cluster.members.has_left() => {
@@ -88,16 +80,17 @@ impl Cluster {
                         self.set_life(Some(life));
                         None
                     }
-                    Err(error) => Some(hindered(chain(&error), None)),
+                    Err(error) => Some(Hindrance::Begin(error)),
                 }
             }
-            Err(error) => Some(hindered(chain(&error), error.remedy())),
+            Err(error) => Some(Hindrance::Folder(error)),
         };
+        let hindrance = hindrance.map(Arc::new);
         let before = std::mem::replace(&mut *self.hindrance(), hindrance.clone());
         let Some(hindrance) = hindrance else { return true };
-        if before.is_none_or(|before| before.cause != hindrance.cause) {
-            let (cause, remedy) = (hindrance.cause, hindrance.remedy);
-            let (cause, remedy) = (cause.unwrap_or_default(), remedy.unwrap_or_default());
+        let cause = chain(&hindrance);
+        if before.is_none_or(|before| chain(&before) != cause) {
+            let remedy = hindrance.remedy();
             tracing::error!(remedy, "this host goes on without its cluster: {cause}");
         }
         false
@@ -158,17 +151,8 @@ impl Cluster {
         }
     }
 
-    async fn become_member(
-        self: &Arc<Self>,
-        keys: Keys,
-        message: &str,
-    ) -> Result<ClusterInfo, ErrorBody> {
-        let folder = Folder::create(&self.folder, &keys).map_err(|error| ErrorBody {
-            code: ErrorCode::Host,
-            message: message.to_owned(),
-            cause: Some(chain(&error)),
-            remedy: error.remedy(),
-        })?;
+    async fn become_member(self: &Arc<Self>, keys: Keys) -> Result<ClusterInfo, ClusterError> {
+        let folder = Folder::create(&self.folder, &keys)?;
         let opened = Opened { folder, cluster: keys, tokens: Tokens::default() };
         match self.begin_life(opened, Watched::default()).await {
             Ok(life) => {
@@ -182,9 +166,7 @@ impl Cluster {
                 if let Ok(Some(opened)) = Folder::open(&self.folder) {
                     self.let_go(opened.folder);
                 }
-                Err(ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)).remedy(
-                    "name an address of this host with two free ports, `--address IP:PORT`",
-                ))
+                Err(error.into())
             }
         }
     }
@@ -227,81 +209,76 @@ impl Cluster {
 
     /// # Errors
     /// This host is not the member that it should be.
-    fn unhindered(&self, message: &str) -> Result<(), ErrorBody> {
+    fn unhindered(&self) -> Result<(), ClusterError> {
         match self.hindrance().clone() {
             None => Ok(()),
-            Some(hindrance) => Err(ErrorBody { message: message.to_owned(), ..hindrance }),
+            Some(hindrance) => Err(ClusterError::Hindered(hindrance)),
         }
     }
 
-    fn in_one(&self, message: &str) -> Result<Arc<Life>, ErrorBody> {
-        self.unhindered(message)?;
-        self.life().ok_or_else(|| {
-            ErrorBody::new(ErrorCode::Conflict, message)
-                .cause("this host is in no cluster")
-                .remedy("`vmfork cluster init` makes one, `vmfork cluster join` joins one")
-        })
+    fn in_one(&self) -> Result<Arc<Life>, ClusterError> {
+        self.unhindered()?;
+        self.life().ok_or(ClusterError::InNone)
     }
 
-    fn in_none(&self, message: &str) -> Result<(), ErrorBody> {
+    fn in_none(&self) -> Result<(), ClusterError> {
         match self.life() {
             None if !Folder::is_used(&self.folder) => Ok(()),
-            _ => Err(ErrorBody::new(ErrorCode::Conflict, message)
-                .cause("this host is in a cluster already")
-                .remedy("`vmfork cluster leave` first")),
+            _ => Err(ClusterError::InOne),
         }
     }
 
-    async fn init(self: Arc<Self>, request: ClusterInitRequest) -> Result<ClusterInfo, ErrorBody> {
+    async fn init(
+        self: Arc<Self>,
+        request: ClusterInitRequest,
+    ) -> Result<ClusterInfo, ClusterError> {
         let _turn = self.turn.lock().await;
-        self.in_none(INIT)?;
+        self.in_none()?;
         let name = request.name.unwrap_or_else(host_name);
-        let keys = Keys::init(&name, &request.address).map_err(|error| refused(INIT, &error))?;
-        self.become_member(keys, INIT).await
+        let keys = Keys::init(&name, &request.address)?;
+        self.become_member(keys).await
     }
 
-    async fn join(self: Arc<Self>, request: ClusterJoinRequest) -> Result<ClusterInfo, ErrorBody> {
+    async fn join(
+        self: Arc<Self>,
+        request: ClusterJoinRequest,
+    ) -> Result<ClusterInfo, ClusterError> {
         let _turn = self.turn.lock().await;
-        self.in_none(JOINING)?;
-        let bad = |error: &dyn std::error::Error| {
-            ErrorBody::new(ErrorCode::BadRequest, JOINING).cause(chain(error))
-        };
-        let token: JoinToken = request.token.parse().map_err(|error| {
-            bad(&error).remedy("`vmfork cluster token` on a member prints one, for one host")
-        })?;
+        self.in_none()?;
+        let token: JoinToken = request.token.parse()?;
         let name = request.name.unwrap_or_else(host_name);
-        let newcomer = Newcomer::new(token, &name, &request.address)
-            .map_err(|error| refused(JOINING, &error))?;
+        let newcomer = Newcomer::new(token, &name, &request.address)?;
         let peer = Peer {
             name: newcomer.address().to_owned(),
             address: newcomer.address().to_owned(),
             server_name: Newcomer::server_name(),
-            tls: newcomer.client().map_err(|error| bad(&error))?,
+            tls: newcomer.client().map_err(ClusterError::JoinKeys)?,
         };
-        let answer = peer.ask::<_, JoinAnswer>(JOIN, newcomer.request(), JOIN_WAIT).await;
-        let answer = answer.map_err(|error| error.to_body(JOINING))?;
+        let answer = peer.ask::<_, JoinAnswer>(JOIN, newcomer.request(), JOIN_WAIT).await?;
         let now = vmfork_cluster::Now { monotonic: Duration::ZERO, unix_s: 0 };
-        let keys = newcomer.finish(&answer, now).map_err(|error| bad(&error))?;
-        self.become_member(keys, JOINING).await
+        let keys = newcomer.finish(&answer, now)?;
+        self.become_member(keys).await
     }
 
-    async fn leave(self: Arc<Self>, request: ClusterHostRequest) -> Result<ClusterInfo, ErrorBody> {
+    async fn leave(
+        self: Arc<Self>,
+        request: ClusterHostRequest,
+    ) -> Result<ClusterInfo, ClusterError> {
         let _turn = self.turn.lock().await;
-        if let Err(hindrance) = self.unhindered(LEAVE) {
+        if let Err(hindrance) = self.unhindered() {
             return self.leave_untold(&request, hindrance);
         }
-        let life = self.in_one(LEAVE)?;
-        let id = found(&life, &request).map_err(|error| no_host(LEAVE, &error))?;
+        let life = self.in_one()?;
+        let id = found(&life, &request)?;
         if id != life.member.hosts.id {
             life.say_removed(id).await;
         }
         let now = life.member.hosts.now();
-        let left = life.member.hosts.roster.change(|book| match book.member(id) {
+        life.member.hosts.roster.change(|book| match book.member(id) {
             Some(_) => book.leave(id, now),
             // Another caller was faster.
             None => Ok(()),
-        });
-        left.map_err(|error| no_host(LEAVE, &error))?;
+        })?;
         life.save();
         if id != life.member.hosts.id {
             return Ok(self.info());
@@ -315,17 +292,16 @@ impl Cluster {
     fn leave_untold(
         &self,
         request: &ClusterHostRequest,
-        hindrance: ErrorBody,
-    ) -> Result<ClusterInfo, ErrorBody> {
+        hindrance: ClusterError,
+    ) -> Result<ClusterInfo, ClusterError> {
         if request.host.is_some() {
             return Err(hindrance);
         }
         let opened = Folder::open(&self.folder).ok().flatten();
         let name = opened.map(|opened| opened.cluster.members.own_entry().name.clone());
-        Folder::forget(&self.folder).map_err(|error| {
-            let body = ErrorBody::new(ErrorCode::Host, LEAVE).cause(chain(&error));
-            body.remedy(format!("remove {} by hand", self.folder.display()))
-        })?;
+        Folder::forget(&self.folder)
+            .map_err(Box::new)
+            .map_err(|error| ClusterError::Forget { folder: self.folder.clone(), error })?;
         *self.hindrance() = None;
         let note = format!(
             "The other hosts were not told: `vmfork cluster leave {}` on one of them",
@@ -333,6 +309,44 @@ impl Cluster {
         );
         tracing::warn!(note, "this host has left its cluster, as which it could not begin");
         Ok(ClusterInfo { note: Some(note), ..self.info() })
+    }
+
+    fn token(&self, request: &ClusterTokenRequest) -> Result<ClusterToken, ClusterError> {
+        let life = self.in_one()?;
+        let ttl_s = request.ttl_s.unwrap_or(TTL_S_DEFAULT);
+        if !(1..=TTL_S_MAX).contains(&ttl_s) {
+            return Err(ClusterError::TokenLife { ttl_s, max_s: TTL_S_MAX });
+        }
+        let (address, issuer) = life.member.hosts.roster.read(|book| {
+            let own = book.own_entry();
+            (own.address.clone(), own.fingerprint)
+        });
+        let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
+        let unix_s = life.member.hosts.now().unix_s;
+        let token = tokens.issue(&address, issuer, ttl_s, unix_s)?;
+        life.records.save_tokens(&tokens)?;
+        Ok(ClusterToken {
+            schema: SCHEMA.to_owned(),
+            token: token.to_text(),
+            expires_unix_ms: token.expires_unix_s.saturating_mul(1000),
+        })
+    }
+
+    /// Take no more clones on a host, or take it back into use.
+    fn drain(
+        &self,
+        request: &ClusterHostRequest,
+        drain: bool,
+    ) -> Result<ClusterInfo, ClusterError> {
+        let life = self.in_one()?;
+        let now = life.member.hosts.now();
+        let id = found(&life, request)?;
+        life.member.hosts.roster.change(|book| match drain {
+            true => book.drain(id, now),
+            false => book.activate(id, now),
+        })?;
+        life.save();
+        Ok(self.info())
     }
 }
 
@@ -344,22 +358,14 @@ fn found(life: &Life, request: &ClusterHostRequest) -> Result<HostId, MemberErro
     })
 }
 
-fn refused(message: &str, error: &JoinError) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::BadRequest,
-        message: message.to_owned(),
-        cause: Some(chain(error)),
-        remedy: error.remedy().map(ToOwned::to_owned),
-    }
-}
-
-fn no_host(message: &str, error: &MemberError) -> ErrorBody {
-    ErrorBody {
-        code: ErrorCode::NotFound,
-        message: message.to_owned(),
-        cause: Some(chain(error)),
-        remedy: error.remedy().map(ToOwned::to_owned),
-    }
+/// A change in a task of its own. Half of it would leave this host a member of nothing, or others
+/// with one that is none.
+fn change<'a>(
+    work: impl Future<Output = Result<ClusterInfo, ClusterError>> + Send + 'static,
+    message: &'static str,
+) -> Answer<'a, ClusterInfo> {
+    let task = async move { work.await.map_err(|error| error.to_body(message)) };
+    outcome(tokio::spawn(task), message).boxed()
 }
 
 /// [`ClusterControl`] of this host.
@@ -375,55 +381,26 @@ impl Operations {
 impl ClusterControl for Operations {
     fn cluster(&self) -> Answer<'_, ClusterInfo> {
         async {
-            self.0.unhindered("list the hosts of the cluster")?;
-            Ok(self.0.info())
+            let known = self.0.unhindered().map(|()| self.0.info());
+            known.map_err(|error| error.to_body("list the hosts of the cluster"))
         }
         .boxed()
     }
 
-    // Tasks of their own: half a change would leave this host a member of nothing, or others with
-    // one that is none.
-
     fn init_cluster(&self, request: ClusterInitRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(&self.0).init(request)), INIT).boxed()
+        change(Arc::clone(&self.0).init(request), INIT)
     }
 
     fn join_cluster(&self, request: ClusterJoinRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(&self.0).join(request)), JOINING).boxed()
+        change(Arc::clone(&self.0).join(request), JOINING)
     }
 
     fn leave_cluster(&self, request: ClusterHostRequest) -> Answer<'_, ClusterInfo> {
-        outcome(tokio::spawn(Arc::clone(&self.0).leave(request)), LEAVE).boxed()
+        change(Arc::clone(&self.0).leave(request), LEAVE)
     }
 
     fn cluster_token(&self, request: ClusterTokenRequest) -> Answer<'_, ClusterToken> {
-        async move {
-            let message = "make a token";
-            let life = self.0.in_one(message)?;
-            let ttl_s = request.ttl_s.unwrap_or(TTL_S_DEFAULT);
-            if !(1..=TTL_S_MAX).contains(&ttl_s) {
-                return Err(ErrorBody::new(ErrorCode::BadRequest, message)
-                    .cause(format!("{ttl_s} s are not in 1 to {TTL_S_MAX}")));
-            }
-            let (address, issuer) = life.member.hosts.roster.read(|book| {
-                let own = book.own_entry();
-                (own.address.clone(), own.fingerprint)
-            });
-            let failed = |error: &dyn std::error::Error| {
-                ErrorBody::new(ErrorCode::Host, message).cause(chain(error))
-            };
-            let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
-            let unix_s = life.member.hosts.now().unix_s;
-            let token = tokens.issue(&address, issuer, ttl_s, unix_s);
-            let token = token.map_err(|error| failed(&error))?;
-            life.records.save_tokens(&tokens).map_err(|error| failed(&error))?;
-            Ok(ClusterToken {
-                schema: SCHEMA.to_owned(),
-                token: token.to_text(),
-                expires_unix_ms: token.expires_unix_s.saturating_mul(1000),
-            })
-        }
-        .boxed()
+        async move { self.0.token(&request).map_err(|error| error.to_body("make a token")) }.boxed()
     }
 
     fn drain_cluster_host(
@@ -433,17 +410,7 @@ impl ClusterControl for Operations {
     ) -> Answer<'_, ClusterInfo> {
         async move {
             let message = if drain { "drain a host" } else { "take a host back into use" };
-            let life = self.0.in_one(message)?;
-            let now = life.member.hosts.now();
-            let changed = found(&life, &request).and_then(|id| {
-                life.member.hosts.roster.change(|book| match drain {
-                    true => book.drain(id, now),
-                    false => book.activate(id, now),
-                })
-            });
-            changed.map_err(|error| no_host(message, &error))?;
-            life.save();
-            Ok(self.0.info())
+            self.0.drain(&request, drain).map_err(|error| error.to_body(message))
         }
         .boxed()
     }

@@ -4,14 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_cluster::HostId;
 use vmfork_cluster::allocate::{Counts, QuotaAnswer, QuotaAsk, Tally, keeper_of};
 
-use super::client::{CallError, WORD_WAIT};
+use super::client::WORD_WAIT;
+use super::error::{NotTold, TicketError, Unsettled};
 use super::hosts::Hosts;
 use vmfork_host::core::{Core, TOLD_WITHIN};
-use vmfork_host::error::chain;
 
 /// Where a user's keeper is asked for more.
 pub(super) const QUOTAS: &str = "/cluster/v1/quotas";
@@ -59,15 +58,15 @@ impl State {
     }
 
     /// What this host, a candidate itself, waits for before it counts for others; `None`: nothing.
-    fn waits_for(&self, now: Instant, own: HostId) -> Option<&'static str> {
+    fn waits_for(&self, now: Instant, own: HostId) -> Option<Unsettled> {
         let others = || self.candidates.iter().filter(|host| **host != own);
         // Alone, it counts at once.
         others().next()?;
         if self.since.is_none_or(|since| now.saturating_duration_since(since) < SETTLED_AFTER) {
-            return Some("hosts have come or gone just now");
+            return Some(Unsettled::JustChanged);
         }
         let all_told = others().all(|host| self.counts.has_heard(*host));
-        (!all_told).then_some("a host has not told yet what it has")
+        (!all_told).then_some(Unsettled::NotAllTold)
     }
 }
 
@@ -99,17 +98,17 @@ impl Keeper {
         from: HostId,
         ask: &QuotaAsk,
         now: Instant,
-    ) -> Result<QuotaAnswer, ErrorBody> {
+    ) -> Result<QuotaAnswer, Unsettled> {
         let candidates = self.hosts.candidates();
         let is_keeper = keeper_of(&ask.user, candidates.iter().copied()) == Some(self.hosts.id);
         let mut state = self.state();
         state.look(now, candidates);
         let waits_for = match is_keeper {
             true => state.waits_for(now, self.hosts.id),
-            false => Some("another host counts that, as this one sees it"),
+            false => Some(Unsettled::OtherKeeper),
         };
         if let Some(why) = waits_for {
-            return Err(ErrorBody::new(ErrorCode::Conflict, "count what a user has").cause(why));
+            return Err(why);
         }
         state.counts.heard(self.hosts.id, &core.quotas.tally(&core.admission));
         Ok(state.counts.take(from, ask, core.quotas.bounds().of(&ask.user)))
@@ -123,12 +122,11 @@ impl Keeper {
         &self,
         core: &Core,
         ask: QuotaAsk,
-        message: &str,
-    ) -> Result<QuotaAnswer, ErrorBody> {
+    ) -> Result<QuotaAnswer, TicketError> {
         let until = Instant::now() + ASK_FOR;
         let mut is_second = false;
         loop {
-            let failed = match self.ask_keeper(core, &ask).await {
+            let source = match self.ask_keeper(core, &ask).await {
                 Ok(answer) if answer.count < ask.count && !is_second => {
                     // What has just ended on another host may not have been told yet.
                     is_second = true;
@@ -136,33 +134,23 @@ impl Keeper {
                     continue;
                 }
                 Ok(answer) => return Ok(answer),
-                Err(failed) => failed,
+                Err(source) => source,
             };
             if Instant::now() >= until {
-                return Err(ErrorBody::new(ErrorCode::Host, message)
-                    .cause(format!("what user {} has can't be told now: {failed}", ask.user))
-                    .remedy(
-                        "try again in some seconds; `vmfork cluster ls` tells which hosts are there",
-                    ));
+                return Err(TicketError::Untold { user: ask.user, source: Box::new(source) });
             }
             tokio::time::sleep(ASK_EVERY).await;
         }
     }
 
     /// → why there is no answer.
-    async fn ask_keeper(&self, core: &Core, ask: &QuotaAsk) -> Result<QuotaAnswer, String> {
-        let keeper = self.keeper_of(&ask.user).ok_or("no host counts it")?;
+    async fn ask_keeper(&self, core: &Core, ask: &QuotaAsk) -> Result<QuotaAnswer, NotTold> {
+        let keeper = self.keeper_of(&ask.user).ok_or(NotTold::NoKeeper)?;
         if keeper == self.hosts.id {
-            let kept = self.keep(core, self.hosts.id, ask, Instant::now());
-            return kept.map_err(|error| error.to_string());
+            return Ok(self.keep(core, self.hosts.id, ask, Instant::now())?);
         }
-        let peer =
-            self.hosts.peer_of(keeper, "ask what a user has").map_err(|error| error.to_string())?;
-        let answer = peer.ask::<QuotaAsk, QuotaAnswer>(QUOTAS, ask, WORD_WAIT).await;
-        let answer = answer.map_err(|error| match error {
-            CallError::Refused { host, source } => format!("host `{host}`: {source}"),
-            error => chain(&error),
-        })?;
+        let peer = self.hosts.peer_of(keeper)?;
+        let answer = peer.ask::<QuotaAsk, QuotaAnswer>(QUOTAS, ask, WORD_WAIT).await?;
         Ok(QuotaAnswer { count: answer.count.min(ask.count), ..answer })
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorBody;
 use vmfork_cluster::allocate::{Ask, Held, HostView, Plan, Policy};
 use vmfork_cluster::{HostId, Room};
 use vmfork_fork::{Allotted, Reserved};
@@ -20,7 +20,8 @@ use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::vm::{Identity, Vm};
 
-use crate::client::{CallError, WORD_WAIT};
+use crate::client::WORD_WAIT;
+use crate::error::{CallError, RemoteForkError, TicketError};
 use crate::hosts::Hosts;
 use crate::member::Member;
 use crate::tickets::{LEASES, PlacesAsk, RELEASE};
@@ -70,18 +71,18 @@ pub(crate) async fn reserve(
         Err(error) => return refused(error),
     };
     let ask = Ask { count: vms, shape, family: identity.family.clone(), policy };
-    let hold = match member.jobs.hold(&ask, &views, message).await {
+    let hold = match member.jobs.hold(&ask, &views).await {
         Ok(hold) => hold,
-        Err(error) => return refused(error),
+        Err(error) => return refused(RemoteForkError::from(error).to_body(message)),
     };
     let held = hold.as_ref().map(|hold| Arc::clone(&hold.held));
     let plan = asker.plan(&mut views, held.as_deref(), (vms, policy)).await;
     let mut allotted = Allotted { hold, refused: over, ..Allotted::default() };
     asker.ask_all(plan, &mut allotted).await;
-    let short = held.as_ref().map(|held| held.short.join("; "));
+    let short = held.map(|held| held.short.clone());
     if let Some(short) = short.filter(|short| !short.is_empty()) {
-        let error = ErrorBody::new(ErrorCode::NoCapacity, message).cause(short);
-        allotted.refused.get_or_insert(error);
+        let error = TicketError::Short { short };
+        allotted.refused.get_or_insert_with(|| error.to_body(message));
     }
     allotted
 }
@@ -189,7 +190,8 @@ async fn lease(hosts: &Arc<Hosts>, host: HostId, ask: PlacesAsk) -> Result<Reser
         }
     });
     let peer = hosts
-        .peer_of(host, "ask for places")
+        .peer_of(host)
+        .map_err(|error| error.to_body("ask for places"))
         .map_err(|source| CallError::Refused { host: host.to_string(), source })?;
     let granted: u32 = peer.ask(LEASES, &ask, WORD_WAIT).await?;
     reserved.count = granted.min(asked);
@@ -199,7 +201,7 @@ async fn lease(hosts: &Arc<Hosts>, host: HostId, ask: PlacesAsk) -> Result<Reser
 /// Places there are not needed.
 fn give_back(hosts: Arc<Hosts>, host: HostId, lease: u64) {
     tokio::spawn(async move {
-        let Ok(peer) = hosts.peer_of(host, "give places back") else { return };
+        let Ok(peer) = hosts.peer_of(host) else { return };
         if let Err(error) = peer.ask::<u64, ()>(RELEASE, &lease, WORD_WAIT).await {
             tracing::debug!(host = peer.name, "it keeps them a while: {}", chain(&error));
         }

@@ -24,11 +24,12 @@ use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::CloneResult;
 use vmfork_cluster::allocate::{QuotaAnswer, QuotaAsk};
-use vmfork_cluster::{JoinAnswer, JoinRequest, admit};
+use vmfork_cluster::{HostId, JoinAnswer, JoinRequest, admit};
 
-use super::context::{Context, is_leaving};
+use super::context::Context;
+use super::error::{ClusterError, OrderError, RemoteForkError, TicketError};
 use super::family;
 use super::guest_images::{self, GUEST_IMAGES};
 use super::life::Life;
@@ -44,7 +45,7 @@ use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
 use vmfork_host::core::Core;
-use vmfork_host::error::{BUG, chain, outcome};
+use vmfork_host::error::outcome;
 use vmfork_host::vm::End;
 use vmfork_rest::http::ApiError;
 
@@ -60,8 +61,8 @@ struct OfLife {
 }
 
 impl OfLife {
-    fn life(&self, message: &str) -> Result<Arc<Life>, ErrorBody> {
-        self.life.upgrade().ok_or_else(|| is_leaving(message))
+    fn life(&self) -> Result<Arc<Life>, ClusterError> {
+        self.life.upgrade().ok_or(ClusterError::Leaving)
     }
 }
 
@@ -105,7 +106,8 @@ async fn have_image(
     Extension(Caller(from)): Extension<Caller>,
     Json(wanted): Json<guest_images::Wanted>,
 ) -> Result<Json<guest_images::There>, ApiError> {
-    let (member, core) = context.parts("take a guest image from another host")?;
+    let message = "take a guest image from another host";
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
     let name = member.guest_images.take(&core.images, from, &wanted).await?;
     Ok(Json(guest_images::There { name }))
 }
@@ -115,7 +117,13 @@ async fn join(
     Json(request): Json<JoinRequest>,
 ) -> Result<Json<JoinAnswer>, ApiError> {
     let message = format!("join as `{}`", request.name);
-    let life = of.life(&message)?;
+    let answer = admit_newcomer(&of, &request).map_err(|error| error.to_body(message))?;
+    tracing::info!(name = request.name, id = %request.id, address = request.address, "a host has joined");
+    Ok(Json(answer))
+}
+
+fn admit_newcomer(of: &OfLife, request: &JoinRequest) -> Result<JoinAnswer, ClusterError> {
+    let life = of.life()?;
     let now = life.member.hosts.now();
     let (answer, written) = {
         let mut tokens = life.tokens.lock().unwrap_or_else(PoisonError::into_inner);
@@ -123,19 +131,13 @@ async fn join(
             .member
             .hosts
             .roster
-            .change(|book| admit(&request, &mut tokens, book, &life.authority, now));
+            .change(|book| admit(request, &mut tokens, book, &life.authority, now));
         (answer, life.records.save_tokens(&tokens))
     };
-    let answer = answer.map_err(|error| ErrorBody {
-        code: ErrorCode::Conflict,
-        message: message.clone(),
-        cause: Some(chain(&error)),
-        remedy: error.remedy().map(ToOwned::to_owned),
-    })?;
-    written.map_err(|error| ErrorBody::new(ErrorCode::Host, message).cause(chain(&error)))?;
+    let answer = answer.map_err(ClusterError::NotAdmitted)?;
+    written?;
     life.save();
-    tracing::info!(name = request.name, id = %request.id, address = request.address, "a host has joined");
-    Ok(Json(answer))
+    Ok(answer)
 }
 
 async fn heartbeat(
@@ -143,20 +145,24 @@ async fn heartbeat(
     Extension(Caller(from)): Extension<Caller>,
     Json(beat): Json<Beat>,
 ) -> Result<Json<Beat>, ApiError> {
-    let message = "take a heartbeat";
-    let (life, (_, core)) = (of.life(message)?, of.context.parts(message)?);
+    let answer = take_beat(&of, from, &beat);
+    Ok(Json(answer.map_err(|error| error.to_body("take a heartbeat"))?))
+}
+
+fn take_beat(of: &OfLife, from: HostId, beat: &Beat) -> Result<Beat, ClusterError> {
+    let (life, (_, core)) = (of.life()?, of.context.parts()?);
     let quotas = core.quotas.tally(&core.admission);
-    let (answer, merged) = life.member.on_beat(from, &beat, core.admission.room(), Some(quotas))?;
+    let (answer, merged) = life.member.on_beat(from, beat, core.admission.room(), Some(quotas))?;
     life.settle(&merged);
-    life.heard(from, &beat);
+    life.heard(from, beat);
     if merged.removed {
         (of.removed)();
     }
-    Ok(Json(answer))
+    Ok(answer)
 }
 
 async fn names(State(context): State<Context>) -> Result<Json<Vec<String>>, ApiError> {
-    let (_, core) = context.parts("tell the names of VMs")?;
+    let (_, core) = context.parts().map_err(|error| error.to_body("tell the names of VMs"))?;
     Ok(Json(core.registry.all().iter().map(|vm| vm.name().to_owned()).collect()))
 }
 
@@ -166,16 +172,16 @@ async fn clones(
     body: Bytes,
 ) -> Result<Json<Vec<CloneResult>>, ApiError> {
     let message = "start another host's clones";
-    let (member, core) = context.parts(message)?;
-    let forker = context.forker(message)?;
-    let mut descriptor = Descriptor::decode(&body).map_err(|error| {
-        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
-    })?;
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
+    let forker = context.forker().map_err(|error| error.to_body(message))?;
+    let descriptor = Descriptor::decode(&body).map_err(OrderError::from);
+    let mut descriptor =
+        descriptor.map_err(|error| RemoteForkError::from(error).to_body(message))?;
     drop(body);
-    member.hosts.check_active(message)?;
+    member.hosts.check_active().map_err(|error| error.to_body(message))?;
     let order = (from, descriptor.order.number);
     let begun = member.orders().begin(Instant::now(), order);
-    let given_up = begun.ok_or_else(|| vmfork_fork::was_given_up(message))?;
+    let given_up = begun.ok_or_else(|| RemoteForkError::GivenUp.to_body(message))?;
     let _on_drop = given_up.clone().drop_guard();
     // A task of its own: QEMUs that are half-way up are ended in order, also when the client
     // disconnects.
@@ -220,7 +226,8 @@ async fn give_up(
     Extension(Caller(from)): Extension<Caller>,
     Json(number): Json<u64>,
 ) -> Result<Json<()>, ApiError> {
-    let (member, core) = context.parts("give up another host's order")?;
+    let message = "give up another host's order";
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
     let unwanted = member.orders().give_up(Instant::now(), (from, number));
     end_all(&core, &unwanted);
     Ok(Json(()))
@@ -232,11 +239,12 @@ async fn lease(
     Json(ask): Json<PlacesAsk>,
 ) -> Result<Json<u32>, ApiError> {
     let message = "make room for another host's clones";
-    let (member, core) = context.parts(message)?;
-    member.hosts.check_active(message)?;
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
+    member.hosts.check_active().map_err(|error| error.to_body(message))?;
     let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
     let accounts = (&core.admission, turn.allowed());
-    Ok(Json(member.leases.grant(Instant::now(), from, &ask, accounts)?))
+    let granted = member.leases.grant(Instant::now(), from, &ask, accounts);
+    Ok(Json(granted.map_err(|error| error.to_body(ask.message()))?))
 }
 
 async fn quota(
@@ -244,8 +252,10 @@ async fn quota(
     Extension(Caller(from)): Extension<Caller>,
     Json(ask): Json<QuotaAsk>,
 ) -> Result<Json<QuotaAnswer>, ApiError> {
-    let (member, core) = context.parts("count what a user has")?;
-    Ok(Json(member.keeper.keep(&core, from, &ask, Instant::now())?))
+    let message = "count what a user has";
+    let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
+    let kept = member.keeper.keep(&core, from, &ask, Instant::now()).map_err(TicketError::from);
+    Ok(Json(kept.map_err(|error| error.to_body(message))?))
 }
 
 async fn release(
@@ -253,7 +263,8 @@ async fn release(
     Extension(Caller(from)): Extension<Caller>,
     Json(lease): Json<u64>,
 ) -> Result<Json<()>, ApiError> {
-    let (member, _) = context.parts("give another host's room back")?;
+    let (member, _) =
+        context.parts().map_err(|error| error.to_body("give another host's room back"))?;
     drop(member.leases.take(Instant::now(), from, lease));
     Ok(Json(()))
 }
@@ -264,9 +275,10 @@ async fn letter(
     request: Request,
 ) -> Result<Json<u64>, ApiError> {
     let message = "hear of a ticket's clones";
-    let (member, _) = context.parts(message)?;
-    let letter = member.inbox.read(request.into_body(), message).await?;
-    Ok(Json(member.lines.on_letter(from, letter.bytes.clone())?))
+    let (member, _) = context.parts().map_err(|error| error.to_body(message))?;
+    let letter = member.inbox.read(request.into_body()).await;
+    let heard = letter.and_then(|letter| member.lines.on_letter(from, letter.bytes.clone()));
+    Ok(Json(heard.map_err(|error| error.to_body(message))?))
 }
 
 fn end_all(core: &Arc<Core>, ids: &[String]) {

@@ -16,17 +16,18 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::CloneResult;
 use vmfork_cluster::HostId;
 use vmfork_image::{ImageName, PageIdx, PageRange, PageTable, Source};
 use vmfork_memory::TouchScan;
 use vmfork_policy::ViewId;
 
 use super::context::Context;
+use super::error::{OrderError, RemoteForkError};
 use super::member::Member;
 use super::server::Caller;
 use vmfork_host::core::Core;
-use vmfork_host::error::{BUG, chain};
+use vmfork_host::error::chain;
 use vmfork_host::vm::{LastLook, Vm};
 use vmfork_rest::http::ApiError;
 
@@ -144,7 +145,7 @@ async fn tell(
         return;
     }
     let message = "tell what a clone touched";
-    let told = match member.hosts.peer_of(of, message) {
+    let told = match member.hosts.peer_of(of) {
         Ok(peer) => {
             let said = peer
                 .ask::<_, ()>(
@@ -155,7 +156,7 @@ async fn tell(
                 .await;
             said.map_err(|error| chain(&error))
         }
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(chain(&error)),
     };
     if let Err(error) = told {
         tracing::debug!(error, %of, message);
@@ -170,12 +171,11 @@ pub(super) async fn hear(
     Json(said): Json<Touched>,
 ) -> Result<Json<()>, ApiError> {
     let message = "hear what a clone has touched";
-    let (member, _) = context.parts(message)?;
+    let (member, _) = context.parts().map_err(|error| error.to_body(message))?;
     let run = |(start, len): &(u64, u64)| PageRange::new(PageIdx(*start), *len);
     let runs: Result<Vec<_>, _> = said.runs.iter().map(run).collect();
-    let runs = runs.map_err(|error| {
-        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
-    })?;
+    let runs = runs.map_err(OrderError::from);
+    let runs = runs.map_err(|error| RemoteForkError::from(error).to_body(message))?;
     tracing::debug!(host = %from, runs = runs.len(), "a clone's pages");
     let (host, image) = said.snapshot;
     member.images.touched(ImageName { host, image }, &runs);

@@ -7,18 +7,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::Firstboot;
-use vmfork_api::{ErrorBody, ErrorCode, RunRequest};
+use vmfork_api::{ErrorBody, RunRequest};
 use vmfork_cluster::Room;
 use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DriveSlot, Drives, GuestKind, Shape};
 
 use super::Hub;
+use super::error::{NotReady, RunError, SizeError};
 use vmfork_fork::{Forker, start_channels};
 use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::{Core, Reservation, accel_word, open_image};
-use vmfork_host::error::chain;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::EndReason;
 use vmfork_host::quotas::User;
@@ -70,18 +70,18 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     let core = &hub.core;
     let began = Instant::now();
     let files = open_image(core, &request.image)?;
-    let choice = choose_accel(&request)?;
+    let choice = choose_accel(&request).map_err(|error| error.to_body("run with KVM"))?;
     let memory_mib = request.memory_mib.unwrap_or_else(|| files.metadata.default_memory_mib.into());
     let cpus = request.cpus.unwrap_or(1);
-    check_size(memory_mib, cpus)?;
+    check_size(memory_mib, cpus).map_err(|error| RunError::from(error).to_body("run a VM"))?;
     let elsewhere = match hub.cluster.member() {
         Some(member) => member.locate.hosts_of_names().await,
         None => HashMap::new(),
     };
-    let reservation = name_for(core, &request, &elsewhere)?;
-    let Some(name) = reservation.names().first().cloned() else {
-        return Err(name_taken(request.name.as_ref().unwrap_or(&request.image), None));
-    };
+    let (reservation, name) = name_for(core, &request, &elsewhere).map_err(|error| {
+        error.to_body(format!("run `{}`", request.name.as_ref().unwrap_or(&request.image)))
+    })?;
+    let message = format!("run `{name}`");
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
     let lease =
@@ -113,12 +113,8 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         has_agent: files.metadata.agent,
         created_unix_ms: now_unix_ms(),
     };
-    let vm = core.add_vm(identity, Some(lease), None).map_err(|error| ErrorBody {
-        code: ErrorCode::Host,
-        message: format!("run `{name}`"),
-        cause: Some(chain(&error)),
-        remedy: Some("is the disk of the state folder full?".to_owned()),
-    })?;
+    let vm = core.add_vm(identity, Some(lease), None).map_err(RunError::Folder);
+    let vm = vm.map_err(|error| error.to_body(message.as_str()))?;
     drop(reservation);
     tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
@@ -132,6 +128,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
             Ok(vm)
         }
         Err(error) => {
+            let error = error.to_body(message);
             let reason = error.cause.clone().unwrap_or_else(|| error.message.clone());
             core.end(&vm, End::failed(EndReason::Guest, reason));
             Err(error)
@@ -160,59 +157,45 @@ async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
 /// each with its host's.
 ///
 /// # Errors
-/// Another host has a VM of that name.
+/// A VM here or on another host has that name.
 fn name_for(
     core: &Core,
     request: &RunRequest,
     elsewhere: &HashMap<String, String>,
-) -> Result<Reservation, ErrorBody> {
-    let Some(name) = &request.name else {
-        let is_taken = |name: &str| elsewhere.contains_key(name);
-        return Ok(core.registry.reserve_for_image(&request.image, is_taken));
+) -> Result<(Reservation, String), RunError> {
+    let asked = request.name.as_ref().unwrap_or(&request.image);
+    let taken = |host| RunError::NameTaken { name: asked.clone(), host };
+    let reservation = match &request.name {
+        None => {
+            let is_taken = |name: &str| elsewhere.contains_key(name);
+            core.registry.reserve_for_image(&request.image, is_taken)
+        }
+        Some(name) => match elsewhere.get(name) {
+            Some(host) => return Err(taken(Some(host.clone()))),
+            None => core.registry.reserve(&[name]),
+        },
     };
-    match elsewhere.get(name) {
-        Some(host) => Err(name_taken(name, Some(host))),
-        None => Ok(core.registry.reserve(&[name])),
+    match reservation.names().first().cloned() {
+        Some(name) => Ok((reservation, name)),
+        None => Err(taken(None)),
     }
 }
 
-fn name_taken(name: &str, host: Option<&str>) -> ErrorBody {
-    let place = host.map_or(String::new(), |host| format!(" on host `{host}`"));
-    ErrorBody {
-        code: ErrorCode::Conflict,
-        message: format!("run `{name}`"),
-        cause: Some(format!("there is a VM named `{name}`{place} already")),
-        remedy: Some(format!("choose another --name, or `vmfork rm -f {name}`")),
-    }
-}
-
-fn choose_accel(request: &RunRequest) -> Result<AccelChoice, ErrorBody> {
+fn choose_accel(request: &RunRequest) -> Result<AccelChoice, RunError> {
     let wanted = request.accel.map(|accel| match accel {
         vmfork_api::Accel::Kvm => Accel::Kvm,
         vmfork_api::Accel::Tcg => Accel::Tcg,
     });
-    probe::choose_accel(wanted, &KvmFacts::gather()).map_err(|error| ErrorBody {
-        code: ErrorCode::Host,
-        message: "run with KVM".to_owned(),
-        cause: Some(chain(&error)),
-        remedy: Some("leave --accel out: vmfork works without KVM, slower".to_owned()),
-    })
+    Ok(probe::choose_accel(wanted, &KvmFacts::gather())?)
 }
 
-fn check_size(memory_mib: u64, cpus: u32) -> Result<(), ErrorBody> {
-    let bad = |cause: String| ErrorBody {
-        code: ErrorCode::BadRequest,
-        message: "run a VM".to_owned(),
-        cause: Some(cause),
-        remedy: None,
-    };
+fn check_size(memory_mib: u64, cpus: u32) -> Result<(), SizeError> {
     if !(MEMORY_MIB_MIN..=MEMORY_MIB_MAX).contains(&memory_mib) || !memory_mib.is_multiple_of(2) {
-        return Err(bad(format!(
-            "memory of {memory_mib} MiB is not an even number from {MEMORY_MIB_MIN} to {MEMORY_MIB_MAX}"
-        )));
+        let (min_mib, max_mib) = (MEMORY_MIB_MIN, MEMORY_MIB_MAX);
+        return Err(SizeError::Memory { mib: memory_mib, min_mib, max_mib });
     }
     if !(1..=CPUS_MAX).contains(&cpus) {
-        return Err(bad(format!("{cpus} vCPUs are not in 1 to {CPUS_MAX}")));
+        return Err(SizeError::Cpus { cpus, max: CPUS_MAX });
     }
     Ok(())
 }
@@ -223,28 +206,19 @@ async fn bring_up(
     files: ImageFiles,
     choice: &AccelChoice,
     timeout: Option<Duration>,
-) -> Result<(), ErrorBody> {
+) -> Result<(), RunError> {
     let core = &forker.core;
     let patience = Patience::new(timeout);
-    let message = format!("run `{}`", vm.name());
-    let host_error = |error: &dyn std::error::Error| ErrorBody {
-        code: ErrorCode::Qemu,
-        message: message.clone(),
-        cause: Some(chain(error)),
-        remedy: Some("`vmfork doctor` checks the host; the daemon's log has more".to_owned()),
-    };
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
     let root = files.root.map(|root| (DriveSlot::ReadOnly, OwnedFd::from(root)));
-    let drives = Drives::new(guest, root.into_iter().collect());
-    let drives = drives.map_err(|error| host_error(&error))?;
+    let drives = Drives::new(guest, root.into_iter().collect()).map_err(RunError::Drives)?;
     let shape = Shape::new(
         vm.identity.spec().memory_bytes,
         vm.identity.spec().cpus,
         choice.accel,
         guest,
         drives.slots(),
-    )
-    .map_err(|error| host_error(&error))?;
+    )?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     let append = OsString::from(&files.metadata.cmdline);
     let boot = match files.kernel {
@@ -253,15 +227,9 @@ async fn bring_up(
         }
         None => Boot::Disk,
     };
-    let machine = core.launcher.boot(shape.clone(), drives, boot).await;
-    let machine = machine.map_err(|error| ErrorBody {
-        code: error.code(),
-        remedy: Some(error.remedy().to_owned()),
-        ..host_error(&error)
-    })?;
-    let machine = Arc::new(machine);
+    let machine = Arc::new(core.launcher.boot(shape.clone(), drives, boot).await?);
     vm.set_machine(Arc::clone(&machine));
-    start_channels(forker, vm, &machine, None).map_err(|error| host_error(&error))?;
+    start_channels(forker, vm, &machine, None).map_err(RunError::Channels)?;
     // Clones of it will want QEMUs of this shape.
     core.pool.want(&shape, core.config.pool as usize);
     if !vm.identity.has_agent || timeout == Some(Duration::ZERO) {
@@ -276,34 +244,31 @@ async fn bring_up(
 }
 
 /// Wait until the guest is ready. The VM is not ended here if that fails.
-async fn greet(core: &Core, vm: &Arc<Vm>, patience: Patience) -> Result<(), ErrorBody> {
+async fn greet(core: &Core, vm: &Arc<Vm>, patience: Patience) -> Result<(), RunError> {
     let link = vm.link()?;
     let outcome = tokio::select! {
-        outcome = until_ready(&link, vm.name(), patience) => outcome.map_err(|failed| match vm.end_now() {
-            Some(end) if failed.0 == ErrorCode::Guest => (failed.0, end.reason),
-            _ => failed,
+        outcome = until_ready(&link, vm.name(), patience) => outcome.map_err(|why| {
+            match (why, vm.end_now()) {
+                (NotReady::Link(_), Some(end)) => NotReady::LinkEnded { reason: end.reason },
+                (why, _) => why,
+            }
         }),
-        end = vm.wait_end() => Err((ErrorCode::Guest, format!("the VM ended: {}", end.reason))),
+        end = vm.wait_end() => Err(NotReady::Ended { reason: end.reason }),
     };
-    let (code, cause) = match outcome {
+    let why = match outcome {
         Ok(info) => match info.firstboot {
             Some(Firstboot::Ended { exit_code }) if exit_code != 0 => {
                 tokio::time::sleep(CONSOLE_LAG).await;
-                (ErrorCode::Guest, firstboot_failed(exit_code, &vm.log.last_lines(LAST_LINES)))
+                NotReady::FirstbootFailed { exit_code, last_lines: vm.log.last_lines(LAST_LINES) }
             }
             _ => {
                 core.set_ready(vm, Some(info));
                 return Ok(());
             }
         },
-        Err(failed) => failed,
+        Err(why) => why,
     };
-    Err(ErrorBody {
-        code,
-        message: format!("run `{}`", vm.name()),
-        cause: Some(cause),
-        remedy: Some(format!("`vmfork logs {}` shows what the guest printed", vm.name())),
-    })
+    Err(RunError::NotReady { vm: vm.name().to_owned(), why })
 }
 
 /// What the agent says when the guest is ready, or why it is not.
@@ -311,53 +276,32 @@ async fn until_ready(
     link: &AgentLink,
     name: &str,
     patience: Patience,
-) -> Result<AgentInfo, (ErrorCode, String)> {
+) -> Result<AgentInfo, NotReady> {
     let hello = HelloRequest {
         name: name.to_owned(),
         machine_id: random_hex::<16>(),
         entropy: random_hex::<64>(),
     };
-    let failed = |error: LinkError, late: String| match error {
-        LinkError::Timeout { .. } => (ErrorCode::Timeout, late),
-        error => (ErrorCode::Guest, error.to_string()),
+    let failed = |error: LinkError, late: NotReady| match error {
+        LinkError::Timeout { .. } => late,
+        error => NotReady::Link(error),
     };
     let answered = link.hello(hello, patience.left(patience.answer)).await;
-    let info = answered.map_err(|error| {
-        let limit_s = patience.answer.as_secs_f64();
-        failed(
-            error,
-            format!("the guest's agent did not answer within {limit_s} s of the VM's start"),
-        )
-    })?;
+    let info =
+        answered.map_err(|error| failed(error, NotReady::NoAnswer { after: patience.answer }))?;
     if info.is_ready() {
         return Ok(info);
     }
     tracing::info!(vm = name, "the guest is up, its first-boot command runs");
-    link.ready(patience.left(patience.ready)).await.map_err(|error| {
-        let limit_s = patience.ready.as_secs_f64();
-        failed(
-            error,
-            format!(
-                "the image's first-boot command still ran {limit_s} s after the VM's start: allow more \
-                 with --timeout, or have it leave what goes on to the background"
-            ),
-        )
-    })
-}
-
-fn firstboot_failed(exit_code: i32, last_lines: &[String]) -> String {
-    let mut text = format!("the image's first-boot command ended with exit code {exit_code}");
-    if !last_lines.is_empty() {
-        text.push_str("; the console's last lines: ");
-        text.push_str(&last_lines.join(" / "));
-    }
-    text
+    let ready = link.ready(patience.left(patience.ready)).await;
+    ready.map_err(|error| failed(error, NotReady::FirstbootRuns { after: patience.ready }))
 }
 
 fn greet_in_background(core: &Arc<Core>, vm: &Arc<Vm>) {
     let (core, vm) = (Arc::clone(core), Arc::clone(vm));
     tokio::spawn(async move {
         if let Err(error) = greet(&core, &vm, Patience::new(None)).await {
+            let error = error.to_body(format!("run `{}`", vm.name()));
             let reason = error.cause.unwrap_or(error.message);
             core.end(&vm, End::failed(EndReason::Guest, reason));
         }

@@ -1,4 +1,5 @@
 use vmfork_agent_proto::{PROTOCOL_VERSION, ToHost};
+use vmfork_api::ErrorCode;
 
 use super::*;
 use vmfork_host::testing::{Guest, Host, link};
@@ -49,7 +50,7 @@ async fn a_first_boot_command_that_fails_fails_the_run_with_its_words() {
     let said = [Some(Firstboot::Running), Some(Firstboot::Ended { exit_code: 6 })];
     let patience = Patience::new(Some(Duration::from_secs(20)));
     let (outcome, ()) = tokio::join!(greet(&host.core, &vm, patience), answer(&mut guest, &said));
-    let error = outcome.expect_err("it failed");
+    let error = outcome.expect_err("it failed").to_body("run `web`");
     assert_eq!(error.code, ErrorCode::Guest);
     assert_eq!(
         error.to_string(),
@@ -72,7 +73,7 @@ async fn a_first_boot_command_that_takes_too_long_is_named_as_the_cause() {
         greet(&host.core, &vm, patience),
         answer(&mut guest, &[Some(Firstboot::Running)])
     );
-    let error = outcome.expect_err("it runs");
+    let error = outcome.expect_err("it runs").to_body("run `web`");
     assert_eq!(error.code, ErrorCode::Timeout);
     let cause = error.cause.expect("cause");
     assert!(cause.starts_with("the image's first-boot command still ran 0.03 s after"), "{cause}");
@@ -95,9 +96,9 @@ async fn a_name_that_another_host_has_is_not_taken() {
         serde_json::from_value(request).expect("a request")
     };
     let name = |name| name_for(&host.core, &request(name), &HashMap::from(elsewhere.clone()));
-    let error = name(Some("web")).expect_err("it is taken");
+    let error = name(Some("web")).expect_err("it is taken").to_body("run `web`");
     assert_eq!(error.code, ErrorCode::Conflict);
     assert_eq!(error.to_string(), "run `web`: there is a VM named `web` on host `h1` already");
-    assert_eq!(name(Some("other")).expect("free").names(), ["other"]);
-    assert_eq!(name(None).expect("free").names(), ["debian-2"]);
+    assert_eq!(name(Some("other")).expect("free").0.names(), ["other"]);
+    assert_eq!(name(None).expect("free").1, "debian-2");
 }

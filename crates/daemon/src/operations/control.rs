@@ -7,16 +7,15 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    DoctorReport, ErrorBody, ErrorCode, ExecRequest, ForkReply, ForkRequest, HostInfo, Image,
-    KillRequest, RunRequest, SCHEMA, TreeNode, TtlReply, TtlRequest, Version, VmDetail,
+    DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo, Image, KillRequest,
+    RunRequest, SCHEMA, TreeNode, TtlReply, TtlRequest, Version, VmDetail,
 };
-use vmfork_guest_image::Remedy as _;
 use vmfork_qemu::probe;
 
+use super::error::ControlError;
 use super::{Hub, boot};
 use vmfork_control::{Answer, ConsoleSession, Control, Events, ExecSession, FileStream, Killed};
 use vmfork_fork;
-use vmfork_host::core::store_code;
 use vmfork_host::error::chain;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::End;
@@ -63,12 +62,8 @@ impl Control for Hub {
 
     fn images(&self) -> Answer<'_, Vec<Image>> {
         async {
-            let listed = self.core.images.list().map_err(|error| ErrorBody {
-                code: ErrorCode::Host,
-                message: "list the images".to_owned(),
-                cause: Some(chain(&error)),
-                remedy: error.remedy(),
-            })?;
+            let listed = self.core.images.list().map_err(ControlError::from);
+            let listed = listed.map_err(|error| error.to_body("list the images"))?;
             let live = self.core.registry.live();
             Ok(listed
                 .into_iter()
@@ -88,20 +83,11 @@ impl Control for Hub {
         async move {
             let user =
                 self.core.registry.live().into_iter().find(|vm| vm.identity.spec().image == name);
-            if let Some(vm) = user {
-                return Err(ErrorBody {
-                    code: ErrorCode::Conflict,
-                    message: format!("remove image `{name}`"),
-                    cause: Some(format!("VM `{}` runs from it", vm.name())),
-                    remedy: Some(format!("`vmfork kill --family {}` first", vm.name())),
-                });
-            }
-            self.core.images.remove(name).map_err(|error| ErrorBody {
-                code: store_code(&error),
-                message: format!("remove image `{name}`"),
-                cause: Some(chain(&error)),
-                remedy: error.remedy(),
-            })
+            let removed = match user {
+                Some(vm) => Err(ControlError::ImageInUse { vm: vm.name().to_owned() }),
+                None => self.core.images.remove(name).map_err(ControlError::from),
+            };
+            removed.map_err(|error| error.to_body(format!("remove image `{name}`")))
         }
         .boxed()
     }
@@ -165,12 +151,8 @@ impl Control for Hub {
             };
             if found.end_now().is_none() {
                 if !force {
-                    return Err(ErrorBody {
-                        code: ErrorCode::Conflict,
-                        message: format!("remove `{}`", found.name()),
-                        cause: Some("it is running".to_owned()),
-                        remedy: Some(format!("`vmfork rm -f {}` ends it first", found.name())),
-                    });
+                    let running = ControlError::Running { vm: found.name().to_owned() };
+                    return Err(running.to_body(format!("remove `{}`", found.name())));
                 }
                 self.core.end(&found, End::killed("removed"));
             }
@@ -282,12 +264,8 @@ impl Control for Hub {
     fn logs<'a>(&'a self, vm: &'a str, follow: bool) -> Answer<'a, mpsc::Receiver<Bytes>> {
         async move {
             let vm = self.core.registry.find("read the log of", vm)?;
-            vm.log.read(follow).map_err(|error| ErrorBody {
-                code: ErrorCode::Host,
-                message: format!("read the log of `{}`", vm.name()),
-                cause: Some(chain(&error)),
-                remedy: None,
-            })
+            let read = vm.log.read(follow).map_err(ControlError::from);
+            read.map_err(|error| error.to_body(format!("read the log of `{}`", vm.name())))
         }
         .boxed()
     }
@@ -295,11 +273,9 @@ impl Control for Hub {
     fn panic_engine<'a>(&'a self, vm: &'a str) -> Answer<'a, ()> {
         async move {
             let vm = self.core.registry.find("make the page engine panic of", vm)?;
-            let engine = vm.running_machine()?.engine().ok_or_else(|| ErrorBody {
-                code: ErrorCode::Conflict,
-                message: format!("make the page engine of `{}` panic", vm.name()),
-                cause: Some("it was never forked: it has none".to_owned()),
-                remedy: Some(format!("`vmfork fork {}` first", vm.name())),
+            let engine = vm.running_machine()?.engine().ok_or_else(|| {
+                let message = format!("make the page engine of `{}` panic", vm.name());
+                ControlError::NeverForked { vm: vm.name().to_owned() }.to_body(message)
             })?;
             tracing::warn!(vm = vm.name(), image = %engine.image().id(), "its page engine is made to panic");
             engine.inject_panic();
@@ -312,11 +288,8 @@ impl Control for Hub {
         async move {
             let vm = self.core.registry.find("look at the console of", vm)?;
             vm.running_machine()?;
-            let console = vm.console().ok_or_else(|| ErrorBody {
-                code: ErrorCode::Conflict,
-                message: format!("look at the console of `{}`", vm.name()),
-                cause: Some("it is still being started".to_owned()),
-                remedy: Some("try again in a moment".to_owned()),
+            let console = vm.console().ok_or_else(|| {
+                ControlError::Starting.to_body(format!("look at the console of `{}`", vm.name()))
             })?;
             Ok(console.attach())
         }

@@ -9,6 +9,7 @@
 
 mod boot;
 mod control;
+mod error;
 mod snapshots;
 
 use std::sync::Arc;

@@ -10,6 +10,7 @@ use hyper_util::rt::TokioIo;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, copy, duplex, split};
 use tokio::sync::{Semaphore, watch};
+use vmfork_api::ErrorCode;
 use vmfork_guest_image::FileInfo;
 
 use super::*;
@@ -73,7 +74,9 @@ impl Host {
     }
 
     async fn ensure(&self, root: &str, giver: &Plain) -> Result<String, ErrorBody> {
-        self.images.ensure(&self.store, &wanted(root), giver.clone(), Instant::now() + SOON).await
+        let (wanted, until) = (wanted(root), Instant::now() + SOON);
+        let had = self.images.ensure(&self.store, &wanted, giver.clone(), until).await;
+        had.map_err(|error| error.to_body(wanted.message(giver.name())))
     }
 
     /// All names in its folder but the lock's.
@@ -270,7 +273,8 @@ async fn what_nobody_waits_for_any_more_goes_on_and_is_there_for_the_next() {
     let closed = Plain { gate: Arc::new(Semaphore::new(0)), ..h0.giver() };
     let (wanted, soon) = (wanted(&root), Instant::now() + Duration::from_millis(100));
     let early = h1.images.ensure(&h1.store, &wanted, closed.clone(), soon);
-    assert_eq!(early.await.expect_err("too late").code, ErrorCode::Timeout);
+    let early = early.await.expect_err("too late");
+    assert!(matches!(early, FetchError::Late), "{early}");
     assert_eq!(h1.entries().len(), 1, "what has come of it by then");
     let late = h1.ensure(&root, &closed);
     let opens = async {

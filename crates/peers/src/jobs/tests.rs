@@ -2,7 +2,7 @@ use std::collections::VecDeque;
 
 use tokio::sync::Semaphore;
 use vmfork_cluster::Room;
-use vmfork_cluster::allocate::{Boxed, Policy};
+use vmfork_cluster::allocate::{AllocateError, Boxed, Policy};
 
 use super::*;
 use vmfork_host::testing::SOON;
@@ -221,7 +221,7 @@ async fn a_job_is_given_back_that_is_granted_to_nobody_any_more_or_of_which_nobo
         let engine = Engine::new(grants);
         let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>, Pace::default());
         let ask = ask();
-        let hold = jobs.hold(&ask, &[], "fork");
+        let hold = jobs.hold(&ask, &[]);
         match grants {
             true => {
                 let waited = tokio::time::timeout(Duration::from_millis(20), hold).await;
@@ -248,11 +248,11 @@ async fn who_leaves_gives_back_what_it_has_and_what_it_still_gets() {
     let jobs = Jobs::new(host(1), Arc::clone(&engine) as Arc<dyn Allocator>, Pace::default());
     let ask = ask();
     engine.may.add_permits(1);
-    let _hold = jobs.hold(&ask, &[], "fork").await.expect("granted");
+    let _hold = jobs.hold(&ask, &[]).await.expect("granted");
     engine.refuses.lock().expect("whole").push_back("once");
     jobs.release_all().await;
     assert!(engine.is_empty(), "it was tried again");
     engine.may.add_permits(1);
-    let _late = jobs.hold(&ask, &[], "fork").await.expect("granted");
+    let _late = jobs.hold(&ask, &[]).await.expect("granted");
     until("it is given back", || engine.is_empty()).await;
 }

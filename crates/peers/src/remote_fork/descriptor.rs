@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::TicketClone;
 use vmfork_image::ImageName;
 
+use crate::error::DescriptorError;
 use crate::images::Entry;
 use vmfork_fork::facts::Facts;
 use vmfork_host::lifetime::LifetimeTold;
@@ -106,21 +107,6 @@ struct Lengths {
     is_partial: bool,
     table_bytes: u64,
     homes_bytes: u64,
-}
-
-/// Bytes that are no descriptor.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum DescriptorError {
-    #[error("it does not begin as a descriptor of this version does")]
-    Magic,
-    #[error("cut short: {what} needs {wanted} bytes, {left} are left")]
-    Short { what: &'static str, wanted: u64, left: u64 },
-    #[error("{left} bytes follow its end")]
-    Long { left: u64 },
-    #[error("its head of {bytes} bytes is too large")]
-    Head { bytes: u64 },
-    #[error("its head")]
-    Json(#[from] serde_json::Error),
 }
 
 impl Descriptor {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode};
+use vmfork_api::{CloneResult, ErrorBody};
 use vmfork_engine::{Engine, EngineOptions};
 use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
 use vmfork_qemu::probe::KvmFacts;
@@ -13,13 +13,13 @@ use vmfork_qemu::{Drives, Shape};
 
 use super::descriptor::{Descriptor, Order, Parent};
 use crate::arrivals::{Arrival, Arrivals};
+use crate::error::{OrderError, RemoteForkError, StartError};
 use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
 use vmfork_fork::tickets::TicketOrigin;
 use vmfork_fork::{Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
 use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::{Core, start_machines};
-use vmfork_host::error::{BUG, chain};
 use vmfork_host::metrics::Stage;
 use vmfork_host::vm::{Identity, Provenance, WorkingSet};
 
@@ -79,18 +79,29 @@ pub(crate) async fn start(
     origin: Option<TicketOrigin>,
     given_up: CancellationToken,
 ) -> Result<Vec<CloneResult>, ErrorBody> {
+    let message = format!("start clones of `{}`", descriptor.order.parent.name);
+    let started = carry_out(here, descriptor, memory, origin, (&message, given_up)).await;
+    started.map_err(|error| error.to_body(message))
+}
+
+async fn carry_out(
+    here: Here<'_>,
+    descriptor: Descriptor,
+    memory: Option<SetAside>,
+    origin: Option<TicketOrigin>,
+    (message, given_up): (&str, CancellationToken),
+) -> Result<Vec<CloneResult>, RemoteForkError> {
     let core = &here.forker.core;
     let Descriptor { order, images, state } = descriptor;
     let began = Instant::now();
-    let message = format!("start clones of `{}`", order.parent.name);
-    let deadline = began + check(&message, &order)?;
-    let (shape, drives) = check_host(core, &message, &order.facts).await?;
+    let deadline = began + check(&order)?;
+    let (shape, drives) = check_host(core, &order.facts).await?;
     let (memory, coming) = match memory {
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
     };
     let (engine, arrival) =
-        tokio::task::block_in_place(|| open(&here, &message, &order, &images, &coming))?;
+        tokio::task::block_in_place(|| open(&here, message, &order, &images, &coming))?;
     drop(coming);
     core.metrics.observe_stage(Stage::Arrive, began.elapsed());
 
@@ -98,27 +109,30 @@ pub(crate) async fn start(
     let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
     let wanted = Names { wanted: Some(&names), stem: &order.parent.name, count, taken: None };
     // The names are kept until the clones have them.
-    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing)
-        .map_err(|error| error.to_body(&message))?;
+    let (reservation, names) = vmfork_fork::reserve(core, wanted, order.all_or_nothing)?;
     let grant = match memory {
         Some(grant) => grant,
         None => {
             let count = u32::try_from(reservation.names().len()).unwrap_or(count);
-            let ask = ask(&message, &order, count, origin.is_some());
+            let ask = ask(message, &order, count, origin.is_some());
             core.admit(ask, order.all_or_nothing).await?
         }
     };
     let _no_refill = core.hold_pool();
     core.pool.want(&shape, core.config.pool as usize);
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
-    let alike = host::check_machine(&order.facts, &mut pending, deadline).await;
-    alike.map_err(|error| unlike(&message, &error.into()))?;
-    let snapshot = snapshot(&message, &order, &state, (engine, drives), grant.snapshot, arrival)?;
+    let machine = host::check_machine(&order.facts, &mut pending, deadline).await;
+    machine.map_err(|error| RemoteForkError::Unlike(error.into()))?;
+    let snapshot = snapshot(&order, &state, (engine, drives), grant.snapshot, arrival)?;
     let lifetime = order.lifetime.heard(began);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
         forker: Arc::clone(here.forker),
-        stem: Arc::new(Stem { message, identity, agent: order.facts.agent.clone() }),
+        stem: Arc::new(Stem {
+            message: message.to_owned(),
+            identity,
+            agent: order.facts.agent.clone(),
+        }),
         snapshot: Arc::new(snapshot),
         began,
         deadline,
@@ -134,31 +148,24 @@ pub(crate) async fn start(
     let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
     let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await;
     drop(reservation);
-    results
+    Ok(results?)
 }
 
 /// Whether an order can be carried out as it is. → how long it may take.
-fn check(message: &str, order: &Order) -> Result<Duration, ErrorBody> {
+fn check(order: &Order) -> Result<Duration, RemoteForkError> {
     let names: Vec<String> = order.clones.iter().map(|clone| clone.name.clone()).collect();
     let count = u32::try_from(names.len()).unwrap_or(u32::MAX);
-    let timeout = vmfork_fork::check(count, Some(&names), Some(order.timeout_ms))
-        .map_err(|error| error.to_body(message))?;
-    if let Some(name) = names.iter().find(|name| !vmfork_api::name_is_valid(name)) {
-        return Err(ErrorBody::new(ErrorCode::BadRequest, message)
-            .cause(format!("`{name}` is no name of a VM"))
-            .remedy(BUG));
+    let timeout = vmfork_fork::check(count, Some(&names), Some(order.timeout_ms))?;
+    match names.into_iter().find(|name| !vmfork_api::name_is_valid(name)) {
+        Some(name) => Err(OrderError::Name { name }.into()),
+        None => Ok(timeout),
     }
-    Ok(timeout)
 }
 
 /// Whether this host is what the clones need. → the shape of their QEMUs, and what
 /// their drives hold.
-async fn check_host(
-    core: &Core,
-    message: &str,
-    facts: &Facts,
-) -> Result<(Shape, Drives), ErrorBody> {
-    let unlike = |error| unlike(message, &error);
+async fn check_host(core: &Core, facts: &Facts) -> Result<(Shape, Drives), RemoteForkError> {
+    let unlike = RemoteForkError::Unlike;
     facts.check_accel(&KvmFacts::gather()).map_err(|error| unlike(error.into()))?;
     host::check_qemu(core, facts).await.map_err(unlike)?;
     host::shape_and_drives(core, facts).map_err(unlike)
@@ -172,21 +179,20 @@ fn open(
     order: &Order,
     images: &[Entry],
     coming: &[Arc<Lease>],
-) -> Result<(Arc<Engine>, Arc<Arrival>), ErrorBody> {
+) -> Result<(Arc<Engine>, Arc<Arrival>), RemoteForkError> {
     let core = &here.forker.core;
     let name = images.last().map_or(ImageName { host: 0, image: 0 }, |entry| entry.name);
     let pages = order.facts.spec().memory_bytes / PAGE_BYTES;
     let engine = here.engines.get(name, || {
         let next = || core.next_image();
         let source = |image| (here.source)(image, pages);
-        let image = here.images.open(images, pages, next, source);
-        let image = image.map_err(|error| bad(message, &error))?;
+        let image = here.images.open(images, pages, next, source).map_err(OrderError::from)?;
         let options = EngineOptions { fill_unit_pages: core.config.fill_unit_pages.into() };
         let engine = Engine::serve(image, &options, core.event_sink());
-        let engine = Arc::new(engine.map_err(|error| failed(message, &error))?);
+        let engine = Arc::new(engine.map_err(StartError::from)?);
         core.add_engine(&engine);
         engine.predict();
-        Ok::<_, ErrorBody>(engine)
+        Ok::<_, RemoteForkError>(engine)
     })?;
     let arrival = here.arrivals.of(name, &engine, &core.admission, message, coming)?;
     let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
@@ -218,14 +224,13 @@ fn ask<'a>(message: &'a str, order: &'a Order, count: u32, by_guest: bool) -> Fo
 
 /// What each of the clones continues.
 fn snapshot(
-    message: &str,
     order: &Order,
     state: &[u8],
     (engine, drives): (Arc<Engine>, Drives),
     lease: Lease,
     arrival: Arc<Arrival>,
-) -> Result<Snapshot, ErrorBody> {
-    let state = vmfork_fork::state::write(state).map_err(|error| failed(message, &error))?;
+) -> Result<Snapshot, StartError> {
+    let state = vmfork_fork::state::write(state)?;
     let lead =
         vmfork_fork::state::read(&state).ok().and_then(|state| vmfork_fork::state::lead_of(&state));
     Ok(Snapshot {
@@ -255,43 +260,19 @@ fn identity(facts: &Facts, parent: &Parent) -> Identity {
     }
 }
 
-/// This host is not what the VM needs. What the starter of a snapshot may do about that, who forks
-/// can't.
-fn unlike(message: &str, error: &vmfork_fork::Error) -> ErrorBody {
-    let body = error.to_body(message);
-    match error {
-        vmfork_fork::Error::Unlike(_) => body.remedy(
-            "clones go on with the QEMU, the processor and the guest image of the VM's host: `--host` names hosts that have them",
-        ),
-        _ => body,
-    }
-}
-
-/// What came can't be right.
-fn bad(message: &str, error: &dyn std::error::Error) -> ErrorBody {
-    ErrorBody::new(ErrorCode::BadRequest, message)
-        .cause(chain(error))
-        .remedy("do both hosts run the same version of vmfork? `vmfork cluster ls` tells")
-}
-
-/// The host can't do it.
-fn failed(message: &str, error: &dyn std::error::Error) -> ErrorBody {
-    ErrorBody::new(ErrorCode::Host, message)
-        .cause(chain(error))
-        .remedy("`vmfork doctor` checks the host; the daemon's log has more")
-}
-
 /// How long a host may take beyond what its clones may: the way there and back.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use vmfork_api::ErrorCode;
     use vmfork_fork::facts;
+
+    use super::*;
 
     #[test]
     fn who_forks_is_told_nothing_that_only_snapshots_have() {
-        let unlike = |error: vmfork_fork::Error| unlike("start clones of `web`", &error);
+        let unlike = |error| RemoteForkError::Unlike(error).to_body("start clones of `web`");
         let refused = facts::check_machine("pc-9", "pc-7");
         let error = unlike(refused.expect_err("another one").into());
         let remedy = error.remedy.as_deref().expect("a remedy");

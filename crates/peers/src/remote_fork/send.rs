@@ -7,13 +7,14 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{CloneResult, ErrorBody, ErrorCode, VmState};
+use vmfork_api::{CloneResult, ErrorBody, VmState};
 use vmfork_cluster::HostId;
 
 use super::descriptor::{CloneOrder, Descriptor, Order, Parent};
 use super::receive::GRACE;
 use crate::arrivals::Arrival;
-use crate::client::{WORD_WAIT, of_host};
+use crate::client::WORD_WAIT;
+use crate::error::{RemoteForkError, SendError, of_host};
 use crate::hosts::Hosts;
 use crate::images::{Images, Lender, Sending as Lent};
 use crate::locate::Locate;
@@ -82,6 +83,8 @@ pub(crate) async fn send(
     let (descriptor, _lent) = match prepare(sender.images, &what) {
         Ok(prepared) => prepared,
         Err(error) => {
+            let message = format!("fork `{}` onto other hosts", what.parent.name);
+            let error = RemoteForkError::from(error).to_body(message);
             let clones = shares.into_iter().flat_map(|share| share.clones);
             return clones.map(|clone| failed(clone, error.clone(), None)).collect();
         }
@@ -107,25 +110,17 @@ pub(crate) async fn send(
 }
 
 /// All but whose clones each host starts; and what is held until it is sent.
-fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), ErrorBody> {
-    let message = format!("fork `{}` onto other hosts", what.parent.name);
-    let fail = |cause: String| {
-        ErrorBody::new(ErrorCode::Host, message.clone())
-            .cause(cause)
-            .remedy("the daemon's log has more")
-    };
+fn prepare(own: &Arc<Images>, what: &Sending<'_>) -> Result<(Descriptor, Lent), SendError> {
     let engine = &what.snapshot.engine;
     let left = what.deadline.saturating_duration_since(Instant::now());
     if !tokio::task::block_in_place(|| engine.wait_sealed(left.min(SEAL_TIMEOUT))) {
-        return Err(fail("what it had written is not known in time".to_owned()));
+        return Err(SendError::NotSealed);
     }
     let (arrival, working_set) =
         (what.snapshot.provenance.get::<Arrival>(), Arc::clone(what.working_set));
     let ahead = working_set.runs();
-    let lent = own.lend(Instant::now(), engine, Lender::new(arrival, working_set));
-    let (images, lent) = lent.map_err(|error| fail(chain(&error)))?;
-    let state =
-        vmfork_fork::state::read(&what.snapshot.state).map_err(|error| fail(chain(&error)))?;
+    let (images, lent) = own.lend(Instant::now(), engine, Lender::new(arrival, working_set))?;
+    let state = vmfork_fork::state::read(&what.snapshot.state)?;
     let parent = what.parent;
     let order = Order {
         number: 0,
@@ -161,7 +156,7 @@ async fn one(
 ) -> Vec<CloneResult> {
     let Share { host, number, clones, .. } = share;
     let message = format!("start clones of `{}` there", descriptor.order.parent.name);
-    let peer = match sender.hosts.peer_of(host, &message) {
+    let peer = match sender.hosts.peer_of(host).map_err(|error| error.to_body(message.as_str())) {
         Ok(peer) => peer,
         Err(error) => {
             return clones.into_iter().map(|it| failed(it, error.clone(), None)).collect();
@@ -169,29 +164,21 @@ async fn one(
     };
     let wait = deadline.saturating_duration_since(Instant::now()) + GRACE;
     let outcome = async {
-        let body = descriptor.encode().map_err(|error| {
-            ErrorBody::new(ErrorCode::Internal, message.clone()).cause(chain(&error))
-        })?;
+        let body = descriptor.encode().map_err(SendError::Encode)?;
         let answer = tokio::select! {
             answer = peer.post(CLONES, "application/octet-stream", body.into(), wait) => answer,
             () = given_up.cancelled() => {
                 sender.hosts.give_up(host, number);
-                return Err(vmfork_fork::was_given_up(&message));
+                return Err(RemoteForkError::GivenUp);
             }
         };
-        let answer = answer.map_err(|error| {
+        let results = match answer {
+            Ok(answer) => told(&answer, &clones).map_err(RemoteForkError::from),
+            Err(error) => Err(error.into()),
+        };
+        results.inspect_err(|_| {
             // Whatever it said: a part may have been started.
             sender.hosts.give_up(host, number);
-            error.to_body(message.clone())
-        })?;
-        let results = serde_json::from_slice::<Vec<CloneResult>>(&answer);
-        let results = results.map_err(|error| error.to_string()).and_then(|results| {
-            let are_they = are_of(&results, &clones);
-            are_they.then_some(results).ok_or_else(|| "it told of other clones".to_owned())
-        });
-        results.map_err(|cause| {
-            sender.hosts.give_up(host, number);
-            ErrorBody::new(ErrorCode::Host, message.clone()).cause(cause)
         })
     };
     match outcome.await {
@@ -206,10 +193,17 @@ async fn one(
             })
             .collect(),
         Err(error) => {
-            let host = Some(peer.name);
+            let (error, host) = (error.to_body(message), Some(peer.name));
             clones.into_iter().map(|it| failed(it, error.clone(), host.clone())).collect()
         }
     }
+}
+
+/// What a host answers of these clones.
+fn told(answer: &[u8], clones: &[CloneOrder]) -> Result<Vec<CloneResult>, SendError> {
+    let results: Vec<CloneResult> = serde_json::from_slice(answer).map_err(SendError::Answer)?;
+    let are_they = are_of(&results, clones);
+    are_they.then_some(results).ok_or(SendError::OtherClones)
 }
 
 /// Whether the results name each of these clones once, and no other.
@@ -237,7 +231,7 @@ impl Hosts {
         tokio::spawn(async move {
             let until = Instant::now() + GIVE_UP_FOR;
             while Instant::now() < until {
-                let Ok(peer) = hosts.peer_of(host, "give up an order") else { return };
+                let Ok(peer) = hosts.peer_of(host) else { return };
                 match peer.ask::<u64, ()>(GIVE_UP, &number, WORD_WAIT).await {
                     Ok(()) => return,
                     Err(error) => tracing::debug!(host = peer.name, number, "{}", chain(&error)),
@@ -265,6 +259,8 @@ fn failed(clone: CloneOrder, error: ErrorBody, host: Option<String>) -> CloneRes
 
 #[cfg(test)]
 mod tests {
+    use vmfork_api::ErrorCode;
+
     use super::*;
 
     #[test]

@@ -43,7 +43,7 @@ impl Abroad {
     ) -> Arc<Self> {
         let id = LineId { parent: hosts.id().get(), order };
         let wire = Wire::new(Arc::downgrade(hosts), host, id);
-        let name = hosts.peer_of(host, "").map_or_else(|_| host.to_string(), |peer| peer.name);
+        let name = hosts.peer_of(host).map_or_else(|_| host.to_string(), |peer| peer.name);
         let abroad = Self::new(&wire, name, origin, vms.collect());
         lines.start(&wire, Arc::clone(&abroad) as Arc<dyn End>);
         tokio::spawn(Arc::clone(&abroad).pass_on_wanted());

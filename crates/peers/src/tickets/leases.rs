@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use vmfork_api::ErrorBody;
 use vmfork_cluster::HostId;
 
+use crate::error::TicketError;
 use crate::remote_fork::receive::SetAside;
 use vmfork_guest_link::tickets::LEASE;
 use vmfork_host::admission::{Admission, ForkAsk, ForkGrant, Lease};
@@ -41,6 +41,11 @@ pub(crate) struct PlacesAsk {
 }
 
 impl PlacesAsk {
+    /// What is done, for its error.
+    pub(crate) fn message(&self) -> String {
+        format!("make room for clones of `{}`", self.parent)
+    }
+
     /// Of this host's accounts.
     pub(crate) fn of_clones<'a>(&'a self, message: &'a str) -> ForkAsk<'a> {
         ForkAsk {
@@ -85,17 +90,16 @@ impl Leases {
         from: HostId,
         ask: &PlacesAsk,
         (admission, allowed): (&Admission, Option<Allowed>),
-    ) -> Result<u32, ErrorBody> {
+    ) -> Result<u32, TicketError> {
         let mut all = self.all(now);
         let count = |grant: &ForkGrant| u32::try_from(grant.clones.len()).unwrap_or(u32::MAX);
         if let Some(granted) = all.get(&(from, ask.lease)) {
             return Ok(count(&granted.is.grant));
         }
-        let message = format!("make room for clones of `{}`", ask.parent);
         if all.keys().filter(|(asker, _)| *asker == from).count() >= LEASES_MAX {
-            return Err(ErrorBody::new(vmfork_api::ErrorCode::NoCapacity, message)
-                .cause(format!("{LEASES_MAX} tickets of that host wait to be used")));
+            return Err(TicketError::TooMany { limit: LEASES_MAX });
         }
+        let message = ask.message();
         let of_parent = all
             .iter()
             .filter(|((asker, _), granted)| *asker == from && granted.parent == ask.parent);

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use vmfork_agent_proto::RequestError;
 
+use crate::error::LetterError;
 use vmfork_guest_link::agent::ROOM_BYTES;
 
 /// Words of one letter, and the bytes that go with them, unless a single message is longer.
@@ -102,17 +103,6 @@ struct Head {
     line: LineId,
     first: u64,
     words: Vec<(Word, u64)>,
-}
-
-/// Bytes that are no letter.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum LetterError {
-    #[error("cut short")]
-    Short,
-    #[error("{left} bytes follow its end")]
-    Long { left: usize },
-    #[error("its head")]
-    Json(#[from] serde_json::Error),
 }
 
 impl Letter {

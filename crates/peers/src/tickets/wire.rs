@@ -8,15 +8,16 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_api::ErrorCode;
 use vmfork_cluster::HostId;
 
 use super::letter::{BODIES_MAX, Item, Letter, LineId, WORDS_MAX};
 use super::line::Line;
-use crate::client::{CallError, WORD_WAIT};
+use crate::client::WORD_WAIT;
+use crate::error::{CallError, TicketError};
 use crate::hosts::Hosts;
 use crate::pace::Pace;
-use vmfork_host::error::{BUG, chain};
+use vmfork_host::error::chain;
 
 /// Where letters are posted. The answer is how many words came so far.
 pub(crate) const LETTERS: &str = "/cluster/v1/tickets/letters";
@@ -197,7 +198,7 @@ impl Wire {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
         let hosts = self.hosts.upgrade().ok_or_else(|| gone("left the cluster"))?;
         let peer = hosts
-            .peer_of(self.peer, "write to it")
+            .peer_of(self.peer)
             .map_err(|_| gone("it is no member of the cluster any more"))?;
         let body = self.letter().encode().map_err(|error| Unheard::Gone(chain(&error)))?;
         let wait = letter_wait(body.len());
@@ -255,16 +256,10 @@ impl Lines {
     ///
     /// # Errors
     /// It is none, or of a line that is not there (any more).
-    pub(crate) fn on_letter(&self, from: HostId, bytes: Bytes) -> Result<u64, ErrorBody> {
-        let message = "hear of a ticket's clones";
-        let letter = Letter::decode(bytes).map_err(|error| {
-            ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
-        })?;
+    pub(crate) fn on_letter(&self, from: HostId, bytes: Bytes) -> Result<u64, TicketError> {
+        let letter = Letter::decode(bytes)?;
         let end = self.ends().get(&(from, letter.line)).cloned();
-        let (wire, end) = end.ok_or_else(|| {
-            ErrorBody::new(ErrorCode::NotFound, message)
-                .cause("the ticket is not known here (any more)")
-        })?;
+        let (wire, end) = end.ok_or(TicketError::Unknown)?;
         Ok(wire.on_letter(letter, &*end))
     }
 }
