@@ -45,7 +45,7 @@ def test_what_a_killed_daemon_left_is_ended_and_nothing_of_its_neighbours(tmp_pa
             process.wait(10)
 
 
-#: A guest image that takes for ever, in a process below the one that builds it.
+#: A guest image whose build does not end, in a process below the one that builds it.
 _ENDLESS_IMAGE = """
 import pathlib, subprocess
 def build():
