@@ -246,7 +246,7 @@ impl Store {
             let descriptor = stored.descriptor();
             let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
             out.entry(DESCRIPTOR, &descriptor.name, &file)?;
-            let sections = self.read_sections(descriptor, work)?;
+            let sections = self.read_sections(stored, work)?;
             for (file, bytes) in sections.files(descriptor) {
                 out.entry(FILE, &file, bytes)?;
             }

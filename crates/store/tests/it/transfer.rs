@@ -161,6 +161,29 @@ fn damage_is_never_passed_on() {
 }
 
 #[test]
+fn what_is_made_whole_meanwhile_is_exported_and_pushed_as_it_was() {
+    for is_push in [false, true] {
+        let (from, [base, top]) = family();
+        let there = from.store.clone();
+        // The base's, which is read first.
+        from.memory.at("get", ".state", move || {
+            there.flatten("top", &Work::new(1)).expect("flattened");
+        });
+        let to = place();
+        if is_push {
+            from.store.copy_to("top", &to.store, &Work::new(1)).expect("pushed");
+        } else {
+            import(&to.store, &export(&from.store, "top"), None).expect("imported");
+        }
+        assert_eq!(from.store.descriptor("top").expect("there").bases().count(), 0);
+        assert_eq!(to.store.descriptor("top").expect("there").bases().count(), 1);
+        check(&to.store, "base", &base);
+        check(&to.store, "top", &top);
+        check(&from.store, "top", &top);
+    }
+}
+
+#[test]
 fn a_push_copies_what_is_not_there() {
     let (from, [base, top]) = family();
     let to = place();

@@ -51,6 +51,27 @@ fn what_is_removed_meanwhile_is_not_taken_for_damaged() {
 }
 
 #[test]
+fn what_is_made_whole_meanwhile_is_not_taken_for_damaged() {
+    for part in [".state", "chunks/"] {
+        for removes_base in [false, true] {
+            let (memory, store) = all();
+            let there = store.clone();
+            memory.at("get", part, move || {
+                there.flatten("top", &Work::new(1)).expect("flattened");
+                if removes_base {
+                    there.remove("base", false).expect("removed");
+                }
+            });
+            let work = Work::new(1);
+            let verified = store.verify("top", &work).expect("verified");
+            assert_eq!(verified.damage, [], "at {part}");
+            assert_eq!(work.done_bytes.into_inner(), work.total_bytes.into_inner());
+            assert_eq!(store.descriptor("top").expect("there").bases().count(), 0);
+        }
+    }
+}
+
+#[test]
 fn all_damage_is_listed() {
     let (memory, store) = all();
     let mut damaged: Vec<String> = memory
