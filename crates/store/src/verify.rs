@@ -36,7 +36,8 @@ impl Store {
     /// Read and check every byte of snapshot `name` and all that it is a delta on.
     ///
     /// # Errors
-    /// No such snapshot; the store can't be reached; [`StoreError::Cancelled`]. Damage is no error.
+    /// No such snapshot; it is of a newer version; the store can't be reached;
+    /// [`StoreError::Cancelled`]. Damage is no error.
     pub fn verify(&self, name: &str, work: &Work) -> Result<Verified, StoreError> {
         check_name(name)?;
         let meant = match read_descriptor(self.inner.blobs(), name) {
@@ -115,6 +116,8 @@ impl Store {
                 self.note(found, name, DESCRIPTOR, "it isn't there, and is a base");
                 return Ok(None);
             }
+            // The one that was meant: there is nothing that could be checked.
+            Err(error @ StoreError::Newer { .. }) if found.names.is_empty() => return Err(error),
             Err(error) => {
                 self.keep_damage(found, error)?;
                 found.names.push(name.to_owned());
@@ -246,6 +249,10 @@ impl Store {
     fn damage_of(&self, error: StoreError) -> Result<Damage, StoreError> {
         match error {
             StoreError::Damaged(damage) => Ok(damage),
+            StoreError::Newer { key, place, what } => {
+                let what = format!("of a newer version of vmfork: {what}");
+                Ok(Damage { key, place, flaw: Flaw::at(0, what) })
+            }
             StoreError::Blob(BlobError::NotFound { key, place }) => {
                 Ok(Damage { key, place, flaw: Flaw::at(0, "it isn't there") })
             }

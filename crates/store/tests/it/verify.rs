@@ -72,6 +72,23 @@ fn what_is_made_whole_meanwhile_is_not_taken_for_damaged() {
 }
 
 #[test]
+fn a_base_of_a_newer_version_is_a_finding_and_all_else_is_checked() {
+    let (memory, store) = all();
+    let (base, profile) = ("snapshots/base/descriptor.json", memory.key_of("top", "profile"));
+    let mut map = memory.map.lock().expect("no panic");
+    map.insert(base.into(), br#"{"schema": "vmfork-snapshot/3"}"#.to_vec());
+    map.get_mut(&profile).expect("there").truncate(20);
+    drop(map);
+    let verified = store.verify("top", &Work::new(1)).expect("verified");
+    let found: Vec<_> = verified.damage.iter().map(|damage| damage.key.as_str()).collect();
+    assert_eq!(found, [&profile, base]);
+    let what = &verified.damage[1].flaw.what;
+    assert!(what.starts_with("of a newer version of vmfork: its layout is"), "{what}");
+    let error = store.verify("base", &Work::new(1)).expect_err("newer");
+    assert!(matches!(error, StoreError::Newer { .. }), "{error}");
+}
+
+#[test]
 fn all_damage_is_listed() {
     let (memory, store) = all();
     let mut damaged: Vec<String> = memory
