@@ -68,12 +68,13 @@ pub async fn check_machine(
 /// The machine that it needs, and what its drives hold.
 ///
 /// # Errors
-/// The guest image is missing here, or another one.
+/// The guest image is missing here, or another one; the VM has what can't be connected here.
 pub fn shape_and_drives(
     core: &Core,
     message: &str,
     facts: &Facts,
 ) -> Result<(Shape, Drives), ErrorBody> {
+    facts.check_nics(message)?;
     let shape = facts.shape().map_err(|error| {
         let cause = format!("its machine: {}", chain(&error));
         ErrorBody::new(ErrorCode::Conflict, message).cause(cause)

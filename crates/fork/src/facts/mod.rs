@@ -148,6 +148,22 @@ impl Facts {
         })
     }
 
+    /// Whether this version of vmfork can connect what its guest has beside its disks.
+    ///
+    /// # Errors
+    /// It can't: the guest has network cards.
+    pub fn check_nics(&self, message: &str) -> Result<(), ErrorBody> {
+        let count = match self.spec().nics {
+            0 => return Ok(()),
+            1 => "a network card".to_owned(),
+            count => format!("{count} network cards"),
+        };
+        let cause = format!("its VM has {count}, and this version of vmfork can connect none");
+        Err(ErrorBody::new(ErrorCode::Conflict, message)
+            .cause(cause)
+            .remedy("install a newer version of vmfork; `vmfork version` shows this one's"))
+    }
+
     /// Whether the root disk of an image is the one that the guest knows.
     ///
     /// # Errors
@@ -299,6 +315,18 @@ mod tests {
             "start snapshot `warm`: it was taken with KVM, which can't be used here: \
              /dev/kvm does not open: No such file"
         );
+    }
+
+    #[test]
+    fn one_with_network_cards_is_refused_until_they_can_be_connected() {
+        facts().check_nics(MESSAGE).expect("none");
+        for (nics, says) in [(1, "a network card"), (3, "3 network cards")] {
+            let mut taken = facts();
+            taken.inherited.spec.nics = nics;
+            let refused = taken.check_nics(MESSAGE).expect_err("refused");
+            assert_eq!(refused.code, ErrorCode::Conflict);
+            assert!(refused.remedy.is_some() && refused.to_string().contains(says), "{refused}");
+        }
     }
 
     #[test]
