@@ -13,26 +13,16 @@ guest_library() { make --no-print-directory -C guest/c check BUILD="$TARGET/gues
 # Without backtraces: a handler that panics on purpose would bury what failed.
 integration() { RUST_BACKTRACE=0 tests_cargo --test '*' -- --nocapture; }
 
-# The lock-free parts in all orders of their steps.
-loom() {
-	RUSTFLAGS='--cfg loom' \
-		cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
-}
-
-documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
-
-guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from harness import images; images.build()'); }
-
-# Runs beside Rust's tests, which mostly wait.
-beside() {
-	step "guest image" guest_image
-	step "documentation" documentation
-	step "model checker" loom
-}
 join_beside() {
 	wait "$beside" && return
 	cat "$TIMES/beside.log" >&2
 	die "the guest image, the documentation or the model checker failed" "read the words above"
+}
+
+end_beside() {
+	# Until it has begun its own process group, there is only the one process.
+	kill -- -"$beside" 2>/dev/null || kill "$beside" 2>/dev/null || true
+	wait "$beside" || true
 }
 
 black_box() { "$PYTHON" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --durations=40 tests "$@"; }
@@ -44,9 +34,11 @@ mkdir -p "$TIMES" "$CACHE/test-images" "$VMFORK_CACHE"
 [ -e "$CACHE/test-images/cache" ] || ln -s "$VMFORK_CACHE" "$CACHE/test-images/cache"
 
 mk/build.sh tests
-beside >"$TIMES/beside.log" 2>&1 &
+# Not by `set -m`, which takes a terminal. A shell without one lets what it starts in the background
+# ignore Ctrl-C.
+setsid mk/beside.sh >"$TIMES/beside.log" 2>&1 &
 beside=$!
-trap 'kill "$beside" 2>/dev/null || true' EXIT
+trap end_beside EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 mk/check.sh

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -174,6 +177,45 @@ def test_a_store_is_linked_whole_and_no_descriptor_is_there_before_its_chunks(tm
     guests.link_into(store, source)
     for name in names:
         assert (store / name).samefile(source / name)
+
+
+def test_who_asks_for_copies_gets_them_also_of_what_was_linked(tmp_path: Path) -> None:
+    source, store = tmp_path / "source", tmp_path / "store"
+    for name in ("chunks/1f/1f00", "snapshots/x/descriptor.json"):
+        (source / name).parent.mkdir(parents=True)
+        (source / name).write_text(name)
+    guests.link_into(store, source)
+    guests.link_into(store, source, links=False)
+    for path in (path for path in source.rglob("*") if path.is_file()):
+        copy = store / path.relative_to(source)
+        assert not copy.samefile(path) and copy.stat().st_nlink == 1
+        assert copy.read_text() == path.read_text()
+    # What was copied stays a copy.
+    before = (store / "chunks/1f/1f00").stat().st_ino
+    for links in (True, False):
+        guests.link_into(store, source, links=links)
+        assert (store / "chunks/1f/1f00").stat().st_ino == before
+
+
+def test_threads_that_copy_the_same_file_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, store = tmp_path / "source", tmp_path / "store"
+    source.mkdir()
+    (source / "format").write_text("1")
+    both = threading.Barrier(2)
+    copy2 = shutil.copy2
+
+    def copy_together(path: Path, part: Path) -> None:
+        copy2(path, part)
+        both.wait(20)
+
+    monkeypatch.setattr(shutil, "copy2", copy_together)
+    with ThreadPoolExecutor(2) as pool:
+        copying = [pool.submit(guests.link_into, store, source, links=False) for _ in range(2)]
+        for one in copying:
+            one.result(30)
+    assert [path.name for path in store.iterdir()] == ["format"]
 
 
 def test_limits_end_what_goes_on_for_ever() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 from pathlib import Path
 
-from harness import leftovers, places
+import pytest
+
+from harness import leftovers, places, processes
+from harness.waits import eventually
 
 MK = places.ROOT / "mk"
 
@@ -38,6 +43,50 @@ def test_what_a_killed_daemon_left_is_ended_and_nothing_of_its_neighbours(tmp_pa
         for process in (ours, holder, *others):
             process.kill()
             process.wait(10)
+
+
+#: A guest image whose build does not end, in a process below the one that builds it.
+_ENDLESS_IMAGE = """
+import pathlib, subprocess
+def build():
+    process = subprocess.Popen(["sleep", "95"])
+    pathlib.Path("../pid.new").write_text(str(process.pid))
+    pathlib.Path("../pid.new").rename("../pid")
+    process.wait()
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_runs_beside_the_tests_ends_with_them(tmp_path: Path, interrupted: bool) -> None:
+    # A checkout of nothing else than the scripts, whose check fails when it is told to.
+    scripts = {"build.sh": "#!/bin/sh\n", "check.sh": "#!/bin/sh\nuntil [ -e fail ]; do sleep 0.1; done\nexit 7\n"}
+    (tmp_path / "mk").mkdir()
+    for name in ("test.sh", "beside.sh", "env.sh"):
+        shutil.copy(MK / name, tmp_path / "mk" / name)
+    for name, text in scripts.items():
+        (tmp_path / "mk" / name).write_text(text)
+        (tmp_path / "mk" / name).chmod(0o755)
+    (tmp_path / "tests" / "harness").mkdir(parents=True)
+    (tmp_path / "tests" / "harness" / "images.py").write_text(_ENDLESS_IMAGE)
+    # Its target folder is its own.
+    env = {name: value for name, value in os.environ.items() if name != "CARGO_TARGET_DIR"}
+    run = leftovers.spawn([str(tmp_path / "mk" / "test.sh")], env=env, start_new_session=True)
+    try:
+        eventually((tmp_path / "pid").exists, 30, "an image is built")
+        beside = processes.read(int((tmp_path / "pid").read_text()))
+        assert beside is not None and beside.comm == "sleep"
+        if interrupted:
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            (tmp_path / "fail").touch()
+        assert run.wait(30) == (130 if interrupted else 7)
+        eventually(lambda: not beside.is_alive(), 5, "it has ended")
+    finally:
+        run.kill()
+        run.wait(10)
+        for one in leftovers.orphans():
+            if one.comm == "sleep":
+                one.kill()
 
 
 def test_install_puts_a_whole_installation_and_uninstall_takes_it_away(tmp_path: Path) -> None:

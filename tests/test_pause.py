@@ -17,9 +17,6 @@ from harness.waits import eventually, stays
 #: Counts in the guest, twenty times a second.
 COUNTER = "nohup sh -c 'n=0; while :; do n=$((n+1)); echo $n > /run/count; sleep 0.05; done' >/dev/null 2>&1 &"
 
-#: What is asked of a paused VM and cannot be answered is refused within this time.
-AT_ONCE_S = 5.0
-
 
 @pytest.fixture
 def counting(vm: vmfork.VM) -> vmfork.VM:
@@ -67,19 +64,20 @@ def test_the_guest_stands_still_and_continues_where_it_was(counting: vmfork.VM, 
     assert _sum(counting) == digest
 
 
-def test_what_a_paused_guest_cannot_answer_fails_at_once_with_the_remedy(counting: vmfork.VM, cli: Cli) -> None:
+def test_what_a_paused_guest_cannot_answer_is_refused_with_the_remedy(counting: vmfork.VM, cli: Cli) -> None:
     cli("pause", counting.name)
     assert next(row["state"] for row in _rows(cli) if row["name"] == counting.name) == "paused"
-    began = time.monotonic()
     done = cli("exec", counting.name, "true", code=None)
     assert done.returncode != 0
     assert b"is paused" in done.stderr
     assert f"vmfork resume {counting.name}".encode() in done.stderr
+    # It is not asked: that would end in a timeout, which is no conflict.
+    with pytest.raises(vmfork.Conflict):
+        counting.exec("true")
     with pytest.raises(vmfork.Conflict):
         counting.read_file("/etc/hostname")
     with pytest.raises(vmfork.Conflict):
         counting.write_file("/run/x", b"x")
-    assert time.monotonic() - began < AT_ONCE_S
     cli("resume", counting.name)
     assert counting.exec("echo on", check=True).stdout == b"on\n"
 

@@ -14,7 +14,7 @@ from harness.cli import Cli
 from harness.cluster import Cluster
 from harness.daemon import Daemon
 from harness.metrics import read
-from harness.waits import eventually, stays
+from harness.waits import eventually
 
 REASON = "its time to live is over"
 #: How late an end may be noticed on a busy machine.
@@ -31,19 +31,23 @@ def test_a_vm_from_a_store_ends_by_its_bound(client: vmfork.Client, cli: Cli, da
     shape = guests.Shape(image, 512, 1)
     guests.link_into(daemon.state / "snapshots", guests.stored(shape))
     before = read(daemon).value("vmfork_vms_ended_total", reason="expired")
-    began = time.monotonic()
-    cli("run", shape.name, "--name", "short", "--ttl", "8s")
+    cli("run", shape.name, "--name", "short", "--ttl", "1h")
     vm = client.vm("short")
     qemu = daemon.qemu(vm)
+    asked_ms = time.time() * 1000
     ttl = vm.inspect().ttl
-    assert ttl is not None and 0 < ttl.left_ms <= 8000 and ttl.inherited_from is None
-    assert abs(ttl.expires_unix_ms - (time.time() * 1000 + ttl.left_ms)) < 5000
-    assert re.search(r"^ends +in \d+s \(", cli.text("inspect", "short"), re.MULTILINE)
+    answered_ms = time.time() * 1000
+    assert ttl is not None and 0 < ttl.left_ms <= 3600_000 and ttl.inherited_from is None
+    assert asked_ms - 10 <= ttl.expires_unix_ms - ttl.left_ms <= answered_ms + 10
+    assert re.search(r"^ends +in \d+m\d+s \(", cli.text("inspect", "short"), re.MULTILINE)
     # A snapshot carries no bound.
     (other,) = client.snapshots.start(shape.name).raise_for_errors()
     assert other.inspect().ttl is None
-    eventually(lambda: _ended(vm), 8 + LATE_S, "it ends")
-    assert time.monotonic() - began >= 7.9, "not before its time"
+    # All else is done: however slow the machine is, the VM has lived until here.
+    began = time.monotonic()
+    vm.set_ttl(2)
+    eventually(lambda: _ended(vm), 2 + LATE_S, "it ends")
+    assert time.monotonic() - began >= 1.9, "not before its time"
     eventually(lambda: not qemu.is_alive(), 5, "QEMU is gone")
     assert not _ended(other)
     assert read(daemon).value("vmfork_vms_ended_total", reason="expired") == before + 1
@@ -70,13 +74,14 @@ def test_clones_inherit_the_instant_and_a_bound_of_their_own_wins(vm: vmfork.VM,
 
 
 def test_clones_end_by_the_bound_of_an_ancestor_that_has_ended(vm: vmfork.VM) -> None:
-    vm.set_ttl(6)
-    clone = vm.fork(1).raise_for_errors()[0]
-    free = vm.fork(1).raise_for_errors()[0]
+    vm.set_ttl(3600)
+    clone, free = (vm.fork(1).raise_for_errors()[0] for _ in range(2))
     assert free.set_ttl(None) is None
+    bound = vm.set_ttl(20)
     vm.remove(force=True)
-    assert clone.exec("true").ok
-    eventually(lambda: _ended(clone), 6 + LATE_S, "it ends without its parent")
+    ttl = clone.inspect().ttl
+    assert bound and ttl and abs(ttl.expires_unix_ms - bound.expires_unix_ms) < 1000
+    eventually(lambda: _ended(clone), 20 + LATE_S, "it ends without its parent")
     assert not _ended(free), "its bound was removed"
 
 
@@ -92,9 +97,7 @@ def test_a_bound_is_moved_and_removed_by_the_command_line(vm: vmfork.VM, cli: Cl
     reply = cli.json("ttl", vm.name, "1h")
     assert 3500_000 < reply["ttl"]["left_ms"] <= 3600_000
     assert b"ends in 59m" in cli("ttl", vm.name, "1h").stderr
-    cli("ttl", vm.name, "2s")
     assert cli.json("ttl", vm.name, "none")["ttl"] is None
-    stays(lambda: not _ended(vm), 4, "the bound is gone")
     assert re.search(r"^ends +never$", cli.text("inspect", vm.name), re.MULTILINE)
     for bad in ("0s", "366d", "soon", "-1s"):
         assert cli("ttl", vm.name, "--", bad, code=2).stderr

@@ -23,6 +23,7 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,8 @@ def key(image: str) -> str:
 
 
 def link_into(store: Path, source: Path, *, links: bool = True) -> None:
-    """A daemon's store gets what another one has, by hard links where it can and may."""
+    """A daemon's store gets what another one has, by hard links where it can and may. Without
+    `links`, what has been linked before becomes a copy."""
     # A daemon that runs may free chunks at any time that no descriptor names: look until all are
     # there.
     while _link_missing(store, source, links):
@@ -158,7 +160,7 @@ def _link_missing(store: Path, source: Path, links: bool) -> int:
     linked = 0
     for path in _in_order(source):
         target = store / path.relative_to(source)
-        if target.exists():
+        if _is_in_place(target, links):
             continue
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -167,6 +169,14 @@ def _link_missing(store: Path, source: Path, links: bool) -> int:
             continue  # another thread's
         linked += 1
     return linked
+
+
+def _is_in_place(target: Path, links: bool) -> bool:
+    try:
+        names = target.stat().st_nlink
+    except FileNotFoundError:
+        return False
+    return links or names == 1
 
 
 def _place(path: Path, target: Path, links: bool) -> None:
@@ -178,8 +188,8 @@ def _place(path: Path, target: Path, links: bool) -> None:
             raise
         except OSError:
             pass  # another file system
-    # Whole or not at all, for the daemon that reads here.
-    part = target.with_name(f".{target.name}.{os.getpid()}")
+    # Whole or not at all, for the daemon that reads here; not another thread's.
+    part = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_native_id()}")
     shutil.copy2(path, part)
     part.replace(target)
 

@@ -91,6 +91,13 @@ fn holder(status: HolderStatus) -> Check {
             name,
             format!("keeps {count} of the API's sockets: clients wait while vmforkd restarts"),
         ),
+        HolderStatus::Lacks { held, of } => warning(
+            name,
+            format!(
+                "keeps {held} of the API's {of} sockets: clients of the others are refused while vmforkd restarts"
+            ),
+            "the daemon's log tells why; `vmfork daemon restart` tries it again",
+        ),
         HolderStatus::Off => ok(name, "off: clients are refused while vmforkd restarts"),
         HolderStatus::Missing => warning(
             name,
@@ -425,6 +432,7 @@ mod tests {
             part("shim", Path::new("/no/such/file"), "…"),
             agent(Path::new("/no/such/file")),
             holder(HolderStatus::Missing),
+            holder(HolderStatus::Lacks { held: 1, of: 2 }),
             kvm(&Err(NoKvm { reason: "…".into() })),
             memory(GIB, MIB, 0),
             vcpus(128, 0),

@@ -66,8 +66,10 @@ impl From<&'static str> for Ending {
 pub enum HolderStatus {
     /// The settings want none.
     Off,
-    /// It keeps this many sockets.
+    /// It keeps this many sockets, which are all that we serve.
     Keeps(usize),
+    /// It did not take all `of` them.
+    Lacks { held: usize, of: usize },
     /// It could not be started, or has died and no other is there yet.
     Missing,
 }
@@ -100,6 +102,8 @@ struct Inner {
 struct Kept {
     note: Vec<u8>,
     fd: OwnedFd,
+    /// The holder has said that it has a copy.
+    is_held: bool,
 }
 
 impl Holding {
@@ -245,7 +249,8 @@ impl Holding {
         let tcp = listeners.tcp_fd().zip(config.tcp.as_ref());
         let tcp = tcp.map(|(fd, tcp)| (TCP, tcp.address.to_string().into_bytes(), fd));
         for (name, note, fd) in [unix].into_iter().chain(tcp) {
-            inner.kept.insert(named(name), Kept { note, fd: fd.try_clone_to_owned()? });
+            let kept = Kept { note, fd: fd.try_clone_to_owned()?, is_held: false };
+            inner.kept.insert(named(name), kept);
         }
         inner.leave_file = Some(listeners.leave_file());
         inner.put_all();
@@ -292,13 +297,26 @@ impl Holding {
         }
     }
 
-    /// Whether clients wait while this daemon restarts.
-    pub fn status(&self) -> HolderStatus {
+    /// Whether clients wait while this daemon restarts. Takes seconds while another holder is
+    /// started.
+    pub async fn status(self: &Arc<Self>) -> HolderStatus {
+        let this = Arc::clone(self);
+        let looked = spawn_blocking(move || this.status_here()).await;
+        looked.unwrap_or_else(|error| {
+            tracing::error!("look at the holder: {error}");
+            HolderStatus::Missing
+        })
+    }
+
+    fn status_here(&self) -> HolderStatus {
         let inner = self.lock();
+        let (held, of) =
+            (inner.kept.values().filter(|kept| kept.is_held).count(), inner.kept.len());
         match &inner.owner {
             _ if self.linger.is_zero() => HolderStatus::Off,
-            Some(_) => HolderStatus::Keeps(inner.kept.len()),
             None => HolderStatus::Missing,
+            Some(_) if held < of => HolderStatus::Lacks { held, of },
+            Some(_) => HolderStatus::Keeps(held),
         }
     }
 
@@ -368,8 +386,10 @@ impl Inner {
     /// Have the holder, if there is one, keep all that we serve.
     fn put_all(&mut self) {
         let Some(owner) = &mut self.owner else { return };
-        for (name, kept) in &self.kept {
-            match owner.put(name, Kind::LISTENER, &kept.note, kept.fd.as_fd()) {
+        for (name, kept) in &mut self.kept {
+            let put = owner.put(name, Kind::LISTENER, &kept.note, kept.fd.as_fd());
+            kept.is_held = put.is_ok();
+            match put {
                 Ok(()) if name.as_str() == UNIX => {
                     if let Some(leave) = &self.leave_file {
                         leave.store(true, Relaxed);
@@ -432,7 +452,99 @@ fn read_unix_note(note: &[u8]) -> Option<(FileId, &Path)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+    use std::thread::JoinHandle;
+
+    use rustix::net::{
+        AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind,
+        listen, recv, send, socket_with,
+    };
+    use tokio::time::timeout;
+    use vmfork_holder::proto::{Refusal, Reply, Request};
+
     use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    fn holding(state: &Path) -> Holding {
+        let (state, program) = (state.to_owned(), PathBuf::new());
+        let (inner, parting) = (Mutex::default(), Condvar::new());
+        Holding { state, program, linger: SOON, inner, parting }
+    }
+
+    /// A holder for one daemon, which takes as many fds as there is `room`. It ends with the
+    /// daemon's connection.
+    fn holder(state: &Path, room: &Arc<AtomicU32>) -> JoinHandle<()> {
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let socket = socket.expect("fds left");
+        let path = SocketAddrUnix::new(state.join(vmfork_holder::SOCKET)).expect("short");
+        bind(&socket, &path).expect("an empty folder");
+        listen(&socket, 1).expect("listens");
+        let room = Arc::clone(room);
+        thread::spawn(move || {
+            let daemon = accept(&socket).expect("a daemon");
+            let mut bytes = [0; 4096];
+            while let Ok((length @ 1.., _)) = recv(&daemon, &mut bytes, RecvFlags::empty()) {
+                let reply = match Request::parse(&bytes[..length]).expect("a request") {
+                    Request::Hello { .. } => Reply::Welcome { generation: 1 },
+                    _ if room
+                        .fetch_update(Relaxed, Relaxed, |room| room.checked_sub(1))
+                        .is_ok() =>
+                    {
+                        Reply::Done
+                    }
+                    _ => Reply::Refused(Refusal::Full),
+                };
+                send(&daemon, &reply.to_bytes(), SendFlags::empty()).expect("the daemon waits");
+            }
+        })
+    }
+
+    #[test]
+    fn what_the_holder_has_refused_is_not_reported_as_kept() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (holding, room) = (holding(folder.path()), Arc::new(AtomicU32::new(1)));
+        assert_eq!(holding.status_here(), HolderStatus::Missing);
+        let holder = holder(folder.path(), &room);
+        let mut inner = holding.lock();
+        inner.owner = Some(Owner::hello(folder.path(), SOON).expect("it answers"));
+        for name in [UNIX, TCP] {
+            let fd = fs::File::open("/dev/null").expect("there").into();
+            inner.kept.insert(named(name), Kept { note: Vec::new(), fd, is_held: false });
+        }
+        inner.put_all();
+        drop(inner);
+        assert_eq!(holding.status_here(), HolderStatus::Lacks { held: 1, of: 2 });
+        room.store(2, Relaxed);
+        holding.lock().put_all();
+        assert_eq!(holding.status_here(), HolderStatus::Keeps(2));
+        // What it had before counts no more.
+        holding.lock().put_all();
+        assert_eq!(holding.status_here(), HolderStatus::Lacks { held: 0, of: 2 });
+        drop(holding);
+        holder.join().expect("no panic");
+    }
+
+    #[tokio::test(flavor = "current_thread")]
+    async fn who_asks_for_the_status_keeps_no_other_request_waiting() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let holding = Arc::new(holding(folder.path()));
+        let (held_tx, held) = tokio::sync::oneshot::channel();
+        let (done, until_done) = std::sync::mpsc::channel::<()>();
+        let renewing = Arc::clone(&holding);
+        let renewing = thread::spawn(move || {
+            let _inner = renewing.lock();
+            held_tx.send(()).expect("the test waits");
+            let _done = until_done.recv_timeout(SOON);
+        });
+        held.await.expect("no panic");
+        let mut status = Box::pin(holding.status());
+        timeout(Duration::from_millis(20), &mut status).await.expect_err("it is being renewed");
+        done.send(()).expect("still renewing");
+        assert_eq!(status.await, HolderStatus::Missing);
+        renewing.join().expect("no panic");
+    }
 
     #[test]
     fn a_note_says_which_file_the_socket_has() {

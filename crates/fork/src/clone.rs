@@ -199,7 +199,7 @@ async fn start_within(
 }
 
 /// A QEMU that is a view of the snapshot and has its drives. One that waited may have died
-/// unnoticed: then another.
+/// unnoticed: then another. What a live one refuses, another would refuse, too.
 async fn attached(
     core: &Arc<Core>,
     snapshot: &Snapshot,
@@ -211,7 +211,11 @@ async fn attached(
         let (machine, from) = next?;
         match become_view(core, snapshot, &machine).await {
             Ok(()) => return Ok((machine, from)),
-            Err(error) if from == pool::Origin::Pooled && attempt < ATTACH_TRIES_MAX => {
+            Err(error)
+                if from == pool::Origin::Pooled
+                    && attempt < ATTACH_TRIES_MAX
+                    && (error.is_lost() || !machine.is_alive()) =>
+            {
                 tracing::info!(error = chain(&error), "a waiting QEMU has died; taking another");
                 let shape = machine.shape.clone();
                 drop(machine);
@@ -321,6 +325,31 @@ impl Drop for EndOnDrop<'_> {
                 vm,
                 End::failed(EndReason::Guest, "its start was given up before it was ready"),
             );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmfork_host::vm::machine::BindError;
+    use vmfork_memory::FreezeError;
+    use vmfork_qemu::QmpError;
+
+    use super::*;
+
+    #[test]
+    fn a_qemu_that_refuses_is_told_from_one_that_is_gone() {
+        let lost = QmpError::Lost { reason: "closed".into() };
+        let (command, class, desc) = ("c".into(), "GenericError".into(), "no".into());
+        let refused = QmpError::Refused { command, class, desc };
+        let still = FreezeError::Still(std::io::Error::other("no"));
+        for (error, is_lost) in [
+            (NotStarted::from(BindError::from(lost)), true),
+            (BindError::from(refused).into(), false),
+            (BindError::Other { given: Vec::new(), shape: Vec::new() }.into(), false),
+            (still.into(), false),
+        ] {
+            assert_eq!(error.is_lost(), is_lost, "{error}");
         }
     }
 }

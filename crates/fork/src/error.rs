@@ -146,9 +146,19 @@ pub enum Unlike {
          {found}…"
     )]
     Root { image: String, wanted: String, found: String },
+    /// This version of vmfork can't connect them.
+    #[error("its VM has {}, and this version of vmfork can connect none", cards(*count))]
+    Nics { count: u8 },
     /// No QEMU of this version has such a machine.
     #[error("its machine")]
     Shape(#[source] ShapeError),
+}
+
+fn cards(count: u8) -> String {
+    match count {
+        1 => "a network card".to_owned(),
+        _ => format!("{count} network cards"),
+    }
 }
 
 /// Why one clone was not started.
@@ -242,12 +252,24 @@ impl Unlike {
             Self::Root { image, .. } => Some(format!(
                 "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
             )),
+            Self::Nics { .. } => Some(
+                "install a newer version of vmfork; `vmfork version` shows this one's".to_owned(),
+            ),
             Self::Shape(_) => None,
         }
     }
 }
 
 impl NotStarted {
+    /// QEMU is gone, rather than unwilling.
+    pub(crate) fn is_lost(&self) -> bool {
+        match self {
+            Self::Memory(error) => error.is_lost(),
+            Self::Drives(error) => error.is_lost(),
+            _ => false,
+        }
+    }
+
     fn code(&self) -> ErrorCode {
         match self {
             Self::Late { .. } | Self::GivenUp => ErrorCode::Timeout,

@@ -66,6 +66,11 @@ pub enum FreezeError {
 }
 
 impl FreezeError {
+    /// The keeper, and mostly QEMU too, is gone, rather than unwilling.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, Self::Tap(TapError::Gone { .. } | TapError::Socket { .. }))
+    }
+
     /// Whether RAM is in an unknown state and QEMU must be killed. Else the VM can go on as it was.
     pub fn is_fatal(&self) -> bool {
         match self {

@@ -63,12 +63,14 @@ impl Names {
 type FlawOf<'a> = dyn Fn(&[u8]) -> Result<Option<Flaw>, StoreError> + 'a;
 
 impl Store {
+    /// The small files of a snapshot, as they were when it was opened. A flatten since then has
+    /// removed the tables of that time.
     pub(crate) fn read_sections(
         &self,
-        descriptor: &Descriptor,
+        stored: &Stored,
         work: &Work,
     ) -> Result<Sections, StoreError> {
-        let (blobs, name) = (self.inner.blobs(), &descriptor.name);
+        let (blobs, descriptor) = (self.inner.blobs(), stored.descriptor());
         let extra = |ending: String, flaw_of: &FlawOf<'_>| {
             let key = descriptor.key_beside(&ending);
             match blobs.get(&key) {
@@ -84,10 +86,9 @@ impl Store {
                 Err(error) => Err(StoreError::from(error)),
             }
         };
-        let (mut tables, mut extras) = (Vec::new(), Vec::new());
+        let mut extras = Vec::new();
         for image in &descriptor.images {
             let (role, pages) = (&image.role, image.pages());
-            tables.push(read_section(blobs, name, &image.table)?);
             extras.extend(extra(role.ending(WORKING_SET), &|file| {
                 Ok(working_set::flaw_of(file, descriptor.id, pages, &work.cancelled)?)
             })?);
@@ -95,7 +96,9 @@ impl Store {
                 Ok(unseal(SealedKind::Profile, file).err())
             })?);
         }
-        let state = read_section(blobs, name, &descriptor.state)?;
+        let state = read_section(blobs, &descriptor.name, &descriptor.state)?;
+        // A table has one encoding.
+        let tables = stored.tables().iter().map(Table::encode).collect();
         Ok(Sections { tables, state, extras })
     }
 
@@ -129,7 +132,7 @@ impl Store {
         let mut names = Names::default();
         for stored in &family {
             let descriptor = stored.descriptor();
-            let sections = self.read_sections(descriptor, work)?;
+            let sections = self.read_sections(stored, work)?;
             let name = match other.find_by_id(descriptor.id)? {
                 Some(there) => {
                     copied.bytes += other.add_extras(&there, &sections)?;
@@ -225,7 +228,7 @@ impl Store {
             let here = match self.find_by_id(descriptor.id)? {
                 Some(here) => here.name,
                 None => {
-                    let sections = remote.read_sections(&descriptor, work)?;
+                    let sections = remote.read_sections(stored, work)?;
                     let bases = names.rename_bases(&mut descriptor);
                     let name = descriptor.name.clone();
                     let writing = Writing::begin(&self.inner, &name, Commit::New, bases)?;

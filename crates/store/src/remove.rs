@@ -1,6 +1,6 @@
 //! Removing snapshots, and what no snapshot needs any more.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use blake3::Hash;
 
@@ -76,7 +76,9 @@ impl Store {
                 let place = inner.blobs().describe();
                 return Err(StoreError::NotFound { name: name.to_owned(), place });
             }
-            let dependants = dependants_of(&references, name);
+            // Deltas first, so that a crash in between leaves nothing without its base.
+            removed.names = removal_order(&references, name);
+            let dependants: Vec<_> = removed.names.iter().rev().skip(1).cloned().collect();
             if !dependants.is_empty() && !cascade {
                 return Err(StoreError::Dependants { name: name.to_owned(), dependants });
             }
@@ -86,9 +88,6 @@ impl Store {
                 let name = name.to_owned();
                 return Err(StoreError::UnknownDependants { name, unreadable });
             }
-            // Those furthest up go first, so that a crash in between leaves nothing without its
-            // base.
-            removed.names = dependants.into_iter().rev().chain([name.to_owned()]).collect();
             inner.check_not_written(&removed.names)?;
             for name in &removed.names {
                 candidates.extend(references.chunks_of(name).iter().copied());
@@ -233,22 +232,28 @@ fn its_files(descriptor: &Descriptor) -> HashSet<String> {
     files
 }
 
-/// Deltas on `name`, and on those, each after what it is a delta on.
-fn dependants_of(references: &References, name: &str) -> Vec<String> {
-    let mut found: Vec<String> = Vec::new();
-    let mut seen = BTreeSet::from([name]);
-    let mut at = 0;
-    let mut of = name;
-    loop {
-        for descriptor in references.all_descriptors() {
-            let is_on_it = descriptor.bases().any(|base| base.name == of);
-            if is_on_it && seen.insert(&descriptor.name) {
-                found.push(descriptor.name.clone());
+/// `name` and all deltas on it, each before all that it is a delta on.
+fn removal_order(references: &References, name: &str) -> Vec<String> {
+    let mut deltas_on = HashMap::<&str, Vec<&str>>::new();
+    for descriptor in references.all_descriptors() {
+        for base in descriptor.bases() {
+            deltas_on.entry(&base.name).or_default().push(&descriptor.name);
+        }
+    }
+    // Depth first, since each image has its own base: a snapshot may be a delta on `name` and on
+    // another delta on it. A circle, which only damaged descriptors make, ends by `seen`.
+    let mut order = Vec::new();
+    let mut seen = HashSet::from([name]);
+    let mut path = vec![name];
+    while let Some(top) = path.last().copied() {
+        match deltas_on.get_mut(top).and_then(Vec::pop) {
+            Some(delta) if seen.insert(delta) => path.push(delta),
+            Some(_) => {}
+            None => {
+                order.push(top.to_owned());
+                path.pop();
             }
         }
-        let Some(next) = found.get(at) else { return found };
-        // The name as the references have it, which outlives `found`.
-        of = seen.get(next.as_str()).copied().unwrap_or(name);
-        at += 1;
     }
+    order
 }

@@ -28,14 +28,16 @@ use crate::copy::{Names, each_chunk_once};
 use crate::error::StoreError;
 use crate::files::table_flaw;
 use crate::format::chunk::CHUNK_FILE_BYTES_MAX;
-use crate::format::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, Unreadable};
+use crate::format::descriptor::{
+    DESCRIPTOR_BYTES_MAX, Descriptor, FileRef, SnapshotId, Unreadable,
+};
 use crate::format::sealed::{SealedKind, unseal};
 use crate::format::table::{Table, Window};
 use crate::format::{Flaw, chunk, working_set};
 use crate::names::{PROFILE, STATE, TABLE, WORKING_SET};
-use crate::store::{CHAIN_MAX, Store, check_name};
+use crate::store::{CHAIN_MAX, Store, base_error, check_base, check_name};
 use crate::work::Work;
-use crate::writing::{Commit, Writing};
+use crate::writing::{Commit, Writing, encoded};
 
 const MAGIC: [u8; 4] = *b"VFEX";
 const VERSION: u8 = 1;
@@ -220,6 +222,8 @@ struct Import<'a> {
     store: &'a Store,
     /// What each of them is called here.
     names: Names,
+    /// Each of them, by its id, as it is or will be here.
+    known: HashMap<SnapshotId, Descriptor>,
     arriving: Vec<Arriving<'a>>,
     /// Chunks that a snapshot needs, with their pages, and whether one that arrives does.
     chunks: HashMap<Hash, (u64, bool)>,
@@ -246,7 +250,7 @@ impl Store {
             let descriptor = stored.descriptor();
             let file = descriptor.encode().map_err(|why| StoreError::BadDraft { why })?;
             out.entry(DESCRIPTOR, &descriptor.name, &file)?;
-            let sections = self.read_sections(descriptor, work)?;
+            let sections = self.read_sections(stored, work)?;
             for (file, bytes) in sections.files(descriptor) {
                 out.entry(FILE, &file, bytes)?;
             }
@@ -284,6 +288,7 @@ impl Store {
         let mut import = Import {
             store: self,
             names: Names::default(),
+            known: HashMap::new(),
             arriving: Vec::new(),
             chunks: HashMap::new(),
             last_here: None,
@@ -363,15 +368,13 @@ impl Import<'_> {
         if self.names.0.contains_key(&descriptor.id) {
             return Err(at_flaw(entry.offset, format!("snapshot {} twice", descriptor.id)));
         }
-        // Each comes after its bases, so their names here are known.
-        if descriptor.bases().any(|base| !self.names.0.contains_key(&base.id)) {
-            return Err(at_flaw(entry.offset, format!("`{}` comes without its base", entry.name)));
-        }
+        self.check_bases(entry, &descriptor)?;
         let told = descriptor.clone();
         let bases = self.names.rename_bases(&mut descriptor);
         if let Some(here) = self.store.find_by_id(descriptor.id)? {
             self.names.0.insert(descriptor.id, here.name.clone());
-            self.last_here = Some(here.name);
+            self.last_here = Some(here.name.clone());
+            self.known.insert(descriptor.id, here);
             return Ok(());
         }
         self.last_here = None;
@@ -381,8 +384,25 @@ impl Import<'_> {
         let inner = &self.store.inner;
         let writing = Writing::begin(inner, &descriptor.name, Commit::New, bases)?;
         self.names.0.insert(descriptor.id, descriptor.name.clone());
+        self.known.insert(descriptor.id, descriptor.clone());
         let has_table = vec![false; told.images.len()];
         self.arriving.push(Arriving { writing, descriptor, told, has_table, has_state: false });
+        Ok(())
+    }
+
+    /// That what its images are deltas on has come before it, and has such images.
+    fn check_bases(&self, entry: &Entry, descriptor: &Descriptor) -> Result<(), StoreError> {
+        for image in &descriptor.images {
+            let Some(base) = &image.base else { continue };
+            let Some(found) = self.known.get(&base.id) else {
+                let what = format!("`{}` comes without its base", entry.name);
+                return Err(at_flaw(entry.offset, what));
+            };
+            check_base(base, found, image.pages()).map_err(|why| {
+                let error = base_error(&entry.name, base, why);
+                at_flaw(entry.offset, error.to_string())
+            })?;
+        }
         Ok(())
     }
 
@@ -500,6 +520,10 @@ impl Import<'_> {
             if writing.chunk_bytes(hash).is_none() {
                 return Err(input.flaw(format!("chunk {hash} is missing")));
             }
+        }
+        // What can be refused is, before the first is there.
+        for Arriving { descriptor, .. } in &self.arriving {
+            encoded(descriptor)?;
         }
         // Each holds what it has pinned until all are there.
         let (mut done, mut held) = (Vec::new(), Vec::new());

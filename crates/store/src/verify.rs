@@ -36,19 +36,49 @@ impl Store {
     /// Read and check every byte of snapshot `name` and all that it is a delta on.
     ///
     /// # Errors
-    /// No such snapshot; the store can't be reached; [`StoreError::Cancelled`]. Damage is no error.
+    /// No such snapshot; it is of a newer version; the store can't be reached;
+    /// [`StoreError::Cancelled`]. Damage is no error.
     pub fn verify(&self, name: &str, work: &Work) -> Result<Verified, StoreError> {
         check_name(name)?;
-        let mut found = Verified::default();
-        let mut chunks = Chunks::new();
         let meant = match read_descriptor(self.inner.blobs(), name) {
             Err(error @ StoreError::NotFound { .. }) => return Err(error),
             found => found.ok(),
         };
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let (found, seen) = self.verify_as_it_is(name, work)?;
+            if found.damage.is_empty() {
+                return Ok(found);
+            }
+            // What is being removed looks damaged.
+            if let Some(meant) = &meant
+                && read_descriptor(self.inner.blobs(), name).map_or_else(
+                    |error| matches!(error, StoreError::NotFound { .. }),
+                    |now| now.id != meant.id,
+                )
+            {
+                return Err(self.not_found(name));
+            }
+            // So does what is made whole: its table goes, and perhaps its base.
+            if tries == TRIES_MAX || !self.has_changed(&seen) {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// Whether any of these snapshots is another one now.
+    fn has_changed(&self, seen: &Seen) -> bool {
+        let blobs = self.inner.blobs();
+        seen.iter().any(|(name, was)| read_descriptor(blobs, name).ok() != *was)
+    }
+
+    fn verify_as_it_is(&self, name: &str, work: &Work) -> Result<(Verified, Seen), StoreError> {
+        let mut found = Verified::default();
+        let mut chunks = Chunks::new();
         // As long as they are open, their chunks stay, even if they are removed.
         let mut open = Vec::new();
-        // `None`: it can't be read.
-        let mut seen = HashMap::<String, Option<Descriptor>>::new();
+        let mut seen = Seen::new();
         let mut left = VecDeque::from([(name.to_owned(), None)]);
         while let Some((name, expected)) = left.pop_front() {
             if !seen.contains_key(&name) {
@@ -67,6 +97,52 @@ impl Store {
                 return Err(StoreError::DeepChain { name, most: CHAIN_MAX });
             }
         }
+        self.verify_chunks(&mut found, chunks, work)?;
+        Ok((found, seen))
+    }
+
+    /// One snapshot without its chunks, which are gathered. → what it is, if that can be read.
+    fn verify_files(
+        &self,
+        found: &mut Verified,
+        name: &str,
+        work: &Work,
+        chunks: &mut Chunks,
+    ) -> Result<Option<Descriptor>, StoreError> {
+        let blobs = self.inner.blobs();
+        let descriptor = match read_descriptor(blobs, name) {
+            Ok(descriptor) => descriptor,
+            Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
+                self.note(found, name, DESCRIPTOR, "it isn't there, and is a base");
+                return Ok(None);
+            }
+            // The one that was meant: there is nothing that could be checked.
+            Err(error @ StoreError::Newer { .. }) if found.names.is_empty() => return Err(error),
+            Err(error) => {
+                self.keep_damage(found, error)?;
+                found.names.push(name.to_owned());
+                return Ok(None);
+            }
+        };
+        found.names.push(name.to_owned());
+        self.verify_state(found, &descriptor)?;
+        let is_elsewhere = read_origin(blobs, &descriptor)?.is_some();
+        for image in &descriptor.images {
+            self.verify_extras(found, &descriptor, image, work)?;
+            match read_table(blobs, name, image) {
+                Ok(table) => gather(&table, is_elsewhere, chunks),
+                Err(error) => self.keep_damage(found, error)?,
+            }
+        }
+        Ok(Some(descriptor))
+    }
+
+    fn verify_chunks(
+        &self,
+        found: &mut Verified,
+        chunks: Chunks,
+        work: &Work,
+    ) -> Result<(), StoreError> {
         let chunks: Vec<_> = chunks.into_iter().collect();
         work.expect(chunks.iter().map(|(_, (pages, _))| pages * PAGE_BYTES).sum());
         let read = work.for_each_on(
@@ -89,50 +165,7 @@ impl Store {
                 Chunk::Damaged(damage) => found.damage.push(damage),
             }
         }
-        // What is being removed looks damaged.
-        if let Some(meant) = meant.filter(|_| !found.damage.is_empty())
-            && read_descriptor(self.inner.blobs(), name).map_or_else(
-                |error| matches!(error, StoreError::NotFound { .. }),
-                |now| now.id != meant.id,
-            )
-        {
-            return Err(self.not_found(name));
-        }
-        Ok(found)
-    }
-
-    /// One snapshot without its chunks, which are gathered. → what it is, if that can be read.
-    fn verify_files(
-        &self,
-        found: &mut Verified,
-        name: &str,
-        work: &Work,
-        chunks: &mut Chunks,
-    ) -> Result<Option<Descriptor>, StoreError> {
-        let blobs = self.inner.blobs();
-        let descriptor = match read_descriptor(blobs, name) {
-            Ok(descriptor) => descriptor,
-            Err(StoreError::NotFound { .. }) if !found.names.is_empty() => {
-                self.note(found, name, DESCRIPTOR, "it isn't there, and is a base");
-                return Ok(None);
-            }
-            Err(error) => {
-                self.keep_damage(found, error)?;
-                found.names.push(name.to_owned());
-                return Ok(None);
-            }
-        };
-        found.names.push(name.to_owned());
-        self.verify_state(found, &descriptor)?;
-        let is_elsewhere = read_origin(blobs, &descriptor)?.is_some();
-        for image in &descriptor.images {
-            self.verify_extras(found, &descriptor, image, work)?;
-            match read_table(blobs, name, image) {
-                Ok(table) => gather(&table, is_elsewhere, chunks),
-                Err(error) => self.keep_damage(found, error)?,
-            }
-        }
-        Ok(Some(descriptor))
+        Ok(())
     }
 
     fn verify_chunk(
@@ -216,6 +249,10 @@ impl Store {
     fn damage_of(&self, error: StoreError) -> Result<Damage, StoreError> {
         match error {
             StoreError::Damaged(damage) => Ok(damage),
+            StoreError::Newer { key, place, what } => {
+                let what = format!("of a newer version of vmfork: {what}");
+                Ok(Damage { key, place, flaw: Flaw::at(0, what) })
+            }
             StoreError::Blob(BlobError::NotFound { key, place }) => {
                 Ok(Damage { key, place, flaw: Flaw::at(0, "it isn't there") })
             }
@@ -229,6 +266,13 @@ impl Store {
         }
     }
 }
+
+/// How often a snapshot is verified that is another one at the end than at the beginning. Each is
+/// made whole at most once.
+const TRIES_MAX: u32 = 3;
+
+/// The snapshots that were looked at. `None`: it can't be read.
+type Seen = HashMap<String, Option<Descriptor>>;
 
 /// By hash, with the number of pages and whether it may be elsewhere.
 type Chunks = BTreeMap<[u8; 32], (u64, bool)>;

@@ -232,10 +232,7 @@ impl<'a> Writing<'a> {
 
     /// All is written: let the snapshot appear.
     pub(crate) fn commit(&self, descriptor: &Descriptor) -> Result<(), StoreError> {
-        let bad = |why: String| StoreError::BadDraft { why };
-        let file = descriptor.encode().map_err(bad)?;
-        // What JSON can hold, its reader may refuse: a `vm` that is nested a hundred levels deep.
-        Descriptor::decode(&file).map_err(|error| bad(error.to_string()))?;
+        let file = encoded(descriptor)?;
         let blobs = self.inner.blobs();
         // What the descriptor names is on the medium before it is.
         blobs.sync()?;
@@ -264,6 +261,15 @@ impl<'a> Writing<'a> {
         }
         Ok(())
     }
+}
+
+/// A descriptor's file, if it can be one.
+pub(crate) fn encoded(descriptor: &Descriptor) -> Result<Vec<u8>, StoreError> {
+    let bad = |why: String| StoreError::BadDraft { why };
+    let file = descriptor.encode().map_err(bad)?;
+    // What JSON can hold, its reader may refuse: a `vm` that is nested a hundred levels deep.
+    Descriptor::decode(&file).map_err(|error| bad(error.to_string()))?;
+    Ok(file)
 }
 
 impl Drop for Writing<'_> {

@@ -51,7 +51,8 @@ impl Control for Hub {
             let cgroup = vmfork_host::cgroup::Cgroups::detect();
             let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
             let (config, admission) = (&self.core.config, &self.core.admission);
-            Ok(crate::doctor::examine(config, admission, cgroup, self.holder.status()).await)
+            let holder = self.holder.status().await;
+            Ok(crate::doctor::examine(config, admission, cgroup, holder).await)
         }
         .boxed()
     }

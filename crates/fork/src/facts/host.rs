@@ -61,8 +61,9 @@ pub async fn check_machine(
 /// The machine that it needs, and what its drives hold.
 ///
 /// # Errors
-/// The guest image is missing here, or another one.
+/// The guest image is missing here, or another one; the VM has what can't be connected here.
 pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Error> {
+    facts.check_nics()?;
     let shape = facts.shape().map_err(Unlike::Shape)?;
     let files = facts.spec().drives.iter().map(|drive| {
         let DriveSpec::Root { blake3 } = drive;

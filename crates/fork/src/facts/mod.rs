@@ -139,6 +139,17 @@ impl Facts {
         choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
+    /// Whether this version of vmfork can connect what its guest has beside its disks.
+    ///
+    /// # Errors
+    /// It can't: the guest has network cards.
+    pub fn check_nics(&self) -> Result<(), Unlike> {
+        match self.spec().nics {
+            0 => Ok(()),
+            count => Err(Unlike::Nics { count }),
+        }
+    }
+
     /// Whether the root disk of an image is the one that the guest knows.
     ///
     /// # Errors
@@ -270,6 +281,19 @@ mod tests {
             "it was taken with KVM, which can't be used here: \
              /dev/kvm does not open: No such file"
         );
+    }
+
+    #[test]
+    fn one_with_network_cards_is_refused_until_they_can_be_connected() {
+        facts().check_nics().expect("none");
+        for (nics, says) in [(1, "a network card"), (3, "3 network cards")] {
+            let mut taken = facts();
+            taken.inherited.spec.nics = nics;
+            let refused = crate::Error::from(taken.check_nics().expect_err("refused"));
+            let refused = refused.to_body("start `web`");
+            assert_eq!(refused.code, vmfork_api::ErrorCode::Conflict);
+            assert!(refused.remedy.is_some() && refused.to_string().contains(says), "{refused}");
+        }
     }
 
     #[test]

@@ -49,6 +49,13 @@ pub enum BindError {
     Qmp(#[from] QmpError),
 }
 
+impl BindError {
+    /// QEMU is gone, rather than unwilling.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, Self::Qmp(error) if error.is_lost())
+    }
+}
+
 #[derive(Debug)]
 struct Channels {
     serial: Option<OwnedFd>,

@@ -92,6 +92,20 @@ fn without_both_a_clone_is_lost_by_name_and_what_was_drained_stays() {
 }
 
 #[test]
+fn who_attaches_learns_whether_the_keeper_is_gone_or_refuses() {
+    needs_userfaultfd!();
+    let mut parent = FakeVm::start(1024, Role::Boot);
+    let engine = freeze(&mut parent, 16);
+    let mut other = FakeVm::start(2048, Role::Wait);
+    let error = other.memory().attach(&engine).expect_err("of another size");
+    assert!(!error.is_lost(), "{error}");
+    let mut waiting = FakeVm::start(1024, Role::Wait);
+    kill(waiting.memory().keeper_pid());
+    let error = waiting.memory().attach(&engine).expect_err("no keeper");
+    assert!(error.is_lost(), "{error}");
+}
+
+#[test]
 fn a_table_that_is_made_while_its_vm_dies_is_right_or_none() {
     needs_userfaultfd!();
     for round in 0..6 {

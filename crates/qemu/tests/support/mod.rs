@@ -36,7 +36,9 @@ pub(crate) async fn binary() -> Option<Binary> {
     }
 }
 
+/// With `VMFORK_TEST_STRICT=1` it is a failure.
 pub(crate) fn skip(why: &str) {
+    assert!(std::env::var_os("VMFORK_TEST_STRICT").is_none(), "{why}");
     eprintln!("SKIPPED: {why}");
 }
 

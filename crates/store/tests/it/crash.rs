@@ -260,6 +260,48 @@ fn a_crash_while_removing_leaves_each_whole_or_gone() {
 }
 
 #[test]
+fn a_crash_while_a_cascade_removes_leaves_no_delta_without_its_base() {
+    let memory = Memory::new();
+    let store = Store::new(memory.clone()).expect("store");
+    let disk = role("disk:data");
+    let of = |ram: u8, data: Option<u8>| -> Images {
+        let data = data.map(|value| (disk.clone(), vec![value; 16]));
+        [(Role::Memory, vec![ram; 16])].into_iter().chain(data).collect()
+    };
+    // `b` is a delta on `c` and, as `c` is, on `a`: by their names, `c` would go before `b`.
+    let (a, mut c, mut b) = (of(1, None), of(1, Some(2)), of(1, Some(2)));
+    c.values_mut().for_each(|guest| guest[1] = 70);
+    b.clone_from(&c);
+    b.values_mut().for_each(|guest| guest[9] = 71);
+    let made_a = put(&store, draft_of("a", &a, &BTreeMap::new()), &a).expect("created");
+    let on_a = (Role::Memory, (made_a, a[&Role::Memory].clone()));
+    let bases = BTreeMap::from([on_a.clone()]);
+    let made_c = put(&store, draft_of("c", &c, &bases), &c).expect("created");
+    let bases = BTreeMap::from([on_a, (disk.clone(), (made_c, c[&disk].clone()))]);
+    put(&store, draft_of("b", &b, &bases), &b).expect("created");
+    at_each_step(
+        &memory,
+        |store| {
+            let removed = store.remove("a", true)?;
+            assert_eq!(removed.names, ["b", "c", "a"]);
+            Ok(())
+        },
+        |_, after, done| {
+            for (name, images) in [("a", &a), ("b", &b), ("c", &c)] {
+                match after.descriptor(name) {
+                    Ok(_) => check(after, name, images, &options()),
+                    Err(StoreError::NotFound { .. }) => {}
+                    Err(error) => panic!("half there: {error}"),
+                }
+            }
+            after.collect().expect("collected");
+            let left = after.list().expect("listed").len();
+            assert!(!done || left == 0);
+        },
+    );
+}
+
+#[test]
 fn a_crash_while_flattening_leaves_the_delta_or_the_whole() {
     let memory = Memory::new();
     let store = Store::new(memory.clone()).expect("store");

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use vmfork_image::PageSource as _;
-use vmfork_store::{HotChunks, Role, SourceOptions, Store, StoreError, Work};
+use vmfork_store::{Descriptor, Draft, HotChunks, Role, SourceOptions, Store, StoreError, Work};
 
 use crate::common::*;
+use crate::images::{Images, draft_of, put, role};
 
 struct Place {
     memory: Arc<Memory>,
@@ -131,6 +132,81 @@ proptest! {
     }
 }
 
+/// The stream with another descriptor of `name`, and the right hash at its end.
+fn with_descriptor(stream: &[u8], name: &str, change: impl Fn(&mut Descriptor)) -> Vec<u8> {
+    let (header, mut rest) = stream.split_at(8);
+    let mut out = header.to_vec();
+    // The end has kind 0, a descriptor kind 1.
+    while rest[0] != 0 {
+        let (head, after) = rest.split_at(2 + usize::from(rest[1]));
+        let (length, after) = after.split_first_chunk().expect("a length");
+        let bytes = usize::try_from(u64::from_le_bytes(*length)).expect("small");
+        let (payload, after) = after.split_at(bytes);
+        let mut payload = payload.to_vec();
+        if head[0] == 1 && &head[2..] == name.as_bytes() {
+            let mut descriptor = Descriptor::decode(&payload).expect("right");
+            change(&mut descriptor);
+            payload = descriptor.encode().expect("small");
+        }
+        out.extend_from_slice(head);
+        out.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+        out.extend_from_slice(&payload);
+        rest = after;
+    }
+    out.push(0);
+    let hash = blake3::hash(&out);
+    out.extend_from_slice(hash.as_bytes());
+    out
+}
+
+#[test]
+fn an_import_without_the_image_that_is_needed_leaves_no_base() {
+    let disk = role("disk:a");
+    let (base, top): (Images, Images) =
+        ([(disk.clone(), vec![5; 16])].into(), [(disk.clone(), vec![6; 16])].into());
+    let from = place();
+    let made = put(&from.store, draft_of("base", &base, &[].into()), &base).expect("created");
+    let bases = [(disk.clone(), (made, base[&disk].clone()))].into();
+    put(&from.store, draft_of("top", &top, &bases), &top).expect("created");
+    let stream = export(&from.store, "top");
+    let same = with_descriptor(&stream, "top", |_| ());
+    assert!(same == stream, "the stream is taken apart as it is put together");
+    let other = with_descriptor(&stream, "top", |descriptor| {
+        descriptor.images[0].base.as_mut().expect("a delta").role = role("disk:b");
+    });
+    let to = place();
+    let error = import(&to.store, &other, None).expect_err("no such image").to_string();
+    assert!(error.contains("`base`, is without an image of role `disk:b`"), "{error}");
+    // The same if the base is here already.
+    assert_eq!(to.memory.keys(), ["format"]);
+    import(&to.store, &export(&from.store, "base"), None).expect("imported");
+    let before = to.memory.copy();
+    import(&to.store, &other, None).expect_err("no such image");
+    assert_eq!(to.memory.copy(), before);
+    import(&to.store, &same, None).expect("imported");
+}
+
+#[test]
+fn an_import_that_can_not_be_written_down_leaves_no_base() {
+    const MOST: usize = 1 << 20;
+    let family = |padding: usize| {
+        let (from, base, top) = (place(), vec![5; 16], vec![6; 16]);
+        let made = create(&from.store, draft("base", &base), &base).expect("created");
+        let vm = serde_json::json!({"padding": "x".repeat(padding)});
+        let top = Draft { vm, ..delta("top", &made, &base, &top) };
+        (create(&from.store, top, &[6; 16]).expect("created"), from)
+    };
+    let room = MOST - family(0).0.encode().expect("small").len();
+    let (made, from) = family(room - 5);
+    assert_eq!(made.encode().expect("fits").len(), MOST - 5);
+    let stream = export(&from.store, "top");
+    let to = place();
+    let error = import(&to.store, &stream, Some("longer-name")).expect_err("too long").to_string();
+    assert!(error.contains("above 1048576"), "{error}");
+    assert!(to.store.list().expect("listed").is_empty());
+    import(&to.store, &stream, None).expect("its own name fits");
+}
+
 #[test]
 fn export_to_who_takes_no_more_says_so() {
     struct Full;
@@ -158,6 +234,29 @@ fn damage_is_never_passed_on() {
     let error = from.store.copy_to("top", &to.store, &Work::new(1)).expect_err("damaged");
     assert!(error.to_string().contains(&key), "{error}");
     assert!(to.store.open("top").is_err());
+}
+
+#[test]
+fn what_is_made_whole_meanwhile_is_exported_and_pushed_as_it_was() {
+    for is_push in [false, true] {
+        let (from, [base, top]) = family();
+        let there = from.store.clone();
+        // The base's, which is read first.
+        from.memory.at("get", ".state", move || {
+            there.flatten("top", &Work::new(1)).expect("flattened");
+        });
+        let to = place();
+        if is_push {
+            from.store.copy_to("top", &to.store, &Work::new(1)).expect("pushed");
+        } else {
+            import(&to.store, &export(&from.store, "top"), None).expect("imported");
+        }
+        assert_eq!(from.store.descriptor("top").expect("there").bases().count(), 0);
+        assert_eq!(to.store.descriptor("top").expect("there").bases().count(), 1);
+        check(&to.store, "base", &base);
+        check(&to.store, "top", &top);
+        check(&from.store, "top", &top);
+    }
 }
 
 #[test]

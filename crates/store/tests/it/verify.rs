@@ -51,6 +51,44 @@ fn what_is_removed_meanwhile_is_not_taken_for_damaged() {
 }
 
 #[test]
+fn what_is_made_whole_meanwhile_is_not_taken_for_damaged() {
+    for part in [".state", "chunks/"] {
+        for removes_base in [false, true] {
+            let (memory, store) = all();
+            let there = store.clone();
+            memory.at("get", part, move || {
+                there.flatten("top", &Work::new(1)).expect("flattened");
+                if removes_base {
+                    there.remove("base", false).expect("removed");
+                }
+            });
+            let work = Work::new(1);
+            let verified = store.verify("top", &work).expect("verified");
+            assert_eq!(verified.damage, [], "at {part}");
+            assert_eq!(work.done_bytes.into_inner(), work.total_bytes.into_inner());
+            assert_eq!(store.descriptor("top").expect("there").bases().count(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_base_of_a_newer_version_is_a_finding_and_all_else_is_checked() {
+    let (memory, store) = all();
+    let (base, profile) = ("snapshots/base/descriptor.json", memory.key_of("top", "profile"));
+    let mut map = memory.map.lock().expect("no panic");
+    map.insert(base.into(), br#"{"schema": "vmfork-snapshot/3"}"#.to_vec());
+    map.get_mut(&profile).expect("there").truncate(20);
+    drop(map);
+    let verified = store.verify("top", &Work::new(1)).expect("verified");
+    let found: Vec<_> = verified.damage.iter().map(|damage| damage.key.as_str()).collect();
+    assert_eq!(found, [&profile, base]);
+    let what = &verified.damage[1].flaw.what;
+    assert!(what.starts_with("of a newer version of vmfork: its layout is"), "{what}");
+    let error = store.verify("base", &Work::new(1)).expect_err("newer");
+    assert!(matches!(error, StoreError::Newer { .. }), "{error}");
+}
+
+#[test]
 fn all_damage_is_listed() {
     let (memory, store) = all();
     let mut damaged: Vec<String> = memory
