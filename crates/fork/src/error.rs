@@ -30,8 +30,8 @@ pub enum Error {
     /// There is no plan for clones on other hosts: as the part that makes it says it.
     #[error("{0}")]
     Remote(ErrorBody),
-    /// No clone is left, since one was not started and all were insisted on, or since they were
-    /// given up: as a clone's line in the reply says it.
+    /// No clone is left: one was not started and all were insisted on, or they were given up.
+    /// The body is that of a clone's line in the reply.
     #[error("{0}")]
     Clone(ErrorBody),
     /// More VMs are asked for than there may be, or none.

@@ -313,7 +313,7 @@ impl Fork {
         let count = here.iter().filter(|wanted| wanted.is_kept).count();
         let count = u32::try_from(count).unwrap_or(self.requested);
         let ask = parent.identity.ask(&self.message, count, order.origin.is_some());
-        Ok(self.forker.core.grant(ask, order.all_or_nothing).await?)
+        Ok(self.forker.core.admit(ask, order.all_or_nothing).await?)
     }
 
     /// Start all clones, here and on other hosts. → what became of each, by number.

@@ -319,7 +319,7 @@ pub async fn allot(forker: &Forker, vm: &Vm, vms: u32, message: &str) -> Allotte
             let refused = grant.refused.take();
             Allotted { here: Some(grant), refused, ..Allotted::default() }
         }
-        Err(error) => Allotted { refused: Some(error), ..Allotted::default() },
+        Err(error) => Allotted { refused: Some(error.to_body(message)), ..Allotted::default() },
     }
 }
 

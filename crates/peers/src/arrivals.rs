@@ -6,11 +6,11 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use vmfork_api::ErrorBody;
 use vmfork_engine::{Engine, HostImage};
 use vmfork_image::{ImageId, ImageName, PAGE_BYTES, PageIdx, PageRange};
 
 use vmfork_host::admission::{Admission, Lease};
+use vmfork_host::error::Refusal;
 use vmfork_host::vm::CameOf;
 
 /// VMs hold it that came of one snapshot of another host, and hand it on to their clones: as long
@@ -120,19 +120,18 @@ impl Arrivals {
         all
     }
 
-    /// That of a snapshot, which `engine` serves here. `message` says what it is for; it takes the
-    /// place of what was `set_aside` for what is to come.
+    /// That of a snapshot, which `engine` serves here. It takes the place of what was `set_aside`
+    /// for what is to come.
     ///
     /// # Errors
-    /// `no_capacity`: what is still to come of its memory does not fit.
+    /// What is still to come of its memory does not fit.
     pub(super) fn of(
         &self,
         name: ImageName,
         engine: &Arc<Engine>,
         admission: &Admission,
-        message: &str,
         set_aside: &[Arc<Lease>],
-    ) -> Result<Arc<Arrival>, ErrorBody> {
+    ) -> Result<Arc<Arrival>, Refusal> {
         let mut all = self.all();
         let known = all.iter().filter(|(known, _)| *known == name);
         let mut known = known.filter_map(|(_, arrival)| arrival.upgrade());
@@ -163,7 +162,7 @@ impl Arrivals {
         });
         let lacking: Vec<_> = lacking.collect();
         let more = lacking.iter().map(|(.., more)| *more).fold(0, u64::saturating_add);
-        let memory = admission.cache_in_place_of(message, more, set_aside)?;
+        let memory = admission.cache_in_place_of(more, set_aside)?;
         let needs = lacking.into_iter().map(|(image, runs, promise, more)| {
             let memory = memory.split_off(more);
             let promise = match promise {

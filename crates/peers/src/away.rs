@@ -117,7 +117,7 @@ async fn of_fork(
     // pause.
     let quota = core.quota_left(parent.identity.user, (count, shape), message).await?;
     let (wish, count) = (count, quota.map_or(count, |allowed| allowed.count));
-    let over = quota.map(|allowed| allowed.refusal(format!("{message}: {count} of {wish} fit")));
+    let over = quota.map(|allowed| allowed.few(wish));
     match over {
         Some(error) if all_or_nothing || count == 0 => return Err(error.into()),
         _ => {}

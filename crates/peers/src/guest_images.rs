@@ -45,7 +45,7 @@ use vmfork_cluster::allocate::HostView;
 use vmfork_guest_image::{ImageFiles, Metadata, Store};
 
 use super::client::Peer;
-use super::error::{CallError, FetchError};
+use super::error::{CallError, FetchError, RemoteForkError};
 use super::hosts::Hosts;
 use super::remote_fork::Order;
 use vmfork_fork::was_given_up;
@@ -411,7 +411,7 @@ impl GuestImages {
         shares: &[(HostId, u32)],
         views: &mut [HostView],
         until: (Instant, &CancellationToken),
-    ) -> Result<bool, ErrorBody> {
+    ) -> Result<bool, RemoteForkError> {
         let Some(root_blake3) = parent.spec().root_blake3().map(ToOwned::to_owned) else {
             return Ok(false);
         };
@@ -452,7 +452,7 @@ impl GuestImages {
             }
             let is_open = |view: &HostView| view.id == self.hosts.id || view.closed.is_none();
             if Instant::now() >= deadline || !views.iter().any(is_open) {
-                return Err(error);
+                return Err(RemoteForkError::Image(error));
             }
             tracing::warn!("a host gets no clones: {error}");
         }

@@ -94,12 +94,10 @@ impl Asker<'_> {
     /// It can't be told now.
     async fn within_quota(&self, vms: u32) -> Result<(u32, Option<ErrorBody>), ErrorBody> {
         let left = self.core.quota_left(self.identity.user, (vms, self.shape), self.message);
-        Ok(match left.await? {
+        let left = left.await.map_err(|error| error.to_body(self.message))?;
+        Ok(match left {
             None => (vms, None),
-            Some(allowed) => {
-                let message = format!("{}: {} of {vms} fit", self.message, allowed.count);
-                (allowed.count, Some(allowed.refusal(message)))
-            }
+            Some(allowed) => (allowed.count, Some(allowed.few(vms).to_body(self.message))),
         })
     }
 
@@ -145,7 +143,7 @@ impl Asker<'_> {
                     }
                     Err(error) => {
                         plan.on_refused(own);
-                        allotted.refused = Some(error);
+                        allotted.refused = Some(error.to_body(self.message));
                     }
                 }
             }

@@ -241,7 +241,8 @@ async fn lease(
     let message = "make room for another host's clones";
     let (member, core) = context.parts().map_err(|error| error.to_body(message))?;
     member.hosts.check_active().map_err(|error| error.to_body(message))?;
-    let turn = core.turn_of_clones(&ask.of_clones(message)).await?;
+    let turn = core.turn_of_clones(&ask.of_clones(message)).await;
+    let turn = turn.map_err(|error| error.to_body(message))?;
     let accounts = (&core.admission, turn.allowed());
     let granted = member.leases.grant(Instant::now(), from, &ask, accounts);
     Ok(Json(granted.map_err(|error| error.to_body(ask.message()))?))

@@ -119,7 +119,7 @@ impl Opened {
     pub(super) fn promise_memory(&self, admission: &Admission) -> Result<(), Refusal> {
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         if memory.is_none() {
-            *memory = Some(admission.lease_of_cache(self.missing_bytes(), &[])?);
+            *memory = Some(admission.cache(self.missing_bytes())?);
         }
         Ok(())
     }

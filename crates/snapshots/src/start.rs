@@ -132,7 +132,7 @@ impl Start<'_> {
             by_guest: false,
             allowed: None,
         };
-        Ok(self.library.core.grant(ask, self.request.all_or_nothing).await?)
+        Ok(self.library.core.admit(ask, self.request.all_or_nothing).await?)
     }
 
     async fn start(

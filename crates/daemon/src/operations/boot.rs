@@ -146,9 +146,11 @@ fn drives(files: &ImageFiles) -> Vec<DriveSpec> {
 async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
     let message = format!("run `{}`", ask.name);
     let shape = Room { memory_bytes: core.admission.boot_bytes(ask.ram_bytes), vcpus: ask.cpus };
-    let turn = core.turn(ask.user, (1, shape), &message).await?;
-    match turn.allowed() {
-        Some(allowed) if allowed.count == 0 => Err(allowed.refusal(message)),
+    let turn = core.turn(ask.user, (1, shape), &message).await;
+    match turn.map_err(|error| error.to_body(message.as_str()))?.allowed() {
+        Some(allowed) if allowed.count == 0 => {
+            Err(vmfork_host::error::Error::from(allowed.refused()).to_body(message))
+        }
         _ => core.admission.boot(ask),
     }
 }

@@ -37,9 +37,6 @@ pub(super) enum ControlError {
 /// A VM does not start from an image.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RunError {
-    /// Of an operation that says itself what it was to do. It stays as it is.
-    #[error(transparent)]
-    Passed(#[from] ErrorBody),
     /// It ended, or what is needed of it is not there.
     #[error(transparent)]
     Vm(#[from] VmError),
@@ -159,7 +156,6 @@ impl RunError {
     pub(super) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
         let doctor = || Some(DOCTOR.to_owned());
         let (code, remedy) = match self {
-            Self::Passed(body) => return body.clone(),
             Self::Vm(error) => return error.clone().into(),
             Self::NameTaken { name, .. } => {
                 let remedy = format!("choose another --name, or `vmfork rm -f {name}`");
@@ -185,7 +181,7 @@ impl RunError {
 
 #[cfg(test)]
 mod tests {
-    use vmfork_api::ErrorCode::{BadRequest, Conflict, Guest, Host, NoCapacity, NotFound, Qemu};
+    use vmfork_api::ErrorCode::{BadRequest, Conflict, Guest, Host, NotFound, Qemu};
 
     use super::*;
 
@@ -236,8 +232,8 @@ mod tests {
         let shows = |error: RunError, code, cause: &str, remedy| {
             assert_body(&error.to_body(DO), code, cause, remedy);
         };
-        let said = ErrorBody::new(NoCapacity, "run `web`").cause("it is full");
-        assert_eq!(RunError::from(said.clone()).to_body(DO), said);
+        let ended = VmError::Ended { name: web(), reason: "killed".to_owned() };
+        assert_eq!(RunError::from(ended.clone()).to_body(DO), ErrorBody::from(ended));
         let other = Some("choose another --name, or `vmfork rm -f web`");
         let here = RunError::NameTaken { name: web(), host: None };
         shows(here, Conflict, "there is a VM named `web` already", other);

@@ -226,17 +226,9 @@ impl Admission {
     /// Memory and virtual CPUs for a fork, for as many of its clones as fit.
     ///
     /// # Errors
-    /// `no_capacity` with the figures, if not even one clone fits, or not all do and
+    /// The figures, if not even one clone fits, or not all do and
     /// `all_or_nothing` is set.
-    pub fn fork(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, ErrorBody> {
-        self.grant(ask, all_or_nothing).map_err(|error| error.to_body(ask.message))
-    }
-
-    /// The same, for an operation that has its own words for the API.
-    ///
-    /// # Errors
-    /// As [`Admission::fork`].
-    pub fn grant(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
+    pub fn fork(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
         let policy = &self.0.policy;
         let (snapshot, each) = (policy.growth(ask.ram_bytes), policy.clone(ask.ram_bytes));
         let want = each.saturating_mul(u64::from(ask.count)).saturating_add(snapshot);
@@ -303,12 +295,12 @@ impl Admission {
     }
 
     /// Memory for the pages of a stored snapshot that VMs start from, which come from its store as
-    /// they are touched. `message`: what is done, for the error.
+    /// they are touched.
     ///
     /// # Errors
-    /// `no_capacity` with the figures.
-    pub fn cache(&self, message: &str, missing_bytes: u64) -> Result<Lease, ErrorBody> {
-        self.cache_in_place_of(message, missing_bytes, &[])
+    /// There is not enough: the figures.
+    pub fn cache(&self, missing_bytes: u64) -> Result<Lease, Refusal> {
+        self.cache_in_place_of(missing_bytes, &[])
     }
 
     /// The same in place of what was set aside before. Once this is granted, the former reservation
@@ -317,20 +309,6 @@ impl Admission {
     /// # Errors
     /// As [`Admission::cache`]; what was set aside stays.
     pub fn cache_in_place_of(
-        &self,
-        message: &str,
-        missing_bytes: u64,
-        before: &[Arc<Lease>],
-    ) -> Result<Lease, ErrorBody> {
-        let granted = self.lease_of_cache(missing_bytes, before);
-        granted.map_err(|why| Error::from(why).to_body(message))
-    }
-
-    /// The same, for an operation that has its own words for the API.
-    ///
-    /// # Errors
-    /// As [`Admission::cache_in_place_of`].
-    pub fn lease_of_cache(
         &self,
         missing_bytes: u64,
         before: &[Arc<Lease>],

@@ -77,9 +77,9 @@ fn what_is_promised_is_not_promised_twice_and_comes_back() {
 #[test]
 fn pages_of_a_stored_snapshot_are_promised_until_they_have_come() {
     let (admission, made) = admission();
-    let error = admission.cache("start snapshot `warm`", 8 * GIB).expect_err("does not fit");
-    assert!(error.to_string().starts_with("start snapshot `warm`: 8192 MiB needed, 7168 MiB"));
-    let lease = admission.cache("start snapshot `warm`", 6 * GIB).expect("fits");
+    let error = admission.cache(8 * GIB).expect_err("does not fit");
+    assert!(error.to_string().starts_with("8192 MiB needed, 7168 MiB"));
+    let lease = admission.cache(6 * GIB).expect("fits");
     assert_eq!(admission.admissible_bytes(), GIB);
     made.used.lock().expect("lock").insert(7, 4 * GIB);
     lease.is_enough(2 * GIB);
@@ -188,7 +188,7 @@ fn guests_make_their_family_no_larger_than_they_may() {
         refused.to_string().ends_with("its family has 3 VMs, and guests may make it 6"),
         "{refused}"
     );
-    let error = admission.fork(by_guest("f", 1), false).expect_err("it is full");
+    let error = admission.fork(by_guest("f", 1), false).expect_err("it is full").to_body("m");
     assert!(error.remedy.expect("remedy").contains("--family-vms-max"));
     assert_eq!(admission.fork(by_guest("g", 9), false).expect("another family").clones.len(), 6);
     admission.fork(ForkAsk { by_guest: false, ..by_guest("f", 9) }, true).expect("from outside");
@@ -211,7 +211,7 @@ fn guests_leave_virtual_cpus_to_other_families() {
             .ends_with("its family has 4 virtual CPUs, and guests may make that 192"),
         "{refused}"
     );
-    let error = admission.fork(ask(1), false).expect_err("it has three quarters");
+    let error = admission.fork(ask(1), false).expect_err("it has three quarters").to_body("m");
     assert!(error.remedy.expect("remedy").contains("--family-vcpus-percent"));
     admission.fork(ForkAsk { family: "g", ..ask(16) }, true).expect("another family");
     admission.fork(ForkAsk { by_guest: false, ..ask(16) }, true).expect("from outside");
@@ -233,7 +233,7 @@ fn guests_leave_memory_to_other_families() {
     for _ in 0..100 {
         held.extend(admission.fork(ask("f", 4096), false));
     }
-    let error = admission.fork(ask("f", 1), false).expect_err("it has three quarters");
+    let error = admission.fork(ask("f", 1), false).expect_err("it has three quarters").to_body("m");
     assert!(error.to_string().contains("and guests may make that 5760 MiB"), "{error}");
     assert!(error.remedy.expect("remedy").contains("--family-memory-percent"));
     let promised: usize = held.iter().map(|grant| grant.clones.len()).sum();
@@ -295,7 +295,7 @@ fn a_fork_gets_clones_for_as_many_virtual_cpus_as_are_left_or_all_or_nothing() {
     drop(parent);
     let all = admission.fork(web(2), true).expect("all fit");
     assert!(all.refused.is_none());
-    let error = admission.fork(web(1), false).expect_err("not one fits");
+    let error = admission.fork(web(1), false).expect_err("not one fits").to_body("m");
     assert!(error.remedy.expect("remedy").contains("--vcpus-per-core"));
 }
 

@@ -162,7 +162,7 @@ impl Core {
         user: User,
         (count, shape): (u32, Room),
         message: &str,
-    ) -> Result<Turn<'_>, ErrorBody> {
+    ) -> Result<Turn<'_>, Error> {
         let name = user.to_string();
         let may = self.quotas.bounds.of(&name);
         if may == Amount::ALL {
@@ -172,7 +172,7 @@ impl Core {
         let has = self.admission.of_users().get(&user).copied().unwrap_or_default();
         let (life, number) = (self.quotas.life, self.quotas.next());
         let ask = QuotaAsk { user: name, life, number, has, count, shape };
-        let answer = match self.keeper.take(self, ask, message).await? {
+        let answer = match self.keeper.take(self, ask, message).await.map_err(Error::Keeper)? {
             None => {
                 let count = may.less(has).places(shape).min(count);
                 QuotaAnswer { count, has, may }
@@ -197,7 +197,7 @@ impl Core {
         user: User,
         (count, shape): (u32, Room),
         message: &str,
-    ) -> Result<Option<Allowed>, ErrorBody> {
+    ) -> Result<Option<Allowed>, Error> {
         let mut left = None;
         for is_second in [false, true] {
             if is_second {
@@ -217,7 +217,7 @@ impl Core {
     ///
     /// # Errors
     /// As [`Core::turn`].
-    pub async fn turn_of_clones(&self, ask: &ForkAsk<'_>) -> Result<Turn<'_>, ErrorBody> {
+    pub async fn turn_of_clones(&self, ask: &ForkAsk<'_>) -> Result<Turn<'_>, Error> {
         let memory_bytes = self.admission.clone_bytes(ask.ram_bytes);
         let shape = Room { memory_bytes, vcpus: ask.cpus };
         self.turn(ask.user, (ask.count, shape), ask.message).await
@@ -227,23 +227,10 @@ impl Core {
     ///
     /// # Errors
     /// As [`Admission::fork`], or [`Core::turn`].
-    pub async fn admit(
-        &self,
-        ask: ForkAsk<'_>,
-        all_or_nothing: bool,
-    ) -> Result<ForkGrant, ErrorBody> {
-        let granted = self.grant(ask, all_or_nothing).await;
-        granted.map_err(|error| error.to_body(ask.message))
-    }
-
-    /// The same, for an operation that has its own words for the API.
-    ///
-    /// # Errors
-    /// As [`Core::admit`].
-    pub async fn grant(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
-        let turn = self.turn_of_clones(&ask).await.map_err(Error::Keeper)?;
+    pub async fn admit(&self, ask: ForkAsk<'_>, all_or_nothing: bool) -> Result<ForkGrant, Error> {
+        let turn = self.turn_of_clones(&ask).await?;
         let ask = ForkAsk { allowed: turn.allowed(), ..ask };
-        self.admission.grant(ask, all_or_nothing)
+        self.admission.fork(ask, all_or_nothing)
     }
 }
 

@@ -39,7 +39,8 @@ async fn however_many_ask_at_once_a_user_gets_no_more_than_the_quota() {
     assert_eq!(clones.len(), 4);
     let error = host.core.admit(ask(USER, 1), false).await.expect_err("all is taken");
     assert!(error.to_string().contains("user 1000 has 4 of 4 VMs"), "{error}");
-    assert!(error.remedy.is_some_and(|remedy| remedy.contains("--quota")));
+    let remedy = error.to_body("fork `web`").remedy;
+    assert!(remedy.is_some_and(|remedy| remedy.contains("--quota")));
     let others = host.core.admit(ask(User::Token, 9), true).await.expect("no quota");
     assert_eq!(others.clones.len(), 9);
     drop(clones.split_off(1));

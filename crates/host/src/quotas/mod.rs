@@ -5,7 +5,6 @@
 
 mod parse;
 
-use vmfork_api::ErrorBody;
 use vmfork_cluster::allocate::Amount;
 
 pub use self::parse::{QuotaError, bounds};
@@ -30,8 +29,8 @@ impl Allowed {
         Refusal::Quota { user, has, may }
     }
 
-    /// The same for the API. `message` says what was to be done.
-    pub fn refusal(&self, message: String) -> ErrorBody {
-        Error::from(self.refused()).to_body(message)
+    /// Why fewer than `asked` fit.
+    pub fn few(&self, asked: u32) -> Error {
+        Error::Few { granted: self.count, asked, why: self.refused() }
     }
 }

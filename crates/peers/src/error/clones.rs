@@ -8,7 +8,7 @@ use vmfork_cluster::allocate::{AllocateError, HostView};
 use vmfork_engine::EngineError;
 use vmfork_fork::Error as ForkError;
 use vmfork_fork::state::StateError;
-use vmfork_host::error::{BUG, chain};
+use vmfork_host::error::{BUG, Error as HostError, Refusal, chain};
 use vmfork_image::RangeError;
 use vmfork_qemu::QmpError;
 
@@ -30,9 +30,12 @@ pub(crate) enum RemoteForkError {
     /// Clones do not start, as on one host.
     #[error(transparent)]
     Fork(#[from] ForkError),
-    /// Of an operation that says itself what it was to do. It stays as it is.
+    /// The VMs of this host have no room, or one is in the wrong state.
     #[error(transparent)]
-    Passed(#[from] ErrorBody),
+    Host(#[from] HostError),
+    /// No host gets the guest image, in the words of that operation.
+    #[error(transparent)]
+    Image(ErrorBody),
     #[error("it was given up")]
     GivenUp,
     #[error(transparent)]
@@ -47,6 +50,12 @@ pub(crate) enum RemoteForkError {
     Unlike(ForkError),
     #[error(transparent)]
     Start(#[from] StartError),
+}
+
+impl From<Refusal> for RemoteForkError {
+    fn from(why: Refusal) -> Self {
+        Self::Host(why.into())
+    }
 }
 
 /// No host is found for clones.
@@ -196,7 +205,8 @@ impl RemoteForkError {
             Self::Cluster(error) => (error.code(), error.remedy()),
             Self::Call(error) => (error.code(), error.remedy()),
             Self::Fork(error) => return error.to_body(message),
-            Self::Passed(body) => return body.clone(),
+            Self::Host(error) => return error.to_body(message),
+            Self::Image(body) => return body.clone(),
             Self::GivenUp => return ForkError::GivenUp.to_body(message),
             Self::Plan(error) => (error.code(), error.remedy().map(str::to_owned)),
             Self::Send(error) => (error.code(), error.remedy().map(str::to_owned)),

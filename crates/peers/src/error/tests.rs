@@ -19,7 +19,7 @@ use vmfork_engine::EngineError;
 use vmfork_fork::Error as ForkError;
 use vmfork_fork::state::StateError;
 use vmfork_guest_image::ArrivalError as GuestArrivalError;
-use vmfork_host::error::BUG;
+use vmfork_host::error::{BUG, Error as HostError};
 use vmfork_image::RangeError;
 use vmfork_qemu::QmpError;
 
@@ -246,7 +246,9 @@ fn what_another_host_sends_is_a_bug_or_of_another_version() {
 #[test]
 fn what_others_say_passes_a_fork_as_it_is() {
     let said = ErrorBody::new(Conflict, "look").cause("another QEMU").remedy("--force");
-    assert_eq!(RemoteForkError::from(said.clone()).to_body(DO), said);
+    assert_eq!(RemoteForkError::from(ForkError::Clone(said.clone())).to_body(DO), said);
+    assert_eq!(RemoteForkError::from(HostError::Keeper(said.clone())).to_body(DO), said);
+    assert_eq!(RemoteForkError::Image(said.clone()).to_body(DO), said);
     let given_up = RemoteForkError::GivenUp.to_body(DO);
     assert_eq!(given_up, vmfork_fork::was_given_up(DO));
     let no_turn = ForkError::NoTurn;
@@ -318,7 +320,7 @@ async fn tickets_and_quotas_show_what_they_wait_for() {
     let changed = "hosts have come or gone just now";
     shows(Unsettled::JustChanged.into(), Conflict, changed, None);
     let said = ErrorBody::new(NoCapacity, "make room").cause("it is full");
-    assert_eq!(TicketError::from(said.clone()).to_body(DO), said);
+    assert_eq!(TicketError::from(HostError::Keeper(said.clone())).to_body(DO), said);
 }
 
 #[test]

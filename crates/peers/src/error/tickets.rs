@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::sync::AcquireError;
 use vmfork_api::{ErrorBody, ErrorCode};
-use vmfork_host::error::{BUG, chain};
+use vmfork_host::error::{BUG, Error as HostError, Refusal, chain};
 
 use super::call::CallError;
 use super::cluster::ClusterError;
@@ -13,9 +13,9 @@ use super::cluster::ClusterError;
 /// counted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TicketError {
-    /// Of an operation that says itself what it was to do. It stays as it is.
+    /// Of the VMs of this host.
     #[error(transparent)]
-    Passed(#[from] ErrorBody),
+    Host(#[from] HostError),
     /// Places that are set aside here for one host.
     #[error("{limit} tickets of that host wait to be used")]
     TooMany { limit: usize },
@@ -80,47 +80,30 @@ pub(crate) enum NotTold {
     Call(#[from] CallError),
 }
 
+impl From<Refusal> for TicketError {
+    fn from(why: Refusal) -> Self {
+        Self::Host(why.into())
+    }
+}
+
 impl TicketError {
-    fn code(&self) -> ErrorCode {
-        match self {
-            Self::Passed(body) => body.code,
-            Self::TooMany { .. } | Self::Short { .. } => ErrorCode::NoCapacity,
-            Self::Closed(_) => ErrorCode::Internal,
-            Self::Late { .. } => ErrorCode::Timeout,
-            Self::Broken { .. } | Self::Letter(_) => ErrorCode::BadRequest,
-            Self::Unknown => ErrorCode::NotFound,
-            Self::Unsettled(_) => ErrorCode::Conflict,
-            Self::Untold { .. } => ErrorCode::Host,
-        }
-    }
-
-    fn remedy(&self) -> Option<&'static str> {
-        match self {
-            Self::Letter(_) => Some(BUG),
-            Self::Untold { .. } => {
-                Some("try again in some seconds; `vmfork cluster ls` tells which hosts are there")
-            }
-            Self::Passed(_)
-            | Self::TooMany { .. }
-            | Self::Short { .. }
-            | Self::Closed(_)
-            | Self::Late { .. }
-            | Self::Broken { .. }
-            | Self::Unknown
-            | Self::Unsettled(_) => None,
-        }
-    }
-
     /// For the API; `message` says what was to be done.
     pub(crate) fn to_body(&self, message: impl Into<String>) -> ErrorBody {
-        match self {
-            Self::Passed(body) => body.clone(),
-            _ => ErrorBody {
-                code: self.code(),
-                message: message.into(),
-                cause: Some(chain(self)),
-                remedy: self.remedy().map(str::to_owned),
-            },
-        }
+        let (code, remedy) = match self {
+            Self::Host(error) => return error.to_body(message),
+            Self::TooMany { .. } | Self::Short { .. } => (ErrorCode::NoCapacity, None),
+            Self::Closed(_) => (ErrorCode::Internal, None),
+            Self::Late { .. } => (ErrorCode::Timeout, None),
+            Self::Broken { .. } => (ErrorCode::BadRequest, None),
+            Self::Letter(_) => (ErrorCode::BadRequest, Some(BUG)),
+            Self::Unknown => (ErrorCode::NotFound, None),
+            Self::Unsettled(_) => (ErrorCode::Conflict, None),
+            Self::Untold { .. } => (
+                ErrorCode::Host,
+                Some("try again in some seconds; `vmfork cluster ls` tells which hosts are there"),
+            ),
+        };
+        let (cause, remedy) = (Some(chain(self)), remedy.map(str::to_owned));
+        ErrorBody { code, message: message.into(), cause, remedy }
     }
 }

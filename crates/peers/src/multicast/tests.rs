@@ -105,7 +105,7 @@ impl Host {
             vcpus_per_core: 64,
         };
         let admission = Admission::new(policy, Box::new(Made));
-        let arrival = self.arrivals.of(YOUNG, &engine, &admission, "start clones", &[]);
+        let arrival = self.arrivals.of(YOUNG, &engine, &admission, &[]);
         (engine, arrival.expect("room"))
     }
 }

@@ -17,7 +17,9 @@ use crate::error::{OrderError, RemoteForkError, StartError};
 use crate::images::{Entry, Images};
 use vmfork_fork::facts::{Facts, host};
 use vmfork_fork::tickets::TicketOrigin;
-use vmfork_fork::{Brood, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted};
+use vmfork_fork::{
+    Brood, Error as ForkError, Forker, Granted, Names, OnRun, Snapshot, Stem, Wanted,
+};
 use vmfork_host::admission::{ForkAsk, ForkGrant, Lease};
 use vmfork_host::core::{Core, start_machines};
 use vmfork_host::metrics::Stage;
@@ -100,8 +102,7 @@ async fn carry_out(
         Some(SetAside { grant, coming }) => (Some(grant), coming),
         None => (None, Vec::new()),
     };
-    let (engine, arrival) =
-        tokio::task::block_in_place(|| open(&here, message, &order, &images, &coming))?;
+    let (engine, arrival) = tokio::task::block_in_place(|| open(&here, &order, &images, &coming))?;
     drop(coming);
     core.metrics.observe_stage(Stage::Arrive, began.elapsed());
 
@@ -148,7 +149,7 @@ async fn carry_out(
     let granted = Granted { leases: grant.clones, refused: grant.refused, pending };
     let results = brood.start(wanted.collect(), granted, order.all_or_nothing).await;
     drop(reservation);
-    Ok(results?)
+    Ok(results.map_err(ForkError::Clone)?)
 }
 
 /// Whether an order can be carried out as it is. → how long it may take.
@@ -175,7 +176,6 @@ async fn check_host(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Remot
 /// built. `coming`: memory that was reserved for it.
 fn open(
     here: &Here<'_>,
-    message: &str,
     order: &Order,
     images: &[Entry],
     coming: &[Arc<Lease>],
@@ -194,7 +194,7 @@ fn open(
         engine.predict();
         Ok::<_, RemoteForkError>(engine)
     })?;
-    let arrival = here.arrivals.of(name, &engine, &core.admission, message, coming)?;
+    let arrival = here.arrivals.of(name, &engine, &core.admission, coming)?;
     let (ahead, all) = (WorkingSet::default(), PageRange::first(engine.image().pages()));
     for (start, len) in &order.working_set {
         if let Ok(run) = PageRange::new(PageIdx(*start), *len) {

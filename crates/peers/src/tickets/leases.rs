@@ -108,7 +108,7 @@ impl Leases {
         let mut coming = promised.max_by_key(|it| sum(it)).cloned().unwrap_or_default();
         let lacks = ask.coming_bytes.saturating_sub(sum(&coming));
         if lacks > 0 {
-            coming.push(Arc::new(admission.cache(&message, lacks)?));
+            coming.push(Arc::new(admission.cache(lacks)?));
         }
         let fork = ForkAsk { allowed, ..ask.of_clones(&message) };
         let grant = admission.fork(fork, false)?;
@@ -200,9 +200,9 @@ mod tests {
         drop(first.grant);
         left(2 * clones + 2 * coming + (1 << 20));
         let more = all + 1;
-        admission.cache_in_place_of("start", more, &first.coming).expect_err("too much");
+        admission.cache_in_place_of(more, &first.coming).expect_err("too much");
         left(2 * clones + 2 * coming + (1 << 20));
-        let cache = admission.cache_in_place_of("start", 3 << 20, &first.coming);
+        let cache = admission.cache_in_place_of(3 << 20, &first.coming);
         drop(first.coming);
         left(2 * clones + coming + (4 << 20));
         drop((cache, leases.take(now, from, 2), leases.take(now, from, 3)));
