@@ -3,44 +3,51 @@
 //! A pause begins as a freeze does: the agent falls silent, then the vCPUs stop. So a paused VM can
 //! be forked and stored at once, as often as wanted, although its guest cannot answer.
 //! A pause waits for a freeze in progress, and a freeze for a pause that begins or ends.
+//! If its client disconnects while it waits, it does not begin.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::MutexGuard;
+use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, VmState};
 use vmfork_guest_link::agent::Held;
 use vmfork_host::error::{chain, outcome};
 use vmfork_host::vm::{Standstill, Vm};
 
-use crate::messages::not_yet;
+use crate::messages::{not_yet, was_given_up};
 
 /// How long a pause waits for a freeze in progress.
 const TURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the agent may take to fall silent.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Stop a VM's vCPUs. One that is paused stays so. What has begun ends in order, also when the
-/// client disconnects.
+/// Stop a VM's vCPUs. One that is paused stays so. If this future is dropped before the vCPUs are
+/// told to stop, they run on. After that the pause ends in order.
 ///
 /// # Errors
 /// It has not come up yet, has ended, or QEMU refuses. Then it runs as before.
 pub async fn pause(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
     let (vm, message) = (Arc::clone(vm), format!("pause `{}`", vm.name()));
-    outcome(tokio::spawn(stop(vm, message.clone())), message).await
+    let given_up = CancellationToken::new();
+    let _on_drop = given_up.clone().drop_guard();
+    outcome(tokio::spawn(stop(vm, message.clone(), given_up)), message).await
 }
 
-/// Let a paused VM's vCPUs continue. One that is not paused runs on.
+/// Let a paused VM's vCPUs continue. One that is not paused runs on. If this future is dropped
+/// before they are told to continue, the VM stays paused.
 ///
 /// # Errors
 /// It has ended, or QEMU refuses. Then it stays paused.
 pub async fn resume(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
     let (vm, message) = (Arc::clone(vm), format!("resume `{}`", vm.name()));
-    outcome(tokio::spawn(go_on(vm, message.clone())), message).await
+    let given_up = CancellationToken::new();
+    let _on_drop = given_up.clone().drop_guard();
+    outcome(tokio::spawn(go_on(vm, message.clone(), given_up)), message).await
 }
 
-async fn stop(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
-    let _between_freezes = turn(&vm, &message).await?;
+async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Result<(), ErrorBody> {
+    let _between_freezes = turn(&vm, &message, &given_up).await?;
     let machine = vm.running_machine()?;
     match vm.state() {
         VmState::Paused => return Ok(()),
@@ -49,6 +56,9 @@ async fn stop(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
     }
     let fork = vm.next_fork();
     let held = silence(&vm, fork).await;
+    if given_up.is_cancelled() {
+        return Err(was_given_up(&message));
+    }
     if let Err(error) = machine.qmp.stop().await {
         // QEMU may have stopped all the same.
         let _as_before = machine.qmp.cont().await;
@@ -64,8 +74,8 @@ async fn stop(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
     Ok(())
 }
 
-async fn go_on(vm: Arc<Vm>, message: String) -> Result<(), ErrorBody> {
-    let _between_freezes = turn(&vm, &message).await?;
+async fn go_on(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Result<(), ErrorBody> {
+    let _between_freezes = turn(&vm, &message, &given_up).await?;
     let machine = vm.running_machine()?;
     if !vm.pause.is_paused() {
         return Ok(());
@@ -84,8 +94,18 @@ async fn silence(vm: &Vm, fork: u64) -> Option<Held> {
         .ok()
 }
 
-async fn turn<'a>(vm: &'a Vm, message: &str) -> Result<MutexGuard<'a, ()>, ErrorBody> {
-    tokio::time::timeout(TURN_TIMEOUT, vm.forking.lock()).await.map_err(|_elapsed| {
+/// Wait until no freeze is in progress, for as long as the client waits.
+async fn turn<'a>(
+    vm: &'a Vm,
+    message: &str,
+    given_up: &CancellationToken,
+) -> Result<MutexGuard<'a, ()>, ErrorBody> {
+    let turn = tokio::select! {
+        biased;
+        () = given_up.cancelled() => return Err(was_given_up(message)),
+        turn = tokio::time::timeout(TURN_TIMEOUT, vm.forking.lock()) => turn,
+    };
+    turn.map_err(|_elapsed| {
         ErrorBody::new(ErrorCode::Timeout, message)
             .cause(format!("it was still being frozen after {} s", TURN_TIMEOUT.as_secs()))
             .remedy("try again when `vmfork ps` shows it running")
@@ -102,6 +122,7 @@ fn refused(message: &str, error: &dyn std::error::Error) -> ErrorBody {
 mod tests {
     use super::*;
     use vmfork_host::testing::Host;
+    use vmfork_host::vm::machine::Machine;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn only_a_vm_that_is_up_is_paused_and_an_ended_one_is_neither_paused_nor_resumed() {
@@ -114,6 +135,44 @@ mod tests {
             let error = error.expect_err("it has ended");
             assert!(error.to_string().contains("is not running"), "{error}");
         }
+    }
+
+    /// How long a client of a test waits for what cannot be.
+    const SHORT: Duration = Duration::from_millis(50);
+
+    /// A VM that is up, in a QEMU that agrees to all.
+    async fn up(host: &Host, name: &str) -> (Arc<Vm>, Arc<Machine>) {
+        let vm = host.vm(name, None);
+        let machine = vmfork_host::testing::machine(&host.folder().join("fake")).await;
+        vm.set_machine(Arc::clone(&machine));
+        host.core.set_ready(&vm, None);
+        (vm, machine)
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_its_client_gave_up_while_it_waited_is_not_carried_out_later() {
+        let host = Host::start().await;
+        let (web, _machine) = up(&host, "web").await;
+        let freeze = web.forking.lock().await;
+        assert!(tokio::time::timeout(SHORT, pause(&web)).await.is_err(), "a freeze is in progress");
+        drop(freeze);
+        // The lock is fair: who waited before has had it.
+        let freeze = web.forking.lock().await;
+        assert_eq!(web.state(), VmState::Running);
+        drop(freeze);
+        pause(&web).await.expect("paused");
+        assert_eq!(web.state(), VmState::Paused);
+        let freeze = web.forking.lock().await;
+        assert!(
+            tokio::time::timeout(SHORT, resume(&web)).await.is_err(),
+            "a freeze is in progress"
+        );
+        drop(freeze);
+        let freeze = web.forking.lock().await;
+        assert_eq!(web.state(), VmState::Paused);
+        drop(freeze);
+        resume(&web).await.expect("resumed");
+        assert_eq!(web.state(), VmState::Running);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
