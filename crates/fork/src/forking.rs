@@ -28,7 +28,7 @@ use crate::brood::{Brood, Granted};
 use crate::clone::Stem;
 use crate::forker::Forker;
 use crate::freeze;
-use crate::messages::{message, not_yet, was_given_up};
+use crate::messages::{message, not_yet, still_paused, was_given_up};
 use crate::names::{Names, Wanted, reserve};
 use crate::origin::TicketOrigin;
 use crate::places::{Placement, Reserved};
@@ -163,7 +163,9 @@ async fn awake_turn<'a>(
             () = parent.pause.over() => {}
             // The next turn says why.
             () = wanted.given_up.cancelled() => {}
-            () = tokio::time::sleep_until(wanted.deadline.into()) => {}
+            () = tokio::time::sleep_until(wanted.deadline.into()) => {
+                return Err(still_paused(parent, wanted.message));
+            }
         }
     }
 }
@@ -545,6 +547,7 @@ mod tests {
         drop(turn(&vm, wanted(soon, &given_up)).await.expect("its client may fork it"));
         let error = awake_turn(&vm, wanted(soon, &given_up)).await.expect_err("still paused");
         assert_eq!(error.code, ErrorCode::Timeout);
+        assert_eq!(error.cause.as_deref(), Some("the VM is paused"));
         let later = Instant::now() + Duration::from_secs(60);
         let (forks, resumes) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             tokio::time::sleep(Duration::from_millis(20)).await;

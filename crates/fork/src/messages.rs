@@ -23,6 +23,16 @@ pub(crate) fn not_yet(message: &str) -> ErrorBody {
     }
 }
 
+/// The VM was paused for as long as its guest's fork could wait.
+pub(crate) fn still_paused(parent: &Vm, message: &str) -> ErrorBody {
+    ErrorBody {
+        code: ErrorCode::Timeout,
+        message: message.to_owned(),
+        cause: Some("the VM is paused".to_owned()),
+        remedy: Some(format!("`vmfork resume {}` lets it continue", parent.name())),
+    }
+}
+
 /// The client has gone, or the family was killed.
 pub fn was_given_up(message: &str) -> ErrorBody {
     ErrorBody {

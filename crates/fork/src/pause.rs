@@ -14,6 +14,7 @@ use vmfork_api::{ErrorBody, ErrorCode, VmState};
 use vmfork_guest_link::agent::Held;
 use vmfork_host::error::{chain, outcome};
 use vmfork_host::vm::{Standstill, Vm};
+use vmfork_qemu::QmpError;
 
 use crate::messages::{not_yet, was_given_up};
 
@@ -21,6 +22,8 @@ use crate::messages::{not_yet, was_given_up};
 const TURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the agent may take to fall silent.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the end of a VM may be noticed after the loss of its QEMU.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Stop a VM's vCPUs. One that is paused stays so. If this future is dropped before the vCPUs are
 /// told to stop, they run on. After that the pause ends in order.
@@ -62,13 +65,14 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     if let Err(error) = machine.qmp.stop().await {
         // QEMU may have stopped all the same.
         let _as_before = machine.qmp.cont().await;
-        return Err(refused(&message, &error));
+        return Err(refused(&vm, message, &error).await);
     }
     // An agent that spoke before the vCPUs stood still cannot be forked here, but can be paused.
     let held = held.filter(Held::is_intact);
     vm.pause.begin(Standstill { fork, held });
     if vm.end_now().is_some() {
         vm.pause.end();
+        return Err(vm.ended_error(message));
     }
     tracing::info!(vm = vm.name(), "paused");
     Ok(())
@@ -80,7 +84,9 @@ async fn go_on(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Res
     if !vm.pause.is_paused() {
         return Ok(());
     }
-    machine.qmp.cont().await.map_err(|error| refused(&message, &error))?;
+    if let Err(error) = machine.qmp.cont().await {
+        return Err(refused(&vm, message, &error).await);
+    }
     vm.pause.end();
     tracing::info!(vm = vm.name(), "resumed");
     Ok(())
@@ -112,7 +118,14 @@ async fn turn<'a>(
     })
 }
 
-fn refused(message: &str, error: &dyn std::error::Error) -> ErrorBody {
+/// QEMU did not do it. If the VM ended meanwhile, that is the reason.
+async fn refused(vm: &Vm, message: String, error: &QmpError) -> ErrorBody {
+    if error.is_lost() {
+        let _not_noticed = tokio::time::timeout(END_TIMEOUT, vm.wait_end()).await;
+    }
+    if vm.end_now().is_some() {
+        return vm.ended_error(message);
+    }
     ErrorBody::new(ErrorCode::Qemu, message)
         .cause(chain(error))
         .remedy("`vmfork doctor` checks the host; the daemon's log has more")
@@ -143,7 +156,7 @@ mod tests {
     /// A VM that is up, in a QEMU that agrees to all.
     async fn up(host: &Host, name: &str) -> (Arc<Vm>, Arc<Machine>) {
         let vm = host.vm(name, None);
-        let machine = vmfork_host::testing::machine(&host.folder().join("fake")).await;
+        let machine = vmfork_host::testing::machine(&host.folder().join(name)).await;
         vm.set_machine(Arc::clone(&machine));
         host.core.set_ready(&vm, None);
         (vm, machine)
@@ -173,6 +186,28 @@ mod tests {
         drop(freeze);
         resume(&web).await.expect("resumed");
         assert_eq!(web.state(), VmState::Running);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_vm_that_ends_meanwhile_is_a_conflict_and_no_fault_of_qemu() {
+        let host = Host::start().await;
+        for is_paused in [false, true] {
+            let (web, machine) = up(&host, &format!("web.{is_paused}")).await;
+            if is_paused {
+                pause(&web).await.expect("paused");
+            }
+            machine.process.kill();
+            machine.process.exit().await;
+            let asked = async { if is_paused { resume(&web).await } else { pause(&web).await } };
+            let ends = async {
+                tokio::time::sleep(SHORT).await;
+                host.core.end(&web, vmfork_host::vm::End::exited("powered off"));
+            };
+            let (asked, ()) = tokio::join!(asked, ends);
+            let error = asked.expect_err("it has ended");
+            assert_eq!(error.code, ErrorCode::Conflict, "{error}");
+            assert_eq!(error.cause.as_deref(), Some("powered off"));
+        }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
