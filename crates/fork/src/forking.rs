@@ -498,7 +498,7 @@ fn derive_ms(snapshot: &Snapshot) -> Option<f64> {
 mod tests {
     use super::*;
     use vmfork_host::vm::log::Log;
-    use vmfork_host::vm::test_identity;
+    use vmfork_host::vm::{Standstill, test_identity};
 
     fn vm(folder: &std::path::Path) -> Arc<Vm> {
         Vm::new(test_identity("web", None), Log::create(folder).expect("log"), None, None)
@@ -541,7 +541,7 @@ mod tests {
     async fn what_a_guest_forks_waits_while_its_vm_is_paused_and_what_a_client_forks_does_not() {
         let folder = tempfile::tempdir().expect("folder");
         let vm = vm(folder.path());
-        vm.pause.begin(vmfork_host::vm::Standstill { fork: 1, held: None });
+        vm.pause.begin(Standstill { fork: 1, ..Standstill::default() });
         let given_up = CancellationToken::new();
         let soon = Instant::now() + Duration::from_millis(20);
         drop(turn(&vm, wanted(soon, &given_up)).await.expect("its client may fork it"));
@@ -556,7 +556,7 @@ mod tests {
         });
         drop((forks.expect("resumed"), resumes));
         // It ends the wait, too, that the fork is given up.
-        vm.pause.begin(vmfork_host::vm::Standstill { fork: 2, held: None });
+        vm.pause.begin(Standstill { fork: 2, ..Standstill::default() });
         let (forks, ()) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             given_up.cancel();
         });

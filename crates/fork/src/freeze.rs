@@ -159,7 +159,7 @@ async fn quiet(parent: &Vm, wanted: Wanted<'_>) -> Result<Quiet, ErrorBody> {
         ),
         false => None,
     };
-    Ok(Quiet::Briefly(Standstill { fork, held }))
+    Ok(Quiet::Briefly(Standstill { fork, held, ..Standstill::default() }))
 }
 
 fn paused_without_agent(parent: &Vm, message: &str) -> ErrorBody {

@@ -62,6 +62,7 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     if given_up.is_cancelled() {
         return Err(was_given_up(&message));
     }
+    let console = vm.console().map(|console| console.hold());
     if let Err(error) = machine.qmp.stop().await {
         // QEMU may have stopped all the same.
         let _as_before = machine.qmp.cont().await;
@@ -69,7 +70,7 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     }
     // An agent that spoke before the vCPUs stood still cannot be forked here, but can be paused.
     let held = held.filter(Held::is_intact);
-    vm.pause.begin(Standstill { fork, held });
+    vm.pause.begin(Standstill { fork, held, console });
     if vm.end_now().is_some() {
         vm.pause.end();
         return Err(vm.ended_error(message));
@@ -134,7 +135,10 @@ async fn refused(vm: &Vm, message: String, error: &QmpError) -> ErrorBody {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Read;
+
     use vmfork_host::testing::Host;
+    use vmfork_host::vm::console::Console;
     use vmfork_host::vm::machine::Machine;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -189,6 +193,25 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_is_typed_reaches_qemu_only_after_the_pause() {
+        let host = Host::start().await;
+        let (web, _machine) = up(&host, "web").await;
+        let (ours, mut qemus) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let console = Console::start(ours.into(), Arc::clone(&web.log)).expect("started");
+        let typing = console.attach().input;
+        web.set_console(Arc::new(console));
+        pause(&web).await.expect("paused");
+        typing.send(bytes::Bytes::from_static(b"x")).await.expect("room");
+        let mut typed = [0];
+        qemus.set_read_timeout(Some(SHORT)).expect("set");
+        qemus.read(&mut typed).expect_err("it would differ from its clones");
+        resume(&web).await.expect("resumed");
+        qemus.set_read_timeout(Some(vmfork_host::testing::SOON)).expect("set");
+        tokio::task::block_in_place(|| qemus.read_exact(&mut typed)).expect("typed");
+        assert_eq!(&typed, b"x");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_vm_that_ends_meanwhile_is_a_conflict_and_no_fault_of_qemu() {
         let host = Host::start().await;
         for is_paused in [false, true] {
@@ -217,7 +240,7 @@ mod tests {
         let (link, _guest, _requests) = vmfork_host::testing::link();
         web.set_link(link);
         host.core.set_ready(&web, None);
-        web.pause.begin(Standstill { fork: 1, held: None });
+        web.pause.begin(Standstill { fork: 1, ..Standstill::default() });
         assert_eq!(web.state(), VmState::Paused);
         let error = web.awake_link().expect_err("it could not answer");
         assert!(error.remedy.expect("a remedy").contains("vmfork resume web"));

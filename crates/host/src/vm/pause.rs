@@ -5,13 +5,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 use vmfork_guest_link::agent::Held;
 
+use super::console::HeldConsole;
+
 /// What a paused VM is in. Forks of it continue this instant.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Standstill {
     /// The number by which the guest's agent knows the forks of this instant.
     pub fork: u64,
     /// The agent, silent. `None`: there is none, or it did not fall silent.
     pub held: Option<Held>,
+    /// What is typed would become device state, and forks of this instant would differ.
+    pub console: Option<HeldConsole>,
 }
 
 /// A VM's pause. It changes only while the VM's `forking` is locked, and when the VM ends.
