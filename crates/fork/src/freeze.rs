@@ -16,7 +16,7 @@ use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{End, Standstill, Vm};
+use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
 
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
 /// time.
@@ -57,8 +57,9 @@ pub(super) async fn freeze(
         .map_err(|error| failed(ErrorCode::Host, &error))?;
     let engine = Arc::new(engine);
     core.add_engine(&engine);
-    let prepared =
-        state::prepare(machine).await.map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let still = parent.pause.now();
+    let prepared = state::prepare(machine, still.as_deref()).await;
+    let prepared = prepared.map_err(|error| failed(ErrorCode::Qemu, &error))?;
     core.count(parent);
     let began = wanted.began;
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
@@ -99,8 +100,9 @@ pub(super) async fn freeze(
         }
         failed(ErrorCode::Qemu, &broken)
     })?;
-    let completed = saved.complete(machine).await;
-    let (state, lead) = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let completed = saved.complete(machine, still.as_deref()).await;
+    let completed = completed.map_err(|error| failed(ErrorCode::Qemu, &error))?;
+    let DeviceState { content: state, lead } = completed;
     core.parent_is_now_a_clone(parent);
     let provenance = parent.provenance();
     provenance.goes_on(&engine);

@@ -70,7 +70,7 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     }
     // An agent that spoke before the vCPUs stood still cannot be forked here, but can be paused.
     let held = held.filter(Held::is_intact);
-    vm.pause.begin(Standstill { fork, held, console });
+    vm.pause.begin(Standstill { fork, held, console, ..Standstill::default() });
     if vm.end_now().is_some() {
         vm.pause.end();
         return Err(vm.ended_error(message));
