@@ -117,3 +117,19 @@ def test_a_daemon_that_stays_away_is_told_after_a_minute() -> None:
     assert 60 < now < 70
     assert pauses[1] == 2 * pauses[0]
     assert max(pauses) == _event_protocol.PAUSE_LAST_S
+
+
+def test_a_consumer_that_takes_long_over_an_event_does_not_count_as_a_daemon_that_stays_away() -> (
+    None
+):
+    now = 0.0
+    reader = EventReader(after=None, kinds=(), vm=None, follow=True, clock=lambda: now)
+    lost = vmfork.ConnectionFailed("events: no daemon answers")
+    for seq in (1, 2):
+        for _ in reader.feed(started(seq, "a")):
+            now += 90
+        # Meanwhile the daemon has closed the stream, and is then started again.
+        for _ in range(3):
+            pause = reader.pause_after(lost)
+            assert pause is not None
+            now += pause + 15

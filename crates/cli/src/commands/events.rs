@@ -34,39 +34,63 @@ const BLOCK_BYTES_MAX: usize = 16 << 20;
 
 pub(super) async fn run(global: &Global, config: EventsConfig) -> anyhow::Result<Exit> {
     ensure(global).await?;
-    let mut reader = Reader { global, config, heard: Instant::now() };
-    let (mut pause, mut has_begun) = (PAUSE_FIRST, false);
+    let mut reader = Reader { global, config, contact: Contact::default() };
+    let mut has_begun = false;
     loop {
-        let before = reader.heard;
         let lost = match reader.read().await {
             Ok(()) if !reader.config.follow => return Ok(Exit::Done),
             Ok(()) => anyhow!("the daemon has ended"),
             // What it refuses, it refuses again.
             Err(error) if is_stdout_closed(&error) || error.is::<ApiError>() => return Err(error),
-            Err(error) if !has_begun && reader.heard == before => return Err(error),
+            Err(error) if !has_begun && !reader.contact.has_heard => return Err(error),
             Err(error) => error,
         };
-        if reader.heard > before {
-            pause = PAUSE_FIRST;
-        }
-        if reader.heard.elapsed() > RECONNECT_BOUND {
+        let Some(pause) = reader.contact.lost(Instant::now()) else {
             let seconds = RECONNECT_BOUND.as_secs();
             return Err(lost)
                 .context(format!("no daemon answers for {seconds} s"))
                 .hint(format!("continue with `vmfork events{}`", reader.config.resume()));
-        }
+        };
         has_begun = true;
         reader.global.printer.detail(&format!("connecting again: {lost:#}"));
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_LAST);
+    }
+}
+
+/// When the daemon was lost, and how long to wait for it.
+#[derive(Debug)]
+struct Contact {
+    /// Whether it has ever sent something.
+    has_heard: bool,
+    /// When a connection was lost since the daemon last sent something.
+    lost_since: Option<Instant>,
+    pause: Duration,
+}
+
+impl Default for Contact {
+    fn default() -> Self {
+        Self { has_heard: false, lost_since: None, pause: PAUSE_FIRST }
+    }
+}
+
+impl Contact {
+    fn heard(&mut self) {
+        *self = Self { has_heard: true, ..Self::default() };
+    }
+
+    /// A connection was lost. → how long to wait for the next; `None`: it has been too long. The
+    /// time since the last byte does not count: printing may have taken most of it.
+    fn lost(&mut self, now: Instant) -> Option<Duration> {
+        let since = *self.lost_since.get_or_insert(now);
+        let pause = std::mem::replace(&mut self.pause, (self.pause * 2).min(PAUSE_LAST));
+        (now.duration_since(since) <= RECONNECT_BOUND).then_some(pause)
     }
 }
 
 struct Reader<'a> {
     global: &'a Global,
     config: EventsConfig,
-    /// When the daemon last sent something.
-    heard: Instant,
+    contact: Contact,
 }
 
 impl Reader<'_> {
@@ -77,7 +101,7 @@ impl Reader<'_> {
         let mut answer = client.send(Method::GET, &query, empty(), QUICK).await?;
         let mut blocks = Blocks::default();
         while let Some(chunk) = answer.chunk(Some(SILENCE)).await.context("read the events")? {
-            self.heard = Instant::now();
+            self.contact.heard();
             blocks.push(&chunk)?;
             while let Some(block) = blocks.next()? {
                 if let Some(data) = &block.data {
@@ -250,6 +274,25 @@ mod tests {
             assert_eq!(found, expected, "{size}");
         }
         assert!(Blocks::default().push(&vec![b'x'; BLOCK_BYTES_MAX + 1]).is_err());
+    }
+
+    #[test]
+    fn a_minute_without_a_daemon_is_counted_from_the_loss() {
+        let (mut now, mut contact) = (Instant::now(), Contact::default());
+        for _ in 0..2 {
+            contact.heard();
+            // Printing takes long, and meanwhile the daemon closes the stream.
+            now += Duration::from_secs(90);
+            assert_eq!(contact.lost(now), Some(PAUSE_FIRST));
+        }
+        let lost = now;
+        let mut pauses = vec![PAUSE_FIRST];
+        while let Some(pause) = contact.lost(now) {
+            pauses.push(pause);
+            now += pause;
+        }
+        assert!(now - lost > RECONNECT_BOUND && now - lost < RECONNECT_BOUND + 2 * PAUSE_LAST);
+        assert_eq!((pauses.get(1), pauses.last()), (Some(&(2 * PAUSE_FIRST)), Some(&PAUSE_LAST)));
     }
 
     #[test]
