@@ -12,6 +12,7 @@ use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::{ErrorBody, ErrorCode, VmState};
 use vmfork_guest_link::agent::Held;
+use vmfork_host::core::Core;
 use vmfork_host::error::{chain, outcome};
 use vmfork_host::vm::{Standstill, Vm};
 use vmfork_qemu::QmpError;
@@ -30,11 +31,12 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// It has not come up yet, has ended, or QEMU refuses. Then it runs as before.
-pub async fn pause(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
+pub async fn pause(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(), ErrorBody> {
+    let core = Arc::clone(core);
     let (vm, message) = (Arc::clone(vm), format!("pause `{}`", vm.name()));
     let given_up = CancellationToken::new();
     let _on_drop = given_up.clone().drop_guard();
-    outcome(tokio::spawn(stop(vm, message.clone(), given_up)), message).await
+    outcome(tokio::spawn(stop(core, vm, message.clone(), given_up)), message).await
 }
 
 /// Let a paused VM's vCPUs continue. One that is not paused runs on. If this future is dropped
@@ -42,14 +44,20 @@ pub async fn pause(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
 ///
 /// # Errors
 /// It has ended, or QEMU refuses. Then it stays paused.
-pub async fn resume(vm: &Arc<Vm>) -> Result<(), ErrorBody> {
+pub async fn resume(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(), ErrorBody> {
+    let core = Arc::clone(core);
     let (vm, message) = (Arc::clone(vm), format!("resume `{}`", vm.name()));
     let given_up = CancellationToken::new();
     let _on_drop = given_up.clone().drop_guard();
-    outcome(tokio::spawn(go_on(vm, message.clone(), given_up)), message).await
+    outcome(tokio::spawn(go_on(core, vm, message.clone(), given_up)), message).await
 }
 
-async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Result<(), ErrorBody> {
+async fn stop(
+    core: Arc<Core>,
+    vm: Arc<Vm>,
+    message: String,
+    given_up: CancellationToken,
+) -> Result<(), ErrorBody> {
     let _between_freezes = turn(&vm, &message, &given_up).await?;
     let machine = vm.running_machine()?;
     match vm.state() {
@@ -70,7 +78,7 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     }
     // An agent that spoke before the vCPUs stood still cannot be forked here, but can be paused.
     let held = held.filter(Held::is_intact);
-    vm.pause.begin(Standstill { fork, held, console, ..Standstill::default() });
+    core.pause_begins(&vm, Standstill { fork, held, console, ..Standstill::default() });
     if vm.end_now().is_some() {
         vm.pause.end();
         return Err(vm.ended_error(message));
@@ -79,7 +87,12 @@ async fn stop(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Resu
     Ok(())
 }
 
-async fn go_on(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Result<(), ErrorBody> {
+async fn go_on(
+    core: Arc<Core>,
+    vm: Arc<Vm>,
+    message: String,
+    given_up: CancellationToken,
+) -> Result<(), ErrorBody> {
     let _between_freezes = turn(&vm, &message, &given_up).await?;
     let machine = vm.running_machine()?;
     if !vm.pause.is_paused() {
@@ -88,7 +101,7 @@ async fn go_on(vm: Arc<Vm>, message: String, given_up: CancellationToken) -> Res
     if let Err(error) = machine.qmp.cont().await {
         return Err(refused(&vm, message, &error).await);
     }
-    vm.pause.end();
+    core.pause_ends(&vm);
     tracing::info!(vm = vm.name(), "resumed");
     Ok(())
 }
@@ -145,10 +158,10 @@ mod tests {
     async fn only_a_vm_that_is_up_is_paused_and_an_ended_one_is_neither_paused_nor_resumed() {
         let host = Host::start().await;
         let web = host.vm("web", None);
-        let error = pause(&web).await.expect_err("it has no QEMU yet");
+        let error = pause(&host.core, &web).await.expect_err("it has no QEMU yet");
         assert_eq!(error.code, ErrorCode::Conflict);
         host.core.end(&web, vmfork_host::vm::End::killed("in this test"));
-        for error in [pause(&web).await, resume(&web).await] {
+        for error in [pause(&host.core, &web).await, resume(&host.core, &web).await] {
             let error = error.expect_err("it has ended");
             assert!(error.to_string().contains("is not running"), "{error}");
         }
@@ -171,24 +184,27 @@ mod tests {
         let host = Host::start().await;
         let (web, _machine) = up(&host, "web").await;
         let freeze = web.forking.lock().await;
-        assert!(tokio::time::timeout(SHORT, pause(&web)).await.is_err(), "a freeze is in progress");
+        assert!(
+            tokio::time::timeout(SHORT, pause(&host.core, &web)).await.is_err(),
+            "a freeze is in progress"
+        );
         drop(freeze);
         // The lock is fair: who waited before has had it.
         let freeze = web.forking.lock().await;
         assert_eq!(web.state(), VmState::Running);
         drop(freeze);
-        pause(&web).await.expect("paused");
+        pause(&host.core, &web).await.expect("paused");
         assert_eq!(web.state(), VmState::Paused);
         let freeze = web.forking.lock().await;
         assert!(
-            tokio::time::timeout(SHORT, resume(&web)).await.is_err(),
+            tokio::time::timeout(SHORT, resume(&host.core, &web)).await.is_err(),
             "a freeze is in progress"
         );
         drop(freeze);
         let freeze = web.forking.lock().await;
         assert_eq!(web.state(), VmState::Paused);
         drop(freeze);
-        resume(&web).await.expect("resumed");
+        resume(&host.core, &web).await.expect("resumed");
         assert_eq!(web.state(), VmState::Running);
     }
 
@@ -200,12 +216,12 @@ mod tests {
         let console = Console::start(ours.into(), Arc::clone(&web.log)).expect("started");
         let typing = console.attach().input;
         web.set_console(Arc::new(console));
-        pause(&web).await.expect("paused");
+        pause(&host.core, &web).await.expect("paused");
         typing.send(bytes::Bytes::from_static(b"x")).await.expect("room");
         let mut typed = [0];
         qemus.set_read_timeout(Some(SHORT)).expect("set");
         qemus.read(&mut typed).expect_err("it would differ from its clones");
-        resume(&web).await.expect("resumed");
+        resume(&host.core, &web).await.expect("resumed");
         qemus.set_read_timeout(Some(vmfork_host::testing::SOON)).expect("set");
         tokio::task::block_in_place(|| qemus.read_exact(&mut typed)).expect("typed");
         assert_eq!(&typed, b"x");
@@ -217,11 +233,17 @@ mod tests {
         for is_paused in [false, true] {
             let (web, machine) = up(&host, &format!("web.{is_paused}")).await;
             if is_paused {
-                pause(&web).await.expect("paused");
+                pause(&host.core, &web).await.expect("paused");
             }
             machine.process.kill();
             machine.process.exit().await;
-            let asked = async { if is_paused { resume(&web).await } else { pause(&web).await } };
+            let asked = async {
+                if is_paused {
+                    resume(&host.core, &web).await
+                } else {
+                    pause(&host.core, &web).await
+                }
+            };
             let ends = async {
                 tokio::time::sleep(SHORT).await;
                 host.core.end(&web, vmfork_host::vm::End::exited("powered off"));

@@ -185,6 +185,9 @@ fn line(event: &Event) -> String {
         Happening::VmReady { vm, ready_ms } => {
             (vm.name.as_str(), format!("after {}", millis(*ready_ms)))
         }
+        Happening::VmPaused { vm } | Happening::VmResumed { vm } => {
+            (vm.name.as_str(), String::new())
+        }
         Happening::VmEnded { vm, state, reason, .. } => {
             (vm.name.as_str(), format!("{}: {reason}", state_word(*state)))
         }
@@ -307,6 +310,10 @@ mod tests {
                 r#""kind": "vm.ended", {vm}, "state": "failed", "reason": "out\u001b of memory", "end": "out_of_memory""#
             )),
             "2025-11-25T07:29:59.123Z  vm.ended          web  failed: out\u{fffd} of memory"
+        );
+        assert_eq!(
+            event(&format!(r#""kind": "vm.paused", {vm}"#)),
+            "2025-11-25T07:29:59.123Z  vm.paused         web"
         );
         assert_eq!(
             event(&format!(
