@@ -157,6 +157,22 @@ def test_a_paused_vm_is_stored_and_started_again(
     assert _sum(counting) == digest
 
 
+def test_what_a_stored_vm_touches_is_recorded_after_its_pause(
+    vm: vmfork.VM, client: vmfork.Client, snapshot: str
+) -> None:
+    vm.exec("head -c 8M /dev/urandom > /dev/shm/data", check=True)
+    vm.pause()
+    client.snapshots.create(vm.name, snapshot, wait=True, record_s=5)
+    # Longer than what is recorded.
+    stays(lambda: client.snapshots.profile(snapshot).runs == 0, 7, "it touches nothing")
+    vm.resume()
+    _sum(vm)
+    pages = (8 << 20) // 4096
+    eventually(
+        lambda: client.snapshots.profile(snapshot).working_set_pages > pages * 0.9, 60, "its data is recorded"
+    )
+
+
 @pytest.mark.parametrize("grace", [(), ("--grace", "60s")])
 def test_a_paused_vm_is_killed_at_once(
     vm: vmfork.VM, cli: Cli, daemon: Daemon, grace: tuple[str, ...]
