@@ -96,6 +96,19 @@ def test_what_the_daemon_refuses_is_raised(
         next(iter(client.events(after="x")))
 
 
+def test_a_reader_that_had_a_place_waits_for_one(
+    transport: httpx.MockTransport, daemon: FakeDaemon
+) -> None:
+    full = error(507, "no_capacity", "read the events", cause="256 streams of events are open")
+    daemon.canned = [full]
+    with vmfork.Client(transport=transport) as client, pytest.raises(vmfork.NoCapacity):
+        next(iter(client.events()))
+    daemon.canned = [stream(started(1, "a")), full, full, stream(started(2, "b"))]
+    with vmfork.Client(transport=transport) as client:
+        events = itertools.islice(client.events(), 2)
+        assert [one.vm.name for one in events if one.vm is not None] == ["a", "b"]
+
+
 def test_no_daemon_is_told_at_once(tmp_path: Path) -> None:
     with vmfork.Client(socket=tmp_path / "none") as client:
         with pytest.raises(vmfork.ConnectionFailed):

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use hyper::Method;
 use serde_json::Value;
-use vmfork_api::{Event, GapCause, Happening};
+use vmfork_api::{ErrorCode, Event, GapCause, Happening};
 
 use crate::client::{Client, QUICK, Query, empty};
 use crate::config::{EventsConfig, Global};
@@ -40,12 +40,18 @@ pub(super) async fn run(global: &Global, config: EventsConfig) -> anyhow::Result
         let lost = match reader.read().await {
             Ok(()) if !reader.config.follow => return Ok(Exit::Done),
             Ok(()) => anyhow!("the daemon has ended"),
+            Err(error) if is_stdout_closed(&error) => return Err(error),
             // What it refuses, it refuses again.
-            Err(error) if is_stdout_closed(&error) || error.is::<ApiError>() => return Err(error),
+            Err(error) if error.is::<ApiError>() && !reader.contact.may_return(&error) => {
+                return Err(error);
+            }
             Err(error) if !has_begun && !reader.contact.has_heard => return Err(error),
             Err(error) => error,
         };
         let Some(pause) = reader.contact.lost(Instant::now()) else {
+            if lost.is::<ApiError>() {
+                return Err(lost);
+            }
             let seconds = RECONNECT_BOUND.as_secs();
             return Err(lost)
                 .context(format!("no daemon answers for {seconds} s"))
@@ -76,6 +82,13 @@ impl Default for Contact {
 impl Contact {
     fn heard(&mut self) {
         *self = Self { has_heard: true, ..Self::default() };
+    }
+
+    /// Whether the daemon may take this reader again, which it has refused: the reader's lost
+    /// connection still has a place until the daemon finds out.
+    fn may_return(&self, error: &anyhow::Error) -> bool {
+        let refused = error.downcast_ref::<ApiError>();
+        self.has_heard && refused.is_some_and(|error| error.0.code == ErrorCode::NoCapacity)
     }
 
     /// A connection was lost. → how long to wait for the next; `None`: it has been too long. The
@@ -296,6 +309,17 @@ mod tests {
         }
         assert!(now - lost > RECONNECT_BOUND && now - lost < RECONNECT_BOUND + 2 * PAUSE_LAST);
         assert_eq!((pauses.get(1), pauses.last()), (Some(&(2 * PAUSE_FIRST)), Some(&PAUSE_LAST)));
+    }
+
+    #[test]
+    fn only_a_reader_that_had_a_place_waits_for_one() {
+        let error = |code| anyhow::Error::new(ApiError(vmfork_api::ErrorBody::new(code, "read")));
+        let mut contact = Contact::default();
+        assert!(!contact.may_return(&error(ErrorCode::NoCapacity)));
+        contact.heard();
+        assert!(contact.may_return(&error(ErrorCode::NoCapacity)));
+        assert!(!contact.may_return(&error(ErrorCode::BadRequest)));
+        assert!(!contact.may_return(&anyhow!("it ended")));
     }
 
     #[test]
