@@ -116,7 +116,8 @@ pub struct EventClone {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct EventSnapshot {
     pub name: String,
-    /// The VM that it was taken of on this host, by this daemon.
+    /// The VM that it was taken of on this host. In `snapshot.stored` only, and absent if the
+    /// snapshot was imported or pulled. A filter by VM does not pass `snapshot.removed`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<EventVm>,
 }
@@ -262,7 +263,7 @@ impl Happening {
         }
     }
 
-    /// The VM that it is about: a fork's parent, the VM that a snapshot was taken of.
+    /// The VM that it is about: a fork's parent, the VM that a snapshot is taken of.
     pub const fn vm(&self) -> Option<&EventVm> {
         match self {
             Self::VmStarted { vm }

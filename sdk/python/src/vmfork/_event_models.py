@@ -80,7 +80,7 @@ class EventSnapshot:
 
     name: str
     vm: EventVm | None = None
-    """The VM that it was taken of."""
+    """``snapshot.stored``: the VM that it was taken of, unless it was imported or pulled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
