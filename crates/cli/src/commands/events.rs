@@ -95,7 +95,8 @@ impl Contact {
     /// time since the last byte does not count: printing may have taken most of it.
     fn lost(&mut self, now: Instant) -> Option<Duration> {
         let since = *self.lost_since.get_or_insert(now);
-        let pause = std::mem::replace(&mut self.pause, (self.pause * 2).min(PAUSE_LAST));
+        let pause = self.pause;
+        self.pause = (pause * 2).min(PAUSE_LAST);
         (now.duration_since(since) <= RECONNECT_BOUND).then_some(pause)
     }
 }
