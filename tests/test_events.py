@@ -76,6 +76,12 @@ def test_each_thing_that_happens_is_told_once_and_in_order(
     assert len(forked) == 5
 
     after = newest(client)
+    web.pause()
+    web.pause()
+    web.resume()
+    assert of(so_far(client, after)) == [(K.VM_PAUSED, "web"), (K.VM_RESUMED, "web")]
+
+    after = newest(client)
     fork[0].kill()
     fork[1].kill(grace_s=30)
     ended = so_far(client, after)

@@ -42,7 +42,13 @@ pub enum Happening {
         /// Since its start, in ms.
         ready_ms: f64,
     },
-    /// A VM has ended. No event of its own start or readiness follows.
+    /// A client has paused a VM: its vCPUs stand still.
+    #[serde(rename = "vm.paused")]
+    VmPaused { vm: EventVm },
+    /// A client has resumed a paused VM. Not told if the VM ends while it is paused.
+    #[serde(rename = "vm.resumed")]
+    VmResumed { vm: EventVm },
+    /// A VM has ended. No event of its own start, readiness or pause follows.
     #[serde(rename = "vm.ended")]
     VmEnded {
         vm: EventVm,
@@ -110,7 +116,8 @@ pub struct EventClone {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct EventSnapshot {
     pub name: String,
-    /// The VM that it was taken of on this host, by this daemon.
+    /// The VM that it was taken of on this host. In `snapshot.stored` only, and absent if the
+    /// snapshot was imported or pulled. A filter by VM does not pass `snapshot.removed`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<EventVm>,
 }
@@ -174,6 +181,10 @@ pub enum EventKind {
     VmForked,
     #[serde(rename = "vm.ready")]
     VmReady,
+    #[serde(rename = "vm.paused")]
+    VmPaused,
+    #[serde(rename = "vm.resumed")]
+    VmResumed,
     #[serde(rename = "vm.ended")]
     VmEnded,
     #[serde(rename = "snapshot.stored")]
@@ -193,10 +204,12 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 13] = [
         Self::VmStarted,
         Self::VmForked,
         Self::VmReady,
+        Self::VmPaused,
+        Self::VmResumed,
         Self::VmEnded,
         Self::SnapshotStored,
         Self::SnapshotRemoved,
@@ -212,6 +225,8 @@ impl EventKind {
             Self::VmStarted => "vm.started",
             Self::VmForked => "vm.forked",
             Self::VmReady => "vm.ready",
+            Self::VmPaused => "vm.paused",
+            Self::VmResumed => "vm.resumed",
             Self::VmEnded => "vm.ended",
             Self::SnapshotStored => "snapshot.stored",
             Self::SnapshotRemoved => "snapshot.removed",
@@ -235,6 +250,8 @@ impl Happening {
             Self::VmStarted { .. } => EventKind::VmStarted,
             Self::VmForked { .. } => EventKind::VmForked,
             Self::VmReady { .. } => EventKind::VmReady,
+            Self::VmPaused { .. } => EventKind::VmPaused,
+            Self::VmResumed { .. } => EventKind::VmResumed,
             Self::VmEnded { .. } => EventKind::VmEnded,
             Self::SnapshotStored { .. } => EventKind::SnapshotStored,
             Self::SnapshotRemoved { .. } => EventKind::SnapshotRemoved,
@@ -246,12 +263,14 @@ impl Happening {
         }
     }
 
-    /// The VM that it is about: a fork's parent, the VM that a snapshot was taken of.
+    /// The VM that it is about: a fork's parent, the VM that a snapshot is taken of.
     pub const fn vm(&self) -> Option<&EventVm> {
         match self {
             Self::VmStarted { vm }
             | Self::VmForked { vm, .. }
             | Self::VmReady { vm, .. }
+            | Self::VmPaused { vm }
+            | Self::VmResumed { vm }
             | Self::VmEnded { vm, .. } => Some(vm),
             Self::SnapshotStored { snapshot } | Self::SnapshotRemoved { snapshot } => {
                 snapshot.vm.as_ref()

@@ -1,7 +1,10 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::openapi::schema::{AllOfBuilder, ObjectBuilder, Schema, SchemaType, Type};
 use utoipa::openapi::{Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
@@ -17,7 +20,7 @@ pub struct ExecRequest {
     #[schema(value_type = Argv)]
     pub argv: Vec<String>,
     /// Added to the guest's default environment.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "environment")]
     #[schema(value_type = Environment)]
     pub env: BTreeMap<String, String>,
     #[serde(default)]
@@ -38,6 +41,39 @@ pub struct ExecRequest {
     /// Run it on a terminal (WebSocket only).
     #[serde(default)]
     pub tty: Option<TerminalSize>,
+}
+
+/// Variables, each given once: with two of one name it is not known which one is meant.
+fn environment<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, String>, D::Error> {
+    struct Reader;
+
+    impl<'de> Visitor<'de> for Reader {
+        type Value = BTreeMap<String, String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object of strings")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Self::Value, A::Error> {
+            let mut variables = BTreeMap::new();
+            while let Some((name, value)) = members.next_entry::<String, String>()? {
+                match variables.entry(name) {
+                    Entry::Occupied(entry) => {
+                        let name = entry.key();
+                        return Err(A::Error::custom(format_args!("`{name}` is given twice")));
+                    }
+                    Entry::Vacant(entry) => {
+                        entry.insert(value);
+                    }
+                }
+            }
+            Ok(variables)
+        }
+    }
+
+    deserializer.deserialize_map(Reader)
 }
 
 /// [`ExecRequest`] for `POST …/exec`, which has no terminal. It exists for its schema only.
@@ -113,4 +149,23 @@ pub enum ExecServerMessage {
     Started { pid: u32 },
     Exited { exit_code: i32, signal: Option<i32> },
     Error { error: crate::ErrorBody },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_is_given_twice_is_refused_in_a_body_and_in_a_message() {
+        let request = |env: &str| serde_json::from_str::<ExecRequest>(&format!("{{{env}}}"));
+        let once = request(r#""argv": ["a"], "env": {"A": "1", "B": "1"}"#).expect("well formed");
+        assert_eq!(once.env.len(), 2);
+        assert!(request(r#""argv": ["a"]"#).expect("well formed").env.is_empty());
+        let twice = r#""argv": ["a"], "env": {"A": "1", "A": "1"}"#;
+        let error = request(twice).expect_err("twice").to_string();
+        assert!(error.starts_with("`A` is given twice"), "{error}");
+        let message = format!(r#"{{"type": "start", {twice}}}"#);
+        let error = serde_json::from_str::<ExecClientMessage>(&message).expect_err("twice");
+        assert!(error.to_string().starts_with("`A` is given twice"), "{error}");
+    }
 }

@@ -52,6 +52,9 @@ pub enum Error {
     /// The VM's turn to be frozen did not come before the deadline.
     #[error("other forks or snapshots of it went on all the time")]
     NoTurn,
+    /// The VM was paused for as long as its guest's fork could wait.
+    #[error("the VM is paused")]
+    StillPaused { vm: String },
     /// A pause or its end has waited this long for a freeze.
     #[error("it was still being frozen after {} s", after.as_secs())]
     StillFrozen { after: Duration },
@@ -212,6 +215,9 @@ impl Error {
             Self::GivenUp => (ErrorCode::Conflict, None),
             Self::NoTurn | Self::StillFrozen { .. } => {
                 (ErrorCode::Timeout, Some("try again when `vmfork ps` shows it running".to_owned()))
+            }
+            Self::StillPaused { vm } => {
+                (ErrorCode::Timeout, Some(format!("`vmfork resume {vm}` lets it continue")))
             }
             Self::Unquiet { vm } => {
                 (ErrorCode::Guest, Some(format!("`vmfork resume {vm}`, then pause it again")))

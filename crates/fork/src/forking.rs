@@ -158,7 +158,9 @@ async fn awake_turn<'a>(
             () = parent.pause.over() => {}
             // The next turn says why.
             () = wanted.given_up.cancelled() => {}
-            () = tokio::time::sleep_until(wanted.deadline.into()) => {}
+            () = tokio::time::sleep_until(wanted.deadline.into()) => {
+                return Err(Error::StillPaused { vm: parent.name().to_owned() });
+            }
         }
     }
 }
@@ -500,7 +502,7 @@ mod tests {
     use super::*;
     use vmfork_api::ErrorCode;
     use vmfork_host::vm::log::Log;
-    use vmfork_host::vm::test_identity;
+    use vmfork_host::vm::{Standstill, test_identity};
 
     fn vm(folder: &std::path::Path) -> Arc<Vm> {
         Vm::new(test_identity("web", None), Log::create(folder).expect("log"), None, None)
@@ -543,12 +545,12 @@ mod tests {
     async fn what_a_guest_forks_waits_while_its_vm_is_paused_and_what_a_client_forks_does_not() {
         let folder = tempfile::tempdir().expect("folder");
         let vm = vm(folder.path());
-        vm.pause.begin(vmfork_host::vm::Standstill { fork: 1, held: None });
+        vm.pause.begin(Standstill { fork: 1, ..Standstill::default() });
         let given_up = CancellationToken::new();
         let soon = Instant::now() + Duration::from_millis(20);
         drop(turn(&vm, wanted(soon, &given_up)).await.expect("its client may fork it"));
         let error = awake_turn(&vm, wanted(soon, &given_up)).await.expect_err("still paused");
-        assert!(matches!(error, Error::NoTurn), "{error}");
+        assert!(matches!(error, Error::StillPaused { ref vm } if vm == "web"), "{error}");
         let later = Instant::now() + Duration::from_secs(60);
         let (forks, resumes) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -557,7 +559,7 @@ mod tests {
         });
         drop((forks.expect("resumed"), resumes));
         // It ends the wait, too, that the fork is given up.
-        vm.pause.begin(vmfork_host::vm::Standstill { fork: 2, held: None });
+        vm.pause.begin(Standstill { fork: 2, ..Standstill::default() });
         let (forks, ()) = tokio::join!(awake_turn(&vm, wanted(later, &given_up)), async {
             given_up.cancel();
         });

@@ -14,7 +14,7 @@ use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
-use vmfork_host::vm::{End, Standstill, Vm};
+use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
 
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
 /// time.
@@ -54,7 +54,8 @@ pub(super) async fn freeze(
         .map_err(NotFrozen::Engine)?;
     let engine = Arc::new(engine);
     core.add_engine(&engine);
-    let prepared = state::prepare(machine).await.map_err(NotFrozen::State)?;
+    let still = parent.pause.now();
+    let prepared = state::prepare(machine, still.as_deref()).await.map_err(NotFrozen::State)?;
     core.count(parent);
     let began = wanted.began;
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
@@ -95,7 +96,8 @@ pub(super) async fn freeze(
         }
         broken
     })?;
-    let (state, lead) = saved.complete(machine).await.map_err(NotFrozen::State)?;
+    let completed = saved.complete(machine, still.as_deref()).await;
+    let DeviceState { content: state, lead } = completed.map_err(NotFrozen::State)?;
     core.parent_is_now_a_clone(parent);
     let provenance = parent.provenance();
     provenance.goes_on(&engine);
@@ -148,7 +150,7 @@ async fn quiet(parent: &Vm, wanted: Wanted<'_>) -> Result<Quiet, Error> {
         true => Some(parent.link()?.prepare(fork, wanted.at_most(QUIESCE_TIMEOUT)).await?),
         false => None,
     };
-    Ok(Quiet::Briefly(Standstill { fork, held }))
+    Ok(Quiet::Briefly(Standstill { fork, held, ..Standstill::default() }))
 }
 
 /// How long a step took, for the reply; counted, too.

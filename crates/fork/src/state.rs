@@ -1,5 +1,5 @@
 //! The device state of a freeze: by QEMU's quick way where the lead of a migration's stream is
-//! known, else by a migration.
+//! known, else by a migration. All freezes of one pause have that of the first.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,6 +11,7 @@ use vmfork_qemu::qmp::{PreparedDevices, PreparedState, devices};
 
 pub use crate::error::StateError;
 use vmfork_host::vm::machine::{Lead, Machine};
+use vmfork_host::vm::{DeviceState, Standstill};
 
 /// How long QEMU may take to write 30 to 300 kB to memory.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -26,11 +27,22 @@ pub(super) struct Prepared {
 enum Way {
     Migration(PreparedState),
     Devices(PreparedDevices, Lead),
+    /// An earlier freeze of this pause saved it.
+    Kept(Option<Lead>),
 }
 
+/// `still`: what the VM is in, if it is paused.
+///
 /// # Errors
 /// QEMU refuses, or the host is out of memory or fds.
-pub(super) async fn prepare(machine: &Machine) -> Result<Prepared, StateError> {
+pub(super) async fn prepare(
+    machine: &Machine,
+    still: Option<&Standstill>,
+) -> Result<Prepared, StateError> {
+    if let Some(saved) = still.and_then(|still| still.saved.get()) {
+        let DeviceState { content, lead } = saved.try_clone()?;
+        return Ok(Prepared { file: content.into(), way: Way::Kept(lead) });
+    }
     let file = File::from(memory_file()?);
     if let Some(lead) = machine.lead() {
         match machine.qmp.prepare_devices(file.as_fd()).await {
@@ -49,7 +61,14 @@ pub(super) async fn prepare(machine: &Machine) -> Result<Prepared, StateError> {
 /// Saved, with the VM stopped; [`Saved::complete`] does what need not be in the pause.
 pub(super) struct Saved {
     file: File,
-    devices: Option<(PreparedDevices, Lead)>,
+    by: By,
+}
+
+/// How it was saved.
+enum By {
+    Migration,
+    Devices(PreparedDevices, Lead),
+    Before(Option<Lead>),
 }
 
 impl Prepared {
@@ -60,7 +79,7 @@ impl Prepared {
         match way {
             Way::Migration(prepared) => {
                 machine.qmp.migrate(prepared, STATE_TIMEOUT).await?;
-                Ok(Saved { file, devices: None })
+                Ok(Saved { file, by: By::Migration })
             }
             Way::Devices(prepared, lead) => {
                 if let Err(error) = machine.qmp.save_devices(&prepared, STATE_TIMEOUT).await {
@@ -68,38 +87,50 @@ impl Prepared {
                     machine.set_lead(None);
                     return Err(error.into());
                 }
-                Ok(Saved { file, devices: Some((prepared, lead)) })
+                Ok(Saved { file, by: By::Devices(prepared, lead) })
             }
+            Way::Kept(lead) => Ok(Saved { file, by: By::Before(lead) }),
         }
     }
 }
 
 impl Saved {
-    /// → what clones load, and the lead for their own forks.
+    /// → what clones load, and the lead for their own forks. Later freezes of the same pause
+    /// (`still`) get the same.
     ///
     /// # Errors
     /// What QEMU wrote makes no sense, or the host is out of memory.
     pub(super) async fn complete(
         self,
         machine: &Machine,
-    ) -> Result<(OwnedFd, Option<Lead>), StateError> {
-        let Some((prepared, lead)) = self.devices else {
-            if !machine.has_lead() {
-                let lead = devices::lead(&content(&self.file)?).map(Lead::from);
-                machine.set_lead(lead);
+        still: Option<&Standstill>,
+    ) -> Result<DeviceState, StateError> {
+        let done = match self.by {
+            By::Before(lead) => DeviceState { content: self.file.into(), lead },
+            By::Migration => {
+                if !machine.has_lead() {
+                    let lead = devices::lead(&content(&self.file)?).map(Lead::from);
+                    machine.set_lead(lead);
+                }
+                DeviceState { content: self.file.into(), lead: machine.lead() }
             }
-            return Ok((self.file.into(), machine.lead()));
+            By::Devices(prepared, lead) => {
+                machine.qmp.end_devices(prepared).await?;
+                let written = content(&self.file)?;
+                let Some(rest) = devices::rest(&written) else {
+                    machine.set_lead(None);
+                    return Err(StateError::Form);
+                };
+                let whole = File::from(memory_file()?);
+                whole.write_all_at(&lead, 0)?;
+                whole.write_all_at(rest, lead.len() as u64)?;
+                DeviceState { content: whole.into(), lead: Some(lead) }
+            }
         };
-        machine.qmp.end_devices(prepared).await?;
-        let written = content(&self.file)?;
-        let Some(rest) = devices::rest(&written) else {
-            machine.set_lead(None);
-            return Err(StateError::Form);
-        };
-        let whole = File::from(memory_file()?);
-        whole.write_all_at(&lead, 0)?;
-        whole.write_all_at(rest, lead.len() as u64)?;
-        Ok((whole.into(), Some(lead)))
+        if let Some(still) = still {
+            let _the_first_stands = still.saved.set(done.try_clone()?);
+        }
+        Ok(done)
     }
 }
 
@@ -138,4 +169,34 @@ fn content(file: &File) -> Result<Vec<u8>, StateError> {
 
 fn memory_file() -> Result<OwnedFd, std::io::Error> {
     Ok(rustix::fs::memfd_create("vmfork-state", MemfdFlags::CLOEXEC)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use vmfork_host::testing::Host;
+
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn later_freezes_of_a_pause_have_the_state_of_the_first_and_ask_qemu_nothing() {
+        let host = Host::start().await;
+        let machine = vmfork_host::testing::machine(&host.folder().join("fake")).await;
+        let still = Standstill::default();
+        let lead = Lead::from(b"QEVM".as_slice());
+        machine.set_lead(Some(Lead::clone(&lead)));
+        let first = Saved { file: write(b"first").expect("memory").into(), by: By::Migration };
+        first.complete(&machine, Some(&still)).await.expect("saved");
+        // From now on each question to QEMU fails.
+        machine.process.kill();
+        machine.process.exit().await;
+        machine.set_lead(None);
+        for _ in 0..2 {
+            let prepared = prepare(&machine, Some(&still)).await.expect("kept");
+            let saved = prepared.save(&machine).await.expect("kept");
+            let done = saved.complete(&machine, Some(&still)).await.expect("kept");
+            assert_eq!(read(&done.content).expect("readable"), b"first");
+            assert_eq!(done.lead.as_ref(), Some(&lead));
+        }
+        assert!(prepare(&machine, Some(&Standstill::default())).await.is_err(), "another pause");
+    }
 }

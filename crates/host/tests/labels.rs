@@ -5,7 +5,7 @@ use vmfork_api::labels::{LABELS_MAX, match_all};
 use vmfork_api::{LabelFilter, Labels};
 
 fn pairs(most: usize) -> impl Strategy<Value = std::collections::BTreeMap<String, String>> {
-    let value = "[^\\x00-\\x1f\\x7f]{0,20}";
+    let value = "[^\\x00-\\x1f\\x7f-\\x9f]{0,20}";
     proptest::collection::btree_map("[A-Za-z0-9][A-Za-z0-9._/-]{0,62}", value, 0..=most)
 }
 

@@ -74,9 +74,10 @@ pub async fn create(
         let (library, vm) = (Arc::clone(library), Arc::clone(&vm));
         let order = Order { request, id, table, facts, base, frozen };
         blocking(move || {
-            let outcome = write(&library, &vm, order, &placed.under_way);
             let tell = Tell { vm: Some(vm.identity.in_event()), ..library.tell() };
-            placed.ends(outcome.as_ref().err(), &tell);
+            tell.stored_by(&placed.under_way.work);
+            let outcome = write(&library, &vm, order, &placed.under_way);
+            placed.ends(outcome.as_ref().err());
             outcome.map(drop)
         })
     };

@@ -17,7 +17,6 @@ use vmfork_store::{SnapshotId, StoreError};
 
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
-use crate::tell::Tell;
 use crate::under_way::{Doing, UnderWay};
 
 /// A name that no other snapshot gets.
@@ -30,16 +29,10 @@ pub(super) struct Placed {
 
 impl Placed {
     /// It is in the store, or never will be. What failed after it was listed stays to be seen.
-    /// Readers of events are told what came into the store.
-    pub(super) fn ends(mut self, error: Option<&SnapshotError>, tell: &Tell<'_>) {
+    pub(super) fn ends(mut self, error: Option<&SnapshotError>) {
         self.is_stored = error.is_none();
-        {
-            // A caller that finds it in the store, or removes it, does so after it was told.
-            let mut all = self.snapshots.under_way();
-            if self.is_stored {
-                self.unlist(&mut all);
-            }
-            tell.stored(&self.under_way.work);
+        if self.is_stored {
+            self.unlist(&mut self.snapshots.under_way());
         }
         let Some(error) = error.filter(|error| !error.is_cancelled()) else { return };
         if self.under_way.listed().is_some() {

@@ -51,7 +51,7 @@ pub(super) struct Subject {
 }
 
 /// Watch what a VM touches from now on, until hardly anything is new, it has ended, or it is
-/// frozen. → what it touched; `None`: nothing can be told.
+/// frozen or paused. → what it touched; `None`: nothing can be told.
 pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Option<Recording> {
     let began = Instant::now();
     let view = machine.view_id();
@@ -73,16 +73,22 @@ pub(super) async fn record(vm: &Vm, machine: &Machine, subject: &Subject) -> Opt
             break;
         }
         recorder.observe(began.elapsed(), touched);
+        // Its next looks would find nothing new, and the working set complete.
+        if vm.pause.is_paused() {
+            break;
+        }
     }
     Some(recorder.finish())
 }
 
 /// Record a VM in the background, and learn from it, unless others of its snapshot are being
-/// recorded.
+/// recorded. One that is paused is recorded after its pause.
 pub(super) fn start(library: &Arc<Library>, vm: &Arc<Vm>, subject: Subject) {
-    let Some(turn) = library.snapshots.may_record(subject.id) else { return };
     let (weak, vm) = (Arc::downgrade(library), Arc::clone(vm));
     tokio::spawn(async move {
+        vm.pause.over().await;
+        let may_record = |library: Arc<Library>| library.snapshots.may_record(subject.id);
+        let Some(turn) = weak.upgrade().and_then(may_record) else { return };
         let recording = {
             // Held no longer than the VM lives: it is dropped with its end.
             let Some(machine) = vm.machine() else { return };

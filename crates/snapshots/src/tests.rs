@@ -2,8 +2,8 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -105,7 +105,7 @@ async fn what_a_write_leaves_that_failed_is_freed() {
     let failed = library.snapshots.store.create(draft("warm", None), &full, &work);
     let failed = SnapshotError::from(failed.expect_err("no space"));
     assert_eq!(chunks(library), 2);
-    placed.ends(Some(&failed), &library.tell());
+    placed.ends(Some(&failed));
     let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
     assert!(listed.reason.is_some_and(|reason| reason.contains("read pages")));
@@ -140,7 +140,7 @@ async fn a_writer_that_panics_leaves_its_name_to_others() {
     let listed = library.snapshots.listed(&library.core, "warm").expect("listed");
     assert_eq!(listed.state, SnapshotState::Failed);
     library.snapshots.check_written("warm").expect("not being written");
-    taken(library, "warm").ends(None, &library.tell());
+    taken(library, "warm").ends(None);
     assert!(library.snapshots.under_way().is_empty());
 }
 
@@ -156,7 +156,7 @@ async fn a_name_is_had_by_one_at_a_time() {
     }
     // One that failed may be replaced, and its end does not end the next.
     let error = SnapshotError::from(StoreError::Busy { name: "x".to_owned() });
-    placed.ends(Some(&error), &library.tell());
+    placed.ends(Some(&error));
     let next = taken(library, "warm");
     let other = library.snapshots.place("cold", Doing::Import).expect("free");
     put(library, &library.snapshots.store, "warm", 1);
@@ -186,7 +186,7 @@ async fn a_write_is_given_up_by_rm() {
             };
             let outcome = library.snapshots.store.create(draft("warm", None), &slow, &work);
             let outcome = outcome.map_err(SnapshotError::from);
-            placed.ends(outcome.as_ref().err(), &library.tell());
+            placed.ends(outcome.as_ref().err());
             outcome
         })
     };
@@ -285,9 +285,10 @@ fn told(library: &Library) -> Vec<String> {
 fn written(library: &Library, name: &str, read: &ReadImages<'_>) {
     let placed = taken(library, name);
     let work = Arc::clone(&placed.under_way.work);
+    library.tell().stored_by(&work);
     let outcome = library.snapshots.store.create(draft(name, None), read, &work);
     let outcome = outcome.map_err(SnapshotError::from);
-    placed.ends(outcome.as_ref().err(), &library.tell());
+    placed.ends(outcome.as_ref().err());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -312,4 +313,22 @@ async fn readers_are_told_of_each_snapshot_that_comes_and_goes_once() {
     keep::remove(library, "warm", false).await.expect("removed");
     keep::remove(library, "warm", false).await.expect_err("gone");
     assert_eq!(told(library), ["+warm", "+cold", "-warm"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_snapshot_is_told_before_it_can_be_removed_and_a_base_before_its_delta_comes() {
+    let host = Host::start().await;
+    let library = &library(&host);
+    let (folder, _store) = elsewhere(library);
+    let other = Store::folder(folder.path()).expect("made");
+    let (work, found) = (library.snapshots.work(), Arc::new(Mutex::new(Vec::new())));
+    let (store, seen) = (library.snapshots.store.clone(), Arc::clone(&found));
+    work.on_stored(move |name| {
+        let is_busy = matches!(store.remove(name, true), Err(StoreError::Busy { .. }));
+        let has_delta = store.descriptor("warm").is_ok();
+        seen.lock().expect("lock").push((name.to_owned(), is_busy, has_delta));
+    });
+    library.snapshots.store.adopt_from("warm", &other, "elsewhere", &work).expect("adopted");
+    let expected = [("base".to_owned(), true, false), ("warm".to_owned(), true, true)];
+    assert_eq!(*found.lock().expect("lock"), expected);
 }

@@ -120,6 +120,7 @@ pub async fn import(
         None => library.snapshots.work(),
     };
     let _on_drop = CancelOnDrop(Arc::clone(&work));
+    library.tell().stored_by(&work);
     let stored = {
         let library = Arc::clone(library);
         let peer = Peer { runtime: library.snapshots.runtime.clone(), work: Arc::clone(&work) };
@@ -130,9 +131,8 @@ pub async fn import(
             if outcome.is_err() {
                 library.snapshots.collector.soon();
             }
-            match placed {
-                Some(placed) => placed.ends(outcome.as_ref().err(), &library.tell()),
-                None => library.tell().stored(&work),
+            if let Some(placed) = placed {
+                placed.ends(outcome.as_ref().err());
             }
             outcome
         })
@@ -261,17 +261,15 @@ fn adopt(
         let ids: Vec<_> = missing.map(|stored| stored.descriptor().id).collect();
         Ok::<_, SnapshotError>((remote, here, ids))
     };
-    let begun = begin().inspect_err(|_| {
-        // The bases may be here.
-        library.tell().stored(&placed.under_way.work);
-    });
-    let (remote, here, ids) = begun?;
+    // Of the bases, too, also if the rest fails.
+    library.tell().stored_by(&placed.under_way.work);
+    let (remote, here, ids) = begin()?;
     // That it is here under another name is fine, as long as this one means no other.
     if here != name && snapshots.store.descriptor(name).is_ok() {
         return Err(SnapshotError::HereAs { here, name: name.to_owned() });
     }
     let pulling = (!ids.is_empty())
         .then(|| snapshots.pull_begins(&here, ids).map(|pulling| (pulling, remote)));
-    placed.ends(None, &library.tell());
+    placed.ends(None);
     Ok(Adopted { name: here, pulling })
 }

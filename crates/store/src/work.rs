@@ -1,5 +1,7 @@
 //! Doing many things of a kind with a few threads.
 
+use std::fmt;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
@@ -18,8 +20,19 @@ pub struct Work {
     pub done_bytes: AtomicU64,
     /// Of how many; set once it is known.
     pub total_bytes: AtomicU64,
-    /// The names of the snapshots that are new in the store, in the order in which they came.
-    stored: Mutex<Vec<String>>,
+    stored: OnStored,
+}
+
+/// What [`Work::on_stored`] was given.
+#[derive(Default)]
+struct OnStored(OnceLock<Call>);
+
+type Call = Box<dyn Fn(&str) + Send + Sync>;
+
+impl fmt::Debug for OnStored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnStored").finish_non_exhaustive()
+    }
 }
 
 impl Default for Work {
@@ -36,18 +49,23 @@ impl Work {
             cancelled: AtomicBool::new(false),
             done_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
-            stored: Mutex::default(),
+            stored: OnStored::default(),
         }
     }
 
-    /// The names of the snapshots that this work has put into the store and that were not asked for
-    /// before, the bases first. Also when it failed half-way.
-    pub fn take_stored(&self) -> Vec<String> {
-        std::mem::take(&mut *self.stored.lock())
+    /// Has `call` called with the name of each snapshot that this work puts into the store, the
+    /// bases first. At that time it can be opened, and cannot be removed yet. A second call of this
+    /// has no effect.
+    pub fn on_stored(&self, call: impl Fn(&str) + Send + Sync + 'static) {
+        let _the_first_stands = self.stored.0.set(Box::new(call));
     }
 
+    /// A snapshot is new in the store. Call it while the snapshot's `Writing` lives, which keeps it
+    /// from being removed.
     pub(crate) fn has_stored(&self, name: &str) {
-        self.stored.lock().push(name.to_owned());
+        if let Some(call) = self.stored.0.get() {
+            call(name);
+        }
     }
 
     pub(crate) fn check(&self) -> Result<(), StoreError> {

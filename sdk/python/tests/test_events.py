@@ -96,6 +96,19 @@ def test_what_the_daemon_refuses_is_raised(
         next(iter(client.events(after="x")))
 
 
+def test_a_reader_that_had_a_place_waits_for_one(
+    transport: httpx.MockTransport, daemon: FakeDaemon
+) -> None:
+    full = error(507, "no_capacity", "read the events", cause="256 streams of events are open")
+    daemon.canned = [full]
+    with vmfork.Client(transport=transport) as client, pytest.raises(vmfork.NoCapacity):
+        next(iter(client.events()))
+    daemon.canned = [stream(started(1, "a")), full, full, stream(started(2, "b"))]
+    with vmfork.Client(transport=transport) as client:
+        events = itertools.islice(client.events(), 2)
+        assert [one.vm.name for one in events if one.vm is not None] == ["a", "b"]
+
+
 def test_no_daemon_is_told_at_once(tmp_path: Path) -> None:
     with vmfork.Client(socket=tmp_path / "none") as client:
         with pytest.raises(vmfork.ConnectionFailed):
@@ -117,3 +130,19 @@ def test_a_daemon_that_stays_away_is_told_after_a_minute() -> None:
     assert 60 < now < 70
     assert pauses[1] == 2 * pauses[0]
     assert max(pauses) == _event_protocol.PAUSE_LAST_S
+
+
+def test_a_consumer_that_takes_long_over_an_event_does_not_count_as_a_daemon_that_stays_away() -> (
+    None
+):
+    now = 0.0
+    reader = EventReader(after=None, kinds=(), vm=None, follow=True, clock=lambda: now)
+    lost = vmfork.ConnectionFailed("events: no daemon answers")
+    for seq in (1, 2):
+        for _ in reader.feed(started(seq, "a")):
+            now += 90
+        # Meanwhile the daemon has closed the stream, and is then started again.
+        for _ in range(3):
+            pause = reader.pause_after(lost)
+            assert pause is not None
+            now += pause + 15

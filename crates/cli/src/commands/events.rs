@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use hyper::Method;
 use serde_json::Value;
-use vmfork_api::{Event, GapCause, Happening};
+use vmfork_api::{ErrorCode, Event, GapCause, Happening};
 
 use crate::client::{Client, QUICK, Query, empty};
 use crate::config::{EventsConfig, Global};
@@ -34,39 +34,77 @@ const BLOCK_BYTES_MAX: usize = 16 << 20;
 
 pub(super) async fn run(global: &Global, config: EventsConfig) -> anyhow::Result<Exit> {
     ensure(global).await?;
-    let mut reader = Reader { global, config, heard: Instant::now() };
-    let (mut pause, mut has_begun) = (PAUSE_FIRST, false);
+    let mut reader = Reader { global, config, contact: Contact::default() };
+    let mut has_begun = false;
     loop {
-        let before = reader.heard;
         let lost = match reader.read().await {
             Ok(()) if !reader.config.follow => return Ok(Exit::Done),
             Ok(()) => anyhow!("the daemon has ended"),
+            Err(error) if is_stdout_closed(&error) => return Err(error),
             // What it refuses, it refuses again.
-            Err(error) if is_stdout_closed(&error) || error.is::<ApiError>() => return Err(error),
-            Err(error) if !has_begun && reader.heard == before => return Err(error),
+            Err(error) if error.is::<ApiError>() && !reader.contact.may_return(&error) => {
+                return Err(error);
+            }
+            Err(error) if !has_begun && !reader.contact.has_heard => return Err(error),
             Err(error) => error,
         };
-        if reader.heard > before {
-            pause = PAUSE_FIRST;
-        }
-        if reader.heard.elapsed() > RECONNECT_BOUND {
+        let Some(pause) = reader.contact.lost(Instant::now()) else {
+            if lost.is::<ApiError>() {
+                return Err(lost);
+            }
             let seconds = RECONNECT_BOUND.as_secs();
             return Err(lost)
                 .context(format!("no daemon answers for {seconds} s"))
                 .hint(format!("continue with `vmfork events{}`", reader.config.resume()));
-        }
+        };
         has_begun = true;
         reader.global.printer.detail(&format!("connecting again: {lost:#}"));
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_LAST);
+    }
+}
+
+/// When the daemon was lost, and how long to wait for it.
+#[derive(Debug)]
+struct Contact {
+    /// Whether it has ever sent something.
+    has_heard: bool,
+    /// When a connection was lost since the daemon last sent something.
+    lost_since: Option<Instant>,
+    pause: Duration,
+}
+
+impl Default for Contact {
+    fn default() -> Self {
+        Self { has_heard: false, lost_since: None, pause: PAUSE_FIRST }
+    }
+}
+
+impl Contact {
+    fn heard(&mut self) {
+        *self = Self { has_heard: true, ..Self::default() };
+    }
+
+    /// Whether the daemon may take this reader again, which it has refused: the reader's lost
+    /// connection still has a place until the daemon finds out.
+    fn may_return(&self, error: &anyhow::Error) -> bool {
+        let refused = error.downcast_ref::<ApiError>();
+        self.has_heard && refused.is_some_and(|error| error.0.code == ErrorCode::NoCapacity)
+    }
+
+    /// A connection was lost. → how long to wait for the next; `None`: it has been too long. The
+    /// time since the last byte does not count: printing may have taken most of it.
+    fn lost(&mut self, now: Instant) -> Option<Duration> {
+        let since = *self.lost_since.get_or_insert(now);
+        let pause = self.pause;
+        self.pause = (pause * 2).min(PAUSE_LAST);
+        (now.duration_since(since) <= RECONNECT_BOUND).then_some(pause)
     }
 }
 
 struct Reader<'a> {
     global: &'a Global,
     config: EventsConfig,
-    /// When the daemon last sent something.
-    heard: Instant,
+    contact: Contact,
 }
 
 impl Reader<'_> {
@@ -77,7 +115,7 @@ impl Reader<'_> {
         let mut answer = client.send(Method::GET, &query, empty(), QUICK).await?;
         let mut blocks = Blocks::default();
         while let Some(chunk) = answer.chunk(Some(SILENCE)).await.context("read the events")? {
-            self.heard = Instant::now();
+            self.contact.heard();
             blocks.push(&chunk)?;
             while let Some(block) = blocks.next()? {
                 if let Some(data) = &block.data {
@@ -160,6 +198,9 @@ fn line(event: &Event) -> String {
         }
         Happening::VmReady { vm, ready_ms } => {
             (vm.name.as_str(), format!("after {}", millis(*ready_ms)))
+        }
+        Happening::VmPaused { vm } | Happening::VmResumed { vm } => {
+            (vm.name.as_str(), String::new())
         }
         Happening::VmEnded { vm, state, reason, .. } => {
             (vm.name.as_str(), format!("{}: {reason}", state_word(*state)))
@@ -253,6 +294,36 @@ mod tests {
     }
 
     #[test]
+    fn a_minute_without_a_daemon_is_counted_from_the_loss() {
+        let (mut now, mut contact) = (Instant::now(), Contact::default());
+        for _ in 0..2 {
+            contact.heard();
+            // Printing takes long, and meanwhile the daemon closes the stream.
+            now += Duration::from_secs(90);
+            assert_eq!(contact.lost(now), Some(PAUSE_FIRST));
+        }
+        let lost = now;
+        let mut pauses = vec![PAUSE_FIRST];
+        while let Some(pause) = contact.lost(now) {
+            pauses.push(pause);
+            now += pause;
+        }
+        assert!(now - lost > RECONNECT_BOUND && now - lost < RECONNECT_BOUND + 2 * PAUSE_LAST);
+        assert_eq!((pauses.get(1), pauses.last()), (Some(&(2 * PAUSE_FIRST)), Some(&PAUSE_LAST)));
+    }
+
+    #[test]
+    fn only_a_reader_that_had_a_place_waits_for_one() {
+        let error = |code| anyhow::Error::new(ApiError(vmfork_api::ErrorBody::new(code, "read")));
+        let mut contact = Contact::default();
+        assert!(!contact.may_return(&error(ErrorCode::NoCapacity)));
+        contact.heard();
+        assert!(contact.may_return(&error(ErrorCode::NoCapacity)));
+        assert!(!contact.may_return(&error(ErrorCode::BadRequest)));
+        assert!(!contact.may_return(&anyhow!("it ended")));
+    }
+
+    #[test]
     fn a_line_says_when_what_and_of_what() {
         let event = |what: &str| {
             let json = format!(r#"{{"cursor": "x", "time_unix_ms": 1764055799123, {what}}}"#);
@@ -264,6 +335,10 @@ mod tests {
                 r#""kind": "vm.ended", {vm}, "state": "failed", "reason": "out\u001b of memory", "end": "out_of_memory""#
             )),
             "2025-11-25T07:29:59.123Z  vm.ended          web  failed: out\u{fffd} of memory"
+        );
+        assert_eq!(
+            event(&format!(r#""kind": "vm.paused", {vm}"#)),
+            "2025-11-25T07:29:59.123Z  vm.paused         web"
         );
         assert_eq!(
             event(&format!(

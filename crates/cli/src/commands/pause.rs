@@ -10,8 +10,9 @@ use crate::config::Global;
 use crate::failure::Exit;
 use crate::start::reach;
 
-/// How long the daemon may take: a pause waits for a freeze in progress, and for the agent.
-const BOUND: Duration = Duration::from_secs(90);
+/// How long the daemon may take. It waits at most 60 s for a freeze in progress. Then it waits at
+/// most 10 s each for the agent, the stop, and the continuation after a failed stop.
+const BOUND: Duration = Duration::from_secs(105);
 
 pub(super) async fn pause(global: &Global, vms: Vec<String>) -> anyhow::Result<Exit> {
     run(global, vms, "pause", "Paused").await

@@ -193,7 +193,7 @@ impl Control for Hub {
     fn pause<'a>(&'a self, vm: &'a str) -> Answer<'a, vmfork_api::Vm> {
         async move {
             let vm = self.core.registry.find("pause", vm)?;
-            vmfork_fork::pause(&vm).await?;
+            vmfork_fork::pause(&self.core, &vm).await?;
             Ok(self.core.summary(&vm, false))
         }
         .boxed()
@@ -202,7 +202,7 @@ impl Control for Hub {
     fn resume<'a>(&'a self, vm: &'a str) -> Answer<'a, vmfork_api::Vm> {
         async move {
             let vm = self.core.registry.find("resume", vm)?;
-            vmfork_fork::resume(&vm).await?;
+            vmfork_fork::resume(&self.core, &vm).await?;
             Ok(self.core.summary(&vm, false))
         }
         .boxed()

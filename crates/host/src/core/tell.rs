@@ -4,15 +4,31 @@ use vmfork_api::{EventClone, ForkReply, Happening};
 use vmfork_guest_link::agent::AgentInfo;
 
 use super::Core;
-use crate::vm::{End, Step, Vm};
+use crate::vm::{End, Standstill, Step, Vm};
 
 impl Core {
     /// A VM's agent has answered, or it has none and its start is over.
     pub fn set_ready(&self, vm: &Vm, agent: Option<AgentInfo>) {
-        let ready = vm.set_ready(agent);
+        // In one: what a ready VM is asked to do is told later.
         vm.told.step(Step::Ready, || {
-            let ready_ms = crate::metrics::ms(ready);
+            let ready_ms = crate::metrics::ms(vm.set_ready(agent));
             self.events.tell(Happening::VmReady { vm: vm.identity.in_event(), ready_ms });
+        });
+    }
+
+    /// A VM's vCPUs stand still because a client asked for it.
+    pub fn pause_begins(&self, vm: &Vm, still: Standstill) {
+        vm.told.between(|| {
+            vm.pause.begin(still);
+            self.events.tell(Happening::VmPaused { vm: vm.identity.in_event() });
+        });
+    }
+
+    /// A VM's vCPUs run again because a client asked for it.
+    pub fn pause_ends(&self, vm: &Vm) {
+        vm.told.between(|| {
+            vm.pause.end();
+            self.events.tell(Happening::VmResumed { vm: vm.identity.in_event() });
         });
     }
 
@@ -102,6 +118,25 @@ mod tests {
         assert_eq!((&of.id, &of.name), (&vm.identity.id, &vm.identity.name));
         assert_eq!((*state, *end), (VmState::Failed, VmEnd::OutOfMemory));
         assert_eq!(reason, "out of memory");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn pauses_are_told_before_the_end_and_not_after_it() {
+        let host = Host::start().await;
+        let vm = host.vm("web", None);
+        host.core.set_ready(&vm, None);
+        host.core.pause_begins(&vm, Standstill::default());
+        assert!(vm.pause.is_paused());
+        host.core.pause_ends(&vm);
+        assert!(!vm.pause.is_paused());
+        host.core.pause_begins(&vm, Standstill::default());
+        host.core.end(&vm, End::killed("killed on request"));
+        host.core.pause_ends(&vm);
+        host.core.pause_begins(&vm, Standstill::default());
+        assert!(!vm.pause.is_paused(), "it has ended");
+        use EventKind::{VmEnded, VmPaused, VmReady, VmResumed, VmStarted};
+        let kinds: Vec<_> = told(&host).iter().map(Happening::kind).collect();
+        assert_eq!(kinds, [VmStarted, VmReady, VmPaused, VmResumed, VmPaused, VmEnded]);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

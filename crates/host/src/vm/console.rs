@@ -21,8 +21,9 @@ const READ_BYTES: usize = 16 << 10;
 pub struct Console {
     input: mpsc::Sender<Bytes>,
     output: broadcast::Sender<Bytes>,
-    /// While true, what is typed waits: nothing may reach QEMU during a freeze.
-    held: watch::Sender<bool>,
+    /// How many hold it. While any does, what is typed waits: nothing may reach QEMU during a
+    /// freeze or a pause.
+    holds: watch::Sender<usize>,
 }
 
 impl Console {
@@ -36,7 +37,7 @@ impl Console {
         let (mut reader, mut writer) = UnixStream::from_std(stream)?.into_split();
         let (input, mut input_rx) = mpsc::channel::<Bytes>(INPUT_PIECES);
         let (output, _) = broadcast::channel(OUTPUT_PIECES);
-        let (held, mut held_rx) = watch::channel(false);
+        let (holds, mut holds_rx) = watch::channel(0);
         let to_onlookers = output.clone();
         tokio::spawn(async move {
             let mut buffer = vec![0; READ_BYTES];
@@ -51,20 +52,20 @@ impl Console {
         });
         tokio::spawn(async move {
             while let Some(piece) = input_rx.recv().await {
-                if held_rx.wait_for(|held| !held).await.is_err()
+                if holds_rx.wait_for(|holds| *holds == 0).await.is_err()
                     || writer.write_all(&piece).await.is_err()
                 {
                     return;
                 }
             }
         });
-        Ok(Self { input, output, held })
+        Ok(Self { input, output, holds })
     }
 
-    /// Hold back what is typed, until the result is dropped.
-    pub fn hold(&self) -> HeldConsole<'_> {
-        self.held.send_replace(true);
-        HeldConsole { console: self }
+    /// Hold back what is typed, until this result and all others are dropped.
+    pub fn hold(&self) -> HeldConsole {
+        self.holds.send_modify(|holds| *holds += 1);
+        HeldConsole { holds: self.holds.clone() }
     }
 
     /// Look on, and type.
@@ -90,12 +91,39 @@ impl Console {
 
 /// While it lives, nothing that is typed reaches QEMU.
 #[derive(Debug)]
-pub struct HeldConsole<'a> {
-    console: &'a Console,
+pub struct HeldConsole {
+    holds: watch::Sender<usize>,
 }
 
-impl Drop for HeldConsole<'_> {
+impl Drop for HeldConsole {
     fn drop(&mut self) {
-        self.console.held.send_replace(false);
+        self.holds.send_modify(|holds| *holds -= 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::testing::SOON;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_is_typed_waits_until_the_last_hold_ends() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (ours, mut qemus) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let log = Log::create(folder.path()).expect("log");
+        let console = Console::start(ours.into(), log).expect("started");
+        let (pause, freeze) = (console.hold(), console.hold());
+        console.attach().input.send(Bytes::from_static(b"x")).await.expect("room");
+        drop(freeze);
+        let mut typed = [0];
+        qemus.set_read_timeout(Some(Duration::from_millis(50))).expect("set");
+        qemus.read(&mut typed).expect_err("the pause goes on");
+        drop(pause);
+        qemus.set_read_timeout(Some(SOON)).expect("set");
+        tokio::task::block_in_place(|| qemus.read_exact(&mut typed)).expect("typed");
+        assert_eq!(&typed, b"x");
     }
 }

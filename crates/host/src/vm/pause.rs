@@ -1,17 +1,46 @@
 //! Whether a VM's vCPUs stand still because a client asked for it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tokio::sync::watch;
 use vmfork_guest_link::agent::Held;
 
+use super::console::HeldConsole;
+use super::machine::Lead;
+
 /// What a paused VM is in. Forks of it continue this instant.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Standstill {
     /// The number by which the guest's agent knows the forks of this instant.
     pub fork: u64,
     /// The agent, silent. `None`: there is none, or it did not fall silent.
     pub held: Option<Held>,
+    /// What is typed would become device state, and forks of this instant would differ.
+    pub console: Option<HeldConsole>,
+    /// What the first freeze of this instant saved. The later ones need not ask QEMU, which can do
+    /// only one migration between two `cont`.
+    pub saved: OnceLock<DeviceState>,
+}
+
+/// The device state of an instant.
+#[derive(Debug)]
+pub struct DeviceState {
+    /// As QEMU reads it, in memory.
+    pub content: OwnedFd,
+    /// What the stream of each clone's own state begins with, too.
+    pub lead: Option<Lead>,
+}
+
+impl DeviceState {
+    /// The same content by another fd.
+    ///
+    /// # Errors
+    /// The host is out of fds.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { content: self.content.try_clone()?, lead: self.lead.clone() })
+    }
 }
 
 /// A VM's pause. It changes only while the VM's `forking` is locked, and when the VM ends.

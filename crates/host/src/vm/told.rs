@@ -30,6 +30,15 @@ impl ToldOf {
             tell();
         }
     }
+
+    /// Calls `tell` if readers know that it is ready, and not that it has ended. No step is told
+    /// meanwhile. May be called any number of times.
+    pub(crate) fn between(&self, tell: impl FnOnce()) {
+        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last == Step::Ready {
+            tell();
+        }
+    }
 }
 
 impl Identity {
@@ -72,5 +81,16 @@ mod tests {
             tell(step);
         }
         assert_eq!(*steps.lock().expect("lock"), [Step::Started, Step::Ended]);
+    }
+
+    #[test]
+    fn what_is_told_in_between_comes_after_the_ready_and_before_the_end() {
+        let (told, mut times) = (ToldOf::default(), 0);
+        for (step, expected) in [(Step::Started, 0), (Step::Ready, 2), (Step::Ended, 2)] {
+            told.step(step, || ());
+            told.between(|| times += 1);
+            told.between(|| times += 1);
+            assert_eq!(times, expected, "{step:?}");
+        }
     }
 }

@@ -31,7 +31,8 @@ use vmfork_api::{ErrorBody, ErrorCode, EventFilter, EventKind};
 use vmfork_control::{Cursor, Events};
 
 use super::error::{ApiError, bad_request};
-use super::extract::{Params, switch};
+use super::extract::{OverTcp, Params, switch};
+use super::listen::{Socket, Watched};
 use super::{App, check, stopped};
 
 /// Streams at a time, so that readers of events leave connections for other requests.
@@ -88,6 +89,7 @@ fn yes() -> bool {
 pub(super) async fn events(
     State(app): State<App>,
     headers: HeaderMap,
+    OverTcp(socket): OverTcp,
     Params(params): Params<EventParams>,
 ) -> Result<Response, ApiError> {
     let events = app.control.events();
@@ -99,7 +101,9 @@ pub(super) async fn events(
             .remedy("close some; one stream can serve any number of filters")
     })?;
     let until = (!params.follow).then(|| events.newest());
-    let stream = Stream { events, filter, after, until, has_begun: false, _place: place };
+    let watched = socket.map(Socket::watch);
+    let stream =
+        Stream { events, filter, after, until, has_begun: false, _watched: watched, _place: place };
     let mut stop = app.stop.clone();
     let chunks = stream::unfold(stream, |mut stream| async move {
         let chunk = stream.next().await?;
@@ -162,6 +166,8 @@ struct Stream {
     /// Where it ends, if it does not follow.
     until: Option<Cursor>,
     has_begun: bool,
+    /// A client that vanished gives its place back.
+    _watched: Option<Watched>,
     _place: OwnedSemaphorePermit,
 }
 

@@ -15,6 +15,7 @@ use vmfork_api::LabelFilter;
 use super::check;
 use super::document::Document;
 use super::error::{ApiError, bad_request};
+use super::listen::Socket;
 use vmfork_control::User;
 
 /// A JSON body. An empty one is an error.
@@ -35,6 +36,18 @@ impl<S: Send + Sync> FromRequestParts<S> for By {
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
         // Other hosts' daemons run as root.
         Ok(Self(parts.extensions.get().copied().unwrap_or(User::Uid(0))))
+    }
+}
+
+/// The socket, if the request came over TCP.
+#[derive(Debug)]
+pub(super) struct OverTcp(pub(super) Option<Socket>);
+
+impl<S: Send + Sync> FromRequestParts<S> for OverTcp {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(parts.extensions.get().cloned()))
     }
 }
 

@@ -230,6 +230,47 @@ fn listen_again(socket: OwnedFd) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// A stream of events ends when its client has acknowledged nothing for this long. Keep-alive sends
+/// no probes while data is unacknowledged, and the kernel's own bound is 15 minutes.
+const UNHEARD_MAX: Duration = Duration::from_secs(60);
+
+/// The socket of a TCP connection, beside its stream. The connection owns both, and ends both.
+#[derive(Debug, Clone)]
+pub(super) struct Socket(Arc<OwnedFd>);
+
+impl Socket {
+    /// `None`: the host is out of fds.
+    pub(super) fn of(stream: &TcpStream) -> Option<Self> {
+        stream.as_fd().try_clone_to_owned().map(|fd| Self(Arc::new(fd))).ok()
+    }
+
+    /// Until the result is dropped, the connection breaks if its client has acknowledged nothing
+    /// for [`UNHEARD_MAX`]. This includes a client that does not read: only for clients that
+    /// connect again.
+    pub(super) fn watch(self) -> Watched {
+        self.set(UNHEARD_MAX);
+        Watched(self)
+    }
+
+    fn set(&self, bound: Duration) {
+        let ms = u32::try_from(bound.as_millis()).unwrap_or(u32::MAX);
+        if let Err(error) = sockopt::set_tcp_user_timeout(&self.0, ms) {
+            tracing::debug!("bound the silence of a connection: {error}");
+        }
+    }
+}
+
+/// While it lives, a client that vanished is found out soon.
+#[derive(Debug)]
+pub(super) struct Watched(Socket);
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // The kernel's own.
+        self.0.set(Duration::ZERO);
+    }
+}
+
 /// Find out within about a minute that a client's machine is gone. A client that merely does not
 /// read is not gone: its kernel answers for it.
 pub fn keep_alive(stream: &TcpStream) {
@@ -242,5 +283,23 @@ pub fn keep_alive(stream: &TcpStream) {
     };
     if let Err(error) = set() {
         tracing::debug!("set keep-alive on a connection: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_silence_of_a_client_is_bounded_while_it_is_watched() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
+        let client = TcpStream::connect(listener.local_addr().expect("bound"));
+        let (client, accepted) = tokio::join!(client, listener.accept());
+        let (_client, (stream, _)) = (client.expect("connected"), accepted.expect("accepted"));
+        let bound = || sockopt::tcp_user_timeout(&stream).expect("told");
+        let watched = Socket::of(&stream).expect("an fd").watch();
+        assert_eq!(bound(), 60_000);
+        drop(watched);
+        assert_eq!(bound(), 0);
     }
 }

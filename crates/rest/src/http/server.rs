@@ -17,7 +17,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::listen::{Listeners, keep_alive};
+use super::listen::{Listeners, Socket, keep_alive};
 use super::{App, router, router_with_token, stopped};
 use vmfork_control::User;
 
@@ -51,24 +51,25 @@ pub async fn serve(listeners: Listeners, app: App, stop: watch::Receiver<bool>) 
 trait Accept {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
     /// A connection, and whose it is.
-    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)>;
+    async fn next(&self) -> std::io::Result<(Self::Stream, Peer)>;
 }
 
 impl Accept for UnixListener {
     type Stream = tokio::net::UnixStream;
-    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)> {
+    async fn next(&self) -> std::io::Result<(Self::Stream, Peer)> {
         let (stream, _) = self.accept().await?;
         let user = stream.peer_cred().ok().map(|peer| User::Uid(peer.uid()));
-        Ok((stream, user))
+        Ok((stream, Peer { user, socket: None }))
     }
 }
 
 impl Accept for TcpListener {
     type Stream = tokio::net::TcpStream;
-    async fn next(&self) -> std::io::Result<(Self::Stream, Option<User>)> {
+    async fn next(&self) -> std::io::Result<(Self::Stream, Peer)> {
         let (stream, _) = self.accept().await?;
         keep_alive(&stream);
-        Ok((stream, Some(User::Token)))
+        let socket = Socket::of(&stream);
+        Ok((stream, Peer { user: Some(User::Token), socket }))
     }
 }
 
@@ -89,7 +90,7 @@ async fn accept<L: Accept>(
             Some(_) = connections.join_next() => continue,
             () = stopped(&mut stop) => break,
         };
-        let (stream, user) = match stream {
+        let (stream, peer) = match stream {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::warn!("can't accept a connection: {error}");
@@ -99,7 +100,7 @@ async fn accept<L: Accept>(
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(async move {
-            connection(stream, user, router, stop).await;
+            serve_one(stream, peer, router, stop).await;
             drop(place);
         });
     }
@@ -112,14 +113,32 @@ pub async fn connection<S>(
     stream: S,
     user: Option<User>,
     router: Router,
-    mut stop: watch::Receiver<bool>,
+    stop: watch::Receiver<bool>,
 ) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    serve_one(stream, Peer { user, socket: None }, router, stop).await;
+}
+
+/// What each request of a connection is told of it.
+#[derive(Debug)]
+struct Peer {
+    user: Option<User>,
+    /// A TCP connection's.
+    socket: Option<Socket>,
+}
+
+async fn serve_one<S>(stream: S, peer: Peer, router: Router, mut stop: watch::Receiver<bool>)
+where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let service = TowerToHyperService::new(router);
     let service = service_fn(move |mut request: Request<Incoming>| {
-        if let Some(user) = user {
+        if let Some(user) = peer.user {
             request.extensions_mut().insert(user);
+        }
+        if let Some(socket) = &peer.socket {
+            request.extensions_mut().insert(socket.clone());
         }
         service.call(request)
     });

@@ -23,6 +23,7 @@ from ._errors import (
     Conflict,
     ConnectionFailed,
     ExecFailed,
+    NoCapacity,
     NotFound,
     TimeoutExceeded,
     VmforkError,
@@ -194,7 +195,8 @@ class AsyncClient:
                     async for piece in response.aiter_bytes():
                         for event in reader.feed(piece):
                             yield event
-            except (ConnectionFailed, TimeoutExceeded) as error:
+            except (ConnectionFailed, NoCapacity, TimeoutExceeded) as error:
+                # No place: that of the connection that was lost is not free yet.
                 broken = error
             pause = reader.pause_after(broken)
 

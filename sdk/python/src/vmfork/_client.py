@@ -24,6 +24,7 @@ from ._errors import (
     Conflict,
     ConnectionFailed,
     ExecFailed,
+    NoCapacity,
     NotFound,
     TimeoutExceeded,
     VmforkError,
@@ -195,7 +196,8 @@ class Client:
                     for piece in response.iter_bytes():
                         for event in reader.feed(piece):
                             yield event
-            except (ConnectionFailed, TimeoutExceeded) as error:
+            except (ConnectionFailed, NoCapacity, TimeoutExceeded) as error:
+                # No place: that of the connection that was lost is not free yet.
                 broken = error
             pause = reader.pause_after(broken)
 

@@ -23,6 +23,8 @@ class EventKind(_Word):
     VM_STARTED = "vm.started"
     VM_FORKED = "vm.forked"
     VM_READY = "vm.ready"
+    VM_PAUSED = "vm.paused"
+    VM_RESUMED = "vm.resumed"
     VM_ENDED = "vm.ended"
     SNAPSHOT_STORED = "snapshot.stored"
     SNAPSHOT_REMOVED = "snapshot.removed"
@@ -78,7 +80,7 @@ class EventSnapshot:
 
     name: str
     vm: EventVm | None = None
-    """The VM that it was taken of."""
+    """``snapshot.stored``: the VM that it was taken of, unless it was imported or pulled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

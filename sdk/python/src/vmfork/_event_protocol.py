@@ -52,7 +52,9 @@ class EventReader:
         self._follow = follow
         self._clock = clock
         self._bytes = b""
-        self._heard: float | None = None
+        self._has_heard = False
+        #: When a connection was lost since the daemon was last heard.
+        self._lost_since: float | None = None
         self._pause = PAUSE_FIRST_S
 
     def call(self) -> Call[None]:
@@ -63,7 +65,8 @@ class EventReader:
 
     def feed(self, piece: bytes) -> Iterator[Event]:
         """The events that are whole with this piece."""
-        self._heard = self._clock()
+        self._has_heard = True
+        self._lost_since = None
         self._pause = PAUSE_FIRST_S
         *blocks, self._bytes = (self._bytes + piece).split(b"\n\n")
         if len(self._bytes) > BLOCK_BYTES_MAX:
@@ -90,7 +93,10 @@ class EventReader:
         if error is None and not self._follow:
             return None
         now = self._clock()
-        if self._heard is None or now - self._heard > RECONNECT_S:
+        # Not since the last byte: a consumer may have taken long over the events before the loss.
+        if self._lost_since is None:
+            self._lost_since = now
+        if not self._has_heard or now - self._lost_since > RECONNECT_S:
             raise error or ConnectionFailed("events: the daemon ends each stream at once")
         pause, self._pause = self._pause, min(2 * self._pause, PAUSE_LAST_S)
         return pause

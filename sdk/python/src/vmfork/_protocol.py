@@ -40,8 +40,9 @@ T = TypeVar("T")
 
 API = "/v1"
 
-#: How long the daemon may take for a pause: a freeze may be in progress, then the agent is asked.
-PAUSE_S = 90.0
+#: How long the daemon may take for a pause. It waits at most 60 s for a freeze in progress. Then it
+#: waits at most 10 s each for the agent, the stop, and the continuation after a failed stop.
+PAUSE_S = 105.0
 
 #: How much of a file is read and sent at a time.
 PIECE_BYTES = 256 * 1024
