@@ -1,6 +1,6 @@
 #!/bin/sh
-# What runs beside Rust's tests, which mostly wait. mk/test.sh starts it in a process group of its
-# own, to end all of it at once.
+# What runs beside the unit tests and the black-box tests, which mostly wait. It has a process group
+# of its own, so that mk/test.sh can end all of it at once.
 . "$(dirname "$0")/env.sh"
 
 guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from harness import images; images.build()'); }
@@ -13,6 +13,13 @@ loom() {
 		cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
+# Without backtraces: a handler that panics on purpose would bury what failed.
+integration() {
+	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$ROOT/mk/share-host.sh RUST_BACKTRACE=0 \
+		tests_cargo --test '*' -- --nocapture
+}
+
 step "guest image" guest_image
 step "documentation" documentation
 step "model checker" loom
+step "integration tests" integration

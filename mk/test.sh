@@ -1,6 +1,6 @@
 #!/bin/sh
-# All tests: the quick part, then what takes a kernel or a guest, then the built programs from
-# outside. Arguments go to pytest. mk/soak.sh has the long tests.
+# All tests: the quick part, then the built programs from outside; beside them what takes a kernel
+# or a guest (mk/beside.sh). Arguments go to pytest. mk/soak.sh has the long tests.
 . "$(dirname "$0")/env.sh"
 
 VMFORK_TEST_CACHE=$VMFORK_CACHE
@@ -10,13 +10,10 @@ export VMFORK_TEST_CACHE VMFORK_OUT VMFORK_TEST_TIMES
 
 guest_library() { make --no-print-directory -C guest/c check BUILD="$TARGET/guest-c"; }
 
-# Without backtraces: a handler that panics on purpose would bury what failed.
-integration() { RUST_BACKTRACE=0 tests_cargo --test '*' -- --nocapture; }
-
 join_beside() {
 	wait "$beside" && return
 	cat "$TIMES/beside.log" >&2
-	die "the guest image, the documentation or the model checker failed" "read the words above"
+	die "what ran beside the black-box tests failed" "read the words above"
 }
 
 end_beside() {
@@ -42,10 +39,9 @@ trap end_beside EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 mk/check.sh
-step "integration tests" integration
 step "guest library" guest_library
-step "guest image, documentation and model checker, what is left of them" join_beside
-trap - EXIT
 step "black box tests" black_box "$@"
+step "what is left of the integration tests" join_beside
+trap - EXIT
 say "all tests passed in $(($(date +%s) - began)) s; the time of each step and test: ${TIMES#"$ROOT/"}/"
 cat "$TIMES/steps" >&2

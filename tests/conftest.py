@@ -89,7 +89,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A group for each module, and the longest first. The same in all processes."""
+    """A group for each module, the longest first, and last those that wait for the host.
+
+    The same in all processes.
+    """
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
@@ -100,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> int:
         mark = item.get_closest_marker("xdist_group")
+        if mark is None and item.get_closest_marker("alone"):
+            return len(LONGEST) + 1
         name = mark.args[0] if mark else _module(item)
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 

@@ -25,7 +25,10 @@ _ROOT = f"echo 3 > /proc/sys/vm/drop_caches; head -c {_START_BYTES} /dev/vda | s
 
 
 def _with_another_root(daemon: Daemon, image: str, name: str, folder: Path) -> str:
-    """Import an image like `image`, with one file more on its root disk. → the SHA-256 of the disk's start."""
+    """Import an image like `image`, with one file more on its root disk.
+
+    → the SHA-256 of the disk's start.
+    """
     made_of = daemon.state / "images" / image
     root, word = folder / "root.img", folder / "which"
     shutil.copy(made_of / "root.img", root)

@@ -1,0 +1,9 @@
+#!/bin/sh
+# mk/share-host.sh PROGRAM…: runs it while no black-box test has the host for itself (pytest's mark
+# `alone`, tests/conftest.py). Cargo calls it for each test program that runs beside those tests.
+locks=$(dirname "$0")/../.cache/test-locks
+mkdir -p "$locks"
+# At the gate waits a test that wants the host for itself: it goes first. What the program starts
+# does not keep the lock.
+flock --shared "$locks/gate" true
+exec flock --shared --close "$locks/host" "$@"
