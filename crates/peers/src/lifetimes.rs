@@ -41,13 +41,13 @@ pub fn tell_lifetime(member: &Arc<Member>, lifetimes: &Arc<Lifetimes>, setting: 
     }
 }
 
-/// Tell them again if the bound of a fork's parent has changed since the fork took it.
-/// The news may have come to a host before its clones did.
-pub(super) fn tell_if_changed(member: &Arc<Member>, fork: &Departure<'_>, parent: &str) {
-    let lifetimes = &fork.core.lifetimes;
-    let newest = lifetimes.of(parent);
+/// Tell a host that has answered a fork's order if the bound of the parent has changed since the
+/// fork took it. The news may have come to that host before the order did.
+pub(super) fn tell_if_changed(member: &Arc<Member>, fork: &Departure<'_>, host: HostId) {
+    let newest = fork.bounds.bound();
     if let Some(newest) = newest.filter(|it| fork.lifetime.inherited.as_ref() != Some(it)) {
-        tell_lifetime(member, lifetimes, &newest);
+        let (member, known) = (Arc::clone(member), Arc::clone(&fork.core.lifetimes));
+        tokio::spawn(tell(member, known, host, newest));
     }
 }
 
@@ -62,7 +62,7 @@ async fn tell(member: Arc<Member>, known: Arc<Lifetimes>, host: HostId, setting:
             Err(error) => tracing::debug!(host = peer.name, vm = setting.of, "{}", chain(&error)),
         }
         tokio::time::sleep(TELL_EVERY).await;
-        if known.of(&setting.of).is_some() && !known.is_newest(&setting) {
+        if known.is_outdated(&setting) {
             return;
         }
     }

@@ -183,7 +183,9 @@ async fn clones(
         // Dropped last: when it is over, the end of the family finds all VMs that this fork
         // started.
         let line = descriptor.order.parent.line();
-        let _under_way = core.registry.fork_begins(line, given_up.clone());
+        let _under_way = core.registry.fork_begins(Arc::clone(&line), given_up.clone());
+        // A change of a bound may come before the clones begin that inherit it.
+        let _bounds = core.lifetimes.hold(line);
         let here = Here {
             forker: &forker,
             images: &member.images,

@@ -91,7 +91,7 @@ mod tests {
         let host = Host::start().await;
         let core = &host.core;
         let web = vm(&host, "web", None, Lifetime::default());
-        let inherits = || core.lifetimes.of_clones(&web.identity.id, None);
+        let inherits = || Lifetime { own: None, inherited: core.lifetimes.of(&web.identity.id) };
         let clone = vm(&host, "web.1", Some(&web), inherits());
         let other = vm(&host, "other", None, Lifetime::default());
         assert!(core.ttl(&clone).is_none());
@@ -116,7 +116,7 @@ mod tests {
         let core = &host.core;
         let own = Some(Duration::from_millis(30));
         let web = vm(&host, "web", None, Lifetime { own, inherited: None });
-        let lifetime = core.lifetimes.of_clones(&web.identity.id, None);
+        let lifetime = Lifetime { own: None, inherited: core.lifetimes.of(&web.identity.id) };
         core.end(&web, End::killed("in this test"));
         let clone = vm(&host, "web.1", Some(&web), lifetime);
         let end = tokio::time::timeout(SOON, clone.wait_end()).await.expect("in time");
