@@ -11,6 +11,7 @@ use super::client::WORD_WAIT;
 use super::context::Context;
 use super::hosts::There;
 use super::member::Member;
+use super::server::Arrived;
 use vmfork_fork::Departure;
 use vmfork_host::error::chain;
 use vmfork_host::lifetime::{Lifetimes, Setting, Told};
@@ -24,11 +25,12 @@ const TELL_EVERY: Duration = Duration::from_secs(2);
 
 /// Hear of a bound. It concerns the VMs here that descend from its VM, if there are any.
 pub(super) async fn hear(
+    Arrived(arrived): Arrived,
     State(context): State<Context>,
     Json(told): Json<Told>,
 ) -> Result<Json<()>, ApiError> {
     let (_, core) = context.parts("hear of a VM's time to live")?;
-    core.lifetimes.hear(told.heard(Instant::now()));
+    core.lifetimes.hear(told.heard(arrived));
     Ok(Json(()))
 }
 

@@ -39,7 +39,7 @@ use super::quotas::QUOTAS;
 use super::remote_fork::receive::{self, Here};
 use super::remote_fork::send::{CLONES, GIVE_UP};
 use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor};
-use super::server::{Caller, Routes};
+use super::server::{Arrived, Caller, Routes};
 use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
@@ -161,6 +161,7 @@ async fn names(State(context): State<Context>) -> Result<Json<Vec<String>>, ApiE
 }
 
 async fn clones(
+    Arrived(arrived): Arrived,
     State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     body: Bytes,
@@ -188,6 +189,7 @@ async fn clones(
         let _bounds = core.lifetimes.hold(line);
         let here = Here {
             forker: &forker,
+            arrived,
             images: &member.images,
             engines: &member.engines,
             arrivals: &member.arrivals,

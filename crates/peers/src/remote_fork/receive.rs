@@ -51,6 +51,8 @@ impl Engines {
 /// What a host that starts others' clones works with.
 pub(crate) struct Here<'a> {
     pub(crate) forker: &'a Arc<Forker>,
+    /// When the order came: what it says is left of a time is left from then on.
+    pub(crate) arrived: Instant,
     pub(crate) images: &'a Images,
     pub(crate) engines: &'a Engines,
     pub(crate) arrivals: &'a Arrivals,
@@ -112,7 +114,7 @@ pub(crate) async fn start(
     let mut pending = start_machines(core, &shape, grant.clones.len(), &given_up);
     host::check_machine(&message, &order.facts, &mut pending, deadline).await.map_err(unlike)?;
     let snapshot = snapshot(&message, &order, &state, (engine, drives), grant.snapshot, arrival)?;
-    let lifetime = order.lifetime.heard(began);
+    let lifetime = order.lifetime.heard(here.arrived);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
         forker: Arc::clone(here.forker),
