@@ -67,17 +67,19 @@ impl Deadlines {
         if !self.lines.contains_key(id) {
             return None;
         }
-        let version = self.settings.get(id).map_or(1, |setting| setting.version + 1);
+        let version = self.settings.get(id).map_or(1, |setting| setting.version.saturating_add(1));
         let setting = Setting { of: id.to_owned(), version, ends };
         self.settings.insert(id.to_owned(), setting.clone());
         Some(setting)
     }
 
     /// Another host, or a fork, tells of a bound. → whether it is news of a VM's line.
+    /// It is none if the VM lives here: only its own host bounds it.
     pub fn hear(&mut self, setting: Setting) -> bool {
         let is_newer =
             self.settings.get(&setting.of).is_none_or(|known| known.version < setting.version);
-        let is_news = is_newer && self.users.contains_key(&setting.of);
+        let lives_here = self.lines.contains_key(&setting.of);
+        let is_news = is_newer && !lives_here && self.users.contains_key(&setting.of);
         if is_news {
             self.settings.insert(setting.of.clone(), setting);
         }
@@ -318,5 +320,18 @@ mod tests {
         assert!(deadlines.begin(line(&["web", "web.1"]), &lifetime, epoch));
         deadlines.release(&line(&["web"]));
         assert_eq!(deadlines.next(), Some(at(5)));
+    }
+
+    #[test]
+    fn no_other_host_bounds_a_vm_that_lives_here() {
+        let epoch = Instant::now();
+        let mut deadlines = Deadlines::default();
+        let line = ["web"].map(ToOwned::to_owned);
+        deadlines.begin(line.into(), &Lifetime::default(), epoch);
+        let strange = Setting { of: "web".to_owned(), version: u64::MAX, ends: Some(epoch) };
+        assert!(!deadlines.hear(strange));
+        assert_eq!(deadlines.next(), None);
+        let set = deadlines.set("web", None).expect("it lives");
+        assert_eq!((set.version, set.ends), (1, None));
     }
 }

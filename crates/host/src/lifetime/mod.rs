@@ -69,8 +69,8 @@ impl Lifetimes {
         self.deadlines().ended(id);
     }
 
-    /// Keep the bounds of a line, and hear of their changes, while a fork makes VMs of it: also if
-    /// no VM of the line lives here (any more).
+    /// Keep the bounds of a line, and hear of their changes, while a fork makes VMs of it.
+    /// That holds also if no VM of the line lives here (any more).
     pub fn hold(self: &Arc<Self>, line: Arc<[String]>) -> HeldLine {
         self.deadlines().hold(&line);
         HeldLine { lifetimes: Arc::clone(self), line }
