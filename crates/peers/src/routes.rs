@@ -38,13 +38,13 @@ use super::member::{Beat, HEARTBEAT};
 use super::quotas::QUOTAS;
 use super::remote_fork::receive::{self, Here};
 use super::remote_fork::send::{CLONES, GIVE_UP};
-use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor};
+use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor, SAME_VERSION};
 use super::server::{Arrived, Caller, Routes};
 use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
 use vmfork_host::core::Core;
-use vmfork_host::error::{BUG, chain, outcome};
+use vmfork_host::error::{chain, outcome};
 use vmfork_host::vm::End;
 use vmfork_rest::http::ApiError;
 
@@ -170,7 +170,7 @@ async fn clones(
     let (member, core) = context.parts(message)?;
     let forker = context.forker(message)?;
     let mut descriptor = Descriptor::decode(&body).map_err(|error| {
-        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(BUG)
+        ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(&error)).remedy(SAME_VERSION)
     })?;
     drop(body);
     member.hosts.check_active(message)?;

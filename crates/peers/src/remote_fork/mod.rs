@@ -11,6 +11,10 @@
 //! Left to others: which host gets how many ([`super::away`]), and requests of hosts
 //! ([`super::routes`]).
 
+/// What to do about an order that a host can't read.
+pub(super) const SAME_VERSION: &str =
+    "do both hosts run the same version of vmfork? `vmfork version` on each tells";
+
 mod descriptor;
 mod orders;
 pub(super) mod receive;

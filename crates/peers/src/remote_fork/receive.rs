@@ -11,6 +11,7 @@ use vmfork_image::{ImageName, PAGE_BYTES, PageIdx, PageRange, PageSource};
 use vmfork_qemu::probe::KvmFacts;
 use vmfork_qemu::{Drives, Shape};
 
+use super::SAME_VERSION;
 use super::descriptor::{Descriptor, Order, Parent};
 use crate::arrivals::{Arrival, Arrivals};
 use crate::images::{Entry, Images};
@@ -266,9 +267,7 @@ fn unlike(error: ErrorBody) -> ErrorBody {
 
 /// What came can't be right.
 fn bad(message: &str, error: &dyn std::error::Error) -> ErrorBody {
-    ErrorBody::new(ErrorCode::BadRequest, message)
-        .cause(chain(error))
-        .remedy("do both hosts run the same version of vmfork? `vmfork cluster ls` tells")
+    ErrorBody::new(ErrorCode::BadRequest, message).cause(chain(error)).remedy(SAME_VERSION)
 }
 
 /// The host can't do it.

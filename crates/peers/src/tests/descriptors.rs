@@ -17,6 +17,7 @@ use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
 use vmfork_qemu::Drives;
 
+use super::super::client::CallError;
 use super::super::member::Member;
 use super::super::remote_fork::send::{CLONES, Sender, Sending, Share, send};
 use super::super::remote_fork::{CloneOrder, Descriptor};
@@ -161,6 +162,23 @@ fn snapshot(host: &One) -> Snapshot {
         provenance: Provenance::default(),
         on_run: OnRun::default(),
         is_watched: false,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_descriptor_of_another_version_is_refused_with_what_tells_the_versions() {
+    let hosts = cluster(2).await;
+    let member = hosts[0].cluster().member().expect("a member");
+    let peer = member.hosts.peer_of(hosts[1].id().expect("a member"), "fork").expect("a peer");
+    let former = b"VFDESC02\0\0\0\0".as_slice();
+    let answer = peer.post(CLONES, "application/octet-stream", former.into(), SOON).await;
+    let CallError::Refused { source: refused, .. } = answer.expect_err("of another version") else {
+        panic!("it does not answer");
+    };
+    assert!(refused.cause.expect("a cause").contains("of this version"));
+    assert!(refused.remedy.expect("a remedy").contains("`vmfork version`"));
+    for host in &hosts {
+        host.stop().await;
     }
 }
 
