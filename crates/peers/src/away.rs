@@ -314,7 +314,7 @@ impl Away {
         };
         let abroad = what.origin.map(open).unwrap_or_default();
         let Member { hosts, images, locate, .. } = &*self.member;
-        let answered = |host| tell_if_changed(&self.member, &what, host);
+        let answered = |host| tell_if_changed(hosts, &what, host);
         results.extend(send(Sender { hosts, images, locate }, sending, shares, &answered).await);
         if let Some(origin) = what.origin {
             tell(origin, &abroad, &results);

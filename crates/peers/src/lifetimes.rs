@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::extract::State;
-use vmfork_cluster::HostId;
+use vmfork_cluster::{HostId, Membership};
 
 use super::client::WORD_WAIT;
 use super::context::Context;
-use super::hosts::There;
+use super::hosts::{Hosts, There};
 use super::member::Member;
 use super::server::Arrived;
 use vmfork_fork::Departure;
@@ -36,27 +36,32 @@ pub(super) async fn hear(
 
 /// Tell all other hosts of a bound, in the background. A host that is silent for longer than this
 /// is repeated ends its clones by the bound that it knows.
-pub fn tell_lifetime(member: &Arc<Member>, lifetimes: &Arc<Lifetimes>, setting: &Setting) {
+pub fn tell_lifetime(member: &Member, lifetimes: &Arc<Lifetimes>, setting: &Setting) {
     let There { alive, suspect, gone } = member.hosts.there();
+    let hosts = || Arc::clone(&member.hosts);
     for entry in alive.into_iter().chain(suspect).chain(gone) {
-        tokio::spawn(tell(Arc::clone(member), Arc::clone(lifetimes), entry.id, setting.clone()));
+        tokio::spawn(tell(hosts(), Arc::clone(lifetimes), entry.id, setting.clone()));
     }
 }
 
 /// Tell a host that has answered a fork's order if the bound of the parent has changed since the
 /// fork took it. The news may have come to that host before the order did.
-pub(super) fn tell_if_changed(member: &Arc<Member>, fork: &Departure<'_>, host: HostId) {
+pub(super) fn tell_if_changed(hosts: &Arc<Hosts>, fork: &Departure<'_>, host: HostId) {
     let newest = fork.bounds.bound();
     if let Some(newest) = newest.filter(|it| fork.lifetime.inherited.as_ref() != Some(it)) {
-        let (member, known) = (Arc::clone(member), Arc::clone(&fork.core.lifetimes));
-        tokio::spawn(tell(member, known, host, newest));
+        let (hosts, known) = (Arc::clone(hosts), Arc::clone(&fork.core.lifetimes));
+        tokio::spawn(tell(hosts, known, host, newest));
     }
 }
 
-async fn tell(member: Arc<Member>, known: Arc<Lifetimes>, host: HostId, setting: Setting) {
+/// It keeps of the membership only who is a member: all else ends with it.
+async fn tell(hosts: Arc<Hosts>, known: Arc<Lifetimes>, host: HostId, setting: Setting) {
     let until = Instant::now() + TELL_FOR;
     while Instant::now() < until {
-        let Ok(peer) = member.hosts.peer_of(host, "tell of a VM's time to live") else { return };
+        if hosts.roster.read(Membership::has_left) {
+            return;
+        }
+        let Ok(peer) = hosts.peer_of(host, "tell of a VM's time to live") else { return };
         // What is left is less with each try.
         let told = setting.told(Instant::now());
         match peer.ask::<Told, ()>(LIFETIMES, &told, WORD_WAIT).await {
