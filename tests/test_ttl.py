@@ -159,6 +159,32 @@ def test_clones_on_other_hosts_get_the_bound_that_stands_at_the_freeze(cluster: 
 
 
 @pytest.mark.limit(240)
+def test_a_bound_set_during_a_fork_reaches_clones_that_begin_after_their_parents_end(cluster: Cluster) -> None:
+    web = cluster.warm(0, name="web", memory_mib=128)
+    h1 = cluster.clients[1]
+    (first,) = web.fork(1, hosts=["h1"]).raise_for_errors()
+    h1.vm(first.name).remove(force=True)
+    eventually(lambda: h1.host().pool.waiting == 1, 60, "a QEMU waits")
+    # Past the freeze, the clone waits for its QEMU: no VM of the family is on its host.
+    qemus = [process for process in cluster.daemons[1].processes() if process.is_qemu]
+    for qemu in qemus:
+        qemu.kill(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            forking = pool.submit(web.fork, 1, hosts=["h1"])
+            stays(lambda: not forking.done(), 2, "the fork waits")
+            web.set_ttl(10)
+            web.remove(force=True)
+            stays(lambda: not forking.done(), 1, "the fork waits")
+        finally:
+            for qemu in qemus:
+                qemu.kill(signal.SIGCONT)
+        (clone,) = forking.result().raise_for_errors()
+    there = h1.vm(clone.name)
+    eventually(lambda: _ended(there), 10 + LATE_S, "it ends")
+
+
+@pytest.mark.limit(240)
 def test_a_vm_of_another_host_is_paused_and_resumed(cluster: Cluster) -> None:
     web = cluster.warm(0, name="web", memory_mib=128)
     from_there = cluster.clients[1].vm("web")
