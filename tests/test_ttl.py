@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vmfork
@@ -135,6 +137,54 @@ def test_clones_on_other_hosts_inherit_and_hear_of_changes(cluster: Cluster) -> 
     for one in (web, there, cluster.clients[2].vm(below.name)):
         eventually(lambda one=one: _ended(one), 3 + LATE_S, "it ends")
     assert not _ended(cluster.clients[1].vm(own.name))
+
+
+@pytest.mark.limit(240)
+def test_clones_on_other_hosts_get_the_bound_that_stands_at_the_freeze(cluster: Cluster) -> None:
+    web = cluster.warm(0, name="web", memory_mib=128)
+    web.set_ttl(6)
+    qemu = cluster.daemons[0].qemu(web)
+    # The fork waits for the freeze until the bound is over that stood when it was requested.
+    qemu.kill(signal.SIGSTOP)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            forking = pool.submit(web.fork, 1, hosts=["h1"])
+            stays(lambda: not forking.done(), 1, "the fork waits")
+            assert web.set_ttl(None) is None
+            stays(lambda: not forking.done(), began + 7 - time.monotonic(), "the fork waits")
+        finally:
+            qemu.kill(signal.SIGCONT)
+        (clone,) = forking.result().raise_for_errors()
+    there = cluster.clients[1].vm(clone.name)
+    stays(lambda: not _ended(there), 3, "it has no bound")
+    assert there.inspect().ttl is None
+
+
+@pytest.mark.limit(240)
+def test_a_bound_set_during_a_fork_reaches_clones_that_begin_after_their_parents_end(cluster: Cluster) -> None:
+    web = cluster.warm(0, name="web", memory_mib=128)
+    h1 = cluster.clients[1]
+    (first,) = web.fork(1, hosts=["h1"]).raise_for_errors()
+    h1.vm(first.name).remove(force=True)
+    eventually(lambda: h1.host().pool.waiting == 1, 60, "a QEMU waits")
+    # Past the freeze, the clone waits for its QEMU: no VM of the family is on its host.
+    qemus = [process for process in cluster.daemons[1].processes() if process.is_qemu]
+    for qemu in qemus:
+        qemu.kill(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            forking = pool.submit(web.fork, 1, hosts=["h1"])
+            stays(lambda: not forking.done(), 2, "the fork waits")
+            web.set_ttl(10)
+            web.remove(force=True)
+            stays(lambda: not forking.done(), 1, "the fork waits")
+        finally:
+            for qemu in qemus:
+                qemu.kill(signal.SIGCONT)
+        (clone,) = forking.result().raise_for_errors()
+    there = h1.vm(clone.name)
+    eventually(lambda: _ended(there), 10 + LATE_S, "it ends")
 
 
 @pytest.mark.limit(240)

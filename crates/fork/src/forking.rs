@@ -17,7 +17,7 @@ use vmfork_api::{CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Lab
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
 use vmfork_host::error::outcome;
-use vmfork_host::lifetime::Lifetime;
+use vmfork_host::lifetime::{HeldLine, Lifetime};
 use vmfork_host::metrics::{Stage, ms};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{End, Inherited, Job, Vm, now_unix_ms};
@@ -180,8 +180,8 @@ struct Fork {
     began_unix_ms: u64,
     deadline: Instant,
     requested: u32,
-    /// Of the clones.
-    lifetime: Lifetime,
+    /// What bounds the parent's life, and so its clones': kept if the parent ends meanwhile.
+    bounds: HeldLine,
 }
 
 /// Who starts what, decided before the pause.
@@ -202,21 +202,8 @@ async fn carry_out(
     given_up: CancellationToken,
 ) -> Result<ForkReply, Error> {
     let clones = std::mem::take(&mut order.clones);
-    let (began, message) = (Instant::now(), message(&parent));
-    let inherited = parent.identity.inherited.with_labels(&order.labels)?;
-    let fork = Fork {
-        began_unix_ms: now_unix_ms(),
-        deadline: began + order.timeout,
-        message,
-        inherited,
-        requested: u32::try_from(clones.len()).unwrap_or(u32::MAX),
-        lifetime: forker.core.lifetimes.of_clones(&parent.identity.id, order.ttl),
-        forker,
-        parent,
-        order,
-        given_up,
-        began,
-    };
+    let requested = u32::try_from(clones.len()).unwrap_or(u32::MAX);
+    let fork = Fork::new(forker, parent, order, given_up, requested)?;
     let (core, parent) = (&fork.forker.core, &fork.parent);
     // Dropped last: when it is over, the end of the family finds all VMs that this fork started.
     let _under_way = core.registry.fork_begins(parent.identity.line(), fork.given_up.clone());
@@ -260,6 +247,30 @@ fn running(parent: &Vm) -> Result<Arc<Machine>, Error> {
 }
 
 impl Fork {
+    fn new(
+        forker: Arc<Forker>,
+        parent: Arc<Vm>,
+        order: Order,
+        given_up: CancellationToken,
+        requested: u32,
+    ) -> Result<Self, Error> {
+        let (began, message) = (Instant::now(), message(&parent));
+        let inherited = parent.identity.inherited.with_labels(&order.labels)?;
+        Ok(Self {
+            began_unix_ms: now_unix_ms(),
+            deadline: began + order.timeout,
+            message,
+            inherited,
+            requested,
+            bounds: forker.core.lifetimes.hold(parent.identity.line()),
+            forker,
+            parent,
+            order,
+            given_up,
+            began,
+        })
+    }
+
     fn wanted(&self) -> freeze::Wanted<'_> {
         let Self { message, began, deadline, given_up, .. } = self;
         freeze::Wanted { message, began: *began, deadline: *deadline, given_up }
@@ -318,6 +329,12 @@ impl Fork {
         Ok(self.forker.core.admit(ask, order.all_or_nothing).await?)
     }
 
+    /// Of the clones, by what bounds the parent now. A fork may wait for long before its freeze, so
+    /// this is not decided before.
+    fn lifetime(&self) -> Lifetime {
+        Lifetime { own: self.order.ttl, inherited: self.bounds.bound() }
+    }
+
     /// Start all clones, here and on other hosts. → what became of each, by number.
     ///
     /// # Errors
@@ -332,14 +349,10 @@ impl Fork {
     ) -> Result<Vec<CloneResult>, Error> {
         let Self { forker, parent, order, given_up, deadline, .. } = self;
         let Plan { away, job, reservation: _names, here, elsewhere } = plan;
+        let lifetime = self.lifetime();
         let brood = Brood {
             forker: Arc::clone(forker),
-            stem: Arc::new(Stem::of(
-                parent,
-                self.inherited.clone(),
-                job.clone(),
-                self.lifetime.clone(),
-            )),
+            stem: Arc::new(Stem::of(parent, self.inherited.clone(), job.clone(), lifetime.clone())),
             snapshot: Arc::clone(snapshot),
             began: self.began,
             deadline: *deadline,
@@ -361,7 +374,8 @@ impl Fork {
                 given_up,
                 origin: order.origin.as_ref(),
                 job,
-                lifetime: &self.lifetime,
+                lifetime: &lifetime,
+                bounds: &self.bounds,
             };
             away.start(departure, elsewhere).await
         };
@@ -501,6 +515,7 @@ fn derive_ms(snapshot: &Snapshot) -> Option<f64> {
 mod tests {
     use super::*;
     use vmfork_api::ErrorCode;
+    use vmfork_host::testing::Host;
     use vmfork_host::vm::log::Log;
     use vmfork_host::vm::{Standstill, test_identity};
 
@@ -564,6 +579,34 @@ mod tests {
             given_up.cancel();
         });
         assert!(matches!(forks.expect_err("given up"), Error::GivenUp));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn clones_inherit_what_bounds_the_parent_when_they_start_though_it_has_ended() {
+        let host = Host::start().await;
+        let (core, web) = (&host.core, host.vm("web", None));
+        let order = Order {
+            clones: Vec::new(),
+            names: None,
+            all_or_nothing: false,
+            timeout: TIMEOUT_DEFAULT,
+            ttl: None,
+            memory: None,
+            origin: None,
+            placement: Placement::default(),
+            labels: Labels::default(),
+        };
+        let forker = crate::testing::forker(core);
+        let fork = Fork::new(forker, Arc::clone(&web), order, CancellationToken::new(), 1);
+        let fork = fork.expect("a fork");
+        assert_eq!(fork.lifetime(), Lifetime::default());
+        // It waits for its turn meanwhile.
+        let set = core.set_ttl(&web, Some(TIMEOUT_MAX)).expect("it lives");
+        core.end(&web, End::killed("in this test"));
+        assert_eq!(fork.lifetime(), Lifetime { own: None, inherited: Some(set) });
+        drop(fork);
+        let held = core.lifetimes.hold(web.identity.line());
+        assert_eq!(held.bound(), None, "nothing is kept of a family that has ended");
     }
 
     #[test]

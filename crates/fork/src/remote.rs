@@ -20,7 +20,7 @@ use crate::origin::TicketOrigin;
 use crate::places::{Allotted, Hold, Placement};
 use crate::snapshot::Snapshot;
 use vmfork_host::core::Core;
-use vmfork_host::lifetime::Lifetime;
+use vmfork_host::lifetime::{HeldLine, Lifetime};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{Inherited, Job, Vm};
 
@@ -103,5 +103,8 @@ pub struct Departure<'a> {
     pub origin: Option<&'a TicketOrigin>,
     /// The engine's job that holds the clones.
     pub job: Option<Job>,
+    /// How long each clone may live, as of the freeze.
     pub lifetime: &'a Lifetime,
+    /// What is known of the parent's bound since then.
+    pub bounds: &'a HeldLine,
 }

@@ -295,8 +295,8 @@ impl Away {
         };
         let abroad = what.origin.map(open).unwrap_or_default();
         let Member { hosts, images, locate, .. } = &*self.member;
-        results.extend(send(Sender { hosts, images, locate }, sending, shares).await);
-        tell_if_changed(&self.member, &what, &parent.identity.id);
+        let answered = |host| tell_if_changed(hosts, &what, host);
+        results.extend(send(Sender { hosts, images, locate }, sending, shares, &answered).await);
         if let Some(origin) = what.origin {
             tell(origin, &abroad, &results);
         }

@@ -139,6 +139,7 @@ impl Cluster {
         if let Some(core) = self.this.core() {
             life.tell_hosts(&core);
         }
+        life.member.lines.leave();
         life.member.jobs.release_all().await;
         if let Some(folder) = life.end().await {
             self.let_go(folder);

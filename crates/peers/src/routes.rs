@@ -40,7 +40,7 @@ use super::quotas::QUOTAS;
 use super::remote_fork::receive::{self, Here};
 use super::remote_fork::send::{CLONES, GIVE_UP};
 use super::remote_fork::{DESCRIPTOR_BYTES_MAX, Descriptor};
-use super::server::{Caller, Routes};
+use super::server::{Arrived, Caller, Routes};
 use super::this_host::ThisHost;
 use super::tickets::{self, LEASES, LETTERS, PlacesAsk, RELEASE};
 use super::touch_feedback::{self, TOUCHED};
@@ -167,6 +167,7 @@ async fn names(State(context): State<Context>) -> Result<Json<Vec<String>>, ApiE
 }
 
 async fn clones(
+    Arrived(arrived): Arrived,
     State(context): State<Context>,
     Extension(Caller(from)): Extension<Caller>,
     body: Bytes,
@@ -189,9 +190,12 @@ async fn clones(
         // Dropped last: when it is over, the end of the family finds all VMs that this fork
         // started.
         let line = descriptor.order.parent.line();
-        let _under_way = core.registry.fork_begins(line, given_up.clone());
+        let _under_way = core.registry.fork_begins(Arc::clone(&line), given_up.clone());
+        // A change of a bound may come before the clones begin that inherit it.
+        let _bounds = core.lifetimes.hold(line);
         let here = Here {
             forker: &forker,
+            arrived,
             images: &member.images,
             engines: &member.engines,
             arrivals: &member.arrivals,

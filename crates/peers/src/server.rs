@@ -4,10 +4,13 @@
 //! A new connection is a stranger. It has one of few places, for a handshake or to join.
 //! A member's connection then takes one of the members' places. See [`Strangers`].
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
 use rustls::server::Acceptor;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
@@ -55,6 +58,18 @@ impl Default for Bounds {
 /// Who is at the other end of a connection; an extension of each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Caller(pub(super) HostId);
+
+/// When the head of a request came: before its body has, which may take long. Extracted first.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Arrived(pub(super) std::time::Instant);
+
+impl<S: Send + Sync> FromRequestParts<S> for Arrived {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(_: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(std::time::Instant::now()))
+    }
+}
 
 /// What is served to whom.
 pub(super) struct Routes {

@@ -1,6 +1,7 @@
 //! Hosts of one cluster, all in this process, on addresses of the loopback.
 
 mod descriptors;
+mod leave;
 
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;

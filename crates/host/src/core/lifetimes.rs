@@ -93,7 +93,7 @@ mod tests {
         let host = Host::start().await;
         let core = &host.core;
         let web = vm(&host, "web", None, Lifetime::default());
-        let inherits = || core.lifetimes.of_clones(&web.identity.id, None);
+        let inherits = || Lifetime { own: None, inherited: core.lifetimes.of(&web.identity.id) };
         let clone = vm(&host, "web.1", Some(&web), inherits());
         let other = vm(&host, "other", None, Lifetime::default());
         assert!(core.ttl(&clone).is_none());
@@ -118,10 +118,36 @@ mod tests {
         let core = &host.core;
         let own = Some(Duration::from_millis(30));
         let web = vm(&host, "web", None, Lifetime { own, inherited: None });
-        let lifetime = core.lifetimes.of_clones(&web.identity.id, None);
+        let lifetime = Lifetime { own: None, inherited: core.lifetimes.of(&web.identity.id) };
         core.end(&web, End::killed("in this test"));
         let clone = vm(&host, "web.1", Some(&web), lifetime);
         let end = tokio::time::timeout(SOON, clone.wait_end()).await.expect("in time");
         assert_eq!(end.kind, EndReason::Expired);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn the_bound_of_a_vm_is_there_when_it_can_be_found_and_goes_with_it() {
+        let host = Host::start().await;
+        for number in 0..200 {
+            let (name, core) = (format!("web-{number}"), Arc::clone(&host.core));
+            let id = format!("id-{name}");
+            let wanted = id.clone();
+            let kill = tokio::task::spawn_blocking(move || {
+                let vm = loop {
+                    match core.registry.find("end", &wanted) {
+                        Ok(vm) => break vm,
+                        Err(_not_yet) => std::hint::spin_loop(),
+                    }
+                };
+                let set = core.set_ttl(&vm, Some(Duration::from_secs(60)));
+                core.end(&vm, End::killed("in this test"));
+                set
+            });
+            let own = Some(Duration::from_secs(3600));
+            vm(&host, &name, None, Lifetime { own, inherited: None });
+            let set = tokio::time::timeout(SOON, kill).await.expect("in time").expect("no panic");
+            set.expect("it lived");
+            assert_eq!(host.core.lifetimes.of(&id), None, "{name}: nothing is kept of it");
+        }
     }
 }

@@ -324,10 +324,14 @@ impl Core {
             self.forget_folder(&identity.id);
         })?;
         let vm = Vm::new(identity, log, lease, origin);
-        for forgotten in self.registry.add_then(Arc::clone(&vm), || self.tell_started(&vm)) {
+        let listed = || {
+            self.tell_started(&vm);
+            // Not later: what ends the VM, or sets its bound, can find it after this.
+            self.lifetimes.begin(vm.identity.line(), &vm.identity.lifetime);
+        };
+        for forgotten in self.registry.add_then(Arc::clone(&vm), listed) {
             self.forget_folder(&forgotten);
         }
-        self.lifetimes.begin(vm.identity.line(), &vm.identity.lifetime);
         self.metrics.vm_started();
         if let Some(origin) = &vm.origin {
             origin.fate.born(origin.ticket, Arc::clone(&vm));

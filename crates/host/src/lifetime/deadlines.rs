@@ -6,12 +6,13 @@ use std::time::Instant;
 
 use super::setting::{Lifetime, Setting};
 
-/// The bounds of a host's VMs. A bound is kept while a VM lives that descends from its VM.
+/// The bounds of a host's VMs. A bound is kept while a VM lives that descends from its VM, and
+/// while a fork is in progress that makes such VMs.
 #[derive(Debug, Default)]
 pub struct Deadlines {
     /// Of each live VM what it descends from, the root first, and itself last.
     lines: HashMap<String, Arc<[String]>>,
-    /// How many live VMs have a VM in their line.
+    /// How many live VMs, and forks in progress, have a VM in their line.
     users: HashMap<String, usize>,
     settings: HashMap<String, Setting>,
 }
@@ -23,9 +24,7 @@ impl Deadlines {
         if self.lines.contains_key(&id) {
             return false;
         }
-        for vm in &*line {
-            *self.users.entry(vm.clone()).or_default() += 1;
-        }
+        self.hold(&line);
         self.lines.insert(id.clone(), line);
         if let Some(inherited) = &lifetime.inherited {
             self.hear(inherited.clone());
@@ -38,8 +37,22 @@ impl Deadlines {
 
     /// A VM has ended. Its bound stays while VMs may inherit it.
     pub fn ended(&mut self, id: &str) {
-        let Some(line) = self.lines.remove(id) else { return };
-        for vm in &*line {
+        if let Some(line) = self.lines.remove(id) {
+            self.release(&line);
+        }
+    }
+
+    /// A fork begins of the VM that ends this line. What it inherits is kept until
+    /// [`Deadlines::release`], also if the VM ends, and changes of it are heard.
+    pub fn hold(&mut self, line: &[String]) {
+        for vm in line {
+            *self.users.entry(vm.clone()).or_default() += 1;
+        }
+    }
+
+    /// A fork is over: its clones have begun. One call for each of [`Deadlines::hold`].
+    pub fn release(&mut self, line: &[String]) {
+        for vm in line {
             let Some(users) = self.users.get_mut(vm) else { continue };
             *users -= 1;
             if *users == 0 {
@@ -54,36 +67,42 @@ impl Deadlines {
         if !self.lines.contains_key(id) {
             return None;
         }
-        let version = self.settings.get(id).map_or(1, |setting| setting.version + 1);
+        let version = self.settings.get(id).map_or(1, |setting| setting.version.saturating_add(1));
         let setting = Setting { of: id.to_owned(), version, ends };
         self.settings.insert(id.to_owned(), setting.clone());
         Some(setting)
     }
 
     /// Another host, or a fork, tells of a bound. → whether it is news of a VM's line.
+    /// It is none if the VM lives here: only its own host bounds it.
     pub fn hear(&mut self, setting: Setting) -> bool {
         let is_newer =
             self.settings.get(&setting.of).is_none_or(|known| known.version < setting.version);
-        let is_news = is_newer && self.users.contains_key(&setting.of);
+        let lives_here = self.lines.contains_key(&setting.of);
+        let is_news = is_newer && !lives_here && self.users.contains_key(&setting.of);
         if is_news {
             self.settings.insert(setting.of.clone(), setting);
         }
         is_news
     }
 
-    /// Whether this is the newest that is known of the bound of its VM.
-    pub fn is_newest(&self, setting: &Setting) -> bool {
-        self.settings.get(&setting.of).is_some_and(|known| known.version == setting.version)
+    /// Whether a newer bound of its VM is known.
+    pub fn is_outdated(&self, setting: &Setting) -> bool {
+        self.settings.get(&setting.of).is_some_and(|known| known.version > setting.version)
     }
 
-    /// The bound of the nearest VM of the line of a live VM that has one.
-    pub fn nearest(&self, id: &str) -> Option<&Setting> {
-        let line = self.lines.get(id)?;
+    /// The bound of the nearest VM of a line that has one. The line is that of a live VM, or held.
+    pub fn nearest(&self, line: &[String]) -> Option<&Setting> {
         line.iter().rev().find_map(|vm| self.settings.get(vm))
     }
 
+    /// The bound that a live VM has, its own or inherited.
+    pub fn of(&self, id: &str) -> Option<&Setting> {
+        self.nearest(self.lines.get(id)?)
+    }
+
     fn deadline(&self, id: &str) -> Option<Instant> {
-        self.nearest(id)?.ends
+        self.of(id)?.ends
     }
 
     /// The live VMs whose time is over.
@@ -115,11 +134,19 @@ mod tests {
     /// What a host goes through. Numbers choose among the VMs that there ever were.
     #[derive(Debug, Clone)]
     enum Step {
-        /// A VM boots, or is forked from another, with or without a bound of its own.
-        Begin {
-            parent: Option<prop::sample::Index>,
+        /// A VM boots, with or without a bound of its own.
+        Boot {
             own: Option<u64>,
         },
+        /// A fork of a VM begins, and takes what its clones inherit.
+        Fork(prop::sample::Index),
+        /// A clone of a fork in progress begins, maybe after its parent's end.
+        Clone {
+            fork: prop::sample::Index,
+            own: Option<u64>,
+        },
+        /// A fork is over.
+        Over(prop::sample::Index),
         End(prop::sample::Index),
         Set {
             vm: prop::sample::Index,
@@ -132,8 +159,10 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         let (any, ttl) = (any::<prop::sample::Index>(), prop::option::of(1..50_u64));
         prop_oneof![
-            4 => (prop::option::of(any.clone()), ttl.clone())
-                .prop_map(|(parent, own)| Step::Begin { parent, own }),
+            2 => ttl.clone().prop_map(|own| Step::Boot { own }),
+            3 => any.clone().prop_map(Step::Fork),
+            3 => (any.clone(), ttl.clone()).prop_map(|(fork, own)| Step::Clone { fork, own }),
+            1 => any.clone().prop_map(Step::Over),
             2 => any.clone().prop_map(Step::End),
             2 => (any, ttl).prop_map(|(vm, ttl)| Step::Set { vm, ttl }),
             3 => (1..20_u64).prop_map(Step::Pass),
@@ -170,20 +199,35 @@ mod tests {
             let epoch = Instant::now();
             let at = |second| epoch + Duration::from_secs(second);
             let (mut now, mut vms) = (0_u64, Vec::<Known>::new());
+            // Of each fork in progress the VM, and what its clones inherit.
+            let mut forks = Vec::<(usize, Option<Setting>)>::new();
             let mut deadlines = Deadlines::default();
             for step in steps {
                 match step {
-                    Step::Begin { parent, own } => {
+                    Step::Fork(parent) => {
                         // Only what lives can be forked.
                         let live: Vec<_> = (0..vms.len()).filter(|vm| vms[*vm].lives).collect();
-                        let parent = parent.filter(|_| !live.is_empty()).map(|it| *it.get(&live));
-                        let inherited = parent.and_then(|vm| deadlines.nearest(&vm.to_string()));
-                        let lifetime = Lifetime {
-                            own: own.map(Duration::from_secs),
-                            inherited: inherited.cloned(),
+                        if !live.is_empty() {
+                            let parent = *parent.get(&live);
+                            let line = line(&vms, parent);
+                            deadlines.hold(&line);
+                            forks.push((parent, deadlines.nearest(&line).cloned()));
+                        }
+                    }
+                    Step::Over(fork) if !forks.is_empty() => {
+                        let (parent, _) = forks.swap_remove(fork.index(forks.len()));
+                        deadlines.release(&line(&vms, parent));
+                    }
+                    Step::Boot { own } | Step::Clone { own, .. } => {
+                        let fork = match step {
+                            Step::Clone { .. } if forks.is_empty() => continue,
+                            Step::Clone { fork, .. } => Some(fork.get(&forks).clone()),
+                            _ => None,
                         };
+                        let inherited = fork.as_ref().and_then(|(_, inherited)| inherited.clone());
+                        let lifetime = Lifetime { own: own.map(Duration::from_secs), inherited };
                         let set = own.map(|own| Some(now + own));
-                        vms.push(Known { parent, lives: true, set });
+                        vms.push(Known { parent: fork.map(|(vm, _)| vm), lives: true, set });
                         let line = line(&vms, vms.len() - 1);
                         let bounded = deadlines.begin(line.into(), &lifetime, at(now));
                         prop_assert_eq!(bounded, deadline(&vms, vms.len() - 1).is_some());
@@ -203,7 +247,7 @@ mod tests {
                         }
                     }
                     Step::Pass(seconds) => now += seconds,
-                    Step::End(_) | Step::Set { .. } => {}
+                    Step::End(_) | Step::Set { .. } | Step::Over(_) => {}
                 }
                 let live = || (0..vms.len()).filter(|vm| vms[*vm].lives);
                 let next = live().filter_map(|vm| deadline(&vms, vm)).min();
@@ -220,6 +264,9 @@ mod tests {
             }
             for vm in 0..vms.len() {
                 deadlines.ended(&vm.to_string());
+            }
+            for (parent, _) in forks {
+                deadlines.release(&line(&vms, parent));
             }
             let empty = (deadlines.lines.len(), deadlines.users.len(), deadlines.settings.len());
             prop_assert_eq!(empty, (0, 0, 0), "nothing is kept of families that have ended");
@@ -250,12 +297,41 @@ mod tests {
         let mut deadlines = Deadlines::default();
         let line = |ids: &[&str]| ids.iter().map(ToString::to_string).collect::<Arc<[String]>>();
         deadlines.begin(line(&["web"]), &hour, epoch);
-        let inherited = deadlines.nearest("web").cloned();
+        let inherited = deadlines.of("web").cloned();
         let lifetime = Lifetime { own: None, inherited };
         deadlines.begin(line(&["web", "web.1"]), &lifetime, epoch);
         deadlines.begin(line(&["web", "web.1", "web.1.1"]), &lifetime, epoch);
         deadlines.set("web.1", None).expect("it lives");
-        assert!(deadlines.nearest("web.1.1").is_some_and(|setting| setting.ends.is_none()));
+        assert!(deadlines.of("web.1.1").is_some_and(|setting| setting.ends.is_none()));
         assert_eq!(deadlines.due(epoch + Duration::from_secs(3600)), ["web"]);
+    }
+
+    #[test]
+    fn a_host_hears_of_a_bound_before_the_clones_of_a_fork_in_progress_begin() {
+        let epoch = Instant::now();
+        let at = |second| epoch + Duration::from_secs(second);
+        let setting = |version, ends| Setting { of: "web".to_owned(), version, ends };
+        let line = |ids: &[&str]| ids.iter().map(ToString::to_string).collect::<Arc<[String]>>();
+        let mut deadlines = Deadlines::default();
+        deadlines.hold(&line(&["web"]));
+        assert!(deadlines.hear(setting(2, Some(at(5)))), "clones of it are expected");
+        assert_eq!(deadlines.next(), None, "no VM lives yet");
+        let lifetime = Lifetime { own: None, inherited: Some(setting(1, None)) };
+        assert!(deadlines.begin(line(&["web", "web.1"]), &lifetime, epoch));
+        deadlines.release(&line(&["web"]));
+        assert_eq!(deadlines.next(), Some(at(5)));
+    }
+
+    #[test]
+    fn no_other_host_bounds_a_vm_that_lives_here() {
+        let epoch = Instant::now();
+        let mut deadlines = Deadlines::default();
+        let line = ["web"].map(ToOwned::to_owned);
+        deadlines.begin(line.into(), &Lifetime::default(), epoch);
+        let strange = Setting { of: "web".to_owned(), version: u64::MAX, ends: Some(epoch) };
+        assert!(!deadlines.hear(strange));
+        assert_eq!(deadlines.next(), None);
+        let set = deadlines.set("web", None).expect("it lives");
+        assert_eq!((set.version, set.ends), (1, None));
     }
 }

@@ -25,6 +25,26 @@ pub use self::setting::{Lifetime, LifetimeTold, Setting, Told};
 /// What a VM's end says when its time is over.
 pub const OVER: &str = "its time to live is over";
 
+/// A line whose bounds are kept until this is dropped.
+#[derive(Debug)]
+pub struct HeldLine {
+    lifetimes: Arc<Lifetimes>,
+    line: Arc<[String]>,
+}
+
+impl HeldLine {
+    /// The bound of the nearest VM of the line that has one: what clones inherit that begin now.
+    pub fn bound(&self) -> Option<Setting> {
+        self.lifetimes.deadlines().nearest(&self.line).cloned()
+    }
+}
+
+impl Drop for HeldLine {
+    fn drop(&mut self) {
+        self.lifetimes.deadlines().release(&self.line);
+    }
+}
+
 /// The deadlines of this host's VMs, and what wakes their timer.
 #[derive(Debug, Default)]
 pub struct Lifetimes {
@@ -49,6 +69,13 @@ impl Lifetimes {
         self.deadlines().ended(id);
     }
 
+    /// Keep the bounds of a line, and hear of their changes, while a fork makes VMs of it.
+    /// That holds also if no VM of the line lives here (any more).
+    pub fn hold(self: &Arc<Self>, line: Arc<[String]>) -> HeldLine {
+        self.deadlines().hold(&line);
+        HeldLine { lifetimes: Arc::clone(self), line }
+    }
+
     /// Bound a VM from now on; `None`: it has no bound, whatever its ancestors have. → the new
     /// setting; `None`: there is no such VM.
     pub fn set(&self, id: &str, ttl: Option<Duration>) -> Option<Setting> {
@@ -67,17 +94,12 @@ impl Lifetimes {
 
     /// The bound that a VM of this host has, its own or inherited.
     pub fn of(&self, id: &str) -> Option<Setting> {
-        self.deadlines().nearest(id).cloned()
+        self.deadlines().of(id).cloned()
     }
 
-    /// Whether this is still the newest that is known of the bound of its VM.
-    pub fn is_newest(&self, setting: &Setting) -> bool {
-        self.deadlines().is_newest(setting)
-    }
-
-    /// What clones of a VM inherit that are forked now. `own`: their own bound.
-    pub fn of_clones(&self, parent: &str, own: Option<Duration>) -> Lifetime {
-        Lifetime { own, inherited: self.of(parent) }
+    /// Whether a newer bound of its VM is known.
+    pub fn is_outdated(&self, setting: &Setting) -> bool {
+        self.deadlines().is_outdated(setting)
     }
 
     /// The VMs whose time is over, and when to look again.

@@ -16,6 +16,9 @@ use super::call::CallError;
 use super::cluster::ClusterError;
 use super::sent::{ArrivalError, DescriptorError, LendError};
 
+/// What to do about an order that a host can't read.
+const SAME_VERSION: &str =
+    "do both hosts run the same version of vmfork? `vmfork version` on each tells";
 const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 const OF_ITS_HOST: &str = "clones go on with the QEMU, the processor and the guest image of the VM's host: `--host` names \
      hosts that have them";
@@ -190,10 +193,8 @@ impl SendError {
 impl OrderError {
     fn remedy(&self) -> &'static str {
         match self {
-            Self::Descriptor(_) | Self::Name { .. } | Self::Touched(_) => BUG,
-            Self::Image(_) => {
-                "do both hosts run the same version of vmfork? `vmfork cluster ls` tells"
-            }
+            Self::Descriptor(_) | Self::Image(_) => SAME_VERSION,
+            Self::Name { .. } | Self::Touched(_) => BUG,
         }
     }
 }

@@ -233,13 +233,13 @@ fn what_another_host_sends_is_a_bug_or_of_another_version() {
     let order_shows = |error: OrderError, cause: &str, remedy| {
         fork_shows(error.into(), BadRequest, cause, Some(remedy));
     };
-    order_shows(DescriptorError::Long { left: 1 }.into(), "1 bytes follow its end", BUG);
     let name = OrderError::Name { name: "a b".to_owned() };
     order_shows(name, "`a b` is no name of a VM", BUG);
     let far = RangeError::TooFar { start: 7, len: u64::MAX };
     let text = far.to_string();
     order_shows(far.into(), &text, BUG);
-    let version = "do both hosts run the same version of vmfork? `vmfork cluster ls` tells";
+    let version = "do both hosts run the same version of vmfork? `vmfork version` on each tells";
+    order_shows(DescriptorError::Long { left: 1 }.into(), "1 bytes follow its end", version);
     order_shows(ArrivalError::Empty.into(), "it names no image", version);
 }
 

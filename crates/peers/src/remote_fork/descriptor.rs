@@ -1,7 +1,7 @@
 //! What a fork sends to a host that is to run clones of it: everything but the pages.
 //!
 //! ```text
-//!   8 bytes  "VFDESC02"
+//!   8 bytes  "VFDESC03"
 //!   4 bytes  length of the head, little endian
 //!   head     JSON: facts, whose clones they are, which images; lengths of what follows
 //!   then     for each image its table and its homes; the device state
@@ -20,7 +20,8 @@ use vmfork_host::lifetime::LifetimeTold;
 use vmfork_host::quotas::User;
 use vmfork_host::vm::Job;
 
-const MAGIC: [u8; 8] = *b"VFDESC02";
+/// The number grows with each change of what a host must understand: bounds and labels came last.
+const MAGIC: [u8; 8] = *b"VFDESC03";
 /// Far above what 1024 clones take.
 const HEAD_BYTES_MAX: usize = 16 << 20;
 /// Of all of it: tables of a 256 GiB guest that was written to all over.

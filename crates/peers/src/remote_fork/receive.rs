@@ -53,6 +53,8 @@ impl Engines {
 /// What a host that starts others' clones works with.
 pub(crate) struct Here<'a> {
     pub(crate) forker: &'a Arc<Forker>,
+    /// When the order came: what it says is left of a time is left from then on.
+    pub(crate) arrived: Instant,
     pub(crate) images: &'a Images,
     pub(crate) engines: &'a Engines,
     pub(crate) arrivals: &'a Arrivals,
@@ -125,7 +127,7 @@ async fn carry_out(
     let machine = host::check_machine(&order.facts, &mut pending, deadline).await;
     machine.map_err(|error| RemoteForkError::Unlike(error.into()))?;
     let snapshot = snapshot(&order, &state, (engine, drives), grant.snapshot, arrival)?;
-    let lifetime = order.lifetime.heard(began);
+    let lifetime = order.lifetime.heard(here.arrived);
     let identity = Identity { job: order.job, lifetime, ..identity(&order.facts, &order.parent) };
     let brood = Brood {
         forker: Arc::clone(here.forker),

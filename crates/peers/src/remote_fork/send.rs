@@ -72,12 +72,14 @@ pub(crate) struct Sending<'a> {
     pub lifetime: &'a Lifetime,
 }
 
-/// Have other hosts start clones, all at once. → what became of each.
+/// Have other hosts start clones, all at once. → what became of each. `answered` is called when a
+/// host has answered, or was given up, also while others have not.
 /// A host whose answer is lost, or arrives too late, is ordered to leave nothing.
 pub(crate) async fn send(
     sender: Sender<'_>,
     what: Sending<'_>,
     shares: Vec<Share>,
+    answered: &(dyn Fn(HostId) + Sync),
 ) -> Vec<CloneResult> {
     let began = Instant::now();
     let (descriptor, _lent) = match prepare(sender.images, &what) {
@@ -102,9 +104,12 @@ pub(crate) async fn send(
             images: descriptor.images.clone(),
             state: descriptor.state.clone(),
         };
-        let (began, metrics) = (Instant::now(), what.metrics);
+        let (began, metrics, host) = (Instant::now(), what.metrics, share.host);
         let one = one(sender, share, descriptor, (what.deadline, what.given_up));
-        one.inspect(move |_| metrics.observe_stage(Stage::Away, began.elapsed()))
+        one.inspect(move |_| {
+            metrics.observe_stage(Stage::Away, began.elapsed());
+            answered(host);
+        })
     });
     join_all(sent).await.into_iter().flatten().collect()
 }

@@ -160,3 +160,26 @@ async fn a_connection_is_kept_until_its_end() {
     drop(kept);
     world.member.get("/", LONG).await.expect("there is room again");
 }
+
+#[tokio::test]
+async fn a_request_arrives_with_its_head_however_long_its_body_takes() {
+    const TAKES: Duration = Duration::from_millis(100);
+    let waited = |Arrived(at): Arrived, _body: axum::body::Bytes| async move {
+        (at.elapsed() >= TAKES).to_string()
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let serving =
+        tokio::spawn(
+            async move { axum::serve(listener, Router::new().route("/", post(waited))).await },
+        );
+    let mut stream = TcpStream::connect(address).await.expect("a connection");
+    let head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 4\r\n\r\n";
+    stream.write_all(head).await.expect("sent");
+    sleep(2 * TAKES).await;
+    stream.write_all(b"body").await.expect("sent");
+    let mut answer = String::new();
+    timeout(LONG, stream.read_to_string(&mut answer)).await.expect("in time").expect("answered");
+    assert!(answer.ends_with("true"), "{answer}");
+    serving.abort();
+}

@@ -17,6 +17,7 @@ use vmfork_engine::{Engine, EngineOptions, HostImage};
 use vmfork_image::{Origin, PageRange, PageSource};
 use vmfork_qemu::Drives;
 
+use super::super::error::CallError;
 use super::super::member::Member;
 use super::super::remote_fork::send::{CLONES, Sender, Sending, Share, send};
 use super::super::remote_fork::{CloneOrder, Descriptor};
@@ -27,7 +28,7 @@ use vmfork_fork::{OnRun, Snapshot};
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::Metrics;
 use vmfork_host::testing::SOON;
-use vmfork_host::vm::{Provenance, WorkingSet, test_identity};
+use vmfork_host::vm::{Identity, Provenance, WorkingSet, test_identity};
 
 /// In place of a host's daemon: takes descriptors, and answers none before as many have come as
 /// `all` waits for.
@@ -86,6 +87,48 @@ fn started(clone: CloneOrder) -> CloneResult {
     }
 }
 
+/// What an order is made of.
+struct Parts {
+    metrics: Metrics,
+    parent: Identity,
+    snapshot: Snapshot,
+    working_set: Arc<WorkingSet>,
+    given_up: CancellationToken,
+    lifetime: Lifetime,
+}
+
+impl Parts {
+    fn of(host: &One) -> Self {
+        Self {
+            metrics: Metrics::new(),
+            parent: test_identity("web", None),
+            snapshot: snapshot(host),
+            working_set: Arc::default(),
+            given_up: CancellationToken::new(),
+            lifetime: Lifetime::default(),
+        }
+    }
+
+    fn sending(&self) -> Sending<'_> {
+        let Self { metrics, parent, snapshot, working_set, given_up, lifetime } = self;
+        Sending {
+            metrics,
+            facts: Facts::of_a_test(2 << 20),
+            parent,
+            snapshot,
+            working_set,
+            all_or_nothing: false,
+            deadline: Instant::now() + SOON,
+            hydrate_bytes_per_s: 0,
+            given_up,
+            ticket: None,
+            books: 0,
+            job: None,
+            lifetime,
+        }
+    }
+}
+
 /// A source of pages that are never asked for.
 #[derive(Debug)]
 struct NoPages;
@@ -123,6 +166,59 @@ fn snapshot(host: &One) -> Snapshot {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_descriptor_of_another_version_is_refused_with_what_tells_the_versions() {
+    let hosts = cluster(2).await;
+    let member = hosts[0].cluster().member().expect("a member");
+    let peer = member.hosts.peer_of(hosts[1].id().expect("a member")).expect("a peer");
+    let former = b"VFDESC02\0\0\0\0".as_slice();
+    let answer = peer.post(CLONES, "application/octet-stream", former.into(), SOON).await;
+    let CallError::Refused { source: refused, .. } = answer.expect_err("of another version") else {
+        panic!("it does not answer");
+    };
+    assert!(refused.cause.expect("a cause").contains("of this version"));
+    assert!(refused.remedy.expect("a remedy").contains("`vmfork version`"));
+    for host in &hosts {
+        host.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hosts_answer_is_told_while_another_has_not_answered() {
+    let hosts = cluster(3).await;
+    let member = hosts[0].cluster().member().expect("a member");
+    let ids: Vec<HostId> = hosts[1..].iter().filter_map(One::id).collect();
+    let slow = Arc::new(Barrier::new(2));
+    let others = [
+        StandIn::of(&hosts[1], Arc::new(Barrier::new(1))).await,
+        StandIn::of(&hosts[2], Arc::clone(&slow)).await,
+    ];
+    let shares = ids.iter().zip(1..).map(|(host, vmid)| Share {
+        host: *host,
+        number: member.next_order(),
+        lease: None,
+        clones: vec![CloneOrder { name: format!("web.{vmid}"), vmid, ticket: None }],
+    });
+    let Member { hosts: known, images, locate, .. } = &*member;
+    let sender = Sender { hosts: known, images, locate };
+    let told = Mutex::new(Vec::new());
+    let answered = |host| {
+        told.lock().expect("not poisoned").push(host);
+        // The slow one answers only now.
+        let slow = Arc::clone(&slow);
+        tokio::spawn(async move { slow.wait().await });
+    };
+    let parts = Parts::of(&hosts[0]);
+    let results = timeout(SOON, send(sender, parts.sending(), shares.collect(), &answered)).await;
+    let results = results.expect("the first answer is told at once");
+    assert!(results.iter().all(|result| result.error.is_none()), "{results:?}");
+    assert_eq!(told.into_inner().expect("not poisoned"), ids);
+    for other in others {
+        other.end().await;
+    }
+    hosts[0].stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_descriptor_goes_to_each_host_once_and_to_none_after_anothers_answer() {
     let hosts = cluster(3).await;
     let member = hosts[0].cluster().member().expect("a member");
@@ -140,24 +236,10 @@ async fn a_descriptor_goes_to_each_host_once_and_to_none_after_anothers_answer()
         lease: None,
         clones: clones.clone(),
     });
-    let what = Sending {
-        metrics: &Metrics::new(),
-        facts: Facts::of_a_test(2 << 20),
-        parent: &test_identity("web", None),
-        snapshot: &snapshot(&hosts[0]),
-        working_set: &Arc::new(WorkingSet::default()),
-        all_or_nothing: false,
-        deadline: Instant::now() + SOON,
-        hydrate_bytes_per_s: 0,
-        given_up: &CancellationToken::new(),
-        ticket: None,
-        books: 0,
-        job: None,
-        lifetime: &Lifetime::default(),
-    };
+    let parts = Parts::of(&hosts[0]);
     let Member { hosts: known, images, locate, .. } = &*member;
     let sender = Sender { hosts: known, images, locate };
-    let results = timeout(SOON, send(sender, what, shares.collect())).await;
+    let results = timeout(SOON, send(sender, parts.sending(), shares.collect(), &|_| ())).await;
     let results = results.expect("no host waits until another has answered");
     let told: Vec<_> = results.iter().map(|it| (it.vmid, it.host.as_deref(), &it.error)).collect();
     let (h1, h2) = (Some("h1"), Some("h2"));

@@ -29,6 +29,8 @@ const SILENCE_MAX: Duration = Duration::from_secs(20);
 const ORDER_WAIT: Duration = Duration::from_secs(150);
 /// After a letter that was lost.
 const PAUSE: Duration = Duration::from_millis(250);
+/// Why all lines of a host end when it leaves.
+const LEFT: &str = "left the cluster";
 /// The slowest link on which a long message still arrives.
 const BYTES_PER_S_MIN: u64 = 4 << 20;
 
@@ -196,7 +198,7 @@ impl Wire {
 
     async fn post(&self) -> Result<u64, Unheard> {
         let gone = |why: &str| Unheard::Gone(why.to_owned());
-        let hosts = self.hosts.upgrade().ok_or_else(|| gone("left the cluster"))?;
+        let hosts = self.hosts.upgrade().ok_or_else(|| gone(LEFT))?;
         let peer = hosts
             .peer_of(self.peer)
             .map_err(|_| gone("it is no member of the cluster any more"))?;
@@ -228,20 +230,32 @@ type Ends = HashMap<(HostId, LineId), (Arc<Wire>, Arc<dyn End>)>;
 
 /// The lines of a host.
 #[derive(Default)]
-pub(crate) struct Lines(Arc<Mutex<Ends>>);
+pub(crate) struct Lines {
+    ends: Arc<Mutex<Ends>>,
+    left: CancellationToken,
+}
 
 impl Lines {
     fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This host leaves the cluster: all lines are lost at once, and new ones too.
+    pub(crate) fn leave(&self) {
+        self.left.cancel();
     }
 
     /// Say and hear, until it is closed or the other end is lost.
     pub(super) fn start(&self, wire: &Arc<Wire>, end: Arc<dyn End>) {
-        let (wire, lines) = (Arc::clone(wire), Self(Arc::clone(&self.0)));
+        let (wire, left) = (Arc::clone(wire), self.left.clone());
+        let lines = Self { ends: Arc::clone(&self.ends), left: left.clone() };
         let key = (wire.peer, wire.id);
         self.ends().insert(key, (Arc::clone(&wire), Arc::clone(&end)));
         tokio::spawn(async move {
-            let why = wire.speak().await;
+            let why = tokio::select! {
+                why = wire.speak() => why,
+                () = left.cancelled() => Some(LEFT.to_owned()),
+            };
             wire.close();
             let removed = lines.ends().remove(&key);
             drop(removed);
