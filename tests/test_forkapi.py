@@ -75,8 +75,11 @@ def test_hierarchical_puts_a_worker_on_each_vcpu(client: vmfork.Client, image: s
 def test_a_clone_killed_from_outside_is_told_to_who_joins(client: vmfork.Client, vm: vmfork.VM) -> None:
     argv = prepare(vm, "python")
     before = {other.name for other in client.vms()}
-    vm.exec(f"{' '.join(argv)} outside > /run/outside 2>&1 < /dev/null &", check=True)
+    vm.exec(f"{' '.join(argv)} outside > /run/outside 2>&1 < /dev/null & echo $! > /run/pid", check=True)
     eventually(lambda: b"waiting" in vm.read_file("/run/outside"), 60, "the ticket is cloned")
+    # It is about to call sf_join then. A fork before the call would not interrupt it.
+    state = "awk '/^State/ { print $2 }' /proc/$(cat /run/pid)/status"
+    eventually(lambda: vm.exec(state, check=True).stdout == b"S\n", 30, "it sleeps in sf_join")
     clones = [other for other in client.vms() if other.name not in before]
     assert sorted(clone.vmid for clone in clones) == [1, 2]
     # The host can look up a fork that it did not ask for.
@@ -94,8 +97,11 @@ def test_forks_from_outside_and_inside_go_together(client: vmfork.Client, vm: vm
     """A VM whose program waits for its clones is forked from outside: the wait goes on in the parent."""
     argv = prepare(vm, "python")
     before = {other.name for other in client.vms()}
-    vm.exec(f"{' '.join(argv)} outside > /run/outside 2>&1 < /dev/null &", check=True)
+    vm.exec(f"{' '.join(argv)} outside > /run/outside 2>&1 < /dev/null & echo $! > /run/pid", check=True)
     eventually(lambda: b"waiting" in vm.read_file("/run/outside"), 60, "the ticket is cloned")
+    # It is about to call sf_join then. A fork before the call would not interrupt it.
+    state = "awk '/^State/ { print $2 }' /proc/$(cat /run/pid)/status"
+    eventually(lambda: vm.exec(state, check=True).stdout == b"S\n", 30, "it sleeps in sf_join")
     clones = [other for other in client.vms() if other.name not in before]
     copy = vm.fork(1).raise_for_errors()[0]
     # In the copy the call was not its own.

@@ -16,7 +16,7 @@ from harness.cli import Cli
 from harness.cluster import Cluster
 from harness.daemon import Daemon
 from harness.metrics import read
-from harness.waits import eventually
+from harness.waits import eventually, stays
 
 REASON = "its time to live is over"
 #: How late an end may be noticed on a busy machine.
