@@ -5,12 +5,12 @@
 
 guest_image() { (cd tests && PYTHONPATH=../sdk/python/src "$PYTHON" -c 'from harness import images; images.build()'); }
 
-documentation() { RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet; }
+documentation() { RUSTDOCFLAGS='-D warnings' nice cargo doc --workspace --no-deps --quiet; }
 
 # The lock-free parts in all orders of their steps.
 loom() {
 	RUSTFLAGS='--cfg loom' \
-		cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
+		nice cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 
 # Without backtraces: a handler that panics on purpose would bury what failed.
@@ -19,6 +19,8 @@ integration() {
 		tests_cargo --test '*' -- --nocapture
 }
 
+# What mk/test.sh reads if something else fails first.
+trap 'echo $? >"$TIMES/beside.rc"' EXIT
 step "guest image" guest_image
 step "documentation" documentation
 step "model checker" loom

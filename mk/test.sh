@@ -17,6 +17,11 @@ join_beside() {
 }
 
 end_beside() {
+	if [ -e "$TIMES/beside.rc" ]; then
+		[ "$(cat "$TIMES/beside.rc")" = 0 ] || cat "$TIMES/beside.log" >&2
+	else
+		say "not finished: what ran beside the other tests"
+	fi
 	# Until it has begun its own process group, there is only the one process.
 	kill -- -"$beside" 2>/dev/null || kill "$beside" 2>/dev/null || true
 	wait "$beside" || true
@@ -40,6 +45,8 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 mk/check.sh
 step "guest library" guest_library
+# Tests that compare what image builds leave behind must not see this one.
+flock "$CACHE/test-images/lock" true
 step "black box tests" black_box "$@"
 step "what is left of the integration tests" join_beside
 trap - EXIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,32 @@ def counting(vm: vmfork.VM) -> vmfork.VM:
     vm.exec(COUNTER, check=True)
     eventually(lambda: _count(vm) > 2, 20, "it counts")
     return vm
+
+
+@pytest.mark.limit(240)
+def test_a_resume_that_qemu_carries_out_late_leaves_no_state_of_before(
+    counting: vmfork.VM, daemon: Daemon
+) -> None:
+    """A fork after it has the memory and the vCPUs of one instant."""
+    counting.pause()
+    counting.fork(1).raise_for_errors()[0].remove(force=True)
+    qemu = daemon.qemu(counting)
+    qemu.kill(signal.SIGSTOP)
+    try:
+        with pytest.raises(vmfork.QemuError, match="within"):
+            counting.resume()
+    finally:
+        qemu.kill(signal.SIGCONT)
+    # It runs now, though it counts as paused.
+    began = cpu_ms(qemu.pid)
+    eventually(lambda: cpu_ms(qemu.pid) > began + 200, 30, "QEMU has carried it out")
+    (clone,) = counting.fork(1).raise_for_errors()
+    before = _count(clone)
+    eventually(lambda: _count(clone) > before, 30, "the clone goes on counting")
+    assert _sum(clone)
+    counting.resume()
+    before = _count(counting)
+    eventually(lambda: _count(counting) > before, 30, "so does the parent")
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ pub async fn pause(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(), ErrorBody> {
 /// before they are told to continue, the VM stays paused.
 ///
 /// # Errors
-/// It has ended, or QEMU refuses. Then it stays paused.
+/// It has ended, or QEMU refuses: then it stays paused. QEMU does not answer in time: then it may
+/// run later, and counts as paused until the next resume.
 pub async fn resume(core: &Arc<Core>, vm: &Arc<Vm>) -> Result<(), ErrorBody> {
     let core = Arc::clone(core);
     let (vm, message) = (Arc::clone(vm), format!("resume `{}`", vm.name()));
@@ -97,11 +98,22 @@ async fn go_on(core: Arc<Core>, vm: Arc<Vm>, given_up: CancellationToken) -> Res
         return Ok(());
     }
     if let Err(error) = machine.qmp.cont().await {
+        if may_run_later(&error)
+            && let Some(still) = vm.pause.now()
+        {
+            still.saved.forget();
+        }
         return Err(refused(&vm, error).await);
     }
     core.pause_ends(&vm);
     tracing::info!(vm = vm.name(), "resumed");
     Ok(())
+}
+
+/// Whether QEMU may still carry out a `cont` that failed. The VM counts as paused, and a freeze
+/// stops it once more. But a device state that was saved before is not that of its memory then.
+fn may_run_later(error: &QmpError) -> bool {
+    !matches!(error, QmpError::Refused { .. } | QmpError::Busy { .. })
 }
 
 /// The agent, silent; `None`: there is none, or it does not answer, as in a guest that is starved.
@@ -142,6 +154,23 @@ mod tests {
     use vmfork_host::testing::Host;
     use vmfork_host::vm::console::Console;
     use vmfork_host::vm::machine::Machine;
+
+    #[test]
+    fn what_was_saved_is_forgotten_where_the_vm_may_have_run() {
+        let command = || "cont".to_owned();
+        let late = QmpError::Timeout { command: command(), timeout_ms: 10_000 };
+        assert!(may_run_later(&late));
+        let (class, desc) = ("GenericError".to_owned(), "no".to_owned());
+        assert!(!may_run_later(&QmpError::Refused { command: command(), class, desc }));
+
+        let saved = vmfork_host::vm::SavedState::default();
+        assert!(saved.get().expect("no fd is needed").is_none());
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        saved.keep(vmfork_host::vm::DeviceState { content: file.into(), lead: None });
+        assert!(saved.get().expect("an fd").is_some());
+        saved.forget();
+        assert!(saved.get().expect("no fd is needed").is_none());
+    }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn only_a_vm_that_is_up_is_paused_and_an_ended_one_is_neither_paused_nor_resumed() {

@@ -39,8 +39,8 @@ pub(super) async fn prepare(
     machine: &Machine,
     still: Option<&Standstill>,
 ) -> Result<Prepared, StateError> {
-    if let Some(saved) = still.and_then(|still| still.saved.get()) {
-        let DeviceState { content, lead } = saved.try_clone()?;
+    let saved = still.map(|still| still.saved.get()).transpose()?.flatten();
+    if let Some(DeviceState { content, lead }) = saved {
         return Ok(Prepared { file: content.into(), way: Way::Kept(lead) });
     }
     let file = File::from(memory_file()?);
@@ -128,7 +128,7 @@ impl Saved {
             }
         };
         if let Some(still) = still {
-            let _the_first_stands = still.saved.set(done.try_clone()?);
+            still.saved.keep(done.try_clone()?);
         }
         Ok(done)
     }

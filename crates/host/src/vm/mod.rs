@@ -38,7 +38,7 @@ pub use self::job::Job;
 use self::log::Log;
 use self::machine::Machine;
 pub use self::origin::{Fate, Origin};
-pub use self::pause::{DeviceState, Pause, Standstill};
+pub use self::pause::{DeviceState, Pause, SavedState, Standstill};
 pub use self::provenance::{CameOf, Provenance};
 pub(crate) use self::told::{Step, ToldOf};
 pub use self::working_set::WorkingSet;

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 use vmfork_guest_link::agent::Held;
@@ -21,7 +21,35 @@ pub struct Standstill {
     pub console: Option<HeldConsole>,
     /// What the first freeze of this instant saved. The later ones need not ask QEMU, which can do
     /// only one migration between two `cont`.
-    pub saved: OnceLock<DeviceState>,
+    pub saved: SavedState,
+}
+
+/// The device state of an instant, once a freeze has saved it.
+#[derive(Debug, Default)]
+pub struct SavedState(Mutex<Option<DeviceState>>);
+
+impl SavedState {
+    fn state(&self) -> MutexGuard<'_, Option<DeviceState>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was saved, by another fd.
+    ///
+    /// # Errors
+    /// The host is out of fds.
+    pub fn get(&self) -> io::Result<Option<DeviceState>> {
+        self.state().as_ref().map(DeviceState::try_clone).transpose()
+    }
+
+    /// Keep what a freeze has saved.
+    pub fn keep(&self, state: DeviceState) {
+        *self.state() = Some(state);
+    }
+
+    /// Nothing is known of the instant any more, as the vCPUs may have run.
+    pub fn forget(&self) {
+        drop(self.state().take());
+    }
 }
 
 /// The device state of an instant.

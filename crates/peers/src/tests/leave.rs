@@ -51,6 +51,6 @@ async fn a_leave_ends_the_lines_of_tickets_at_once() {
         }
     };
     let (vmid, reason) = timeout(SOON, ended).await.expect("not after a silence");
-    assert_eq!((vmid, reason.as_str()), (1, "its host `h1` is lost: left the cluster"));
+    assert_eq!((vmid, reason.as_str()), (1, "its host `h1` is lost: this host left the cluster"));
     hosts[1].stop().await;
 }

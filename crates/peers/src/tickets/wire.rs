@@ -30,7 +30,7 @@ const ORDER_WAIT: Duration = Duration::from_secs(150);
 /// After a letter that was lost.
 const PAUSE: Duration = Duration::from_millis(250);
 /// Why all lines of a host end when it leaves.
-const LEFT: &str = "left the cluster";
+const LEFT: &str = "this host left the cluster";
 /// The slowest link on which a long message still arrives.
 const BYTES_PER_S_MIN: u64 = 4 << 20;
 
