@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 import vmfork
@@ -16,6 +16,7 @@ from harness.cli import Cli
 from harness.cluster import Cluster
 from harness.daemon import Daemon
 from harness.metrics import read
+from harness.processes import Process
 from harness.waits import eventually, stays
 
 REASON = "its time to live is over"
@@ -161,21 +162,44 @@ def test_clones_on_other_hosts_get_the_bound_that_stands_at_the_freeze(cluster: 
     assert there.inspect().ttl is None
 
 
+def _fork_into_stopped_qemus(
+    cluster: Cluster, web: vmfork.VM, pool: ThreadPoolExecutor
+) -> tuple[Future[vmfork.ForkResult], list[Process]]:
+    """A fork onto the second host that waits for its QEMU, and what is stopped for it.
+
+    Nothing is stopped if a QEMU that had just been started took the clone.
+    """
+    h1 = cluster.clients[1]
+    (first,) = web.fork(1, hosts=["h1"]).raise_for_errors()
+    h1.vm(first.name).remove(force=True)
+    eventually(lambda: h1.host().pool.waiting >= 1, 60, "a QEMU waits")
+    qemus = [process for process in cluster.daemons[1].processes() if process.is_qemu]
+    for qemu in qemus:
+        qemu.kill(signal.SIGSTOP)
+    forking = pool.submit(web.fork, 1, hosts=["h1"])
+    done, _ = wait([forking], timeout=2)
+    if done:
+        for qemu in qemus:
+            qemu.kill(signal.SIGCONT)
+        (clone,) = forking.result().raise_for_errors()
+        h1.vm(clone.name).remove(force=True)
+        return forking, []
+    return forking, qemus
+
+
 @pytest.mark.limit(240)
 def test_a_bound_set_during_a_fork_reaches_clones_that_begin_after_their_parents_end(cluster: Cluster) -> None:
     web = cluster.warm(0, name="web", memory_mib=128)
     h1 = cluster.clients[1]
-    (first,) = web.fork(1, hosts=["h1"]).raise_for_errors()
-    h1.vm(first.name).remove(force=True)
-    eventually(lambda: h1.host().pool.waiting == 1, 60, "a QEMU waits")
     # Past the freeze, the clone waits for its QEMU: no VM of the family is on its host.
-    qemus = [process for process in cluster.daemons[1].processes() if process.is_qemu]
-    for qemu in qemus:
-        qemu.kill(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
+        for _ in range(10):
+            forking, qemus = _fork_into_stopped_qemus(cluster, web, pool)
+            if qemus:
+                break
+        else:
+            pytest.fail("each fork found a QEMU that had started meanwhile")
         try:
-            forking = pool.submit(web.fork, 1, hosts=["h1"])
-            stays(lambda: not forking.done(), 2, "the fork waits")
             web.set_ttl(10)
             web.remove(force=True)
             stays(lambda: not forking.done(), 1, "the fork waits")
