@@ -16,7 +16,7 @@ from harness.waits import eventually
 PROGRAM = Path(__file__).parent / "guest" / "away.py"
 #: Of each host, which has one core.
 VCPUS = 3
-TAKEN = rf"VMs may have {VCPUS} on this host \({VCPUS} for a core, of which it has 1\)"
+TAKEN = rf"VMs may have {VCPUS} on this host \(cores: 1, {VCPUS} each\)"
 
 
 @pytest.fixture(scope="module")

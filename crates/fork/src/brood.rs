@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 use vmfork_api::{CloneResult, ErrorBody};
 
 use crate::clone::{self, CloneOrder, Stem, failed};
+use crate::error::Error;
 use crate::forker::Forker;
 use crate::messages;
 use crate::names::Wanted;
@@ -61,8 +62,7 @@ impl Brood {
         let mut results = Vec::new();
         for Wanted { name, is_kept, vmid, ticket } in wanted {
             if !is_kept {
-                let error = messages::name_taken(messages::start_message(&name), &name);
-                results.push(fail(vmid, name, error));
+                results.push(clone::name_taken(vmid, name));
                 continue;
             }
             let Some((lease, machine)) = places.next() else {
@@ -114,6 +114,6 @@ impl Brood {
     }
 
     fn was_given_up(&self) -> ErrorBody {
-        messages::was_given_up(&self.stem.message)
+        Error::GivenUp.to_body(&self.stem.message)
     }
 }

@@ -138,6 +138,12 @@ pub fn report_failure(origin: Option<&TicketOrigin>, vmid: u32, error: &ErrorBod
     }
 }
 
+/// The line of a clone whose name another VM has.
+pub fn name_taken(vmid: u32, name: String) -> CloneResult {
+    let error = Error::NameTaken { name: name.clone() }.to_body(start_message(&name));
+    failed(vmid, name, error)
+}
+
 /// The line of a clone that was not started.
 pub fn failed(vmid: u32, name: String, error: ErrorBody) -> CloneResult {
     CloneResult {

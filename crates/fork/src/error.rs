@@ -10,15 +10,13 @@ use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_engine::EngineError;
 use vmfork_guest_link::agent::LinkError;
-use vmfork_host::error::{Error as HostError, ImageError, Refusal, VmError, chain};
+use vmfork_host::error::{DOCTOR, Error as HostError, ImageError, Refusal, VmError, chain};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::BindError;
 use vmfork_memory::FreezeError;
 use vmfork_qemu::QmpError;
 use vmfork_qemu::probe::ProbeError;
 use vmfork_qemu::shape::ShapeError;
-
-const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 
 /// Why a VM is not frozen, or VMs are not started from what a freeze yields. With its sources
 /// ([`chain`]) it is the cause that a user reads.

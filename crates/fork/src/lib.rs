@@ -46,12 +46,12 @@ pub mod tickets;
 
 pub use self::brood::{Brood, Granted};
 pub use self::channels::start_channels;
-pub use self::clone::{Stem, failed, report_failure};
+pub use self::clone::{Stem, failed, name_taken, report_failure};
 pub use self::error::{Error, NotFrozen, NotStarted, Unlike};
 pub use self::forker::{Forker, TicketService};
 pub use self::forking::{COUNT_MAX, Frozen, Order, by_request, check, freeze_only, run};
 pub use self::freeze::Wanted as FreezeWanted;
-pub use self::messages::{name_taken, start_message, was_given_up};
+pub use self::messages::start_message;
 pub use self::names::{Names, Wanted, reserve};
 pub use self::origin::Abroad;
 pub use self::pause::{pause, resume};

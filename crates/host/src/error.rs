@@ -33,6 +33,8 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 
 /// What users can do about an error that should not be.
 pub const BUG: &str = "this is a bug of vmfork: report it with the daemon's log";
+/// What users can do where QEMU or the host fails for a reason that vmfork does not know.
+pub const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 
 /// Why an operation on the VMs of this host failed. With its sources ([`chain`]) it is the cause
 /// that a user reads.

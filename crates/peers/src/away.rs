@@ -18,7 +18,7 @@ use super::remote_fork::send::{Sender, Sending, Share, send};
 use super::tickets::Abroad;
 use vmfork_fork::facts::{Facts, Frozen, host};
 use vmfork_fork::tickets::{Event, TicketOrigin};
-use vmfork_fork::{Departure, Hold, PlanAsk, Reserved, Wanted, failed, report_failure};
+use vmfork_fork::{Departure, Hold, PlanAsk, Reserved, Wanted, failed, name_taken, report_failure};
 use vmfork_host::core::Core;
 use vmfork_host::vm::machine::Machine;
 
@@ -234,10 +234,7 @@ impl Away {
         for Wanted { name, is_kept, vmid, ticket } in wanted {
             match is_kept {
                 true => kept.push(CloneOrder { name, vmid, ticket }),
-                false => {
-                    let error = vmfork_fork::name_taken(vmfork_fork::start_message(&name), &name);
-                    results.push(failed(vmid, name, error));
-                }
+                false => results.push(name_taken(vmid, name)),
             }
         }
         let mut kept = kept.into_iter();
@@ -372,7 +369,7 @@ mod tests {
         let error = PlanError::NoPlace { placed: 0, count: 8, views: views[1..].to_vec() };
         let error = error.to_string();
         assert!(
-            error.contains("0 of 8 clones fit: `h2` has 0 MiB left, of which 0 go to what all share, and 64 virtual CPUs; `h3`: it drains"),
+            error.contains("0 of 8 clones fit: `h2` has 0 MiB left (0 of them for memory that its clones share) and 64 virtual CPUs; `h3`: it drains"),
             "{error}"
         );
     }

@@ -48,7 +48,6 @@ use super::client::Peer;
 use super::error::{CallError, FetchError, RemoteForkError};
 use super::hosts::Hosts;
 use super::remote_fork::Order;
-use vmfork_fork::was_given_up;
 use vmfork_host::core::Core;
 use vmfork_host::error::chain;
 use vmfork_host::vm::Identity;
@@ -391,7 +390,8 @@ impl GuestImages {
         order.facts.inherited.spec.image = tokio::select! {
             had = self.take(&core.images, from, &wanted) => had?,
             () = given_up.cancelled() => {
-                return Err(was_given_up(&format!("take guest image `{}`", wanted.name)));
+                let message = format!("take guest image `{}`", wanted.name);
+                return Err(vmfork_fork::Error::GivenUp.to_body(message));
             }
         };
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);

@@ -12,9 +12,8 @@ use vmfork_store::{Role, StoreError};
 
 use vmfork_fork::state::StateError;
 use vmfork_fork::{Error as ForkError, Unlike};
-use vmfork_host::error::{Error as HostError, Refusal, chain};
+use vmfork_host::error::{DOCTOR, Error as HostError, Refusal, chain};
 
-const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 const PLACE: &str = "name a folder of the daemon's host, or s3://BUCKET/PREFIX";
 
 /// Why an operation on stored snapshots failed. With its sources ([`chain`]) it is the cause that

@@ -179,7 +179,7 @@ struct Arriving<'a> {
     descriptor: Descriptor,
     /// As the stream has it, with its names of files.
     told: Descriptor,
-    /// Of which images the table has come.
+    /// Whether the table of each image has come.
     has_table: Vec<bool>,
     has_state: bool,
 }

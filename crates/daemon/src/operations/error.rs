@@ -7,12 +7,10 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_guest_image::{Remedy as _, StoreError};
 use vmfork_guest_link::agent::LinkError;
 use vmfork_host::core::store_code;
-use vmfork_host::error::{VmError, chain};
+use vmfork_host::error::{DOCTOR, VmError, chain};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_qemu::probe::NoKvm;
 use vmfork_qemu::shape::ShapeError;
-
-const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 
 /// An operation on an image or a VM that is there.
 #[derive(Debug, thiserror::Error)]

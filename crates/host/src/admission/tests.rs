@@ -263,7 +263,7 @@ fn virtual_cpus_are_promised_once_and_come_back() {
     assert_eq!(
         error.to_string(),
         "run `web` with 2 virtual CPUs: 2 virtual CPUs needed, 1 admissible: VMs may have 4 on this host \
-         (1 for a core, of which it has 4), 3 are promised"
+         (cores: 4, 1 each), 3 are promised"
     );
     assert!(error.remedy.expect("remedy").contains("--vcpus-per-core"));
     // A parent goes on with all it had.
@@ -284,7 +284,7 @@ fn a_fork_gets_clones_for_as_many_virtual_cpus_as_are_left_or_all_or_nothing() {
         assert_eq!(
             grant.refused.as_ref().expect("not all fit").to_string(),
             "fork `web`: 1 of 3 fit: 6 virtual CPUs needed, 3 admissible: VMs may have 4 on this host \
-             (1 for a core, of which it has 4), 1 are promised"
+             (cores: 4, 1 each), 1 are promised"
         );
         admission.fork(ForkAsk { by_guest, ..web(1) }, false).expect_err("1 virtual CPU is left");
         drop(grant);

@@ -37,7 +37,7 @@ pub enum Refusal {
     /// The virtual CPUs that VMs may have on the host.
     #[error(
         "{want} virtual CPUs needed, {admissible} admissible: VMs may have {max} on this host \
-         ({per_core} for a core, of which it has {cores}), {promised} are promised"
+         (cores: {cores}, {per_core} each), {promised} are promised"
     )]
     Vcpus { want: u32, admissible: u32, max: u32, per_core: u32, cores: u32, promised: u32 },
     /// A family is as large as its guests may make it.

@@ -105,8 +105,7 @@ fn what_has_no_room_is_refused_with_the_figures_and_the_setting() {
             Error::Few { granted: 1, asked: 3, why: no_vcpus },
             ErrorCode::NoCapacity,
             "do it: 1 of 3 fit",
-            "6 virtual CPUs needed, 3 admissible: VMs may have 4 on this host (1 for a core, of \
-             which it has 4), 1 are promised",
+            "6 virtual CPUs needed, 3 admissible: VMs may have 4 on this host (cores: 4, 1 each), 1 are promised",
             "end VMs (`vmfork ps`, `vmfork kill`), ask for fewer, or raise vmforkd's \
              --vcpus-per-core",
         ),

@@ -17,7 +17,7 @@ use vmfork_qemu::{Accel, Boot, Drives, Launch, Qemu, Shape, ShimFds, StartError,
 use super::machine::Machine;
 use super::users::{User, Users};
 use crate::config::QEMU_UIDS;
-use crate::error::Refusal;
+use crate::error::{DOCTOR, Refusal};
 use crate::state::{ProcessId, ProcessKind, State};
 
 /// A QEMU that could not be started, or whose RAM can't be taken hold of.
@@ -80,9 +80,7 @@ impl LaunchError {
             Self::NoRoom(_) => "end VMs, or lower vmforkd's --pool",
             Self::Journal(_) => "make room on the disk of the state folder",
             Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
-            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => {
-                "`vmfork doctor` checks the host; the daemon's log has more"
-            }
+            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => DOCTOR,
         }
     }
 }

@@ -8,7 +8,7 @@ use vmfork_cluster::allocate::{AllocateError, HostView};
 use vmfork_engine::EngineError;
 use vmfork_fork::Error as ForkError;
 use vmfork_fork::state::StateError;
-use vmfork_host::error::{BUG, Error as HostError, Refusal, chain};
+use vmfork_host::error::{BUG, DOCTOR, Error as HostError, Refusal, chain};
 use vmfork_image::RangeError;
 use vmfork_qemu::QmpError;
 
@@ -19,7 +19,6 @@ use super::sent::{ArrivalError, DescriptorError, LendError};
 /// What to do about an order that a host can't read.
 const SAME_VERSION: &str =
     "do both hosts run the same version of vmfork? `vmfork version` on each tells";
-const DOCTOR: &str = "`vmfork doctor` checks the host; the daemon's log has more";
 const OF_ITS_HOST: &str = "clones go on with the QEMU, the processor and the guest image of the VM's host: `--host` names \
      hosts that have them";
 
@@ -138,7 +137,7 @@ impl fmt::Display for Each<'_> {
                     let [left, once] = [free.memory_bytes, *once_bytes].map(|bytes| bytes >> 20);
                     write!(
                         f,
-                        "`{name}` has {left} MiB left, of which {once} go to what all share, and {} virtual CPUs",
+                        "`{name}` has {left} MiB left ({once} of them for memory that its clones share) and {} virtual CPUs",
                         free.vcpus
                     )?;
                 }

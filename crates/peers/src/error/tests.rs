@@ -179,7 +179,7 @@ async fn a_plan_says_what_each_host_or_the_engine_lacks() {
         fork_shows(error.into(), code, cause, remedy);
     };
     let views = vec![view("h2", None), view("h3", Some("it drains"))];
-    let places = "1 of 8 clones fit: `h2` has 10 MiB left, of which 2 go to what all share, and 64 virtual CPUs; `h3`: it drains";
+    let places = "1 of 8 clones fit: `h2` has 10 MiB left (2 of them for memory that its clones share) and 64 virtual CPUs; `h3`: it drains";
     let list = Some("`vmfork cluster ls` shows which hosts take clones, and what they have left");
     plan_shows(PlanError::NoPlace { placed: 1, count: 8, views }, NoCapacity, places, list);
     let short = vec!["h2 is busy".to_owned(), "h3 is down".to_owned()];
@@ -250,7 +250,7 @@ fn what_others_say_passes_a_fork_as_it_is() {
     assert_eq!(RemoteForkError::from(HostError::Keeper(said.clone())).to_body(DO), said);
     assert_eq!(RemoteForkError::Image(said.clone()).to_body(DO), said);
     let given_up = RemoteForkError::GivenUp.to_body(DO);
-    assert_eq!(given_up, vmfork_fork::was_given_up(DO));
+    assert_eq!(given_up, ForkError::GivenUp.to_body(DO));
     let no_turn = ForkError::NoTurn;
     assert_eq!(RemoteForkError::from(no_turn).to_body(DO), ForkError::NoTurn.to_body(DO));
     fork_shows(ClusterError::Gone.into(), Host, "it is gone", None);
