@@ -240,16 +240,24 @@ async fn become_view(
     snapshot: &Snapshot,
     machine: &Machine,
 ) -> Result<(), NotStarted> {
-    let attach = Instant::now();
-    tokio::task::block_in_place(|| match snapshot.is_watched {
-        true => machine.memory().attach_by_page(&snapshot.engine),
-        false => machine.memory().attach(&snapshot.engine),
-    })?;
-    core.metrics.observe_stage(Stage::CloneAttach, attach.elapsed());
-    let bind = Instant::now();
-    machine.bind(&snapshot.drives).await?;
-    core.metrics.observe_stage(Stage::CloneBind, bind.elapsed());
-    Ok(())
+    // QEMU opens the drives' files while its keeper maps the memory.
+    let bind = async {
+        let began = Instant::now();
+        machine.bind(&snapshot.drives).await?;
+        core.metrics.observe_stage(Stage::CloneBind, began.elapsed());
+        Ok::<_, NotStarted>(())
+    };
+    let attach = async {
+        let began = Instant::now();
+        tokio::task::block_in_place(|| match snapshot.is_watched {
+            true => machine.memory().attach_by_page(&snapshot.engine),
+            false => machine.memory().attach(&snapshot.engine),
+        })?;
+        core.metrics.observe_stage(Stage::CloneAttach, began.elapsed());
+        Ok::<_, NotStarted>(())
+    };
+    let (bound, attached) = tokio::join!(biased; bind, attach);
+    bound.and(attached)
 }
 
 async fn bring_up(
