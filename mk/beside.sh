@@ -9,7 +9,7 @@ documentation() { RUSTDOCFLAGS='-D warnings' nice cargo doc --workspace --no-dep
 
 # The lock-free parts in all orders of their steps.
 loom() {
-	RUSTFLAGS='--cfg loom' \
+	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$ROOT/mk/if-changed.sh RUSTFLAGS='--cfg loom' \
 		nice cargo test --quiet -p vmfork-engine -p vmfork-tap --lib loom --target-dir "$TARGET/loom"
 }
 

@@ -42,6 +42,8 @@ shell_scripts() {
 # Lock files and traces are not written by people.
 spelling() { git ls-files -z -- . ':!*.lock' ':!*.trace' | xargs -0 codespell -I mk/codespell.words; }
 
+unit() { CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$ROOT/mk/if-changed.sh tests_cargo --lib --bins; }
+
 prose() {
 	"$PYTHON" -m unittest -q mk/test_prose.py
 	"$PYTHON" mk/prose.py
@@ -50,7 +52,7 @@ prose() {
 step "format" cargo fmt --all --check
 step "lints and build" tests_cargo --all-targets --no-run
 step "planes" planes
-step "unit tests" tests_cargo --lib --bins
+step "unit tests" unit
 step "Python SDK" sdk
 step "shell scripts" shell_scripts
 step "spelling" spelling

@@ -1,0 +1,25 @@
+#!/bin/sh
+# mk/if-changed.sh PROGRAM…: runs a test program, unless the same one has passed with the same
+# arguments, in the same checkout and machine. `make clean` forgets what has passed.
+#
+# Cargo calls it for tests whose result follows from that alone. A test with real VMs runs each time.
+. "$(dirname "$0")/env.sh"
+
+# Tests read files of the checkout; the image's build takes Debian's packages and programs.
+key=$({
+	printf '%s\0' "$@"
+	cat "$1"
+	git ls-files -coz --exclude-standard -- . ':!*.rs' | xargs -0 sha256sum
+	uname -r
+	cat /var/lib/dpkg/status
+} 2>&1 | sha256sum | cut -d ' ' -f 1)
+passed=$TARGET/test-passed/$key
+if [ -e "$passed" ]; then
+	echo "unchanged since it passed: ${1##*/}" >&2
+	exit 0
+fi
+# Cargo has chosen the folder that tests expect.
+cd "${CARGO_MANIFEST_DIR:-.}"
+"$@"
+mkdir -p "${passed%/*}"
+: >"$passed"
