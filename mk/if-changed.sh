@@ -2,7 +2,7 @@
 # mk/if-changed.sh PROGRAM…: runs a test program, unless the same one has passed with the same
 # arguments, in the same checkout and machine. `make clean` forgets what has passed.
 #
-# Cargo calls it for tests whose result follows from that alone. A test with real VMs runs each time.
+# Cargo calls it for tests whose result follows from that alone. A test with VMs runs each time.
 . "$(dirname "$0")/env.sh"
 
 # Tests read files of the checkout; the image's build takes Debian's packages and programs.
