@@ -130,12 +130,18 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
 @pytest.mark.limit(480)
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, times: int) -> None:
-    for _ in range(times):
-        _bring_with_loss(cluster, parent_of(cluster))
-        cluster.clear()
+    lost = 0.0
+    # A page that the switch drops is sent again to all, or to the one host that waits for it. Which,
+    # depends on when it drops them: now and then all of them come to the one host.
+    for turn in range(times + 4):
+        if turn < times or not lost:
+            lost += _bring_with_loss(cluster, parent_of(cluster))
+            cluster.clear()
+    assert lost > 0, "nothing lost was sent again to all"
 
 
-def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> None:
+def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> float:
+    """Pages that the parent's host saw lost, and sent again to all."""
     expected = parent.exec(READ, check=True).stdout
     sent, counted = Sent(cluster), Counted(cluster)
     with lossy(cluster, 2):
@@ -148,8 +154,9 @@ def _bring_with_loss(cluster: Cluster, parent: vmfork.VM) -> None:
     assert sent.pages_to_all() + sent.pages_to_one() > 1.01 * came / 4096, "nothing was lost"
     gone(cluster, fork)
     repeated, lost, resent = (counted.pages("served", what) for what in ("repeated", "lost", "resent"))
-    assert counted.pages("asked", "repeated") >= repeated >= lost > 0
-    assert 0 < resent < sent.pages_to_all()
+    assert counted.pages("asked", "repeated") >= repeated >= lost
+    assert resent < sent.pages_to_all() and (resent > 0 or not lost)
+    return lost
 
 
 @pytest.mark.limit(240)
