@@ -131,8 +131,8 @@ def lossy(cluster: Cluster, number: int) -> Iterator[None]:
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_is_lost_on_its_way_comes_all_the_same(cluster: Cluster, times: int) -> None:
     lost = 0.0
-    # A page that the switch drops is sent again to all, or to the one host that waits for it. Which,
-    # depends on when it drops them: now and then all of them come to the one host.
+    # A page that the switch drops is sent again to all, or to the one host that waits for it. It
+    # depends on when the switch drops it: now and then all come to the one host.
     for turn in range(times + 4):
         if turn < times or not lost:
             lost += _bring_with_loss(cluster, parent_of(cluster))
