@@ -1,0 +1,297 @@
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use vmfork_image::{PageTable, Source};
+
+use super::*;
+use crate::lower::OwnPages;
+use crate::space::DiskSet;
+use crate::store::{DiskSpec, DiskStore, StoreOptions};
+
+const PAGES: u64 = 40;
+/// The last page is there in part.
+const SIZE: u64 = PAGES * 4096 - 1536;
+
+/// Each page has its number. From page 20 on, they are far away.
+#[derive(Debug)]
+struct Numbers;
+
+impl OwnPages for Numbers {
+    fn is_here(&self, range: PageRange) -> bool {
+        range.pages().all(|page| page.0 < 20)
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        for (page, bytes) in range.pages().zip(bytes.chunks_mut(4096)) {
+            assert!(!page.0.is_multiple_of(3), "zeros are not read");
+            bytes.fill(u8::try_from(page.0).expect("small"));
+        }
+        Ok(())
+    }
+}
+
+/// Every third page is zeros.
+fn image() -> DiskImage {
+    let id = ImageId::new(7).expect("not 0");
+    let all = PageRange::first(PAGES);
+    let own = all.pages().filter(|page| !page.0.is_multiple_of(3));
+    let table = PageTable::uniform(PAGES, Source::Zero)
+        .derive(own.map(|page| (page.range(), Source::Image(id))))
+        .expect("it fits");
+    let numbers: Arc<dyn OwnPages> = Arc::new(Numbers);
+    DiskImage::from_table(id, SIZE, table, BTreeMap::from([(id, numbers)])).expect("an image")
+}
+
+fn model() -> Vec<u8> {
+    let byte = |page: u64| match page.is_multiple_of(3) {
+        true => 0,
+        false => u8::try_from(page).expect("small"),
+    };
+    (0..SIZE).map(|at| byte(at / 4096)).collect()
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Write(Span, u8),
+    Zero(Span),
+    Trim(Span),
+    Freeze,
+}
+
+fn span() -> impl Strategy<Value = Span> {
+    let sectors = SIZE / 512;
+    (0..sectors, 1_u64..60).prop_map(move |(at, len)| {
+        let len_bytes = u32::try_from(len.min(sectors - at) * 512).expect("small");
+        Span { offset_bytes: at * 512, len_bytes }
+    })
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (span(), 1_u8..255).prop_map(|(span, byte)| Step::Write(span, byte)),
+        1 => span().prop_map(Step::Zero),
+        1 => span().prop_map(Step::Trim),
+        1 => Just(Step::Freeze),
+    ];
+    proptest::collection::vec(step, 0..30)
+}
+
+fn at(span: Span) -> std::ops::Range<usize> {
+    let small = |bytes| usize::try_from(bytes).expect("small");
+    small(span.offset_bytes)..small(span.end())
+}
+
+fn store() -> (tempfile::TempDir, DiskStore) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = DiskStore::open(folder.path(), StoreOptions { floor_bytes: 0 }).expect("a store");
+    (folder, store)
+}
+
+fn create(store: &DiskStore, on: &DiskImage) -> Disk {
+    let (name, vm) = ("data".to_owned(), "a".to_owned());
+    let spec = DiskSpec { name, vm, size_bytes: on.size_bytes(), set: DiskSet::new(None) };
+    store.create(&spec, on).expect("a disk")
+}
+
+/// All of it, also by what its extents say.
+fn content(disk: &Disk) -> Vec<u8> {
+    let all = Span { offset_bytes: 0, len_bytes: u32::try_from(SIZE).expect("small") };
+    let mut bytes = vec![0xaa; at(all).len()];
+    disk.read(all, &mut bytes).expect("read");
+    let mut from = 0;
+    for Extent { len_bytes, zero } in disk.extents(all) {
+        let to = from + usize::try_from(len_bytes).expect("small");
+        assert!(!zero || bytes[from..to].iter().all(|byte| *byte == 0), "{from}..{to}");
+        from = to;
+    }
+    assert_eq!(from, bytes.len());
+    bytes
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Against an array of bytes, over freezes; what was frozen stays what it was.
+    #[test]
+    fn it_has_what_was_written_last_or_what_lies_under(steps in steps(), some in span()) {
+        let (_folder, store) = store();
+        let disk = create(&store, &image());
+        let mut model = model();
+        let mut frozen: Vec<(DiskImage, Vec<u8>)> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Write(span, byte) => {
+                    disk.write(span, &vec![byte; at(span).len()]).expect("written");
+                    model[at(span)].fill(byte);
+                }
+                Step::Zero(span) => {
+                    disk.zero(span).expect("zeroed");
+                    model[at(span)].fill(0);
+                }
+                Step::Trim(span) => {
+                    disk.trim(span).expect("trimmed");
+                    let whole = at(span).start.next_multiple_of(4096)..at(span).end / 4096 * 4096;
+                    if whole.start < whole.end {
+                        model[whole].fill(0);
+                    }
+                }
+                Step::Freeze => frozen.push((disk.freeze().expect("frozen"), model.clone())),
+            }
+        }
+        prop_assert_eq!(content(&disk), &model[..]);
+        let mut part = vec![0; at(some).len()];
+        disk.read(some, &mut part).expect("read");
+        prop_assert_eq!(&part[..], &model[at(some)]);
+        for (image, model) in frozen {
+            prop_assert_eq!(content(&create(&store, &image)), &model[..]);
+        }
+    }
+}
+
+#[test]
+fn whole_pages_are_written_without_a_read_and_a_part_waits_for_what_is_not_here() {
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    let far = Span { offset_bytes: 30 * 4096, len_bytes: 2 * 4096 };
+    assert!(!disk.is_here(far));
+    assert!(disk.is_here_for_write(far));
+    let part = Span { offset_bytes: 30 * 4096 + 512, len_bytes: 4096 };
+    assert!(!disk.is_here_for_write(part));
+    disk.write(far, &[7; 2 * 4096]).expect("written");
+    assert!(disk.is_here(far) && disk.is_here_for_write(part));
+    assert_eq!(disk.counts().partial_writes, 0);
+    disk.write(part, &[8; 4096]).expect("written");
+    assert_eq!(disk.counts().partial_writes, 1);
+}
+
+#[test]
+fn a_freeze_uses_the_layer_made_before_and_one_that_finds_none_makes_it() {
+    let (folder, store) = store();
+    let disk = create(&store, &image());
+    store.drain();
+    let files = || std::fs::read_dir(folder.path().join("layers")).expect("a folder").count();
+    assert_eq!(files(), 2, "its own and the next");
+    disk.freeze().expect("frozen");
+    store.drain();
+    assert_eq!(disk.counts().late_layers, 0);
+    // Nothing is made in advance any more, nor later.
+    lock(&disk.spare).layer = None;
+    let frozen = disk.freeze().expect("frozen");
+    assert_eq!((disk.counts().late_layers, disk.counts().freezes), (1, 2));
+    assert_eq!(frozen.size_bytes(), SIZE);
+}
+
+#[test]
+fn a_disk_grows_with_zeros_and_its_images_keep_their_size() {
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    let last = Span { offset_bytes: SIZE - 512, len_bytes: 512 };
+    disk.write(last, &[9; 512]).expect("written");
+    let small = disk.freeze().expect("frozen");
+    assert!(disk.grow(SIZE - 512).is_err());
+    let large = 3000 * 4096 + 512;
+    disk.grow(large).expect("grown");
+    assert_eq!((disk.size_bytes(), small.size_bytes()), (large, SIZE));
+    let mut bytes = [1; 1024];
+    let read = |disk: &Disk, offset_bytes, bytes: &mut [u8]| {
+        let len_bytes = u32::try_from(bytes.len()).expect("small");
+        disk.read(Span { offset_bytes, len_bytes }, bytes).expect("read");
+    };
+    read(&disk, SIZE - 512, &mut bytes);
+    assert_eq!((bytes[511], bytes[512], bytes[1023]), (9, 0, 0));
+    let end = Span { offset_bytes: large - 1024, len_bytes: 1024 };
+    disk.write(end, &[5; 1024]).expect("written");
+    let image = disk.freeze().expect("frozen");
+    let clone = create(&store, &image);
+    for _ in ["not flat", "flat"] {
+        read(&clone, large - 1024, &mut bytes);
+        assert_eq!(bytes, [5; 1024]);
+        read(&clone, SIZE - 512, &mut bytes);
+        assert_eq!((bytes[511], bytes[512], bytes[1023]), (9, 0, 0));
+        image.flatten();
+    }
+    assert_eq!(image.table().map(PageTable::pages), Some(3001));
+}
+
+#[test]
+fn a_flush_after_a_freeze_makes_durable_what_was_written_before_it() {
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    disk.write(Span { offset_bytes: 0, len_bytes: 4096 }, &[1; 4096]).expect("written");
+    let images = [disk.freeze().expect("frozen"), disk.freeze().expect("frozen")];
+    let durable = |image: &DiskImage| image.own().is_some_and(|layer| layer.is_durable());
+    assert!(!images.iter().any(durable), "nothing waits for the medium unasked");
+    disk.sync().expect("synced");
+    assert!(images.iter().all(durable) && disk.now().layer.is_durable());
+    assert!(disk.unsynced().is_empty());
+}
+
+#[test]
+fn fifty_freezes_deep_a_read_is_one_lookup() {
+    let (_folder, store) = store();
+    let disk = create(&store, &DiskImage::blank(64 * 4096).expect("an image"));
+    let span = |page: u64| Span { offset_bytes: page * 4096, len_bytes: 4096 };
+    for page in 0..50 {
+        let byte = u8::try_from(page + 1).expect("small");
+        disk.write(span(page), &[byte; 4096]).expect("written");
+        disk.freeze().expect("frozen");
+    }
+    store.drain();
+    assert_eq!(store.counts().tables_stored, 50);
+    let image = disk.image();
+    // All 50 layers have pages that the one table names.
+    assert_eq!(image.table().expect("flat").owners().len(), 50);
+    assert_eq!(image.owners().count(), 50);
+    let mut bytes = [0; 4096];
+    for page in 0..50 {
+        disk.read(span(page), &mut bytes).expect("read");
+        assert_eq!(bytes, [u8::try_from(page + 1).expect("small"); 4096]);
+    }
+    // Written again as a whole: the old layers are not needed any more.
+    disk.write(Span { offset_bytes: 0, len_bytes: 64 * 4096 }, &[9; 64 * 4096]).expect("written");
+    drop((image, disk.freeze().expect("frozen")));
+    store.drain();
+    assert_eq!(store.list().expect("a list").layers.len(), 3, "the last, its own, the next");
+}
+
+#[test]
+fn a_trim_of_what_is_zeros_costs_nothing() {
+    let (_folder, store) = store();
+    // 1 TiB.
+    let disk = create(&store, &DiskImage::blank(1 << 40).expect("an image"));
+    let span = Span { offset_bytes: 0, len_bytes: 1 << 30 };
+    let zeros = |disk: &Disk| disk.now().layer.map().count(PageState::Zero);
+    disk.trim(span).expect("trimmed");
+    disk.zero(span).expect("zeroed");
+    assert_eq!(zeros(&disk), 0);
+    disk.write(Span { offset_bytes: 4096, len_bytes: 4096 }, &[1; 4096]).expect("written");
+    disk.trim(span).expect("trimmed");
+    assert!((1..1 << 18).contains(&zeros(&disk)), "{} pages", zeros(&disk));
+    let mut bytes = [9; 4096];
+    disk.read(Span { offset_bytes: 4096, len_bytes: 4096 }, &mut bytes).expect("read");
+    assert_eq!(bytes, [0; 4096]);
+}
+
+#[test]
+fn a_sync_ends_after_the_layers_that_another_one_took_are_synced() {
+    use std::time::Duration;
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    let image = disk.freeze().expect("frozen");
+    let durable = || image.own().is_some_and(|layer| layer.is_durable());
+    let (ended, end) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        // Another sync has taken the frozen layer, and is not done with it.
+        let syncing = disk.syncing.lock().expect("free");
+        let taken = std::mem::take(&mut *disk.unsynced());
+        let (disk, durable) = (&disk, &durable);
+        scope.spawn(move || {
+            disk.sync().expect("synced");
+            ended.send(durable()).expect("heard");
+        });
+        end.recv_timeout(Duration::from_millis(200)).expect_err("it waits for the other one");
+        taken.iter().filter_map(Weak::upgrade).for_each(|layer| layer.sync().expect("synced"));
+        drop(syncing);
+        assert!(end.recv_timeout(Duration::from_secs(10)).expect("it ends"), "durable");
+    });
+}

@@ -1,0 +1,130 @@
+//! A disk as what an NBD server serves.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::disk::Disk;
+use crate::nbd::{Command, Export, Extent, NbdError, Span, Target};
+
+/// What "durable" means to a guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// What was acknowledged survives QEMU and the daemon, but not the host. A VM's memory does not
+    /// survive that either.
+    #[default]
+    Host,
+    /// It survives a power cut: a flush waits for the medium.
+    Medium,
+}
+
+/// A disk that a client may read and write.
+#[derive(Debug)]
+pub struct DiskExport {
+    disk: Arc<Disk>,
+    durability: Durability,
+}
+
+impl DiskExport {
+    pub fn new(disk: Arc<Disk>, durability: Durability) -> Self {
+        Self { disk, durability }
+    }
+
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// As clients see it, by this name.
+    pub fn described(&self, name: impl Into<String>) -> Export {
+        Export { name: name.into(), size_bytes: self.disk.size_bytes(), read_only: false }
+    }
+
+    /// Counts an error. → what the client is told of it.
+    fn failed(&self, error: &io::Error, offset_bytes: u64) -> NbdError {
+        let told = told(error);
+        let counters = self.disk.counters();
+        counters.errors.add(1);
+        if told == NbdError::NoSpace {
+            counters.no_space.add(1);
+            // A guest that meets a full host may try many times a second.
+            tracing::debug!(offset_bytes, %error, "a disk has no space");
+        } else {
+            tracing::warn!(offset_bytes, %error, "a disk can't be read or written");
+        }
+        told
+    }
+
+    fn durable(&self, wanted: bool) -> io::Result<()> {
+        match self.durability {
+            Durability::Medium if wanted => self.disk.sync(),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What a client is told of an error.
+fn told(error: &io::Error) -> NbdError {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => NbdError::NoSpace,
+        _ => NbdError::Io,
+    }
+}
+
+impl Target for DiskExport {
+    fn extents(&self, span: Span) -> Vec<Extent> {
+        self.disk.extents(span)
+    }
+
+    fn reads(&self, span: Span) {
+        self.disk.counters().reads.add(1);
+        self.disk.counters().read_bytes.add(u64::from(span.len_bytes));
+    }
+
+    fn is_quick(&self, command: &Command) -> bool {
+        let waits_for_medium = self.durability == Durability::Medium;
+        match *command {
+            Command::Read { span, .. } => self.disk.is_here(span),
+            Command::Write { span, durable } => {
+                self.disk.is_here_for_write(span) && !(durable && waits_for_medium)
+            }
+            Command::WriteZeroes { span, durable, .. } => {
+                self.disk.is_here_for_write(span) && !(durable && waits_for_medium)
+            }
+            Command::Trim { durable, .. } => !(durable && waits_for_medium),
+            Command::Flush => !waits_for_medium,
+            Command::BlockStatus { .. } | Command::Disconnect => true,
+        }
+    }
+
+    fn read(&self, span: Span, bytes: &mut [u8]) -> Result<(), NbdError> {
+        self.disk.read(span, bytes).map_err(|error| self.failed(&error, span.offset_bytes))
+    }
+
+    fn change(&self, command: &Command, bytes: &[u8]) -> Result<(), NbdError> {
+        let counters = self.disk.counters();
+        let (done, offset_bytes) = match *command {
+            Command::Write { span, durable } => {
+                counters.writes.add(1);
+                counters.written_bytes.add(u64::from(span.len_bytes));
+                let done = self.disk.write(span, bytes).and_then(|()| self.durable(durable));
+                (done, span.offset_bytes)
+            }
+            Command::WriteZeroes { span, durable, .. } | Command::Trim { span, durable } => {
+                counters.trims.add(1);
+                counters.trimmed_bytes.add(u64::from(span.len_bytes));
+                let done = match command {
+                    Command::Trim { .. } => self.disk.trim(span),
+                    _ => self.disk.zero(span),
+                };
+                (done.and_then(|()| self.durable(durable)), span.offset_bytes)
+            }
+            Command::Flush => {
+                counters.flushes.add(1);
+                (self.durable(true), 0)
+            }
+            Command::Read { .. } | Command::BlockStatus { .. } | Command::Disconnect => {
+                return Ok(());
+            }
+        };
+        done.map_err(|error| self.failed(&error, offset_bytes))
+    }
+}

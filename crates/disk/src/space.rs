@@ -1,0 +1,212 @@
+//! Who may write how much: a quota for a set of disks, and a floor of free space on the host.
+//!
+//! Promises: a write that would pass either fails as `StorageFull` before it changes anything.
+//! Pages that a layer has already need no new space, so a full host still takes writes to them.
+//!
+//! Left to others: which disks are a set (those of one VM, of one user).
+
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmfork_image::PAGE_BYTES;
+
+use crate::counters::Counter;
+
+/// Written at most between two looks at the free space. The floor should be several times as large.
+const UNSEEN_BYTES_MAX: u64 = 16 << 20;
+/// How long a look at the free space counts: others fill the host, too.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// The free space of a file system, which is to stay above a floor.
+#[derive(Debug)]
+pub(crate) struct Floor {
+    folder: File,
+    floor_bytes: u64,
+    /// What may be written before the next look.
+    left: AtomicU64,
+    look: Mutex<Look>,
+    pub(crate) looks: Counter,
+    pub(crate) refused: Counter,
+}
+
+#[derive(Debug, Default)]
+struct Look {
+    at: Option<Instant>,
+    /// The floor is nearer than the next look.
+    tight: bool,
+}
+
+impl Floor {
+    pub(crate) fn new(folder: File, floor_bytes: u64) -> Self {
+        Self {
+            folder,
+            floor_bytes,
+            left: AtomicU64::new(0),
+            look: Mutex::default(),
+            looks: Counter::default(),
+            refused: Counter::default(),
+        }
+    }
+
+    fn take_left(&self, bytes: u64) -> bool {
+        let enough = |left: u64| left.checked_sub(bytes);
+        self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).is_ok()
+    }
+
+    fn take(&self, bytes: u64) -> io::Result<()> {
+        let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = look.at.is_some_and(|at| at.elapsed() < LOOK_EVERY);
+        if fresh && self.take_left(bytes) {
+            return Ok(());
+        }
+        if !(fresh && look.tight) {
+            self.looks.add(1);
+            let found = rustix::fs::fstatvfs(&self.folder)?;
+            let free = found.f_bavail.saturating_mul(found.f_frsize);
+            let room = free.saturating_sub(self.floor_bytes);
+            // A single write may be larger than what is looked at in one go.
+            let unseen = UNSEEN_BYTES_MAX.max(bytes);
+            *look = Look { at: Some(Instant::now()), tight: room < unseen };
+            self.left.store(room.min(unseen), Ordering::Relaxed);
+            if self.take_left(bytes) {
+                return Ok(());
+            }
+        }
+        self.refused.add(1);
+        let text = format!("the host is to keep {} bytes free: free some space", self.floor_bytes);
+        Err(io::Error::new(io::ErrorKind::StorageFull, text))
+    }
+}
+
+/// Disks that share a quota.
+#[derive(Debug)]
+pub struct DiskSet {
+    quota_bytes: Option<u64>,
+    used: AtomicU64,
+}
+
+impl DiskSet {
+    /// `None`: no quota. It counts what layers hold, frozen ones too, as long as they exist.
+    pub fn new(quota_bytes: Option<u64>) -> Arc<Self> {
+        Arc::new(Self { quota_bytes, used: AtomicU64::new(0) })
+    }
+
+    /// What its layers hold, in bytes.
+    pub fn used_bytes(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, bytes: u64) -> io::Result<()> {
+        let quota = self.quota_bytes.unwrap_or(u64::MAX);
+        let more = |used: u64| used.checked_add(bytes).filter(|used| *used <= quota);
+        match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(()),
+            Err(used) => {
+                let text = format!("{used} of {quota} bytes of the disks' quota are used");
+                Err(io::Error::new(io::ErrorKind::StorageFull, text))
+            }
+        }
+    }
+
+    fn give(&self, bytes: u64) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// What one layer holds, on the account of its set.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    set: Arc<DiskSet>,
+    floor: Arc<Floor>,
+    pages: AtomicU64,
+}
+
+impl Charge {
+    /// Of a layer that holds `pages`, which are counted whatever the quota is.
+    pub(crate) fn new(set: Arc<DiskSet>, floor: Arc<Floor>, pages: u64) -> Self {
+        set.used.fetch_add(pages * PAGE_BYTES, Ordering::Relaxed);
+        Self { set, floor, pages: AtomicU64::new(pages) }
+    }
+
+    /// # Errors
+    /// `StorageFull`: nothing is taken.
+    pub(crate) fn take(&self, pages: u64) -> io::Result<()> {
+        if pages == 0 {
+            return Ok(());
+        }
+        self.set.take(pages * PAGE_BYTES)?;
+        if let Err(error) = self.floor.take(pages * PAGE_BYTES) {
+            self.set.give(pages * PAGE_BYTES);
+            return Err(error);
+        }
+        self.pages.fetch_add(pages, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Looks whether the floor leaves room for `bytes` that are not pages, and counts them there.
+    ///
+    /// # Errors
+    /// `StorageFull`.
+    pub(crate) fn room(&self, bytes: u64) -> io::Result<()> {
+        if bytes == 0 { Ok(()) } else { self.floor.take(bytes) }
+    }
+
+    /// Counts pages whatever the quota is.
+    pub(crate) fn add(&self, pages: u64) {
+        self.set.used.fetch_add(pages * PAGE_BYTES, Ordering::Relaxed);
+        self.pages.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    pub(crate) fn give(&self, pages: u64) {
+        self.pages.fetch_sub(pages, Ordering::Relaxed);
+        self.set.give(pages * PAGE_BYTES);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.set.give(*self.pages.get_mut() * PAGE_BYTES);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn floor(bytes: u64) -> Arc<Floor> {
+        let folder = File::open("/").expect("a folder");
+        Arc::new(Floor::new(folder, bytes))
+    }
+
+    #[test]
+    fn a_quota_counts_what_layers_hold_until_they_end() {
+        let set = DiskSet::new(Some(10 * PAGE_BYTES));
+        let (one, two) = (
+            Charge::new(Arc::clone(&set), floor(0), 2),
+            Charge::new(Arc::clone(&set), floor(0), 0),
+        );
+        two.take(8).expect("it fits");
+        let full = one.take(1).expect_err("full");
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        assert_eq!(full.to_string(), "40960 of 40960 bytes of the disks' quota are used");
+        two.give(1);
+        one.take(1).expect("it fits");
+        drop(two);
+        assert_eq!(set.used_bytes(), 3 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn a_floor_is_looked_at_once_for_many_writes_and_a_refusal_takes_nothing() {
+        let set = DiskSet::new(None);
+        let roomy = floor(0);
+        let charge = Charge::new(Arc::clone(&set), Arc::clone(&roomy), 0);
+        (0..100).for_each(|_| charge.take(1).expect("it fits"));
+        assert!(roomy.looks.get() < 50, "{} looks", roomy.looks.get());
+        let charge = Charge::new(Arc::clone(&set), floor(u64::MAX), 0);
+        assert_eq!(charge.take(1).expect_err("full").kind(), io::ErrorKind::StorageFull);
+        assert_eq!(set.used_bytes(), 100 * PAGE_BYTES);
+    }
+}

@@ -1,0 +1,205 @@
+//! What is in the folder of layers.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use vmfork_image::{ImageId, PAGE_BYTES};
+
+use super::note::{NOTE_BYTES_MAX, Note, VERSION};
+use super::read_table;
+use crate::layer::{LayerFiles, PageState, remove_layer};
+
+/// A layer on disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundLayer {
+    pub id: ImageId,
+    pub note: Note,
+    /// What it holds.
+    pub written_bytes: u64,
+    /// What it makes zeros of.
+    pub zero_bytes: u64,
+    /// Images whose pages its table names.
+    pub names: Vec<ImageId>,
+    /// Its table is stored, so nothing but what that names is needed below.
+    pub has_table: bool,
+}
+
+/// A folder that is no layer any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadLayer {
+    pub folder: PathBuf,
+    pub reason: String,
+}
+
+/// What is in a store.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Listing {
+    pub layers: BTreeMap<ImageId, FoundLayer>,
+    pub bad: Vec<BadLayer>,
+}
+
+impl Listing {
+    /// The disks, by their newest layer: one on which no other lies. It may have been made in
+    /// advance and be empty: a disk has the same bytes with and without it.
+    pub fn disks(&self) -> Vec<&FoundLayer> {
+        let layers = || self.layers.values();
+        let heads = layers().filter(|head| {
+            // The layer between may have gone, when no table named it any more.
+            let is_under = |above: &FoundLayer| {
+                let named = above.id != head.id && above.names.contains(&head.id);
+                above.note.on == Some(head.id) || named
+            };
+            // A freeze made another in its place.
+            let replaces = |other: &FoundLayer| {
+                let (one, two) = (&other.note, &head.note);
+                (one.on, &one.disk, &one.vm) == (two.on, &two.disk, &two.vm)
+                    && other.id != head.id
+                    && (!is_unused(other) || other.id < head.id)
+            };
+            !(layers().any(is_under) || is_unused(head) && layers().any(replaces))
+        });
+        heads.collect()
+    }
+
+    /// A layer that needs `id` under it.
+    pub fn above(&self, id: ImageId) -> Option<ImageId> {
+        let needs = |layer: &&FoundLayer| {
+            layer.id != id
+                && (layer.names.contains(&id) || (layer.note.on == Some(id) && !layer.has_table))
+        };
+        self.layers.values().find(needs).map(|layer| layer.id)
+    }
+}
+
+/// It was made in advance, and not used.
+fn is_unused(layer: &FoundLayer) -> bool {
+    layer.note.spare && layer.written_bytes == 0 && layer.zero_bytes == 0
+}
+
+/// The layers' folders.
+pub(super) fn ids(layers: &Path) -> io::Result<Vec<ImageId>> {
+    let mut ids = Vec::new();
+    for entry in std::fs::read_dir(layers)? {
+        ids.extend(id_of(&entry?.file_name()));
+    }
+    Ok(ids)
+}
+
+fn id_of(name: &OsStr) -> Option<ImageId> {
+    let name = name.to_str()?;
+    name.parse::<ImageId>().ok().filter(|id| id.to_string() == name)
+}
+
+/// A layer in use that lies on `id`, or whose table names it.
+pub(super) fn used_above(layers: &Path, id: ImageId) -> io::Result<Option<ImageId>> {
+    // A table that names a layer is stored after that layer's note says that it is frozen.
+    let own = read_note(&layers.join(id.to_string()));
+    let may_be_named = own.is_ok_and(|note| note.is_some_and(|note| note.frozen));
+    for above in ids(layers)?.into_iter().filter(|above| *above != id) {
+        let path = layers.join(above.to_string());
+        // One that is damaged is reported by `list`.
+        let Ok(Some(note)) = read_note(&path) else { continue };
+        let unused = || note.spare && LayerFiles::open(&path).is_ok_and(|files| is_empty(&files));
+        let names = || {
+            let table = read_table(&path.join("table"));
+            table.is_ok_and(|table| table.is_some_and(|table| table.owners().get(id) > 0))
+        };
+        if (note.on == Some(id) && !unused()) || (may_be_named && names()) {
+            return Ok(Some(above));
+        }
+    }
+    Ok(None)
+}
+
+/// Removes folders without a note. → how many.
+pub(super) fn remove_half_made(layers: &Path) -> io::Result<u64> {
+    let mut removed = 0;
+    for id in ids(layers)? {
+        let path = layers.join(id.to_string());
+        let half = match read_note(&path) {
+            Ok(None) => true,
+            // One that is damaged is reported, by `list`.
+            Ok(Some(_)) | Err(_) => false,
+        };
+        if half {
+            match remove_layer(&path) {
+                Ok(()) => removed += 1,
+                Err(error) => {
+                    tracing::warn!(path = %path.display(), %error, "a layer can't be removed");
+                }
+            }
+        }
+    }
+    Ok(removed)
+}
+
+fn is_empty(files: &LayerFiles) -> bool {
+    files.map().count(PageState::Absent) == files.map().pages()
+}
+
+/// `None`: there is none.
+///
+/// # Errors
+/// Why it is no note.
+pub(super) fn read_note(folder: &Path) -> Result<Option<Note>, String> {
+    let file = match File::open(folder.join("note")) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(format!("its note: {error}")),
+    };
+    let mut bytes = Vec::new();
+    file.take(NOTE_BYTES_MAX)
+        .read_to_end(&mut bytes)
+        .map_err(|error| format!("its note: {error}"))?;
+    let note: Note =
+        serde_json::from_slice(&bytes).map_err(|error| format!("its note: {error}"))?;
+    if note.version != VERSION {
+        return Err(format!("its note has version {}, this vmfork reads {VERSION}", note.version));
+    }
+    Ok(Some(note))
+}
+
+pub(super) fn list(layers: &Path) -> io::Result<Listing> {
+    let mut listing = Listing::default();
+    for entry in std::fs::read_dir(layers)? {
+        let entry = entry?;
+        let folder = entry.path();
+        let Some(id) = id_of(&entry.file_name()) else {
+            listing.bad.push(BadLayer { folder, reason: "its name is no layer's".to_owned() });
+            continue;
+        };
+        match look(id, &folder) {
+            Ok(Some(layer)) => drop(listing.layers.insert(id, layer)),
+            // It is being made, or being removed.
+            Ok(None) => {}
+            Err(reason) => listing.bad.push(BadLayer { folder, reason }),
+        }
+    }
+    Ok(listing)
+}
+
+fn look(id: ImageId, folder: &Path) -> Result<Option<FoundLayer>, String> {
+    let Some(note) = read_note(folder)? else { return Ok(None) };
+    let chain = |error: &dyn std::error::Error| match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    };
+    let files = LayerFiles::open(folder).map_err(|error| chain(&error))?;
+    if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
+        return Err(format!("its map is too short for {} bytes", note.size_bytes));
+    }
+    let table = read_table(&folder.join("table")).map_err(|error| chain(&error))?;
+    let bytes = |state| files.map().count(state) * PAGE_BYTES;
+    let owners = table.iter().flat_map(|table| table.owners().iter().map(|(id, _)| id));
+    Ok(Some(FoundLayer {
+        id,
+        note,
+        written_bytes: bytes(PageState::Written),
+        zero_bytes: bytes(PageState::Zero),
+        names: owners.collect(),
+        has_table: table.is_some(),
+    }))
+}
