@@ -4,10 +4,10 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicI32, AtomicUsize};
 
-use libc::{iovec, off64_t, size_t, ssize_t};
+use libc::{iovec, msghdr, off64_t, size_t, ssize_t};
 
 use crate::ram::{self, PAGE_BYTES};
-use crate::sys;
+use crate::{receive, sys};
 
 /// Addresses of the real functions, found once at load.
 static MMAP: AtomicUsize = AtomicUsize::new(0);
@@ -15,6 +15,7 @@ static MADVISE: AtomicUsize = AtomicUsize::new(0);
 static FALLOCATE: AtomicUsize = AtomicUsize::new(0);
 static PREAD: AtomicUsize = AtomicUsize::new(0);
 static PREADV: AtomicUsize = AtomicUsize::new(0);
+static RECVMSG: AtomicUsize = AtomicUsize::new(0);
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 static KVM: AtomicI32 = AtomicI32::new(-1);
 
@@ -23,6 +24,7 @@ type Madvise = unsafe extern "C" fn(*mut c_void, size_t, c_int) -> c_int;
 type Fallocate = unsafe extern "C" fn(c_int, c_int, off64_t, off64_t) -> c_int;
 type Pread = unsafe extern "C" fn(c_int, *mut c_void, size_t, off64_t) -> ssize_t;
 type Preadv = unsafe extern "C" fn(c_int, *const iovec, c_int, off64_t) -> ssize_t;
+type Recvmsg = unsafe extern "C" fn(c_int, *mut msghdr, c_int) -> ssize_t;
 type Open = unsafe extern "C" fn(*const c_char, c_int, libc::mode_t) -> c_int;
 
 /// Look up the real functions.
@@ -33,6 +35,7 @@ pub(crate) fn resolve() {
         (&FALLOCATE, c"fallocate64"),
         (&PREAD, c"pread64"),
         (&PREADV, c"preadv64"),
+        (&RECVMSG, c"recvmsg"),
         (&OPEN, c"open64"),
     ] {
         real(cell, name);
@@ -215,6 +218,67 @@ pub unsafe extern "C" fn preadv64(
 }
 
 /// # Safety
+/// As recvmsg(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+    let into_view = |part: &iovec| {
+        part.iov_len >= PAGE_BYTES && ram::contains(part.iov_base.expose_provenance(), part.iov_len)
+    };
+    if ram::is_view()
+        // SAFETY: the caller's promise.
+        && let Some(parts) = unsafe { receive::parts(message, flags) }
+        && parts.iter().any(into_view)
+        && let Some(bytes) = receive::available(fd)
+    {
+        // SAFETY: the caller's promise; `parts` are those of this message.
+        return unsafe { receive_what_is_there(fd, message, flags, parts, bytes) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real_recvmsg(fd, message, flags) }
+}
+
+/// As `recvmsg`, no more than `bytes`.
+///
+/// # Safety
+/// As recvmsg(2); `parts` are those of `message`.
+#[inline(never)]
+unsafe fn receive_what_is_there(
+    fd: c_int,
+    message: *mut msghdr,
+    flags: c_int,
+    parts: &[iovec],
+    bytes: usize,
+) -> ssize_t {
+    let mut short_parts = [receive::NO_PART; receive::PARTS_MAX];
+    let count = match bytes {
+        // It waits, ends or fails. If something comes just now, one page at most is fetched for it.
+        0 => receive::reach(parts, PAGE_BYTES, &mut short_parts, |_, _| {}),
+        _ => receive::reach(parts, bytes, &mut short_parts, expect_overwrite),
+    };
+    // SAFETY: the caller promises a message. It is copied as plain data.
+    let mut short = unsafe { *message };
+    short.msg_iov = short_parts.as_mut_ptr();
+    short.msg_iovlen = count;
+    // SAFETY: `count` parts, each within one of the caller's.
+    let received = unsafe { real_recvmsg(fd, &raw mut short, flags) };
+    // SAFETY: the caller's message, in which the kernel would have set these.
+    unsafe {
+        (*message).msg_flags = short.msg_flags;
+        (*message).msg_namelen = short.msg_namelen;
+        (*message).msg_controllen = short.msg_controllen;
+    }
+    received
+}
+
+/// # Safety
+/// As recvmsg(2).
+unsafe fn real_recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+    let address = real(&RECVMSG, c"recvmsg");
+    // SAFETY: `address` is libc's recvmsg, which has this type; the arguments are the caller's.
+    unsafe { core::mem::transmute::<usize, Recvmsg>(address)(fd, message, flags) }
+}
+
+/// # Safety
 /// As open(2); the third argument is only looked at where open would.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: libc::mode_t) -> c_int {
@@ -230,4 +294,43 @@ pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: libc::m
     // SAFETY: `address` is libc's open64. On x86-64 a call that always passes the third argument
     // looks like a variadic call with it. open64 ignores it where it is not wanted.
     unsafe { core::mem::transmute::<usize, Open>(address)(path, flags, mode) }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// More has come since the look at the socket: it stays there for the next call.
+    #[test]
+    fn a_receive_takes_no_more_than_was_seen() {
+        let (mut to, from) = UnixStream::pair().expect("socketpair");
+        to.write_all(&[7; 3 * PAGE_BYTES]).expect("room");
+        let mut pages = [0_u8; 3 * PAGE_BYTES];
+        let mut parts = pages
+            .chunks_mut(PAGE_BYTES)
+            .map(|page| iovec { iov_base: page.as_mut_ptr().cast(), iov_len: PAGE_BYTES });
+        let mut parts: [iovec; 3] = core::array::from_fn(|_| parts.next().expect("3 pages"));
+        // SAFETY: plain data, valid as zeros.
+        let mut message: msghdr = unsafe { core::mem::zeroed() };
+        (message.msg_iov, message.msg_iovlen) = (parts.as_mut_ptr(), parts.len());
+        message.msg_flags = -1;
+        let fd = from.as_raw_fd();
+        for seen in [PAGE_BYTES + 10, 0] {
+            // SAFETY: a message whose parts live, and these parts.
+            let received = unsafe {
+                receive_what_is_there(fd, &raw mut message, libc::MSG_DONTWAIT, &parts, seen)
+            };
+            // Without anything seen a page is tried.
+            let expected = if seen == 0 { PAGE_BYTES } else { seen };
+            assert_eq!(usize::try_from(received), Ok(expected));
+            assert_eq!(message.msg_flags, 0, "the kernel's answer");
+            assert_eq!((message.msg_iov, message.msg_iovlen), (parts.as_mut_ptr(), 3));
+        }
+        let filled = pages.iter().filter(|byte| **byte == 7).count();
+        assert_eq!(filled, PAGE_BYTES + 10, "the second began where the first did");
+    }
 }

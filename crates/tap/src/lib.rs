@@ -5,7 +5,7 @@
 //!   ┌───────────────────────────┐        ┌──────────────────────────────┐
 //!   │ hooks: mmap of the RAM    │ shares │ keeper: one request at a time│◄──► vmforkd
 //!   │ file, madvise, fallocate, │◄──────►│ mremap / mmap / userfaultfd  │  control socket
-//!   │ pread, open("/dev/kvm")   │ memory │ on QEMU's address space      │  (vmfork-tap-proto)
+//!   │ pread, recvmsg, open(kvm) │ memory │ on QEMU's address space      │  (vmfork-tap-proto)
 //!   └───────────────────────────┘        └──────────────────────────────┘
 //! ```
 //!
@@ -31,6 +31,7 @@ mod blocks;
 mod hooks;
 mod keeper;
 mod ram;
+mod receive;
 mod seccomp;
 mod sys;
 

@@ -4,6 +4,9 @@
 use core::arch::asm;
 use core::ffi::{c_int, c_ulong};
 
+/// `ioctl` for the number of bytes that can be read; libc has it in another type.
+const FIONREAD: u32 = 0x541B;
+
 /// What a call answers: a value, or an errno.
 pub(crate) type Result = core::result::Result<usize, u32>;
 
@@ -142,6 +145,34 @@ pub(crate) fn identity(fd: c_int) -> Option<(u64, u64)> {
     let done =
         unsafe { syscall6(nr(libc::SYS_fstat), arg(fd), out.expose_provenance(), 0, 0, 0, 0) };
     done.ok().map(|_| (stat.st_dev, stat.st_ino))
+}
+
+/// What kind of socket it is, as `SOCK_STREAM`.
+pub(crate) fn socket_type(fd: c_int) -> core::result::Result<c_int, u32> {
+    let mut kind: c_int = 0;
+    let mut len = size_of::<c_int>() as libc::socklen_t;
+    let (out, out_len): (*mut c_int, *mut libc::socklen_t) = (&raw mut kind, &raw mut len);
+    // SAFETY: `out` is a live int, of which `out_len` tells the size.
+    unsafe {
+        syscall6(
+            nr(libc::SYS_getsockopt),
+            arg(fd),
+            arg(libc::SOL_SOCKET),
+            arg(libc::SO_TYPE),
+            out.expose_provenance(),
+            out_len.expose_provenance(),
+            0,
+        )
+    }
+    .map(|_| kind)
+}
+
+/// How many bytes can be read at once.
+pub(crate) fn readable_bytes(fd: c_int) -> core::result::Result<c_int, u32> {
+    let mut bytes: c_int = 0;
+    let out: *mut c_int = &raw mut bytes;
+    // SAFETY: FIONREAD fills an int, alive here.
+    unsafe { ioctl(fd, FIONREAD, out.expose_provenance()) }.map(|_| bytes)
 }
 
 /// The calling process.
