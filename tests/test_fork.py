@@ -53,7 +53,7 @@ def test_the_reply_has_pause_stages_and_a_time_for_each(vm: vmfork.VM) -> None:
         assert [result.vmid for result in fork.results] == [1, 2, 3]
         assert 0 < fork.pause_ms < fork.total_ms
         stages = fork.stages
-        inside = stages.stop_ms + stages.freeze_ms + stages.state_ms + stages.cont_ms
+        inside = stages.stop_ms + stages.disks_ms + stages.freeze_ms + stages.state_ms + stages.cont_ms
         assert 0 < inside <= fork.pause_ms * 1.05 + 0.2
         for result in fork.results:
             assert result.ready_ms is not None

@@ -16,7 +16,7 @@ SETTLE_S = 0.3
 #: What the guest does meanwhile: arguments of `dirty` after the region's size.
 LOADS = {"idle": None, "100 MB/s": "100 scatter 0 1", "all it can": "0 scatter 0 1"}
 
-STAGES = ("quiesce_ms", "stop_ms", "freeze_ms", "state_ms", "cont_ms", "derive_ms")
+STAGES = ("quiesce_ms", "stop_ms", "disks_ms", "freeze_ms", "state_ms", "cont_ms", "derive_ms")
 
 
 def run(world: w.World) -> None:

@@ -9,6 +9,9 @@ pub(crate) struct Cmdline {
     pub(crate) root: Option<String>,
     /// `vmfork.rootfstype=NAME`: default `ext4`.
     pub(crate) root_type: Option<String>,
+    /// `vmfork.upper=PATH`: the device of an ext4 file system that takes writes to the root.
+    /// Default: none, a tmpfs takes them.
+    pub(crate) upper: Option<String>,
     /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the
     /// host.
     pub(crate) reporting_order: Option<u32>,
@@ -29,6 +32,7 @@ impl Cmdline {
                 "vmfork.init" => out.init = path(),
                 "vmfork.root" => out.root = path(),
                 "vmfork.rootfstype" => out.root_type = Some(value.to_owned()),
+                "vmfork.upper" => out.upper = path(),
                 "vmfork.reporting_order" => out.reporting_order = value.parse().ok(),
                 _ => {}
             }

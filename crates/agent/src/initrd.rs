@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent, or vmfork.init
-//!                                      tmpfs ───┘
+//!                          tmpfs or vmfork.upper ┘
 //! ```
 //!
 //! The root file system is shared by all VMs and never written. What a guest writes is in a tmpfs,
-//! that is, in its memory, so that a fork captures it. The tmpfs may fill memory: what doesn't
-//! fit gets `ENOSPC`. The agent needs no file in the root: it holds its own program open.
+//! that is, in its memory, or on a disk of its own. A fork captures both. The tmpfs may fill
+//! memory: what doesn't fit gets `ENOSPC`. The agent needs no file in the root: it has its program
+//! open.
 //!
 //! The kernel must find `/dev/console` in the initrd (its built-in one has it). The initrd's files
 //! are removed on the way, since they would stay in every clone's memory.
@@ -106,26 +107,24 @@ fn load_modules() {
     }
 }
 
-/// The root device, read-only, below a tmpfs: at `/newroot`.
+/// The root device, read-only, below what takes writes: at `/newroot`.
 fn make_root(cmdline: &Cmdline) -> Result<(), String> {
     let device = cmdline.root.as_deref().unwrap_or("/dev/vda");
     let kind = cmdline.root_type.as_deref().unwrap_or("ext4");
-    let began = Instant::now();
-    while !Path::new(device).exists() {
-        if began.elapsed() > DEVICE_WAIT {
-            return Err(format!("no root device {device} after {DEVICE_WAIT:?}"));
-        }
-        // Nothing says when devtmpfs gets a node; the timeout of an empty poll is the wait.
-        let wait =
-            rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(DEVICE_POLL.subsec_nanos()) };
-        let _ = rustix::event::poll(&mut [], Some(&wait));
-    }
+    wait_for(device)?;
     for folder in ["/lower", "/rw", "/newroot"] {
         make_folder(folder)?;
     }
     mount(device, "/lower", kind, MountFlags::RDONLY | MountFlags::NOATIME, None)
         .map_err(said(format!("mount {device} ({kind})")))?;
-    mount_at("tmpfs", "/rw", "tmpfs", "mode=755,size=100%")?;
+    match cmdline.upper.as_deref() {
+        Some(disk) => {
+            wait_for(disk)?;
+            mount(disk, "/rw", "ext4", MountFlags::NOATIME, Some(c"discard"))
+                .map_err(said(format!("mount {disk} (ext4)")))?;
+        }
+        None => mount_at("tmpfs", "/rw", "tmpfs", "mode=755,size=100%")?,
+    }
     make_folder("/rw/upper")?;
     make_folder("/rw/work")?;
     mount_at(
@@ -134,6 +133,21 @@ fn make_root(cmdline: &Cmdline) -> Result<(), String> {
         "overlay",
         "lowerdir=/lower,upperdir=/rw/upper,workdir=/rw/work",
     )
+}
+
+/// Until the kernel has found a device.
+fn wait_for(device: &str) -> Result<(), String> {
+    let began = Instant::now();
+    while !Path::new(device).exists() {
+        if began.elapsed() > DEVICE_WAIT {
+            return Err(format!("no device {device} after {DEVICE_WAIT:?}"));
+        }
+        // Nothing says when devtmpfs gets a node; the timeout of an empty poll is the wait.
+        let wait =
+            rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(DEVICE_POLL.subsec_nanos()) };
+        let _ = rustix::event::poll(&mut [], Some(&wait));
+    }
+    Ok(())
 }
 
 /// Empty the initrd, and let `/newroot` take its place.

@@ -84,6 +84,9 @@ pub struct ForkStages {
     pub quiesce_ms: f64,
     /// QMP `stop`.
     pub stop_ms: f64,
+    /// Each disk's layer frozen, and the next one its own. 0 without disks.
+    #[serde(default)]
+    pub disks_ms: f64,
     /// RAM moved aside and mapped again.
     pub freeze_ms: f64,
     /// The device state written.

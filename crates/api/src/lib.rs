@@ -50,6 +50,7 @@
 //! Every error is an [`ErrorBody`] with a fitting HTTP status.
 
 mod cluster;
+pub mod disk;
 mod error;
 mod event;
 mod fork;
@@ -67,6 +68,7 @@ pub use cluster::{
     ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
     ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
 };
+pub use disk::{Disk, DiskError, DiskSource, Durability, NewDisk, Root};
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     Event, EventClone, EventFilter, EventHost, EventKind, EventSnapshot, EventVm, GapCause,

@@ -41,6 +41,11 @@ text!(
     "A name for a new VM, which must not look like an id (16 hex digits)."
 );
 text!(
+    DiskName,
+    "^[a-z][a-z0-9-]{0,31}$",
+    "A disk's name: 1 to 32 of a-z 0-9 -, starting with a letter."
+);
+text!(
     HostAddress,
     concat!(
         r"^(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):0*",

@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::schema::{Name, NewVmName};
-use crate::{ForkReply, Labels, MemoryInfo, Ttl, VmState};
+use crate::{Disk, ForkReply, Labels, MemoryInfo, NewDisk, Root, Ttl, VmState};
 
 /// How the guest's instructions are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
@@ -47,6 +47,17 @@ pub struct RunRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1000, maximum = 31_536_000_000_u64)]
     pub ttl_ms: Option<u64>,
+    /// Writable disks beside the root: up to 7, 6 with an overlay. Clones get them as of the fork.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(max_items = 7)]
+    pub disks: Vec<NewDisk>,
+    /// What takes the writes to the root file system; default: `tmpfs`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<Root>,
+    /// Size of the disk of `overlay`; default 10 GiB. Only what is written takes space on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 67_108_864, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
+    pub root_bytes: Option<u64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -73,7 +84,7 @@ pub struct Vm {
     /// 0 in a VM that booted, 1..m in the clones of a ticket.
     pub vmid: u32,
     pub state: VmState,
-    /// Why it failed, or how it ended.
+    /// Why it failed or is stalled, or how it ended.
     pub reason: Option<String>,
     pub accel: Accel,
     pub cpus: u32,
@@ -117,6 +128,9 @@ pub struct VmDetail {
     /// When it ends by itself; absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl: Option<Ttl>,
+    /// Its writable disks, in the order of the guest's devices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<Disk>,
     /// The process that keeps frozen pages beside QEMU, while there is one.
     pub keeper_pid: Option<u32>,
     /// The last fork of this VM that ended. It may have been asked for by a program in the guest

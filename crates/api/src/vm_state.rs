@@ -12,6 +12,9 @@ pub enum VmState {
     Frozen,
     /// Its vCPUs stand still until it is resumed.
     Paused,
+    /// A disk could not answer the guest, so QEMU has stopped the VM. `reason` says which. It goes
+    /// on by itself once the disk answers, and the guest sees no error.
+    Stalled,
     /// Ended in good order: powered off, `sf_exit`, killed on request.
     Exited,
     /// Ended by a fault; `reason` says which.

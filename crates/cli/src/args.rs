@@ -115,6 +115,14 @@ pub(crate) enum RawAccel {
     Tcg,
 }
 
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RawRoot {
+    /// A disk of the VM's own
+    Overlay,
+    /// The guest's memory
+    Tmpfs,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct RawRun {
     /// Name of a guest image (`vmfork image ls`) or of a snapshot (`vmfork snapshot ls`)
@@ -148,6 +156,16 @@ pub(crate) struct RawRun {
     /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
+    /// Writable disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE or NAME=file:PATH; repeat
+    /// it for up to 7, or 6 with `--root overlay`
+    #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
+    pub(crate) disks: Vec<String>,
+    /// What takes the writes to the root file system [default: tmpfs]
+    #[arg(long, value_name = "WHAT", help_heading = OF_IMAGES)]
+    pub(crate) root: Option<RawRoot>,
+    /// Size of the overlay's disk [default: 10G]
+    #[arg(long, value_name = "SIZE", help_heading = OF_IMAGES)]
+    pub(crate) root_size: Option<String>,
     /// Number of VMs [default: number of names, or 1]
     #[arg(short = 'n', long = "count", value_name = "N", help_heading = OF_SNAPSHOTS)]
     pub(crate) count: Option<u32>,

@@ -58,7 +58,7 @@ impl Tone {
     fn of(state: VmState) -> Self {
         match state {
             VmState::Running => Self::Good,
-            VmState::Failed => Self::Bad,
+            VmState::Failed | VmState::Stalled => Self::Bad,
             VmState::Starting | VmState::Frozen => Self::Passing,
             VmState::Exited | VmState::Paused => Self::Plain,
         }
@@ -242,6 +242,7 @@ pub(crate) fn state_word(state: VmState) -> &'static str {
         VmState::Running => "running",
         VmState::Frozen => "frozen",
         VmState::Paused => "paused",
+        VmState::Stalled => "stalled",
         VmState::Exited => "exited",
         VmState::Failed => "failed",
     }

@@ -36,6 +36,7 @@ use crate::holder::{Ending, Holding};
 use vmfork_control::Control;
 use vmfork_host::admission::{self, Admission, Policy, ProcProbe};
 use vmfork_host::cgroup::Cgroups;
+use vmfork_host::disks::HostDisks;
 use vmfork_host::metrics::Metrics;
 use vmfork_host::state::{Recovery, State};
 use vmfork_peers::{Cluster, Operations};
@@ -56,6 +57,7 @@ pub struct Parts {
     pub admission: Admission,
     /// Or why VMs get no memory limit of their own.
     pub cgroups: Result<Arc<Cgroups>, String>,
+    pub disks: Arc<HostDisks>,
     pub snapshots: Arc<Snapshots>,
     pub holder: Arc<Holding>,
 }
@@ -108,6 +110,8 @@ where
     let (state, recovery) = State::open(&config.host.state)?;
     log_recovery(&recovery);
     let cgroups = memory_limits();
+    let disks =
+        HostDisks::open(&state.disks(), state.sockets()).context("open the disks of VMs")?;
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
@@ -120,6 +124,7 @@ where
         metrics: Arc::clone(&metrics),
         admission: Admission::new(policy, Box::new(ProcProbe)),
         cgroups,
+        disks: Arc::new(disks),
         snapshots,
         holder: Arc::clone(&holder),
     };

@@ -169,7 +169,7 @@ async fn start_within(
     let core = &forker.core;
     let CloneOrder { name, vmid, ticket, lease, deadline, origin, .. } = order;
     let first = machine.await.map_err(|_given_up| NotStarted::GivenUp)?;
-    let (machine, from) = attached(core, snapshot, first).await?;
+    let (machine, from) = attached(core, snapshot, &name, first).await?;
     let machine = Arc::new(machine);
     if let Some(lead) = &snapshot.lead {
         machine.set_lead(Some(Arc::clone(lead)));
@@ -209,13 +209,14 @@ async fn start_within(
 async fn attached(
     core: &Arc<Core>,
     snapshot: &Snapshot,
+    name: &str,
     first: Result<(Machine, pool::Origin), LaunchError>,
 ) -> Result<(Machine, pool::Origin), NotStarted> {
     let mut next = first;
     let mut attempt = 1;
     loop {
         let (machine, from) = next?;
-        match become_view(core, snapshot, &machine).await {
+        match become_view(core, snapshot, name, &machine).await {
             Ok(()) => return Ok((machine, from)),
             Err(error)
                 if from == pool::Origin::Pooled
@@ -238,12 +239,15 @@ async fn attached(
 async fn become_view(
     core: &Core,
     snapshot: &Snapshot,
+    name: &str,
     machine: &Machine,
 ) -> Result<(), NotStarted> {
+    let disks =
+        tokio::task::block_in_place(|| core.disks.attach(name, machine.uid(), &snapshot.disks))?;
     // QEMU opens the drives' files while its keeper maps the memory.
     let bind = async {
         let began = Instant::now();
-        machine.bind(&snapshot.drives).await?;
+        machine.bind(&snapshot.drives, disks).await?;
         core.metrics.observe_stage(Stage::CloneBind, began.elapsed());
         Ok::<_, NotStarted>(())
     };

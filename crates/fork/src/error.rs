@@ -10,6 +10,7 @@ use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_engine::EngineError;
 use vmfork_guest_link::agent::LinkError;
+use vmfork_host::disks::{DiskError, LayerError};
 use vmfork_host::error::{DOCTOR, Error as HostError, ImageError, Refusal, VmError, chain};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_host::vm::machine::BindError;
@@ -44,6 +45,9 @@ pub enum Error {
     /// The VM can't be frozen yet.
     #[error("its guest has not come up yet")]
     NotYet,
+    /// A disk has stopped it.
+    #[error("it is stalled: a disk can't answer its guest")]
+    Stalled,
     /// The client has gone, or the family was killed.
     #[error("it was given up: its client has gone, or its family was killed")]
     GivenUp,
@@ -59,6 +63,9 @@ pub enum Error {
     /// A paused VM can't be frozen: its agent spoke when it was paused.
     #[error("the guest's agent did not fall silent before the VM was paused")]
     Unquiet { vm: String },
+    /// This version of vmfork keeps disks on their host.
+    #[error("it has disks, which this version of vmfork can neither store nor send to other hosts")]
+    HasDisks,
     /// The guest's agent does not fall silent.
     #[error(transparent)]
     Agent(#[from] LinkError),
@@ -112,6 +119,10 @@ pub enum NotFrozen {
     Memory(#[from] FreezeError),
     #[error(transparent)]
     State(#[from] StateError),
+    #[error("its disks")]
+    Disks(#[source] io::Error),
+    #[error("its disks")]
+    Layer(#[from] LayerError),
     #[error("the guest's agent spoke before the VM stood still: its guest is very slow")]
     Unquiet,
 }
@@ -150,6 +161,9 @@ pub enum Unlike {
     /// This version of vmfork can't connect them.
     #[error("its VM has {}, and this version of vmfork can connect none", cards(*count))]
     Nics { count: u8 },
+    /// Nor these.
+    #[error("its VM has disks, and this version of vmfork takes none from elsewhere")]
+    Disks,
     /// No QEMU of this version has such a machine.
     #[error("its machine")]
     Shape(#[source] ShapeError),
@@ -179,6 +193,9 @@ pub enum NotStarted {
     /// A QEMU that does not take the drives.
     #[error(transparent)]
     Drives(#[from] BindError),
+    /// Its disks can't be made.
+    #[error(transparent)]
+    Disks(#[from] DiskError),
     /// The VM's folder can't be made.
     #[error(transparent)]
     Folder(io::Error),
@@ -210,6 +227,10 @@ impl Error {
             Self::NotYet => {
                 (ErrorCode::Conflict, Some("wait until `vmfork ps` shows it running".to_owned()))
             }
+            Self::Stalled => (
+                ErrorCode::Conflict,
+                Some("`vmfork ps` says why; it goes on by itself when the disk answers".to_owned()),
+            ),
             Self::GivenUp => (ErrorCode::Conflict, None),
             Self::NoTurn | Self::StillFrozen { .. } => {
                 (ErrorCode::Timeout, Some("try again when `vmfork ps` shows it running".to_owned()))
@@ -220,6 +241,10 @@ impl Error {
             Self::Unquiet { vm } => {
                 (ErrorCode::Guest, Some(format!("`vmfork resume {vm}`, then pause it again")))
             }
+            Self::HasDisks => (
+                ErrorCode::Conflict,
+                Some("fork it on its own host: `vmfork fork --place here`".to_owned()),
+            ),
             Self::Qmp(_) => (ErrorCode::Qemu, Some(DOCTOR.to_owned())),
             Self::Freeze(error) => (error.code(), Some(DOCTOR.to_owned())),
             Self::Unlike(error) => (ErrorCode::Conflict, error.remedy()),
@@ -236,7 +261,7 @@ impl Error {
 impl NotFrozen {
     fn code(&self) -> ErrorCode {
         match self {
-            Self::Engine(_) => ErrorCode::Host,
+            Self::Engine(_) | Self::Disks(_) | Self::Layer(_) => ErrorCode::Host,
             Self::Qmp(_) | Self::Memory(_) | Self::State(_) | Self::Unquiet => ErrorCode::Qemu,
         }
     }
@@ -256,7 +281,7 @@ impl Unlike {
             Self::Root { image, .. } => Some(format!(
                 "bring image `{image}` as it was when the snapshot was taken: `vmfork image import`"
             )),
-            Self::Nics { .. } => Some(
+            Self::Nics { .. } | Self::Disks => Some(
                 "install a newer version of vmfork; `vmfork version` shows this one's".to_owned(),
             ),
             Self::Shape(_) => None,
@@ -280,6 +305,7 @@ impl NotStarted {
             Self::Launch(error) => error.code(),
             Self::Memory(_) | Self::Drives(_) | Self::Channels(_) | Self::Qmp(_) => ErrorCode::Qemu,
             Self::Folder(_) => ErrorCode::Host,
+            Self::Disks(error) => error.code(),
             Self::Identity(_) => ErrorCode::Guest,
             Self::PageLost { .. } => ErrorCode::PageLost,
         }
@@ -294,6 +320,7 @@ impl NotStarted {
             | Self::Drives(_)
             | Self::Channels(_)
             | Self::Qmp(_) => DOCTOR,
+            Self::Disks(error) => error.remedy().unwrap_or(DOCTOR),
             Self::Folder(_) => "is the disk of the state folder full?",
             Self::Identity(_) => {
                 "a VM that can't confirm its identity is never released; is the guest starved?"

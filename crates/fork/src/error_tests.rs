@@ -106,6 +106,12 @@ fn what_breaks_a_freeze_is_of_the_guest_of_qemu_or_of_the_host() {
             CHECKS,
         ),
         (
+            NotFrozen::Disks(io::Error::other("the medium fails")).into(),
+            ErrorCode::Host,
+            "its disks: the medium fails",
+            CHECKS,
+        ),
+        (
             NotFrozen::Unquiet.into(),
             ErrorCode::Qemu,
             "the guest's agent spoke before the VM stood still: its guest is very slow",
@@ -154,6 +160,18 @@ fn a_host_that_is_unlike_what_a_vm_needs_is_a_conflict_that_names_both() {
             Some("`apt-get install qemu-system-x86`"),
         ),
         (Error::Drives(io::Error::other("no fds")), ErrorCode::Host, "no fds", None),
+        (
+            Error::HasDisks,
+            ErrorCode::Conflict,
+            "it has disks, which this version of vmfork can neither store nor send to other hosts",
+            Some("fork it on its own host: `vmfork fork --place here`"),
+        ),
+        (
+            Error::Stalled,
+            ErrorCode::Conflict,
+            "it is stalled: a disk can't answer its guest",
+            Some("`vmfork ps` says why; it goes on by itself when the disk answers"),
+        ),
     ]);
 }
 
@@ -190,6 +208,12 @@ fn a_clone_that_does_not_start_says_what_of_it_failed() {
             NotStarted::Folder(full()).into(),
             ErrorCode::Host,
             "the disk is full",
+            Some("is the disk of the state folder full?"),
+        ),
+        (
+            NotStarted::Disks(DiskError::Serve(full())).into(),
+            ErrorCode::Host,
+            "serve a disk: the disk is full",
             Some("is the disk of the state folder full?"),
         ),
         (NotStarted::Channels(full()).into(), ErrorCode::Qemu, "the disk is full", CHECKS),

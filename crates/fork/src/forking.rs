@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use vmfork_agent_proto::TicketClone;
-use vmfork_api::{CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, VmState};
+use vmfork_api::{
+    CloneResult, ErrorBody, ForkReply, ForkRequest, ForkStages, Labels, Place, VmState,
+};
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
 use vmfork_host::error::outcome;
@@ -165,6 +167,19 @@ async fn awake_turn<'a>(
     }
 }
 
+/// Whether all clones stay on this host, because disks do.
+///
+/// # Errors
+/// They are to go to other hosts.
+fn stays(parent: &Vm, placement: &Placement) -> Result<bool, Error> {
+    let is_asked_away =
+        placement.hosts.is_some() || placement.place.is_some_and(|place| place != Place::Here);
+    match parent.identity.spec().disks().next() {
+        Some(_) if is_asked_away => Err(Error::HasDisks),
+        disk => Ok(disk.is_some()),
+    }
+}
+
 /// A fork under way.
 #[derive(Debug)]
 struct Fork {
@@ -242,6 +257,7 @@ fn running(parent: &Vm) -> Result<Arc<Machine>, Error> {
     let machine = parent.running_machine()?;
     match parent.state() {
         VmState::Running | VmState::Paused => Ok(machine),
+        VmState::Stalled => Err(Error::Stalled),
         _ => Err(Error::NotYet),
     }
 }
@@ -294,7 +310,10 @@ impl Fork {
             by_ticket: order.origin.is_some(),
             wanted: self.wanted(),
         };
-        let away = remote.plan(ask).await.map_err(Error::Remote)?;
+        let away = match stays(parent, &order.placement)? {
+            true => None,
+            false => remote.plan(ask).await.map_err(Error::Remote)?,
+        };
         // A ticket's, or the fork's own; a clone of a clone that stays is where that has its place.
         let held = order.placement.hold.as_ref().or(away.as_deref().and_then(Away::hold));
         let job = held.map(|hold| hold.job.clone()).or_else(|| parent.identity.job.clone());

@@ -1,8 +1,10 @@
 //! The parent's part: quiesce, stop, freeze, save the device state, go on.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use vmfork_api::ForkStages;
 use vmfork_engine::{Engine, EngineError, EngineOptions};
@@ -12,6 +14,7 @@ use crate::snapshot::{OnRun, Snapshot};
 use crate::state::{self, Prepared, Saved};
 use vmfork_guest_link::agent::Held;
 use vmfork_host::core::Core;
+use vmfork_host::disks::{DiskContent, MachineDisks};
 use vmfork_host::metrics::{EndReason, Stage, ms};
 use vmfork_host::vm::machine::Machine;
 use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
@@ -19,6 +22,8 @@ use vmfork_host::vm::{DeviceState, End, Standstill, Vm};
 /// How long the agent may take to fall silent. A guest that swaps or is starved of CPU takes its
 /// time.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long disks may take to have on the medium what they promise, before the pause.
+const SYNC_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the scan of an earlier freeze may still take.
 const SEAL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -61,6 +66,7 @@ pub(super) async fn freeze(
     let mut stages = ForkStages { prepare_ms: ms(began.elapsed()), ..ForkStages::default() };
     core.metrics.observe_stage(Stage::Prepare, began.elapsed());
 
+    sync_disks(machine, wanted).await?;
     let quiesce = Instant::now();
     let quiet = quiet(parent, wanted).await?;
     let (fork, held) = (quiet.still().fork, quiet.still().held.as_ref());
@@ -74,7 +80,9 @@ pub(super) async fn freeze(
     }
     parent.set_frozen(true);
     let pause = Instant::now();
-    let outcome = in_the_pause(core, machine, &engine, prepared, held, &mut stages).await;
+    let mut disks = Vec::new();
+    let parts = Parts { engine: &engine, prepared, disks: &mut disks };
+    let outcome = in_the_pause(core, machine, parts, held, &mut stages).await;
     let fatal = outcome.as_ref().is_err_and(NotFrozen::is_fatal);
     if !fatal && !quiet.is_paused() {
         let cont = Instant::now();
@@ -106,6 +114,7 @@ pub(super) async fn freeze(
         lead,
         engine,
         drives: machine.drives(),
+        disks,
         inheritance,
         fork,
         lease: None,
@@ -114,6 +123,19 @@ pub(super) async fn freeze(
         is_watched: false,
     };
     Ok((snapshot, stages, pause))
+}
+
+/// The flush that comes with `stop` finds little to do.
+async fn sync_disks(machine: &Arc<Machine>, wanted: Wanted<'_>) -> Result<(), NotFrozen> {
+    if machine.disks().is_none() {
+        return Ok(());
+    }
+    let machine = Arc::clone(machine);
+    let sync = move || machine.disks().map_or(Ok(()), MachineDisks::sync);
+    let done = tokio::task::spawn_blocking(sync);
+    // The flush in the pause waits for what is left, then.
+    let Ok(done) = timeout(wanted.at_most(SYNC_TIMEOUT), done).await else { return Ok(()) };
+    done.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(NotFrozen::Disks)
 }
 
 /// A guest whose agent is silent.
@@ -159,15 +181,24 @@ fn step(core: &Core, stage: Stage, since: Instant) -> f64 {
     ms(since.elapsed())
 }
 
-/// Stop the vCPUs, move the memory aside, save the device state.
+/// What a pause works on.
+struct Parts<'a> {
+    engine: &'a Arc<Engine>,
+    prepared: Prepared,
+    /// What the disks hold then.
+    disks: &'a mut Vec<DiskContent>,
+}
+
+/// Stop the vCPUs, freeze the disks, move the memory aside, save the device state. Disks and memory
+/// are of one instant, since no vCPU runs. After an error a disk may have been frozen all the same,
+/// which the guest does not notice.
 ///
 /// # Errors
 /// The VM can go on, unless the error of the freeze is fatal.
 async fn in_the_pause(
     core: &Core,
     machine: &Machine,
-    engine: &Arc<Engine>,
-    prepared: Prepared,
+    parts: Parts<'_>,
     held: Option<&Held>,
     stages: &mut ForkStages,
 ) -> Result<Saved, NotFrozen> {
@@ -176,6 +207,12 @@ async fn in_the_pause(
     stages.stop_ms = step(core, Stage::Stop, stop);
     if held.is_some_and(|held| !held.is_intact()) {
         return Err(NotFrozen::Unquiet);
+    }
+    let Parts { engine, prepared, disks } = parts;
+    if let Some(served) = machine.disks() {
+        let began = Instant::now();
+        *disks = tokio::task::block_in_place(|| served.freeze())?;
+        stages.disks_ms = step(core, Stage::Disks, began);
     }
     let freeze = Instant::now();
     tokio::task::block_in_place(|| machine.memory().freeze(engine))?;

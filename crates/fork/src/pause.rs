@@ -67,6 +67,7 @@ async fn stop(core: Arc<Core>, vm: Arc<Vm>, given_up: CancellationToken) -> Resu
     match vm.state() {
         VmState::Paused => return Ok(()),
         VmState::Running => {}
+        VmState::Stalled => return Err(Error::Stalled),
         _ => return Err(Error::NotYet),
     }
     let fork = vm.next_fork();
@@ -95,7 +96,10 @@ async fn go_on(core: Arc<Core>, vm: Arc<Vm>, given_up: CancellationToken) -> Res
     let _between_freezes = turn(&vm, &given_up).await?;
     let machine = vm.running_machine()?;
     if !vm.pause.is_paused() {
-        return Ok(());
+        return match machine.is_stalled() {
+            true => Ok(machine.qmp.cont().await?),
+            false => Ok(()),
+        };
     }
     if let Err(error) = machine.qmp.cont().await {
         if may_run_later(&error)

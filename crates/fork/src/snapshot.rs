@@ -10,6 +10,7 @@ use vmfork_qemu::Drives;
 
 use vmfork_guest_link::agent::Inheritance;
 use vmfork_host::admission::Lease;
+use vmfork_host::disks::DiskContent;
 use vmfork_host::vm::machine::Lead;
 use vmfork_host::vm::{Provenance, Vm};
 
@@ -20,8 +21,10 @@ pub struct Snapshot {
     /// What the stream of each clone's own state begins with, too.
     pub lead: Option<Lead>,
     pub engine: Arc<Engine>,
-    /// What the drives of its VMs hold.
+    /// What the read-only drives of its VMs hold.
     pub drives: Drives,
+    /// What their disks hold, at first.
+    pub disks: Vec<DiskContent>,
     /// What the clones' links must know of the parent's; `None` without an agent.
     pub inheritance: Option<Inheritance>,
     /// The number by which the guest's agent knows the fork.

@@ -167,6 +167,7 @@ fn assemble(
         agent: true,
         default_memory_mib: spec.default_memory_mib,
         vmgenid,
+        root_overlay: true,
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
         files,

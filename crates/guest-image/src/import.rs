@@ -121,6 +121,7 @@ pub fn import(
         agent: options.agent && matches!(brought, Brought::Kernel { .. }),
         default_memory_mib: options.default_memory_mib,
         vmgenid: None,
+        root_overlay: false,
         input_hash: None,
         tree_hash: None,
         files,

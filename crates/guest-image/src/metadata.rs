@@ -36,6 +36,10 @@ pub struct Metadata {
     /// Without one the device does nothing but have every clone interpret ACPI code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmgenid: Option<bool>,
+    /// Whether its initrd's agent knows `vmfork.upper=DEVICE`: what is written to the root goes to
+    /// that disk. Absent in images that were built before it did.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub root_overlay: bool,
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
     /// Absent in imported images.
     pub input_hash: Option<String>,
@@ -53,6 +57,12 @@ pub struct FileInfo {
     pub size_bytes: u64,
     /// BLAKE3 of its contents, in hex.
     pub blake3: String,
+}
+
+/// For `serde`, which gives a reference.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_false(value: &bool) -> bool {
+    !*value
 }
 
 impl Metadata {

@@ -197,6 +197,8 @@ impl Spec {
     /// files, `artifacts_hash` those of agent and libraries.
     pub(crate) fn input_hash(&self, files_hash: &str, artifacts_hash: &str) -> blake3::Hash {
         let mut hash = Fields::new("image");
+        // An image without it in its metadata is built again.
+        hash.add("root_overlay");
         hash.add(self.base_hash().to_hex().as_str());
         hash.add(artifacts_hash);
         hash.add(files_hash);

@@ -47,6 +47,12 @@ pub struct ImageFiles {
 }
 
 impl ImageFiles {
+    /// Where its root file system is, for who opens it by name. Another build may put another one
+    /// there.
+    pub fn root_path(&self) -> PathBuf {
+        self.folder.join(ROOT_FILE)
+    }
+
     /// One of its files, by the name under which `metadata` has it.
     #[must_use]
     pub fn file(self, name: &str) -> Option<File> {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   core ─► vm ─┬─► admission ─► quotas
-//!               └─► lifetime, cgroup, state, metrics, config
+//!               └─► lifetime, disks, cgroup, state, metrics, config
 //! ```
 //!
 //! | module | is |
@@ -10,6 +10,7 @@
 //! | [`core`] | all VMs of this host, and what they share: pool, admission, images, events |
 //! | [`vm`] | one VM; what it came of, without knowing the kinds |
 //! | [`lifetime`] | how long VMs may live: their own bounds, and those that they inherit |
+//! | [`disks`] | the writable disks of VMs: what they hold, and who serves them |
 //! | [`admission`] | whether there is memory and vCPUs for more VMs |
 //! | [`quotas`] | what a user may have on all hosts |
 //! | [`cgroup`] | a memory limit per VM |
@@ -26,6 +27,7 @@ pub mod admission;
 pub mod cgroup;
 pub mod config;
 pub mod core;
+pub mod disks;
 pub mod error;
 pub mod lifetime;
 pub mod metrics;

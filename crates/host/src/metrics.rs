@@ -37,6 +37,7 @@ pub enum Stage {
     Prepare,
     Quiesce,
     Stop,
+    Disks,
     Freeze,
     State,
     Cont,

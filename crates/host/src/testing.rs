@@ -14,6 +14,7 @@ pub use vmfork_guest_link::testing::{Guest, SOON, link};
 use crate::admission::{Admission, HostMemory, Policy, Probe};
 use crate::config::Config;
 use crate::core::{Core, Keeper, Parts};
+use crate::disks::HostDisks;
 use crate::metrics::Metrics;
 use crate::state::State;
 pub use crate::vm::fake::machine;
@@ -77,7 +78,9 @@ impl Host {
         let mut config = config(folder.path());
         set(&mut config);
         let admission = Admission::new(Policy::of(&config, CORES), Box::new(Roomy));
+        let disks = HostDisks::open(&state.disks(), state.sockets()).expect("room");
         let parts = Parts {
+            disks: Arc::new(disks),
             config: Arc::new(config),
             state: Arc::new(state),
             metrics: Arc::new(Metrics::new()),

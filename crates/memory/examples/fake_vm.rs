@@ -8,6 +8,8 @@
 //! | `sum PAGE COUNT` | a hash per page, in hex, separated by blanks; 0 for a page of zeros |
 //! | `drop PAGE COUNT` | `ok`: `madvise(MADV_DONTNEED)`, as a balloon does |
 //! | `pread PAGE COUNT FILE` | `ok`: whole pages read from a file |
+//! | `recv PAGE COUNT BYTES PIECE` | `ok`: whole pages asked for of a stream socket that gets BYTES of 0x5a, by pieces |
+//! | `recv-datagram PAGE COUNT` | `N of M`: bytes of a datagram of COUNT pages of 0x5a that one call received |
 //! | `touch PAGE COUNT STRIDE` | ns that reading a byte of every STRIDE-th of COUNT pages took: median, 99th percentile, sum |
 //! | `huge` | `ok`: `madvise(MADV_HUGEPAGE)`, as QEMU does |
 //! | `race BLOCKS PAGE N` | `ok`, or `block B is 0`: N threads read that page of each block at once, as nearly as can be |
@@ -70,6 +72,11 @@ fn main() {
                     format!("read {read}")
                 }
             }
+            "recv" => {
+                let at = ram + number(1) * PAGE;
+                receive(at, number(2) * PAGE, number(3), number(4))
+            }
+            "recv-datagram" => receive_datagram(ram + number(1) * PAGE, number(2) * PAGE),
             "touch" => touch(ram, number(1), number(2), number(3)),
             "huge" => {
                 let at = ram as *mut libc::c_void;
@@ -104,6 +111,67 @@ fn main() {
         println!("{answer}");
         std::io::stdout().flush().expect("stdout");
     }
+}
+
+/// Parts as a guest's request has them: some pages each, wherever the rest begins.
+fn parts_of(at: usize, len: usize) -> Vec<libc::iovec> {
+    let (mut start, mut parts) = (at, Vec::new());
+    while start < at + len {
+        let end = (start + 1).next_multiple_of(7 * PAGE).min(at + len);
+        parts.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: end - start });
+        start = end;
+    }
+    parts
+}
+
+/// One `recvmsg` into a part of RAM. → what it returned.
+fn receive_some(socket: &impl AsRawFd, at: usize, len: usize, flags: libc::c_int) -> isize {
+    let mut parts = parts_of(at, len);
+    // SAFETY: plain data, valid as zeros.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr();
+    message.msg_iovlen = parts.len();
+    // SAFETY: parts of RAM, which nothing but this program uses.
+    unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) }
+}
+
+/// As QEMU's NBD client: until all is there, asking for the rest each time.
+fn receive(at: usize, len: usize, bytes: usize, piece: usize) -> String {
+    let (mut to, from) = std::os::unix::net::UnixStream::pair().expect("socketpair");
+    let sender = std::thread::spawn(move || {
+        for piece in vec![0x5a; bytes].chunks(piece) {
+            to.write_all(piece).expect("sent");
+        }
+        to
+    });
+    let mut received = 0;
+    while received < bytes {
+        let mut fd = libc::pollfd { fd: from.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, alive here.
+        unsafe { libc::poll(&raw mut fd, 1, -1) };
+        match receive_some(&from, at + received, len - received, libc::MSG_DONTWAIT) {
+            some @ 1.. => received += some as usize,
+            other => return format!("{other} after {received}"),
+        }
+    }
+    let _open = sender.join().expect("it sends");
+    // Nothing is there any more: no page may change.
+    match receive_some(&from, at + received, len - received, libc::MSG_DONTWAIT) {
+        ..=0 => "ok".to_owned(),
+        more => format!("{more} more"),
+    }
+}
+
+fn receive_datagram(at: usize, len: usize) -> String {
+    let (to, from) = std::os::unix::net::UnixDatagram::pair().expect("socketpair");
+    let sender = std::thread::spawn(move || {
+        // The receiver waits by then, mostly.
+        std::thread::park_timeout(std::time::Duration::from_millis(50));
+        to.send(&vec![0x5a; len]).expect("sent")
+    });
+    let received = receive_some(&from, at, len, 0);
+    let sent = sender.join().expect("it sends");
+    format!("{received} of {sent}")
 }
 
 fn clutter(spare: usize) -> String {

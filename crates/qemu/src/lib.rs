@@ -31,7 +31,7 @@ pub mod qmp;
 pub mod shape;
 pub mod spawn;
 
-pub use drives::Drives;
+pub use drives::{DriveContent, Drives, NbdSocket, NbdSocketError};
 pub use probe::{AccelChoice, Binary, Version};
 pub use qmp::{Qmp, QmpError};
 pub use shape::{Accel, DriveSlot, GuestKind, Machine, Shape};

@@ -63,6 +63,9 @@ pub enum GuestKind {
 pub enum DriveSlot {
     /// The guest can't write to it: a root file system, or what a bare guest boots from.
     ReadOnly,
+    /// The guest writes to it: a disk that an NBD server serves. The VM stops when a request
+    /// fails, and [`Qmp::cont`](crate::Qmp::cont) repeats the request.
+    Disk,
 }
 
 /// Most drives of one machine: as many PCI slots and fds are set aside.

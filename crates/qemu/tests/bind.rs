@@ -16,7 +16,8 @@ use support::{Bare, Counter, SOON, binary, boot_sector, clone, memfd, skip, unpr
 use vmfork_qemu::pool::{Limits, Origin, Pool, Starting};
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{
-    Accel, Binary, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, Shape, StartError, spawn,
+    Accel, Binary, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, Qemu, Shape,
+    StartError, spawn,
 };
 
 const MIB: u64 = 1 << 20;
@@ -52,7 +53,7 @@ fn public(disk: &OwnedFd) {
 }
 
 fn drives(files: impl IntoIterator<Item = OwnedFd>) -> Drives {
-    let files = files.into_iter().map(|file| (DriveSlot::ReadOnly, file)).collect();
+    let files = files.into_iter().map(DriveContent::ReadOnly).collect();
     Drives::new(GuestKind::Bare, files).expect("readable")
 }
 

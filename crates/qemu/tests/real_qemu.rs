@@ -14,7 +14,7 @@ use vmfork_qemu::pool::{Limits, Origin, Pool, Starting};
 use vmfork_qemu::qmp::{RunState, devices, reopen_from_start};
 use vmfork_qemu::spawn::{self, ExitStatus};
 use vmfork_qemu::{
-    Accel, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape, StartError,
+    Accel, Boot, DriveContent, Drives, GuestKind, Launch, Qemu, QmpError, Shape, StartError,
 };
 
 const MIB: u64 = 1 << 20;
@@ -326,7 +326,7 @@ fn a_linux_machine_moves_and_keeps_its_own_generation_id() {
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
         disk.as_file().set_permissions(mode).expect("ours");
         let root = disk.reopen().expect("open").into();
-        let drives = Drives::new(GuestKind::Linux, vec![(DriveSlot::ReadOnly, root)]);
+        let drives = Drives::new(GuestKind::Linux, vec![DriveContent::ReadOnly(root)]);
         let drives = drives.expect("readable");
         let shape = Shape::new(64 * MIB, 2, Accel::Tcg, GuestKind::Linux, drives.slots());
         let shape = shape.expect("possible");

@@ -42,6 +42,9 @@ pub async fn create(
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
     let failed = |error: SnapshotError| error.to_body(&message);
+    if vm.identity.spec().disks().next().is_some() {
+        return Err(failed(vmfork_fork::Error::HasDisks.into()));
+    }
     let inherited = vm.identity.inherited.with_labels(&request.labels);
     let inherited = inherited.map_err(|error| failed(error.into()))?;
     let placed = library.snapshots.place(&name, Doing::Write).map_err(failed)?;

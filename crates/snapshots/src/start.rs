@@ -196,6 +196,7 @@ impl Start<'_> {
             lead: opened.lead.clone(),
             engine: Arc::clone(&opened.engine),
             drives,
+            disks: Vec::new(),
             inheritance: facts.inheritance.clone(),
             fork: facts.fork,
             lease: Some(lease),

@@ -22,6 +22,19 @@ Answer = tuple[int, dict[str, str], bytes]
 EXPORT = b"0123456789abcdef" * 100_000
 
 
+def _disks(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": disk["name"],
+            "size_bytes": disk["source"]["size_bytes"],
+            "written_bytes": 0,
+            "device": f"/dev/vd{letter}",
+        }
+        for disk, letter in zip(asked, "bcdefgh")
+        if disk["source"]["type"] == "blank"
+    ]
+
+
 class FakeDaemon:
     """Keeps VMs, files and what it was asked. ``canned`` answers go before the model's."""
 
@@ -230,6 +243,7 @@ class FakeDaemon:
             "faults": 0,
             "a_field_from_the_future": [1, 2],
             **({"labels": request["labels"]} if "labels" in request else {}),
+            **({"disks": _disks(request["disks"])} if "disks" in request else {}),
             **more,
         }
         self.vms[name] = vm

@@ -288,3 +288,20 @@ def test_hosts_that_do_not_answer_are_warned_of(
     assert isinstance(caught[0].message, vmfork.HostsMissing)
     assert caught[0].message.hosts == ("h2", "h3")
     assert caught[0].filename == __file__
+
+
+def test_disks_go_out_and_come_back(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    data = vmfork.NewDisk.blank("data", 1 << 30)
+    base = vmfork.NewDisk.image("base", "default")
+    vm = client.run("debian", name="web", disks=[data, base])
+    assert daemon.asked[-1][3]["disks"] == [
+        {"name": "data", "source": {"type": "blank", "size_bytes": 1 << 30}},
+        {"name": "base", "source": {"type": "image", "image": "default"}},
+    ]
+    (disk,) = vm.inspect().disks
+    assert (disk.name, disk.device) == ("data", "/dev/vdb")
+    client.run("debian", name="big", root=vmfork.Root.OVERLAY, root_bytes=1 << 36)
+    asked = daemon.asked[-1][3]
+    assert (asked["root"], asked["root_bytes"]) == ("overlay", 1 << 36)
+    client.run("debian", name="bare")
+    assert not {"disks", "root", "root_bytes"} & set(daemon.asked[-1][3])

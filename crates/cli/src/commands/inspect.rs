@@ -1,6 +1,6 @@
 //! `vmfork inspect`: one VM, with where its memory is.
 
-use vmfork_api::{BytesBetweenHosts, CacheInfo, MemoryInfo, VmDetail};
+use vmfork_api::{BytesBetweenHosts, CacheInfo, Disk, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
 use crate::client::Query;
@@ -111,6 +111,9 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
         let at = fields.iter().position(|(name, _)| *name == "ready after").unwrap_or(fields.len());
         fields.insert(at, ("ends", super::ttl::line(detail.ttl.as_ref())));
     }
+    let at = fields.iter().position(|(name, _)| *name == "accelerator").unwrap_or(fields.len());
+    let disks = detail.disks.iter().map(|disk| ("disk", disk_line(disk)));
+    fields.splice(at..at, disks);
     if let Some(job) = &detail.job {
         let at = fields.iter().position(|(name, _)| *name == "age").unwrap_or(fields.len());
         fields.insert(at, ("job", job.clone()));
@@ -119,6 +122,13 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
         *value = format::printable(value);
     }
     fields
+}
+
+/// `data at /dev/vdb, 10 GiB, 1.5 MiB written`.
+fn disk_line(disk: &Disk) -> String {
+    let Disk { name, size_bytes, written_bytes, device } = disk;
+    let (size, written) = (format::size(*size_bytes), format::size(*written_bytes));
+    format!("{name} at {device}, {size}, {written} written")
 }
 
 /// Whose memory is shared with whom.

@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use vmfork_api::{Accel, Prefetch, RunRequest, StartRequest};
+use vmfork_api::{Accel, Prefetch, Root, RunRequest, StartRequest};
 
 use super::{misuse, value};
-use crate::args::{RawAccel, RawPrefetch, RawRun};
+use crate::args::{RawAccel, RawPrefetch, RawRoot, RawRun};
 use crate::failure::Misuse;
 
 /// The daemon's own bounds, where a request names none (see `vmfork-api`).
@@ -65,7 +65,7 @@ pub(super) fn run(raw: RawRun) -> Result<RunConfig, Misuse> {
         [] => Ok(start),
         given => misuse(format!(
             "run: `{name}` is a snapshot, but {} for images only; a snapshot fixes the memory, the \
-             vCPUs and the accelerator of its VMs",
+             vCPUs, the accelerator and the disks of its VMs",
             are(given)
         )),
     };
@@ -87,6 +87,9 @@ fn of_images(raw: &RawRun) -> Vec<&'static str> {
         (raw.memory.is_some(), "--memory"),
         (raw.cpus.is_some(), "--cpus"),
         (raw.accel.is_some(), "--accel"),
+        (!raw.disks.is_empty(), "--disk"),
+        (raw.root.is_some(), "--root"),
+        (raw.root_size.is_some(), "--root-size"),
     ];
     given.into_iter().filter_map(|(is_given, option)| is_given.then_some(option)).collect()
 }
@@ -116,6 +119,10 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
         return misuse(format!("--cpus {cpus}: out of range; use 1 to {CPUS_MAX}"));
     }
     let timeout = timeout(raw)?;
+    let root = raw.root.map(|root| match root {
+        RawRoot::Overlay => Root::Overlay,
+        RawRoot::Tmpfs => Root::Tmpfs,
+    });
     let request = RunRequest {
         image: name.to_owned(),
         name: raw.names.first().cloned(),
@@ -128,6 +135,9 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
         boot_timeout_ms: timeout.map(value::millis),
         labels: value::labels(&raw.labels)?,
         ttl_ms: ttl(raw)?,
+        disks: value::disks(&raw.disks, root)?,
+        root,
+        root_bytes: value::root_bytes(root, raw.root_size.as_deref())?,
     };
     Ok(BootConfig { request, bound: timeout.unwrap_or(BOOT_TIMEOUT_DEFAULT) })
 }

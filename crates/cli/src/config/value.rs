@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use vmfork_api::{
-    LabelError, LabelFilter, Labels, NAME_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, name_is_valid,
+    DiskSource, LabelError, LabelFilter, Labels, NAME_BYTES_MAX, NewDisk, Root, TTL_MS_MAX,
+    TTL_MS_MIN, disk, name_is_valid,
 };
 
 use super::misuse;
@@ -59,6 +60,33 @@ pub(super) fn several(
 pub(super) fn labels(texts: &[String]) -> Result<Labels, Misuse> {
     Labels::parse(texts.iter().map(String::as_str))
         .or_else(|error| misuse(format!("--label: {error}")))
+}
+
+/// `NAME=SOURCE` each. A file's path is of the folder that the command is called in.
+pub(super) fn disks(texts: &[String], root: Option<Root>) -> Result<Vec<NewDisk>, Misuse> {
+    let refused = |error| Misuse(format!("--disk: {error}"));
+    let mut disks: Vec<NewDisk> =
+        texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(refused)?;
+    for disk in &mut disks {
+        if let DiskSource::File { path } = &mut disk.source {
+            let absolute = std::path::absolute(&*path).ok();
+            if let Some(text) = absolute.and_then(|path| path.into_os_string().into_string().ok()) {
+                *path = text;
+            }
+        }
+    }
+    NewDisk::check(&disks, root).map_err(refused)?;
+    Ok(disks)
+}
+
+/// The size of the root's own disk, if one is given.
+pub(super) fn root_bytes(root: Option<Root>, text: Option<&str>) -> Result<Option<u64>, Misuse> {
+    let Some(text) = text else { return Ok(None) };
+    let Some(bytes) = disk::parse_size(text) else {
+        return misuse(format!("--root-size {text}: not a size; write it as 512M, 10G or 1T"));
+    };
+    let checked = disk::root_disk(root, Some(bytes));
+    checked.or_else(|error| misuse(format!("--root-size {text}: {error}")))
 }
 
 /// `KEY` or `KEY=VALUE` each.

@@ -102,12 +102,18 @@ fn requests_carry_what_the_flags_say() {
         "tcg",
         "--timeout",
         "90s",
+        "--disk",
+        "data=blank:1M",
+        "--root",
+        "overlay",
+        "--root-size",
+        "64M",
     ]);
     assert_eq!((ran.code, ran.text().as_str()), (Some(0), "web\n"), "{ran:?}");
     assert!(ran.stderr.starts_with("`web` is ready after 3.10 s"), "{ran:?}");
     assert!(
         daemon.seen.has(
-            r#"run {"image":"debian","name":"web","memory_mib":2048,"cpus":2,"accel":"tcg","boot_timeout_ms":90000}"#
+            r#"run {"image":"debian","name":"web","memory_mib":2048,"cpus":2,"accel":"tcg","boot_timeout_ms":90000,"disks":[{"name":"data","source":{"type":"blank","size_bytes":1048576}}],"root":"overlay","root_bytes":67108864}"#
         ),
         "{:?}",
         daemon.seen.requests
@@ -182,6 +188,11 @@ fn misuse_is_status_2() {
         &["run"],
         &["run", "../x"],
         &["run", "debian", "--memory", "7"],
+        &["run", "debian", "--disk", "data"],
+        &["run", "debian", "--disk", "root=blank:1G"],
+        &["run", "debian", "--disk", "a=blank:1G", "--disk", "a=blank:1G"],
+        &["run", "debian", "--root-size", "1G"],
+        &["run", "debian", "--root", "overlay", "--root-size", "much"],
         &["fork", "web", "-n", "2", "--name", "one"],
         &["cp", "a", "b"],
         &["exec", "web"],

@@ -2,16 +2,16 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::Firstboot;
-use vmfork_api::{ErrorBody, RunRequest};
+use vmfork_api::disk::{ROOT_NAME, root_disk};
+use vmfork_api::{DiskSource, ErrorBody, NewDisk, RunRequest};
 use vmfork_cluster::Room;
 use vmfork_guest_image::ImageFiles;
 use vmfork_qemu::probe::{self, KvmFacts};
-use vmfork_qemu::{Accel, AccelChoice, Boot, DriveSlot, Drives, GuestKind, Shape};
+use vmfork_qemu::{Accel, AccelChoice, Boot, DriveContent, Drives, GuestKind, Shape};
 
 use super::Hub;
 use super::error::{NotReady, RunError, SizeError};
@@ -19,9 +19,12 @@ use vmfork_fork::{Forker, start_channels};
 use vmfork_guest_link::agent::{AgentInfo, AgentLink, HelloRequest, LinkError};
 use vmfork_host::admission::{BootAsk, Lease};
 use vmfork_host::core::{Core, Reservation, accel_word, open_image};
+use vmfork_host::disks::{DiskContent, DiskError};
+use vmfork_host::error::Error as HostError;
 use vmfork_host::lifetime::Lifetime;
 use vmfork_host::metrics::EndReason;
 use vmfork_host::quotas::User;
+use vmfork_host::vm::launch::Booting;
 use vmfork_host::vm::{
     DriveSpec, End, Identity, Inherited, MachineSpec, Vm, now_unix_ms, random_hex,
 };
@@ -36,6 +39,8 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 const FIRSTBOOT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How many of a VM's last words go into the error of a first-boot command that failed.
 const LAST_LINES: usize = 5;
+/// How long until the death of a QEMU is known whose sockets are closed already.
+const DEATH_WAIT: Duration = Duration::from_secs(1);
 /// The console is slower than the agent's port: what the command printed last is still on its way.
 const CONSOLE_LAG: Duration = Duration::from_millis(200);
 
@@ -82,11 +87,15 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         error.to_body(format!("run `{}`", request.name.as_ref().unwrap_or(&request.image)))
     })?;
     let message = format!("run `{name}`");
+    let disks = wanted_disks(&request, &files).map_err(|error| error.to_body(message.as_str()))?;
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
     let lease =
         admit(core, BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus })
             .await?;
+    // After its admission: one that is refused makes no files.
+    let disks = contents(core, &disks).await;
+    let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
     let identity = Identity {
         family: id.clone(),
         user,
@@ -97,7 +106,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         inherited: Inherited {
             spec: MachineSpec {
                 image: request.image,
-                drives: drives(&files),
+                drives: drives(&files, &disks),
                 nics: 0,
                 memory_bytes,
                 cpus,
@@ -119,7 +128,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
     let timeout = request.boot_timeout_ms.map(Duration::from_millis);
-    let outcome = bring_up(&hub.forker, &vm, files, &choice, timeout).await;
+    let outcome = bring_up(&hub.forker, &vm, (files, disks), &choice, timeout).await;
     guard.disarm();
     match outcome {
         Ok(()) => {
@@ -137,9 +146,38 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
 }
 
 /// Of a VM that boots from these.
-fn drives(files: &ImageFiles) -> Vec<DriveSpec> {
+fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
     let root = files.metadata.root_blake3().map(ToOwned::to_owned);
-    root.map(|blake3| DriveSpec::Root { blake3 }).into_iter().collect()
+    let root = root.map(|blake3| DriveSpec::Root { blake3 });
+    let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
+    root.into_iter().chain(disks).collect()
+}
+
+/// The disks that a VM is to have.
+fn wanted_disks(request: &RunRequest, files: &ImageFiles) -> Result<Vec<NewDisk>, RunError> {
+    let root = match root_disk(request.root, request.root_bytes)? {
+        Some(_) if !files.metadata.root_overlay => {
+            return Err(RunError::NoOverlay { image: request.image.clone() });
+        }
+        Some(size_bytes) => {
+            Some(NewDisk { name: ROOT_NAME.to_owned(), source: DiskSource::Blank { size_bytes } })
+        }
+        None => None,
+    };
+    // The root's comes first: the initrd knows it by its number.
+    Ok(root.into_iter().chain(request.disks.iter().cloned()).collect())
+}
+
+/// What they hold.
+async fn contents(core: &Core, disks: &[NewDisk]) -> Result<Vec<DiskContent>, RunError> {
+    let root_of = |image: &str| {
+        let files = open_image(core, image).map_err(HostError::from)?;
+        match &files.root {
+            Some(_) => Ok(files.root_path()),
+            None => Err(DiskError::NoRoot { image: image.to_owned() }.into()),
+        }
+    };
+    core.disks.contents(disks, root_of).await
 }
 
 /// Memory for it, if its user may have one more.
@@ -149,7 +187,7 @@ async fn admit(core: &Core, ask: BootAsk<'_>) -> Result<Lease, ErrorBody> {
     let turn = core.turn(ask.user, (1, shape), &message).await;
     match turn.map_err(|error| error.to_body(message.as_str()))?.allowed() {
         Some(allowed) if allowed.count == 0 => {
-            Err(vmfork_host::error::Error::from(allowed.refused()).to_body(message))
+            Err(HostError::from(allowed.refused()).to_body(message))
         }
         _ => core.admission.boot(ask),
     }
@@ -205,31 +243,35 @@ fn check_size(memory_mib: u64, cpus: u32) -> Result<(), SizeError> {
 async fn bring_up(
     forker: &Arc<Forker>,
     vm: &Arc<Vm>,
-    files: ImageFiles,
+    (files, disks): (ImageFiles, Vec<DiskContent>),
     choice: &AccelChoice,
     timeout: Option<Duration>,
 ) -> Result<(), RunError> {
     let core = &forker.core;
     let patience = Patience::new(timeout);
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
-    let root = files.root.map(|root| (DriveSlot::ReadOnly, OwnedFd::from(root)));
+    let root = files.root.map(|root| DriveContent::ReadOnly(root.into()));
     let drives = Drives::new(guest, root.into_iter().collect()).map_err(RunError::Drives)?;
     let shape = Shape::new(
         vm.identity.spec().memory_bytes,
         vm.identity.spec().cpus,
         choice.accel,
         guest,
-        drives.slots(),
+        vm.identity.spec().drives.iter().map(DriveSpec::slot).collect(),
     )?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
-    let append = OsString::from(&files.metadata.cmdline);
+    let mut append = OsString::from(&files.metadata.cmdline);
+    if disks.first().is_some_and(|disk| disk.spec.name == ROOT_NAME) {
+        append.push(" vmfork.upper=/dev/vdb");
+    }
     let boot = match files.kernel {
         Some(kernel) => {
             Boot::Kernel { kernel: kernel.into(), initrd: files.initrd.map(Into::into), append }
         }
         None => Boot::Disk,
     };
-    let machine = Arc::new(core.launcher.boot(shape.clone(), drives, boot).await?);
+    let booting = Booting { drives, disks: &disks, vm: vm.name(), boot };
+    let machine = Arc::new(core.launcher.boot(shape.clone(), booting).await?);
     vm.set_machine(Arc::clone(&machine));
     start_channels(forker, vm, &machine, None).map_err(RunError::Channels)?;
     // Clones of it will want QEMUs of this shape.
@@ -249,12 +291,16 @@ async fn bring_up(
 async fn greet(core: &Core, vm: &Arc<Vm>, patience: Patience) -> Result<(), RunError> {
     let link = vm.link()?;
     let outcome = tokio::select! {
-        outcome = until_ready(&link, vm.name(), patience) => outcome.map_err(|why| {
-            match (why, vm.end_now()) {
-                (NotReady::Link(_), Some(end)) => NotReady::LinkEnded { reason: end.reason },
-                (why, _) => why,
+        outcome = until_ready(&link, vm.name(), patience) => match outcome {
+            // The link of a QEMU that dies is closed before its death is known, which says more.
+            Err(NotReady::Link(error)) => {
+                match tokio::time::timeout(DEATH_WAIT, vm.wait_end()).await {
+                    Ok(end) => Err(NotReady::LinkEnded { reason: end.reason }),
+                    Err(_lives) => Err(NotReady::Link(error)),
+                }
             }
-        }),
+            outcome => outcome,
+        },
         end = vm.wait_end() => Err(NotReady::Ended { reason: end.reason }),
     };
     let why = match outcome {

@@ -137,6 +137,7 @@ impl Control for Hub {
                 keeper_pid: machine.map(|machine| machine.keeper_pid()),
                 last_fork: vm.last_fork(),
                 ttl: core.ttl(&vm),
+                disks: core.disks_of(&vm),
             })
         }
         .boxed()

@@ -7,7 +7,8 @@ use vmfork_api::{ErrorBody, ErrorCode};
 use vmfork_guest_image::{Remedy as _, StoreError};
 use vmfork_guest_link::agent::LinkError;
 use vmfork_host::core::store_code;
-use vmfork_host::error::{DOCTOR, VmError, chain};
+use vmfork_host::disks::DiskError;
+use vmfork_host::error::{DOCTOR, Error as HostError, VmError, chain};
 use vmfork_host::vm::launch::LaunchError;
 use vmfork_qemu::probe::NoKvm;
 use vmfork_qemu::shape::ShapeError;
@@ -50,6 +51,18 @@ pub(super) enum RunError {
     /// A drive can't be opened as the guest needs it.
     #[error(transparent)]
     Drives(io::Error),
+    /// A disk that it is to have.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// No VM has these disks.
+    #[error(transparent)]
+    Disks(#[from] vmfork_api::DiskError),
+    /// Its initrd would use a tmpfs.
+    #[error("the guest image `{image}` can't write its root to a disk")]
+    NoOverlay { image: String },
+    /// The image of a disk does not open.
+    #[error(transparent)]
+    Host(#[from] HostError),
     #[error(transparent)]
     Shape(#[from] ShapeError),
     #[error(transparent)]
@@ -163,7 +176,13 @@ impl RunError {
                 let remedy = "leave --accel out: vmfork works without KVM, slower";
                 (ErrorCode::Host, Some(remedy.to_owned()))
             }
-            Self::Size(_) => (ErrorCode::BadRequest, None),
+            Self::Size(_) | Self::Disks(_) => (ErrorCode::BadRequest, None),
+            Self::NoOverlay { .. } => {
+                let remedy = "build the image again: `vmfork image build`; or leave --root out";
+                (ErrorCode::BadRequest, Some(remedy.to_owned()))
+            }
+            Self::Disk(error) => (error.code(), error.remedy().map(ToOwned::to_owned)),
+            Self::Host(error) => return error.to_body(message),
             Self::Folder(_) => {
                 (ErrorCode::Host, Some("is the disk of the state folder full?".to_owned()))
             }

@@ -41,7 +41,7 @@ impl Hub {
     /// Put the host together. On a tokio runtime. Without a QEMU it starts as well.
     /// `doctor` reports that, and each request for a VM fails with it.
     pub async fn start(parts: Parts) -> Arc<Self> {
-        let Parts { config, state, metrics, admission, cgroups, snapshots, holder } = parts;
+        let Parts { config, state, metrics, admission, cgroups, disks, snapshots, holder } = parts;
         let cluster =
             Arc::new(Cluster::new(config.host.state.join("cluster"), config.peers.clone()));
         let parts = core::Parts {
@@ -50,6 +50,7 @@ impl Hub {
             metrics: Arc::clone(&metrics),
             admission,
             cgroups: cgroups.ok(),
+            disks,
             keeper: Arc::clone(&cluster) as Arc<dyn core::Keeper>,
             life: cluster.epoch(),
         };

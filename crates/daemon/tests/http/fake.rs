@@ -238,6 +238,7 @@ impl Control for Fake {
                 accel_reason: "made up".into(),
                 user: "0".into(),
                 job: None,
+                disks: vec![],
             })
         }
         .boxed()

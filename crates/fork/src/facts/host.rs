@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use tokio::sync::oneshot;
-use vmfork_qemu::{Drives, QmpError, Shape, probe};
+use vmfork_qemu::{DriveContent, Drives, QmpError, Shape, probe};
 
 use super::Facts;
 use crate::error::{Error, Unlike};
@@ -63,16 +63,16 @@ pub async fn check_machine(
 /// # Errors
 /// The guest image is missing here, or another one; the VM has what can't be connected here.
 pub fn shape_and_drives(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Error> {
-    facts.check_nics()?;
+    facts.check_devices()?;
     let shape = facts.shape().map_err(Unlike::Shape)?;
     let files = facts.spec().drives.iter().map(|drive| {
-        let DriveSpec::Root { blake3 } = drive;
+        let DriveSpec::Root { blake3 } = drive else { return Ok(None) };
         let files = match core.images.open_root(&facts.spec().image, blake3) {
             Ok(Some(files)) => files,
             _ => open_image(core, &facts.spec().image)?,
         };
         facts.check_root(files.metadata.root_blake3())?;
-        Ok(files.root.map(|root| (drive.slot(), root.into())))
+        Ok(files.root.map(|root| DriveContent::ReadOnly(root.into())))
     });
     let files: Vec<_> = files.filter_map(Result::transpose).collect::<Result<_, Error>>()?;
     let drives = Drives::new(shape.guest, files).map_err(Error::Drives)?;

@@ -139,11 +139,14 @@ impl Facts {
         choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
-    /// Whether this version of vmfork can connect what its guest has beside its disks.
+    /// Whether this version of vmfork can connect what its guest has beside its root.
     ///
     /// # Errors
-    /// It can't: the guest has network cards.
-    pub fn check_nics(&self) -> Result<(), Unlike> {
+    /// It can't: the guest has disks or network cards.
+    pub fn check_devices(&self) -> Result<(), Unlike> {
+        if self.spec().disks().next().is_some() {
+            return Err(Unlike::Disks);
+        }
         match self.spec().nics {
             0 => Ok(()),
             count => Err(Unlike::Nics { count }),
@@ -224,6 +227,9 @@ impl Facts {
 
 #[cfg(test)]
 mod tests {
+    use vmfork_api::Durability;
+    use vmfork_host::disks::DiskSpec;
+
     use super::*;
 
     fn facts() -> Facts {
@@ -285,15 +291,28 @@ mod tests {
 
     #[test]
     fn one_with_network_cards_is_refused_until_they_can_be_connected() {
-        facts().check_nics().expect("none");
+        facts().check_devices().expect("none");
         for (nics, says) in [(1, "a network card"), (3, "3 network cards")] {
             let mut taken = facts();
             taken.inherited.spec.nics = nics;
-            let refused = crate::Error::from(taken.check_nics().expect_err("refused"));
+            let refused = crate::Error::from(taken.check_devices().expect_err("refused"));
             let refused = refused.to_body("start `web`");
             assert_eq!(refused.code, vmfork_api::ErrorCode::Conflict);
             assert!(refused.remedy.is_some() && refused.to_string().contains(says), "{refused}");
         }
+    }
+
+    #[test]
+    fn one_with_disks_is_refused_elsewhere() {
+        let mut taken = facts();
+        let name = "data".to_owned();
+        let disk = DiskSpec { name, size_bytes: 1 << 30, durability: Durability::Host };
+        taken.inherited.spec.drives.push(DriveSpec::Disk(disk));
+        let stored = serde_json::to_value(&taken).expect("plain");
+        assert_eq!(stored["drives"][1]["role"], "disk");
+        assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), taken);
+        let refused = crate::Error::from(taken.check_devices().expect_err("refused"));
+        assert!(refused.to_body("start it").remedy.is_some(), "{refused}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use vmfork_engine::{EngineEvent, collect_garbage};
 use vmfork_image::ImageId;
 use vmfork_qemu::spawn::ExitStatus;
 
-use super::Core;
+use super::{Core, stalls};
 use crate::cgroup::limit_bytes;
 use crate::metrics::{EndReason, Stage};
 use crate::vm::machine::Machine;
@@ -92,6 +92,7 @@ fn derive_time(core: &Core, image: ImageId) -> Option<Duration> {
 
 /// Notice the end of a VM's QEMU.
 pub fn watch(core: &Arc<Core>, vm: &Arc<Vm>, machine: &Arc<Machine>) {
+    stalls::watch(vm, machine);
     let (weak, vm) = (Arc::downgrade(core), Arc::clone(vm));
     // Not the machine itself: it would live as long as this task.
     let machine = Arc::downgrade(machine);

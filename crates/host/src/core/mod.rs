@@ -12,6 +12,7 @@
 
 mod accounts;
 pub mod agents;
+mod disks;
 pub mod events;
 mod family;
 mod images;
@@ -19,6 +20,7 @@ mod lifetimes;
 mod machines;
 mod quotas;
 mod registry;
+mod stalls;
 mod tally;
 mod tell;
 
@@ -46,6 +48,7 @@ use self::tally::Tally;
 use crate::admission::{self, Admission, Lease};
 use crate::cgroup::Cgroups;
 use crate::config::Config;
+use crate::disks::HostDisks;
 use crate::error::chain;
 pub use crate::error::store_code;
 use crate::lifetime::Lifetimes;
@@ -86,6 +89,8 @@ pub struct Core {
     /// Where the host has cgroup v2 with the memory controller.
     pub cgroups: Option<Arc<Cgroups>>,
     pub images: Store,
+    /// The writable disks of VMs.
+    pub disks: Arc<HostDisks>,
     pub launcher: Arc<Launcher>,
     pub pool: Pool<Shape, Machine, LaunchError>,
     pub cores: usize,
@@ -122,6 +127,7 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
     pub cgroups: Option<Arc<Cgroups>>,
+    pub disks: Arc<HostDisks>,
     pub keeper: Arc<dyn Keeper>,
     /// By which this life of the daemon is told from others.
     pub life: u32,
@@ -137,7 +143,7 @@ impl Core {
     /// On a tokio runtime. Without a QEMU it starts as well: `doctor` reports that, and each
     /// request for a VM fails with it.
     pub async fn start(parts: Parts) -> Arc<Self> {
-        let Parts { config, state, metrics, admission, cgroups, keeper, life } = parts;
+        let Parts { config, state, metrics, admission, cgroups, disks, keeper, life } = parts;
         match vmfork_qemu::probe::find(Some(&config.qemu)).await {
             Ok(binary) => {
                 if let Some(warning) = binary.version.warning() {
@@ -152,6 +158,7 @@ impl Core {
             config.shim(),
             config.qemu_uid_base,
             Arc::clone(&state),
+            Arc::clone(&disks),
         ));
         let cores = admission::cores();
         let limits = Limits { total_max: POOL_MAX, starting_max: cores, idle_after: POOL_IDLE };
@@ -175,6 +182,7 @@ impl Core {
         sweep(images.clone());
         let core = Arc::new(Self {
             images,
+            disks,
             quotas: Quotas::new(config.quotas.clone(), life),
             keeper,
             events: Arc::new(Events::new(tell::epoch())),
@@ -399,6 +407,7 @@ impl Core {
             VmState::Running,
             VmState::Frozen,
             VmState::Paused,
+            VmState::Stalled,
             VmState::Exited,
             VmState::Failed,
         ] {

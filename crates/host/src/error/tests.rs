@@ -71,6 +71,13 @@ fn what_a_vm_can_not_do_is_a_conflict_that_names_the_vm() {
             "the VM is paused",
             "`vmfork resume web` lets it continue",
         ),
+        (
+            VmError::Stalled { name: web(), reason: "disk `data` is full".to_owned() }.into(),
+            ErrorCode::Conflict,
+            agent,
+            "the VM is stalled: disk `data` is full",
+            "it goes on by itself once its disk answers; is the host's disk full?",
+        ),
     ]);
     assert_eq!(ErrorBody::from(ended()), Error::Vm(ended()).to_body("do it"));
 }

@@ -15,6 +15,9 @@ pub enum VmError {
     /// Its agent could not answer.
     #[error("the VM is paused")]
     Paused { name: String },
+    /// Nor this.
+    #[error("the VM is stalled: {reason}")]
+    Stalled { name: String, reason: String },
 }
 
 impl VmError {
@@ -22,9 +25,10 @@ impl VmError {
     pub(super) fn message(&self) -> String {
         match self {
             Self::Ended { name, .. } | Self::NoQemu { name } => format!("`{name}` is not running"),
-            Self::Starting { name } | Self::NoAgent { name, .. } | Self::Paused { name } => {
-                format!("reach the agent of `{name}`")
-            }
+            Self::Starting { name }
+            | Self::NoAgent { name, .. }
+            | Self::Paused { name }
+            | Self::Stalled { name, .. } => format!("reach the agent of `{name}`"),
         }
     }
 
@@ -35,6 +39,9 @@ impl VmError {
                 "try again when `vmfork ps` shows it running".to_owned()
             }
             Self::NoAgent { .. } => "`vmfork console` still works".to_owned(),
+            Self::Stalled { .. } => {
+                "it goes on by itself once its disk answers; is the host's disk full?".to_owned()
+            }
             Self::Paused { name } => format!("`vmfork resume {name}` lets it continue"),
         }
     }

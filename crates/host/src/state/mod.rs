@@ -7,6 +7,10 @@
 //!   ├── holder.sock           0600: of the process that has a daemon's sockets while it restarts
 //!   ├── journal.jsonl         0600: what exists (see `journal`)
 //!   ├── images/               0700: guest images, which may hold secrets; the image store's
+//!   ├── disks/                0700: what VMs wrote to their disks; gone with them
+//!   ├── sockets/              0700: QEMUs get the folders in it as fds
+//!   │   └── N/                0711: one QEMU's user passes through
+//!   │       └── nbd           0600, that user's: the socket of its disks
 //!   ├── snapshots/            0700: stored snapshots, which hold all that guests had in memory; their store's
 //!   └── vms/ID/               0700: logs and sockets of one VM, gone with it
 //! ```
@@ -44,6 +48,8 @@ pub use self::process::ProcessId;
 const MARK: &str = "VMFORK_OWNER";
 const LOCK: &str = "vmforkd.lock";
 const JOURNAL: &str = "journal.jsonl";
+/// The name of a socket of disks, in a folder of its own below [`State::sockets`].
+pub(crate) const DISK_SOCKET: &str = "nbd";
 /// The log of a daemon that `vmfork` starts. It names VMs and what they are for.
 const LOG: &str = "vmforkd.log";
 /// What may be in a state folder that no daemon has had yet; the last is a new file system's.
@@ -167,6 +173,8 @@ impl State {
         // QEMUs get images as open files: no other user needs access.
         make_folder(&root.join("images"), 0o700)?;
         make_folder(&root.join("snapshots"), 0o700)?;
+        make_folder(&root.join("disks"), 0o700)?;
+        make_folder(&root.join("sockets"), 0o700)?;
         make_folder(&root.join("vms"), 0o711)?;
         close_log(&root.join(LOG))?;
 
@@ -195,6 +203,7 @@ impl State {
             live.apply(Record::VmLost { vm: vm.clone() });
         }
         let folders_removed = clear(&root.join("vms"))?;
+        clear_sockets(&root.join("sockets"));
         let journal = Journal::create(&path, live).map_err(failed("write", &path))?;
         let recovery =
             Recovery { lost, processes_killed: killed.len(), folders_removed, lines_skipped };
@@ -208,6 +217,16 @@ impl State {
 
     pub fn images(&self) -> PathBuf {
         self.root.join("images")
+    }
+
+    /// Where layers of VMs' disks are.
+    pub fn disks(&self) -> PathBuf {
+        self.root.join("disks")
+    }
+
+    /// Where QEMUs find their disks.
+    pub fn sockets(&self) -> PathBuf {
+        self.root.join("sockets")
     }
 
     /// The folder of one VM, whether it is there or not. `id` must be one of ours: it is not
@@ -404,6 +423,27 @@ fn clear(folder: &Path) -> Result<usize, StateError> {
     Ok(count)
 }
 
+/// Remove the sockets of disks with their folders. An earlier version gave the folders to QEMUs'
+/// users, who may have put anything there: nothing else is removed, and what stays does no harm.
+fn clear_sockets(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder)
+        .inspect_err(|error| tracing::warn!(path = %folder.display(), %error, "list the sockets"))
+    else {
+        return;
+    };
+    let mut kept = 0_u64;
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let _none_is_fine = fs::remove_file(path.join(DISK_SOCKET));
+        if fs::remove_dir(&path).is_err() {
+            kept += 1;
+        }
+    }
+    if kept > 0 {
+        let path = folder.display();
+        tracing::warn!(%path, kept, "folders of sockets are not empty: remove them by hand");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command};
@@ -547,6 +587,23 @@ mod tests {
         assert!(state.forget_lost("a") && !state.forget_lost("a"));
         drop(state);
         assert_eq!(open(folder.path()).0.lost().len(), 1);
+    }
+
+    #[test]
+    fn sockets_of_an_earlier_daemon_go_and_what_else_is_there_does_not_stop_us() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("state");
+        let sockets = open(&root).0.sockets();
+        assert_eq!(mode(&sockets), 0o700);
+        for name in ["0", "1"] {
+            fs::create_dir(sockets.join(name)).unwrap();
+            fs::write(sockets.join(name).join(DISK_SOCKET), "").unwrap();
+        }
+        fs::create_dir(sockets.join("1").join("deep")).unwrap();
+        drop(open(&root));
+        assert!(!sockets.join("0").exists());
+        assert!(sockets.join("1").join("deep").exists(), "not ours to remove");
+        assert!(!sockets.join("1").join(DISK_SOCKET).exists());
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub async fn machine(folder: &std::path::Path) -> Arc<Machine> {
     keeper.join().expect("it has answered");
     let (state, _) = State::open(folder).expect("a state folder");
     let user = Users::new(0, 1).take().expect("the first");
-    let kept = Kept { _user: user, processes: Vec::new(), state: Arc::new(state) };
+    let kept = Kept { user, processes: Vec::new(), state: Arc::new(state) };
     Arc::new(Machine::new(qemu, memory, shape, version, kept))
 }
 

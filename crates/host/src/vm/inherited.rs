@@ -9,6 +9,8 @@ use vmfork_api::labels::LabelError;
 use vmfork_api::{Accel, Labels};
 use vmfork_qemu::DriveSlot;
 
+use crate::disks::DiskSpec;
+
 /// What clones inherit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inherited {
@@ -56,6 +58,8 @@ pub enum DriveSpec {
         /// BLAKE3 of its bytes, in hex.
         blake3: String,
     },
+    /// A writable disk. Its bytes go with the VM.
+    Disk(DiskSpec),
 }
 
 impl DriveSpec {
@@ -63,6 +67,7 @@ impl DriveSpec {
     pub fn slot(&self) -> DriveSlot {
         match self {
             Self::Root { .. } => DriveSlot::ReadOnly,
+            Self::Disk(_) => DriveSlot::Disk,
         }
     }
 }
@@ -70,7 +75,18 @@ impl DriveSpec {
 impl MachineSpec {
     /// BLAKE3 of the root disk, in hex, if there is one.
     pub fn root_blake3(&self) -> Option<&str> {
-        self.drives.iter().map(|DriveSpec::Root { blake3 }| blake3.as_str()).next()
+        self.drives.iter().find_map(|drive| match drive {
+            DriveSpec::Root { blake3 } => Some(blake3.as_str()),
+            DriveSpec::Disk(_) => None,
+        })
+    }
+
+    /// The writable disks, each with the number of its drive.
+    pub fn disks(&self) -> impl Iterator<Item = (usize, &DiskSpec)> {
+        self.drives.iter().enumerate().filter_map(|(index, drive)| match drive {
+            DriveSpec::Root { .. } => None,
+            DriveSpec::Disk(disk) => Some((index, disk)),
+        })
     }
 }
 

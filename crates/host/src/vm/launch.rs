@@ -12,11 +12,14 @@ use tokio::time::timeout;
 use vmfork_api::ErrorCode;
 use vmfork_memory::{ConnectError, GuestMemory, Tap, USERFAULTFD_DEVICE};
 use vmfork_qemu::probe::{self, ProbeError};
-use vmfork_qemu::{Accel, Boot, Drives, Launch, Qemu, Shape, ShimFds, StartError, Version};
+use vmfork_qemu::{
+    Accel, Boot, Drives, Launch, NbdSocketError, Qemu, Shape, ShimFds, StartError, Version,
+};
 
 use super::machine::Machine;
 use super::users::{User, Users};
 use crate::config::QEMU_UIDS;
+use crate::disks::{DiskContent, DiskError, HostDisks, MachineDisks};
 use crate::error::{DOCTOR, Refusal};
 use crate::state::{ProcessId, ProcessKind, State};
 
@@ -48,6 +51,10 @@ pub enum LaunchError {
     NoUser,
     #[error("there is no memory for it now: start a QEMU for the pool: {0}")]
     NoRoom(Refusal),
+    #[error("give it its disks")]
+    Disks(#[from] DiskError),
+    #[error("give it its disks' socket")]
+    Socket(#[from] NbdSocketError),
 }
 
 /// How long a QEMU that was killed may take to be gone.
@@ -57,9 +64,12 @@ impl LaunchError {
     /// Whether the host lacks something, rather than QEMU having failed.
     pub fn code(&self) -> ErrorCode {
         match self {
-            Self::NoQemu(_) | Self::Open { .. } | Self::Prepare(_) | Self::Journal(_) => {
-                ErrorCode::Host
-            }
+            Self::NoQemu(_)
+            | Self::Open { .. }
+            | Self::Prepare(_)
+            | Self::Journal(_)
+            | Self::Socket(_) => ErrorCode::Host,
+            Self::Disks(error) => error.code(),
             Self::NoUser | Self::NoRoom(_) => ErrorCode::NoCapacity,
             Self::Start(_) | Self::Unforkable { .. } => ErrorCode::Qemu,
         }
@@ -78,9 +88,10 @@ impl LaunchError {
                 "name another QEMU with `vmforkd --qemu`: those of Debian 12 and of its backports work"
             }
             Self::NoRoom(_) => "end VMs, or lower vmforkd's --pool",
+            Self::Disks(error) => error.remedy().unwrap_or(DOCTOR),
             Self::Journal(_) => "make room on the disk of the state folder",
             Self::NoUser => "end VMs (`vmfork ps`, `vmfork kill`)",
-            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) => DOCTOR,
+            Self::Open { .. } | Self::Prepare(_) | Self::Start(_) | Self::Socket(_) => DOCTOR,
         }
     }
 }
@@ -89,7 +100,7 @@ impl LaunchError {
 #[derive(Debug)]
 pub(super) struct Kept {
     /// No other QEMU gets it.
-    pub(super) _user: User,
+    pub(super) user: User,
     /// Written down in `state`.
     pub(super) processes: Vec<ProcessId>,
     pub(super) state: Arc<State>,
@@ -103,24 +114,38 @@ pub struct Launcher {
     pub shim: PathBuf,
     users: Arc<Users>,
     pub state: Arc<State>,
+    disks: Arc<HostDisks>,
+}
+
+/// A VM that boots: what its drives hold, and how it begins.
+#[derive(Debug)]
+pub struct Booting<'a> {
+    /// Of the read-only ones.
+    pub drives: Drives,
+    /// Of the writable ones, which come after them.
+    pub disks: &'a [DiskContent],
+    /// Its name, for the notes on the disks' files.
+    pub vm: &'a str,
+    pub boot: Boot,
 }
 
 impl Launcher {
-    pub fn new(qemu: PathBuf, shim: PathBuf, uid_base: u32, state: Arc<State>) -> Self {
-        Self { qemu, shim, users: Users::new(uid_base, QEMU_UIDS), state }
+    pub fn new(
+        qemu: PathBuf,
+        shim: PathBuf,
+        uid_base: u32,
+        state: Arc<State>,
+        disks: Arc<HostDisks>,
+    ) -> Self {
+        Self { qemu, shim, users: Users::new(uid_base, QEMU_UIDS), state, disks }
     }
 
     /// A VM that boots.
     ///
     /// # Errors
     /// [`LaunchError`]; nothing is left running.
-    pub async fn boot(
-        &self,
-        shape: Shape,
-        drives: Drives,
-        boot: Boot,
-    ) -> Result<Machine, LaunchError> {
-        self.start(shape, Some((drives, boot))).await
+    pub async fn boot(&self, shape: Shape, booting: Booting<'_>) -> Result<Machine, LaunchError> {
+        self.start(shape, Some(booting)).await
     }
 
     /// A QEMU that waits for a snapshot. [`Machine::bind`] gives its drives their content.
@@ -134,8 +159,9 @@ impl Launcher {
     async fn start(
         &self,
         shape: Shape,
-        boot: Option<(Drives, Boot)>,
+        booting: Option<Booting<'_>>,
     ) -> Result<Machine, LaunchError> {
+        let user = self.users.take().ok_or(LaunchError::NoUser)?;
         let binary = probe::find(Some(&self.qemu)).await?;
         let version = binary.version;
         let (tap, ends) = Tap::new(shape.memory_bytes).map_err(LaunchError::Prepare)?;
@@ -146,10 +172,14 @@ impl Launcher {
             userfaultfd: open_device(USERFAULTFD_DEVICE)?,
             kvm,
         };
-        let (launch, drives) = match boot {
-            Some((drives, boot)) => {
+        let (launch, holds) = match booting {
+            Some(Booting { drives, disks, vm, boot }) => {
+                let uid = user.run_as().uid;
+                let disks = tokio::task::block_in_place(|| self.disks.attach(vm, uid, disks))?;
+                let sockets = disks.as_ref().map(MachineDisks::sockets).transpose();
+                let sockets = sockets?.unwrap_or_default();
                 let launch = Launch::boot(binary, shape.clone(), ends.ram, boot);
-                (launch.drives(drives.clone()), Some(drives))
+                (launch.drives(drives.with_disks(sockets)), Some((drives, disks)))
             }
             None => (Launch::wait(binary, shape.clone(), ends.ram), None),
         };
@@ -157,7 +187,6 @@ impl Launcher {
         let mut mark = OsString::from(key);
         mark.push("=");
         mark.push(value);
-        let user = self.users.take().ok_or(LaunchError::NoUser)?;
         let launch = launch.shim(shim).run_as(user.run_as()).environment(mark);
         let qemu = launch.start().await?;
         let end = qemu.process.exit();
@@ -167,8 +196,8 @@ impl Launcher {
             let _late = timeout(END_WAIT, end).await;
         }
         held.inspect(|machine| {
-            if let Some(drives) = drives {
-                machine.holds(drives);
+            if let Some((drives, disks)) = holds {
+                machine.holds(drives, disks);
             }
         })
     }
@@ -194,7 +223,7 @@ impl Launcher {
             started(ProcessKind::Keeper, memory.keeper_pid())?,
         ];
         let state = Arc::clone(&self.state);
-        let kept = Kept { _user: user, processes, state };
+        let kept = Kept { user, processes, state };
         Ok(Machine::new(qemu, memory, shape, version, kept))
     }
 }

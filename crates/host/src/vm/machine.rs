@@ -6,10 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use vmfork_engine::{Engine, ViewCounters};
 use vmfork_memory::{Attachment, GuestMemory, MemorySample};
 use vmfork_policy::ViewId;
-use vmfork_qemu::{DriveSlot, Drives, Process, Qemu, Qmp, QmpError, Shape, Version};
+use vmfork_qemu::{
+    DriveSlot, Drives, NbdSocketError, Process, Qemu, Qmp, QmpError, Shape, Version,
+};
 
 use super::launch::Kept;
 use crate::admission::Lease;
+use crate::disks::MachineDisks;
 
 /// What each stream of the device state of a VM, and of its clones, begins with.
 pub type Lead = Arc<[u8]>;
@@ -31,8 +34,10 @@ pub struct Machine {
     counters: Arc<ViewCounters>,
     keeper_pid: u32,
     kept: Kept,
-    /// What its drives hold: from its boot on, or from the time that it became a clone.
+    /// What its read-only drives hold: from its boot on, or from the time that it became a clone.
     drives: OnceLock<Drives>,
+    /// Its writable ones, from then on. They end after QEMU.
+    disks: OnceLock<MachineDisks>,
     /// Of its device state's stream. `None` until a migration has shown it; `Some(None)`: of no use
     /// here.
     lead: Mutex<Option<Option<Lead>>>,
@@ -47,6 +52,8 @@ pub enum BindError {
     Other { given: Vec<DriveSlot>, shape: Vec<DriveSlot> },
     #[error("give a waiting QEMU its drives")]
     Qmp(#[from] QmpError),
+    #[error("give a waiting QEMU its disks' socket")]
+    Socket(#[from] NbdSocketError),
 }
 
 impl BindError {
@@ -87,6 +94,7 @@ impl Machine {
             keeper_pid,
             kept,
             drives: OnceLock::new(),
+            disks: OnceLock::new(),
             lead: Mutex::default(),
             waiting: Mutex::default(),
         }
@@ -104,25 +112,54 @@ impl Machine {
     }
 
     /// It has booted with these.
-    pub(super) fn holds(&self, drives: Drives) {
+    pub(super) fn holds(&self, drives: Drives, disks: Option<MachineDisks>) {
         let _first = self.drives.set(drives);
+        if let Some(disks) = disks {
+            let _first = self.disks.set(disks);
+        }
     }
 
-    /// Give the drives of a QEMU that waited their content, once, before a state is loaded.
+    /// Give the drives of a QEMU that waited their content, once, before a state is loaded: the
+    /// read-only ones, then the disks.
     ///
     /// # Errors
     /// [`BindError`]: this QEMU is of no use then.
-    pub async fn bind(&self, drives: &Drives) -> Result<(), BindError> {
-        let given = drives.slots();
-        if given != self.shape.drives || self.drives.set(drives.clone()).is_err() {
+    pub async fn bind(
+        &self,
+        read_only: &Drives,
+        disks: Option<MachineDisks>,
+    ) -> Result<(), BindError> {
+        let sockets = disks.as_ref().map(MachineDisks::sockets).transpose();
+        let all = read_only.with_disks(sockets?.unwrap_or_default());
+        let given = all.slots();
+        if given != self.shape.drives || self.drives.set(read_only.clone()).is_err() {
             return Err(BindError::Other { given, shape: self.shape.drives.clone() });
         }
-        Ok(self.qmp.bind_drives(drives).await?)
+        // Before QEMU connects, and also if that fails: they end after it.
+        if let Some(disks) = disks {
+            let _first = self.disks.set(disks);
+        }
+        Ok(self.qmp.bind_drives(&all).await?)
     }
 
-    /// What its drives hold; clones of it get the same.
+    /// What its read-only drives hold; clones of it get the same.
     pub fn drives(&self) -> Drives {
         self.drives.get().cloned().unwrap_or_default()
+    }
+
+    /// Its writable disks, if it has any.
+    pub fn disks(&self) -> Option<&MachineDisks> {
+        self.disks.get()
+    }
+
+    /// Whether a disk has stopped it.
+    pub fn is_stalled(&self) -> bool {
+        self.disks.get().is_some() && self.qmp.stall().borrow().is_some()
+    }
+
+    /// The user that QEMU runs as.
+    pub fn uid(&self) -> u32 {
+        self.kept.user.run_as().uid
     }
 
     /// The guest's serial console, once.
@@ -190,6 +227,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
+        // Before its disks are dropped, which end after it.
         self.process.kill();
         for process in &self.kept.processes {
             self.kept.state.process_ended(*process);

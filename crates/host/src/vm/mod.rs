@@ -154,6 +154,8 @@ struct Live {
     runs: Option<Instant>,
     ready: Option<Duration>,
     frozen: bool,
+    /// Why a disk keeps it from running.
+    stalled: Option<String>,
 }
 
 /// A VM of this host, running or ended.
@@ -328,12 +330,16 @@ impl Vm {
     /// The link to its agent, for what the agent must answer.
     ///
     /// # Errors
-    /// As [`Vm::link`]; or it is paused, and could not answer.
+    /// As [`Vm::link`]; or it is paused or stalled, and could not answer.
     pub fn awake_link(&self) -> Result<AgentLink, VmError> {
         let link = self.link()?;
-        match self.pause.is_paused() {
-            true => Err(VmError::Paused { name: self.name().to_owned() }),
-            false => Ok(link),
+        let name = || self.name().to_owned();
+        if self.pause.is_paused() {
+            return Err(VmError::Paused { name: name() });
+        }
+        match self.why_stalled() {
+            Some(reason) => Err(VmError::Stalled { name: name(), reason }),
+            None => Ok(link),
         }
     }
 
@@ -379,9 +385,19 @@ impl Vm {
         match live.ready {
             _ if live.frozen => VmState::Frozen,
             _ if self.pause.is_paused() => VmState::Paused,
+            Some(_) if live.stalled.is_some() => VmState::Stalled,
             Some(_) => VmState::Running,
             None => VmState::Starting,
         }
+    }
+
+    /// Which of its disks has stopped it, and why.
+    pub fn why_stalled(&self) -> Option<String> {
+        self.live().stalled.clone()
+    }
+
+    pub fn set_stalled(&self, reason: Option<String>) {
+        self.live().stalled = reason;
     }
 
     /// How it ended, if it has.
@@ -476,7 +492,7 @@ impl Vm {
             labels: identity.inherited.labels.clone(),
             vmid: identity.vmid,
             state: self.state(),
-            reason: self.end_now().map(|end| end.reason),
+            reason: self.end_now().map(|end| end.reason).or_else(|| self.why_stalled()),
             accel: identity.spec().accel,
             cpus: identity.spec().cpus,
             memory_mib: identity.spec().memory_bytes >> 20,

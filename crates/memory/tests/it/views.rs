@@ -1,9 +1,11 @@
 //! The shim, the keeper and the engine against a model, on fake VMs: what each VM reads is what a
 //! `Vec` of pages says, whatever was frozen, cloned, dropped and drained in between.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{FakeVm, PAGE_BYTES, clone_of, freeze, needs_userfaultfd};
+use vmfork_engine::{Engine, ViewCounters};
 use vmfork_tap_proto::Role;
 
 #[test]
@@ -72,7 +74,9 @@ fn a_read_into_missing_pages_fetches_nothing_and_survives_mapping() {
     let second = freeze(&mut parent, 16);
     assert!(second.wait_sealed(Duration::from_secs(10)));
     // Pages in the middle of a block that the engine would map from the first image's cache.
+    let faulted = faults(&mut parent);
     assert_eq!(parent.ask(&format!("pread 1030 100 {}", file.display())), "ok");
+    assert_eq!(faults(&mut parent), faulted);
     let counters = second.image().counters();
     assert_eq!(counters.demand_bytes.get(), 0);
     let sums = parent.sums(0, 8192);
@@ -84,6 +88,72 @@ fn a_read_into_missing_pages_fetches_nothing_and_survives_mapping() {
     let third = freeze(&mut parent, 16);
     assert_eq!(clone_of(&third).sums(0, 8192), sums);
     std::fs::remove_file(&file).expect("remove");
+}
+
+/// Faults that the engine has answered, whether it had to fetch or not.
+fn faults(vm: &mut FakeVm) -> u64 {
+    let counters = vm.memory().counters();
+    let ViewCounters { zero, fetch, present, mapped } = &**counters;
+    [zero, fetch, present, mapped].into_iter().map(|counter| counter.get()).sum()
+}
+
+/// A parent whose pages are missing, and the image that they are in.
+fn with_missing_pages() -> (FakeVm, Arc<Engine>) {
+    let mut parent = FakeVm::start(8192, Role::Boot);
+    parent.ask("fill 0 8192 3");
+    let first = freeze(&mut parent, 16);
+    assert!(first.wait_drained(Duration::from_secs(10)));
+    let second = freeze(&mut parent, 16);
+    assert!(second.wait_sealed(Duration::from_secs(10)));
+    (parent, second)
+}
+
+/// Whatever the pieces in which bytes come: no page is fetched to be overwritten.
+#[test]
+fn a_receive_into_missing_pages_fetches_nothing() {
+    needs_userfaultfd!();
+    for piece in [100, PAGE_BYTES, 37_001, 1 << 20] {
+        let (mut parent, image) = with_missing_pages();
+        let faulted = faults(&mut parent);
+        // More parts than one call takes, which end in the middle of blocks.
+        let bytes = 2000 * PAGE_BYTES;
+        assert_eq!(parent.ask(&format!("recv 1030 2000 {bytes} {piece}")), "ok");
+        assert_eq!(image.image().counters().demand_bytes.get(), 0, "by {piece} bytes");
+        assert_eq!(faults(&mut parent), faulted, "by {piece} bytes");
+        let sums = parent.sums(0, 8192);
+        let received = &sums[1030..3030];
+        assert!(received.windows(2).all(|pair| pair[0] == pair[1]), "the bytes are there");
+        assert_ne!(sums[1029], sums[1030]);
+        assert_ne!(sums[3030], sums[1030]);
+        let third = freeze(&mut parent, 16);
+        assert_eq!(clone_of(&third).sums(0, 8192), sums);
+    }
+}
+
+/// A socket that has less than was asked for changes no page beyond.
+#[test]
+fn a_short_receive_leaves_the_other_pages_as_they_are() {
+    needs_userfaultfd!();
+    let (mut parent, image) = with_missing_pages();
+    let whole = clone_of(&image).sums(0, 8192);
+    let bytes = 20 * PAGE_BYTES + 100;
+    assert_eq!(parent.ask(&format!("recv 1030 600 {bytes} 5000")), "ok");
+    let sums = parent.sums(0, 8192);
+    assert_eq!(sums[..1030], whole[..1030]);
+    assert_eq!(sums[1051..], whole[1051..], "not reached");
+    assert!(sums[1030..1051].iter().zip(&whole[1030..]).all(|(now, then)| now != then));
+}
+
+/// A datagram is received as a whole.
+#[test]
+fn a_datagram_is_not_cut() {
+    needs_userfaultfd!();
+    let (mut parent, _image) = with_missing_pages();
+    let bytes = 20 * PAGE_BYTES;
+    assert_eq!(parent.ask("recv-datagram 1030 20"), format!("{bytes} of {bytes}"));
+    let sums = parent.sums(1030, 21);
+    assert!(sums[..20].windows(2).all(|pair| pair[0] == pair[1]), "the bytes are there");
+    assert_ne!(sums[20], sums[19]);
 }
 
 #[test]

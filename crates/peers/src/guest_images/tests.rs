@@ -49,6 +49,7 @@ impl Host {
             agent: true,
             default_memory_mib: 512,
             vmgenid: Some(true),
+            root_overlay: true,
             input_hash: None,
             tree_hash: None,
             files: BTreeMap::from(files.map(|(name, content)| (name.to_owned(), info(content)))),

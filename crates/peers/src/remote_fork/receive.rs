@@ -240,6 +240,7 @@ fn snapshot(
         lead,
         engine,
         drives,
+        disks: Vec::new(),
         inheritance: order.facts.inheritance.clone(),
         fork: order.facts.fork,
         lease: Some(lease),

@@ -156,6 +156,7 @@ fn snapshot(host: &One) -> Snapshot {
         lead: None,
         engine: Arc::new(engine.expect("an engine")),
         drives: Drives::default(),
+        disks: Vec::new(),
         inheritance: None,
         fork: 1,
         lease: None,

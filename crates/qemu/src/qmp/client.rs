@@ -18,6 +18,7 @@ use tokio::sync::{broadcast, oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::QmpError;
+use super::stall::{self, IoError};
 use super::wire::{Decoder, Event, Greeting, Message, encode};
 
 /// Commands without an answer yet, those whose caller gave up among them.
@@ -56,6 +57,8 @@ struct Shared {
     events: broadcast::Sender<Event>,
     /// Status of the last `MIGRATION` event since [`Qmp::forget_migration`].
     migration: watch::Sender<Option<String>>,
+    /// What keeps the VM from running, until it runs again.
+    stall: watch::Sender<Option<IoError>>,
     closed: watch::Sender<Option<String>>,
 }
 
@@ -107,6 +110,7 @@ impl Shared {
                     let status = event.text("status").unwrap_or("unknown").to_owned();
                     self.migration.send_replace(Some(status));
                 }
+                self.stall.send_if_modified(|stall| stall::update(stall, &event));
                 // No listener is fine.
                 let _ = self.events.send(event);
             }
@@ -189,6 +193,7 @@ impl Qmp {
             queue: Mutex::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             migration: watch::Sender::new(None),
+            stall: watch::Sender::new(None),
             closed: watch::Sender::new(None),
         });
         let reader = tokio::spawn(read(shared.clone(), decoder)).abort_handle();
@@ -302,6 +307,13 @@ impl Qmp {
     /// Events from now on. A subscriber that lags 256 events behind loses the oldest.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.handle.shared.events.subscribe()
+    }
+
+    /// Why QEMU has stopped the VM by itself: a drive failed. `None` while there is no such reason,
+    /// and again once the VM has been resumed. [`Qmp::cont`] resumes it, and repeats the request;
+    /// if that fails too, the VM stops again. The sender ends with the connection's last handle.
+    pub fn stall(&self) -> watch::Receiver<Option<IoError>> {
+        self.handle.shared.stall.subscribe()
     }
 
     /// Wait until the connection is gone; the reason.

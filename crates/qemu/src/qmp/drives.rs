@@ -3,17 +3,20 @@
 //! ```text
 //!   -device virtio-blk-pci,id=disk0 ──► drive0: null-co, a placeholder
 //!                                   ╲
-//!   add-fd, blockdev-add, qom-set    ──► bound0: the clone's own file
+//!   add-fd, blockdev-add, qom-set    ──► bound0: the clone's own file or disk
 //! ```
 //!
-//! The file comes as an fd over the control socket. So QEMU needs no right to any path, and its
-//! user needs no right to the file.
+//! A file, or the folder of a disk's socket, comes as an fd over the control socket. So QEMU needs
+//! no right to any path, and its user needs no right to the file.
+
+use std::os::fd::BorrowedFd;
 
 use serde_json::{Value, json};
 
 use super::client::ANSWER_TIMEOUT;
+use super::status::not_understood;
 use super::{Qmp, QmpError};
-use crate::drives::Drives;
+use crate::drives::{DriveContent, Drives, NbdSocket};
 
 /// Above the one of [`Qmp::prepare_devices`]; each drive has the next.
 const FD_SET_FIRST: usize = 16;
@@ -21,38 +24,77 @@ const FD_SET_FIRST: usize = 16;
 impl Qmp {
     /// Put content into the drives of a QEMU that was started with
     /// [`Launch::wait`](crate::Launch::wait), before [`Qmp::load_state`]. They have to fit its
-    /// shape. The sizes are those of the files.
+    /// shape. The sizes are those of the files and exports.
+    ///
+    /// QEMU connects to the server of a disk here, so it has to run. QEMU tries for 5 s per disk.
+    /// It answers no other command meanwhile.
     ///
     /// # Errors
-    /// As [`Qmp::execute`]; QEMU is of no use then.
+    /// [`QmpError::Disk`] if a disk's server can't be reached, or as [`Qmp::execute`]. QEMU is of
+    /// no use then.
     pub async fn bind_drives(&self, drives: &Drives) -> Result<(), QmpError> {
-        for (index, file) in drives.files().enumerate() {
-            let set = FD_SET_FIRST.saturating_add(index);
-            let add_fd = json!({"fdset-id": set});
-            let add_fd = self.execute_with_fd("add-fd", Some(add_fd), file, ANSWER_TIMEOUT);
-            let add_node = self.ask("blockdev-add", Some(node(index, set)));
-            let drive = json!({
-                "path": format!("/machine/peripheral/disk{index}"),
-                "property": "drive",
-                "value": format!("bound{index}"),
-            });
-            let set_drive = self.ask("qom-set", Some(drive));
-            // Sent together: QEMU carries them out in this order. Not so the next drive's: QEMU
-            // drops an fd that it has not taken yet when another one comes.
-            let (added, opened, bound) = tokio::join!(biased; add_fd, add_node, set_drive);
-            added.and(opened).and(bound)?;
+        for (index, drive) in drives.iter().enumerate() {
+            match drive {
+                DriveContent::ReadOnly(_) => self.bind_file(index, drive).await?,
+                DriveContent::Disk(disk) => self.bind_disk(index, drive, disk).await?,
+            }
         }
         Ok(())
     }
+
+    async fn bind_file(&self, index: usize, drive: &DriveContent) -> Result<(), QmpError> {
+        let path = format!("/dev/fdset/{}", fd_set(index));
+        let add_fd = self.add_fd(index, drive.fd());
+        let add_node = self.ask("blockdev-add", Some(drive.node(&node_name(index), &path)));
+        // Sent together: QEMU carries them out in this order. Not so the next drive's: QEMU drops
+        // an fd that it has not taken yet when another one comes.
+        let (added, opened, bound) = tokio::join!(biased; add_fd, add_node, self.set_drive(index));
+        added.and(opened).and(bound)
+    }
+
+    async fn bind_disk(
+        &self,
+        index: usize,
+        drive: &DriveContent,
+        disk: &NbdSocket,
+    ) -> Result<(), QmpError> {
+        // The node names the number that the folder has in QEMU, which only the answer tells.
+        let added = self.add_fd(index, drive.fd()).await?;
+        let number = added.get("fd").and_then(Value::as_u64);
+        let number = number.ok_or_else(|| not_understood("add-fd", &added))?;
+        let path = format!("/proc/self/fd/{number}");
+        let add_node = self.ask("blockdev-add", Some(drive.node(&node_name(index), &path)));
+        let (opened, bound) = tokio::join!(biased; add_node, self.set_drive(index));
+        match opened {
+            Err(QmpError::Refused { desc, .. }) => Err(QmpError::Disk {
+                index,
+                socket: disk.socket().to_owned(),
+                export: disk.export().to_owned(),
+                desc,
+            }),
+            opened => opened.map(drop).and(bound),
+        }
+    }
+
+    async fn add_fd(&self, index: usize, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
+        let set = json!({"fdset-id": fd_set(index)});
+        self.execute_with_fd("add-fd", Some(set), fd, ANSWER_TIMEOUT).await
+    }
+
+    async fn set_drive(&self, index: usize) -> Result<(), QmpError> {
+        let drive = json!({
+            "path": format!("/machine/peripheral/disk{index}"),
+            "property": "drive",
+            "value": node_name(index),
+        });
+        self.ask("qom-set", Some(drive)).await.map(drop)
+    }
 }
 
-/// A read-only file, as a QEMU that boots has it.
-fn node(index: usize, set: usize) -> Value {
-    json!({
-        "driver": "file",
-        "node-name": format!("bound{index}"),
-        "filename": format!("/dev/fdset/{set}"),
-        "read-only": true,
-        "locking": "off",
-    })
+fn fd_set(index: usize) -> usize {
+    FD_SET_FIRST.saturating_add(index)
+}
+
+fn node_name(index: usize) -> String {
+    format!("bound{index}")
 }

@@ -3,12 +3,13 @@
 //! ```text
 //!   execute ──line, fd──► socket ──bytes──► reader task ──► Decoder ──► oldest waiter
 //!                                                              ├──────► subscribers (events)
-//!                                                              └──────► migration watch
+//!                                                              ├──────► migration watch
+//!                                                              └──────► stall watch
 //! ```
 //!
 //! [`wire`] parses and knows no socket; [`client`] is the connection; [`status`] types the answers.
 //! [`migration`] saves and loads device state, [`devices`] saves it sooner. [`drives`] binds the
-//! content of drives.
+//! content of drives. [`stall`] tells that a VM has stopped because a drive failed.
 //!
 //! Replies carry no `id`: QEMU answers in-band commands in order, and each byte of a command costs
 //! 4.5 µs on QEMU 7.2. A command whose caller gave up keeps its place in the queue, so that its
@@ -18,12 +19,14 @@ pub mod client;
 pub mod devices;
 pub mod drives;
 pub mod migration;
+pub mod stall;
 pub mod status;
 pub mod wire;
 
 pub use client::Qmp;
 pub use devices::PreparedDevices;
 pub use migration::{PreparedState, reopen_from_start};
+pub use stall::{IoError, IoOperation};
 pub use status::{RunState, Status};
 pub use wire::{Event, Greeting};
 
@@ -46,6 +49,13 @@ pub enum QmpError {
     /// Saving or loading of the device state failed.
     #[error("QEMU could not {operation} the device state: {desc}")]
     Migration { operation: &'static str, desc: String },
+    /// The server of a disk can't be reached, or has no such export.
+    #[error(
+        "QEMU could not open drive {index}, export {export:?} of socket {socket:?}: {desc}; check \
+         that the disk's server answers and that QEMU's user may search the folder and write to \
+         the socket"
+    )]
+    Disk { index: usize, socket: String, export: String, desc: String },
 }
 
 impl QmpError {

@@ -7,6 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
+use crate::drives::Drives;
 use crate::shape::{Accel, DRIVES_MAX, DriveSlot, GuestKind, NICS_MAX, Shape};
 
 /// Name of the agent's virtio-serial port, as the guest sees it in `/dev/virtio-ports/`.
@@ -29,7 +30,8 @@ pub enum Slot {
     TapUserfaultfd,
     TapKvm,
     TapLibrary,
-    /// The file of a drive that a VM boots with, by the drive's index.
+    /// The file of a drive that a VM boots with, or the folder of its socket, by the drive's
+    /// index.
     Drive(u8),
     /// The tap of a network card, by the card's index.
     Nic(u8),
@@ -86,10 +88,11 @@ const TB_MIB_MAX: u32 = 512;
 /// of them would make two thirds of the time that the device state takes (decision 0009).
 const VIRTIO: &str = "disable-modern=on";
 
-/// The arguments after the program's name.
+/// The arguments after the program's name. `contents` is what the drives of a VM that boots hold.
 pub fn command_line(
     shape: &Shape,
     begin: Begin<'_>,
+    contents: &Drives,
     firmware: &[PathBuf],
     kvm_cpu: &str,
 ) -> Vec<OsString> {
@@ -101,7 +104,7 @@ pub fn command_line(
     line.option("-vga", "none");
     machine(&mut line, shape, kvm_cpu);
     channels(&mut line, shape);
-    drives(&mut line, shape, begin == Begin::Wait);
+    drives(&mut line, shape, contents);
     nics(&mut line, shape);
     devices(&mut line, shape);
     // A guest that reboots must not run on in a clone without a kernel: its QEMU ends.
@@ -183,18 +186,26 @@ fn drive_address(index: u8) -> u8 {
     }
 }
 
-fn drives(line: &mut Line, shape: &Shape, waits: bool) {
+/// Of a drive that the guest writes to. The VM stops on an error, so that the request can be
+/// repeated. 4 KiB is the page of a disk's layer: a smaller write would have to read the rest.
+const WRITABLE: &str = ",werror=stop,rerror=stop,physical_block_size=4096,discard=on";
+
+/// A drive without content has a placeholder.
+fn drives(line: &mut Line, shape: &Shape, contents: &Drives) {
+    let mut contents = contents.iter();
     for (index, slot) in (0..DRIVES_MAX).zip(&shape.drives) {
-        let DriveSlot::ReadOnly = slot;
-        // Many QEMUs read one file that is never written: no locks. The host's page cache is
-        // shared.
-        let content = match waits {
-            true => "driver=null-co,size=512,read-zeroes=on".to_owned(),
-            false => {
-                format!("driver=file,filename={},locking=off", Slot::Drive(index).path())
-            }
+        let name = format!("drive{index}");
+        let (read_only, writable) = match slot {
+            DriveSlot::ReadOnly => ("on", ""),
+            DriveSlot::Disk => ("off", WRITABLE),
         };
-        line.option("-blockdev", format!("{content},node-name=drive{index},read-only=on"));
+        let node = match contents.next() {
+            Some(content) => content.node(&name, &Slot::Drive(index).path()).to_string(),
+            None => format!(
+                "driver=null-co,size=512,read-zeroes=on,node-name={name},read-only={read_only}"
+            ),
+        };
+        line.option("-blockdev", node);
         let boot = match (shape.guest, index) {
             (GuestKind::Bare, 0) => ",bootindex=0",
             _ => "",
@@ -203,7 +214,7 @@ fn drives(line: &mut Line, shape: &Shape, waits: bool) {
         line.option(
             "-device",
             format!(
-                "virtio-blk-pci,id=disk{index},drive=drive{index},bus=pci.0,addr={address:#x},{VIRTIO}{boot}"
+                "virtio-blk-pci,id=disk{index},drive={name},bus=pci.0,addr={address:#x},{VIRTIO}{writable}{boot}"
             ),
         );
     }
@@ -271,13 +282,33 @@ impl Line {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::drives::{DriveContent, NbdSocket};
+
+    /// Where the first drive's file is.
+    const FILE: &str = "/proc/self/fd/14";
 
     fn shape(cpus: u32, accel: Accel, guest: GuestKind) -> Shape {
         Shape::new(512 << 20, cpus, accel, guest, vec![DriveSlot::ReadOnly]).expect("possible")
     }
 
+    /// What the shape's drives may hold.
+    fn contents(shape: &Shape) -> Drives {
+        let folder = || std::fs::File::open("/").expect("there");
+        let contents = shape.drives.iter().map(|slot| match slot {
+            DriveSlot::ReadOnly => DriveContent::ReadOnly(folder().into()),
+            DriveSlot::Disk => {
+                DriveContent::Disk(NbdSocket::new(folder(), "s,ock", "e").expect("possible"))
+            }
+        });
+        Drives::new(GuestKind::Linux, contents.collect()).expect("open")
+    }
+
     fn text(shape: &Shape, begin: Begin<'_>) -> String {
-        let words = command_line(shape, begin, &[], "host");
+        let drives = match begin {
+            Begin::Wait => Drives::default(),
+            Begin::Kernel { .. } | Begin::Disk => contents(shape),
+        };
+        let words = command_line(shape, begin, &drives, &[], "host");
         let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
         words.join(" ")
     }
@@ -296,7 +327,8 @@ mod tests {
              -chardev socket,id=agent,fd=5 \
              -device virtio-serial-pci,id=ports,bus=pci.0,addr=0x3,max_ports=2,disable-modern=on \
              -device virtserialport,id=agentport,bus=ports.0,nr=1,chardev=agent,name=org.vmfork.agent.0 \
-             -blockdev driver=file,filename=/proc/self/fd/14,locking=off,node-name=drive0,read-only=on \
+             -blockdev {\"driver\":\"file\",\"filename\":\"/proc/self/fd/14\",\"locking\":\"off\",\
+             \"node-name\":\"drive0\",\"read-only\":true} \
              -device virtio-blk-pci,id=disk0,drive=drive0,bus=pci.0,addr=0x4,disable-modern=on \
              -device virtio-balloon-pci,id=balloon,bus=pci.0,addr=0x5,free-page-reporting=on,disable-modern=on \
              -object rng-builtin,id=random \
@@ -313,13 +345,37 @@ mod tests {
         for guest in [GuestKind::Linux, GuestKind::Bare] {
             for accel in [Accel::Tcg, Accel::Kvm] {
                 let shape = shape(1, accel, guest);
-                let file = "driver=file,filename=/proc/self/fd/14,locking=off";
+                let file = contents(&shape).iter().next().expect("one").node("drive0", FILE);
                 let boots = text(&shape, Begin::Disk);
-                assert!(boots.contains(file), "{boots}");
-                let placeholder = "driver=null-co,size=512,read-zeroes=on";
-                let waits = boots.replace(file, placeholder);
+                assert!(boots.contains(&file.to_string()), "{boots}");
+                let placeholder =
+                    "driver=null-co,size=512,read-zeroes=on,node-name=drive0,read-only=on";
+                let waits = boots.replace(&file.to_string(), placeholder);
                 assert_eq!(text(&shape, Begin::Wait), format!("{waits} -incoming defer"));
             }
+        }
+    }
+
+    #[test]
+    fn a_disk_stops_the_vm_on_errors_and_its_placeholder_can_be_written() {
+        let drives = vec![DriveSlot::ReadOnly, DriveSlot::Disk];
+        let shape = Shape::new(512 << 20, 1, Accel::Tcg, GuestKind::Linux, drives);
+        let shape = shape.expect("possible");
+        let (boots, waits) = (text(&shape, Begin::Disk), text(&shape, Begin::Wait));
+        assert!(boots.contains(r#""path":"/proc/self/fd/15/s,ock""#), "{boots}");
+        for placeholder in ["node-name=drive0,read-only=on", "node-name=drive1,read-only=off"] {
+            assert!(waits.contains(placeholder), "{waits}");
+        }
+        for line in [boots, waits] {
+            let devices: Vec<_> = line.split(" -").filter(|word| word.contains("-blk-")).collect();
+            assert_eq!(
+                devices,
+                [
+                    "device virtio-blk-pci,id=disk0,drive=drive0,bus=pci.0,addr=0x4,disable-modern=on",
+                    "device virtio-blk-pci,id=disk1,drive=drive1,bus=pci.0,addr=0x11,disable-modern=on,\
+                 werror=stop,rerror=stop,physical_block_size=4096,discard=on",
+                ]
+            );
         }
     }
 
@@ -342,7 +398,7 @@ mod tests {
         assert_eq!(values("addr=").len(), 19);
         // The control socket, console and agent's port; then the taps.
         assert_eq!(values("fd=").len(), 3 + 8);
-        assert_eq!(values("filename=").len(), 8);
+        assert_eq!(values("\"filename\":").len(), 8);
         assert_eq!(values("mac=").len(), 8);
         assert!(Slot::Nic(NICS_MAX - 1).number() < SLOT_END);
     }

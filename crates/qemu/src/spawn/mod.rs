@@ -24,10 +24,11 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, Stat};
+use rustix::io::Errno;
 use vmfork_tap_proto::{ENV_CONTROL, ENV_KVM, ENV_RAM, ENV_ROLE, ENV_USERFAULTFD, Role};
 
-use crate::drives::Drives;
+use crate::drives::{DriveContent, Drives, NbdSocket};
 use crate::probe::{Binary, kvm_cpu};
 use crate::qmp::{Qmp, QmpError};
 use crate::shape::{DriveSlot, GuestKind, Shape};
@@ -84,8 +85,8 @@ pub enum StartError {
     WrongDrives { shape: Vec<DriveSlot>, given: Vec<DriveSlot> },
     #[error("the machine's shape has {shape} network cards, {given} taps were handed over")]
     WrongNics { shape: u8, given: usize },
-    #[error("QEMU runs as user {uid}, who may not read the {what}: its mode is {mode:o}")]
-    Unreadable { what: &'static str, uid: u32, mode: u32 },
+    #[error("QEMU runs as user {uid}, who may not {access} the {what}: its mode is {mode:o}")]
+    Forbidden { access: &'static str, what: &'static str, uid: u32, mode: u32 },
     #[error("start {binary}")]
     Spawn {
         binary: PathBuf,
@@ -220,23 +221,25 @@ impl Launch {
             }
             GuestKind::Bare => None,
         };
-        for (index, file) in (0..).zip(self.drives.files()) {
-            let file = file.try_clone_to_owned().map_err(prepare("duplicate a drive's file"))?;
-            fds.push((Slot::Drive(index), file));
+        for (index, drive) in (0..).zip(self.drives.iter()) {
+            let fd =
+                drive.fd().try_clone_to_owned().map_err(prepare("duplicate a drive's file"))?;
+            fds.push((Slot::Drive(index), fd));
         }
         fds.extend((0..).zip(self.nics).map(|(index, tap)| (Slot::Nic(index), tap)));
 
         let role = if self.boot.is_some() { Role::Boot } else { Role::Wait };
         let (firmware, cpu) = (&self.binary.firmware, kvm_cpu());
+        let line = |begin| command_line(&self.shape, begin, &self.drives, firmware, cpu);
         let arguments = match self.boot {
             Some(Boot::Kernel { kernel, initrd, append }) => {
                 fds.push((Slot::Kernel, kernel));
                 let begin = Begin::Kernel { append: &append, initrd: initrd.is_some() };
                 fds.extend(initrd.map(|initrd| (Slot::Initrd, initrd)));
-                command_line(&self.shape, begin, firmware, cpu)
+                line(begin)
             }
-            Some(Boot::Disk) => command_line(&self.shape, Begin::Disk, firmware, cpu),
-            None => command_line(&self.shape, Begin::Wait, firmware, cpu),
+            Some(Boot::Disk) => line(Begin::Disk),
+            None => line(Begin::Wait),
         };
         let mut environment = self.environment;
         if let Some(shim) = self.shim {
@@ -282,27 +285,60 @@ impl Launch {
             let (shape, given) = (self.shape.nics, self.nics.len());
             return Err(StartError::WrongNics { shape, given });
         }
-        let Some(RunAs { uid, gid }) = self.run_as else { return Ok(()) };
+        let Some(user) = self.run_as else { return Ok(()) };
         let (kernel, initrd) = match &self.boot {
             Some(Boot::Kernel { kernel, initrd, .. }) => (Some(kernel), initrd.as_ref()),
             _ => (None, None),
         };
-        let drives = self.drives.files().map(|file| ("disk", file));
-        let others = [("kernel", kernel), ("initrd", initrd)];
-        let others = others.into_iter().filter_map(|(what, file)| Some((what, file?.as_fd())));
-        for (what, file) in drives.chain(others) {
-            let stat = rustix::fs::fstat(file)
-                .map_err(|e| StartError::Prepare { what: "examine a file", source: e.into() })?;
-            let mask = match () {
-                () if stat.st_uid == uid => 0o400,
-                () if stat.st_gid == gid => 0o040,
-                () => 0o004,
-            };
-            if uid != 0 && stat.st_mode & mask == 0 {
-                return Err(StartError::Unreadable { what, uid, mode: stat.st_mode & 0o7777 });
+        for (what, file) in [("kernel", kernel), ("initrd", initrd)] {
+            if let Some(file) = file {
+                user.may(READ, what, rustix::fs::fstat(file))?;
+            }
+        }
+        for drive in self.drives.iter() {
+            match drive {
+                DriveContent::ReadOnly(file) => user.may(READ, "disk", rustix::fs::fstat(file))?,
+                DriveContent::Disk(disk) => user.may_connect(disk)?,
             }
         }
         Ok(())
+    }
+}
+
+/// A right to a file: what others would need in its mode, and its name.
+type Access = (u32, &'static str);
+const READ: Access = (0o4, "read");
+const WRITE: Access = (0o2, "write to");
+const SEARCH: Access = (0o1, "search");
+
+impl RunAs {
+    fn may(
+        self,
+        (bit, access): Access,
+        what: &'static str,
+        stat: rustix::io::Result<Stat>,
+    ) -> Result<(), StartError> {
+        let stat =
+            stat.map_err(|e| StartError::Prepare { what: "examine a file", source: e.into() })?;
+        let Self { uid, gid } = self;
+        let mask = match () {
+            () if stat.st_uid == uid => bit << 6,
+            () if stat.st_gid == gid => bit << 3,
+            () => bit,
+        };
+        if uid != 0 && stat.st_mode & mask == 0 {
+            return Err(StartError::Forbidden { access, what, uid, mode: stat.st_mode & 0o7777 });
+        }
+        Ok(())
+    }
+
+    fn may_connect(self, disk: &NbdSocket) -> Result<(), StartError> {
+        self.may(SEARCH, "folder of a disk's socket", rustix::fs::fstat(disk.folder()))?;
+        match rustix::fs::statat(disk.folder(), disk.socket(), AtFlags::empty()) {
+            // A server that starts just now.
+            Err(Errno::NOENT) => Ok(()),
+            stat => self.may(WRITE, "socket of a disk", stat),
+        }
     }
 }
 

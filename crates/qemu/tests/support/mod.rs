@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test program uses a part")]
 
+pub(crate) mod disks;
+
 use std::fs;
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use vmfork_qemu::qmp::reopen_from_start;
 use vmfork_qemu::{
-    Accel, Binary, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, RunAs, Shape, probe,
-    spawn,
+    Accel, Binary, Boot, DriveContent, Drives, GuestKind, Launch, Qemu, QmpError, RunAs, Shape,
+    probe, spawn,
 };
 
 pub(crate) const SOON: Duration = Duration::from_secs(20);
@@ -80,7 +82,7 @@ impl Bare {
         let folder = tempfile::tempdir().expect("temp dir");
         let disk = boot_sector(folder.path(), "boot")?;
         let binary = binary().await?;
-        let drives = Drives::new(GuestKind::Bare, vec![(DriveSlot::ReadOnly, disk)]);
+        let drives = Drives::new(GuestKind::Bare, vec![DriveContent::ReadOnly(disk)]);
         let drives = drives.expect("readable");
         let shape = Shape::new(memory_bytes, 1, accel, GuestKind::Bare, drives.slots());
         let shape = shape.expect("possible");

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use vmfork_api::{
-    ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, RunRequest, SnapshotRequest,
-    StartRequest, TTL_MS_MAX, TTL_MS_MIN, name_is_valid,
+    DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, NewDisk,
+    RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, disk, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -76,6 +76,14 @@ pub(super) fn run(request: &RunRequest) -> Checked {
         return Err(bad_request(format!("`memory_mib` is {odd}; it must be even")));
     }
     within("cpus", request.cpus.map(u64::from), 1, 64)?;
+    disk::root_disk(request.root, request.root_bytes)
+        .map_err(|error| bad_request(error.to_string()))?;
+    NewDisk::check(&request.disks, request.root).map_err(|error| bad_request(error.to_string()))?;
+    for disk in &request.disks {
+        if let DiskSource::Image { image } = &disk.source {
+            name("image", image)?;
+        }
+    }
     timeout("boot_timeout_ms", request.boot_timeout_ms)
 }
 

@@ -53,6 +53,7 @@ from ._models import (
     Check,
     CheckStatus,
     CloneInfo,
+    Disk,
     DoctorReport,
     ErrorBody,
     ExecResult,
@@ -64,6 +65,7 @@ from ._models import (
     LostVm,
     MemoryInfo,
     PoolInfo,
+    Root,
     StoreFaults,
     TreeNode,
     Ttl,
@@ -73,6 +75,7 @@ from ._models import (
     VmInfo,
     VmState,
 )
+from ._new_disk import NewDisk
 from ._snapshot_models import (
     Compression,
     ImageRole,
@@ -114,6 +117,7 @@ __all__ = [
     "Compression",
     "Conflict",
     "ConnectionFailed",
+    "Disk",
     "DoctorReport",
     "ErrorBody",
     "Event",
@@ -137,6 +141,7 @@ __all__ = [
     "InternalError",
     "LostVm",
     "MemoryInfo",
+    "NewDisk",
     "NoCapacity",
     "NotFound",
     "PageLost",
@@ -148,6 +153,7 @@ __all__ = [
     "ProtocolError",
     "QemuError",
     "RemovedSnapshots",
+    "Root",
     "SnapshotDetail",
     "SnapshotImage",
     "SnapshotInfo",

@@ -36,12 +36,14 @@ from ._models import (
     ExecResult,
     HostInfo,
     Image,
+    Root,
     TreeNode,
     Ttl,
     Version,
     VmDetail,
     VmInfo,
 )
+from ._new_disk import NewDisk
 from ._protocol import Call
 from ._snapshot_models import StartReply
 from ._transport import (
@@ -106,10 +108,15 @@ class AsyncClient:
         boot_timeout_s: float | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
+        disks: Sequence[NewDisk] = (),
+        root: Root | None = None,
+        root_bytes: int | None = None,
     ) -> AsyncVM:
         """Boot a VM and wait until its agent has answered (``boot_timeout_s=0``: don't wait).
 
-        Its clones inherit its ``labels``. ``ttl_s`` after its start it ends, with the clones that
+        Its clones inherit its ``labels``, and get its ``disks`` as they are in the instant of the
+        fork. ``root=Root.OVERLAY``: what is written to the root file system goes to a disk of
+        ``root_bytes``, and not to memory. ``ttl_s`` after its start it ends, with the clones that
         inherit this bound.
         """
         call = protocol.run(
@@ -121,6 +128,9 @@ class AsyncClient:
             boot_timeout_s=boot_timeout_s,
             labels=labels,
             ttl_s=ttl_s,
+            disks=disks,
+            root=root,
+            root_bytes=root_bytes,
             timeout=self._timeout,
         )
         return AsyncVM._of(self, await self._send(call))

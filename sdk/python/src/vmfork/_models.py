@@ -19,6 +19,7 @@ __all__ = [
     "Check",
     "CheckStatus",
     "CloneInfo",
+    "Disk",
     "DoctorReport",
     "ErrorBody",
     "ExecResult",
@@ -30,6 +31,7 @@ __all__ = [
     "LostVm",
     "MemoryInfo",
     "PoolInfo",
+    "Root",
     "StoreFaults",
     "TreeNode",
     "Ttl",
@@ -64,6 +66,8 @@ class VmState(_Word):
     RUNNING = "running"
     FROZEN = "frozen"
     PAUSED = "paused"
+    STALLED = "stalled"
+    """A disk could not answer the guest. It goes on by itself once the disk does."""
     EXITED = "exited"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -232,6 +236,28 @@ class TtlReply:
     ttl: Ttl | None = None
 
 
+class Root(_Word):
+    """What takes the writes to a VM's root file system, which is read-only and shared."""
+
+    OVERLAY = "overlay"
+    """A disk named ``root``."""
+    TMPFS = "tmpfs"
+    """The guest's memory: quick, and bounded by it."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A disk of a VM."""
+
+    name: str
+    size_bytes: int
+    written_bytes: int
+    """What was written since the VM's start or its last fork."""
+    device: str
+    """The guest's device: ``/dev/vdb`` is the first one beside the root."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VmDetail(VmInfo):
     """One VM with everything that the daemon knows about it."""
@@ -250,6 +276,8 @@ class VmDetail(VmInfo):
     """The last fork of this VM that came to its end, also one that its guest asked for."""
     ttl: Ttl | None = None
     """When it ends by itself; ``None``: never."""
+    disks: tuple[Disk, ...] = ()
+    """Its writable disks, in the order of the guest's devices."""
     keeper_pid: int | None = None
     """The process that keeps frozen pages beside QEMU, while there is one."""
 
@@ -269,6 +297,7 @@ class ForkStages:
     prepare_ms: float = 0.0
     quiesce_ms: float = 0.0
     stop_ms: float = 0.0
+    disks_ms: float = 0.0
     freeze_ms: float = 0.0
     state_ms: float = 0.0
     cont_ms: float = 0.0

@@ -28,12 +28,14 @@ from ._models import (
     ForkReply,
     HostInfo,
     Image,
+    Root,
     TreeNode,
     TtlReply,
     Version,
     VmDetail,
     VmInfo,
 )
+from ._new_disk import NewDisk
 from ._warnings import warn_of_missing
 
 T = TypeVar("T")
@@ -140,6 +142,9 @@ def run(
     boot_timeout_s: float | None,
     labels: Mapping[str, str] | None,
     ttl_s: float | None,
+    disks: Sequence[NewDisk],
+    root: Root | None,
+    root_bytes: int | None,
     timeout: Timeout,
 ) -> Call[VmInfo]:
     boot_s = timeout.boot_s if boot_timeout_s is None else boot_timeout_s
@@ -152,6 +157,9 @@ def run(
         boot_timeout_ms=_ms(boot_s),
         labels=_labels(labels),
         ttl_ms=None if ttl_s is None else _ms(ttl_s),
+        disks=[disk._json() for disk in disks] or None,
+        root=None if root is None else root.value,
+        root_bytes=root_bytes,
     )
     return Call(
         f"run `{image}`",

@@ -1,0 +1,306 @@
+//! Disks: writable block devices of a VM, beside its read-only root.
+//!
+//! A fork gives each clone the disks of its parent, as they are in the instant of the fork. What a
+//! VM writes is its own.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::schema::{DiskName, Name, Plain};
+
+/// Most disks of one VM, beside its root. That of an overlay is one of them.
+pub const DISKS_MAX: usize = 7;
+/// Smallest and largest disk, in bytes.
+pub const DISK_BYTES_MIN: u64 = 1 << 20;
+pub const DISK_BYTES_MAX: u64 = 2 << 40;
+/// Size of the disk that takes the writes to a root file system, in bytes.
+pub const ROOT_BYTES_DEFAULT: u64 = 10 << 30;
+/// Its smallest size: a journal, and room for a few files.
+pub const ROOT_BYTES_MIN: u64 = 64 << 20;
+/// The name of that disk.
+pub const ROOT_NAME: &str = "root";
+/// Longest name of a disk, in bytes.
+pub const DISK_NAME_BYTES_MAX: usize = 32;
+
+/// A disk that a VM is to have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewDisk {
+    /// Unique in its VM.
+    #[schema(value_type = DiskName)]
+    pub name: String,
+    /// What it holds when the VM boots.
+    pub source: DiskSource,
+}
+
+/// What a disk holds when its VM boots.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DiskSource {
+    /// An empty ext4 file system.
+    Blank {
+        /// A multiple of 4096.
+        #[schema(minimum = 1_048_576, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
+        size_bytes: u64,
+    },
+    /// The root file system of a guest image.
+    Image {
+        #[schema(value_type = Name)]
+        image: String,
+    },
+    /// A raw file on the daemon's host. It must not change while a VM uses it.
+    File {
+        /// Absolute.
+        #[schema(value_type = Plain)]
+        path: String,
+    },
+}
+
+/// What a guest's flush waits for. No request or reply has it: disks end with their daemon.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Durability {
+    /// The daemon.
+    #[default]
+    Host,
+    /// The host's medium.
+    Medium,
+}
+
+/// What takes the writes to a VM's root file system, which is read-only and shared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Root {
+    /// A disk named `root`.
+    Overlay,
+    /// The guest's memory: quick, and bounded by it.
+    Tmpfs,
+}
+
+/// A disk of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Disk {
+    pub name: String,
+    pub size_bytes: u64,
+    /// What was written since the VM's start or its last fork.
+    pub written_bytes: u64,
+    /// The guest's device: `/dev/vdb` is the first one beside the root.
+    pub device: String,
+}
+
+/// A disk that can't be, as typed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DiskError {
+    #[error("disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE or NAME=file:PATH")]
+    Form { text: String },
+    #[error(
+        "disk `{name}`: a name has 1 to {DISK_NAME_BYTES_MAX} of a-z 0-9 -, starting with a letter"
+    )]
+    Name { name: String },
+    #[error("disk `{ROOT_NAME}`: that is the root's own; use another name")]
+    Reserved,
+    #[error("the root's disk: use a size of 64 MiB to 2 TiB, in steps of 4096 bytes")]
+    RootRange,
+    #[error("a size of the root's disk is for root `overlay` only")]
+    NoOverlay,
+    #[error("disk `{name}`: there are two of that name")]
+    Twice { name: String },
+    #[error("disk `{name}`: `{size}` is no size; write it as 512M, 10G or 1T")]
+    Size { name: String, size: String },
+    #[error("disk `{name}`: use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
+    Range { name: String },
+    #[error("disk `{name}`: `{path}` is no absolute path")]
+    Path { name: String, path: String },
+    #[error("{count} disks: a VM can have {max} beside its root{}", overlay(*max))]
+    Many { count: usize, max: usize },
+}
+
+impl NewDisk {
+    /// Whether a VM with this root can have these.
+    ///
+    /// # Errors
+    /// It can't.
+    pub fn check(disks: &[Self], root: Option<Root>) -> Result<(), DiskError> {
+        let max = if root == Some(Root::Overlay) { DISKS_MAX - 1 } else { DISKS_MAX };
+        if disks.len() > max {
+            return Err(DiskError::Many { count: disks.len(), max });
+        }
+        for (index, disk) in disks.iter().enumerate() {
+            let name = || disk.name.clone();
+            if !disk_name_is_valid(&disk.name) {
+                return Err(DiskError::Name { name: name() });
+            }
+            if disk.name == ROOT_NAME {
+                return Err(DiskError::Reserved);
+            }
+            if disks.iter().take(index).any(|earlier| earlier.name == disk.name) {
+                return Err(DiskError::Twice { name: name() });
+            }
+            match &disk.source {
+                DiskSource::Blank { size_bytes } => {
+                    let fits = (DISK_BYTES_MIN..=DISK_BYTES_MAX).contains(size_bytes);
+                    if !fits || !size_bytes.is_multiple_of(4096) {
+                        return Err(DiskError::Range { name: name() });
+                    }
+                }
+                DiskSource::File { path } if !path.starts_with('/') => {
+                    return Err(DiskError::Path { name: name(), path: path.clone() });
+                }
+                DiskSource::File { .. } | DiskSource::Image { .. } => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn overlay(max: usize) -> &'static str {
+    if max < DISKS_MAX { " and its overlay" } else { "" }
+}
+
+/// As typed: `data=blank:10G`.
+impl FromStr for NewDisk {
+    type Err = DiskError;
+
+    fn from_str(text: &str) -> Result<Self, DiskError> {
+        let form = || DiskError::Form { text: text.to_owned() };
+        let (name, source) = text.split_once('=').ok_or_else(form)?;
+        let (kind, value) = source.split_once(':').ok_or_else(form)?;
+        if value.is_empty() {
+            return Err(form());
+        }
+        let source = match kind {
+            "blank" => {
+                let size = || DiskError::Size { name: name.to_owned(), size: value.to_owned() };
+                DiskSource::Blank { size_bytes: parse_size(value).ok_or_else(size)? }
+            }
+            "image" => DiskSource::Image { image: value.to_owned() },
+            "file" => DiskSource::File { path: value.to_owned() },
+            _ => return Err(form()),
+        };
+        Ok(Self { name: name.to_owned(), source })
+    }
+}
+
+/// The size of the root's own disk, if a VM is to have one.
+///
+/// # Errors
+/// It can't have that.
+pub fn root_disk(root: Option<Root>, bytes: Option<u64>) -> Result<Option<u64>, DiskError> {
+    match (root.unwrap_or(Root::Tmpfs), bytes) {
+        (Root::Tmpfs, Some(_)) => Err(DiskError::NoOverlay),
+        (Root::Tmpfs, None) => Ok(None),
+        (Root::Overlay, bytes) => {
+            let bytes = bytes.unwrap_or(ROOT_BYTES_DEFAULT);
+            let fits = (ROOT_BYTES_MIN..=DISK_BYTES_MAX).contains(&bytes);
+            if fits && bytes.is_multiple_of(4096) {
+                Ok(Some(bytes))
+            } else {
+                Err(DiskError::RootRange)
+            }
+        }
+    }
+}
+
+/// Whether `name` may name a disk of a VM.
+pub fn disk_name_is_valid(name: &str) -> bool {
+    let bytes = name.as_bytes();
+    bytes.first().is_some_and(u8::is_ascii_lowercase)
+        && bytes.len() <= DISK_NAME_BYTES_MAX
+        && bytes.iter().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || *b == b'-')
+}
+
+/// Bytes of `512M`, `10G`, `10GiB`, `1T`, or of a plain number of bytes.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let shift = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{from_value, json, to_value};
+
+    use super::*;
+
+    fn disk(text: &str) -> Result<NewDisk, DiskError> {
+        let disk: NewDisk = text.parse()?;
+        NewDisk::check(std::slice::from_ref(&disk), None)?;
+        Ok(disk)
+    }
+
+    #[test]
+    fn disks_are_read_as_they_are_typed() {
+        let source = |text: &str| disk(text).expect("a disk").source;
+        assert_eq!(source("a=blank:1M"), DiskSource::Blank { size_bytes: 1 << 20 });
+        assert_eq!(source("a=blank:10GiB"), DiskSource::Blank { size_bytes: 10 << 30 });
+        assert_eq!(source("a=blank:2t"), DiskSource::Blank { size_bytes: 2 << 40 });
+        assert_eq!(source("a=blank:2097152"), DiskSource::Blank { size_bytes: 2 << 20 });
+        assert_eq!(source("a=image:default"), DiskSource::Image { image: "default".to_owned() });
+        assert_eq!(source("a=file:/a=b:c"), DiskSource::File { path: "/a=b:c".to_owned() });
+    }
+
+    #[test]
+    fn what_is_no_disk_is_refused_with_its_cause() {
+        let refused = |text: &str| disk(text).expect_err("refused").to_string();
+        for text in ["", "a", "a=", "a=blank", "a=blank:", "a=tape:1G"] {
+            assert!(refused(text).contains("has the form NAME=blank:SIZE"), "{text}");
+        }
+        for name in ["", "A", "1a", "a b", "a_b", &"a".repeat(33)] {
+            assert!(refused(&format!("{name}=blank:1G")).contains("a name has 1 to 32"), "{name}");
+        }
+        for size in ["x", "1X", "-1G", "1.5G", "99999999999G"] {
+            assert!(refused(&format!("a=blank:{size}")).contains("is no size"), "{size}");
+        }
+        for size in ["0", "512K", "3T", "1048577"] {
+            assert!(refused(&format!("a=blank:{size}")).contains("1 MiB to 2 TiB"), "{size}");
+        }
+        assert!(refused("a=file:disk.raw").contains("`disk.raw` is no absolute path"));
+    }
+
+    #[test]
+    fn a_vm_has_a_few_disks_with_different_names() {
+        let disk = |name: &str| format!("{name}=blank:1M").parse::<NewDisk>().expect("a disk");
+        let many: Vec<_> = (0..8).map(|index| disk(&format!("d{index}"))).collect();
+        assert_eq!(NewDisk::check(&many, None), Err(DiskError::Many { count: 8, max: 7 }));
+        assert_eq!(NewDisk::check(&many[..7], Some(Root::Tmpfs)), Ok(()));
+        let refused = NewDisk::check(&many[..7], Some(Root::Overlay)).expect_err("one too many");
+        let says = "7 disks: a VM can have 6 beside its root and its overlay";
+        assert_eq!(refused.to_string(), says);
+        assert_eq!(NewDisk::check(&many[..6], Some(Root::Overlay)), Ok(()));
+        let twice = [disk("a"), disk("b"), disk("a")];
+        assert_eq!(NewDisk::check(&twice, None), Err(DiskError::Twice { name: "a".to_owned() }));
+    }
+
+    #[test]
+    fn only_an_overlay_has_a_disk_of_its_own() {
+        assert_eq!(root_disk(None, None), Ok(None));
+        assert_eq!(root_disk(Some(Root::Overlay), None), Ok(Some(10 << 30)));
+        assert_eq!(root_disk(Some(Root::Overlay), Some(64 << 20)), Ok(Some(64 << 20)));
+        assert_eq!(root_disk(None, Some(1 << 30)), Err(DiskError::NoOverlay));
+        for odd in [1 << 20, (1 << 30) + 1, 3 << 40] {
+            assert_eq!(root_disk(Some(Root::Overlay), Some(odd)), Err(DiskError::RootRange));
+        }
+        let root: NewDisk = "root=blank:1G".parse().expect("a disk");
+        assert_eq!(NewDisk::check(&[root], None), Err(DiskError::Reserved));
+    }
+
+    #[test]
+    fn requests_name_the_source_by_its_type() {
+        let request = json!({"name": "data", "source": {"type": "blank", "size_bytes": 1_048_576}});
+        let disk: NewDisk = from_value(request).expect("a disk");
+        assert_eq!(disk, "data=blank:1M".parse().expect("a disk"));
+        assert_eq!(from_value::<NewDisk>(to_value(&disk).expect("plain")).expect("a disk"), disk);
+        let odd = json!({"name": "data", "source": {"type": "blank", "size_bytes": 1, "x": 1}});
+        assert!(from_value::<NewDisk>(odd).is_err());
+    }
+}

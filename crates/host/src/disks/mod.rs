@@ -1,0 +1,352 @@
+//! The writable disks of this host's VMs: what they hold at first, and who serves them.
+//!
+//! ```text
+//!   source ─► DiskContent ─► attach ─► MachineDisks ─► QEMU's NBD client
+//!                  ▲                        │
+//!                  └─────── freeze ─────────┘
+//! ```
+//!
+//! Promises: a machine's disks are served until they are dropped; then what only they have is gone.
+//! A socket can be opened by the user of its QEMU alone. A freeze makes no file.
+//!
+//! Left to others: layers and the protocol (`vmfork-disk`), QEMU's drives (`vmfork-qemu`), when a
+//! machine is frozen.
+
+mod base;
+mod blank;
+mod served;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use vmfork_api::disk::DISK_BYTES_MIN;
+use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk};
+use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
+
+pub use self::blank::BlankError;
+pub use self::served::MachineDisks;
+pub use vmfork_disk::layer::LayerError;
+
+use crate::error::DOCTOR;
+
+/// Free space that disks leave to the host.
+const FLOOR_BYTES: u64 = 1 << 30;
+
+/// A writable disk, as the guest and its owner know it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskSpec {
+    /// Unique in its VM.
+    pub name: String,
+    pub size_bytes: u64,
+    /// Always the default, until disks outlive their daemon.
+    #[serde(default)]
+    pub durability: Durability,
+}
+
+/// What a disk holds at one instant.
+#[derive(Debug, Clone)]
+pub struct DiskContent {
+    pub spec: DiskSpec,
+    pub image: DiskImage,
+    /// Counts what all disks that descend from one hold.
+    pub set: Arc<DiskSet>,
+    /// It descends from a file of a client's, which others may change. Files of guest images are
+    /// replaced, and those of blank disks have no name: what was opened stays as it is.
+    pub on_clients_file: bool,
+}
+
+/// A disk that a VM can't have.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A file that a client named.
+    #[error(transparent)]
+    File(ImageError),
+    #[error("`{}` does not answer within {} s", path.display(), after.as_secs())]
+    Late { path: PathBuf, after: Duration },
+    #[error("start a thread that opens a file")]
+    Thread(#[source] io::Error),
+    #[error("`{}` is empty", path.display())]
+    Empty { path: PathBuf },
+    #[error("`{}` has {bytes} bytes: a disk has 1 MiB to 2 TiB", path.display())]
+    Range { path: PathBuf, bytes: u64 },
+    #[error("`{}` has {bytes} bytes: a disk has a multiple of 512", path.display())]
+    Size { path: PathBuf, bytes: u64 },
+    #[error("`{}` has changed since a disk was made on it", path.display())]
+    Changed { path: PathBuf },
+    #[error("the guest image `{image}` has no root file system")]
+    NoRoot { image: String },
+    #[error(transparent)]
+    Blank(#[from] BlankError),
+    #[error("make the files of a disk")]
+    Layer(#[source] vmfork_disk::StoreError),
+    #[error("serve a disk")]
+    Serve(#[source] io::Error),
+}
+
+impl DiskError {
+    /// What the API says about it.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::File(ImageError::Raw(RawError::File { source, .. }))
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                ErrorCode::NotFound
+            }
+            Self::File(ImageError::Raw(RawError::Kind { .. }))
+            | Self::Empty { .. }
+            | Self::Range { .. }
+            | Self::Size { .. }
+            | Self::NoRoot { .. } => ErrorCode::BadRequest,
+            Self::Changed { .. } => ErrorCode::Conflict,
+            Self::Image(_)
+            | Self::File(_)
+            | Self::Late { .. }
+            | Self::Thread(_)
+            | Self::Blank(_)
+            | Self::Layer(_)
+            | Self::Serve(_) => ErrorCode::Host,
+        }
+    }
+
+    /// What to do about it.
+    pub fn remedy(&self) -> Option<&'static str> {
+        match self {
+            Self::Image(ImageError::Raw(RawError::File { source, .. }))
+            | Self::File(ImageError::Raw(RawError::File { source, .. }))
+            | Self::Thread(source)
+            | Self::Serve(source)
+                if is_short(source) =>
+            {
+                Some("end VMs, or raise the daemon's limits of open files and threads")
+            }
+            Self::File(ImageError::Raw(_)) => Some("the path is one of the daemon's host"),
+            Self::Image(_) | Self::File(_) | Self::Thread(_) => Some(DOCTOR),
+            Self::Late { .. } => Some("is the file system that it is on there?"),
+            Self::Empty { .. } => Some("for an empty file system use NAME=blank:SIZE"),
+            Self::Range { bytes, .. } if *bytes < DISK_BYTES_MIN => {
+                Some("`truncate -s 1M FILE` makes it large enough")
+            }
+            Self::Range { .. } | Self::NoRoot { .. } => None,
+            Self::Size { .. } => Some("`truncate -s %4096 FILE` rounds it up"),
+            Self::Changed { .. } => {
+                Some("its VMs may read wrong bytes: end them, and start them from the new file")
+            }
+            Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
+            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) => {
+                Some("is the disk of the state folder full?")
+            }
+        }
+    }
+}
+
+/// The process or the host has no fd or thread left.
+fn is_short(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let short = [Errno::MFILE, Errno::NFILE, Errno::AGAIN];
+    short.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+/// The disks of one host.
+#[derive(Debug)]
+pub struct HostDisks {
+    store: DiskStore,
+    blanks: blank::Blanks,
+    bases: base::Bases,
+    /// Each QEMU's sockets are in a folder of its own here.
+    sockets: PathBuf,
+    next: AtomicU64,
+}
+
+impl HostDisks {
+    /// Layers in `folder`, sockets in `sockets`. Both are there, and this daemon's alone.
+    ///
+    /// # Errors
+    /// They can't be read or written.
+    pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
+        let options = StoreOptions { floor_bytes: FLOOR_BYTES };
+        let store = DiskStore::open(folder, options).map_err(DiskError::Layer)?;
+        // VMs end with their daemon, and their disks with them.
+        let removed = store.remove_unused().map_err(DiskError::Layer)?;
+        if !removed.is_empty() {
+            tracing::info!(layers = removed.len(), "removed what disks of an earlier daemon held");
+        }
+        let blanks = blank::Blanks::open(folder.join("blank"))?;
+        let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
+        Ok(Self { store, blanks, bases: base::Bases::default(), sockets, next })
+    }
+
+    /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
+    ///
+    /// # Errors
+    /// [`DiskError`] of the first that can't be had.
+    pub async fn contents<E: From<DiskError>>(
+        &self,
+        disks: &[NewDisk],
+        root_of: impl Fn(&str) -> Result<PathBuf, E>,
+    ) -> Result<Vec<DiskContent>, E> {
+        let mut contents = Vec::with_capacity(disks.len());
+        for disk in disks {
+            let image = match &disk.source {
+                DiskSource::Blank { size_bytes } => {
+                    self.blanks.get(*size_bytes, &self.bases).await?
+                }
+                DiskSource::Image { image } => self.bases.open(root_of(image)?).await?,
+                DiskSource::File { path } => {
+                    let opened = self.bases.open(path.into()).await;
+                    opened.map_err(|error| match error {
+                        DiskError::Image(error) => DiskError::File(error),
+                        error => error,
+                    })?
+                }
+            };
+            base::check_size(&image)?;
+            let spec = DiskSpec {
+                name: disk.name.clone(),
+                size_bytes: image.size_bytes(),
+                durability: Durability::default(),
+            };
+            let on_clients_file = matches!(disk.source, DiskSource::File { .. });
+            contents.push(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file });
+        }
+        Ok(contents)
+    }
+
+    /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
+    /// Blocking: makes files.
+    ///
+    /// # Errors
+    /// No room, or no fd is left. A file that one of them is on has changed.
+    pub fn attach(
+        &self,
+        vm: &str,
+        uid: u32,
+        contents: &[DiskContent],
+    ) -> Result<Option<MachineDisks>, DiskError> {
+        if contents.is_empty() {
+            return Ok(None);
+        }
+        contents.iter().try_for_each(check_base)?;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let folder = self.sockets.join(number.to_string());
+        MachineDisks::start(&self.store, vm, uid, &folder, contents).map(Some)
+    }
+}
+
+/// Whether the file that it is on still has its bytes, as far as `stat` tells.
+fn check_base(content: &DiskContent) -> Result<(), DiskError> {
+    match content.image.base() {
+        Base::Raw(_, file) if content.on_clients_file && !content.image.is_unchanged() => {
+            Err(DiskError::Changed { path: file.path().to_owned() })
+        }
+        Base::Raw(..) | Base::Blank(_) | Base::Given(_) => Ok(()),
+    }
+}
+
+/// The first number beyond those of folders that could not be removed.
+fn first_free(sockets: &Path) -> io::Result<u64> {
+    let entries = std::fs::read_dir(sockets)?.flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u64>().ok());
+    Ok(numbers.max().map_or(0, |last| last.saturating_add(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+
+    struct Setup {
+        folder: tempfile::TempDir,
+        disks: HostDisks,
+    }
+
+    fn setup() -> Setup {
+        let folder = tempfile::tempdir().expect("a folder");
+        let sockets = folder.path().join("sockets");
+        fs::create_dir(&sockets).expect("made");
+        // What an earlier daemon could not remove.
+        fs::create_dir(sockets.join("7")).expect("made");
+        let disks = HostDisks::open(&folder.path().join("disks"), sockets).expect("room");
+        Setup { folder, disks }
+    }
+
+    impl Setup {
+        /// A disk on a file of that size.
+        async fn of_size(&self, bytes: u64) -> Result<Vec<DiskContent>, DiskError> {
+            let path = self.folder.path().join("base");
+            File::create(&path).expect("made").set_len(bytes).expect("sized");
+            self.of_file(&path).await
+        }
+
+        async fn of_file(&self, path: &Path) -> Result<Vec<DiskContent>, DiskError> {
+            let disk = format!("data=file:{}", path.display()).parse().expect("a disk");
+            self.disks.contents(&[disk], |_| -> Result<PathBuf, DiskError> { panic!() }).await
+        }
+    }
+
+    #[tokio::test]
+    async fn files_that_are_no_disks_are_refused_with_what_to_do() {
+        let setup = setup();
+        let (min, max) = (DISK_BYTES_MIN, 2_u64 << 40);
+        for (bytes, cause, remedy) in [
+            (0, "is empty", "NAME=blank:SIZE"),
+            (512, "has 512 bytes: a disk has 1 MiB to 2 TiB", "truncate -s 1M"),
+            (min + 1, "a multiple of 512", "truncate -s %4096"),
+            (max + 4096, "1 MiB to 2 TiB", ""),
+        ] {
+            let error = setup.of_size(bytes).await.expect_err("refused");
+            assert!(error.to_string().contains(cause), "{error}");
+            assert!(error.remedy().unwrap_or_default().contains(remedy), "{error}");
+            assert_eq!(error.code(), ErrorCode::BadRequest);
+        }
+        let there = setup.of_size(min + 512).await.expect("a disk");
+        assert_eq!(there.first().expect("one").spec.size_bytes, min + 512);
+        let missing = setup.of_file(Path::new("/nonexistent/disk")).await.expect_err("refused");
+        assert_eq!(missing.code(), ErrorCode::NotFound);
+        assert_eq!(missing.remedy(), Some("the path is one of the daemon's host"));
+    }
+
+    #[test]
+    fn what_the_host_lacks_is_not_taken_for_a_wrong_path() {
+        let source = || io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
+        let file = ImageError::Raw(RawError::File { path: "/x".into(), source: source() });
+        for error in [DiskError::File(file), DiskError::Serve(source())] {
+            assert!(error.remedy().is_some_and(|remedy| remedy.contains("open files")), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_base_that_has_changed_is_refused_and_leftovers_are_in_no_ones_way() {
+        let setup = setup();
+        let uid = rustix::process::getuid().as_raw();
+        let contents = setup.of_size(DISK_BYTES_MIN).await.expect("a disk");
+        let first = setup.disks.attach("web", uid, &contents).expect("served");
+        assert!(setup.folder.path().join("sockets/8").exists());
+        let file = File::options().write(true).open(setup.folder.path().join("base"));
+        file.expect("there").set_len(DISK_BYTES_MIN + 4096).expect("longer");
+        let refused = setup.disks.attach("web-1", uid, &contents).expect_err("refused");
+        assert!(matches!(refused, DiskError::Changed { .. }), "{refused}");
+        let frozen = first.expect("disks").freeze().expect("frozen");
+        let refused = setup.disks.attach("web-2", uid, &frozen).expect_err("refused, too");
+        assert!(matches!(refused, DiskError::Changed { .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn other_files_may_be_replaced_and_need_no_name() {
+        let setup = setup();
+        let uid = rustix::process::getuid().as_raw();
+        let root = setup.folder.path().join("root.img");
+        File::create(&root).expect("made").set_len(DISK_BYTES_MIN).expect("sized");
+        let disks = ["a=blank:1M", "b=image:default"].map(|disk| disk.parse().expect("a disk"));
+        let root_of = |_: &str| Ok::<_, DiskError>(root.clone());
+        let contents = setup.disks.contents(&disks, root_of).await.expect("made");
+        fs::remove_file(&root).expect("replaced, in part");
+        assert!(setup.disks.attach("web", uid, &contents).expect("served").is_some());
+    }
+}

@@ -1,0 +1,212 @@
+//! The disks of one QEMU, and the socket that it reads them from.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
+use vmfork_api::Durability;
+use vmfork_disk::layer::LayerError;
+use vmfork_disk::{Disk, DiskExport, DiskServer, DiskSet, DiskStore};
+use vmfork_qemu::{NbdSocket, NbdSocketError};
+
+use super::{DiskContent, DiskError, DiskSpec};
+use crate::state::DISK_SOCKET;
+
+/// Disks that one QEMU has. Dropping it ends their service, on a thread that may block; their files
+/// go with the last VM that needs them.
+#[derive(Debug)]
+pub struct MachineDisks {
+    disks: Vec<Served>,
+    /// Until this is dropped.
+    server: Option<DiskServer>,
+    socket: Option<Socket>,
+    folder: OwnedFd,
+}
+
+#[derive(Debug)]
+struct Served {
+    spec: DiskSpec,
+    disk: Arc<Disk>,
+    set: Arc<DiskSet>,
+    on_clients_file: bool,
+}
+
+impl MachineDisks {
+    pub(super) fn start(
+        store: &DiskStore,
+        vm: &str,
+        uid: u32,
+        folder: &Path,
+        contents: &[DiskContent],
+    ) -> Result<Self, DiskError> {
+        let disks = contents.iter().map(|DiskContent { spec, image, set, on_clients_file }| {
+            let (name, vm, set) = (spec.name.clone(), vm.to_owned(), Arc::clone(set));
+            let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
+            let disk = store.create(&new, image).map_err(DiskError::Layer)?;
+            Ok(Served {
+                spec: spec.clone(),
+                disk: Arc::new(disk),
+                set: Arc::clone(&new.set),
+                on_clients_file: *on_clients_file,
+            })
+        });
+        let disks: Vec<Served> = disks.collect::<Result<_, DiskError>>()?;
+        let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
+        let server = DiskServer::start(listener, uid).map_err(DiskError::Serve)?;
+        for Served { spec, disk, .. } in &disks {
+            let durability = match spec.durability {
+                Durability::Host => vmfork_disk::Durability::Host,
+                Durability::Medium => vmfork_disk::Durability::Medium,
+            };
+            let _names_differ =
+                server.add(&spec.name, DiskExport::new(Arc::clone(disk), durability));
+        }
+        Ok(Self { disks, server: Some(server), socket: Some(socket), folder })
+    }
+
+    /// Where QEMU finds each, in the order of its drives.
+    ///
+    /// # Errors
+    /// No fd is left.
+    pub fn sockets(&self) -> Result<Vec<NbdSocket>, NbdSocketError> {
+        let names = self.disks.iter().map(|served| served.spec.name.as_str());
+        names.map(|name| NbdSocket::new(&self.folder, DISK_SOCKET, name)).collect()
+    }
+
+    /// What was acknowledged is on the medium, for those disks that promise it. Blocking, for as
+    /// long as the medium takes: to be done before a pause, so that little is left for it.
+    ///
+    /// # Errors
+    /// The medium's.
+    pub fn sync(&self) -> io::Result<()> {
+        let durable = |served: &&Served| served.spec.durability == Durability::Medium;
+        self.disks.iter().filter(durable).try_for_each(|served| served.disk.sync())
+    }
+
+    /// What all hold now, while the vCPUs stand still. Takes microseconds: makes no file.
+    ///
+    /// # Errors
+    /// A disk has no layer to go on with.
+    pub fn freeze(&self) -> Result<Vec<DiskContent>, LayerError> {
+        let freeze = |Served { spec, disk, set, on_clients_file }: &Served| {
+            let (image, on_clients_file) = (disk.freeze()?, *on_clients_file);
+            Ok(DiskContent { spec: spec.clone(), image, set: Arc::clone(set), on_clients_file })
+        };
+        self.disks.iter().map(freeze).collect()
+    }
+
+    /// For people: each disk, and the bytes that were written to it since the last freeze.
+    pub fn written(&self) -> impl Iterator<Item = (&DiskSpec, u64)> {
+        self.disks.iter().map(|served| (&served.spec, served.disk.layer_bytes()))
+    }
+}
+
+/// Ending the service joins threads, and removing layers unlinks files: no worker of an async
+/// runtime may wait for that.
+impl Drop for MachineDisks {
+    fn drop(&mut self) {
+        let (disks, server) = (std::mem::take(&mut self.disks), self.server.take());
+        let socket = self.socket.take();
+        let end = move || {
+            drop(server);
+            drop(socket);
+            drop(disks);
+        };
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn_blocking(end)),
+            Err(_no_runtime) => end(),
+        }
+    }
+}
+
+/// The folder of one socket; both are removed when it is dropped.
+///
+/// The folder is the daemon's own, so that QEMU's user can pass through it and make nothing there.
+#[derive(Debug)]
+struct Socket {
+    folder: PathBuf,
+}
+
+impl Socket {
+    /// The folder is also returned open. A path to the socket through it is short, whatever the
+    /// state folder's is.
+    fn make(folder: &Path, uid: u32) -> io::Result<(Self, OwnedFd, UnixListener)> {
+        DirBuilder::new().mode(0o700).create(folder)?;
+        let made = Self { folder: folder.to_owned() };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = rustix::fs::open(folder, flags, Mode::empty())?;
+        let path = format!("/proc/self/fd/{}/{DISK_SOCKET}", fd.as_raw_fd());
+        let listener = UnixListener::bind(&path)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o600))?;
+        chown(&path, Some(uid), None)?;
+        // Last: until now only we could pass through.
+        fs::set_permissions(folder, Permissions::from_mode(0o711))?;
+        Ok((made, fd, listener))
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let socket = match fs::remove_file(self.folder.join(DISK_SOCKET)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        };
+        if let Err(error) = socket.and_then(|()| fs::remove_dir(&self.folder)) {
+            tracing::warn!(path = %self.folder.display(), %error, "remove the socket of disks");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn own_uid() -> u32 {
+        rustix::process::getuid().as_raw()
+    }
+
+    #[test]
+    fn only_the_socket_belongs_to_its_user_and_both_are_removed() {
+        let above = tempfile::tempdir().expect("a folder");
+        // Longer than a socket's address may be.
+        let folder = above.path().join("x".repeat(120));
+        // As root, another user's; else the test can't give it away.
+        let uid = if own_uid() == 0 { 65_534 } else { own_uid() };
+        let (socket, fd, _listener) = Socket::make(&folder, uid).expect("made");
+        let found = fs::metadata(&folder).expect("there");
+        assert_eq!((found.mode() & 0o7777, found.uid()), (0o711, own_uid()));
+        let found = fs::symlink_metadata(folder.join(DISK_SOCKET)).expect("there");
+        assert_eq!((found.mode() & 0o7777, found.uid()), (0o600, uid));
+        let path = format!("/proc/self/fd/{}/{DISK_SOCKET}", fd.as_raw_fd());
+        UnixStream::connect(path).expect("somebody listens");
+        drop(socket);
+        assert!(!folder.exists());
+    }
+
+    #[test]
+    fn a_folder_with_something_else_is_left_alone() {
+        let above = tempfile::tempdir().expect("a folder");
+        let folder = above.path().join("0");
+        let (socket, ..) = Socket::make(&folder, own_uid()).expect("made");
+        fs::create_dir(folder.join("deep")).expect("made");
+        drop(socket);
+        assert!(folder.join("deep").exists(), "nothing is removed with what is in it");
+    }
+
+    #[test]
+    fn a_folder_that_was_there_is_kept() {
+        let above = tempfile::tempdir().expect("a folder");
+        let folder = above.path().join("0");
+        fs::create_dir(&folder).expect("made");
+        assert!(Socket::make(&folder, own_uid()).is_err(), "another has it");
+        assert!(folder.exists(), "and keeps it");
+    }
+}

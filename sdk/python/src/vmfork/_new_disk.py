@@ -1,0 +1,37 @@
+"""Disks that a VM is to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["NewDisk"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewDisk:
+    """A writable disk that a VM is to have, made by :meth:`blank`, :meth:`image` or :meth:`file`.
+
+    Clones get it as it is in the instant of the fork; what a VM writes is its own.
+    """
+
+    name: str
+    source: Mapping[str, str | int]
+
+    @classmethod
+    def blank(cls, name: str, size_bytes: int) -> NewDisk:
+        """An empty ext4 file system. The size is a multiple of 4096."""
+        return cls(name, {"type": "blank", "size_bytes": size_bytes})
+
+    @classmethod
+    def image(cls, name: str, image: str) -> NewDisk:
+        """The root file system of a guest image."""
+        return cls(name, {"type": "image", "image": image})
+
+    @classmethod
+    def file(cls, name: str, path: str) -> NewDisk:
+        """A raw file on the daemon's host, by its absolute path. It must not change meanwhile."""
+        return cls(name, {"type": "file", "path": path})
+
+    def _json(self) -> dict[str, object]:
+        return {"name": self.name, "source": dict(self.source)}

@@ -1,0 +1,285 @@
+"""Writable disks: what a VM finds there, what a fork makes of them, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import vmfork
+
+from harness.cli import Cli
+from harness.daemon import Daemon
+from harness.waits import eventually, stays
+
+MIB = 1 << 20
+
+#: Writes pages of a disk past the page cache, each with a number of its own. It keeps in memory
+#: what each page must hold. When `/run/stop` appears, it compares.
+WRITER = """
+import mmap, os, random, sys
+disk = os.open(sys.argv[1], os.O_RDWR | os.O_DIRECT)
+page = mmap.mmap(-1, 4096)
+wanted, number = {}, 0
+content = lambda number: number.to_bytes(8, "little") * 512
+while not os.path.exists("/run/stop"):
+    number += 1
+    at = random.randrange(2048)
+    page[:] = content(number)
+    assert os.pwrite(disk, page, at * 4096) == 4096
+    wanted[at] = number
+    with open("/run/number", "w") as file:
+        file.write(str(number))
+wrong = []
+for at, number in wanted.items():
+    assert os.preadv(disk, [page], at * 4096) == 4096
+    if page[:] != content(number):
+        wrong.append(at)
+with open("/run/outcome.new", "w") as file:
+    file.write(f"{len(wanted)} pages, {len(wrong)} wrong")
+os.rename("/run/outcome.new", "/run/outcome")
+"""
+
+
+@pytest.fixture(scope="module")
+def base(daemon: Daemon, image: str) -> Iterator[vmfork.VM]:
+    """A VM with a file system on one disk, and a second disk for raw bytes. Fork it."""
+    with daemon.client() as client:
+        disks = [vmfork.NewDisk.blank("data", 256 * MIB), vmfork.NewDisk.blank("raw", 64 * MIB)]
+        vm = client.run(image, name="base", disks=disks)
+        vm.exec("mkdir -p /mnt/data && mount /dev/vdb /mnt/data", check=True)
+        yield vm
+        vm.remove(force=True)
+
+
+@pytest.fixture
+def vm(client: vmfork.Client, base: vmfork.VM) -> vmfork.VM:
+    return client.vm(base.fork(1).raise_for_errors()[0].name)
+
+
+def test_a_blank_disk_is_an_empty_file_system(vm: vmfork.VM, cli: Cli) -> None:
+    data, raw = vm.inspect().disks
+    assert (data.name, data.device, data.size_bytes) == ("data", "/dev/vdb", 256 * MIB)
+    assert (raw.name, raw.device, raw.size_bytes) == ("raw", "/dev/vdc", 64 * MIB)
+    assert vm.exec("blockdev --getsize64 /dev/vdb", check=True).stdout_text.strip() == str(256 * MIB)
+    assert vm.exec("ls /mnt/data", check=True).stdout_text.split() == ["lost+found"]
+    vm.exec("dd if=/dev/urandom of=/mnt/data/file bs=1M count=8 conv=fsync", check=True)
+    written = vm.inspect().disks[0].written_bytes
+    assert 8 * MIB <= written < 16 * MIB
+    assert "data at /dev/vdb, 256 MiB" in cli.text("inspect", vm.name)
+
+
+def test_a_clone_has_its_parents_files_and_writes_its_own(vm: vmfork.VM) -> None:
+    vm.exec("echo before > /mnt/data/file && sync", check=True)
+    with vm.fork(2) as clones:
+        vm.exec("echo parent > /mnt/data/file && sync", check=True)
+        for clone in clones:
+            assert _cold(clone, "cat /mnt/data/file") == "before"
+            clone.exec(f"echo {clone.name} > /mnt/data/file && sync", check=True)
+        for clone in clones:
+            assert _cold(clone, "cat /mnt/data/file") == clone.name
+        assert _cold(vm, "cat /mnt/data/file") == "parent"
+
+
+@pytest.mark.limit(240)
+def test_disks_and_memory_are_of_one_instant(vm: vmfork.VM) -> None:
+    """A program that writes all the time finds on its clone's disk what its clone's memory says."""
+    vm.write_file("/run/writer.py", WRITER.encode())
+    vm.exec("nohup python3 /run/writer.py /dev/vdc >/run/writer.log 2>&1 &", check=True)
+    eventually(lambda: _number(vm) > 20, 30, "it writes")
+    family = [vm]
+    for _ in range(3):
+        # A clone of a clone, in the middle of its writes.
+        parent = family[-1]
+        before = _number(parent)
+        family += parent.fork(2).raise_for_errors()
+        eventually(lambda: _number(parent) > before, 30, "the parent writes on")
+    for member in family:
+        member.exec("touch /run/stop", check=True)
+    for member in family:
+        eventually(lambda: member.exec("test -e /run/outcome").exit_code == 0, 60, "it compares")
+        pages, wrong = member.exec("cat /run/outcome", check=True).stdout_text.split(", ")
+        assert int(pages.split()[0]) > 10, pages
+        assert wrong == "0 wrong", f"{member.name}: {wrong}"
+    for clone in family[1:]:
+        clone.remove(force=True)
+
+
+def test_clones_of_clones_have_all_that_was_written_before(vm: vmfork.VM) -> None:
+    line = [vm]
+    for depth in range(8):
+        line[-1].exec(f"echo {depth} > /mnt/data/depth-{depth} && sync", check=True)
+        line += line[-1].fork(1).raise_for_errors()
+    found = _cold(line[-1], "cat /mnt/data/depth-*").split()
+    assert found == [str(depth) for depth in range(8)]
+    assert _cold(line[3], "ls /mnt/data | grep -c depth") == "4"
+    for clone in line[1:]:
+        clone.remove(force=True)
+
+
+def test_removed_files_give_their_space_back(vm: vmfork.VM, daemon: Daemon) -> None:
+    vm.exec("dd if=/dev/urandom of=/mnt/data/file bs=1M count=64 conv=fsync", check=True)
+    full = _held(daemon)
+    vm.exec("rm /mnt/data/file && sync && fstrim /mnt/data", check=True)
+    eventually(lambda: _held(daemon) < full - 60 * MIB, 10, "the host has it back")
+
+
+def test_a_file_system_of_a_clone_is_whole(vm: vmfork.VM) -> None:
+    """The clone's disk is checked while its memory has all that the disk lacks."""
+    vm.exec("cp -r /usr/lib/python3*/email /mnt/data/ && sync", check=True)
+    with vm.fork(1) as clones:
+        (clone,) = clones
+        clone.exec("umount /mnt/data", check=True)
+        clone.exec("mount /dev/vdb /mnt/data && diff -r /usr/lib/python3*/email /mnt/data/email", check=True)
+
+
+def test_a_file_of_the_host_is_the_base_of_a_disk_and_stays_as_it_is(
+    client: vmfork.Client, image: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base.raw"
+    base.write_bytes(os.urandom(4 * MIB))
+    before = base.read_bytes()
+    with client.run(image, name="of-a-file", disks=[vmfork.NewDisk.file("base", str(base))]) as vm:
+        assert vm.exec("head -c 4096 /dev/vdb | od -An -tx1 -v | tr -d ' \\n'").stdout_text == before[:4096].hex()
+        vm.exec("dd if=/dev/zero of=/dev/vdb bs=4096 count=4 conv=fsync,notrunc", check=True)
+        assert _cold(vm, "head -c 8 /dev/vdb | od -An -tx1") == " ".join(["00"] * 8)
+    assert base.read_bytes() == before
+
+
+def test_a_root_on_a_disk_is_forked_and_is_no_memory(client: vmfork.Client, image: str) -> None:
+    """More than memory fits is written to the root, and each clone goes on with its own."""
+    with client.run(
+        image, name="deep", memory_mib=256, root=vmfork.Root.OVERLAY, root_bytes=1 << 30
+    ) as vm:
+        (root,) = vm.inspect().disks
+        assert (root.name, root.device) == ("root", "/dev/vdb")
+        vm.exec("dd if=/dev/urandom of=/srv/large bs=1M count=400 conv=fsync", check=True, timeout_s=120)
+        wanted = vm.exec("sha256sum /srv/large", check=True, timeout_s=120).stdout_text
+        with vm.fork(2) as clones:
+            vm.exec("rm /srv/large && echo mine > /srv/small", check=True)
+            for clone in clones:
+                assert _cold(clone, "sha256sum /srv/large") == wanted.strip()
+                assert clone.exec("test -e /srv/small").exit_code == 1
+
+
+@pytest.mark.limit(240)
+def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
+    make_daemon: Callable[..., Daemon], image: str
+) -> None:
+    daemon = make_daemon()
+    daemon.add_image(image)
+    daemon.start().stop()
+    folder = daemon.state / "disks"
+    # Disks leave 1 GiB to the host.
+    _mount("tmpfs", folder, "size=1080m")
+    try:
+        daemon.start()
+        with daemon.client() as client:
+            vm = client.run(image, name="full", disks=[vmfork.NewDisk.blank("data", 256 * MIB)])
+            vm.exec("mkdir /mnt/data && mount /dev/vdb /mnt/data", check=True)
+            with ThreadPoolExecutor(1) as pool:
+                fill = "head -c 96M /dev/urandom | tee /mnt/data/file | sha256sum; sync"
+                filled = pool.submit(vm.exec, fill, check=True, timeout_s=200)
+                eventually(lambda: client.vm("full").info.state == vmfork.VmState.STALLED, 60, "it stalls")
+                stays(lambda: client.vm("full").info.state == vmfork.VmState.STALLED, 4, "stalled, tries or not")
+                assert "disk `data` has no space" in (client.vm("full").info.reason or "")
+                for refused in (lambda: vm.exec("true"), lambda: vm.fork(1), vm.pause):
+                    with pytest.raises(vmfork.Conflict, match="stalled"):
+                        refused()
+                _mount("tmpfs", folder, "remount,size=1400m")
+                eventually(lambda: client.vm("full").info.state == vmfork.VmState.RUNNING, 40, "it goes on")
+                wanted = filled.result(200).stdout_text.split()[0]
+            with vm.fork(1) as (clone,):
+                for member in (vm, clone):
+                    assert _cold(member, "sha256sum < /mnt/data/file").split()[0] == wanted
+            assert "error" not in vm.exec("dmesg", check=True).stdout_text.lower().split("ext4-fs")[-1]
+            vm.remove(force=True)
+        daemon.stop()
+    finally:
+        subprocess.run(["umount", "--lazy", folder], timeout=30, check=True)
+
+
+def test_a_killed_daemon_leaves_no_disk_behind(make_daemon: Callable[..., Daemon], image: str) -> None:
+    """VMs end with their daemon, and so do their disks."""
+    daemon = make_daemon()
+    daemon.add_image(image)
+    daemon.start()
+    with daemon.client() as client:
+        vm = client.run(image, name="brief", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])
+        vm.exec("dd if=/dev/urandom of=/dev/vdb bs=1M count=32 conv=fsync", check=True)
+        vm.fork(1).raise_for_errors()
+    assert _held(daemon) > 32 * MIB
+    daemon.kill()
+    daemon.start()
+    assert _held(daemon) < MIB
+    assert not list((daemon.state / "sockets").iterdir())
+
+
+def test_what_is_no_disk_is_refused(cli: Cli, tmp_path: Path, image: str) -> None:
+    def refused(disk: str) -> str:
+        done = cli("run", image, "--name", "never", "--disk", disk, code=None)
+        assert done.returncode != 0
+        return done.stderr.decode()
+
+    assert "has the form NAME=blank:SIZE" in refused("data")
+    assert "use a size of 1 MiB to 2 TiB" in refused("data=blank:1")
+    assert "no image" in refused("data=image:absent")
+    assert "absent" in refused(f"data=file:{tmp_path}/absent")
+    (tmp_path / "odd").write_bytes(b"x" * 513)
+    assert "has 513 bytes" in refused(f"data=file:{tmp_path}/odd")
+    assert "no regular file" in refused(f"data=file:{tmp_path}")
+    assert not [line for line in cli.text("ps", "--all").splitlines() if "never" in line]
+
+
+def test_disks_are_not_stored_yet(vm: vmfork.VM, client: vmfork.Client) -> None:
+    with pytest.raises(vmfork.Conflict, match="disks"):
+        client.snapshots.create(vm.name, "with-disks")
+    assert "with-disks" not in [snapshot.name for snapshot in client.snapshots.list()]
+
+
+def test_disks_end_with_their_last_vm(daemon: Daemon, client: vmfork.Client, image: str) -> None:
+    held, sockets = _held(daemon), len(list((daemon.state / "sockets").iterdir()))
+    vm = client.run(image, name="brief", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])
+    vm.exec("dd if=/dev/urandom of=/dev/vdb bs=1M count=32 conv=fsync", check=True)
+    clone = vm.fork(1).raise_for_errors()[0]
+    vm.remove(force=True)
+    assert _held(daemon) >= held + 32 * MIB
+    assert clone.exec("head -c 32M /dev/vdb | wc -c", check=True).stdout_text.strip() == str(32 * MIB)
+    clone.remove(force=True)
+    eventually(lambda: _held(daemon) < held + MIB, 10, "layers are removed")
+    eventually(lambda: len(list((daemon.state / "sockets").iterdir())) == sockets, 10, "sockets too")
+
+
+def _mount(kind: str, folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-t", kind, "-o", options, "vmfork-test", folder], timeout=30, check=True)
+
+
+def _cold(vm: vmfork.VM, command: str) -> str:
+    """What a command prints that reads from the disk, and not from the guest's page cache."""
+    return vm.exec(f"sync; echo 3 > /proc/sys/vm/drop_caches; {command}", check=True).stdout_text.strip()
+
+
+def _number(vm: vmfork.VM) -> int:
+    for _ in range(50):
+        text = vm.exec("cat /run/number 2>/dev/null").stdout_text
+        if text:
+            return int(text)
+        time.sleep(0.02)
+    log = vm.exec("cat /run/writer.log").stdout_text
+    raise AssertionError(f"it writes nothing: {log}")
+
+
+def _held(daemon: Daemon) -> int:
+    """Bytes that the host's disk holds for disks of VMs."""
+    files = (daemon.state / "disks").rglob("*")
+    held = 0
+    for file in files:
+        try:
+            held += file.stat().st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return held
