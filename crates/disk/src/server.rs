@@ -119,7 +119,7 @@ impl Shared {
     }
 }
 
-/// Serves the disks of one VM until it is dropped. A drop takes at most [`END_TIMEOUT`].
+/// Serves the disks of one VM until it is dropped. A drop takes at most 5 s.
 #[derive(Debug)]
 pub struct DiskServer {
     shared: Arc<Shared>,
