@@ -423,8 +423,8 @@ fn clear(folder: &Path) -> Result<usize, StateError> {
     Ok(count)
 }
 
-/// Remove the sockets of disks with their folders. An earlier version gave the folders to QEMUs'
-/// users, who may have put anything there: nothing else is removed, and what stays does no harm.
+/// Remove the sockets of disks with their folders. Nothing else is removed: a folder that holds
+/// more than its socket stays, and does no harm.
 fn clear_sockets(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder)
         .inspect_err(|error| tracing::warn!(path = %folder.display(), %error, "list the sockets"))
