@@ -73,7 +73,7 @@ def test_a_killed_daemon_leaves_nothing_and_the_next_tells_what_was_lost(world: 
 
 
 @pytest.mark.limit(400)
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.15])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.15, pytest.param(0.13, marks=pytest.mark.soak)])
 def test_a_daemon_killed_in_the_middle_of_a_fork(world: World, after_s: float) -> None:
     with ThreadPoolExecutor(1) as pool:
         fork = pool.submit(world.vm.fork, 6)

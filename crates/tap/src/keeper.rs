@@ -79,7 +79,7 @@ extern "C" fn serve(_: *mut c_void) -> c_int {
     // In this process's fd table; QEMU's hooks go on using their own number, which stays in the
     // static.
     let keeper = Keeper { control, userfaultfd };
-    if seccomp::confine() {
+    if sys::die_with_parent() && seccomp::confine() {
         while keeper.answer_one() {}
     }
     // vmforkd has gone, or wants it: QEMU's faults would never be answered.

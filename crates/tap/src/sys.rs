@@ -115,6 +115,14 @@ pub(crate) unsafe fn prctl(option: c_int, a: usize, b: usize) -> Result {
     unsafe { syscall6(nr(libc::SYS_prctl), arg(option), a, b, 0, 0, 0) }
 }
 
+/// Have this process killed when the thread that started it ends. Without that, the death of
+/// `vmforkd` can leave the keeper in an `mremap` that never returns. The kernel waits there until
+/// somebody reads the event, and the keeper itself holds the userfaultfd open.
+pub(crate) fn die_with_parent() -> bool {
+    // SAFETY: the option takes a number.
+    unsafe { prctl(libc::PR_SET_PDEATHSIG, arg(libc::SIGKILL), 0) }.is_ok()
+}
+
 pub(crate) fn close(fd: c_int) {
     // SAFETY: closing an fd that this module's caller owns touches no memory; the outcome does not
     // matter.
