@@ -42,26 +42,19 @@ pub struct Listing {
 }
 
 impl Listing {
-    /// The disks, by their newest layer: one on which no other lies. It may have been made in
-    /// advance and be empty: a disk has the same bytes with and without it.
+    /// The newest layer of each disk, in the order of the disks' IDs. One that was made in advance
+    /// counts if nothing else is left of its disk. It may be in use and empty: a disk has the same
+    /// bytes with and without it.
     pub fn disks(&self) -> Vec<&FoundLayer> {
-        let layers = || self.layers.values();
-        let heads = layers().filter(|head| {
-            // The layer between may have gone, when no table named it any more.
-            let is_under = |above: &FoundLayer| {
-                let named = above.id != head.id && above.names.contains(&head.id);
-                above.note.on == Some(head.id) || named
-            };
-            // A freeze made another in its place.
-            let replaces = |other: &FoundLayer| {
-                let (one, two) = (&other.note, &head.note);
-                (one.on, &one.disk, &one.vm) == (two.on, &two.disk, &two.vm)
-                    && other.id != head.id
-                    && (!is_unused(other) || other.id < head.id)
-            };
-            !(layers().any(is_under) || is_unused(head) && layers().any(replaces))
-        });
-        heads.collect()
+        let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
+        let rank = |layer: &FoundLayer| (!is_unused(layer), layer.note.number);
+        for layer in self.layers.values() {
+            let best = newest.entry(layer.note.disk_id).or_insert(layer);
+            if rank(layer) > rank(best) {
+                *best = layer;
+            }
+        }
+        newest.into_values().collect()
     }
 
     /// A layer that needs `id` under it.

@@ -1,7 +1,8 @@
 //! The layers of one disk: made, grown, written down.
 
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError};
 
 use vmfork_image::{ImageId, PAGE_BYTES};
 
@@ -17,6 +18,10 @@ use crate::space::{Charge, DiskSet};
 #[derive(Debug)]
 pub(super) struct DiskLayers {
     pub(super) shared: Arc<Shared>,
+    /// That of the first layer.
+    pub(super) id: OnceLock<ImageId>,
+    /// That of the next layer.
+    pub(super) number: AtomicU64,
     pub(super) name: String,
     pub(super) vm: String,
     pub(super) set: Arc<DiskSet>,
@@ -42,6 +47,8 @@ impl DiskLayers {
         let files = LayerFiles::create(&path, size_bytes.div_ceil(PAGE_BYTES))?;
         let note = Note {
             version: VERSION,
+            disk_id: *self.id.get_or_init(|| id),
+            number: self.number.fetch_add(1, Ordering::Relaxed),
             disk: self.name.clone(),
             vm: self.vm.clone(),
             size_bytes,

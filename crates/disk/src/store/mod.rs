@@ -29,7 +29,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use vmfork_image::{ImageId, PageTable, wire};
@@ -186,6 +187,8 @@ impl DiskStore {
         }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
+            id: OnceLock::new(),
+            number: AtomicU64::new(0),
             name: spec.name.clone(),
             vm: spec.vm.clone(),
             set: Arc::clone(&spec.set),
@@ -242,6 +245,8 @@ impl DiskStore {
         let (own, note) = self.shared.open_layer(layer, set)?;
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
+            id: OnceLock::from(note.disk_id),
+            number: AtomicU64::new(note.number.saturating_add(1)),
             name: note.disk,
             vm: note.vm,
             set: Arc::clone(set),

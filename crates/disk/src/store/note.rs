@@ -9,7 +9,7 @@ use crate::image::{Base, DiskImage};
 use crate::raw::Stamp;
 
 /// Notes of other versions are reported, and not read.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// Longest note that is read: names and paths are much shorter.
 pub(super) const NOTE_BYTES_MAX: u64 = 64 << 10;
 
@@ -17,6 +17,11 @@ pub(super) const NOTE_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Note {
     pub version: u32,
+    /// Which disk it is of: all layers of one have the ID of its first.
+    #[serde(with = "hex")]
+    pub disk_id: ImageId,
+    /// Larger than those of the disk's layers that were made before.
+    pub number: u64,
     /// The disk's name in its VM.
     pub disk: String,
     /// Which VM it is of, in the caller's words.
@@ -112,6 +117,8 @@ mod tests {
         let id = ImageId::new(0xab).expect("not 0");
         let note = Note {
             version: VERSION,
+            disk_id: id,
+            number: 3,
             disk: "data".to_owned(),
             vm: "vm 7".to_owned(),
             size_bytes: 1 << 40,
