@@ -13,6 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness import metrics
+from harness.metrics import Between
+
 from .. import disk_host, disk_speed
 from .. import world as w
 
@@ -28,6 +31,8 @@ SETTLE_S = 0.3
 
 #: Those of the pause.
 STAGES = ("stop", "disks", "freeze", "state", "cont")
+#: Those of a clone, until it runs.
+CLONES_STAGES = ("clone_attach", "clone_bind", "clone_load")
 
 IDLE, WRITES = "idle", "writes all the time"
 
@@ -75,7 +80,7 @@ def run(world: w.World) -> None:
 
 
 def _by_disks(world: w.World) -> None:
-    with world.daemon(pool=POOL) as (_daemon, client):
+    with world.daemon(pool=POOL) as (daemon, client):
         vms = [(case, _boot(world, client, case)) for case in CASES]
         for _case, vm in vms:
             w.end_all(vm.fork(1))  # the pool learns the shape
@@ -84,7 +89,7 @@ def _by_disks(world: w.World) -> None:
             turn = number % len(vms)
             found = {}
             for case, vm in vms[turn:] + vms[:turn]:
-                found[case] = _fork(world, client, vm, {**case.labels, "load": IDLE})
+                found[case] = _fork(world, daemon, vm, {**case.labels, "load": IDLE})
             _added(world, found)
 
 
@@ -101,13 +106,15 @@ class Forked:
     disturbed: bool
 
 
-def _fork(world: w.World, client: w.vmfork.Client, vm: w.vmfork.VM, labels: dict[str, object], shapes: int = SHAPES) -> Forked:
+def _fork(world: w.World, daemon: w.Daemon, vm: w.vmfork.VM, labels: dict[str, object], shapes: int = SHAPES) -> Forked:
     world.drained(vm)
-    world.pool_is_full(client, POOL * shapes)
+    with daemon.client() as client:
+        world.pool_is_full(client, POOL * shapes)
     time.sleep(SETTLE_S)
-    stolen = w.stolen_ms()
+    before, stolen = metrics.read(daemon), w.stolen_ms()
     fork = vm.fork(1).raise_for_errors()
     disturbed = w.stolen_ms() != stolen
+    counted = Between(before, metrics.read(daemon))
     (result,) = fork.results
     if not result.pooled or result.running_ms is None or result.ready_ms is None:
         raise RuntimeError(f"a clone of `{vm.name}` was not pooled, or was not ready: {result}")
@@ -117,6 +124,8 @@ def _fork(world: w.World, client: w.vmfork.Client, vm: w.vmfork.VM, labels: dict
         series("disks_pause_undisturbed_ms", **labels).add(fork.pause_ms)
     for stage in STAGES:
         series("disks_stage_ms", **labels, stage=stage).add(getattr(fork.stages, f"{stage}_ms"))
+    for stage in CLONES_STAGES:
+        series("disks_clone_stage_ms", **labels, stage=stage).add(1000 * counted.value("vmfork_fork_stage_seconds_sum", stage=stage))
     series("disks_clone_running_ms", **labels).add(result.running_ms)
     series("disks_clone_ready_ms", **labels).add(result.ready_ms)
     w.end_all(fork)
@@ -147,7 +156,7 @@ def _by_written(world: w.World) -> None:
         ),
         (("nothing", ""), ("1 GB", "write seq 4 1000")),
     )
-    with world.daemon(pool=POOL) as (_daemon, client):
+    with world.daemon(pool=POOL) as (daemon, client):
         vm = _boot(world, client, case)
         w.end_all(vm.fork(1))
         diskio = w.put(vm, "diskio")
@@ -156,7 +165,7 @@ def _by_written(world: w.World) -> None:
                 if arguments:
                     span_mib = 1024 if "seq" in arguments else case.size_bytes >> 20
                     vm.exec(f"{diskio} /dev/vdb {span_mib} {arguments} {number}", check=True)
-                _fork(world, client, vm, {"written": written, "load": IDLE}, shapes=1)
+                _fork(world, daemon, vm, {"written": written, "load": IDLE}, shapes=1)
         with w.background(vm, f"{diskio} /dev/vdb 1024 write random 4 0 1"):
             for _ in world.rounds("forks while the guest writes", share=0.5):
-                _fork(world, client, vm, {"written": "4 KiB pages", "load": WRITES}, shapes=1)
+                _fork(world, daemon, vm, {"written": "4 KiB pages", "load": WRITES}, shapes=1)
