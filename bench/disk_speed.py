@@ -24,7 +24,7 @@ DISK_BYTES = 1 << 30
 SPAN_MIB = 64
 DEEP = 20
 FREEZES = 50
-#: Pages of the span that are written between two freezes, so that each layer holds some of it.
+#: Pages of a span that are written between two freezes, so that each layer holds some of it.
 BETWEEN = 64
 RANDOM = 2000
 
@@ -39,6 +39,13 @@ REQUESTS = {
 }
 READS = {name: arguments for name, arguments in REQUESTS.items() if " read," in name and "16" not in name}
 
+#: What happens to each disk between freezes.
+REWRITTEN = "/dev/vdc"
+HISTORIES = {"/dev/vdb": "unchanged", REWRITTEN: "rewritten"}
+
+#: What the others are compared with.
+FIRST, RAW = "of the first freeze", "raw file, plain QEMU"
+
 #: Runs a command in a guest, and returns what it prints.
 Run = Callable[[str], str]
 
@@ -50,27 +57,35 @@ def run(world: w.World) -> None:
 
 def _by_history(world: w.World) -> None:
     """The same 64 MiB, in three VMs: a clone of the first freeze, the parent after its 50th, and a
-    clone of clones."""
+    clone of clones. On one disk nothing is written after the first freeze, on the other a bit
+    before each."""
     with world.daemon(pool=2) as (_daemon, client):
-        parent = world.run(client, memory_mib=MEMORY_MIB // 2, disks=[w.vmfork.NewDisk.blank("data", DISK_BYTES)])
+        disks = [w.vmfork.NewDisk.blank(name, DISK_BYTES) for name in HISTORIES.values()]
+        parent = world.run(client, memory_mib=MEMORY_MIB // 2, disks=disks)
         diskio = w.put(parent, "diskio")
-        parent.exec(_command(diskio, "/dev/vdb", f"write seq 4 {SPAN_MIB}"), check=True)
+        for device in HISTORIES:
+            parent.exec(_command(diskio, device, f"write seq 4 {SPAN_MIB}"), check=True)
         (first,) = parent.fork(1).raise_for_errors()
         deepest = first
         for number in range(1, DEEP):
-            deepest.exec(_command(diskio, "/dev/vdb", f"write random 4 {BETWEEN}", number), check=True)
-            (clone,) = deepest.fork(1).raise_for_errors()
+            clone = _changed_and_forked(deepest, diskio, number)
             if deepest is not first:
                 deepest.remove(force=True)
             deepest = clone
             world.say(f"clone of clones: {number + 1} of {DEEP}", fleeting=True)
         for number in range(1, FREEZES):
-            parent.exec(_command(diskio, "/dev/vdb", f"write random 4 {BETWEEN}", number), check=True)
-            w.end_all(parent.fork(1).raise_for_errors())
+            _changed_and_forked(parent, diskio, number).remove(force=True)
             world.say(f"freeze {number + 1} of {FREEZES}", fleeting=True)
-        vms = {"of the first freeze": first, f"after {FREEZES} freezes": parent, f"{DEEP} deep": deepest}
-        places = {name: _at(partial(_exec, vm), diskio, "/dev/vdb") for name, vm in vms.items()}
-        _take_turns(world, "disks_read_us", places, READS, "vm")
+        vms = {FIRST: first, f"after {FREEZES} freezes": parent, f"{DEEP} deep": deepest}
+        for device, history in HISTORIES.items():
+            places = {name: _at(partial(_exec, vm), diskio, device) for name, vm in vms.items()}
+            _take_turns(world, "disks_read", places, READS, "VM", base=FIRST, disk=history)
+
+
+def _changed_and_forked(vm: w.vmfork.VM, diskio: str, number: int) -> w.vmfork.VM:
+    vm.exec(_command(diskio, REWRITTEN, f"write random 4 {BETWEEN}", number), check=True)
+    (clone,) = vm.fork(1).raise_for_errors()
+    return clone
 
 
 def _beside_others(world: w.World) -> None:
@@ -86,24 +101,37 @@ def _beside_others(world: w.World) -> None:
         places = {
             "disk": _at(partial(_exec, vm), diskio, "/dev/vdb"),
             "tmpfs": _at(partial(_exec, vm), diskio, "/dev/shm/span"),
-            "raw file, plain QEMU": _at(plain.exec, "/run/bench/diskio", "/dev/vdb"),
+            RAW: _at(plain.exec, "/run/bench/diskio", "/dev/vdb"),
         }
         for measure in places.values():
             measure(REQUESTS["1 MiB write, depth 4"], 0)
-        _take_turns(world, "disks_guest_us", places, REQUESTS, "on")
+        _take_turns(world, "disks_guest", places, REQUESTS, "place", base=RAW)
 
 
 def _take_turns(
-    world: w.World, figure: str, places: dict[str, Callable[[str, int], float]], requests: dict[str, str], label: str
+    world: w.World,
+    figure: str,
+    places: dict[str, Callable[[str, int], float]],
+    requests: dict[str, str],
+    label: str,
+    *,
+    base: str,
+    **labels: object,
 ) -> None:
+    """Each place after the other, request by request; and over the place `base` in the same round."""
     for measure in places.values():
         # TCG translates the guest's code when it runs first.
         for arguments in requests.values():
             measure(arguments, 1)
-    for number in world.rounds(f"{figure.rpartition('_')[0].replace('_', ' ')}, {len(places)} VMs or places"):
+    what = ", ".join([figure.replace("_", " "), *map(str, labels.values())])
+    for number in world.rounds(f"{what}, {len(places)} {label}s"):
         for request, arguments in requests.items():
-            for name, measure in places.items():
-                world.figures.series(figure, request=request, **{label: name}).add(measure(arguments, number + 2))
+            took = {name: measure(arguments, number + 2) for name, measure in places.items()}
+            for name, us in took.items():
+                all_labels: dict[str, object] = {"request": request, **labels, label: name}
+                world.figures.series(f"{figure}_us", **all_labels).add(us)
+                if name != base:
+                    world.figures.series(f"{figure}_ratio", **all_labels, over=base).add(us / took[base])
 
 
 def _at(run: Run, diskio: str, path: str) -> Callable[[str, int], float]:
