@@ -118,7 +118,7 @@ def _take_turns(
     base: str,
     **labels: object,
 ) -> None:
-    """Each place after the other, request by request; and over the place `base` in the same round."""
+    """Each place after the other, request by request; and over `base` in the same round."""
     for measure in places.values():
         # TCG translates the guest's code when it runs first.
         for arguments in requests.values():
