@@ -31,6 +31,9 @@ const STRETCH: u64 = crate::layer::CHUNK_PAGES;
 
 /// Where a disk's layers come from.
 pub(crate) trait Layers: Debug + Send + Sync {
+    /// That of the disk, once it has a layer.
+    fn id(&self) -> Option<ImageId>;
+
     /// A new layer on the layer `on`. `spare`: it is made in advance.
     fn make(
         &self,
@@ -159,6 +162,11 @@ impl Disk {
         };
         disk.prepare();
         disk
+    }
+
+    /// Stays the same through freezes and restarts.
+    pub fn id(&self) -> ImageId {
+        self.layers.id().unwrap_or_else(|| self.layer())
     }
 
     pub fn size_bytes(&self) -> u64 {

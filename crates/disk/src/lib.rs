@@ -37,6 +37,6 @@ pub use raw::{RawError, RawFile, Stamp};
 pub use server::{DiskServer, ServerCounts};
 pub use space::DiskSet;
 pub use store::{
-    BadLayer, BaseKind, BaseNote, DiskSpec, DiskStore, FoundLayer, Listing, Note, StoreCounts,
-    StoreError, StoreOptions,
+    BadLayer, BaseKind, BaseNote, DiskSpec, DiskStore, FoundDisk, FoundLayer, Listing, Note,
+    StoreCounts, StoreError, StoreOptions,
 };

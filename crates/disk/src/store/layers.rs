@@ -65,6 +65,10 @@ impl DiskLayers {
 }
 
 impl Layers for DiskLayers {
+    fn id(&self) -> Option<ImageId> {
+        self.id.get().copied()
+    }
+
     fn make(
         &self,
         on: ImageId,
@@ -89,7 +93,8 @@ impl Layers for DiskLayers {
         self.shared.spares.put(Box::new(move || {
             let Some(shared) = shared.upgrade() else { return };
             shared.remember(&image);
-            let folders = [(image.own().cloned(), true), (Some(own), false)];
+            // A frozen layer without one above it is a disk's newest: see `Listing::disks`.
+            let folders = [(Some(own), false), (image.own().cloned(), true)];
             for (layer, frozen) in folders {
                 let Some(layer) = layer else { continue };
                 let changed = change_note(&layer, |note| {

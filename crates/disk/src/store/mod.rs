@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   lock             held by the one daemon that uses the folder
+//!   bases/ID         a file that disks begin with: a hard link
 //!   layers/ID/data   pages
 //!   layers/ID/map    which pages
 //!   layers/ID/note   whose it is and what it lies on; the last that is made, the first that goes
@@ -20,6 +21,7 @@
 //!
 //! Left to others: which VM a disk is of; which layers of an earlier daemon are wanted.
 
+mod bases;
 mod found;
 mod layers;
 mod note;
@@ -30,11 +32,12 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use vmfork_image::{ImageId, PageTable, wire};
 
+use self::bases::Bases;
 pub use self::found::{BadLayer, FoundLayer, Listing};
 use self::layers::DiskLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
@@ -85,9 +88,11 @@ pub enum StoreError {
         "a disk of {size_bytes} bytes on an image of {image_bytes}: give at least those, and a multiple of 512"
     )]
     Size { size_bytes: u64, image_bytes: u64 },
-    #[error("there is no layer {0}: `vmfork disk ls` lists them")]
+    #[error("there is no layer {0}")]
     Missing(ImageId),
-    #[error("layer {0} is in use by a disk")]
+    #[error("there is no disk {0}: `vmfork disk ls` lists them")]
+    NoDisk(ImageId),
+    #[error("{0} is in use")]
     Busy(ImageId),
     #[error("layer {by} lies on layer {id}")]
     Under { id: ImageId, by: ImageId },
@@ -95,6 +100,22 @@ pub enum StoreError {
     Damaged { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
+}
+
+/// A disk in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundDisk {
+    pub id: ImageId,
+    /// Its newest layer: see [`DiskStore::image`].
+    pub newest: ImageId,
+    pub name: String,
+    /// Which VM it is of, in the caller's words.
+    pub vm: String,
+    pub size_bytes: u64,
+    /// What its own layers hold. They may lie on layers of other disks.
+    pub written_bytes: u64,
+    /// [`DiskStore::create`] or [`DiskStore::reopen`] gave it, and it was not dropped yet.
+    pub in_use: bool,
 }
 
 /// What a store did since it was opened.
@@ -120,7 +141,10 @@ struct Shared {
     /// Tables.
     work: Background,
     rubbish: Arc<Background>,
+    bases: Bases,
     live: Mutex<BTreeMap<ImageId, Weak<StoredLayer>>>,
+    /// Disks that are open, by ID.
+    open: Mutex<BTreeMap<ImageId, Weak<DiskLayers>>>,
     images: Mutex<BTreeMap<ImageId, WeakImage>>,
     /// Held for reading while a layer is made.
     making: RwLock<()>,
@@ -156,14 +180,21 @@ impl DiskStore {
             Err(error) => return Err(failed(error.into())),
         }
         let folder = File::open(&layers).map_err(failed)?;
+        let bases_folder = root.join("bases");
+        make_folders(&bases_folder).map_err(failed)?;
+        let keep = Arc::<Keep>::default();
+        let rubbish = Arc::new(Background::start("disk-rubbish").map_err(failed)?);
+        let bases = Bases::new(bases_folder, Arc::clone(&keep), Arc::clone(&rubbish));
         let shared = Arc::new(Shared {
             _lock: lock.into(),
             floor: Arc::new(Floor::new(folder, options.floor_bytes)),
-            keep: Arc::default(),
+            keep,
             spares: Background::start("disk-spare").map_err(failed)?,
             work: Background::start("disk-work").map_err(failed)?,
-            rubbish: Arc::new(Background::start("disk-rubbish").map_err(failed)?),
+            rubbish,
+            bases,
             live: Mutex::default(),
+            open: Mutex::default(),
             images: Mutex::default(),
             making: RwLock::default(),
             made: Counter::default(),
@@ -197,7 +228,7 @@ impl DiskStore {
         let lies_on = on.own().map(|own| own.id());
         let layer = layers.make_on(lies_on, size_bytes, false)?;
         self.shared.remember(on);
-        Ok(Disk::new(size_bytes, layer, on.clone(), Arc::new(layers)))
+        Ok(Disk::new(size_bytes, layer, on.clone(), self.shared.opened(layers)))
     }
 
     /// All layers on disk, those in use too.
@@ -257,59 +288,74 @@ impl DiskStore {
         if own.folder().path().join("table").exists() {
             let image = self.image(layer, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
-            return Ok(Disk::new(size_bytes, own, image, Arc::new(layers)));
+            return Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)));
         }
         let image = match self.shared.chain(note.on, Some(layer), given)? {
             Some(image) => image,
             None => base_image(&note.base, given)?,
         };
         self.shared.settle_later(image.clone());
-        Ok(Disk::new(size_bytes, own, image, Arc::new(layers)))
+        Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
     }
 
-    /// Removes a layer that an earlier daemon left.
+    /// What a file has, for disks that begin with it. It gets a name in the store, so that what the
+    /// next daemon finds of those disks has its base: `from` may go, or be replaced.
     ///
     /// # Errors
-    /// It is in use, or others lie on it.
-    pub fn remove(&self, id: ImageId) -> Result<(), StoreError> {
-        let shared = &self.shared;
-        if shared.live_layer(id).is_some() {
-            return Err(StoreError::Busy(id));
-        }
-        if let Some(by) = self.list()?.above(id) {
-            return Err(StoreError::Under { id, by });
-        }
-        let path = shared.folder(id);
-        if !path.exists() {
-            return Err(StoreError::Missing(id));
-        }
-        crate::layer::remove_layer(&path).map_err(|source| shared.failed(source))?;
-        shared.removed.add(1);
-        Ok(())
+    /// It can't be read, or is no regular file.
+    pub fn base(&self, from: &Path) -> Result<DiskImage, ImageError> {
+        self.shared.bases.image(from)
     }
 
-    /// Removes all layers that no disk and no image names. → the removed ones. From now on, a layer
-    /// that an earlier daemon left is removed like others: when nothing names it any more.
+    /// The disks, in use or left by an earlier daemon, in the order of their IDs. What is damaged
+    /// is in [`DiskStore::list`].
+    ///
+    /// # Errors
+    /// The folder can't be read.
+    pub fn disks(&self) -> Result<Vec<FoundDisk>, StoreError> {
+        let listing = self.list()?;
+        let found = listing.disks().into_iter().map(|newest| {
+            let own = |layer: &&FoundLayer| layer.note.disk_id == newest.note.disk_id;
+            let layers = listing.layers.values().filter(own);
+            FoundDisk {
+                id: newest.note.disk_id,
+                newest: newest.id,
+                name: newest.note.disk.clone(),
+                vm: newest.note.vm.clone(),
+                size_bytes: newest.note.size_bytes,
+                written_bytes: layers.map(|layer| layer.written_bytes).sum(),
+                in_use: self.shared.is_in_use(&newest.note.disk_id),
+            }
+        });
+        Ok(found.collect())
+    }
+
+    /// Removes a disk that an earlier daemon left, and what only it needs.
+    ///
+    /// # Errors
+    /// It is in use, or there is none.
+    pub fn remove_disk(&self, id: ImageId) -> Result<(), StoreError> {
+        // What was read a moment ago may have work left.
+        self.drain();
+        let _none_is_made = self.shared.none_is_made();
+        let listing = self.list()?;
+        let newest = listing.disks().into_iter().find(|newest| newest.note.disk_id == id);
+        let newest = newest.ok_or(StoreError::NoDisk(id))?.id;
+        // It may be read, too.
+        if self.shared.is_in_use(&id) || self.shared.live_layer(newest).is_some() {
+            return Err(StoreError::Busy(id));
+        }
+        self.shared.remove_but(&listing, &|disk| disk != id).map(drop)
+    }
+
+    /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
+    /// → how many layers.
     ///
     /// # Errors
     /// The folder can't be read, or a layer not be removed.
-    pub fn remove_unused(&self) -> Result<Vec<ImageId>, StoreError> {
-        let shared = &self.shared;
-        // A layer that is being made is not in use yet.
-        let _none_is_made = shared.making.write().unwrap_or_else(PoisonError::into_inner);
-        let mut removed = Vec::new();
-        for id in found::ids(&shared.layers).map_err(|source| shared.failed(source))? {
-            match shared.live_layer(id) {
-                Some(layer) => layer.folder().this.set(false),
-                None => {
-                    let path = shared.folder(id);
-                    crate::layer::remove_layer(&path).map_err(|source| shared.failed(source))?;
-                    removed.push(id);
-                    shared.removed.add(1);
-                }
-            }
-        }
-        Ok(removed)
+    pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
+        let _none_is_made = self.shared.none_is_made();
+        self.shared.remove_but(&self.list()?, &|_| true)
     }
 
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
@@ -347,6 +393,48 @@ impl Drop for DiskStore {
 }
 
 impl Shared {
+    /// A layer that is being made is not in use yet.
+    fn none_is_made(&self) -> RwLockWriteGuard<'_, ()> {
+        self.making.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a disk is open.
+    fn is_in_use(&self, disk: &ImageId) -> bool {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|_, disk| disk.strong_count() > 0);
+        open.contains_key(disk)
+    }
+
+    /// Removes the layers that neither live nor are needed by a disk that is to stay.
+    fn remove_but(
+        &self,
+        listing: &Listing,
+        stays: &dyn Fn(ImageId) -> bool,
+    ) -> Result<u64, StoreError> {
+        let disks = listing.disks();
+        let heads = disks.iter().filter(|disk| stays(disk.note.disk_id)).map(|disk| disk.id);
+        let needed = listing.needed_by(heads);
+        let mut removed = 0;
+        // Those above first.
+        let mut layers: Vec<_> = listing.layers.values().collect();
+        layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
+        let gone = layers
+            .into_iter()
+            .filter(|layer| !needed.contains(&layer.id) && self.live_layer(layer.id).is_none());
+        let gone: Vec<&FoundLayer> = gone.collect();
+        for layer in &gone {
+            let path = self.folder(layer.id);
+            crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;
+            self.removed.add(1);
+            removed += 1;
+        }
+        let stay =
+            listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
+        let notes = stay.map(|layer| &layer.note);
+        self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        Ok(removed)
+    }
+
     fn failed(&self, source: io::Error) -> StoreError {
         StoreError::Folder { path: self.layers.clone(), source }
     }
@@ -369,6 +457,18 @@ impl Shared {
         live.retain(|_, layer| layer.strong_count() > 0);
         live.insert(layer.id(), Arc::downgrade(&layer));
         layer
+    }
+
+    /// The layers of a disk that is in use from now on.
+    fn opened(&self, layers: DiskLayers) -> Arc<DiskLayers> {
+        let layers = Arc::new(layers);
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|_, layers| layers.strong_count() > 0);
+        if let Some(id) = layers.id.get() {
+            open.insert(*id, Arc::downgrade(&layers));
+        }
+        drop(open);
+        layers
     }
 
     fn remember(&self, image: &DiskImage) {

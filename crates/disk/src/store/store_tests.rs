@@ -169,27 +169,47 @@ impl World {
             assert_eq!(now(&disk), model, "after a restart");
             self.disks.push((disk, model));
         }
-        self.store.remove_unused().expect("removed");
+        self.store.remove_unneeded().expect("removed");
     }
 }
 
-/// A store over a copy of the folder as it is now, with what is still to do left undone.
+/// A store over a copy of the folder as it is at one instant, with what is still to do left undone.
 fn replaced(old: &DiskStore, folder: &Path) -> DiskStore {
     let next = tempfile::tempdir_in(folder).expect("a folder").keep();
-    copy(&old.shared.layers, &next.join("layers"));
-    open(&next)
+    let (from, to) = (&old.shared.layers, next.join("layers"));
+    for _ in 0..1000 {
+        let before = state(from);
+        copy(from, &to);
+        if state(from) == before {
+            return open(&next);
+        }
+        std::fs::remove_dir_all(&to).expect("removed");
+    }
+    panic!("the store never rests");
+}
+
+/// Changes with each file that is made, replaced or removed.
+fn state(folder: &Path) -> BTreeSet<(PathBuf, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    let mut found = BTreeSet::new();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let Ok(metadata) = entry.metadata() else { continue };
+        if metadata.is_dir() {
+            found.extend(state(&entry.path()));
+        }
+        found.insert((entry.path(), metadata.ino()));
+    }
+    found
 }
 
 fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("a folder");
-    // A layer may be removed meanwhile.
-    let Ok(entries) = std::fs::read_dir(from) else { return };
-    for entry in entries.flatten() {
+    for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
         let target = to.join(entry.file_name());
         if entry.path().is_dir() {
             copy(&entry.path(), &target);
         } else {
-            // A note that is being replaced may have gone meanwhile.
+            // It may have gone: then it is copied again.
             let _gone = std::fs::copy(entry.path(), target);
         }
     }
@@ -224,6 +244,12 @@ proptest! {
         let World { store, disks, images, .. } = world;
         drop((disks, images));
         store.drain();
+        // What a daemon opened again stays.
+        for disk in store.disks().expect("a list") {
+            prop_assert!(!disk.in_use);
+            store.remove_disk(disk.id).expect("removed");
+        }
+        store.remove_unneeded().expect("removed");
         let listing = store.list().expect("a list");
         prop_assert!(listing.layers.is_empty() && listing.bad.is_empty(), "{:?}", listing);
     }
@@ -257,18 +283,17 @@ fn what_a_killed_daemon_left_is_found_exported_and_removed() {
     let left = store.image(head, &none).expect("what it had");
     let bytes = content(&left);
     assert_eq!([bytes[0], bytes[4096], bytes[8192], bytes[12288]], [0, 1, 2, 0]);
-    assert!(matches!(store.remove(head), Err(StoreError::Busy(_))));
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    assert_eq!((found.newest, found.written_bytes, found.in_use), (head, 3 * 4096, false));
+    assert!(matches!(store.remove_disk(found.id), Err(StoreError::Busy(_))), "it is read");
     drop(left);
     store.drain();
     assert_eq!(store.list().expect("a list").layers.len(), 3, "the caller decides");
     let refused = store.reopen(first, &DiskSet::new(None), &none).expect_err("it is frozen");
     assert!(matches!(refused, StoreError::Under { by, .. } if by == second));
-    assert!(matches!(store.remove(first), Err(StoreError::Under { .. })));
-    let spare = listing.layers.values().find(|layer| layer.note.spare).expect("made in advance");
-    store.remove(spare.id).expect("removed");
-    store.remove(head).expect("removed");
-    assert!(matches!(store.remove(head), Err(StoreError::Missing(_))));
-    assert_eq!(store.remove_unused().expect("removed"), [first]);
+    assert_eq!(store.remove_unneeded().expect("removed"), 1, "what was made in advance");
+    store.remove_disk(found.id).expect("removed");
+    assert!(matches!(store.remove_disk(found.id), Err(StoreError::NoDisk(_))));
     assert!(store.list().expect("a list").layers.is_empty());
 }
 
@@ -423,4 +448,70 @@ fn a_table_waits_for_the_medium_only_above_a_layer_that_is_durable() {
     // What was the disk's own then is frozen now, and the next one replaces all of it.
     assert!(durable(&frozen(3)));
     assert!(durable(&frozen(4)), "before the layers below are removed");
+}
+
+#[test]
+fn what_others_need_of_a_removed_disk_stays_until_they_go() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let parent = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    parent.write(span(0, 1), &[1; 4096]).expect("written");
+    let mut of_clone = spec("data", SIZE);
+    of_clone.vm = "vm 2".to_owned();
+    let clone = store.create(&of_clone, &parent.freeze().expect("frozen")).expect("a clone");
+    clone.write(span(1, 1), &[2; 4096]).expect("written");
+    let ids = [parent.id(), clone.id()];
+    let other = store.create(&spec("other", SIZE), &blank).expect("a disk");
+    other.write(span(0, 1), &[3; 4096]).expect("written");
+    // It ends before its daemon.
+    drop(other);
+    store.drain();
+    store.keep_all();
+    drop((parent, clone, blank, store));
+
+    let store = open(folder.path());
+    store.remove_unneeded().expect("removed");
+    let found: BTreeSet<ImageId> = store.disks().expect("a list").iter().map(|d| d.id).collect();
+    assert_eq!(found, ids.into());
+    store.remove_disk(ids[0]).expect("removed");
+    let left = store.disks().expect("a list");
+    let [clone] = &left[..] else { panic!("{left:?}") };
+    assert_eq!((clone.id, clone.vm.as_str()), (ids[1], "vm 2"));
+    let image = store.image(clone.newest, &none).expect("what it had");
+    let bytes = content(&image);
+    assert_eq!([bytes[0], bytes[4096], bytes[8192]], [1, 2, 0]);
+    drop(image);
+    store.remove_disk(ids[1]).expect("removed");
+    assert_eq!(store.list().expect("a list"), Listing::default());
+}
+
+#[test]
+fn a_disk_that_was_left_finds_its_base_when_the_file_has_gone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, model) = raw(folder.path());
+    let root = folder.path().join("store");
+    let store = open(&root);
+    let names = || std::fs::read_dir(root.join("bases")).expect("there").count();
+    let base = store.base(&path).expect("a base");
+    let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
+    std::fs::remove_file(&path).expect("gone");
+    std::fs::write(&path, "another one").expect("written");
+    let own = disk.layer();
+    let of_another = store.base(&path).expect("a base");
+    assert_eq!(names(), 2);
+    drop(of_another);
+    store.drain();
+    assert_eq!(names(), 1, "a name goes with the last that needs it");
+    store.keep_all();
+    drop((disk, base, store));
+
+    let store = open(&root);
+    store.remove_unneeded().expect("removed");
+    let image = store.image(own, &none).expect("what it had");
+    assert_eq!(content(&image), model);
+    drop(image);
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    store.remove_disk(found.id).expect("removed");
+    assert_eq!(names(), 0);
 }
