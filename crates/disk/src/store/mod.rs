@@ -298,8 +298,8 @@ impl DiskStore {
         Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
     }
 
-    /// What a file has, for disks that begin with it. It gets a name in the store, so that what the
-    /// next daemon finds of those disks has its base: `from` may go, or be replaced.
+    /// What a file has, for disks that begin with it. It gets a name in the store: `from` may go, or
+    /// be replaced, and the next daemon still finds it.
     ///
     /// # Errors
     /// It can't be read, or is no regular file.
@@ -330,7 +330,8 @@ impl DiskStore {
         Ok(found.collect())
     }
 
-    /// Removes a disk that an earlier daemon left, and what only it needs.
+    /// Removes a disk that an earlier daemon left, and what only it needs; or the damaged layer of
+    /// that ID.
     ///
     /// # Errors
     /// It is in use, or there is none.
@@ -339,6 +340,11 @@ impl DiskStore {
         self.drain();
         let _none_is_made = self.shared.none_is_made();
         let listing = self.list()?;
+        let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
+        if listing.bad.iter().any(damaged) {
+            let path = self.shared.folder(id);
+            return crate::layer::remove_layer(&path).map_err(|source| self.shared.failed(source));
+        }
         let newest = listing.disks().into_iter().find(|newest| newest.note.disk_id == id);
         let newest = newest.ok_or(StoreError::NoDisk(id))?.id;
         // It may be read, too.
