@@ -207,7 +207,7 @@ def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
 def test_what_was_written_is_there_after_the_daemon(
     make_daemon: Callable[..., Daemon], image: str, tmp_path: Path, ending: str
 ) -> None:
-    """VMs end with their daemon. The next one gives their disks back, and removes them when told."""
+    """VMs end with their daemon. The next one gives their disks back, and removes them if told."""
     daemon = make_daemon()
     daemon.add_image(image)
     daemon.start()

@@ -1,7 +1,7 @@
 //! Files that disks begin with, kept under a name of the store's own: hard links.
 //!
-//! Promises: a disk that a daemon left finds the bytes that it began with. The file's first name may
-//! go, or name another file. A name goes with the last image that needs it.
+//! Promises: a disk that a daemon left finds the bytes that it began with. The file's first name
+//! may go, or name another file. A name goes with the last image that needs it.
 //!
 //! Left to others: which files may not be kept, since their owner changes them.
 

@@ -298,8 +298,8 @@ impl DiskStore {
         Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
     }
 
-    /// What a file has, for disks that begin with it. It gets a name in the store: `from` may go, or
-    /// be replaced, and the next daemon still finds it.
+    /// What a file has, for disks that begin with it. It gets a name in the store: `from` may go,
+    /// or be replaced, and the next daemon still finds it.
     ///
     /// # Errors
     /// It can't be read, or is no regular file.

@@ -50,7 +50,7 @@ pub(super) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// All bytes of a disk, as a raw image. One that a VM uses is as after a power cut: `sync` in the guest first.
+/// All bytes of a disk: a raw image. If a VM has it, it is as after a power cut: `sync` first.
 #[utoipa::path(get, path = "/v1/disks/{id}/content", tag = "disks",
     params(("id" = DiskId, Path, description = "The disk's ID")),
     responses(
