@@ -131,6 +131,10 @@ impl Charge {
         Self { set, floor, pages: AtomicU64::new(pages) }
     }
 
+    pub(crate) fn set(&self) -> &Arc<DiskSet> {
+        &self.set
+    }
+
     /// # Errors
     /// `StorageFull`: nothing is taken.
     pub(crate) fn take(&self, pages: u64) -> io::Result<()> {

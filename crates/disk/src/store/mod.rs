@@ -15,6 +15,9 @@
 //! What is under a layer is its `table`, or, before that is written, the chain of notes. A layer
 //! lives as long as a disk or an image names it, and its folder as long as the layer.
 //!
+//! A disk that is frozen on and on would leave a layer each time. So in the background, before an
+//! image's table is made, the pages of many layers are copied into one ([`merge`]).
+//!
 //! Promises: a layer's folder is found whole or reported. Folders without a note are half-made, and
 //! removed. A layer that an earlier daemon left stays until the caller decides.
 //!
@@ -22,6 +25,7 @@
 
 mod found;
 mod layers;
+mod merge;
 mod note;
 
 use std::collections::btree_map::Entry;
@@ -33,10 +37,11 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use vmfork_image::{ImageId, PageTable, wire};
+use vmfork_image::{ImageId, PAGE_BYTES, PageTable, wire};
 
 pub use self::found::{BadLayer, FoundLayer, Listing};
 use self::layers::DiskLayers;
+use self::merge::MergedLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
 use crate::background::Background;
 use crate::counters::Counter;
@@ -44,6 +49,7 @@ use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
 use crate::layer::{Keep, LayerError, LayerFiles, LayerFolder, PageState, StoredLayer};
 use crate::lower::OwnPages;
+use crate::merging::MergeLimits;
 use crate::raw::{RawError, RawFile};
 use crate::space::{Charge, DiskSet, Floor};
 
@@ -95,6 +101,10 @@ pub enum StoreError {
     Damaged { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
+    #[error(
+        "layer {0} has pages of several layers, and is no disk's: `vmfork disk ls` lists disks"
+    )]
+    Merged(ImageId),
 }
 
 /// What a store did since it was opened.
@@ -103,6 +113,10 @@ pub struct StoreCounts {
     pub layers_made: u64,
     pub layers_removed: u64,
     pub tables_stored: u64,
+    /// Layers that were made of several others.
+    pub merges: u64,
+    /// Bytes that were copied for that.
+    pub merged_bytes: u64,
     /// Looks at the host's free space.
     pub space_looks: u64,
     /// Writes refused because of the floor.
@@ -122,11 +136,15 @@ struct Shared {
     rubbish: Arc<Background>,
     live: Mutex<BTreeMap<ImageId, Weak<StoredLayer>>>,
     images: Mutex<BTreeMap<ImageId, WeakImage>>,
+    limits: MergeLimits,
+    merged: Mutex<MergedLayers>,
     /// Held for reading while a layer is made.
     making: RwLock<()>,
     made: Counter,
     removed: Arc<Counter>,
     tables: Counter,
+    merges: Counter,
+    merged_pages: Counter,
 }
 
 /// The layers of a host.
@@ -141,6 +159,14 @@ impl DiskStore {
     /// # Errors
     /// Another daemon uses it, or it can't be read.
     pub fn open(root: &Path, options: StoreOptions) -> Result<Self, StoreError> {
+        Self::open_with(root, options, MergeLimits::default())
+    }
+
+    fn open_with(
+        root: &Path,
+        options: StoreOptions,
+        limits: MergeLimits,
+    ) -> Result<Self, StoreError> {
         let layers = root.join("layers");
         let failed = |source| StoreError::Folder { path: layers.clone(), source };
         make_folders(&layers).map_err(failed)?;
@@ -165,10 +191,14 @@ impl DiskStore {
             rubbish: Arc::new(Background::start("disk-rubbish").map_err(failed)?),
             live: Mutex::default(),
             images: Mutex::default(),
+            limits,
+            merged: Mutex::default(),
             making: RwLock::default(),
             made: Counter::default(),
             removed: Arc::default(),
             tables: Counter::default(),
+            merges: Counter::default(),
+            merged_pages: Counter::default(),
             layers: layers.clone(),
         });
         let removed = found::remove_half_made(&layers).map_err(failed)?;
@@ -243,6 +273,9 @@ impl DiskStore {
             return Err(StoreError::Under { id: layer, by });
         }
         let (own, note) = self.shared.open_layer(layer, set)?;
+        if note.merged {
+            return Err(StoreError::Merged(layer));
+        }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
             id: OnceLock::from(note.disk_id),
@@ -332,6 +365,8 @@ impl DiskStore {
             layers_made: shared.made.get(),
             layers_removed: shared.removed.get(),
             tables_stored: shared.tables.get(),
+            merges: shared.merges.get(),
+            merged_bytes: shared.merged_pages.get() * PAGE_BYTES,
             space_looks: shared.floor.looks.get(),
             floor_refusals: shared.floor.refused.get(),
         }
@@ -387,22 +422,27 @@ impl Shared {
         let shared = Arc::downgrade(self);
         self.work.put(Box::new(move || {
             let Some(shared) = shared.upgrade() else { return };
-            image.flatten();
-            image.each_linked(&mut |image| shared.store_table(image));
+            let mut merged = Vec::new();
+            image.flatten_by(&mut |image, flat| shared.merge(image, flat, &mut merged));
+            let durable = merged.iter().any(|layer| layer.is_durable());
+            image.each_linked(&mut |image| shared.store_table(image, durable));
+            // The layers that they replace are off the account by now, if nothing else names them.
+            merged.iter().for_each(|layer| layer.count_copies());
         }));
     }
 
     /// Without its table on disk, an image keeps what lies below.
     ///
     /// Nothing waits for the medium, unless a layer below is durable. Then a guest was told so, and
-    /// that layer may be removed only after this one is durable, too.
-    fn store_table(&self, image: &DiskImage) {
+    /// that layer may be removed only after this one is durable, too. `durable`: so is a layer that
+    /// others were merged into.
+    fn store_table(&self, image: &DiskImage, durable: bool) {
         let (Some(own), Some(table)) = (image.own(), image.table()) else { return };
         let Some(lower) = image.lower() else { return };
         let stored = || -> io::Result<()> {
             // From now on it is an image: see `reopen`.
             layers::change_note(own, |note| note.frozen = true)?;
-            if lower.own().is_some_and(|lower| lower.is_durable()) {
+            if durable || lower.own().is_some_and(|lower| lower.is_durable()) {
                 own.sync()?;
             }
             let name = |id: ImageId| wire::ImageName { host: 0, image: id.get() };
@@ -436,7 +476,7 @@ impl Shared {
             return Ok((layer, note));
         }
         let files = LayerFiles::open(&path)?;
-        if files.map().pages() < note.size_bytes.div_ceil(vmfork_image::PAGE_BYTES) {
+        if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
             let reason = format!("its map is too short for {} bytes", note.size_bytes);
             return Err(StoreError::Damaged { path, reason });
         }
@@ -444,7 +484,10 @@ impl Shared {
         let charge = Charge::new(Arc::clone(set), Arc::clone(&self.floor), pages);
         let folder = LayerFolder::new(path, Arc::clone(&self.keep), Arc::clone(&self.rubbish));
         folder.this.set(true);
-        Ok((self.register(StoredLayer::new(id, files, folder, charge)), note))
+        // It may be durable.
+        self.rely_on_merged();
+        let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
+        Ok((self.register(layer), note))
     }
 
     /// The image whose newest layer is `top`; `None`: there is none. `above`: a layer that lies on
@@ -473,6 +516,9 @@ impl Shared {
                 return Err(StoreError::Damaged { path: self.folder(id), reason });
             }
             let (layer, note) = self.open_layer(id, &set)?;
+            if note.merged {
+                return Err(StoreError::Merged(id));
+            }
             if !layer.folder().this.get() && !note.frozen {
                 return Err(StoreError::Busy(id));
             }

@@ -3,14 +3,22 @@ use vmfork_image::PageRange;
 
 use super::*;
 use crate::lower::Lower;
+use crate::merging::LAYERS_MAX;
 use crate::nbd::Span;
 
 const PAGES: u64 = 24;
 const SIZE: u64 = PAGES * 4096;
 const NO_FLOOR: StoreOptions = StoreOptions { floor_bytes: 0 };
 
+/// Layers are merged all the time.
+const FEW: MergeLimits = MergeLimits { own: 1, in_all: 2, waste_pages: 0 };
+
 fn open(folder: &Path) -> DiskStore {
     DiskStore::open(folder, NO_FLOOR).expect("a store")
+}
+
+fn open_few(folder: &Path) -> DiskStore {
+    DiskStore::open_with(folder, NO_FLOOR, FEW).expect("a store")
 }
 
 fn spec(name: &str, size_bytes: u64) -> DiskSpec {
@@ -173,11 +181,16 @@ impl World {
     }
 }
 
-/// A store over a copy of the folder as it is now, with what is still to do left undone.
+/// A store over a copy of the folder as it is now, with what is still to do left undone. Nothing
+/// changes while it is copied: a copy of two moments is no state that a killed daemon leaves.
 fn replaced(old: &DiskStore, folder: &Path) -> DiskStore {
+    // Each puts jobs into those after it.
+    old.shared.spares.abandon();
+    old.shared.work.abandon();
+    old.shared.rubbish.abandon();
     let next = tempfile::tempdir_in(folder).expect("a folder").keep();
     copy(&old.shared.layers, &next.join("layers"));
-    open(&next)
+    open_few(&next)
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -203,7 +216,7 @@ proptest! {
     fn every_disk_and_image_has_what_was_written_there(steps in steps()) {
         let folder = tempfile::tempdir().expect("a folder");
         let (path, model) = raw(folder.path());
-        let store = open(&folder.path().join("first"));
+        let store = open_few(&folder.path().join("first"));
         let base = DiskImage::raw(&path).expect("a base");
         let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
         let mut world = World { store, disks: vec![(disk, model)], images: Vec::new(), made: 1 };
@@ -423,4 +436,207 @@ fn a_table_waits_for_the_medium_only_above_a_layer_that_is_durable() {
     // What was the disk's own then is frozen now, and the next one replaces all of it.
     assert!(durable(&frozen(3)));
     assert!(durable(&frozen(4)), "before the layers below are removed");
+}
+
+/// A disk that has been frozen `times` times, each time with another page written, and what it has.
+/// The pages go round a disk of `pages`.
+fn frozen_often(store: &DiskStore, pages: u64, times: u64) -> (Disk, Vec<u8>) {
+    let blank = DiskImage::blank(pages * 4096).expect("an image");
+    let disk = store.create(&spec("data", pages * 4096), &blank).expect("a disk");
+    let mut model = vec![0; usize::try_from(pages * 4096).expect("small")];
+    for number in 0..times {
+        let span = span(number % pages, 1);
+        model[place(span)].fill(u8::try_from(number % 255 + 1).expect("small"));
+        disk.write(span, &model[place(span)]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+    }
+    store.drain();
+    (disk, model)
+}
+
+#[test]
+fn a_disk_that_is_frozen_on_and_on_keeps_few_layers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 299);
+    let layers = || std::fs::read_dir(&store.shared.layers).expect("a folder").count();
+    // Its own, the one before that, the next.
+    let most = LAYERS_MAX + 3;
+    assert!(layers() <= most, "{} layers", layers());
+    assert!(store.counts().merges > 0);
+    assert_eq!(now(&disk), model);
+    // A clone keeps all that its image shows, as long as it exists.
+    let image = disk.freeze().expect("frozen");
+    let clone = store.create(&spec("data", 300 * 4096), &image).expect("a clone");
+    drop(image);
+    for number in 0..299 {
+        disk.write(span(number, 1), &[0xee; 4096]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+    }
+    store.drain();
+    assert_eq!(now(&clone), model);
+    assert_eq!(now(&disk)[..299 * 4096], [0xee; 299 * 4096]);
+    assert!((most..=2 * most + 2).contains(&layers()), "{} layers of both", layers());
+    drop(clone);
+    store.drain();
+    assert!(layers() <= most, "{} layers", layers());
+}
+
+#[test]
+fn clones_share_the_layers_of_their_parent() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    // As many as a disk may have, and its image's own.
+    let (disk, _) = frozen_often(&store, 300, LAYERS_MAX as u64 + 1);
+    let (image, before) = (disk.image(), store.counts().merges);
+    assert_eq!(image.owners().count(), LAYERS_MAX + 1);
+    for byte in 0..5 {
+        let clone = store.create(&spec("data", 300 * 4096), &image).expect("a clone");
+        clone.write(span(200, 1), &[byte; 4096]).expect("written");
+        drop(clone.freeze().expect("frozen"));
+    }
+    store.drain();
+    assert_eq!(store.counts().merges, before, "no clone copies what they share");
+}
+
+#[test]
+fn space_of_pages_that_do_not_show_is_given_back() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let pages = 6000;
+    let blank = DiskImage::blank(pages * 4096).expect("an image");
+    let (set, mut spec) = (DiskSet::new(None), spec("data", pages * 4096));
+    spec.set = Arc::clone(&set);
+    let disk = store.create(&spec, &blank).expect("a disk");
+    let mut bytes = vec![0; usize::try_from(pages * 4096).expect("small")];
+    for round in 1..6 {
+        // One page of each round shows to the end.
+        bytes[place(span(round, pages - round))].fill(u8::try_from(round).expect("small"));
+        disk.write(span(round, pages - round), &bytes[place(span(round, pages - round))])
+            .expect("written");
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+        let used = set.used_bytes() / 4096;
+        assert!(used <= 2 * pages + 4096 + pages, "{used} pages after {round} rounds");
+    }
+    assert_eq!(now(&disk), bytes);
+    assert!(store.counts().merges > 0 && store.counts().merged_bytes < 100 * 4096);
+}
+
+#[test]
+fn a_merged_layer_is_no_disk_and_without_it_no_table_is_stored() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 40);
+    let own = disk.layer();
+    store.keep_all();
+    drop((disk, store));
+    let store = open(folder.path());
+    let listing = store.list().expect("a list");
+    let merged: Vec<_> = listing.layers.values().filter(|layer| layer.note.merged).collect();
+    assert_eq!(merged.len(), 1, "{merged:?}");
+    let heads: Vec<_> = listing.disks().iter().map(|layer| layer.id).collect();
+    assert_eq!(heads, [own]);
+    let id = merged[0].id;
+    let alone = Listing { layers: [(id, merged[0].clone())].into(), bad: Vec::new() };
+    assert!(alone.disks().is_empty(), "it is left when the disk is gone, but a clone is not");
+    assert!(matches!(store.image(id, &none), Err(StoreError::Merged(_))));
+    assert!(matches!(store.remove(id), Err(StoreError::Under { .. })));
+    let refused = store.reopen(id, &DiskSet::new(None), &none).expect_err("it has no content");
+    assert!(matches!(refused, StoreError::Under { .. } | StoreError::Merged(_)));
+    let disk = store.reopen(own, &DiskSet::new(None), &none).expect("the disk");
+    assert_eq!(now(&disk), model);
+    let removed = store.remove_unused().expect("removed");
+    assert!(!removed.contains(&id), "a table names it");
+    assert_eq!(now(&disk), model);
+    drop(disk);
+    store.drain();
+    assert!(store.list().expect("a list").layers.is_empty());
+}
+
+#[test]
+fn an_export_that_needed_a_merge_stays_after_it_was_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 30);
+    let own = disk.layer();
+    store.keep_all();
+    drop((disk, store));
+    for round in 0..3 {
+        // Its chain has more layers than that.
+        let store = DiskStore::open_with(folder.path(), NO_FLOOR, FEW).expect("a store");
+        let image = store.image(own, &none).expect("an export");
+        assert_eq!(content(&image), model, "round {round}");
+        store.drain();
+        assert_eq!(store.counts().merges > 0, round == 0);
+        assert_eq!(content(&image), model, "round {round}");
+        drop(image);
+        store.drain();
+    }
+}
+
+#[test]
+fn merged_layers_are_durable_once_a_guest_relies_on_the_medium() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let (disk, _) = frozen_often(&store, 40, 20);
+    let merged = || {
+        let image = disk.image();
+        let ids: Vec<ImageId> = image.owners().map(|(id, _)| id).collect();
+        let layers = ids.into_iter().filter_map(|id| store.shared.live_layer(id));
+        let merged = layers.filter(|layer| {
+            let note = found::read_note(layer.folder().path()).expect("a note").expect("a note");
+            note.merged
+        });
+        merged.collect::<Vec<_>>()
+    };
+    assert!(!merged().is_empty());
+    assert!(!merged().iter().any(|layer| layer.is_durable()), "no merge waits unasked");
+    disk.sync().expect("synced");
+    assert!(merged().iter().all(|layer| layer.is_durable()));
+    let before = merged().iter().map(|layer| layer.id()).collect::<Vec<_>>();
+    for number in 20..40 {
+        disk.write(span(number, 1), &[1; 4096]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+        assert!(merged().iter().all(|layer| layer.is_durable()));
+    }
+    assert!(merged().iter().any(|layer| !before.contains(&layer.id())), "there is another one");
+}
+
+#[test]
+fn a_merge_that_fails_changes_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let (disk, mut model) = frozen_often(&store, 40, 20);
+    let before = store.counts().merges;
+    // The pages of the layers that are to be merged can't be read for a while.
+    let image = disk.image();
+    let below: Vec<ImageId> =
+        image.owners().map(|(id, _)| id).filter(|id| *id != image.id()).collect();
+    let data = |id: &ImageId| store.shared.folder(*id).join("data");
+    let cut: Vec<Vec<u8>> = below
+        .iter()
+        .map(|id| {
+            let bytes = std::fs::read(data(id)).expect("read");
+            File::options().write(true).open(data(id)).expect("a file").set_len(0).expect("cut");
+            bytes
+        })
+        .collect();
+    let layers = || std::fs::read_dir(&store.shared.layers).expect("a folder").count();
+    drop(image);
+    for number in 20..24 {
+        disk.write(span(number, 1), &[1; 4096]).expect("written");
+        model[place(span(number, 1))].fill(1);
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+    }
+    assert!(store.counts().merges <= before + 3, "{} merges", store.counts().merges - before);
+    assert!(layers() < 12, "none is left of those that failed: {}", layers());
+    for (id, bytes) in below.iter().zip(cut) {
+        use std::os::unix::fs::FileExt;
+        let file = File::options().write(true).open(data(id)).expect("a file");
+        file.write_all_at(&bytes, 0).expect("written");
+    }
+    assert_eq!(now(&disk), model);
 }
