@@ -248,14 +248,25 @@ impl DiskStore {
         id: ImageId,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<DiskImage, StoreError> {
-        let image = self.shared.chain(Some(id), None, given)?;
+        self.image_for(id, &DiskSet::new(None), given)
+    }
+
+    /// The layers that are opened count on `set`.
+    fn image_for(
+        &self,
+        id: ImageId,
+        set: &Arc<DiskSet>,
+        given: &dyn Fn(ImageId) -> Option<DiskImage>,
+    ) -> Result<DiskImage, StoreError> {
+        let image = self.shared.chain(Some(id), None, set, given)?;
         let image = image.ok_or(StoreError::Missing(id))?;
         self.shared.settle_later(image.clone());
         Ok(image)
     }
 
     /// The disk that an earlier daemon left, with `layer` as its own layer: see [`Listing::disks`].
-    /// If that was made an image before, for an export, the disk gets a new layer on it.
+    /// If that was made an image before, for an export, the disk gets a new layer on it. What it
+    /// lies on counts on `set`, too, unless that is open already.
     ///
     /// # Errors
     /// As [`DiskStore::image`]; or another layer lies on it, so it is frozen.
@@ -288,11 +299,11 @@ impl DiskStore {
         let size_bytes = note.size_bytes;
         // Its table would be out of date after the first write.
         if own.folder().path().join("table").exists() {
-            let image = self.image(layer, given)?;
+            let image = self.image_for(layer, set, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
             return Ok(Disk::new(size_bytes, own, image, Arc::new(layers)));
         }
-        let image = match self.shared.chain(note.on, Some(layer), given)? {
+        let image = match self.shared.chain(note.on, Some(layer), set, given)? {
             Some(image) => image,
             None => base_image(&note.base, given)?,
         };
@@ -496,13 +507,13 @@ impl Shared {
         &self,
         top: Option<ImageId>,
         above: Option<ImageId>,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let mut seen: BTreeSet<ImageId> = above.into_iter().collect();
         let mut open: Vec<(Arc<StoredLayer>, u64)> = Vec::new();
         let mut at = top;
         let mut base = None;
-        let set = DiskSet::new(None);
         let mut image = loop {
             let Some(id) = at else {
                 let Some(base) = &base else { return Ok(None) };
@@ -515,14 +526,14 @@ impl Shared {
                 let reason = format!("layer {id} lies on itself");
                 return Err(StoreError::Damaged { path: self.folder(id), reason });
             }
-            let (layer, note) = self.open_layer(id, &set)?;
+            let (layer, note) = self.open_layer(id, set)?;
             if note.merged {
                 return Err(StoreError::Merged(id));
             }
             if !layer.folder().this.get() && !note.frozen {
                 return Err(StoreError::Busy(id));
             }
-            if let Some(image) = self.by_table(&layer, &note, given)? {
+            if let Some(image) = self.by_table(&layer, &note, set, given)? {
                 break image;
             }
             open.push((layer, note.size_bytes));
@@ -540,11 +551,11 @@ impl Shared {
         &self,
         layer: &Arc<StoredLayer>,
         note: &Note,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let path = layer.folder().path().join("table");
         let Some(table) = read_table(&path)? else { return Ok(None) };
-        let set = DiskSet::new(None);
         let base = base_image(&note.base, given)?;
         let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
             base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
@@ -552,7 +563,7 @@ impl Shared {
             if id == layer.id() {
                 owners.insert(id, Arc::<StoredLayer>::clone(layer));
             } else if let Entry::Vacant(place) = owners.entry(id) {
-                let (own, _) = self.open_layer(id, &set)?;
+                let (own, _) = self.open_layer(id, set)?;
                 place.insert(own);
             }
         }

@@ -109,6 +109,8 @@ fn place(span: Span) -> std::ops::Range<usize> {
 /// Disks and images, each with what it is to have.
 struct World {
     store: DiskStore,
+    /// Of all disks.
+    set: Arc<DiskSet>,
     disks: Vec<(Disk, Vec<u8>)>,
     images: Vec<(DiskImage, Vec<u8>)>,
     made: u32,
@@ -142,6 +144,7 @@ impl World {
                 self.made += 1;
                 let mut spec = spec("data", SIZE);
                 spec.vm = format!("vm {}", self.made);
+                spec.set = Arc::clone(&self.set);
                 let clone = self.store.create(&spec, &image).expect("a clone");
                 self.disks.push((clone, model.clone()));
                 self.images.push((image, model));
@@ -153,9 +156,20 @@ impl World {
             }
             Step::Drop(disk) if count > 1 => drop(self.disks.swap_remove(disk % count)),
             Step::Drop(_) => {}
-            Step::Drain => self.store.drain(),
-            Step::Restart => self.restart(folder),
+            Step::Drain => self.check_account(),
+            Step::Restart => {
+                self.restart(folder);
+                self.check_account();
+            }
         }
+    }
+
+    /// The set's account has what is in the files of all layers.
+    fn check_account(&self) {
+        self.store.drain();
+        let listing = self.store.list().expect("a list");
+        let held: u64 = listing.layers.values().map(|layer| layer.written_bytes).sum();
+        assert_eq!(self.set.used_bytes(), held);
     }
 
     /// A killed daemon removes nothing, and does nothing of what it had put off.
@@ -165,7 +179,7 @@ impl World {
         self.images.clear();
         // Its lock goes with it.
         self.store = replaced(&self.store, folder);
-        let set = DiskSet::new(None);
+        self.set = DiskSet::new(None);
         let listing = self.store.list().expect("a list");
         let found: BTreeSet<_> =
             listing.disks().into_iter().map(|disk| disk.note.vm.clone()).collect();
@@ -173,7 +187,7 @@ impl World {
         for (layer, model) in old {
             let vm = &listing.layers[&layer].note.vm;
             assert!(found.contains(vm), "{vm} is not in {found:?}");
-            let disk = self.store.reopen(layer, &set, &none).expect("the disk");
+            let disk = self.store.reopen(layer, &self.set, &none).expect("the disk");
             assert_eq!(now(&disk), model, "after a restart");
             self.disks.push((disk, model));
         }
@@ -218,8 +232,10 @@ proptest! {
         let (path, model) = raw(folder.path());
         let store = open_few(&folder.path().join("first"));
         let base = DiskImage::raw(&path).expect("a base");
-        let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
-        let mut world = World { store, disks: vec![(disk, model)], images: Vec::new(), made: 1 };
+        let spec = spec("data", SIZE);
+        let disk = store.create(&spec, &base).expect("a disk");
+        let (set, disks) = (spec.set, vec![(disk, model)]);
+        let mut world = World { store, set, disks, images: Vec::new(), made: 1 };
         for step in steps {
             world.step(folder.path(), step);
         }
@@ -229,14 +245,15 @@ proptest! {
         for (image, model) in &world.images {
             prop_assert_eq!(&content(image), model);
         }
-        world.store.drain();
+        world.check_account();
         for (image, model) in &world.images {
             prop_assert!(image.table().is_some(), "the background made it flat");
             prop_assert_eq!(&content(image), model);
         }
-        let World { store, disks, images, .. } = world;
+        let World { store, set, disks, images, .. } = world;
         drop((disks, images));
         store.drain();
+        prop_assert_eq!(set.used_bytes(), 0);
         let listing = store.list().expect("a list");
         prop_assert!(listing.layers.is_empty() && listing.bad.is_empty(), "{:?}", listing);
     }
@@ -392,6 +409,52 @@ fn a_quota_is_for_all_layers_of_a_set_and_written_pages_need_nothing_more() {
     drop((image, disk));
     store.drain();
     assert_eq!(set.used_bytes(), 0);
+}
+
+#[test]
+fn a_full_quota_stops_writes_until_it_is_raised_or_space_is_given_back_and_no_freeze() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let mut spec = spec("data", SIZE);
+    spec.set = DiskSet::new(Some(2 * 4096));
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec, &blank).expect("a disk");
+    let write = |page| disk.write(span(page, 1), &[7; 4096]);
+    let full = |page| write(page).expect_err("full").kind() == io::ErrorKind::StorageFull;
+    (0..2).for_each(|page| write(page).expect("it fits"));
+    assert!(full(2));
+    spec.set.set_quota_bytes(Some(3 * 4096));
+    write(2).expect("it was raised");
+    assert!(full(3));
+    disk.trim(span(0, 1)).expect("trimmed");
+    write(3).expect("a trim gave it back");
+    assert!(full(4));
+    // Freezes, clones and merges need nothing of it, with a layer made in advance or without.
+    let mut images = Vec::new();
+    for page in 4..10 {
+        images.push(disk.freeze().expect("frozen"));
+        // A merge that is not done yet would change what is used.
+        store.drain();
+        spec.set.set_quota_bytes(Some(spec.set.used_bytes()));
+        assert!(full(page));
+        spec.set.set_quota_bytes(Some(spec.set.used_bytes() + 4096));
+        write(page).expect("it was raised");
+        drop(store.create(&spec, &disk.freeze().expect("frozen")).expect("a clone"));
+    }
+    spec.set.set_quota_bytes(Some(0));
+    store.drain();
+    assert_eq!(spec.set.quota_bytes(), Some(0));
+    assert!(store.counts().merges > 0);
+    let mut clone = spec.clone();
+    clone.set = DiskSet::new(None);
+    let other = store.create(&clone, &images[0]).expect("a clone");
+    other.write(span(1, 2), &[8; 8192]).expect("it is of another set");
+    assert_eq!(clone.set.used_bytes(), 2 * 4096);
+    drop((images, other));
+    store.drain();
+    // What its newest image shows, and nothing of what was merged.
+    assert_eq!(spec.set.used_bytes(), 9 * 4096);
+    assert!(now(&disk)[4096..10 * 4096].iter().all(|byte| *byte == 7));
 }
 
 #[test]
