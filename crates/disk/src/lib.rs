@@ -22,6 +22,7 @@ mod holes;
 mod image;
 pub mod layer;
 mod lower;
+mod merging;
 pub mod nbd;
 mod raw;
 mod server;

@@ -50,7 +50,7 @@ impl Listing {
     pub fn disks(&self) -> Vec<&FoundLayer> {
         let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
         let rank = |layer: &FoundLayer| (!is_unused(layer), layer.note.number);
-        for layer in self.layers.values() {
+        for layer in self.layers.values().filter(|layer| !layer.note.merged) {
             let best = newest.entry(layer.note.disk_id).or_insert(layer);
             if rank(layer) > rank(best) {
                 *best = layer;

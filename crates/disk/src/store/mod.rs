@@ -16,6 +16,9 @@
 //! What is under a layer is its `table`, or, before that is written, the chain of notes. A layer
 //! lives as long as a disk or an image names it, and its folder as long as the layer.
 //!
+//! A disk that is frozen on and on would leave a layer each time. So in the background, before an
+//! image's table is made, the pages of many layers are copied into one ([`merge`]).
+//!
 //! Promises: a layer's folder is found whole or reported. Folders without a note are half-made, and
 //! removed. A layer that an earlier daemon left stays until the caller decides.
 //!
@@ -24,6 +27,7 @@
 mod bases;
 mod found;
 mod layers;
+mod merge;
 mod note;
 
 use std::collections::btree_map::Entry;
@@ -35,11 +39,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use vmfork_image::{ImageId, PageTable, wire};
+use vmfork_image::{ImageId, PAGE_BYTES, PageTable, wire};
 
 use self::bases::Bases;
 pub use self::found::{BadLayer, FoundLayer, Listing};
 use self::layers::DiskLayers;
+use self::merge::MergedLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
 use crate::background::Background;
 use crate::counters::Counter;
@@ -47,6 +52,7 @@ use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
 use crate::layer::{Keep, LayerError, LayerFiles, LayerFolder, PageState, StoredLayer};
 use crate::lower::OwnPages;
+use crate::merging::MergeLimits;
 use crate::raw::{RawError, RawFile};
 use crate::space::{Charge, DiskSet, Floor};
 
@@ -100,6 +106,10 @@ pub enum StoreError {
     Damaged { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
+    #[error(
+        "layer {0} has pages of several layers, and is no disk's: `vmfork disk ls` lists disks"
+    )]
+    Merged(ImageId),
 }
 
 /// A disk in a store.
@@ -124,6 +134,10 @@ pub struct StoreCounts {
     pub layers_made: u64,
     pub layers_removed: u64,
     pub tables_stored: u64,
+    /// Layers that were made of several others.
+    pub merges: u64,
+    /// Bytes that were copied for that.
+    pub merged_bytes: u64,
     /// Looks at the host's free space.
     pub space_looks: u64,
     /// Writes refused because of the floor.
@@ -146,11 +160,15 @@ struct Shared {
     /// Disks that are open, by ID.
     open: Mutex<BTreeMap<ImageId, Weak<DiskLayers>>>,
     images: Mutex<BTreeMap<ImageId, WeakImage>>,
+    limits: MergeLimits,
+    merged: Mutex<MergedLayers>,
     /// Held for reading while a layer is made.
     making: RwLock<()>,
     made: Counter,
     removed: Arc<Counter>,
     tables: Counter,
+    merges: Counter,
+    merged_pages: Counter,
 }
 
 /// The layers of a host.
@@ -165,6 +183,14 @@ impl DiskStore {
     /// # Errors
     /// Another daemon uses it, or it can't be read.
     pub fn open(root: &Path, options: StoreOptions) -> Result<Self, StoreError> {
+        Self::open_with(root, options, MergeLimits::default())
+    }
+
+    fn open_with(
+        root: &Path,
+        options: StoreOptions,
+        limits: MergeLimits,
+    ) -> Result<Self, StoreError> {
         let layers = root.join("layers");
         let failed = |source| StoreError::Folder { path: layers.clone(), source };
         make_folders(&layers).map_err(failed)?;
@@ -196,10 +222,14 @@ impl DiskStore {
             live: Mutex::default(),
             open: Mutex::default(),
             images: Mutex::default(),
+            limits,
+            merged: Mutex::default(),
             making: RwLock::default(),
             made: Counter::default(),
             removed: Arc::default(),
             tables: Counter::default(),
+            merges: Counter::default(),
+            merged_pages: Counter::default(),
             layers: layers.clone(),
         });
         let removed = found::remove_half_made(&layers).map_err(failed)?;
@@ -249,14 +279,25 @@ impl DiskStore {
         id: ImageId,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<DiskImage, StoreError> {
-        let image = self.shared.chain(Some(id), None, given)?;
+        self.image_for(id, &DiskSet::new(None), given)
+    }
+
+    /// The layers that are opened count on `set`.
+    fn image_for(
+        &self,
+        id: ImageId,
+        set: &Arc<DiskSet>,
+        given: &dyn Fn(ImageId) -> Option<DiskImage>,
+    ) -> Result<DiskImage, StoreError> {
+        let image = self.shared.chain(Some(id), None, set, given)?;
         let image = image.ok_or(StoreError::Missing(id))?;
         self.shared.settle_later(image.clone());
         Ok(image)
     }
 
     /// The disk that an earlier daemon left, with `layer` as its own layer: see [`Listing::disks`].
-    /// If that was made an image before, for an export, the disk gets a new layer on it.
+    /// If that was made an image before, for an export, the disk gets a new layer on it. What it
+    /// lies on counts on `set`, too, unless that is open already.
     ///
     /// # Errors
     /// As [`DiskStore::image`]; or another layer lies on it, so it is frozen.
@@ -274,6 +315,9 @@ impl DiskStore {
             return Err(StoreError::Under { id: layer, by });
         }
         let (own, note) = self.shared.open_layer(layer, set)?;
+        if note.merged {
+            return Err(StoreError::Merged(layer));
+        }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
             id: OnceLock::from(note.disk_id),
@@ -286,11 +330,11 @@ impl DiskStore {
         let size_bytes = note.size_bytes;
         // Its table would be out of date after the first write.
         if own.folder().path().join("table").exists() {
-            let image = self.image(layer, given)?;
+            let image = self.image_for(layer, set, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
             return Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)));
         }
-        let image = match self.shared.chain(note.on, Some(layer), given)? {
+        let image = match self.shared.chain(note.on, Some(layer), set, given)? {
             Some(image) => image,
             None => base_image(&note.base, given)?,
         };
@@ -384,6 +428,8 @@ impl DiskStore {
             layers_made: shared.made.get(),
             layers_removed: shared.removed.get(),
             tables_stored: shared.tables.get(),
+            merges: shared.merges.get(),
+            merged_bytes: shared.merged_pages.get() * PAGE_BYTES,
             space_looks: shared.floor.looks.get(),
             floor_refusals: shared.floor.refused.get(),
         }
@@ -493,22 +539,27 @@ impl Shared {
         let shared = Arc::downgrade(self);
         self.work.put(Box::new(move || {
             let Some(shared) = shared.upgrade() else { return };
-            image.flatten();
-            image.each_linked(&mut |image| shared.store_table(image));
+            let mut merged = Vec::new();
+            image.flatten_by(&mut |image, flat| shared.merge(image, flat, &mut merged));
+            let durable = merged.iter().any(|layer| layer.is_durable());
+            image.each_linked(&mut |image| shared.store_table(image, durable));
+            // The layers that they replace are off the account by now, if nothing else names them.
+            merged.iter().for_each(|layer| layer.count_copies());
         }));
     }
 
     /// Without its table on disk, an image keeps what lies below.
     ///
     /// Nothing waits for the medium, unless a layer below is durable. Then a guest was told so, and
-    /// that layer may be removed only after this one is durable, too.
-    fn store_table(&self, image: &DiskImage) {
+    /// that layer may be removed only after this one is durable, too. `durable`: so is a layer that
+    /// others were merged into.
+    fn store_table(&self, image: &DiskImage, durable: bool) {
         let (Some(own), Some(table)) = (image.own(), image.table()) else { return };
         let Some(lower) = image.lower() else { return };
         let stored = || -> io::Result<()> {
             // From now on it is an image: see `reopen`.
             layers::change_note(own, |note| note.frozen = true)?;
-            if lower.own().is_some_and(|lower| lower.is_durable()) {
+            if durable || lower.own().is_some_and(|lower| lower.is_durable()) {
                 own.sync()?;
             }
             let name = |id: ImageId| wire::ImageName { host: 0, image: id.get() };
@@ -542,7 +593,7 @@ impl Shared {
             return Ok((layer, note));
         }
         let files = LayerFiles::open(&path)?;
-        if files.map().pages() < note.size_bytes.div_ceil(vmfork_image::PAGE_BYTES) {
+        if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
             let reason = format!("its map is too short for {} bytes", note.size_bytes);
             return Err(StoreError::Damaged { path, reason });
         }
@@ -550,7 +601,10 @@ impl Shared {
         let charge = Charge::new(Arc::clone(set), Arc::clone(&self.floor), pages);
         let folder = LayerFolder::new(path, Arc::clone(&self.keep), Arc::clone(&self.rubbish));
         folder.this.set(true);
-        Ok((self.register(StoredLayer::new(id, files, folder, charge)), note))
+        // It may be durable.
+        self.rely_on_merged();
+        let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
+        Ok((self.register(layer), note))
     }
 
     /// The image whose newest layer is `top`; `None`: there is none. `above`: a layer that lies on
@@ -559,13 +613,13 @@ impl Shared {
         &self,
         top: Option<ImageId>,
         above: Option<ImageId>,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let mut seen: BTreeSet<ImageId> = above.into_iter().collect();
         let mut open: Vec<(Arc<StoredLayer>, u64)> = Vec::new();
         let mut at = top;
         let mut base = None;
-        let set = DiskSet::new(None);
         let mut image = loop {
             let Some(id) = at else {
                 let Some(base) = &base else { return Ok(None) };
@@ -578,11 +632,14 @@ impl Shared {
                 let reason = format!("layer {id} lies on itself");
                 return Err(StoreError::Damaged { path: self.folder(id), reason });
             }
-            let (layer, note) = self.open_layer(id, &set)?;
+            let (layer, note) = self.open_layer(id, set)?;
+            if note.merged {
+                return Err(StoreError::Merged(id));
+            }
             if !layer.folder().this.get() && !note.frozen {
                 return Err(StoreError::Busy(id));
             }
-            if let Some(image) = self.by_table(&layer, &note, given)? {
+            if let Some(image) = self.by_table(&layer, &note, set, given)? {
                 break image;
             }
             open.push((layer, note.size_bytes));
@@ -600,11 +657,11 @@ impl Shared {
         &self,
         layer: &Arc<StoredLayer>,
         note: &Note,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let path = layer.folder().path().join("table");
         let Some(table) = read_table(&path)? else { return Ok(None) };
-        let set = DiskSet::new(None);
         let base = base_image(&note.base, given)?;
         let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
             base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
@@ -612,7 +669,7 @@ impl Shared {
             if id == layer.id() {
                 owners.insert(id, Arc::<StoredLayer>::clone(layer));
             } else if let Entry::Vacant(place) = owners.entry(id) {
-                let (own, _) = self.open_layer(id, &set)?;
+                let (own, _) = self.open_layer(id, set)?;
                 place.insert(own);
             }
         }
