@@ -19,6 +19,15 @@ def is_expected_to_pass(body: object) -> bool:
             ipaddress.IPv6Address(address[1:].split("]")[0])
         except ValueError:
             return False  # the pattern has the characters of an address only
+    if body.get("root_bytes") is not None and body.get("root") != "overlay":
+        return False  # a tmpfs has no disk
+    disks = body.get("disks")
+    if isinstance(disks, list):
+        names = [disk.get("name") for disk in disks if isinstance(disk, dict)]
+        if len(set(names)) != len(names) or "root" in names:
+            return False  # unique, and not that of the overlay's disk
+        if len(names) > 6 and body.get("root") == "overlay":
+            return False  # its disk is the seventh
     return True
 
 

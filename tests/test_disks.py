@@ -205,20 +205,60 @@ def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
         subprocess.run(["umount", "--lazy", folder], timeout=30, check=True)
 
 
-def test_a_killed_daemon_leaves_no_disk_behind(make_daemon: Callable[..., Daemon], image: str) -> None:
-    """VMs end with their daemon, and so do their disks."""
+@pytest.mark.parametrize("ending", ["killed", "told to end"])
+def test_what_was_written_is_there_after_the_daemon(
+    make_daemon: Callable[..., Daemon], image: str, tmp_path: Path, ending: str
+) -> None:
+    """VMs end with their daemon. The next one gives their disks back, and removes them if told."""
     daemon = make_daemon()
     daemon.add_image(image)
     daemon.start()
     with daemon.client() as client:
-        vm = client.run(image, name="brief", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])
-        vm.exec("dd if=/dev/urandom of=/dev/vdb bs=1M count=32 conv=fsync", check=True)
-        vm.fork(1).raise_for_errors()
-    assert _held(daemon) > 32 * MIB
-    daemon.kill()
+        vm = client.run(image, name="db", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])
+        vm.exec("mkdir /mnt/data && mount /dev/vdb /mnt/data", check=True)
+        vm.exec("seq 200000 > /mnt/data/rows && sync /mnt/data/rows", check=True)
+        clone = vm.fork(1).raise_for_errors()[0]
+        clone.exec("echo more >> /mnt/data/rows && sync /mnt/data/rows", check=True)
+        for one in (vm, clone):
+            one.exec("while :; do cp /mnt/data/rows /mnt/data/copy; sync /mnt/data/copy; done &", timeout_s=60)
+        time.sleep(0.5)
+    cli, file = Cli(daemon), tmp_path / "disk.img"
+    # While its VM runs, a disk is as after a power cut.
+    cli("disk", "export", "db/data", str(file))
+    assert _rows(file).endswith("200000\n")
+    busy = cli("disk", "rm", "db/data", code=1).stderr.decode()
+    assert "a VM has it" in busy
+    assert daemon.stop() == 0 if ending == "told to end" else daemon.kill() is None
     daemon.start()
+    listed = cli.json("disk", "ls")["disks"]
+    assert [(disk["vm"], disk["name"], disk["state"]) for disk in listed] == [
+        ("db", "data", "left"),
+        (clone.name, "data", "left"),
+    ]
+    for name, end in (("db", "200000\n"), (clone.name, "more\n")):
+        cli("disk", "export", f"{name}/data", str(file))
+        assert _rows(file).endswith(end)
+        assert file.stat().st_size == 64 * MIB > 512 * file.stat().st_blocks, "holes stay holes"
+    # The clone's disk lies on its parent's.
+    cli("disk", "rm", "db/data")
+    cli("disk", "export", f"{clone.name}/data", str(file))
+    assert _rows(file).endswith("more\n")
+    assert "VM/NAME" in cli("disk", "inspect", "../x", code=2).stderr.decode()
+    assert "there is no disk `db/data`" in cli("disk", "inspect", "db/data", code=1).stderr.decode()
+    cli("disk", "prune")
+    assert cli.json("disk", "ls")["disks"] == []
     assert _held(daemon) < MIB
     assert not list((daemon.state / "sockets").iterdir())
+
+
+def _rows(disk: Path) -> str:
+    """The file `rows` of an exported file system, which is whole once its journal is replayed."""
+    replayed = subprocess.run(["e2fsck", "-p", disk], capture_output=True, timeout=60, check=False)
+    assert replayed.returncode in (0, 1), replayed.stdout
+    subprocess.run(["e2fsck", "-fn", disk], capture_output=True, timeout=60, check=True)
+    return subprocess.run(
+        ["debugfs", "-R", "cat /rows", disk], capture_output=True, timeout=60, check=True, text=True
+    ).stdout
 
 
 def test_the_database_example_forks_a_transaction(daemon: Daemon, cli: Cli, image: str) -> None:

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::schema::{DiskName, Name, Plain};
+use crate::schema::{ClosedDiskSource, DiskId, DiskName, HostPath, Name};
 
 /// Most disks of one VM, beside its root. That of an overlay is one of them.
 pub const DISKS_MAX: usize = 7;
@@ -32,6 +32,7 @@ pub struct NewDisk {
     #[schema(value_type = DiskName)]
     pub name: String,
     /// What it holds when the VM boots.
+    #[schema(value_type = ClosedDiskSource)]
     pub source: DiskSource,
 }
 
@@ -52,8 +53,7 @@ pub enum DiskSource {
     },
     /// A raw file on the daemon's host. It must not change while a VM uses it.
     File {
-        /// Absolute.
-        #[schema(value_type = Plain)]
+        #[schema(value_type = HostPath)]
         path: String,
     },
 }
@@ -88,6 +88,37 @@ pub struct Disk {
     pub written_bytes: u64,
     /// The guest's device: `/dev/vdb` is the first one beside the root.
     pub device: String,
+}
+
+/// A disk on a host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostDisk {
+    /// 1 to 16 hex digits. Stays the same as long as the disk exists.
+    #[schema(value_type = DiskId)]
+    pub id: String,
+    /// Unique in its VM; empty if it is damaged.
+    pub name: String,
+    /// The VM that has it or had it; empty if the disk is damaged.
+    pub vm: String,
+    pub state: DiskState,
+    pub size_bytes: u64,
+    /// What was written to it and still takes space. It may lie on what was written to others.
+    pub written_bytes: u64,
+    /// Why it is damaged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// What a disk on a host is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskState {
+    /// A VM has it.
+    InUse,
+    /// Its VM ended with an earlier daemon: the disk can be exported and removed.
+    Left,
+    /// Its files can't be read: it can be removed.
+    Damaged,
 }
 
 /// A disk that can't be, as typed.

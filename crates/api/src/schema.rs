@@ -9,6 +9,8 @@ use utoipa::openapi::schema::{
 use utoipa::openapi::{Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::disk::DiskSource;
+
 /// A string that matches a pattern (ECMA-262), as a component of the document.
 macro_rules! text {
     ($name:ident, $pattern:expr, $description:literal $(, max_length = $max_length:expr)?) => {
@@ -45,6 +47,7 @@ text!(
     "^[a-z][a-z0-9-]{0,31}$",
     "A disk's name: 1 to 32 of a-z 0-9 -, starting with a letter."
 );
+text!(DiskId, "^[1-9a-f][0-9a-f]{0,15}$", "A disk's ID: 1 to 16 hex digits, the first not 0.");
 text!(
     HostAddress,
     concat!(
@@ -77,6 +80,7 @@ text!(
     "An absolute path in the guest, shorter than 4096 bytes.",
     max_length = 4095
 );
+text!(HostPath, r"^/[^\x00]*$", "An absolute path on the daemon's host.");
 text!(
     GuestFilePath,
     r"^/(?:[^/\x00]*/)*(?:[^/\x00.][^/\x00]*|\.[^/\x00.][^/\x00]*|\.\.[^/\x00]+)$",
@@ -95,6 +99,35 @@ fn string(pattern: &str, description: &str) -> ObjectBuilder {
         .schema_type(SchemaType::Type(Type::String))
         .pattern(Some(pattern))
         .description(Some(description))
+}
+
+/// [`DiskSource`], whose derived schema allows fields that it has not.
+#[derive(Debug)]
+pub enum ClosedDiskSource {}
+
+impl PartialSchema for ClosedDiskSource {
+    fn schema() -> RefOr<Schema> {
+        let mut schema = DiskSource::schema();
+        if let RefOr::T(Schema::OneOf(one_of)) = &mut schema {
+            for variant in &mut one_of.items {
+                if let RefOr::T(Schema::Object(object)) = variant {
+                    let none = AdditionalProperties::FreeForm(false);
+                    object.additional_properties = Some(Box::new(none));
+                }
+            }
+        }
+        schema
+    }
+}
+
+impl ToSchema for ClosedDiskSource {
+    fn name() -> Cow<'static, str> {
+        DiskSource::name()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        schemas.push((HostPath::name().into(), HostPath::schema()));
+    }
 }
 
 /// Names for new VMs that are started together.

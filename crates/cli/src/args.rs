@@ -86,6 +86,9 @@ pub(crate) enum RawCommand {
     /// Build, list, import and remove guest images
     #[command(subcommand)]
     Image(RawImage),
+    /// List, export and remove disks
+    #[command(subcommand)]
+    Disk(RawDisk),
     /// Store VMs as snapshots, and manage snapshots
     #[command(subcommand)]
     Snapshot(RawSnapshot),
@@ -465,6 +468,31 @@ pub(crate) enum RawImage {
     },
     /// Import a kernel with an initrd or a root file system, or a bootable disk
     Import(RawImageImport),
+}
+
+/// DISK: VM/NAME, or an ID that `vmfork disk ls` prints.
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawDisk {
+    /// List the disks of this host, also those that VMs of an earlier daemon left
+    Ls,
+    /// Show everything about a disk
+    Inspect { disk: String },
+    /// Write all bytes of a disk to a raw file
+    ///
+    /// A disk of a running VM is as after a power cut. `vmfork exec VM sync` brings what the guest
+    /// has cached to its disks first.
+    Export {
+        disk: String,
+        /// A path, or - for standard output
+        file: String,
+    },
+    /// Remove disks that no VM has
+    Rm {
+        #[arg(required = true, value_name = "DISK")]
+        disks: Vec<String>,
+    },
+    /// Remove all disks that no VM has
+    Prune,
 }
 
 #[derive(Debug, Args)]

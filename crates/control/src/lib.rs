@@ -10,10 +10,10 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use vmfork_api::{
     ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
-    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
-    Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail,
-    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply,
-    TtlRequest, VerifyReply, Version, Vm, VmDetail,
+    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostDisk,
+    HostInfo, Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot,
+    SnapshotDetail, SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest,
+    TreeNode, TtlReply, TtlRequest, VerifyReply, Version, Vm, VmDetail,
 };
 
 mod events;
@@ -28,7 +28,7 @@ pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
 /// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the
 /// operation up and leaves nothing half-done.
-pub trait Control: SnapshotControl {
+pub trait Control: SnapshotControl + DiskControl {
     /// Whether a VM of this name or id is on this host, running or ended.
     fn has_vm(&self, vm: &str) -> bool;
     fn version(&self) -> Answer<'_, Version>;
@@ -92,6 +92,24 @@ pub trait ClusterControl: Send + Sync + 'static {
 /// Bytes that come piece by piece. Without an `Err` the sender's end is the end of the bytes; after
 /// an `Err` they are not whole.
 pub type ByteStream = mpsc::Receiver<Result<Bytes, ErrorBody>>;
+
+/// The operations on the disks of a host, as [`Control`]. `id` is a disk's.
+pub trait DiskControl: Send + Sync + 'static {
+    /// Those of VMs, and those that VMs of earlier daemons left.
+    fn disks(&self) -> Answer<'_, Vec<HostDisk>>;
+    fn inspect_disk<'a>(&'a self, id: &'a str) -> Answer<'a, HostDisk>;
+    /// What a disk holds now: one that is in use, as after a power cut.
+    fn export_disk<'a>(&'a self, id: &'a str) -> Answer<'a, DiskStream>;
+    /// Remove one that is not in use.
+    fn remove_disk<'a>(&'a self, id: &'a str) -> Answer<'a, ()>;
+}
+
+/// All bytes of a disk.
+#[derive(Debug)]
+pub struct DiskStream {
+    pub size_bytes: u64,
+    pub content: ByteStream,
+}
 
 /// The operations on stored snapshots, as [`Control`]. `name` is a snapshot's. What is created or
 /// pulled without waiting goes on after the answer; removing it gives it up.

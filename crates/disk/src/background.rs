@@ -77,6 +77,17 @@ impl Background {
         }
     }
 
+    /// Drops what is not begun, and waits for the rest: as far as a killed daemon has come.
+    #[cfg(test)]
+    pub(crate) fn abandon(&self) {
+        let mut state = self.queue.state();
+        let undone = std::mem::take(&mut state.jobs);
+        while state.busy {
+            state = self.queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop((state, undone));
+    }
+
     /// Carries out what there is, and ends the thread.
     pub(crate) fn end(&self) {
         self.queue.state().ends = true;

@@ -31,6 +31,9 @@ const STRETCH: u64 = crate::layer::CHUNK_PAGES;
 
 /// Where a disk's layers come from.
 pub(crate) trait Layers: Debug + Send + Sync {
+    /// That of the disk, once it has a layer.
+    fn id(&self) -> Option<ImageId>;
+
     /// A new layer on the layer `on`. `spare`: it is made in advance.
     fn make(
         &self,
@@ -47,6 +50,9 @@ pub(crate) trait Layers: Debug + Send + Sync {
 
     /// Done in the background, soon: the next freeze waits for it.
     fn soon(&self, job: Job);
+
+    /// Merged layers survive the host, those that are made from now on too.
+    fn sync_merged(&self) -> io::Result<()>;
 }
 
 /// A disk at one instant.
@@ -159,6 +165,11 @@ impl Disk {
         };
         disk.prepare();
         disk
+    }
+
+    /// Stays the same through freezes and restarts.
+    pub fn id(&self) -> ImageId {
+        self.layers.id().unwrap_or_else(|| self.layer())
     }
 
     pub fn size_bytes(&self) -> u64 {
@@ -381,6 +392,8 @@ impl Disk {
     /// The medium's. After one, every later sync fails too, until the disk is dropped.
     pub fn sync(&self) -> io::Result<()> {
         let _one_at_a_time = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        // Before frozen layers: one that is gone by then was merged into a layer that is synced.
+        self.layers.sync_merged()?;
         let layer = Arc::clone(&self.now().layer);
         let frozen = std::mem::take(&mut *self.unsynced());
         for (number, frozen_layer) in frozen.iter().enumerate() {

@@ -5,6 +5,7 @@ use vmfork_image::{PageTable, Source};
 
 use super::*;
 use crate::lower::OwnPages;
+use crate::merging::LAYERS_MAX;
 use crate::space::DiskSet;
 use crate::store::{DiskSpec, DiskStore, StoreOptions};
 
@@ -239,9 +240,10 @@ fn fifty_freezes_deep_a_read_is_one_lookup() {
     store.drain();
     assert_eq!(store.counts().tables_stored, 50);
     let image = disk.image();
-    // All 50 layers have pages that the one table names.
-    assert_eq!(image.table().expect("flat").owners().len(), 50);
-    assert_eq!(image.owners().count(), 50);
+    // All 50 layers have pages that the one table shows, some of them in a layer of several.
+    let owners = image.owners().count();
+    assert_eq!(image.table().expect("flat").owners().len(), owners);
+    assert!((2..=LAYERS_MAX + 1).contains(&owners), "{owners} layers");
     let mut bytes = [0; 4096];
     for page in 0..50 {
         disk.read(span(page), &mut bytes).expect("read");

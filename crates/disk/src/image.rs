@@ -7,7 +7,8 @@
 //!
 //! The first form is made in O(1). The second is derived in the background from the lower image's
 //! table and the layer's map. It drops the link to the lower image. It keeps the own pages of
-//! those images alone that the table names.
+//! those images alone that the table names. A table may also name layers that are no image's: pages
+//! of several layers are copied into one, before a table is made public.
 //!
 //! Promises: both forms say the same. Once it is flat, a read costs one lookup at any depth. No
 //! read and no drop recurses, however long a chain of images that are not flat yet is.
@@ -70,10 +71,11 @@ struct Inner {
     lower: Mutex<Option<DiskImage>>,
 }
 
+/// What a flat image reads by.
 #[derive(Debug)]
-struct Flat {
-    table: PageTable,
-    owners: Owners,
+pub(crate) struct Flat {
+    pub(crate) table: PageTable,
+    pub(crate) owners: Owners,
 }
 
 /// Whether an image exists, without keeping it.
@@ -220,8 +222,16 @@ impl DiskImage {
     /// Derive the page table of this image, and before of those below that have none, oldest first.
     /// Takes time for what their layers have.
     pub fn flatten(&self) {
+        self.flatten_by(&mut |_, flat| flat);
+    }
+
+    /// The same. `edit` may give an image a table by which it has the same bytes from elsewhere.
+    pub(crate) fn flatten_by(&self, edit: &mut dyn FnMut(&Self, Flat) -> Flat) {
         self.each_linked(&mut |image| {
-            image.derive();
+            if let Some(flat) = image.derive() {
+                // Another thread may have been quicker.
+                let _same_bytes = image.0.flat.set(edit(image, flat));
+            }
         });
     }
 
@@ -236,13 +246,14 @@ impl DiskImage {
         }
     }
 
-    /// With the lower image flat.
-    fn derive(&self) {
+    /// With the lower image flat. `None`: this one is, too.
+    fn derive(&self) -> Option<Flat> {
         if self.0.flat.get().is_some() {
-            return;
+            return None;
         }
-        let (Some(own), Some(lower)) = (&self.0.own, self.lower()) else { return };
-        let Some(below) = lower.0.flat.get() else { return };
+        let own = self.0.own.as_ref()?;
+        let lower = self.lower()?;
+        let below = lower.0.flat.get()?;
         let pages = pages_of(self.0.size_bytes);
         let all = PageRange::first(pages);
         let changes = own.map().runs(all).filter_map(|(run, state)| match state {
@@ -258,15 +269,17 @@ impl DiskImage {
             zeros.derive(below.table.runs(all)).and_then(|table| table.derive(changes))
         };
         // Every run lies within `all`.
-        let Ok(table) = table else { return };
+        let table = table.ok()?;
         let of = |id| {
             let own: Arc<dyn OwnPages> = Arc::<StoredLayer>::clone(own);
             if id == self.0.id { Some(own) } else { below.owners.get(&id).cloned() }
         };
         match named(&table, of) {
-            // Another thread may have been quicker, with the same.
-            Ok(owners) => drop(self.0.flat.set(Flat { table, owners })),
-            Err(owner) => tracing::error!(image = %self.0.id, %owner, "pages have no owner"),
+            Ok(owners) => Some(Flat { table, owners }),
+            Err(owner) => {
+                tracing::error!(image = %self.0.id, %owner, "pages have no owner");
+                None
+            }
         }
     }
 
@@ -327,6 +340,18 @@ impl DiskImage {
 }
 
 impl Flat {
+    /// The same bytes, of which `own` has those of `pages` too. They are in ascending order.
+    pub(crate) fn with(&self, own: &Arc<StoredLayer>, pages: &[PageRange]) -> Option<Self> {
+        let source = Source::Image(own.id());
+        let table = self.table.derive(pages.iter().map(|run| (*run, source))).ok()?;
+        let of = |id| {
+            let new: Arc<dyn OwnPages> = Arc::<StoredLayer>::clone(own);
+            if id == own.id() { Some(new) } else { self.owners.get(&id).cloned() }
+        };
+        let owners = named(&table, of).ok()?;
+        Some(Self { table, owners })
+    }
+
     fn visit(&self, range: PageRange, found: &mut dyn FnMut(PageRange, Place<'_>)) {
         let mut end = range.start();
         for (run, source) in self.table.runs(range) {

@@ -22,6 +22,7 @@ mod holes;
 mod image;
 pub mod layer;
 mod lower;
+mod merging;
 pub mod nbd;
 mod raw;
 mod server;
@@ -37,6 +38,6 @@ pub use raw::{RawError, RawFile, Stamp};
 pub use server::{DiskServer, ServerCounts};
 pub use space::DiskSet;
 pub use store::{
-    BadLayer, BaseKind, BaseNote, DiskSpec, DiskStore, FoundLayer, Listing, Note, StoreCounts,
-    StoreError, StoreOptions,
+    BadLayer, BaseKind, BaseNote, DiskSpec, DiskStore, FoundDisk, FoundLayer, Listing, Note,
+    StoreCounts, StoreError, StoreOptions,
 };

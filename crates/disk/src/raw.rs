@@ -6,10 +6,12 @@
 //!
 //! Left to others: what happens to VMs on a file that has changed.
 
+use std::fmt::Debug;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
@@ -55,6 +57,8 @@ pub struct RawFile {
     file: File,
     path: PathBuf,
     stamp: Stamp,
+    /// Dropped with this.
+    _held: Option<Arc<dyn Debug + Send + Sync>>,
 }
 
 impl RawFile {
@@ -70,7 +74,12 @@ impl RawFile {
         if !found.is_file() {
             return Err(RawError::Kind { path: path.to_owned() });
         }
-        Ok(Self { file, path: path.to_owned(), stamp: Stamp::of(&found) })
+        Ok(Self { file, path: path.to_owned(), stamp: Stamp::of(&found), _held: None })
+    }
+
+    /// The same, with what is to be dropped after its last reader.
+    pub(crate) fn holding(self, held: Arc<dyn Debug + Send + Sync>) -> Self {
+        Self { _held: Some(held), ..self }
     }
 
     pub fn path(&self) -> &Path {

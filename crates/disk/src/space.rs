@@ -82,25 +82,52 @@ impl Floor {
 }
 
 /// Disks that share a quota.
+///
+/// What is counted is the pages that layers hold, frozen layers too, as long as they exist. A layer
+/// counts once, on the set of the disk that made it, however many disks and images show it. So what
+/// a parent wrote before a fork counts once for the parent and all its clones: a clone is a disk of
+/// the set that its [`DiskSpec`](crate::DiskSpec) names, and what it writes counts there. A page
+/// that is written again after a freeze counts twice, as long as an image shows the old one.
+///
+/// A layer that several were merged into counts from when it has replaced them. While an older image
+/// keeps some of those, these count too. After a restart, a layer counts on the set that it is
+/// opened for first.
+///
+/// Not counted: what disks lie on, and maps, notes and tables.
+///
+/// A freeze needs nothing of a quota, and a merge neither.
 #[derive(Debug)]
 pub struct DiskSet {
-    quota_bytes: Option<u64>,
+    /// The largest number: no quota.
+    quota_bytes: AtomicU64,
     used: AtomicU64,
 }
 
 impl DiskSet {
-    /// `None`: no quota. It counts what layers hold, frozen ones too, as long as they exist.
+    /// `None`: no quota.
     pub fn new(quota_bytes: Option<u64>) -> Arc<Self> {
+        let quota_bytes = AtomicU64::new(quota_bytes.unwrap_or(u64::MAX));
         Arc::new(Self { quota_bytes, used: AtomicU64::new(0) })
     }
 
-    /// What its layers hold, in bytes.
+    /// What its layers may hold, in bytes. `None`: no quota.
+    pub fn quota_bytes(&self) -> Option<u64> {
+        Some(self.quota_bytes.load(Ordering::Relaxed)).filter(|quota| *quota < u64::MAX)
+    }
+
+    /// Another quota, for all writes that begin from now on. One below what is used removes nothing:
+    /// writes to new pages fail as `StorageFull` until enough is given back.
+    pub fn set_quota_bytes(&self, quota_bytes: Option<u64>) {
+        self.quota_bytes.store(quota_bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// What its layers hold, in bytes. May be more than the quota.
     pub fn used_bytes(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 
     fn take(&self, bytes: u64) -> io::Result<()> {
-        let quota = self.quota_bytes.unwrap_or(u64::MAX);
+        let quota = self.quota_bytes.load(Ordering::Relaxed);
         let more = |used: u64| used.checked_add(bytes).filter(|used| *used <= quota);
         match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             Ok(_) => Ok(()),
@@ -129,6 +156,10 @@ impl Charge {
     pub(crate) fn new(set: Arc<DiskSet>, floor: Arc<Floor>, pages: u64) -> Self {
         set.used.fetch_add(pages * PAGE_BYTES, Ordering::Relaxed);
         Self { set, floor, pages: AtomicU64::new(pages) }
+    }
+
+    pub(crate) fn set(&self) -> &Arc<DiskSet> {
+        &self.set
     }
 
     /// # Errors
@@ -196,6 +227,48 @@ mod tests {
         one.take(1).expect("it fits");
         drop(two);
         assert_eq!(set.used_bytes(), 3 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn a_quota_holds_for_the_next_write_and_one_below_what_is_used_removes_nothing() {
+        let set = DiskSet::new(None);
+        assert_eq!(set.quota_bytes(), None);
+        let charge = Charge::new(Arc::clone(&set), floor(0), 0);
+        charge.take(10).expect("no quota");
+        set.set_quota_bytes(Some(5 * PAGE_BYTES));
+        assert_eq!((set.quota_bytes(), set.used_bytes()), (Some(20480), 40960));
+        charge.take(1).expect_err("full");
+        charge.give(5);
+        charge.take(1).expect_err("full");
+        charge.give(1);
+        charge.take(1).expect("it fits");
+        set.set_quota_bytes(Some(6 * PAGE_BYTES));
+        charge.take(1).expect("it fits");
+        charge.take(1).expect_err("full");
+        set.set_quota_bytes(None);
+        charge.take(1).expect("no quota");
+    }
+
+    #[test]
+    fn threads_that_take_and_give_never_pass_a_quota_that_changes() {
+        let set = DiskSet::new(Some(0));
+        let start = std::sync::Barrier::new(5);
+        let writer = || {
+            start.wait();
+            for pages in (1..6).cycle().take(50_000) {
+                if set.take(pages).is_ok() {
+                    let used = set.used_bytes();
+                    assert!(used <= 8, "{used} bytes");
+                    set.give(pages);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            (0..4).for_each(|_| drop(scope.spawn(writer)));
+            start.wait();
+            (0..50_000).for_each(|round| set.set_quota_bytes(Some(round % 9)));
+        });
+        assert_eq!(set.used_bytes(), 0);
     }
 
     #[test]

@@ -76,6 +76,30 @@ fn child_writes() {
     }
 }
 
+/// Freezes after each step, until it is killed: layers are merged all the time.
+#[test]
+#[ignore = "the work of another test"]
+fn child_merges() {
+    let folder = folder();
+    let store = open(&folder.join("store"), 0);
+    let disk = create(&store);
+    let log = std::fs::File::create(folder.join("log")).expect("a file");
+    for number in 0.. {
+        log.write_all_at(&u64::to_le_bytes(number + 1), 8).expect("written");
+        let (span, byte) = step(number);
+        disk.write(span, &vec![byte; span.len_bytes as usize]).expect("written");
+        log.write_all_at(&u64::to_le_bytes(number + 1), 0).expect("written");
+        drop(disk.freeze().expect("frozen"));
+        if number % 16 == 15 {
+            store.drain();
+        }
+        if number == 100 {
+            assert!(store.counts().merges > 0);
+            eprintln!("ready");
+        }
+    }
+}
+
 fn again(test: &str, folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", test, "--ignored", "--nocapture"]).env(FOLDER, folder);
@@ -94,10 +118,22 @@ fn until_ready(child: &mut Child, more: Duration) {
 
 #[test]
 fn what_was_acknowledged_before_a_kill_is_there() {
+    let steps = killed_at_random("child_writes");
+    assert!(steps > 21 * ROUNDS, "they did something: {steps} steps");
+}
+
+#[test]
+fn a_kill_while_layers_are_merged_loses_nothing() {
+    let steps = killed_at_random("child_merges");
+    assert!(steps > 100 * ROUNDS, "they did something: {steps} steps");
+}
+
+/// → steps that were acknowledged and found.
+fn killed_at_random(test: &str) -> u64 {
     let mut steps = 0;
     for round in 0..ROUNDS {
         let folder = tempfile::tempdir().expect("a folder");
-        let mut child = again("child_writes", folder.path()).spawn().expect("a child");
+        let mut child = again(test, folder.path()).spawn().expect("a child");
         until_ready(&mut child, Duration::from_micros(round * round * 1500));
         child.kill().expect("killed");
         child.wait().expect("ended");
@@ -126,9 +162,14 @@ fn what_was_acknowledged_before_a_kill_is_there() {
         {
             assert!(found == old || found == new, "sector {at} after {done} steps, round {round}");
         }
+        // What was left of a merge is not needed.
+        store.remove_unneeded().expect("removed");
+        let mut again = vec![0; found.len()];
+        disk.read(all, &mut again).expect("read");
+        assert!(found == again, "round {round}");
         steps += done;
     }
-    assert!(steps > 21 * ROUNDS, "they did something: {steps} steps");
+    steps
 }
 
 /// On a medium of 4 MiB.

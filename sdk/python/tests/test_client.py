@@ -305,3 +305,33 @@ def test_disks_go_out_and_come_back(client: vmfork.Client, daemon: FakeDaemon) -
     assert (asked["root"], asked["root_bytes"]) == ("overlay", 1 << 36)
     client.run("debian", name="bare")
     assert not {"disks", "root", "root_bytes"} & set(daemon.asked[-1][3])
+
+
+def test_disks_of_a_host_are_listed_exported_and_removed(
+    client: vmfork.Client, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    disk = {
+        "id": "d15c", "name": "data", "vm": "db", "state": "left",
+        "size_bytes": 1 << 20, "written_bytes": 4096,
+    }
+    content = b"x" * 4096 + bytes((1 << 20) - 4096)
+    daemon.canned = [
+        reply(200, [disk]),
+        reply(200, disk | {"state": "damaged", "reason": "its note"}),
+        (200, {"content-type": "application/octet-stream"}, content),
+        reply(204, None),
+    ]
+    assert client.disks()[0].state is vmfork.DiskState.LEFT
+    assert client.inspect_disk("d15c").reason == "its note"
+    file = tmp_path / "disk.img"
+    assert client.export_disk("d15c", file) == 1 << 20
+    assert file.read_bytes() == content
+    assert file.stat().st_mode & 0o777 == 0o600
+    client.remove_disk("d15c")
+    paths = [(method, path) for method, path, _, _ in daemon.asked]
+    assert paths == [
+        ("GET", "/v1/disks"),
+        ("GET", "/v1/disks/d15c"),
+        ("GET", "/v1/disks/d15c/content"),
+        ("DELETE", "/v1/disks/d15c"),
+    ]

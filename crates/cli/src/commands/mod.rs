@@ -7,6 +7,7 @@ mod completion;
 mod console;
 mod cp;
 mod daemon;
+mod disk;
 mod doctor;
 mod events;
 mod exec;
@@ -59,6 +60,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Doctor => doctor::run(global).await,
         Command::Version => version::run(global).await,
         Command::Image(action) => image::run(global, action).await,
+        Command::Disk(action) => disk::run(global, action).await,
         Command::Snapshot(action) => snapshot::run(global, action).await,
         Command::Cluster(action) => cluster::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,

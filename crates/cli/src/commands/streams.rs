@@ -15,7 +15,7 @@ use futures_util::{StreamExt as _, stream};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Frame;
 use indicatif::ProgressBar;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncSeekExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
@@ -23,13 +23,16 @@ use crate::client::{Answer, Body};
 
 const CHUNK_BYTES: usize = 256 << 10;
 
+/// Zeros are left out of a file in steps of this.
+const HOLE_BYTES: usize = 64 << 10;
+
 /// Idle timeout of a transfer.
 pub(super) const IDLE_BOUND: Duration = Duration::from_secs(120);
 
 /// Copies the answer's body, and returns its length. `from`: what it is, for errors.
 pub(super) async fn copy(
     mut answer: Answer,
-    to: &mut (impl AsyncWrite + Unpin),
+    to: &mut impl Sink,
     bar: &ProgressBar,
     from: &str,
     write_error: impl Fn(io::Error) -> anyhow::Error,
@@ -37,12 +40,53 @@ pub(super) async fn copy(
     let mut len = 0;
     let read = || format!("read {from}");
     while let Some(chunk) = answer.chunk(Some(IDLE_BOUND)).await.with_context(read)? {
-        to.write_all(&chunk).await.map_err(&write_error)?;
+        to.put(&chunk).await.map_err(&write_error)?;
         len += u64::try_from(chunk.len()).unwrap_or_default();
         bar.set_position(len);
     }
-    to.flush().await.map_err(&write_error)?;
+    to.end().await.map_err(&write_error)?;
     Ok(len)
+}
+
+/// What takes the bytes of a stream.
+pub(super) trait Sink {
+    async fn put(&mut self, bytes: &[u8]) -> io::Result<()>;
+    async fn end(&mut self) -> io::Result<()>;
+}
+
+impl<W: AsyncWrite + Unpin> Sink for W {
+    async fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.write_all(bytes).await
+    }
+
+    async fn end(&mut self) -> io::Result<()> {
+        self.flush().await
+    }
+}
+
+/// A new file, in which zeros become holes. Its length is to be set at the end.
+struct Sparse<'a> {
+    file: &'a mut tokio::fs::File,
+    len: u64,
+}
+
+impl Sink for Sparse<'_> {
+    async fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
+        for piece in bytes.chunks(HOLE_BYTES) {
+            if piece.iter().all(|byte| *byte == 0) {
+                self.len += u64::try_from(piece.len()).unwrap_or_default();
+                self.file.seek(io::SeekFrom::Start(self.len)).await?;
+            } else {
+                self.file.write_all(piece).await?;
+                self.len += u64::try_from(piece.len()).unwrap_or_default();
+            }
+        }
+        Ok(())
+    }
+
+    async fn end(&mut self) -> io::Result<()> {
+        self.file.flush().await
+    }
 }
 
 /// The answer's body to a file here, and its length. An existing file is replaced as a whole, or
@@ -76,7 +120,9 @@ pub(super) async fn copy_to_file(
         tempfile::Builder::new().prefix(".vmfork-").tempfile_in(folder).map_err(write_error)?;
     let mut file =
         tokio::fs::File::from_std(unfinished.as_file().try_clone().map_err(write_error)?);
-    let len = copy(answer, &mut file, bar, from, write_error).await?;
+    let mut sparse = Sparse { file: &mut file, len: 0 };
+    let len = copy(answer, &mut sparse, bar, from, write_error).await?;
+    file.set_len(len).await.map_err(write_error)?;
     unfinished.as_file().set_permissions(Permissions::from_mode(mode)).map_err(write_error)?;
     // A file that has the name has the bytes, even after a power cut.
     file.sync_all().await.map_err(write_error)?;

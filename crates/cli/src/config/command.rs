@@ -8,8 +8,8 @@ use std::time::Duration;
 use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, TtlRequest, name_is_valid};
 
 use super::{
-    ClusterAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, cluster, misuse, run,
-    value,
+    ClusterAction, DiskAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, cluster,
+    misuse, run, value,
 };
 use crate::args::{
     RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawPlace, RawTop, Shell,
@@ -40,6 +40,7 @@ pub(crate) enum Command {
     Doctor,
     Version,
     Image(ImageAction),
+    Disk(DiskAction),
     Snapshot(SnapshotAction),
     Cluster(ClusterAction),
     Daemon(DaemonAction),
@@ -140,6 +141,7 @@ impl Command {
             RawCommand::Doctor => Self::Doctor,
             RawCommand::Version => Self::Version,
             RawCommand::Image(raw) => Self::Image(ImageAction::new(raw)?),
+            RawCommand::Disk(raw) => Self::Disk(DiskAction::new(raw, global.json)?),
             RawCommand::Snapshot(raw) => Self::Snapshot(SnapshotAction::new(raw, global)?),
             RawCommand::Cluster(raw) => Self::Cluster(cluster::action(raw)?),
             RawCommand::Daemon(raw) => Self::Daemon(match raw {

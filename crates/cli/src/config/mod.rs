@@ -3,6 +3,7 @@
 
 mod cluster;
 mod command;
+mod disk;
 mod events;
 mod global;
 mod image;
@@ -14,6 +15,7 @@ pub(crate) use cluster::ClusterAction;
 pub(crate) use command::{
     Command, CpConfig, DaemonAction, ExecConfig, ForkConfig, KillConfig, Place, RmConfig, TopConfig,
 };
+pub(crate) use disk::{DiskAction, DiskName};
 pub(crate) use events::EventsConfig;
 pub(crate) use global::{Endpoint, Environment, Global};
 pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};

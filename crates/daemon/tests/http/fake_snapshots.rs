@@ -1,14 +1,14 @@
-//! The made-up host's stored snapshots: any name but `nope` is one.
+//! The made-up host's disks and stored snapshots: any name but `nope` is one.
 
 use bytes::Bytes;
 use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    Accel, ErrorBody, ErrorCode, Labels, ProfileInfo, Progress, RemovedSnapshots, SCHEMA, Snapshot,
-    SnapshotDetail, SnapshotRequest, SnapshotState, StartReply, StartRequest, TransferReply,
-    TransferRequest, VerifyReply,
+    Accel, DiskState, ErrorBody, ErrorCode, HostDisk, Labels, ProfileInfo, Progress,
+    RemovedSnapshots, SCHEMA, Snapshot, SnapshotDetail, SnapshotRequest, SnapshotState, StartReply,
+    StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
-use vmfork_control::{Answer, ByteStream, SnapshotControl};
+use vmfork_control::{Answer, ByteStream, DiskControl, DiskStream, SnapshotControl};
 use vmfork_host::quotas::User;
 
 use crate::fake::Fake;
@@ -47,6 +47,43 @@ impl Fake {
         self.note(call);
         exists(name)?;
         Ok(snapshot(name))
+    }
+}
+
+impl DiskControl for Fake {
+    fn disks(&self) -> Answer<'_, Vec<HostDisk>> {
+        async { Ok(vec![disk("d15c")]) }.boxed()
+    }
+
+    fn inspect_disk<'a>(&'a self, id: &'a str) -> Answer<'a, HostDisk> {
+        async move { Ok(disk(id)) }.boxed()
+    }
+
+    fn export_disk<'a>(&'a self, id: &'a str) -> Answer<'a, DiskStream> {
+        self.note(format!("export disk {id}"));
+        async move {
+            let (to, content) = mpsc::channel(1);
+            let _room = to.try_send(Ok(Bytes::from_static(b"content")));
+            Ok(DiskStream { size_bytes: 7, content })
+        }
+        .boxed()
+    }
+
+    fn remove_disk<'a>(&'a self, id: &'a str) -> Answer<'a, ()> {
+        self.note(format!("remove disk {id}"));
+        async move { Ok(()) }.boxed()
+    }
+}
+
+fn disk(id: &str) -> HostDisk {
+    HostDisk {
+        id: id.to_owned(),
+        name: "data".to_owned(),
+        vm: "web".to_owned(),
+        state: DiskState::Left,
+        size_bytes: 1 << 20,
+        written_bytes: 4096,
+        reason: None,
     }
 }
 

@@ -9,7 +9,7 @@ use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 
 use super::files::{LayerError, LayerFiles, Partly};
 use super::folder::LayerFolder;
-use super::map::{CHUNK_BYTES, LayerMap};
+use super::map::{CHUNK_BYTES, LayerMap, PageState};
 use crate::lower::OwnPages;
 use crate::space::Charge;
 
@@ -24,6 +24,8 @@ pub(crate) struct StoredLayer {
 
 #[derive(Debug)]
 struct Place {
+    /// The disk that made it.
+    disk: ImageId,
     charge: Charge,
     folder: LayerFolder,
     /// Its note survives the host, too.
@@ -33,11 +35,17 @@ struct Place {
 }
 
 impl StoredLayer {
-    pub(crate) fn new(id: ImageId, files: LayerFiles, folder: LayerFolder, charge: Charge) -> Self {
+    pub(crate) fn new(
+        (id, disk): (ImageId, ImageId),
+        files: LayerFiles,
+        folder: LayerFolder,
+        charge: Charge,
+    ) -> Self {
         Self {
             id,
             files,
             place: Arc::new(Place {
+                disk,
                 charge,
                 folder,
                 durable: AtomicBool::new(false),
@@ -48,6 +56,11 @@ impl StoredLayer {
 
     pub(crate) fn id(&self) -> ImageId {
         self.id
+    }
+
+    /// The ID of the disk that made it.
+    pub(crate) fn disk(&self) -> ImageId {
+        self.place.disk
     }
 
     pub(crate) fn map(&self) -> &LayerMap {
@@ -99,6 +112,19 @@ impl StoredLayer {
         rest: impl FnOnce(&mut [u8]) -> io::Result<()>,
     ) -> io::Result<()> {
         self.charged(page.range(), || self.files.write_part(page, at, part, rest))
+    }
+
+    /// Write pages that a layer has already, which this one is to replace. The floor counts them.
+    /// The quota does not: see [`StoredLayer::count_copies`].
+    pub(crate) fn copy_in(&self, range: PageRange, bytes: &[u8]) -> io::Result<()> {
+        let map_bytes = self.map().chunks_missing(range) * CHUNK_BYTES;
+        self.charge().room(map_bytes + range.byte_len())?;
+        split(self.files.write(range.start(), bytes)).1
+    }
+
+    /// All that was copied into it is on the account from now on, whatever the quota is.
+    pub(crate) fn count_copies(&self) {
+        self.charge().add(self.map().count(PageState::Written));
     }
 
     pub(crate) fn zero(&self, range: PageRange) -> io::Result<()> {

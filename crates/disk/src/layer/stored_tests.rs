@@ -16,7 +16,8 @@ fn layer(path: &Path, set: &Arc<DiskSet>) -> StoredLayer {
     let folder = LayerFolder::new(path.to_owned(), Arc::<Keep>::default(), rubbish);
     let floor = Floor::new(File::open(path).expect("a folder"), 0);
     let charge = Charge::new(Arc::clone(set), Arc::new(floor), 0);
-    StoredLayer::new(ImageId::new(1).expect("not 0"), files, folder, charge)
+    let id = ImageId::new(1).expect("not 0");
+    StoredLayer::new((id, id), files, folder, charge)
 }
 
 /// A file in memory that can be sealed against changes.

@@ -1,6 +1,6 @@
 //! What is in the folder of layers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
@@ -43,24 +43,49 @@ pub struct Listing {
 
 impl Listing {
     /// The newest layer of each disk, in the order of the disks' IDs. One that was made in advance
-    /// counts if nothing else is left of its disk. It may be in use and empty: a disk has the same
-    /// bytes with and without it.
+    /// counts if nothing else is left of its disk, or if all else is frozen. It may be in use and
+    /// empty: a disk has the same bytes with and without it.
+    ///
+    /// A disk that has ended, of which another one needs a frozen layer, is none.
     pub fn disks(&self) -> Vec<&FoundLayer> {
         let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
         let rank = |layer: &FoundLayer| (!is_unused(layer), layer.note.number);
-        for layer in self.layers.values() {
+        for layer in self.layers.values().filter(|layer| !layer.note.merged) {
             let best = newest.entry(layer.note.disk_id).or_insert(layer);
             if rank(layer) > rank(best) {
                 *best = layer;
             }
         }
-        newest.into_values().collect()
+        // What others lie on was frozen, whatever its note says. If that was not written down in
+        // full, what was made in advance is in use.
+        let in_advance = |frozen: &FoundLayer| {
+            let mut layers = self.layers.values();
+            layers.find(|layer| is_unused(layer) && layer.note.on == Some(frozen.id))
+        };
+        let current = newest.into_values().filter_map(|layer| match self.above(layer.id) {
+            Some(_) => in_advance(layer),
+            None => Some(layer),
+        });
+        current.collect()
+    }
+
+    /// These layers and all that they need under them.
+    pub(super) fn needed_by(&self, heads: impl Iterator<Item = ImageId>) -> BTreeSet<ImageId> {
+        let mut needed = BTreeSet::new();
+        let mut wanted: Vec<ImageId> = heads.collect();
+        while let Some(id) = wanted.pop() {
+            let Some(layer) = self.layers.get(&id).filter(|_| needed.insert(id)) else { continue };
+            wanted.extend(&layer.names);
+            wanted.extend(layer.note.on.filter(|_| !layer.has_table));
+        }
+        needed
     }
 
     /// A layer that needs `id` under it.
     pub fn above(&self, id: ImageId) -> Option<ImageId> {
         let needs = |layer: &&FoundLayer| {
             layer.id != id
+                && !is_unused(layer)
                 && (layer.names.contains(&id) || (layer.note.on == Some(id) && !layer.has_table))
         };
         self.layers.values().find(needs).map(|layer| layer.id)
@@ -69,7 +94,8 @@ impl Listing {
 
 /// It was made in advance, and not used.
 fn is_unused(layer: &FoundLayer) -> bool {
-    layer.note.spare && layer.written_bytes == 0 && layer.zero_bytes == 0
+    let Note { spare, frozen, .. } = layer.note;
+    spare && !frozen && layer.written_bytes == 0 && layer.zero_bytes == 0
 }
 
 /// The layers' folders.
@@ -95,7 +121,11 @@ pub(super) fn used_above(layers: &Path, id: ImageId) -> io::Result<Option<ImageI
         let path = layers.join(above.to_string());
         // One that is damaged is reported by `list`.
         let Ok(Some(note)) = read_note(&path) else { continue };
-        let unused = || note.spare && LayerFiles::open(&path).is_ok_and(|files| is_empty(&files));
+        let unused = || {
+            note.spare
+                && !note.frozen
+                && LayerFiles::open(&path).is_ok_and(|files| is_empty(&files))
+        };
         let names = || {
             let table = read_table(&path.join("table"));
             table.is_ok_and(|table| table.is_some_and(|table| table.owners().get(id) > 0))

@@ -1,5 +1,6 @@
 //! The layers of one disk: made, grown, written down.
 
+use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError};
@@ -56,15 +57,21 @@ impl DiskLayers {
             base: self.base.clone(),
             frozen: false,
             spare,
+            merged: false,
         };
         write_note(&path, &note, false).map_err(failed)?;
         self.shared.made.add(1);
         let charge = Charge::new(Arc::clone(&self.set), Arc::clone(&self.shared.floor), 0);
-        Ok(self.shared.register(StoredLayer::new(id, files, folder, charge)))
+        let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
+        Ok(self.shared.register(layer))
     }
 }
 
 impl Layers for DiskLayers {
+    fn id(&self) -> Option<ImageId> {
+        self.id.get().copied()
+    }
+
     fn make(
         &self,
         on: ImageId,
@@ -89,7 +96,8 @@ impl Layers for DiskLayers {
         self.shared.spares.put(Box::new(move || {
             let Some(shared) = shared.upgrade() else { return };
             shared.remember(&image);
-            let folders = [(image.own().cloned(), true), (Some(own), false)];
+            // A frozen layer without one above it is a disk's newest: see `Listing::disks`.
+            let folders = [(Some(own), false), (image.own().cloned(), true)];
             for (layer, frozen) in folders {
                 let Some(layer) = layer else { continue };
                 let changed = change_note(&layer, |note| {
@@ -106,24 +114,25 @@ impl Layers for DiskLayers {
     fn soon(&self, job: Job) {
         self.shared.spares.put(job);
     }
+
+    fn sync_merged(&self) -> io::Result<()> {
+        self.shared.sync_merged()
+    }
 }
 
-fn write_note(folder: &Path, note: &Note, durable: bool) -> std::io::Result<()> {
+pub(super) fn write_note(folder: &Path, note: &Note, durable: bool) -> io::Result<()> {
     let mut bytes = serde_json::to_vec_pretty(note)?;
     bytes.push(b'\n');
     write_atomically(folder, "note", &bytes, durable)
 }
 
 /// Writes a layer's note again, if it changes.
-pub(super) fn change_note(
-    layer: &StoredLayer,
-    change: impl FnOnce(&mut Note),
-) -> std::io::Result<()> {
+pub(super) fn change_note(layer: &StoredLayer, change: impl FnOnce(&mut Note)) -> io::Result<()> {
     // A growth and a freeze may both change it.
     let _writing = layer.folder().writing();
     let folder = layer.folder().path();
-    let note = found::read_note(folder).map_err(std::io::Error::other)?;
-    let old = note.ok_or(std::io::ErrorKind::NotFound)?;
+    let note = found::read_note(folder).map_err(io::Error::other)?;
+    let old = note.ok_or(io::ErrorKind::NotFound)?;
     let mut new = old.clone();
     change(&mut new);
     if new == old { Ok(()) } else { write_note(folder, &new, layer.is_durable()) }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   lock             held by the one daemon that uses the folder
+//!   bases/ID         a file that disks begin with: a hard link
 //!   layers/ID/data   pages
 //!   layers/ID/map    which pages
 //!   layers/ID/note   whose it is and what it lies on; the last that is made, the first that goes
@@ -15,13 +16,18 @@
 //! What is under a layer is its `table`, or, before that is written, the chain of notes. A layer
 //! lives as long as a disk or an image names it, and its folder as long as the layer.
 //!
+//! A disk that is frozen on and on would leave a layer each time. So in the background, before an
+//! image's table is made, the pages of many layers are copied into one ([`merge`]).
+//!
 //! Promises: a layer's folder is found whole or reported. Folders without a note are half-made, and
 //! removed. A layer that an earlier daemon left stays until the caller decides.
 //!
 //! Left to others: which VM a disk is of; which layers of an earlier daemon are wanted.
 
+mod bases;
 mod found;
 mod layers;
+mod merge;
 mod note;
 
 use std::collections::btree_map::Entry;
@@ -30,13 +36,15 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use vmfork_image::{ImageId, PageTable, wire};
+use vmfork_image::{ImageId, PAGE_BYTES, PageTable, wire};
 
+use self::bases::Bases;
 pub use self::found::{BadLayer, FoundLayer, Listing};
 use self::layers::DiskLayers;
+use self::merge::MergedLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
 use crate::background::Background;
 use crate::counters::Counter;
@@ -44,6 +52,7 @@ use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
 use crate::layer::{Keep, LayerError, LayerFiles, LayerFolder, PageState, StoredLayer};
 use crate::lower::OwnPages;
+use crate::merging::MergeLimits;
 use crate::raw::{RawError, RawFile};
 use crate::space::{Charge, DiskSet, Floor};
 
@@ -85,9 +94,11 @@ pub enum StoreError {
         "a disk of {size_bytes} bytes on an image of {image_bytes}: give at least those, and a multiple of 512"
     )]
     Size { size_bytes: u64, image_bytes: u64 },
-    #[error("there is no layer {0}: `vmfork disk ls` lists them")]
+    #[error("there is no layer {0}")]
     Missing(ImageId),
-    #[error("layer {0} is in use by a disk")]
+    #[error("there is no disk {0}: `vmfork disk ls` lists them")]
+    NoDisk(ImageId),
+    #[error("{0} is in use")]
     Busy(ImageId),
     #[error("layer {by} lies on layer {id}")]
     Under { id: ImageId, by: ImageId },
@@ -95,6 +106,26 @@ pub enum StoreError {
     Damaged { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
+    #[error(
+        "layer {0} has pages of several layers, and is no disk's: `vmfork disk ls` lists disks"
+    )]
+    Merged(ImageId),
+}
+
+/// A disk in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundDisk {
+    pub id: ImageId,
+    /// Its newest layer: see [`DiskStore::image`].
+    pub newest: ImageId,
+    pub name: String,
+    /// Which VM it is of, in the caller's words.
+    pub vm: String,
+    pub size_bytes: u64,
+    /// What its own layers hold. They may lie on layers of other disks.
+    pub written_bytes: u64,
+    /// [`DiskStore::create`] or [`DiskStore::reopen`] gave it, and it was not dropped yet.
+    pub in_use: bool,
 }
 
 /// What a store did since it was opened.
@@ -103,6 +134,10 @@ pub struct StoreCounts {
     pub layers_made: u64,
     pub layers_removed: u64,
     pub tables_stored: u64,
+    /// Layers that were made of several others.
+    pub merges: u64,
+    /// Bytes that were copied for that.
+    pub merged_bytes: u64,
     /// Looks at the host's free space.
     pub space_looks: u64,
     /// Writes refused because of the floor.
@@ -120,13 +155,20 @@ struct Shared {
     /// Tables.
     work: Background,
     rubbish: Arc<Background>,
+    bases: Bases,
     live: Mutex<BTreeMap<ImageId, Weak<StoredLayer>>>,
+    /// Disks that are open, by ID.
+    open: Mutex<BTreeMap<ImageId, Weak<DiskLayers>>>,
     images: Mutex<BTreeMap<ImageId, WeakImage>>,
+    limits: MergeLimits,
+    merged: Mutex<MergedLayers>,
     /// Held for reading while a layer is made.
     making: RwLock<()>,
     made: Counter,
     removed: Arc<Counter>,
     tables: Counter,
+    merges: Counter,
+    merged_pages: Counter,
 }
 
 /// The layers of a host.
@@ -141,6 +183,14 @@ impl DiskStore {
     /// # Errors
     /// Another daemon uses it, or it can't be read.
     pub fn open(root: &Path, options: StoreOptions) -> Result<Self, StoreError> {
+        Self::open_with(root, options, MergeLimits::default())
+    }
+
+    fn open_with(
+        root: &Path,
+        options: StoreOptions,
+        limits: MergeLimits,
+    ) -> Result<Self, StoreError> {
         let layers = root.join("layers");
         let failed = |source| StoreError::Folder { path: layers.clone(), source };
         make_folders(&layers).map_err(failed)?;
@@ -156,19 +206,30 @@ impl DiskStore {
             Err(error) => return Err(failed(error.into())),
         }
         let folder = File::open(&layers).map_err(failed)?;
+        let bases_folder = root.join("bases");
+        make_folders(&bases_folder).map_err(failed)?;
+        let keep = Arc::<Keep>::default();
+        let rubbish = Arc::new(Background::start("disk-rubbish").map_err(failed)?);
+        let bases = Bases::new(bases_folder, Arc::clone(&keep), Arc::clone(&rubbish));
         let shared = Arc::new(Shared {
             _lock: lock.into(),
             floor: Arc::new(Floor::new(folder, options.floor_bytes)),
-            keep: Arc::default(),
+            keep,
             spares: Background::start("disk-spare").map_err(failed)?,
             work: Background::start("disk-work").map_err(failed)?,
-            rubbish: Arc::new(Background::start("disk-rubbish").map_err(failed)?),
+            rubbish,
+            bases,
             live: Mutex::default(),
+            open: Mutex::default(),
             images: Mutex::default(),
+            limits,
+            merged: Mutex::default(),
             making: RwLock::default(),
             made: Counter::default(),
             removed: Arc::default(),
             tables: Counter::default(),
+            merges: Counter::default(),
+            merged_pages: Counter::default(),
             layers: layers.clone(),
         });
         let removed = found::remove_half_made(&layers).map_err(failed)?;
@@ -197,7 +258,7 @@ impl DiskStore {
         let lies_on = on.own().map(|own| own.id());
         let layer = layers.make_on(lies_on, size_bytes, false)?;
         self.shared.remember(on);
-        Ok(Disk::new(size_bytes, layer, on.clone(), Arc::new(layers)))
+        Ok(Disk::new(size_bytes, layer, on.clone(), self.shared.opened(layers)))
     }
 
     /// All layers on disk, those in use too.
@@ -218,14 +279,25 @@ impl DiskStore {
         id: ImageId,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<DiskImage, StoreError> {
-        let image = self.shared.chain(Some(id), None, given)?;
+        self.image_for(id, &DiskSet::new(None), given)
+    }
+
+    /// The layers that are opened count on `set`.
+    fn image_for(
+        &self,
+        id: ImageId,
+        set: &Arc<DiskSet>,
+        given: &dyn Fn(ImageId) -> Option<DiskImage>,
+    ) -> Result<DiskImage, StoreError> {
+        let image = self.shared.chain(Some(id), None, set, given)?;
         let image = image.ok_or(StoreError::Missing(id))?;
         self.shared.settle_later(image.clone());
         Ok(image)
     }
 
     /// The disk that an earlier daemon left, with `layer` as its own layer: see [`Listing::disks`].
-    /// If that was made an image before, for an export, the disk gets a new layer on it.
+    /// If that was made an image before, for an export, the disk gets a new layer on it. What it
+    /// lies on counts on `set`, too, unless that is open already.
     ///
     /// # Errors
     /// As [`DiskStore::image`]; or another layer lies on it, so it is frozen.
@@ -243,6 +315,9 @@ impl DiskStore {
             return Err(StoreError::Under { id: layer, by });
         }
         let (own, note) = self.shared.open_layer(layer, set)?;
+        if note.merged {
+            return Err(StoreError::Merged(layer));
+        }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
             id: OnceLock::from(note.disk_id),
@@ -255,61 +330,82 @@ impl DiskStore {
         let size_bytes = note.size_bytes;
         // Its table would be out of date after the first write.
         if own.folder().path().join("table").exists() {
-            let image = self.image(layer, given)?;
+            let image = self.image_for(layer, set, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
-            return Ok(Disk::new(size_bytes, own, image, Arc::new(layers)));
+            return Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)));
         }
-        let image = match self.shared.chain(note.on, Some(layer), given)? {
+        let image = match self.shared.chain(note.on, Some(layer), set, given)? {
             Some(image) => image,
             None => base_image(&note.base, given)?,
         };
         self.shared.settle_later(image.clone());
-        Ok(Disk::new(size_bytes, own, image, Arc::new(layers)))
+        Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
     }
 
-    /// Removes a layer that an earlier daemon left.
+    /// What a file has, for disks that begin with it. It gets a name in the store: `from` may go,
+    /// or be replaced, and the next daemon still finds it.
     ///
     /// # Errors
-    /// It is in use, or others lie on it.
-    pub fn remove(&self, id: ImageId) -> Result<(), StoreError> {
-        let shared = &self.shared;
-        if shared.live_layer(id).is_some() {
-            return Err(StoreError::Busy(id));
-        }
-        if let Some(by) = self.list()?.above(id) {
-            return Err(StoreError::Under { id, by });
-        }
-        let path = shared.folder(id);
-        if !path.exists() {
-            return Err(StoreError::Missing(id));
-        }
-        crate::layer::remove_layer(&path).map_err(|source| shared.failed(source))?;
-        shared.removed.add(1);
-        Ok(())
+    /// It can't be read, or is no regular file.
+    pub fn base(&self, from: &Path) -> Result<DiskImage, ImageError> {
+        self.shared.bases.image(from)
     }
 
-    /// Removes all layers that no disk and no image names. → the removed ones. From now on, a layer
-    /// that an earlier daemon left is removed like others: when nothing names it any more.
+    /// The disks, in use or left by an earlier daemon, in the order of their IDs. What is damaged
+    /// is in [`DiskStore::list`].
+    ///
+    /// # Errors
+    /// The folder can't be read.
+    pub fn disks(&self) -> Result<Vec<FoundDisk>, StoreError> {
+        let listing = self.list()?;
+        let found = listing.disks().into_iter().map(|newest| {
+            let own = |layer: &&FoundLayer| layer.note.disk_id == newest.note.disk_id;
+            let layers = listing.layers.values().filter(own);
+            FoundDisk {
+                id: newest.note.disk_id,
+                newest: newest.id,
+                name: newest.note.disk.clone(),
+                vm: newest.note.vm.clone(),
+                size_bytes: newest.note.size_bytes,
+                written_bytes: layers.map(|layer| layer.written_bytes).sum(),
+                in_use: self.shared.is_in_use(&newest.note.disk_id),
+            }
+        });
+        Ok(found.collect())
+    }
+
+    /// Removes a disk that an earlier daemon left, and what only it needs; or the damaged layer of
+    /// that ID.
+    ///
+    /// # Errors
+    /// It is in use, or there is none.
+    pub fn remove_disk(&self, id: ImageId) -> Result<(), StoreError> {
+        // What was read a moment ago may have work left.
+        self.drain();
+        let _none_is_made = self.shared.none_is_made();
+        let listing = self.list()?;
+        let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
+        if listing.bad.iter().any(damaged) {
+            let path = self.shared.folder(id);
+            return crate::layer::remove_layer(&path).map_err(|source| self.shared.failed(source));
+        }
+        let newest = listing.disks().into_iter().find(|newest| newest.note.disk_id == id);
+        let newest = newest.ok_or(StoreError::NoDisk(id))?.id;
+        // It may be read, too.
+        if self.shared.is_in_use(&id) || self.shared.live_layer(newest).is_some() {
+            return Err(StoreError::Busy(id));
+        }
+        self.shared.remove_but(&listing, &|disk| disk != id).map(drop)
+    }
+
+    /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
+    /// → how many layers.
     ///
     /// # Errors
     /// The folder can't be read, or a layer not be removed.
-    pub fn remove_unused(&self) -> Result<Vec<ImageId>, StoreError> {
-        let shared = &self.shared;
-        // A layer that is being made is not in use yet.
-        let _none_is_made = shared.making.write().unwrap_or_else(PoisonError::into_inner);
-        let mut removed = Vec::new();
-        for id in found::ids(&shared.layers).map_err(|source| shared.failed(source))? {
-            match shared.live_layer(id) {
-                Some(layer) => layer.folder().this.set(false),
-                None => {
-                    let path = shared.folder(id);
-                    crate::layer::remove_layer(&path).map_err(|source| shared.failed(source))?;
-                    removed.push(id);
-                    shared.removed.add(1);
-                }
-            }
-        }
-        Ok(removed)
+    pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
+        let _none_is_made = self.shared.none_is_made();
+        self.shared.remove_but(&self.list()?, &|_| true)
     }
 
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
@@ -332,6 +428,8 @@ impl DiskStore {
             layers_made: shared.made.get(),
             layers_removed: shared.removed.get(),
             tables_stored: shared.tables.get(),
+            merges: shared.merges.get(),
+            merged_bytes: shared.merged_pages.get() * PAGE_BYTES,
             space_looks: shared.floor.looks.get(),
             floor_refusals: shared.floor.refused.get(),
         }
@@ -347,6 +445,48 @@ impl Drop for DiskStore {
 }
 
 impl Shared {
+    /// A layer that is being made is not in use yet.
+    fn none_is_made(&self) -> RwLockWriteGuard<'_, ()> {
+        self.making.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a disk is open.
+    fn is_in_use(&self, disk: &ImageId) -> bool {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|_, disk| disk.strong_count() > 0);
+        open.contains_key(disk)
+    }
+
+    /// Removes the layers that neither live nor are needed by a disk that is to stay.
+    fn remove_but(
+        &self,
+        listing: &Listing,
+        stays: &dyn Fn(ImageId) -> bool,
+    ) -> Result<u64, StoreError> {
+        let disks = listing.disks();
+        let heads = disks.iter().filter(|disk| stays(disk.note.disk_id)).map(|disk| disk.id);
+        let needed = listing.needed_by(heads);
+        let mut removed = 0;
+        // Those above first.
+        let mut layers: Vec<_> = listing.layers.values().collect();
+        layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
+        let gone = layers
+            .into_iter()
+            .filter(|layer| !needed.contains(&layer.id) && self.live_layer(layer.id).is_none());
+        let gone: Vec<&FoundLayer> = gone.collect();
+        for layer in &gone {
+            let path = self.folder(layer.id);
+            crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;
+            self.removed.add(1);
+            removed += 1;
+        }
+        let stay =
+            listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
+        let notes = stay.map(|layer| &layer.note);
+        self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        Ok(removed)
+    }
+
     fn failed(&self, source: io::Error) -> StoreError {
         StoreError::Folder { path: self.layers.clone(), source }
     }
@@ -371,6 +511,18 @@ impl Shared {
         layer
     }
 
+    /// The layers of a disk that is in use from now on.
+    fn opened(&self, layers: DiskLayers) -> Arc<DiskLayers> {
+        let layers = Arc::new(layers);
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|_, layers| layers.strong_count() > 0);
+        if let Some(id) = layers.id.get() {
+            open.insert(*id, Arc::downgrade(&layers));
+        }
+        drop(open);
+        layers
+    }
+
     fn remember(&self, image: &DiskImage) {
         let mut images = self.images.lock().unwrap_or_else(PoisonError::into_inner);
         images.retain(|_, image| image.get().is_some());
@@ -387,22 +539,27 @@ impl Shared {
         let shared = Arc::downgrade(self);
         self.work.put(Box::new(move || {
             let Some(shared) = shared.upgrade() else { return };
-            image.flatten();
-            image.each_linked(&mut |image| shared.store_table(image));
+            let mut merged = Vec::new();
+            image.flatten_by(&mut |image, flat| shared.merge(image, flat, &mut merged));
+            let durable = merged.iter().any(|layer| layer.is_durable());
+            image.each_linked(&mut |image| shared.store_table(image, durable));
+            // The layers that they replace are off the account by now, if nothing else names them.
+            merged.iter().for_each(|layer| layer.count_copies());
         }));
     }
 
     /// Without its table on disk, an image keeps what lies below.
     ///
     /// Nothing waits for the medium, unless a layer below is durable. Then a guest was told so, and
-    /// that layer may be removed only after this one is durable, too.
-    fn store_table(&self, image: &DiskImage) {
+    /// that layer may be removed only after this one is durable, too. `durable`: so is a layer that
+    /// others were merged into.
+    fn store_table(&self, image: &DiskImage, durable: bool) {
         let (Some(own), Some(table)) = (image.own(), image.table()) else { return };
         let Some(lower) = image.lower() else { return };
         let stored = || -> io::Result<()> {
             // From now on it is an image: see `reopen`.
             layers::change_note(own, |note| note.frozen = true)?;
-            if lower.own().is_some_and(|lower| lower.is_durable()) {
+            if durable || lower.own().is_some_and(|lower| lower.is_durable()) {
                 own.sync()?;
             }
             let name = |id: ImageId| wire::ImageName { host: 0, image: id.get() };
@@ -436,7 +593,7 @@ impl Shared {
             return Ok((layer, note));
         }
         let files = LayerFiles::open(&path)?;
-        if files.map().pages() < note.size_bytes.div_ceil(vmfork_image::PAGE_BYTES) {
+        if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
             let reason = format!("its map is too short for {} bytes", note.size_bytes);
             return Err(StoreError::Damaged { path, reason });
         }
@@ -444,7 +601,10 @@ impl Shared {
         let charge = Charge::new(Arc::clone(set), Arc::clone(&self.floor), pages);
         let folder = LayerFolder::new(path, Arc::clone(&self.keep), Arc::clone(&self.rubbish));
         folder.this.set(true);
-        Ok((self.register(StoredLayer::new(id, files, folder, charge)), note))
+        // It may be durable.
+        self.rely_on_merged();
+        let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
+        Ok((self.register(layer), note))
     }
 
     /// The image whose newest layer is `top`; `None`: there is none. `above`: a layer that lies on
@@ -453,13 +613,13 @@ impl Shared {
         &self,
         top: Option<ImageId>,
         above: Option<ImageId>,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let mut seen: BTreeSet<ImageId> = above.into_iter().collect();
         let mut open: Vec<(Arc<StoredLayer>, u64)> = Vec::new();
         let mut at = top;
         let mut base = None;
-        let set = DiskSet::new(None);
         let mut image = loop {
             let Some(id) = at else {
                 let Some(base) = &base else { return Ok(None) };
@@ -472,11 +632,14 @@ impl Shared {
                 let reason = format!("layer {id} lies on itself");
                 return Err(StoreError::Damaged { path: self.folder(id), reason });
             }
-            let (layer, note) = self.open_layer(id, &set)?;
+            let (layer, note) = self.open_layer(id, set)?;
+            if note.merged {
+                return Err(StoreError::Merged(id));
+            }
             if !layer.folder().this.get() && !note.frozen {
                 return Err(StoreError::Busy(id));
             }
-            if let Some(image) = self.by_table(&layer, &note, given)? {
+            if let Some(image) = self.by_table(&layer, &note, set, given)? {
                 break image;
             }
             open.push((layer, note.size_bytes));
@@ -494,11 +657,11 @@ impl Shared {
         &self,
         layer: &Arc<StoredLayer>,
         note: &Note,
+        set: &Arc<DiskSet>,
         given: &dyn Fn(ImageId) -> Option<DiskImage>,
     ) -> Result<Option<DiskImage>, StoreError> {
         let path = layer.folder().path().join("table");
         let Some(table) = read_table(&path)? else { return Ok(None) };
-        let set = DiskSet::new(None);
         let base = base_image(&note.base, given)?;
         let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
             base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
@@ -506,7 +669,7 @@ impl Shared {
             if id == layer.id() {
                 owners.insert(id, Arc::<StoredLayer>::clone(layer));
             } else if let Entry::Vacant(place) = owners.entry(id) {
-                let (own, _) = self.open_layer(id, &set)?;
+                let (own, _) = self.open_layer(id, set)?;
                 place.insert(own);
             }
         }

@@ -35,6 +35,9 @@ pub struct Note {
     pub frozen: bool,
     /// It was made in advance. It may be in use, whatever this says; with pages in it, it is.
     pub spare: bool,
+    /// It has pages of several layers, for tables to name. It is no disk's content.
+    #[serde(default)]
+    pub merged: bool,
 }
 
 /// What a disk descends from.
@@ -126,6 +129,7 @@ mod tests {
             base: BaseNote { id, size_bytes: 512, kind },
             frozen: false,
             spare: true,
+            merged: true,
         };
         let text = serde_json::to_string(&note).expect("JSON");
         assert!(text.contains(r#""on":"ab""#) && text.contains(r#""kind":"raw""#), "{text}");

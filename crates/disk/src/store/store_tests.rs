@@ -3,14 +3,22 @@ use vmfork_image::PageRange;
 
 use super::*;
 use crate::lower::Lower;
+use crate::merging::LAYERS_MAX;
 use crate::nbd::Span;
 
 const PAGES: u64 = 24;
 const SIZE: u64 = PAGES * 4096;
 const NO_FLOOR: StoreOptions = StoreOptions { floor_bytes: 0 };
 
+/// Layers are merged all the time.
+const FEW: MergeLimits = MergeLimits { own: 1, in_all: 2, waste_pages: 0 };
+
 fn open(folder: &Path) -> DiskStore {
     DiskStore::open(folder, NO_FLOOR).expect("a store")
+}
+
+fn open_few(folder: &Path) -> DiskStore {
+    DiskStore::open_with(folder, NO_FLOOR, FEW).expect("a store")
 }
 
 fn spec(name: &str, size_bytes: u64) -> DiskSpec {
@@ -101,6 +109,8 @@ fn place(span: Span) -> std::ops::Range<usize> {
 /// Disks and images, each with what it is to have.
 struct World {
     store: DiskStore,
+    /// Of all disks.
+    set: Arc<DiskSet>,
     disks: Vec<(Disk, Vec<u8>)>,
     images: Vec<(DiskImage, Vec<u8>)>,
     made: u32,
@@ -134,6 +144,7 @@ impl World {
                 self.made += 1;
                 let mut spec = spec("data", SIZE);
                 spec.vm = format!("vm {}", self.made);
+                spec.set = Arc::clone(&self.set);
                 let clone = self.store.create(&spec, &image).expect("a clone");
                 self.disks.push((clone, model.clone()));
                 self.images.push((image, model));
@@ -145,9 +156,22 @@ impl World {
             }
             Step::Drop(disk) if count > 1 => drop(self.disks.swap_remove(disk % count)),
             Step::Drop(_) => {}
-            Step::Drain => self.store.drain(),
-            Step::Restart => self.restart(folder),
+            Step::Drain => self.check_account(),
+            Step::Restart => {
+                self.restart(folder);
+                self.check_account();
+            }
         }
+    }
+
+    /// The set's account has what is in the files of all layers that are open. Those that an earlier
+    /// daemon left stay when they are not.
+    fn check_account(&self) {
+        self.store.drain();
+        let listing = self.store.list().expect("a list");
+        let open = |layer: &&FoundLayer| self.store.shared.live_layer(layer.id).is_some();
+        let layers = listing.layers.values().filter(open);
+        assert_eq!(self.set.used_bytes(), layers.map(|layer| layer.written_bytes).sum::<u64>());
     }
 
     /// A killed daemon removes nothing, and does nothing of what it had put off.
@@ -157,7 +181,7 @@ impl World {
         self.images.clear();
         // Its lock goes with it.
         self.store = replaced(&self.store, folder);
-        let set = DiskSet::new(None);
+        self.set = DiskSet::new(None);
         let listing = self.store.list().expect("a list");
         let found: BTreeSet<_> =
             listing.disks().into_iter().map(|disk| disk.note.vm.clone()).collect();
@@ -165,31 +189,34 @@ impl World {
         for (layer, model) in old {
             let vm = &listing.layers[&layer].note.vm;
             assert!(found.contains(vm), "{vm} is not in {found:?}");
-            let disk = self.store.reopen(layer, &set, &none).expect("the disk");
+            let disk = self.store.reopen(layer, &self.set, &none).expect("the disk");
             assert_eq!(now(&disk), model, "after a restart");
             self.disks.push((disk, model));
         }
-        self.store.remove_unused().expect("removed");
+        self.store.remove_unneeded().expect("removed");
     }
 }
 
-/// A store over a copy of the folder as it is now, with what is still to do left undone.
+/// A store over a copy of the folder as it is now, with what is still to do left undone. Nothing
+/// changes while it is copied: a copy of two moments is no state that a killed daemon leaves.
 fn replaced(old: &DiskStore, folder: &Path) -> DiskStore {
+    // Each puts jobs into those after it.
+    old.shared.spares.abandon();
+    old.shared.work.abandon();
+    old.shared.rubbish.abandon();
     let next = tempfile::tempdir_in(folder).expect("a folder").keep();
     copy(&old.shared.layers, &next.join("layers"));
-    open(&next)
+    open_few(&next)
 }
 
 fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("a folder");
-    // A layer may be removed meanwhile.
-    let Ok(entries) = std::fs::read_dir(from) else { return };
-    for entry in entries.flatten() {
+    for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
         let target = to.join(entry.file_name());
         if entry.path().is_dir() {
             copy(&entry.path(), &target);
         } else {
-            // A note that is being replaced may have gone meanwhile.
+            // It may have gone: then it is copied again.
             let _gone = std::fs::copy(entry.path(), target);
         }
     }
@@ -203,10 +230,12 @@ proptest! {
     fn every_disk_and_image_has_what_was_written_there(steps in steps()) {
         let folder = tempfile::tempdir().expect("a folder");
         let (path, model) = raw(folder.path());
-        let store = open(&folder.path().join("first"));
+        let store = open_few(&folder.path().join("first"));
         let base = DiskImage::raw(&path).expect("a base");
-        let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
-        let mut world = World { store, disks: vec![(disk, model)], images: Vec::new(), made: 1 };
+        let spec = spec("data", SIZE);
+        let disk = store.create(&spec, &base).expect("a disk");
+        let (set, disks) = (spec.set, vec![(disk, model)]);
+        let mut world = World { store, set, disks, images: Vec::new(), made: 1 };
         for step in steps {
             world.step(folder.path(), step);
         }
@@ -216,14 +245,21 @@ proptest! {
         for (image, model) in &world.images {
             prop_assert_eq!(&content(image), model);
         }
-        world.store.drain();
+        world.check_account();
         for (image, model) in &world.images {
             prop_assert!(image.table().is_some(), "the background made it flat");
             prop_assert_eq!(&content(image), model);
         }
-        let World { store, disks, images, .. } = world;
+        let World { store, set, disks, images, .. } = world;
         drop((disks, images));
         store.drain();
+        // What a daemon opened again stays.
+        for disk in store.disks().expect("a list") {
+            prop_assert!(!disk.in_use);
+            store.remove_disk(disk.id).expect("removed");
+        }
+        store.remove_unneeded().expect("removed");
+        prop_assert_eq!(set.used_bytes(), 0);
         let listing = store.list().expect("a list");
         prop_assert!(listing.layers.is_empty() && listing.bad.is_empty(), "{:?}", listing);
     }
@@ -257,18 +293,17 @@ fn what_a_killed_daemon_left_is_found_exported_and_removed() {
     let left = store.image(head, &none).expect("what it had");
     let bytes = content(&left);
     assert_eq!([bytes[0], bytes[4096], bytes[8192], bytes[12288]], [0, 1, 2, 0]);
-    assert!(matches!(store.remove(head), Err(StoreError::Busy(_))));
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    assert_eq!((found.newest, found.written_bytes, found.in_use), (head, 3 * 4096, false));
+    assert!(matches!(store.remove_disk(found.id), Err(StoreError::Busy(_))), "it is read");
     drop(left);
     store.drain();
     assert_eq!(store.list().expect("a list").layers.len(), 3, "the caller decides");
     let refused = store.reopen(first, &DiskSet::new(None), &none).expect_err("it is frozen");
     assert!(matches!(refused, StoreError::Under { by, .. } if by == second));
-    assert!(matches!(store.remove(first), Err(StoreError::Under { .. })));
-    let spare = listing.layers.values().find(|layer| layer.note.spare).expect("made in advance");
-    store.remove(spare.id).expect("removed");
-    store.remove(head).expect("removed");
-    assert!(matches!(store.remove(head), Err(StoreError::Missing(_))));
-    assert_eq!(store.remove_unused().expect("removed"), [first]);
+    assert_eq!(store.remove_unneeded().expect("removed"), 1, "what was made in advance");
+    store.remove_disk(found.id).expect("removed");
+    assert!(matches!(store.remove_disk(found.id), Err(StoreError::NoDisk(_))));
     assert!(store.list().expect("a list").layers.is_empty());
 }
 
@@ -382,6 +417,52 @@ fn a_quota_is_for_all_layers_of_a_set_and_written_pages_need_nothing_more() {
 }
 
 #[test]
+fn a_full_quota_stops_writes_until_it_is_raised_or_space_is_given_back_and_no_freeze() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let mut spec = spec("data", SIZE);
+    spec.set = DiskSet::new(Some(2 * 4096));
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec, &blank).expect("a disk");
+    let write = |page| disk.write(span(page, 1), &[7; 4096]);
+    let full = |page| write(page).expect_err("full").kind() == io::ErrorKind::StorageFull;
+    (0..2).for_each(|page| write(page).expect("it fits"));
+    assert!(full(2));
+    spec.set.set_quota_bytes(Some(3 * 4096));
+    write(2).expect("it was raised");
+    assert!(full(3));
+    disk.trim(span(0, 1)).expect("trimmed");
+    write(3).expect("a trim gave it back");
+    assert!(full(4));
+    // Freezes, clones and merges need nothing of it, with a layer made in advance or without.
+    let mut images = Vec::new();
+    for page in 4..10 {
+        images.push(disk.freeze().expect("frozen"));
+        // A merge that is not done yet would change what is used.
+        store.drain();
+        spec.set.set_quota_bytes(Some(spec.set.used_bytes()));
+        assert!(full(page));
+        spec.set.set_quota_bytes(Some(spec.set.used_bytes() + 4096));
+        write(page).expect("it was raised");
+        drop(store.create(&spec, &disk.freeze().expect("frozen")).expect("a clone"));
+    }
+    spec.set.set_quota_bytes(Some(0));
+    store.drain();
+    assert_eq!(spec.set.quota_bytes(), Some(0));
+    assert!(store.counts().merges > 0);
+    let mut clone = spec.clone();
+    clone.set = DiskSet::new(None);
+    let other = store.create(&clone, &images[0]).expect("a clone");
+    other.write(span(1, 2), &[8; 8192]).expect("it is of another set");
+    assert_eq!(clone.set.used_bytes(), 2 * 4096);
+    drop((images, other));
+    store.drain();
+    // What its newest image shows, and nothing of what was merged.
+    assert_eq!(spec.set.used_bytes(), 9 * 4096);
+    assert!(now(&disk)[4096..10 * 4096].iter().all(|byte| *byte == 7));
+}
+
+#[test]
 fn the_next_layer_does_not_wait_for_tables() {
     let folder = tempfile::tempdir().expect("a folder");
     let store = open(folder.path());
@@ -423,4 +504,273 @@ fn a_table_waits_for_the_medium_only_above_a_layer_that_is_durable() {
     // What was the disk's own then is frozen now, and the next one replaces all of it.
     assert!(durable(&frozen(3)));
     assert!(durable(&frozen(4)), "before the layers below are removed");
+}
+
+#[test]
+fn what_others_need_of_a_removed_disk_stays_until_they_go() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let parent = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    parent.write(span(0, 1), &[1; 4096]).expect("written");
+    let mut of_clone = spec("data", SIZE);
+    of_clone.vm = "vm 2".to_owned();
+    let clone = store.create(&of_clone, &parent.freeze().expect("frozen")).expect("a clone");
+    clone.write(span(1, 1), &[2; 4096]).expect("written");
+    let ids = [parent.id(), clone.id()];
+    let other = store.create(&spec("other", SIZE), &blank).expect("a disk");
+    other.write(span(0, 1), &[3; 4096]).expect("written");
+    // It ends before its daemon.
+    drop(other);
+    store.drain();
+    store.keep_all();
+    drop((parent, clone, blank, store));
+
+    let store = open(folder.path());
+    store.remove_unneeded().expect("removed");
+    let found: BTreeSet<ImageId> = store.disks().expect("a list").iter().map(|d| d.id).collect();
+    assert_eq!(found, ids.into());
+    store.remove_disk(ids[0]).expect("removed");
+    let left = store.disks().expect("a list");
+    let [clone] = &left[..] else { panic!("{left:?}") };
+    assert_eq!((clone.id, clone.vm.as_str()), (ids[1], "vm 2"));
+    let image = store.image(clone.newest, &none).expect("what it had");
+    let bytes = content(&image);
+    assert_eq!([bytes[0], bytes[4096], bytes[8192]], [1, 2, 0]);
+    drop(image);
+    store.remove_disk(ids[1]).expect("removed");
+    assert_eq!(store.list().expect("a list"), Listing::default());
+}
+
+#[test]
+fn a_disk_that_was_left_finds_its_base_when_the_file_has_gone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, model) = raw(folder.path());
+    let root = folder.path().join("store");
+    let store = open(&root);
+    let names = || std::fs::read_dir(root.join("bases")).expect("there").count();
+    let base = store.base(&path).expect("a base");
+    let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
+    std::fs::remove_file(&path).expect("gone");
+    std::fs::write(&path, "another one").expect("written");
+    let own = disk.layer();
+    let of_another = store.base(&path).expect("a base");
+    assert_eq!(names(), 2);
+    drop(of_another);
+    store.drain();
+    assert_eq!(names(), 1, "a name goes with the last that needs it");
+    store.keep_all();
+    drop((disk, base, store));
+
+    let store = open(&root);
+    store.remove_unneeded().expect("removed");
+    let image = store.image(own, &none).expect("what it had");
+    assert_eq!(content(&image), model);
+    drop(image);
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    store.remove_disk(found.id).expect("removed");
+    assert_eq!(names(), 0);
+}
+
+/// A disk that has been frozen `times` times, each time with another page written, and what it has.
+/// The pages go round a disk of `pages`.
+fn frozen_often(store: &DiskStore, pages: u64, times: u64) -> (Disk, Vec<u8>) {
+    let blank = DiskImage::blank(pages * 4096).expect("an image");
+    let disk = store.create(&spec("data", pages * 4096), &blank).expect("a disk");
+    let mut model = vec![0; usize::try_from(pages * 4096).expect("small")];
+    for number in 0..times {
+        let span = span(number % pages, 1);
+        model[place(span)].fill(u8::try_from(number % 255 + 1).expect("small"));
+        disk.write(span, &model[place(span)]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+    }
+    store.drain();
+    (disk, model)
+}
+
+#[test]
+fn a_disk_that_is_frozen_on_and_on_keeps_few_layers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 299);
+    let layers = || std::fs::read_dir(&store.shared.layers).expect("a folder").count();
+    // Its own, the one before that, the next.
+    let most = LAYERS_MAX + 3;
+    assert!(layers() <= most, "{} layers", layers());
+    assert!(store.counts().merges > 0);
+    assert_eq!(now(&disk), model);
+    // A clone keeps all that its image shows, as long as it exists.
+    let image = disk.freeze().expect("frozen");
+    let clone = store.create(&spec("data", 300 * 4096), &image).expect("a clone");
+    drop(image);
+    for number in 0..299 {
+        disk.write(span(number, 1), &[0xee; 4096]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+    }
+    store.drain();
+    assert_eq!(now(&clone), model);
+    assert_eq!(now(&disk)[..299 * 4096], [0xee; 299 * 4096]);
+    assert!((most..=2 * most + 2).contains(&layers()), "{} layers of both", layers());
+    drop(clone);
+    store.drain();
+    assert!(layers() <= most, "{} layers", layers());
+}
+
+#[test]
+fn clones_share_the_layers_of_their_parent() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    // As many as a disk may have, and its image's own.
+    let (disk, _) = frozen_often(&store, 300, LAYERS_MAX as u64 + 1);
+    let (image, before) = (disk.image(), store.counts().merges);
+    assert_eq!(image.owners().count(), LAYERS_MAX + 1);
+    for byte in 0..5 {
+        let clone = store.create(&spec("data", 300 * 4096), &image).expect("a clone");
+        clone.write(span(200, 1), &[byte; 4096]).expect("written");
+        drop(clone.freeze().expect("frozen"));
+    }
+    store.drain();
+    assert_eq!(store.counts().merges, before, "no clone copies what they share");
+}
+
+#[test]
+fn space_of_pages_that_do_not_show_is_given_back() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let pages = 6000;
+    let blank = DiskImage::blank(pages * 4096).expect("an image");
+    let (set, mut spec) = (DiskSet::new(None), spec("data", pages * 4096));
+    spec.set = Arc::clone(&set);
+    let disk = store.create(&spec, &blank).expect("a disk");
+    let mut bytes = vec![0; usize::try_from(pages * 4096).expect("small")];
+    for round in 1..6 {
+        // One page of each round shows to the end.
+        bytes[place(span(round, pages - round))].fill(u8::try_from(round).expect("small"));
+        disk.write(span(round, pages - round), &bytes[place(span(round, pages - round))])
+            .expect("written");
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+        let used = set.used_bytes() / 4096;
+        assert!(used <= 2 * pages + 4096 + pages, "{used} pages after {round} rounds");
+    }
+    assert_eq!(now(&disk), bytes);
+    assert!(store.counts().merges > 0 && store.counts().merged_bytes < 100 * 4096);
+}
+
+#[test]
+fn a_merged_layer_is_no_disk_and_without_it_no_table_is_stored() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 40);
+    let own = disk.layer();
+    store.keep_all();
+    drop((disk, store));
+    let store = open(folder.path());
+    let listing = store.list().expect("a list");
+    let merged: Vec<_> = listing.layers.values().filter(|layer| layer.note.merged).collect();
+    assert_eq!(merged.len(), 1, "{merged:?}");
+    let heads: Vec<_> = listing.disks().iter().map(|layer| layer.id).collect();
+    assert_eq!(heads, [own]);
+    let id = merged[0].id;
+    let alone = Listing { layers: [(id, merged[0].clone())].into(), bad: Vec::new() };
+    assert!(alone.disks().is_empty(), "it is left when the disk is gone, but a clone is not");
+    assert!(matches!(store.image(id, &none), Err(StoreError::Merged(_))));
+    let refused = store.reopen(id, &DiskSet::new(None), &none).expect_err("it has no content");
+    assert!(matches!(refused, StoreError::Under { .. } | StoreError::Merged(_)));
+    let disk = store.reopen(own, &DiskSet::new(None), &none).expect("the disk");
+    assert_eq!(now(&disk), model);
+    store.remove_unneeded().expect("removed");
+    assert!(store.list().expect("a list").layers.contains_key(&id), "a table names it");
+    assert_eq!(now(&disk), model);
+    let id = disk.id();
+    drop(disk);
+    store.remove_disk(id).expect("removed");
+    assert!(store.list().expect("a list").layers.is_empty());
+}
+
+#[test]
+fn an_export_that_needed_a_merge_stays_after_it_was_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let (disk, model) = frozen_often(&store, 300, 30);
+    let own = disk.layer();
+    store.keep_all();
+    drop((disk, store));
+    for round in 0..3 {
+        // Its chain has more layers than that.
+        let store = DiskStore::open_with(folder.path(), NO_FLOOR, FEW).expect("a store");
+        let image = store.image(own, &none).expect("an export");
+        assert_eq!(content(&image), model, "round {round}");
+        store.drain();
+        assert_eq!(store.counts().merges > 0, round == 0);
+        assert_eq!(content(&image), model, "round {round}");
+        drop(image);
+        store.drain();
+    }
+}
+
+#[test]
+fn merged_layers_are_durable_once_a_guest_relies_on_the_medium() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let (disk, _) = frozen_often(&store, 40, 20);
+    let merged = || {
+        let image = disk.image();
+        let ids: Vec<ImageId> = image.owners().map(|(id, _)| id).collect();
+        let layers = ids.into_iter().filter_map(|id| store.shared.live_layer(id));
+        let merged = layers.filter(|layer| {
+            let note = found::read_note(layer.folder().path()).expect("a note").expect("a note");
+            note.merged
+        });
+        merged.collect::<Vec<_>>()
+    };
+    assert!(!merged().is_empty());
+    assert!(!merged().iter().any(|layer| layer.is_durable()), "no merge waits unasked");
+    disk.sync().expect("synced");
+    assert!(merged().iter().all(|layer| layer.is_durable()));
+    let before = merged().iter().map(|layer| layer.id()).collect::<Vec<_>>();
+    for number in 20..40 {
+        disk.write(span(number, 1), &[1; 4096]).expect("written");
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+        assert!(merged().iter().all(|layer| layer.is_durable()));
+    }
+    assert!(merged().iter().any(|layer| !before.contains(&layer.id())), "there is another one");
+}
+
+#[test]
+fn a_merge_that_fails_changes_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open_few(folder.path());
+    let (disk, mut model) = frozen_often(&store, 40, 20);
+    let before = store.counts().merges;
+    // The pages of the layers that are to be merged can't be read for a while.
+    let image = disk.image();
+    let below: Vec<ImageId> =
+        image.owners().map(|(id, _)| id).filter(|id| *id != image.id()).collect();
+    let data = |id: &ImageId| store.shared.folder(*id).join("data");
+    let cut: Vec<Vec<u8>> = below
+        .iter()
+        .map(|id| {
+            let bytes = std::fs::read(data(id)).expect("read");
+            File::options().write(true).open(data(id)).expect("a file").set_len(0).expect("cut");
+            bytes
+        })
+        .collect();
+    let layers = || std::fs::read_dir(&store.shared.layers).expect("a folder").count();
+    drop(image);
+    for number in 20..24 {
+        disk.write(span(number, 1), &[1; 4096]).expect("written");
+        model[place(span(number, 1))].fill(1);
+        drop(disk.freeze().expect("frozen"));
+        store.drain();
+    }
+    assert!(store.counts().merges <= before + 3, "{} merges", store.counts().merges - before);
+    assert!(layers() < 12, "none is left of those that failed: {}", layers());
+    for (id, bytes) in below.iter().zip(cut) {
+        use std::os::unix::fs::FileExt;
+        let file = File::options().write(true).open(data(id)).expect("a file");
+        file.write_all_at(&bytes, 0).expect("written");
+    }
+    assert_eq!(now(&disk), model);
 }

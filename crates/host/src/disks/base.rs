@@ -1,13 +1,13 @@
 //! Files that disks begin with: opened off the async workers, since a hung file system blocks.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 use vmfork_api::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN};
-use vmfork_disk::{Base, DiskImage};
+use vmfork_disk::{Base, DiskImage, DiskStore, ImageError};
 
 use super::DiskError;
 
@@ -19,19 +19,37 @@ const OPENS_MAX: usize = 16;
 /// Opens files as what disks begin with.
 #[derive(Debug)]
 pub(super) struct Bases {
+    store: Arc<DiskStore>,
     turns: Arc<Semaphore>,
 }
 
-impl Default for Bases {
-    fn default() -> Self {
-        Self { turns: Arc::new(Semaphore::new(OPENS_MAX)) }
-    }
-}
-
 impl Bases {
+    pub(super) fn new(store: Arc<DiskStore>) -> Self {
+        Self { store, turns: Arc::new(Semaphore::new(OPENS_MAX)) }
+    }
+
+    /// A client's file, under its own name.
+    ///
     /// # Errors
     /// It can't be read, or does not answer.
     pub(super) async fn open(&self, path: PathBuf) -> Result<DiskImage, DiskError> {
+        self.opened(path, DiskImage::raw).await
+    }
+
+    /// A file that may go, or be replaced, while disks are on it.
+    ///
+    /// # Errors
+    /// As [`Bases::open`].
+    pub(super) async fn keep(&self, path: PathBuf) -> Result<DiskImage, DiskError> {
+        let store = Arc::clone(&self.store);
+        self.opened(path, move |path| store.base(path)).await
+    }
+
+    async fn opened(
+        &self,
+        path: PathBuf,
+        open: impl FnOnce(&Path) -> Result<DiskImage, ImageError> + Send + 'static,
+    ) -> Result<DiskImage, DiskError> {
         let late = || DiskError::Late { path: path.clone(), after: OPEN_TIMEOUT };
         let opened = timeout(OPEN_TIMEOUT, async {
             let turn = Arc::clone(&self.turns).acquire_owned().await.map_err(|_closed| late())?;
@@ -41,7 +59,7 @@ impl Bases {
             let thread = std::thread::Builder::new().name("disk-base".to_owned());
             let thread = thread.spawn(move || {
                 let _turn = turn;
-                let _given_up = tell.send(DiskImage::raw(&of_thread));
+                let _given_up = tell.send(open(&of_thread));
             });
             thread.map_err(DiskError::Thread)?;
             Ok(told.await.map_err(|_panicked| late())??)

@@ -36,7 +36,7 @@ pub enum BlankError {
 
 /// Those that were made last, by size. All disks of one size begin as the same image.
 ///
-/// Their files have no name any more: each is gone with the last image that needs it.
+/// The store has their files: each goes with the last image that needs it.
 #[derive(Debug)]
 pub(super) struct Blanks {
     folder: PathBuf,
@@ -67,7 +67,7 @@ impl Blanks {
             return Ok(image.clone());
         }
         let file = self.make(size_bytes).await?;
-        let image = bases.open(file.path().to_owned()).await?;
+        let image = bases.keep(file.path().to_owned()).await?;
         if made.len() >= KEPT_MAX {
             made.pop_front();
         }
@@ -75,7 +75,7 @@ impl Blanks {
         Ok(image)
     }
 
-    /// Its name goes when it is dropped.
+    /// Its name here goes when it is dropped.
     async fn make(&self, size_bytes: u64) -> Result<NamedTempFile, BlankError> {
         let file = tempfile::Builder::new().prefix("new-").tempfile_in(&self.folder);
         let file = file.map_err(BlankError::File)?;
@@ -101,12 +101,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn files_of_empty_disks_are_bounded_and_have_no_name() {
+    async fn files_of_empty_disks_are_bounded() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("blank");
         fs::create_dir(&path).expect("made");
         fs::write(path.join("new-left"), "of a daemon that was killed").expect("written");
-        let (blanks, bases) = (Blanks::open(path.clone()).expect("room"), Bases::default());
+        let options = vmfork_disk::StoreOptions { floor_bytes: 0 };
+        let store = vmfork_disk::DiskStore::open(&folder.path().join("store"), options);
+        let bases = Bases::new(std::sync::Arc::new(store.expect("a store")));
+        let blanks = Blanks::open(path.clone()).expect("room");
         let sizes = (1..=KEPT_MAX as u64 + 2).map(|mib| mib << 20);
         for size in sizes {
             let image = blanks.get(size, &bases).await.expect("made");

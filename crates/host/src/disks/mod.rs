@@ -14,6 +14,7 @@
 
 mod base;
 mod blank;
+mod left;
 mod served;
 
 use std::io;
@@ -83,6 +84,12 @@ pub enum DiskError {
     NoRoot { image: String },
     #[error(transparent)]
     Blank(#[from] BlankError),
+    #[error("there is no disk `{id}` on this host")]
+    Unknown { id: String },
+    #[error("a VM has it, or it is being exported")]
+    InUse,
+    #[error("what an earlier daemon left of a disk")]
+    Left(#[source] vmfork_disk::StoreError),
     #[error("make the files of a disk")]
     Layer(#[source] vmfork_disk::StoreError),
     #[error("serve a disk")]
@@ -103,8 +110,10 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } => ErrorCode::Conflict,
+            Self::Changed { .. } | Self::InUse => ErrorCode::Conflict,
+            Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Image(_)
+            | Self::Left(_)
             | Self::File(_)
             | Self::Late { .. }
             | Self::Thread(_)
@@ -137,6 +146,9 @@ impl DiskError {
             Self::Changed { .. } => {
                 Some("its VMs may read wrong bytes: end them, and start them from the new file")
             }
+            Self::Unknown { .. } => Some("`vmfork disk ls` lists them"),
+            Self::InUse => Some("end the VM: its disk goes with it"),
+            Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
             Self::Blank(_) | Self::Layer(_) | Self::Serve(_) => {
                 Some("is the disk of the state folder full?")
@@ -155,7 +167,9 @@ fn is_short(error: &io::Error) -> bool {
 /// The disks of one host.
 #[derive(Debug)]
 pub struct HostDisks {
-    store: DiskStore,
+    store: Arc<DiskStore>,
+    /// Those of VMs, by ID.
+    live: left::Live,
     blanks: blank::Blanks,
     bases: base::Bases,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -170,15 +184,12 @@ impl HostDisks {
     /// They can't be read or written.
     pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
         let options = StoreOptions { floor_bytes: FLOOR_BYTES };
-        let store = DiskStore::open(folder, options).map_err(DiskError::Layer)?;
-        // VMs end with their daemon, and their disks with them.
-        let removed = store.remove_unused().map_err(DiskError::Layer)?;
-        if !removed.is_empty() {
-            tracing::info!(layers = removed.len(), "removed what disks of an earlier daemon held");
-        }
+        let store = Arc::new(DiskStore::open(folder, options).map_err(DiskError::Layer)?);
+        left::report(&store).map_err(DiskError::Layer)?;
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
-        Ok(Self { store, blanks, bases: base::Bases::default(), sockets, next })
+        let bases = base::Bases::new(Arc::clone(&store));
+        Ok(Self { store, live: left::Live::default(), blanks, bases, sockets, next })
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -196,7 +207,7 @@ impl HostDisks {
                 DiskSource::Blank { size_bytes } => {
                     self.blanks.get(*size_bytes, &self.bases).await?
                 }
-                DiskSource::Image { image } => self.bases.open(root_of(image)?).await?,
+                DiskSource::Image { image } => self.bases.keep(root_of(image)?).await?,
                 DiskSource::File { path } => {
                     let opened = self.bases.open(path.into()).await;
                     opened.map_err(|error| match error {
@@ -217,6 +228,11 @@ impl HostDisks {
         Ok(contents)
     }
 
+    /// From now on, what VMs have on their disks stays when they end: for the next daemon.
+    pub fn keep_all(&self) {
+        self.store.keep_all();
+    }
+
     /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
     /// Blocking: makes files.
     ///
@@ -234,7 +250,9 @@ impl HostDisks {
         contents.iter().try_for_each(check_base)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let folder = self.sockets.join(number.to_string());
-        MachineDisks::start(&self.store, vm, uid, &folder, contents).map(Some)
+        let disks = MachineDisks::start(&self.store, vm, uid, &folder, contents)?;
+        self.live.add(disks.disks());
+        Ok(Some(disks))
     }
 }
 

@@ -69,6 +69,10 @@ impl MachineDisks {
         Ok(Self { disks, server: Some(server), socket: Some(socket), folder })
     }
 
+    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<Disk>> {
+        self.disks.iter().map(|served| &served.disk)
+    }
+
     /// Where QEMU finds each, in the order of its drives.
     ///
     /// # Errors

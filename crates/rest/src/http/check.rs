@@ -33,6 +33,16 @@ pub(super) fn name(what: &str, name: &str) -> Checked {
     ))
 }
 
+/// The ID of a disk.
+pub(super) fn disk_id(id: &str) -> Checked {
+    let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    if (1..=ID_DIGITS).contains(&id.len()) && id.bytes().all(digit) && !id.starts_with('0') {
+        return Ok(());
+    }
+    let text = format!("`{}` is no ID of a disk", id.escape_debug());
+    Err(bad_request(text).remedy("`vmfork disk ls` and GET /v1/disks list the IDs"))
+}
+
 /// A name that a VM is to get: it must not be taken for an id later.
 fn new_name(new: &str) -> Checked {
     name("VM", new)?;

@@ -67,6 +67,10 @@ pub(super) struct ImageName(pub(super) String);
 #[derive(Debug)]
 pub(super) struct SnapshotName(pub(super) String);
 
+/// `{id}` of the path: a disk's.
+#[derive(Debug)]
+pub(super) struct DiskRef(pub(super) String);
+
 async fn bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
     Bytes::from_request(request, state).await.map_err(|rejection| {
         let status = rejection.status();
@@ -228,6 +232,16 @@ impl<S: Send + Sync> FromRequestParts<S> for SnapshotName {
         let name = path_part(parts, state).await?;
         check::name("snapshot", &name)?;
         Ok(Self(name))
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for DiskRef {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let id = path_part(parts, state).await?;
+        check::disk_id(&id)?;
+        Ok(Self(id))
     }
 }
 

@@ -17,6 +17,7 @@ mod check;
 mod cluster;
 mod console;
 mod debug;
+mod disks;
 mod document;
 mod elsewhere;
 mod error;
@@ -151,6 +152,7 @@ impl App {
     )),
     tags(
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),
+        (name = "disks", description = "Disks: what VMs wrote, also after they ended"),
         (name = "snapshots", description = "Stored snapshots: take, start, keep, move"),
         (name = "guest", description = "Inside a virtual machine: programs, files, console"),
         (name = "cluster", description = "The hosts that fork onto each other"),
@@ -181,6 +183,9 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(files::read, files::write))
         .routes(routes!(logs::logs))
         .routes(routes!(console::console))
+        .routes(routes!(disks::list))
+        .routes(routes!(disks::inspect, disks::remove))
+        .routes(routes!(disks::content))
         .routes(routes!(snapshots::list, snapshots::create))
         .routes(routes!(snapshots::inspect, snapshots::remove))
         .routes(routes!(snapshots::start))

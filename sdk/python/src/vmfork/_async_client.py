@@ -34,6 +34,7 @@ from ._fork_result import BaseForkResult, BaseStartResult, settle
 from ._models import (
     DoctorReport,
     ExecResult,
+    HostDisk,
     HostInfo,
     Image,
     Root,
@@ -166,6 +167,28 @@ class AsyncClient:
         """Delete a guest image; :class:`Conflict` while a VM uses it."""
         await self._send(protocol.remove_image(name, self._timeout))
 
+    async def disks(self) -> list[HostDisk]:
+        """The disks of this host: those of VMs, and those that VMs of earlier daemons left."""
+        return await self._send(protocol.disks(self._timeout))
+
+    async def inspect_disk(self, id: str) -> HostDisk:
+        """One disk of this host."""
+        return await self._send(protocol.inspect_disk(id, self._timeout))
+
+    async def export_disk(self, id: str, target: str | os.PathLike[str]) -> int:
+        """Write all its bytes to a raw file; returns its length in bytes.
+
+        The disk of a running VM is as after a power cut: ``sync`` in the guest first. Written
+        beside ``target`` and renamed over it at the end; zeros become holes. Only its owner can
+        read it.
+        """
+        call = protocol.export_disk(id, self._timeout)
+        return await self._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
+
+    async def remove_disk(self, id: str) -> None:
+        """Delete a disk; :class:`Conflict` while a VM has it."""
+        await self._send(protocol.remove_disk(id, self._timeout))
+
     async def host(self) -> HostInfo:
         """Memory, pool, and what an earlier daemon lost."""
         return await self._send(protocol.host(self._timeout))
@@ -255,8 +278,11 @@ class AsyncClient:
             async with self._stream(call) as response:
                 with private_file(part) as file:
                     async for piece in response.aiter_bytes():
-                        await sdk_io.write(file, piece)
-                    length = file.tell()
+                        if piece.count(0) == len(piece):
+                            file.seek(len(piece), os.SEEK_CUR)
+                        else:
+                            await sdk_io.write(file, piece)
+                    length = file.truncate()
                     os.fchmod(file.fileno(), mode(response.headers))
             part.replace(target)
         except BaseException:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _snapshot_protocol as protocol
+from ._protocol import EXPORT_MODE
 from ._snapshot_models import (
     ProfileInfo,
     RemovedSnapshots,
@@ -134,7 +135,7 @@ class AsyncSnapshots:
         Written beside ``target`` and renamed over it at the end. Only its owner can read it.
         """
         call = protocol.export(name, self._client.timeout)
-        return await self._client._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
+        return await self._client._download(call, Path(target), lambda _: EXPORT_MODE)
 
     async def import_(
         self, source: str | os.PathLike[str], *, name: str | None = None

@@ -258,6 +258,31 @@ class Disk:
     """The guest's device: ``/dev/vdb`` is the first one beside the root."""
 
 
+class DiskState(_Word):
+    """What a disk of a host is good for."""
+
+    IN_USE = "in_use"
+    LEFT = "left"
+    """Its VM ended with an earlier daemon: it can be exported and removed."""
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostDisk:
+    """A disk on a host: of a VM, or left by one."""
+
+    id: str
+    name: str
+    vm: str
+    state: DiskState
+    size_bytes: int
+    written_bytes: int
+    """What was written to it and still takes space. It may lie on what was written to others."""
+    reason: str | None = None
+    """Why it is damaged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VmDetail(VmInfo):
     """One VM with everything that the daemon knows about it."""

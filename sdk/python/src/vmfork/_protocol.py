@@ -26,6 +26,7 @@ from ._models import (
     ErrorBody,
     ExecResult,
     ForkReply,
+    HostDisk,
     HostInfo,
     Image,
     Root,
@@ -48,6 +49,9 @@ PAUSE_S = 105.0
 
 #: How much of a file is read and sent at a time.
 PIECE_BYTES = 256 * 1024
+
+#: Permissions of an exported file: memory and disks hold a guest's secrets.
+EXPORT_MODE = 0o600
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,27 @@ def images(timeout: Timeout) -> Call[list[Image]]:
 def remove_image(name: str, timeout: Timeout) -> Call[None]:
     path = f"{API}/images/{_segment(name, 'image')}"
     return Call(f"remove image `{name}`", "DELETE", path, _nothing, timeout.request_s)
+
+
+def disks(timeout: Timeout) -> Call[list[HostDisk]]:
+    return Call("list disks", "GET", f"{API}/disks", _models(HostDisk), timeout.request_s)
+
+
+def inspect_disk(id: str, timeout: Timeout) -> Call[HostDisk]:
+    return Call(f"inspect disk {id}", "GET", _disk(id), _model(HostDisk), timeout.request_s)
+
+
+def remove_disk(id: str, timeout: Timeout) -> Call[None]:
+    return Call(f"remove disk {id}", "DELETE", _disk(id), _nothing, timeout.request_s)
+
+
+def export_disk(id: str, timeout: Timeout) -> Call[bytes]:
+    path = f"{_disk(id)}/content"
+    return Call(f"export disk {id}", "GET", path, _bytes, timeout.idle_s)
+
+
+def _disk(id: str) -> str:
+    return f"{API}/disks/{_segment(id, 'disk')}"
 
 
 def label_query(labels: Mapping[str, str | None] | None) -> dict[str, str | list[str]]:

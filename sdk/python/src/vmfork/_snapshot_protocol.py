@@ -29,9 +29,6 @@ from ._snapshot_models import (
     VerifyReply,
 )
 
-#: What an exported file may be used for, and by whom: a guest's memory holds its secrets.
-EXPORT_MODE = 0o600
-
 #: How long the daemon may take until a VM runs on whose snapshot is taken: twice 60 s.
 CREATE_S = 120.0
 

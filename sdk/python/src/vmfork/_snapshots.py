@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _snapshot_protocol as protocol
+from ._protocol import EXPORT_MODE
 from ._snapshot_models import (
     ProfileInfo,
     RemovedSnapshots,
@@ -135,7 +136,7 @@ class Snapshots:
         Written beside ``target`` and renamed over it at the end. Only its owner can read it.
         """
         call = protocol.export(name, self._client.timeout)
-        return self._client._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
+        return self._client._download(call, Path(target), lambda _: EXPORT_MODE)
 
     def import_(
         self, source: str | os.PathLike[str], *, name: str | None = None

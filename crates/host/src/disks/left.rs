@@ -1,0 +1,180 @@
+//! All disks of this host: those that VMs have, and those that VMs of earlier daemons left.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use bytes::Bytes;
+use vmfork_api::{DiskState, Durability, HostDisk};
+use vmfork_disk::{BadLayer, Disk, DiskImage, DiskSet, DiskStore, FoundDisk, Lower, StoreError};
+use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
+
+use super::{DiskContent, DiskError, DiskSpec, HostDisks};
+
+/// What is read at a time, in bytes.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// The disks that VMs have, by ID.
+#[derive(Debug, Default)]
+pub(super) struct Live(Mutex<BTreeMap<ImageId, Weak<Disk>>>);
+
+impl Live {
+    pub(super) fn add<'a>(&self, disks: impl Iterator<Item = &'a Arc<Disk>>) {
+        let mut live = self.live();
+        live.retain(|_, disk| disk.strong_count() > 0);
+        live.extend(disks.map(|disk| (disk.id(), Arc::downgrade(disk))));
+    }
+
+    fn live(&self) -> MutexGuard<'_, BTreeMap<ImageId, Weak<Disk>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn get(&self, id: ImageId) -> Option<Arc<Disk>> {
+        self.live().get(&id).and_then(Weak::upgrade)
+    }
+}
+
+/// Removes what nothing needs, and says what earlier daemons left.
+pub(super) fn report(store: &DiskStore) -> Result<(), StoreError> {
+    let removed = store.remove_unneeded()?;
+    let left = store.disks()?;
+    if !left.is_empty() || removed > 0 {
+        let written_bytes: u64 = left.iter().map(|disk| disk.written_bytes).sum();
+        tracing::info!(
+            disks = left.len(),
+            written_bytes,
+            removed_layers = removed,
+            "VMs of earlier daemons left disks: `vmfork disk ls`"
+        );
+    }
+    Ok(())
+}
+
+impl HostDisks {
+    /// All, those of VMs first.
+    ///
+    /// # Errors
+    /// Their folder can't be read.
+    pub fn list(&self) -> Result<Vec<HostDisk>, DiskError> {
+        let listing = self.store.list().map_err(DiskError::Left)?;
+        let disks = self.store.disks().map_err(DiskError::Left)?;
+        let mut all: Vec<HostDisk> = disks.iter().map(shown).collect();
+        all.extend(listing.bad.iter().map(shown_bad));
+        all.sort_by(|a, b| order(a).cmp(&order(b)));
+        Ok(all)
+    }
+
+    /// # Errors
+    /// There is none of that ID.
+    pub fn find(&self, id: &str) -> Result<HostDisk, DiskError> {
+        let all = self.list()?;
+        let found = all.into_iter().find(|disk| disk.id == id);
+        found.ok_or_else(|| DiskError::Unknown { id: id.to_owned() })
+    }
+
+    /// What a disk holds now. One that a VM has is frozen: that is as after a power cut.
+    ///
+    /// # Errors
+    /// There is none of that ID, or it can't be read.
+    pub fn content(&self, id: &str) -> Result<DiskContent, DiskError> {
+        let unknown = || DiskError::Unknown { id: id.to_owned() };
+        let disk_id: ImageId = id.parse().map_err(|_no_id| unknown())?;
+        let found = self.store.disks().map_err(DiskError::Left)?;
+        let found = found.into_iter().find(|disk| disk.id == disk_id).ok_or_else(unknown)?;
+        let image = match self.live.get(disk_id) {
+            Some(disk) => disk.freeze().map_err(|error| DiskError::Left(error.into()))?,
+            None => self.store.image(found.newest, &|_| None).map_err(DiskError::Left)?,
+        };
+        let (name, size_bytes) = (found.name, image.size_bytes());
+        let spec = DiskSpec { name, size_bytes, durability: Durability::default() };
+        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false })
+    }
+
+    /// Removes a disk that no VM has.
+    ///
+    /// # Errors
+    /// It is in use, there is none of that ID, or its files can't be removed.
+    pub fn remove(&self, id: &str) -> Result<(), DiskError> {
+        let unknown = || DiskError::Unknown { id: id.to_owned() };
+        let disk_id: ImageId = id.parse().map_err(|_no_id| unknown())?;
+        self.store.remove_disk(disk_id).map_err(|error| match error {
+            StoreError::Busy(_) => DiskError::InUse,
+            StoreError::NoDisk(_) => unknown(),
+            error => DiskError::Left(error),
+        })
+    }
+}
+
+impl DiskContent {
+    /// All bytes, in order. `take` may end it.
+    ///
+    /// # Errors
+    /// Of the medium, or of `take`.
+    pub fn read_all(&self, mut take: impl FnMut(Bytes) -> io::Result<()>) -> io::Result<()> {
+        let size_bytes = self.spec.size_bytes;
+        let zeros = Bytes::from(vec![0; usize::try_from(PIECE_BYTES).unwrap_or(0)]);
+        for (range, zero) in runs(&self.image) {
+            let end = range.end().byte_offset().min(size_bytes);
+            let mut rest = range;
+            while rest.start().byte_offset() < end {
+                let next = PageIdx(rest.start().0 + PIECE_BYTES / PAGE_BYTES);
+                let piece = rest.until_page(next.min(rest.end()));
+                rest = rest.from_page(piece.end());
+                let len = end.min(piece.end().byte_offset()) - piece.start().byte_offset();
+                let len = usize::try_from(len).unwrap_or(usize::MAX);
+                if zero {
+                    take(zeros.slice(..len))?;
+                    continue;
+                }
+                let mut bytes = vec![0; usize::try_from(piece.byte_len()).unwrap_or(0)];
+                self.image.read(piece, &mut bytes)?;
+                bytes.truncate(len);
+                take(bytes.into())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The runs of pages of a disk, and whether each is zeros.
+fn runs(image: &DiskImage) -> Vec<(PageRange, bool)> {
+    let mut found = Vec::new();
+    let all = PageRange::first(image.size_bytes().div_ceil(PAGE_BYTES));
+    image.runs(all, &mut |run, zero| found.push((run, zero)));
+    found
+}
+
+fn shown(disk: &FoundDisk) -> HostDisk {
+    HostDisk {
+        id: disk.id.to_string(),
+        name: disk.name.clone(),
+        vm: disk.vm.clone(),
+        state: if disk.in_use { DiskState::InUse } else { DiskState::Left },
+        size_bytes: disk.size_bytes,
+        written_bytes: disk.written_bytes,
+        reason: None,
+    }
+}
+
+fn shown_bad(layer: &BadLayer) -> HostDisk {
+    let name = layer.folder.file_name().unwrap_or_default();
+    HostDisk {
+        id: name.to_string_lossy().into_owned(),
+        name: String::new(),
+        vm: String::new(),
+        state: DiskState::Damaged,
+        size_bytes: 0,
+        written_bytes: 0,
+        reason: Some(layer.reason.clone()),
+    }
+}
+
+/// Those in use first; then by VM and name.
+fn order(disk: &HostDisk) -> (u8, &str, &str, &str) {
+    let rank = match disk.state {
+        DiskState::InUse => 0,
+        DiskState::Left => 1,
+        DiskState::Damaged => 2,
+    };
+    (rank, &disk.vm, &disk.name, &disk.id)
+}
