@@ -18,7 +18,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ from .world import images, leftovers, now_ms
 WAIT_S = 120.0
 HEADER = struct.Struct("<IBBHI")
 MESSAGE = 1
+STDOUT = 3
 PROTOCOL = 1
+#: The PCI address of the first writable disk; those before it are taken.
+DISK_ADDRESS = 0x11
 
 
 class Qmp:
@@ -111,14 +114,17 @@ class Agent:
                 raise RuntimeError("the agent's port was closed")
             self.buffer += piece
 
-    def message(self, *types: str) -> dict[str, Any]:
-        """The next message of one of these types; others are dropped."""
+    def message(self, *types: str, output: bytearray | None = None) -> dict[str, Any]:
+        """The next message of one of these types; others are dropped. What programs print until
+        then is appended to ``output``."""
         while True:
             kind, payload = self.frame()
             if kind == MESSAGE:
                 document: dict[str, Any] = json.loads(payload)
                 if document["type"] in types:
                     return document
+            elif kind == STDOUT and output is not None:
+                output += payload
 
     def hello(self) -> None:
         """The first words to a guest that boots, again each second until it answers."""
@@ -150,14 +156,17 @@ class Agent:
         while self.message("pong")["token"] != token:
             pass
 
-    def run(self, command: str) -> None:
+    def run(self, command: str) -> str:
+        """What a command prints; no more than a stream's window, which nothing opens again."""
         self.send(
             {"type": "exec", "argv": ["/bin/sh", "-c", command], "env": [], "cwd": None, "user": None, "tty": None},
             channel=2,
         )
-        end = self.message("exited", "failed")
+        output = bytearray()
+        end = self.message("exited", "failed", output=output)
         if end.get("exit_code") != 0:
             raise RuntimeError(f"{command!r} in the guest: {end}")
+        return output.decode()
 
     def close(self) -> None:
         self.socket.close()
@@ -192,8 +201,8 @@ class RawVm:
 
     @classmethod
     @contextlib.contextmanager
-    def boot(cls, image: str, *, memory_mib: int) -> Iterator[RawVm]:
-        """Boot the image and wait for its agent."""
+    def boot(cls, image: str, *, memory_mib: int, disks: Sequence[Path] = ()) -> Iterator[RawVm]:
+        """Boot the image and wait for its agent. Raw files are its disks from `/dev/vdb` on."""
         files = images.store() / image
         cmdline = json.loads((files / "image.json").read_text())["cmdline"]
         folder = Path(tempfile.mkdtemp(prefix="vf-raw-", dir="/tmp"))
@@ -204,6 +213,9 @@ class RawVm:
             *("-kernel", str(files / "kernel"), "-initrd", str(files / "initrd"), "-append", cmdline),
             *("-drive", f"file={files / 'root.img'},format=raw,if=virtio,read-only=on,file.locking=off"),
         ]
+        for number, disk in enumerate(disks):
+            device = f"virtio-blk-pci,drive=disk{number},addr={DISK_ADDRESS + number:#x},disable-modern=on,physical_block_size=4096"
+            arguments += ["-drive", f"file={disk},format=raw,if=none,id=disk{number}", "-device", device]
         vm: RawVm | None = None
         try:
             vm = cls(folder / "source", arguments)
@@ -214,8 +226,9 @@ class RawVm:
                 vm.end()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def exec(self, command: str) -> None:
-        self.agent.run(command)
+    def exec(self, command: str) -> str:
+        """What the command prints."""
+        return self.agent.run(command)
 
     def end(self) -> None:
         for name in ("qmp", "agent"):

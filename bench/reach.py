@@ -113,6 +113,27 @@ def _storm(figures: Figures) -> float:
     return max(found)
 
 
+def _disks_frozen(figures: Figures) -> float:
+    """The most that a fork's stage takes beyond its share for each disk, over disks, sizes and what
+    was written."""
+    frozen = [
+        series.p50 - 0.1 * float(series.labels.get("disks", "1"))
+        for series in figures.all
+        if series.name == "disks_stage_ms" and series.values
+        if series.labels["stage"] == "disks" and series.labels.get("disks") != "0"
+    ]
+    if not frozen:
+        raise Missing("disks_stage_ms")
+    return max(frozen)
+
+
+def _disk_reads(vm: str, disk: str) -> Callable[[Figures], float]:
+    """The worse of both requests, over the clone of the first freeze in the same rounds."""
+    labels = {"disk": disk, "VM": vm, "over": "of the first freeze"}
+    ratios = [_p50("disks_read_ratio", request=request, **labels) for request in ("4 KiB read, depth 1", "1 MiB read, depth 4")]
+    return lambda figures: max(ratio(figures) for ratio in ratios)
+
+
 _PAUSE = _p50("pause_ms", memory="512 MiB", load="idle")
 _UNDISTURBED = _p50("pause_undisturbed_ms", memory="512 MiB", load="idle")
 
@@ -161,6 +182,17 @@ TABLE = [
     Reach("faults that leave the host, fdw over none, median of programs", 0.1, True, "", _remote_share),
     Reach("stored size of a 4 GiB guest with 1 GiB used", 15, True, "%", _p50("stored_percent", compression="zstd", program="files", memory="4096 MiB")),
     Reach("50 VMs of one snapshot: the last ones' answer over the first ones'", 1.5, True, "", _ratio(_p50("many_answer_ms", vm="last"), _p50("many_answer_ms", vm="first"))),
+    Reach("a fork's stage for its disks, less 0.1 ms for each: most of all disks, sizes and amounts written", 0.3, True, "ms", _disks_frozen),
+    Reach("two disks of 100 GB add to the whole pause", 0.5, True, "ms", _p50("disks_added_to_undisturbed_pause_ms", disks=2, size="100 GB")),
+    Reach("a disk of 1 TB adds to the whole pause", 0.4, True, "ms", _p50("disks_added_to_undisturbed_pause_ms", disks=1, size="1 TB")),
+    Reach("a disk adds to a pooled clone, until it runs", 3, True, "ms", _p50("disks_added_to_clone_ms", disks=1, size="1 GB")),
+    Reach("the same, two disks", 3, True, "ms", _p50("disks_added_to_clone_ms", disks=2, size="1 GB")),
+    Reach("reads of what a disk held before, after 50 freezes over one", 1.05, True, "", _disk_reads("after 50 freezes", "unchanged")),
+    Reach("the same in a clone 20 deep, over the first clone", 1.05, True, "", _disk_reads("20 deep", "unchanged")),
+    Reach("the same, 64 of the 16,384 pages written before each freeze: after 50 freezes", 1.05, True, "", _disk_reads("after 50 freezes", "rewritten")),
+    Reach("the same, 20 deep", 1.05, True, "", _disk_reads("20 deep", "rewritten")),
+    Reach("bytes read of a disk's base before whole pages are written", 0, True, "KiB", _p50("disks_base_read_KiB", before_writes_of="whole pages")),
+    Reach("16 clones that write 10 MiB each: host's disk space over bytes written", 1.1, True, "", _p50("disks_space_ratio", clones=16)),
     Reach("32 clones on 4 hosts have all run a command and answered", 2500, True, "ms", _p50("hosts_answered_ms", hosts=4)),
     Reach("the same, over 32 on one host", 1.3, True, "", _ratio(_p50("hosts_answered_ms", hosts=4), _p50("hosts_answered_ms", hosts=1))),
     Reach(

@@ -103,9 +103,10 @@ class World:
         cpus: int = 1,
         image: str | None = None,
         name: str = "parent",
+        disks: Sequence[vmfork.NewDisk] = (),
     ) -> vmfork.VM:
         """A VM that has booted and come to rest."""
-        vm = client.run(image or self.image, name=name, memory_mib=memory_mib, cpus=cpus)
+        vm = client.run(image or self.image, name=name, memory_mib=memory_mib, cpus=cpus, disks=disks)
         vm.exec("mount -o remount,size=90% /dev/shm; sleep 1", check=True)
         return vm
 

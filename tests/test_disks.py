@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
+from harness import places
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually, stays
@@ -257,6 +259,16 @@ def _rows(disk: Path) -> str:
     return subprocess.run(
         ["debugfs", "-R", "cat /rows", disk], capture_output=True, timeout=60, check=True, text=True
     ).stdout
+
+
+def test_the_database_example_forks_a_transaction(daemon: Daemon, cli: Cli, image: str) -> None:
+    example = [sys.executable, places.ROOT / "examples" / "database.py", "2000", "--image", image]
+    env = {**cli.env, "PYTHONPATH": str(places.ROOT / "sdk" / "python" / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(example, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("database ok, file system clean") == 4, done.stdout
+    # One of the clones removes half of them, and no other VM loses any.
+    assert done.stdout.count("1,000 rows") == 1 and done.stdout.count("2,000 rows") == 3, done.stdout
 
 
 def test_what_is_no_disk_is_refused(cli: Cli, tmp_path: Path, image: str) -> None:

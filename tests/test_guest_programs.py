@@ -73,3 +73,27 @@ def test_touch_dirty_and_spin_say_what_they_did(tmp_path: Path) -> None:
     assert changed == 256
     assert run("spin", "once", "cpu", "1", "10").startswith("10 units in ")
     assert len(run("spin", "rate", "mem", "4", "0.5").splitlines()) >= 3
+
+
+def test_diskio_reads_and_writes_what_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "span"
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        argv = [programs.build("diskio"), file, *arguments]
+        return subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=60)
+
+    done = run(4, "write", "seq", 2, 4, 1)
+    assert done.stdout.startswith("4 operations, ") and done.stdout.endswith(" us each, 4194304 bytes\n"), done
+    before = _pages(file)
+    assert len(before) == 1024 and all(any(page) for page in before)
+    assert run(4, "write", "random", 4, 100, 2).stdout.endswith(" 409600 bytes\n")
+    # Some pages are met more than once.
+    assert 80 <= sum(now != then for now, then in zip(_pages(file), before, strict=True)) <= 100
+    assert run(4, "read", "random", 16, 500, 3).stdout.startswith("500 operations, ")
+    # Beyond the file's end.
+    assert run(64, "read", "random", 1, 500, 3).returncode == 1
+
+
+def _pages(file: Path) -> list[bytes]:
+    content = file.read_bytes()
+    return [content[at : at + 4096] for at in range(0, len(content), 4096)]
