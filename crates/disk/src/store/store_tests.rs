@@ -164,8 +164,8 @@ impl World {
         }
     }
 
-    /// The set's account has what is in the files of all layers that are open. Those that an earlier
-    /// daemon left stay when they are not.
+    /// The set's account has what is in the files of all layers that are open. Those that an
+    /// earlier daemon left stay when they are not.
     fn check_account(&self) {
         self.store.drain();
         let listing = self.store.list().expect("a list");
