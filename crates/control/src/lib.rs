@@ -11,9 +11,9 @@ use tokio::sync::mpsc;
 use vmfork_api::{
     ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
     ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
-    Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail,
-    SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply,
-    TtlRequest, VerifyReply, Version, Vm, VmDetail,
+    Image, KillRequest, OnForkRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot,
+    SnapshotDetail, SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest,
+    TreeNode, TtlReply, TtlRequest, VerifyReply, Version, Vm, VmDetail, Volume, VolumeRequest,
 };
 
 mod events;
@@ -28,7 +28,7 @@ pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
 /// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the
 /// operation up and leaves nothing half-done.
-pub trait Control: SnapshotControl {
+pub trait Control: SnapshotControl + VolumeControl {
     /// Whether a VM of this name or id is on this host, running or ended.
     fn has_vm(&self, vm: &str) -> bool;
     fn version(&self) -> Answer<'_, Version>;
@@ -126,6 +126,17 @@ pub trait SnapshotControl: Send + Sync + 'static {
     -> Answer<'a, Snapshot>;
     fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo>;
     fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+}
+
+/// The operations on volumes, as [`Control`]. `name` is a volume's.
+pub trait VolumeControl: Send + Sync + 'static {
+    fn volumes(&self) -> Answer<'_, Vec<Volume>>;
+    fn create_volume(&self, request: VolumeRequest) -> Answer<'_, Volume>;
+    fn inspect_volume<'a>(&'a self, name: &'a str) -> Answer<'a, Volume>;
+    /// With all that it holds. No VM may have it.
+    fn remove_volume<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+    /// What forks do with it. No VM may have it.
+    fn set_on_fork<'a>(&'a self, name: &'a str, request: OnForkRequest) -> Answer<'a, Volume>;
 }
 
 /// A VM that was ended.

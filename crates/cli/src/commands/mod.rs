@@ -26,6 +26,7 @@ mod top;
 mod tree;
 mod ttl;
 mod version;
+mod volume;
 
 use std::future::Future;
 
@@ -60,6 +61,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Version => version::run(global).await,
         Command::Image(action) => image::run(global, action).await,
         Command::Snapshot(action) => snapshot::run(global, action).await,
+        Command::Volume(action) => volume::run(global, action).await,
         Command::Cluster(action) => cluster::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,
         Command::Completion(shell) => completion::run(global, shell),

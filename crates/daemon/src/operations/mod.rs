@@ -11,6 +11,7 @@ mod boot;
 mod control;
 mod error;
 mod snapshots;
+mod volumes;
 
 use std::sync::Arc;
 

@@ -224,11 +224,12 @@ impl DiskStore {
         Ok(image)
     }
 
-    /// The disk that an earlier daemon left, with `layer` as its own layer: see [`Listing::disks`].
-    /// If that was made an image before, for an export, the disk gets a new layer on it.
+    /// The disk that an earlier daemon left, with `layer` as its newest: see [`Listing::disks`].
+    /// That is its own layer again, unless clones lie on it, or it was made an image for an
+    /// export. Then the disk gets a new layer on it.
     ///
     /// # Errors
-    /// As [`DiskStore::image`]; or another layer lies on it, so it is frozen.
+    /// As [`DiskStore::image`]; or a newer layer of the disk lies on it.
     pub fn reopen(
         &self,
         layer: ImageId,
@@ -239,10 +240,14 @@ impl DiskStore {
             return Err(StoreError::Busy(layer));
         }
         let above = found::used_above(&self.shared.layers, layer);
-        if let Some(by) = above.map_err(|source| self.shared.failed(source))? {
-            return Err(StoreError::Under { id: layer, by });
-        }
+        let above = above.map_err(|source| self.shared.failed(source))?;
         let (own, note) = self.shared.open_layer(layer, set)?;
+        if let Some(by) = above {
+            let of = found::read_note(&self.shared.folder(by)).ok().flatten();
+            if of.is_none_or(|above| above.disk_id == note.disk_id) {
+                return Err(StoreError::Under { id: layer, by });
+            }
+        }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
             id: OnceLock::from(note.disk_id),
@@ -253,8 +258,8 @@ impl DiskStore {
             base: note.base.clone(),
         };
         let size_bytes = note.size_bytes;
-        // Its table would be out of date after the first write.
-        if own.folder().path().join("table").exists() {
+        // Its table would be out of date after the first write, and so would clones.
+        if above.is_some() || own.folder().path().join("table").exists() {
             let image = self.image(layer, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
             return Ok(Disk::new(size_bytes, own, image, Arc::new(layers)));

@@ -273,6 +273,36 @@ fn what_a_killed_daemon_left_is_found_exported_and_removed() {
 }
 
 #[test]
+fn a_disk_on_whose_newest_layer_clones_lie_goes_on_beside_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    disk.write(span(1, 1), &[1; 4096]).expect("written");
+    let id = disk.layer();
+    let image = disk.freeze().expect("frozen");
+    let clone = store.create(&spec("clone", SIZE), &image).expect("a clone");
+    clone.write(span(1, 1), &[2; 4096]).expect("written");
+    let of_clone = clone.layer();
+    store.keep_all();
+    drop((disk, image, clone, store));
+    let store = open(folder.path());
+    let listing = store.list().expect("a list");
+    let newest = listing.disks().into_iter().find(|layer| layer.note.disk_id == id);
+    let newest = newest.expect("the disk").id;
+    let disk = store.reopen(newest, &DiskSet::new(None), &none).expect("the disk");
+    disk.write(span(2, 1), &[3; 4096]).expect("written");
+    let clone = store.reopen(of_clone, &DiskSet::new(None), &none).expect("the clone");
+    assert_eq!([now(&disk)[4096], now(&disk)[8192]], [1, 3]);
+    assert_eq!([now(&clone)[4096], now(&clone)[8192]], [2, 0]);
+    assert_eq!((disk.data_bytes(), clone.data_bytes()), (2 * 4096, 4096));
+    store.drain();
+    let listing = store.list().expect("a list");
+    let own = listing.layers.get(&disk.layer()).expect("its layer");
+    assert_eq!(own.note.disk_id, id, "the same disk");
+}
+
+#[test]
 fn a_disk_that_was_exported_goes_on_and_its_table_is_not_out_of_date() {
     let folder = tempfile::tempdir().expect("a folder");
     let store = open(folder.path());

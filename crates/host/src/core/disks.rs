@@ -19,6 +19,8 @@ impl Core {
                 size_bytes: spec.size_bytes,
                 written_bytes: written.next().map_or(0, |(_, bytes)| bytes),
                 device: device(drive),
+                volume: spec.volume.as_ref().map(|volume| volume.name.clone()),
+                read_only: spec.is_shared(),
             })
             .collect()
     }

@@ -6,6 +6,8 @@
 //!                  └─────── freeze ─────────┘
 //! ```
 //!
+//! A disk that is a volume ([`volumes`]) is not made for the machine. It is lent to it.
+//!
 //! Promises: a machine's disks are served until they are dropped; then what only they have is gone.
 //! A socket can be opened by the user of its QEMU alone. A freeze makes no file.
 //!
@@ -15,20 +17,24 @@
 mod base;
 mod blank;
 mod served;
+mod volumes;
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::disk::DISK_BYTES_MIN;
-use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk};
+use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest};
 use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
 pub use self::served::MachineDisks;
+use self::served::Served;
+use self::volumes::Volumes;
+pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
@@ -42,9 +48,17 @@ pub struct DiskSpec {
     /// Unique in its VM.
     pub name: String,
     pub size_bytes: u64,
-    /// Always the default, until disks outlive their daemon.
     #[serde(default)]
     pub durability: Durability,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume: Option<OfVolume>,
+}
+
+impl DiskSpec {
+    /// The guest can only read it, and other VMs may have it.
+    pub fn is_shared(&self) -> bool {
+        self.volume.as_ref().is_some_and(OfVolume::is_shared)
+    }
 }
 
 /// What a disk holds at one instant.
@@ -57,6 +71,8 @@ pub struct DiskContent {
     /// It descends from a file of a client's, which others may change. Files of guest images are
     /// replaced, and those of blank disks have no name: what was opened stays as it is.
     pub on_clients_file: bool,
+    /// Of a shared volume: it stays as it is until all clones have it, too.
+    pub lease: Option<Arc<VolumeLease>>,
 }
 
 /// A disk that a VM can't have.
@@ -87,6 +103,13 @@ pub enum DiskError {
     Layer(#[source] vmfork_disk::StoreError),
     #[error("serve a disk")]
     Serve(#[source] io::Error),
+    #[error(transparent)]
+    Volume(#[from] VolumeError),
+    #[error("the folder of volumes")]
+    Volumes(#[source] io::Error),
+    /// A request was dropped that would have been answered.
+    #[error("it was given up")]
+    GivenUp,
 }
 
 impl DiskError {
@@ -104,13 +127,16 @@ impl DiskError {
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
             Self::Changed { .. } => ErrorCode::Conflict,
+            Self::Volume(error) => error.code(),
             Self::Image(_)
             | Self::File(_)
             | Self::Late { .. }
             | Self::Thread(_)
             | Self::Blank(_)
             | Self::Layer(_)
-            | Self::Serve(_) => ErrorCode::Host,
+            | Self::Serve(_)
+            | Self::Volumes(_)
+            | Self::GivenUp => ErrorCode::Host,
         }
     }
 
@@ -138,9 +164,11 @@ impl DiskError {
                 Some("its VMs may read wrong bytes: end them, and start them from the new file")
             }
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
-            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) => {
+            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
                 Some("is the disk of the state folder full?")
             }
+            Self::Volume(error) => Some(error.remedy()),
+            Self::GivenUp => None,
         }
     }
 }
@@ -156,6 +184,7 @@ fn is_short(error: &io::Error) -> bool {
 #[derive(Debug)]
 pub struct HostDisks {
     store: DiskStore,
+    volumes: Volumes,
     blanks: blank::Blanks,
     bases: base::Bases,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -171,14 +200,21 @@ impl HostDisks {
     pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
         let options = StoreOptions { floor_bytes: FLOOR_BYTES };
         let store = DiskStore::open(folder, options).map_err(DiskError::Layer)?;
-        // VMs end with their daemon, and their disks with them.
-        let removed = store.remove_unused().map_err(DiskError::Layer)?;
-        if !removed.is_empty() {
-            tracing::info!(layers = removed.len(), "removed what disks of an earlier daemon held");
+        let (volumes, is_whole) =
+            Volumes::open(folder.join("volumes"), &store).map_err(DiskError::Volumes)?;
+        if is_whole {
+            // VMs end with their daemon, and their disks with them.
+            let removed = store.remove_unused().map_err(DiskError::Layer)?;
+            if !removed.is_empty() {
+                let layers = removed.len();
+                tracing::info!(layers, "removed what disks of an earlier daemon held");
+            }
+        } else {
+            tracing::error!("no layer of an earlier daemon is removed: it may be of a volume");
         }
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
-        Ok(Self { store, blanks, bases: base::Bases::default(), sockets, next })
+        Ok(Self { store, volumes, blanks, bases: base::Bases::default(), sockets, next })
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -192,29 +228,121 @@ impl HostDisks {
     ) -> Result<Vec<DiskContent>, E> {
         let mut contents = Vec::with_capacity(disks.len());
         for disk in disks {
-            let image = match &disk.source {
-                DiskSource::Blank { size_bytes } => {
-                    self.blanks.get(*size_bytes, &self.bases).await?
-                }
-                DiskSource::Image { image } => self.bases.open(root_of(image)?).await?,
-                DiskSource::File { path } => {
-                    let opened = self.bases.open(path.into()).await;
-                    opened.map_err(|error| match error {
-                        DiskError::Image(error) => DiskError::File(error),
-                        error => error,
-                    })?
-                }
-            };
-            base::check_size(&image)?;
-            let spec = DiskSpec {
-                name: disk.name.clone(),
-                size_bytes: image.size_bytes(),
-                durability: Durability::default(),
-            };
-            let on_clients_file = matches!(disk.source, DiskSource::File { .. });
-            contents.push(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file });
+            contents.push(self.content(&disk.name, &disk.source, &root_of).await?);
         }
         Ok(contents)
+    }
+
+    async fn content<E: From<DiskError>>(
+        &self,
+        name: &str,
+        source: &DiskSource,
+        root_of: impl Fn(&str) -> Result<PathBuf, E>,
+    ) -> Result<DiskContent, E> {
+        let image = match source {
+            DiskSource::Blank { size_bytes } => self.blanks.get(*size_bytes, &self.bases).await?,
+            DiskSource::Image { image } => self.bases.open(root_of(image)?).await?,
+            DiskSource::File { path } => {
+                let opened = self.bases.open(path.into()).await;
+                opened.map_err(|error| match error {
+                    DiskError::Image(error) => DiskError::File(error),
+                    error => error,
+                })?
+            }
+            DiskSource::Volume { volume } => {
+                return Ok(self.volume_content(name, volume).await?);
+            }
+        };
+        base::check_size(&image)?;
+        let spec = DiskSpec {
+            name: name.to_owned(),
+            size_bytes: image.size_bytes(),
+            durability: Durability::Host,
+            volume: None,
+        };
+        let on_clients_file = matches!(source, DiskSource::File { .. });
+        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
+    }
+
+    /// A volume that no other VM has. It is taken when a machine is given its disks.
+    async fn volume_content(&self, name: &str, volume: &str) -> Result<DiskContent, DiskError> {
+        let (of, disk, set) = self.volumes.ready(volume).await?;
+        let spec = DiskSpec {
+            name: name.to_owned(),
+            size_bytes: disk.size_bytes(),
+            durability: Durability::Medium,
+            volume: Some(of),
+        };
+        let image = disk.image();
+        Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
+    }
+
+    /// A new volume; `now_unix_ms` is the time. If this future is dropped, there is none.
+    ///
+    /// # Errors
+    /// As [`HostDisks::contents`]; or the name is taken, or there is no room.
+    pub async fn create_volume<E: From<DiskError>>(
+        self: &Arc<Self>,
+        request: VolumeRequest,
+        now_unix_ms: u64,
+        root_of: impl Fn(&str) -> Result<PathBuf, E>,
+    ) -> Result<Volume, E> {
+        self.volumes.check_new(&request.name).map_err(DiskError::Volume)?;
+        let source = DiskSource::from(request.source.clone());
+        let content = self.content(&request.name, &source, root_of).await?;
+        let (disks, given_up) = (Arc::clone(self), Arc::new(AtomicBool::new(false)));
+        let _on_drop = SetOnDrop(Arc::clone(&given_up));
+        let made = tokio::task::spawn_blocking(move || {
+            let Self { store, volumes, .. } = &*disks;
+            let made = volumes.create(store, &request, now_unix_ms, &content.image, &given_up)?;
+            // What its owner has changed meanwhile was copied in part.
+            check_base(&content).inspect_err(|_| {
+                if let Err(error) = volumes.remove(&request.name) {
+                    tracing::warn!(volume = request.name, %error, "remove a volume half-way");
+                }
+            })?;
+            Ok::<_, DiskError>(made)
+        });
+        Ok(made.await.map_err(|_panicked| DiskError::GivenUp)??)
+    }
+
+    /// All volumes, by name. Blocking.
+    pub fn volumes(&self) -> Vec<Volume> {
+        self.volumes.list()
+    }
+
+    /// One volume. Blocking.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub fn volume(&self, name: &str) -> Result<Volume, VolumeError> {
+        self.volumes.show(name)
+    }
+
+    /// Removes a volume, and all that it holds. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it.
+    pub fn remove_volume(&self, name: &str) -> Result<(), VolumeError> {
+        self.volumes.remove(name)
+    }
+
+    /// What forks do with a volume from now on. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it.
+    pub fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Volume, VolumeError> {
+        self.volumes.set_on_fork(name, on_fork)
+    }
+
+    /// A VM of that name has ended: it gives its volumes back soon.
+    pub fn vm_ends(&self, vm: &str) {
+        self.volumes.vm_ends(vm);
+    }
+
+    /// Waits until VMs that have ended have given their volumes back, with all that they wrote.
+    pub async fn given_back(&self) {
+        self.volumes.given_back().await;
     }
 
     /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
@@ -234,7 +362,29 @@ impl HostDisks {
         contents.iter().try_for_each(check_base)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let folder = self.sockets.join(number.to_string());
-        MachineDisks::start(&self.store, vm, uid, &folder, contents).map(Some)
+        let disks = contents.iter().map(|content| match &content.spec.volume {
+            Some(of) => Ok(Served::volume(content, self.volumes.take(vm, of)?)),
+            None => Served::create(content, vm, &self.store),
+        });
+        let disks = disks.collect::<Result<_, DiskError>>()?;
+        MachineDisks::start(disks, uid, &folder).map(Some)
+    }
+}
+
+/// Volumes stay when the daemon ends. The next one removes the layers of other disks.
+impl Drop for HostDisks {
+    fn drop(&mut self) {
+        if !self.volumes.is_empty() {
+            self.store.keep_all();
+        }
+    }
+}
+
+struct SetOnDrop(Arc<AtomicBool>);
+
+impl Drop for SetOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

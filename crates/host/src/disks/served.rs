@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
-use vmfork_api::Durability;
+use vmfork_api::{Durability, OnFork};
 use vmfork_disk::layer::LayerError;
 use vmfork_disk::{Disk, DiskExport, DiskServer, DiskSet, DiskStore};
 use vmfork_qemu::{NbdSocket, NbdSocketError};
 
-use super::{DiskContent, DiskError, DiskSpec};
+use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease};
 use crate::state::DISK_SOCKET;
 
 /// Disks that one QEMU has. Dropping it ends their service, on a thread that may block; their files
-/// go with the last VM that needs them.
+/// go with the last VM that needs them. Volumes are given back.
 #[derive(Debug)]
 pub struct MachineDisks {
     disks: Vec<Served>,
@@ -28,43 +28,77 @@ pub struct MachineDisks {
     folder: OwnedFd,
 }
 
+/// A disk that a machine has.
 #[derive(Debug)]
-struct Served {
+pub(super) struct Served {
     spec: DiskSpec,
     disk: Arc<Disk>,
     set: Arc<DiskSet>,
     on_clients_file: bool,
+    /// Of a volume.
+    lease: Option<Arc<VolumeLease>>,
+}
+
+impl Served {
+    /// A disk of the machine's own. `vm` is for the notes on its files.
+    pub(super) fn create(
+        content: &DiskContent,
+        vm: &str,
+        store: &DiskStore,
+    ) -> Result<Self, DiskError> {
+        let DiskContent { spec, image, set, on_clients_file, .. } = content;
+        let (name, vm, set) = (spec.name.clone(), vm.to_owned(), Arc::clone(set));
+        let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
+        let disk = store.create(&new, image).map_err(DiskError::Layer)?;
+        let (spec, on_clients_file) = (spec.clone(), *on_clients_file);
+        Ok(Self { spec, disk: Arc::new(disk), set: new.set, on_clients_file, lease: None })
+    }
+
+    /// A volume.
+    pub(super) fn volume(content: &DiskContent, lease: VolumeLease) -> Self {
+        Self {
+            spec: content.spec.clone(),
+            disk: Arc::clone(lease.disk()),
+            set: Arc::clone(lease.set()),
+            on_clients_file: false,
+            lease: Some(Arc::new(lease)),
+        }
+    }
+
+    fn export(&self) -> DiskExport {
+        let disk = Arc::clone(&self.disk);
+        let export = match (self.spec.is_shared(), self.spec.durability) {
+            (true, _) => DiskExport::read_only(disk),
+            (false, Durability::Host) => DiskExport::new(disk, vmfork_disk::Durability::Host),
+            (false, Durability::Medium) => DiskExport::new(disk, vmfork_disk::Durability::Medium),
+        };
+        match &self.lease {
+            // A request that takes long may go on after the server has ended.
+            Some(lease) => export.holding(Arc::<VolumeLease>::clone(lease)),
+            None => export,
+        }
+    }
+
+    /// What it holds, while the vCPUs stand still, as clones get it.
+    fn freeze(&self) -> Result<DiskContent, LayerError> {
+        let (spec, set) = (self.spec.clone(), Arc::clone(&self.set));
+        if spec.is_shared() {
+            let (image, lease) = (self.disk.image(), self.lease.clone());
+            return Ok(DiskContent { spec, image, set, on_clients_file: false, lease });
+        }
+        // The clones' disks are their own.
+        let spec = DiskSpec { volume: None, durability: Durability::Host, ..spec };
+        let (image, on_clients_file) = (self.disk.freeze()?, self.on_clients_file);
+        Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
+    }
 }
 
 impl MachineDisks {
-    pub(super) fn start(
-        store: &DiskStore,
-        vm: &str,
-        uid: u32,
-        folder: &Path,
-        contents: &[DiskContent],
-    ) -> Result<Self, DiskError> {
-        let disks = contents.iter().map(|DiskContent { spec, image, set, on_clients_file }| {
-            let (name, vm, set) = (spec.name.clone(), vm.to_owned(), Arc::clone(set));
-            let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
-            let disk = store.create(&new, image).map_err(DiskError::Layer)?;
-            Ok(Served {
-                spec: spec.clone(),
-                disk: Arc::new(disk),
-                set: Arc::clone(&new.set),
-                on_clients_file: *on_clients_file,
-            })
-        });
-        let disks: Vec<Served> = disks.collect::<Result<_, DiskError>>()?;
+    pub(super) fn start(disks: Vec<Served>, uid: u32, folder: &Path) -> Result<Self, DiskError> {
         let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
         let server = DiskServer::start(listener, uid).map_err(DiskError::Serve)?;
-        for Served { spec, disk, .. } in &disks {
-            let durability = match spec.durability {
-                Durability::Host => vmfork_disk::Durability::Host,
-                Durability::Medium => vmfork_disk::Durability::Medium,
-            };
-            let _names_differ =
-                server.add(&spec.name, DiskExport::new(Arc::clone(disk), durability));
+        for served in &disks {
+            let _names_differ = server.add(&served.spec.name, served.export());
         }
         Ok(Self { disks, server: Some(server), socket: Some(socket), folder })
     }
@@ -74,8 +108,11 @@ impl MachineDisks {
     /// # Errors
     /// No fd is left.
     pub fn sockets(&self) -> Result<Vec<NbdSocket>, NbdSocketError> {
-        let names = self.disks.iter().map(|served| served.spec.name.as_str());
-        names.map(|name| NbdSocket::new(&self.folder, DISK_SOCKET, name)).collect()
+        let sockets = self.disks.iter().map(|Served { spec, .. }| {
+            let socket = NbdSocket::new(&self.folder, DISK_SOCKET, spec.name.as_str())?;
+            Ok(if spec.is_shared() { socket.shared() } else { socket })
+        });
+        sockets.collect()
     }
 
     /// What was acknowledged is on the medium, for those disks that promise it. Blocking, for as
@@ -93,11 +130,15 @@ impl MachineDisks {
     /// # Errors
     /// A disk has no layer to go on with.
     pub fn freeze(&self) -> Result<Vec<DiskContent>, LayerError> {
-        let freeze = |Served { spec, disk, set, on_clients_file }: &Served| {
-            let (image, on_clients_file) = (disk.freeze()?, *on_clients_file);
-            Ok(DiskContent { spec: spec.clone(), image, set: Arc::clone(set), on_clients_file })
-        };
-        self.disks.iter().map(freeze).collect()
+        self.disks.iter().map(Served::freeze).collect()
+    }
+
+    /// A volume that keeps its VM from being forked: the disk's name, and the volume's.
+    pub fn unforkable(&self) -> Option<(&str, &str)> {
+        self.disks.iter().find_map(|Served { spec, .. }| match &spec.volume {
+            Some(OfVolume { name, on_fork: OnFork::Refuse }) => Some((&*spec.name, &**name)),
+            _ => None,
+        })
     }
 
     /// For people: each disk, and the bytes that were written to it since the last freeze.
