@@ -10,9 +10,10 @@ __all__ = ["NewDisk"]
 
 @dataclass(frozen=True, slots=True)
 class NewDisk:
-    """A writable disk that a VM is to have, made by :meth:`blank`, :meth:`image` or :meth:`file`.
+    """A disk that a VM is to have: by :meth:`blank`, :meth:`image`, :meth:`file`, :meth:`volume`.
 
-    Clones get it as it is in the instant of the fork; what a VM writes is its own.
+    Clones get it as it is in the instant of the fork; what a VM writes is its own. A volume says
+    itself what a fork does with it.
     """
 
     name: str
@@ -32,6 +33,11 @@ class NewDisk:
     def file(cls, name: str, path: str) -> NewDisk:
         """A raw file on the daemon's host, by its absolute path. It must not change meanwhile."""
         return cls(name, {"type": "file", "path": path})
+
+    @classmethod
+    def volume(cls, name: str, volume: str) -> NewDisk:
+        """A volume, which no other VM may have, unless it is read-only. It outlives the VM."""
+        return cls(name, {"type": "volume", "volume": volume})
 
     def _json(self) -> dict[str, object]:
         return {"name": self.name, "source": dict(self.source)}
