@@ -20,7 +20,7 @@ pub enum OnFork {
     /// with the clone.
     #[default]
     Fork,
-    /// No VM can write to it. So many VMs may have it, and clones share it with their parent.
+    /// No VM can write to it. Several VMs may have it, and clones share it with their parent.
     ReadOnly,
     /// A VM that has it is not forked.
     Refuse,

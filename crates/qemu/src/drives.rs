@@ -39,8 +39,8 @@ const RECONNECT_SECONDS: u64 = 3600;
 pub enum DriveContent {
     /// A file that is not written while the VM runs.
     ReadOnly(OwnedFd),
-    /// A disk with a server, writable unless it is [shared](NbdSocket::shared). Of a bare guest's first drive, it has at least 516,096 bytes: the firmware
-    /// can't boot from a smaller one.
+    /// A disk with a server, writable unless it is [shared](NbdSocket::shared). Of a bare guest's
+    /// first drive, it has at least 516,096 bytes: the firmware can't boot from a smaller one.
     Disk(NbdSocket),
 }
 

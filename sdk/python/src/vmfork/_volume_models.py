@@ -16,7 +16,7 @@ class OnFork(_Word):
     FORK = "fork"
     """The parent keeps it; each clone gets a disk of its own with the same content."""
     READ_ONLY = "read_only"
-    """No VM can write to it, so many may have it; clones share it with their parent."""
+    """No VM can write to it. Several may have it; clones share it with their parent."""
     REFUSE = "refuse"
     """A VM that has it is not forked."""
     UNKNOWN = "unknown"

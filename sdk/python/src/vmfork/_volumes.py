@@ -46,9 +46,9 @@ class Volumes:
     ) -> VolumeInfo:
         """Make a volume.
 
-        It holds an empty ext4 file system of ``size_bytes``, or a copy of the root file system of
-        a guest ``image``, or of a raw ``file`` on the daemon's host. ``on_fork``: see
-        :class:`OnFork`; default :attr:`OnFork.FORK`.
+        ``size_bytes``: it holds an empty ext4 file system of that size. ``image``: a copy of the
+        root file system of that guest image. ``file``: a copy of that raw file on the daemon's
+        host. ``on_fork``: see :class:`OnFork`; default :attr:`OnFork.FORK`.
         """
         call = protocol.create(
             name,
