@@ -199,6 +199,89 @@ def test_what_was_durable_is_there_after_the_daemon_was_killed(
         daemon.stop()
 
 
+def test_a_running_vm_gets_a_volume_and_gives_it_back(
+    client: vmfork.Client, image: str, volume: str, cli: Cli
+) -> None:
+    disks = [vmfork.NewDisk.empty("one"), vmfork.NewDisk.empty("two")]
+    with client.run(image, name="holder", disks=disks) as vm:
+        assert [disk.empty for disk in vm.inspect().disks] == [True, True]
+        assert _size(vm, "vdb") == 512
+        client.volumes.create("other", size_bytes=64 * MIB)
+        assert cli.text("volume", "attach", "holder", volume).strip() == "/dev/vdb"
+        disk = client.volumes.attach("other", vm, disk="two")
+        assert (disk.device, disk.volume, disk.size_bytes) == ("/dev/vdc", "other", 64 * MIB)
+        eventually(lambda: (_size(vm, "vdb"), _size(vm, "vdc")) == (256 * MIB, 64 * MIB), 10, "it sees both")
+        vm.exec(f"{MOUNT} && echo first > /mnt/word && sync", check=True)
+        refused = cli("volume", "detach", "holder", volume, code=None)
+        assert refused.returncode != 0 and b"`umount /dev/vdb`" in refused.stderr
+        # A fork in between: the clone's disks are its own.
+        (clone,) = vm.fork(1).raise_for_errors()
+        assert [disk.volume for disk in clone.inspect().disks] == [None, None]
+        vm.exec("echo second > /mnt/word && umount /mnt", check=True)
+        client.volumes.detach(volume, vm)
+        assert client.volumes.get(volume).vms == ()
+        eventually(lambda: _size(vm, "vdb") == 512, 10, "it sees that it is gone")
+        assert [disk.empty for disk in vm.inspect().disks] == [True, False]
+        assert _cold(clone, "cat /mnt/word") == "first"
+        clone.remove(force=True)
+        # Another VM has it meanwhile, and this one again, many times.
+        with _vm(client, image, "between", volume) as between:
+            between.exec(f"{MOUNT} && cat /mnt/word && echo third > /mnt/word", check=True)
+            with pytest.raises(vmfork.Conflict, match="`between` has the volume"):
+                client.volumes.attach(volume, vm)
+            between.exec("umount /mnt", check=True)
+            client.volumes.detach(volume, between)
+            assert client.volumes.get(volume).vms == ()
+        for round_ in range(5):
+            client.volumes.attach(volume, vm)
+            eventually(lambda: _size(vm, "vdb") == 256 * MIB, 10, "it is back")
+            vm.exec(f"{MOUNT} && echo {round_} >> /mnt/word && umount /mnt", check=True)
+            client.volumes.detach(volume, vm)
+            eventually(lambda: _size(vm, "vdb") == 512, 10, "it is gone")
+        client.volumes.attach(volume, vm)
+        eventually(lambda: _size(vm, "vdb") == 256 * MIB, 10, "it is back")
+        vm.exec(MOUNT, check=True)
+        assert vm.exec("cat /mnt/word", check=True).stdout_text.split() == ["third", *"01234"]
+        assert "error" not in vm.exec("dmesg", check=True).stdout_text.lower().split("vdb")[-1]
+    client.volumes.remove("other")
+
+
+def test_clones_can_attach_to_empty_disks_and_others_can_not(
+    client: vmfork.Client, image: str, volume: str
+) -> None:
+    with client.run(image, name="stem", disks=[vmfork.NewDisk.empty("data")]) as vm:
+        (clone,) = vm.fork(1).raise_for_errors()
+        for round_ in range(2):
+            client.volumes.attach(volume, clone)
+            eventually(lambda: _size(clone, "vdb") == 256 * MIB, 10, "it sees it")
+            clone.exec(f"{MOUNT} && echo {round_} >> /mnt/word && umount /mnt", check=True)
+            client.volumes.detach(volume, clone)
+        client.volumes.attach(volume, clone)
+        clone.exec(f"{MOUNT} && echo x >> /mnt/word", check=True)
+        (deep,) = clone.fork(1).raise_for_errors()
+        assert _cold(deep, "cat /mnt/word").split() == ["0", "1", "x"]
+        with pytest.raises(vmfork.Conflict, match="does not have it"):
+            client.volumes.detach(volume, vm)
+        clone.remove(force=True)
+        vm.pause()
+        with pytest.raises(vmfork.Conflict, match="it is paused, not running"):
+            client.volumes.attach(volume, vm)
+        vm.resume()
+        client.volumes.set_on_fork(volume, vmfork.OnFork.READ_ONLY)
+        with pytest.raises(vmfork.Conflict, match="made for writing"):
+            client.volumes.attach(volume, vm)
+        client.volumes.set_on_fork(volume, vmfork.OnFork.REFUSE)
+        with pytest.raises(vmfork.Conflict, match="no empty disk"):
+            client.volumes.attach(volume, deep)
+        client.volumes.attach(volume, vm)
+        with pytest.raises(vmfork.Conflict, match="which no fork may have"):
+            vm.fork(1)
+        client.volumes.detach(volume, vm)
+        vm.fork(1).raise_for_errors()[0].remove(force=True)
+        deep.remove(force=True)
+    assert client.volumes.get(volume).vms == ()
+
+
 def test_a_volume_holds_a_copy_of_an_image_or_of_a_file(
     client: vmfork.Client, image: str, tmp_path: Path, cli: Cli
 ) -> None:
@@ -255,6 +338,10 @@ def _vm(client: vmfork.Client, image: str, name: str, volume: str) -> vmfork.VM:
 def _cold(vm: vmfork.VM, command: str) -> str:
     """What a command prints that reads from the disk, and not from the guest's page cache."""
     return vm.exec(f"sync; echo 3 > /proc/sys/vm/drop_caches; {command}", check=True).stdout_text.strip()
+
+
+def _size(vm: vmfork.VM, device: str) -> int:
+    return int(vm.exec(f"blockdev --getsize64 /dev/{device}", check=True).stdout_text)
 
 
 def _number(vm: vmfork.VM) -> int:

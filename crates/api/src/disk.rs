@@ -56,6 +56,8 @@ pub enum DiskSource {
         #[schema(value_type = Plain)]
         path: String,
     },
+    /// Nothing yet: a volume can be attached while the VM runs.
+    Empty {},
     /// A volume. What the VM writes to it stays when the VM ends.
     Volume {
         #[schema(value_type = Name)]
@@ -99,13 +101,16 @@ pub struct Disk {
     /// The guest can't write to it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
+    /// A volume can be attached to it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub empty: bool,
 }
 
 /// A disk that can't be, as typed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DiskError {
     #[error(
-        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH or NAME=volume:VOLUME"
+        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=volume:VOLUME or NAME=empty"
     )]
     Form { text: String },
     #[error(
@@ -170,7 +175,7 @@ impl NewDisk {
                         return Err(DiskError::VolumeTwice { name: name(), volume });
                     }
                 }
-                DiskSource::File { .. } | DiskSource::Image { .. } => {}
+                DiskSource::File { .. } | DiskSource::Image { .. } | DiskSource::Empty {} => {}
             }
         }
         Ok(())
@@ -188,6 +193,9 @@ impl FromStr for NewDisk {
     fn from_str(text: &str) -> Result<Self, DiskError> {
         let form = || DiskError::Form { text: text.to_owned() };
         let (name, source) = text.split_once('=').ok_or_else(form)?;
+        if source == "empty" {
+            return Ok(Self { name: name.to_owned(), source: DiskSource::Empty {} });
+        }
         let (kind, value) = source.split_once(':').ok_or_else(form)?;
         if value.is_empty() {
             return Err(form());
@@ -271,6 +279,7 @@ mod tests {
         assert_eq!(source("a=image:default"), DiskSource::Image { image: "default".to_owned() });
         assert_eq!(source("a=file:/a=b:c"), DiskSource::File { path: "/a=b:c".to_owned() });
         assert_eq!(source("a=volume:db"), DiskSource::Volume { volume: "db".to_owned() });
+        assert_eq!(source("a=empty"), DiskSource::Empty {});
     }
 
     #[test]

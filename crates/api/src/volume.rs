@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskSource};
-use crate::schema::{Name, Plain};
+use crate::schema::{DiskName, Name, Plain};
 use crate::{DiskError, Labels};
 
 /// Most volumes of one host. Each has a few open files.
@@ -69,6 +69,31 @@ pub enum VolumeSource {
 #[serde(deny_unknown_fields)]
 pub struct OnForkRequest {
     pub on_fork: OnFork,
+}
+
+/// A volume that a running VM is to have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AttachRequest {
+    /// Its name or id.
+    #[schema(value_type = Name)]
+    pub vm: String,
+    /// An empty disk of the VM; default: its first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<DiskName>)]
+    pub disk: Option<String>,
+}
+
+/// A volume that a running VM is to give back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DetachRequest {
+    /// Its name or id.
+    #[schema(value_type = Name)]
+    pub vm: String,
+    /// Also if the guest uses it: its programs get errors then.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// A volume.

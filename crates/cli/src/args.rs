@@ -159,8 +159,8 @@ pub(crate) struct RawRun {
     /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
-    /// Writable disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH or
-    /// NAME=volume:VOLUME; repeat it for up to 7, or 6 with `--root overlay`
+    /// Writable disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
+    /// NAME=volume:VOLUME, or NAME=empty for a volume that comes later; repeat it for up to 7, or 6 with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
     pub(crate) disks: Vec<String>,
     /// What takes the writes to the root file system [default: tmpfs]
@@ -628,6 +628,26 @@ pub(crate) enum RawVolume {
         volume: String,
         #[arg(long, value_name = "WHAT")]
         on_fork: RawOnFork,
+    },
+    /// Give a running VM a volume, in the place of a disk that was started as NAME=empty
+    Attach {
+        /// Name or id of a running VM
+        vm: String,
+        /// Name of a volume
+        volume: String,
+        /// Name of an empty disk of the VM [default: the first one]
+        #[arg(long, value_name = "NAME")]
+        disk: Option<String>,
+    },
+    /// Take a volume from a running VM whose guest has unmounted it
+    Detach {
+        /// Name or id of a running VM
+        vm: String,
+        /// Name of a volume
+        volume: String,
+        /// Take it even if the guest uses it, or does not say
+        #[arg(long)]
+        force: bool,
     },
     /// Remove volumes, with all that they hold
     Rm {

@@ -9,11 +9,12 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
-    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostInfo,
-    Image, KillRequest, OnForkRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot,
-    SnapshotDetail, SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest,
-    TreeNode, TtlReply, TtlRequest, VerifyReply, Version, Vm, VmDetail, Volume, VolumeRequest,
+    AttachRequest, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
+    ClusterToken, ClusterTokenRequest, DetachRequest, Disk, DoctorReport, ErrorBody, ExecRequest,
+    ForkReply, ForkRequest, HostInfo, Image, KillRequest, OnForkRequest, ProfileInfo,
+    RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest, StartReply,
+    StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest, VerifyReply,
+    Version, Vm, VmDetail, Volume, VolumeRequest,
 };
 
 mod events;
@@ -137,6 +138,10 @@ pub trait VolumeControl: Send + Sync + 'static {
     fn remove_volume<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
     /// What forks do with it. No VM may have it.
     fn set_on_fork<'a>(&'a self, name: &'a str, request: OnForkRequest) -> Answer<'a, Volume>;
+    /// A running VM gets it, in the place of an empty disk. → that disk.
+    fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk>;
+    /// A running VM gives it back. What was written is on the medium then.
+    fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume>;
 }
 
 /// A VM that was ended.

@@ -229,7 +229,6 @@ async fn carry_out(
     };
     let machine = running(parent)?;
     if let Some((disk, volume)) = machine.disks().and_then(MachineDisks::unforkable) {
-        let (disk, volume) = (disk.to_owned(), volume.to_owned());
         return Err(Error::Unforkable { disk, volume });
     }
     core.metrics.forked();

@@ -140,7 +140,7 @@ impl NbdSocket {
     }
 
     /// `path`: that of the folder inside QEMU.
-    fn node(&self, name: &str, path: &str) -> Value {
+    pub(crate) fn node(&self, name: &str, path: &str) -> Value {
         let Self { socket, export, .. } = self;
         let server = json!({
             "driver": "nbd",

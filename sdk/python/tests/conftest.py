@@ -83,8 +83,8 @@ class FakeDaemon:
             return self._on_vm(one, method, found[2], query, content)
         if (method, path) == ("GET", "/v1/tree"):
             return reply(200, [])
-        if found := re.fullmatch(r"/v1/volumes(?:/([^/]+)(/on-fork)?)?", path):
-            return self._on_volumes(method, found[1], content)
+        if found := re.fullmatch(r"/v1/volumes(?:/([^/]+)(/on-fork|/attach|/detach)?)?", path):
+            return self._on_volumes(method, found[1], content, found[2])
         if (method, path) == ("GET", "/v1/snapshots"):
             return reply(200, list(self.snapshots.values()))
         if (method, path) == ("POST", "/v1/snapshots"):
@@ -103,7 +103,9 @@ class FakeDaemon:
             return self._on_snapshot(one, method, found[2], query, content)
         return error(404, "not_found", f"no route {method} {path}")
 
-    def _on_volumes(self, method: str, name: str | None, content: Any) -> Answer:
+    def _on_volumes(
+        self, method: str, name: str | None, content: Any, what: str | None
+    ) -> Answer:
         if name is None and method == "GET":
             return reply(200, list(self.volumes.values()))
         if name is None:
@@ -124,6 +126,9 @@ class FakeDaemon:
         if name not in self.volumes:
             return error(404, "not_found", "a volume", cause=f"no volume named `{name}`")
         match method:
+            case "POST" if what == "/attach":
+                disk = {"name": "data", "device": "/dev/vdb", "volume": name}
+                return reply(200, {**disk, "size_bytes": 1 << 30, "written_bytes": 0})
             case "PUT":
                 self.volumes[name].update(content)
             case "DELETE":

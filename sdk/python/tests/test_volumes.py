@@ -63,6 +63,23 @@ def test_a_vm_is_given_a_volume(client: vmfork.Client, daemon: FakeDaemon) -> No
     ]
 
 
+def test_a_running_vm_gets_a_volume_and_gives_it_back(
+    client: vmfork.Client, daemon: FakeDaemon
+) -> None:
+    vm = client.run("debian", name="web", disks=[vmfork.NewDisk.empty("data")])
+    assert daemon.asked[-1][3]["disks"] == [{"name": "data", "source": {"type": "empty"}}]
+    client.volumes.create("db", size_bytes=1 << 30)
+    disk = client.volumes.attach("db", vm)
+    assert (disk.device, disk.volume, disk.empty) == ("/dev/vdb", "db", False)
+    assert daemon.asked[-1][3] == {"vm": vm.id}
+    client.volumes.attach("db", "web", disk="data")
+    assert daemon.asked[-1][3] == {"vm": "web", "disk": "data"}
+    assert client.volumes.detach("db", vm).name == "db"
+    assert daemon.asked[-1][3] == {"vm": vm.id, "force": False}
+    client.volumes.detach("db", "web", force=True)
+    assert daemon.asked[-1][3] == {"vm": "web", "force": True}
+
+
 def test_asyncio_asks_the_same(transport: httpx.MockTransport, daemon: FakeDaemon) -> None:
     async def go() -> None:
         async with vmfork.AsyncClient(transport=transport) as client:

@@ -126,7 +126,10 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
 
 /// `data at /dev/vdb, 10 GiB, 1.5 MiB written, volume db`.
 fn disk_line(disk: &Disk) -> String {
-    let Disk { name, size_bytes, written_bytes, device, volume, read_only } = disk;
+    let Disk { name, size_bytes, written_bytes, device, volume, read_only, empty } = disk;
+    if *empty {
+        return format!("{name} at {device}, empty");
+    }
     let written = match read_only {
         true => "read-only".to_owned(),
         false => format!("{} written", format::size(*written_bytes)),

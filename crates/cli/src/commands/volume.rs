@@ -1,7 +1,11 @@
 //! `vmfork volume`: disks that outlive their VMs.
 
+use std::time::Duration;
+
 use serde::Serialize;
-use vmfork_api::{LabelFilter, OnFork, OnForkRequest, Volume, VolumeRequest};
+use vmfork_api::{
+    AttachRequest, DetachRequest, Disk, LabelFilter, OnFork, OnForkRequest, Volume, VolumeRequest,
+};
 
 use super::inspect::section;
 use super::ps::labelled;
@@ -12,6 +16,9 @@ use crate::failure::Exit;
 use crate::format;
 use crate::printer::{Field, Level};
 use crate::start::reach;
+
+/// How long a volume may take to be attached or detached: a fork in progress, and slow media.
+const USE: Duration = Duration::from_secs(150);
 
 #[derive(Serialize)]
 struct Volumes {
@@ -24,6 +31,8 @@ pub(super) async fn run(global: &Global, action: VolumeAction) -> anyhow::Result
         VolumeAction::Ls { filters } => list(global, &filters).await,
         VolumeAction::Inspect { name } => inspect(global, &name).await,
         VolumeAction::Set { name, request } => set(global, &name, &request).await,
+        VolumeAction::Attach { name, request } => attach(global, &name, &request).await,
+        VolumeAction::Detach { name, request } => detach(global, &name, &request).await,
         VolumeAction::Rm { names } => remove(global, names).await,
     }
 }
@@ -140,6 +149,31 @@ async fn set(global: &Global, name: &str, request: &OnForkRequest) -> anyhow::Re
             OnFork::Refuse => "a VM that has it can't be forked",
         };
         global.printer.note(&format!("`{name}`: {what}"));
+    }
+    Ok(Exit::Done)
+}
+
+async fn attach(global: &Global, name: &str, request: &AttachRequest) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let disk: Disk = client.post(route(name, "/attach"), request, USE).await?;
+    if global.printer.json {
+        global.printer.with_schema(&disk)?;
+    } else {
+        // For `mount $(vmfork volume attach VM VOLUME)` in the guest.
+        global.printer.line(&disk.device)?;
+        let (device, size) = (&disk.device, format::size(disk.size_bytes));
+        global.printer.note(&format!("`{name}` is {device} of `{}` ({size})", request.vm));
+    }
+    Ok(Exit::Done)
+}
+
+async fn detach(global: &Global, name: &str, request: &DetachRequest) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let volume: Volume = client.post(route(name, "/detach"), request, USE).await?;
+    if global.printer.json {
+        global.printer.with_schema(&volume)?;
+    } else {
+        global.printer.note(&format!("Detached `{name}` from `{}`", request.vm));
     }
     Ok(Exit::Done)
 }

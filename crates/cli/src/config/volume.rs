@@ -1,6 +1,9 @@
 //! What `vmfork volume` is to do.
 
-use vmfork_api::{LabelFilter, OnFork, OnForkRequest, VolumeRequest, VolumeSource, disk};
+use vmfork_api::{
+    AttachRequest, DetachRequest, LabelFilter, OnFork, OnForkRequest, VolumeRequest, VolumeSource,
+    disk,
+};
 
 use super::{misuse, value};
 use crate::args::{RawOnFork, RawVolume, RawVolumeCreate};
@@ -12,6 +15,8 @@ pub(crate) enum VolumeAction {
     Ls { filters: Vec<LabelFilter> },
     Inspect { name: String },
     Set { name: String, request: OnForkRequest },
+    Attach { name: String, request: AttachRequest },
+    Detach { name: String, request: DetachRequest },
     Rm { names: Vec<String> },
 }
 
@@ -24,6 +29,18 @@ impl VolumeAction {
             RawVolume::Set { volume, on_fork } => {
                 let request = OnForkRequest { on_fork: policy(on_fork) };
                 Self::Set { name: name(volume)?, request }
+            }
+            RawVolume::Attach { vm, volume, disk } => {
+                if let Some(disk) = disk.as_ref().filter(|disk| !disk::disk_name_is_valid(disk)) {
+                    let disk = crate::format::printable(disk);
+                    return misuse(format!("--disk {disk}: that is no disk's name"));
+                }
+                let request = AttachRequest { vm: value::name(vm, "VM's name")?, disk };
+                Self::Attach { name: name(volume)?, request }
+            }
+            RawVolume::Detach { vm, volume, force } => {
+                let request = DetachRequest { vm: value::name(vm, "VM's name")?, force };
+                Self::Detach { name: name(volume)?, request }
             }
             RawVolume::Rm { volumes } => {
                 Self::Rm { names: volumes.into_iter().map(name).collect::<Result<_, _>>()? }
@@ -127,6 +144,10 @@ mod tests {
             "rm ..",
             "inspect a/b",
             "set db",
+            "attach web",
+            "attach web ../db",
+            "attach web db --disk A",
+            "detach web",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }

@@ -2,7 +2,7 @@
 
 use futures_util::FutureExt;
 use tokio::task::block_in_place;
-use vmfork_api::{OnForkRequest, Volume, VolumeRequest};
+use vmfork_api::{AttachRequest, DetachRequest, Disk, OnForkRequest, Volume, VolumeRequest};
 
 use super::Hub;
 use super::boot::root_of;
@@ -45,6 +45,18 @@ impl VolumeControl for Hub {
         async move {
             block_in_place(|| self.core.disks.set_on_fork(name, request.on_fork))
                 .map_err(|error| error.to_body(format!("change the volume `{name}`")))
+        }
+        .boxed()
+    }
+
+    fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk> {
+        self.core.attach_volume(name.to_owned(), request).boxed()
+    }
+
+    fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume> {
+        async move {
+            self.core.detach_volume(name.to_owned(), request).await?;
+            self.inspect_volume(name).await
         }
         .boxed()
     }

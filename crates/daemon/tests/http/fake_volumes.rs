@@ -1,7 +1,10 @@
 //! The made-up host's volumes: any name but `nope` is one.
 
 use futures_util::FutureExt;
-use vmfork_api::{ErrorBody, ErrorCode, Labels, OnFork, OnForkRequest, Volume, VolumeRequest};
+use vmfork_api::{
+    AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, Labels, OnFork, OnForkRequest,
+    Volume, VolumeRequest,
+};
 use vmfork_control::{Answer, VolumeControl};
 
 use crate::fake::Fake;
@@ -52,5 +55,27 @@ impl VolumeControl for Fake {
 
     fn set_on_fork<'a>(&'a self, name: &'a str, request: OnForkRequest) -> Answer<'a, Volume> {
         async move { self.about_volume(format!("set {name}"), name, request.on_fork) }.boxed()
+    }
+
+    fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk> {
+        let call = format!("attach {name} to {} {:?}", request.vm, request.disk);
+        async move {
+            let volume = self.about_volume(call, name, OnFork::Fork)?;
+            Ok(Disk {
+                name: request.disk.unwrap_or_else(|| "data".to_owned()),
+                size_bytes: volume.size_bytes,
+                written_bytes: 0,
+                device: "/dev/vdb".to_owned(),
+                volume: Some(volume.name),
+                read_only: false,
+                empty: false,
+            })
+        }
+        .boxed()
+    }
+
+    fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume> {
+        let call = format!("detach {name} from {} {}", request.vm, request.force);
+        async move { self.about_volume(call, name, OnFork::Fork) }.boxed()
     }
 }

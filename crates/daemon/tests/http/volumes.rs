@@ -21,6 +21,12 @@ async fn volumes_are_made_looked_at_changed_and_removed() {
     let body = json!({"on_fork": "read_only"}).to_string();
     let reply = daemon.send("PUT", "/v1/volumes/db/on-fork", body).await;
     assert_eq!((reply.status.as_u16(), &reply.json()["on_fork"]), (200, &json!("read_only")));
+    let reply = daemon.post("/v1/volumes/db/attach", &json!({"vm": "web", "disk": "x"})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["device"]), (200, &json!("/dev/vdb")));
+    assert_eq!(daemon.fake.last_call(), "attach db to web Some(\"x\")");
+    let reply = daemon.post("/v1/volumes/db/detach", &json!({"vm": "web"})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["name"]), (200, &json!("db")));
+    assert_eq!(daemon.fake.last_call(), "detach db from web false");
     assert_eq!(daemon.send("DELETE", "/v1/volumes/db", "").await.status, 204);
     assert_eq!(daemon.fake.last_call(), "remove volume db");
 }
@@ -40,6 +46,16 @@ async fn what_can_be_no_volume_is_refused() {
         (json!({"name": "db", "source": blank(1 << 30), "on_fork": "x"}), "not what this route"),
     ] {
         daemon.post("/v1/volumes", &request).await.refused(400, ErrorCode::BadRequest, words);
+    }
+    for (way, request) in [
+        ("attach", json!({"vm": "../x"})),
+        ("attach", json!({"vm": "web", "disk": "A"})),
+        ("attach", json!({"vm": "web", "force": true})),
+        ("detach", json!({"vm": ""})),
+        ("detach", json!({})),
+    ] {
+        let reply = daemon.post(&format!("/v1/volumes/db/{way}"), &request).await;
+        assert_eq!(reply.status, 400, "{way} {request}");
     }
     let disk = json!({"name": "data", "source": {"type": "volume", "volume": "a/b"}});
     let reply = daemon.post("/v1/vms", &json!({"image": "debian", "disks": [disk]})).await;

@@ -23,6 +23,7 @@ mod registry;
 mod stalls;
 mod tally;
 mod tell;
+mod volumes;
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};

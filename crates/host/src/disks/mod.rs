@@ -31,8 +31,8 @@ use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, Vol
 use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
-pub use self::served::MachineDisks;
 use self::served::Served;
+pub use self::served::{MachineDisks, NewlyServed, Offer};
 use self::volumes::Volumes;
 pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
@@ -41,6 +41,9 @@ use crate::error::DOCTOR;
 
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
+
+/// Size of an empty disk.
+const EMPTY_BYTES: u64 = 512;
 
 /// A writable disk, as the guest and its owner know it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +55,9 @@ pub struct DiskSpec {
     pub durability: Durability,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<OfVolume>,
+    /// A volume can take its place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub empty: bool,
 }
 
 impl DiskSpec {
@@ -250,8 +256,10 @@ impl HostDisks {
                 })?
             }
             DiskSource::Volume { volume } => {
-                return Ok(self.volume_content(name, volume).await?);
+                let of = self.volumes.ready(volume).await.map_err(DiskError::Volume)?;
+                return Ok(self.volume_content(name, &of).map_err(DiskError::Volume)?);
             }
+            DiskSource::Empty {} => return Ok(empty_content(name)?),
         };
         base::check_size(&image)?;
         let spec = DiskSpec {
@@ -259,22 +267,65 @@ impl HostDisks {
             size_bytes: image.size_bytes(),
             durability: Durability::Host,
             volume: None,
+            empty: false,
         };
         let on_clients_file = matches!(source, DiskSource::File { .. });
         Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
     }
 
-    /// A volume that no other VM has. It is taken when a machine is given its disks.
-    async fn volume_content(&self, name: &str, volume: &str) -> Result<DiskContent, DiskError> {
-        let (of, disk, set) = self.volumes.ready(volume).await?;
+    /// What a machine's disk is that is a volume. It is taken when the machine is given its disks.
+    fn volume_content(&self, name: &str, of: &OfVolume) -> Result<DiskContent, VolumeError> {
+        let (disk, set) = self.volumes.disk(&of.name)?;
         let spec = DiskSpec {
             name: name.to_owned(),
             size_bytes: disk.size_bytes(),
             durability: Durability::Medium,
-            volume: Some(of),
+            volume: Some(of.clone()),
+            empty: false,
         };
         let image = disk.image();
         Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
+    }
+
+    /// What a volume is, once a VM may have it. Waits for one that gives it back.
+    ///
+    /// # Errors
+    /// A VM has it, or it can't be used.
+    pub async fn volume_ready(&self, volume: &str) -> Result<OfVolume, VolumeError> {
+        self.volumes.ready(volume).await
+    }
+
+    /// A volume for the place of an empty disk of that name. Blocking.
+    ///
+    /// # Errors
+    /// Another VM has it.
+    pub fn serve_volume(
+        &self,
+        vm: &str,
+        name: &str,
+        of: &OfVolume,
+    ) -> Result<NewlyServed, DiskError> {
+        Ok(NewlyServed(self.serve(vm, &self.volume_content(name, of)?)?))
+    }
+
+    /// An empty disk for the place of a volume. Blocking.
+    ///
+    /// # Errors
+    /// No room, or no fd is left.
+    pub fn serve_empty(&self, vm: &str, name: &str) -> Result<NewlyServed, DiskError> {
+        Ok(NewlyServed(self.serve(vm, &empty_content(name)?)?))
+    }
+
+    /// A VM gives a volume back soon, and goes on.
+    pub fn volume_goes(&self, vm: &str, volume: &str) {
+        self.volumes.goes(vm, volume);
+    }
+
+    fn serve(&self, vm: &str, content: &DiskContent) -> Result<Served, DiskError> {
+        match &content.spec.volume {
+            Some(of) => Ok(Served::volume(content, self.volumes.take(vm, of)?)),
+            None => Served::create(content, vm, &self.store),
+        }
     }
 
     /// A new volume; `now_unix_ms` is the time. If this future is dropped, there is none.
@@ -362,10 +413,7 @@ impl HostDisks {
         contents.iter().try_for_each(check_base)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let folder = self.sockets.join(number.to_string());
-        let disks = contents.iter().map(|content| match &content.spec.volume {
-            Some(of) => Ok(Served::volume(content, self.volumes.take(vm, of)?)),
-            None => Served::create(content, vm, &self.store),
-        });
+        let disks = contents.iter().map(|content| self.serve(vm, content));
         let disks = disks.collect::<Result<_, DiskError>>()?;
         MachineDisks::start(disks, uid, &folder).map(Some)
     }
@@ -386,6 +434,19 @@ impl Drop for SetOnDrop {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
+}
+
+/// An empty disk: one sector of zeros, since QEMU's device needs something.
+fn empty_content(name: &str) -> Result<DiskContent, DiskError> {
+    let image = DiskImage::blank(EMPTY_BYTES)?;
+    let spec = DiskSpec {
+        name: name.to_owned(),
+        size_bytes: EMPTY_BYTES,
+        durability: Durability::Host,
+        volume: None,
+        empty: true,
+    };
+    Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false, lease: None })
 }
 
 /// Whether the file that it is on still has its bytes, as far as `stat` tells.

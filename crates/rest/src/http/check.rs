@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use vmfork_api::{
-    DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, NewDisk,
-    RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, VolumeRequest, VolumeSource,
-    disk, name_is_valid,
+    AttachRequest, DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX,
+    NewDisk, RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, VolumeRequest,
+    VolumeSource, disk, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -84,7 +84,7 @@ pub(super) fn run(request: &RunRequest) -> Checked {
         match &disk.source {
             DiskSource::Image { image } => name("image", image)?,
             DiskSource::Volume { volume } => name("volume", volume)?,
-            DiskSource::Blank { .. } | DiskSource::File { .. } => {}
+            DiskSource::Blank { .. } | DiskSource::File { .. } | DiskSource::Empty {} => {}
         }
     }
     timeout("boot_timeout_ms", request.boot_timeout_ms)
@@ -96,6 +96,16 @@ pub(super) fn volume(request: &VolumeRequest) -> Checked {
         name("image", image)?;
     }
     request.check().map_err(|error| bad_request(error.to_string()))
+}
+
+pub(super) fn attach(request: &AttachRequest) -> Checked {
+    name("VM", &request.vm)?;
+    match &request.disk {
+        Some(disk) if !disk::disk_name_is_valid(disk) => {
+            Err(bad_request(format!("`{}` can't be the name of a disk", disk.escape_debug())))
+        }
+        _ => Ok(()),
+    }
 }
 
 pub(super) fn fork(request: &ForkRequest) -> Checked {

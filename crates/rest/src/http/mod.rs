@@ -196,6 +196,8 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(volumes::list, volumes::create))
         .routes(routes!(volumes::inspect, volumes::remove))
         .routes(routes!(volumes::set_on_fork))
+        .routes(routes!(volumes::attach))
+        .routes(routes!(volumes::detach))
         .routes(routes!(cluster::show, cluster::init))
         .routes(routes!(cluster::join))
         .routes(routes!(cluster::token))

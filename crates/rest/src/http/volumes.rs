@@ -3,7 +3,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use vmfork_api::labels::match_all;
 use vmfork_api::schema::Name;
-use vmfork_api::{ErrorBody, OnForkRequest, Volume, VolumeRequest};
+use vmfork_api::{
+    AttachRequest, DetachRequest, Disk, ErrorBody, OnForkRequest, Volume, VolumeRequest,
+};
 
 use super::App;
 use super::check;
@@ -85,4 +87,42 @@ pub(super) async fn set_on_fork(
     Body(request): Body<OnForkRequest>,
 ) -> Result<Json<Volume>, ApiError> {
     Ok(Json(app.control.set_on_fork(&name, request).await?))
+}
+
+/// Give a running VM a volume, in the place of an empty disk. The guest sees its size at once.
+#[utoipa::path(post, path = "/v1/volumes/{name}/attach", tag = "volumes",
+    params(("name" = Name, Path, description = "The volume's name")),
+    request_body = AttachRequest,
+    responses(
+        (status = 200, body = Disk),
+        (status = 409, description = "A VM has it, or this one has no empty disk", body = ErrorBody),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn attach(
+    State(app): State<App>,
+    VolumeName(name): VolumeName,
+    Body(request): Body<AttachRequest>,
+) -> Result<Json<Disk>, ApiError> {
+    check::attach(&request)?;
+    Ok(Json(app.control.attach_volume(&name, request).await?))
+}
+
+/// Have a running VM give a volume back. What was written is on the host's medium when this answers.
+#[utoipa::path(post, path = "/v1/volumes/{name}/detach", tag = "volumes",
+    params(("name" = Name, Path, description = "The volume's name")),
+    request_body = DetachRequest,
+    responses(
+        (status = 200, body = Volume),
+        (status = 409, description = "The guest uses it, or the VM does not have it", body = ErrorBody),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn detach(
+    State(app): State<App>,
+    VolumeName(name): VolumeName,
+    Body(request): Body<DetachRequest>,
+) -> Result<Json<Volume>, ApiError> {
+    check::name("VM", &request.vm)?;
+    Ok(Json(app.control.detach_volume(&name, request).await?))
 }

@@ -259,6 +259,8 @@ class Disk:
     volume: str | None = None
     """The volume that it is."""
     read_only: bool = False
+    empty: bool = False
+    """A volume can be attached to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ._config import Timeout
+from ._models import Disk
 from ._protocol import (
     API,
     Call,
@@ -17,6 +18,9 @@ from ._protocol import (
     label_query,
 )
 from ._volume_models import VolumeInfo
+
+#: How long a volume may take to be attached or detached: a fork in progress, and slow media.
+USE_S = 150.0
 
 
 def volumes(labels: Mapping[str, str | None] | None, timeout: Timeout) -> Call[list[VolumeInfo]]:
@@ -69,6 +73,30 @@ def set_on_fork(name: str, on_fork: str, timeout: Timeout) -> Call[VolumeInfo]:
         _model(VolumeInfo),
         timeout.request_s,
         json_body={"on_fork": on_fork},
+    )
+
+
+def attach(name: str, vm: str, disk: str | None, timeout: Timeout) -> Call[Disk]:
+    return Call(
+        f"attach volume `{name}` to `{vm}`",
+        "POST",
+        f"{_path(name)}/attach",
+        _model(Disk),
+        USE_S + timeout.slack_s,
+        json_body=_without_none(vm=vm, disk=disk),
+        vm=vm,
+    )
+
+
+def detach(name: str, vm: str, *, force: bool, timeout: Timeout) -> Call[VolumeInfo]:
+    return Call(
+        f"detach volume `{name}` from `{vm}`",
+        "POST",
+        f"{_path(name)}/detach",
+        _model(VolumeInfo),
+        USE_S + timeout.slack_s,
+        json_body={"vm": vm, "force": force},
+        vm=vm,
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from . import _volume_protocol as protocol
+from ._models import Disk
 from ._volume_models import VolumeInfo
 
 if TYPE_CHECKING:
-    from ._client import Client
+    from ._client import Client, VM
 
 __all__ = ["Volumes"]
 
@@ -19,7 +20,8 @@ __all__ = ["Volumes"]
 class Volumes:
     """The host's volumes: disks that outlive the VMs that have them.
 
-    A VM gets one by :meth:`NewDisk.volume` when it is started, and gives it back when it ends.
+    A VM gets one by :meth:`NewDisk.volume` when it is started, or by :meth:`attach`. It gives it
+    back when it ends.
     """
 
     def __init__(self, client: Client) -> None:
@@ -68,6 +70,23 @@ class Volumes:
     def set_on_fork(self, name: str, on_fork: str) -> VolumeInfo:
         """Say what a fork does with it; :class:`Conflict` while a VM has it."""
         return self._client._send(protocol.set_on_fork(name, on_fork, self._client.timeout))
+
+    def attach(self, name: str, vm: str | VM, *, disk: str | None = None) -> Disk:
+        """Give it to a running VM, in the place of its empty ``disk``; default: the first one.
+
+        The guest sees it at once. Returns the disk, with the guest's device.
+        """
+        ref = vm if isinstance(vm, str) else vm._ref
+        return self._client._send(protocol.attach(name, ref, disk, self._client.timeout))
+
+    def detach(self, name: str, vm: str | VM, *, force: bool = False) -> VolumeInfo:
+        """Take it from a running VM; what was written is on the host's medium then.
+
+        :class:`Conflict` if the guest has it mounted, unless ``force``.
+        """
+        ref = vm if isinstance(vm, str) else vm._ref
+        call = protocol.detach(name, ref, force=force, timeout=self._client.timeout)
+        return self._client._send(call)
 
     def remove(self, name: str) -> None:
         """Delete it, with all that it holds; :class:`Conflict` while a VM has it."""

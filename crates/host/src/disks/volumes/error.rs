@@ -17,7 +17,7 @@ pub enum VolumeError {
     Many,
     #[error("VM `{vm}` has the volume `{volume}`")]
     InUse { volume: String, vm: String },
-    #[error("VM `{vm}` has ended, and its last writes to the volume `{volume}` are not done")]
+    #[error("the last writes of VM `{vm}` to the volume `{volume}` are not done")]
     GivenBack { volume: String, vm: String },
     #[error("the volume `{name}` has become one of another kind meanwhile")]
     Changed { name: String },
@@ -48,7 +48,7 @@ impl VolumeError {
             Self::Missing { .. } => "`vmfork volume ls` lists the volumes that are here",
             Self::NameTaken { .. } => "choose another name, or `vmfork volume rm` the other one",
             Self::Many => "`vmfork volume rm` those that are not needed",
-            Self::InUse { .. } => "end that VM first: `vmfork kill`, or power it off",
+            Self::InUse { .. } => "end that VM first, or `vmfork volume detach` it",
             Self::GivenBack { .. } => "try again in a moment; is the host's disk very slow?",
             Self::Changed { .. } => "try again",
             Self::Broken { .. } => {

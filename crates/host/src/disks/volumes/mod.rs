@@ -376,10 +376,7 @@ impl Volumes {
     ///
     /// # Errors
     /// A VM has it, or it can't be used.
-    pub(super) async fn ready(
-        &self,
-        name: &str,
-    ) -> Result<(OfVolume, Arc<Disk>, Arc<DiskSet>), VolumeError> {
+    pub(super) async fn ready(&self, name: &str) -> Result<OfVolume, VolumeError> {
         let until = Instant::now() + GIVE_BACK_WAIT;
         loop {
             let changed = self.changed.notified();
@@ -388,10 +385,10 @@ impl Volumes {
             let error = {
                 let volume = self.find(name)?;
                 let now = volume.now();
-                let disk = now.usable(volume.disk.as_ref())?;
+                now.usable(volume.disk.as_ref())?;
                 let of = OfVolume { name: name.to_owned(), on_fork: now.record.on_fork };
                 match now.uses.free(of.is_shared()) {
-                    Ok(()) => return Ok((of, disk, Arc::clone(&volume.set))),
+                    Ok(()) => return Ok(of),
                     Err(taken) => now.taken(taken),
                 }
             };
@@ -399,6 +396,23 @@ impl Volumes {
             if !is_soon || timeout_at(until, changed).await.is_err() {
                 return Err(error);
             }
+        }
+    }
+
+    /// Its disk, and what counts its bytes.
+    ///
+    /// # Errors
+    /// It can't be used.
+    pub(super) fn disk(&self, name: &str) -> Result<(Arc<Disk>, Arc<DiskSet>), VolumeError> {
+        let volume = self.find(name)?;
+        let disk = volume.now().usable(volume.disk.as_ref())?;
+        Ok((disk, Arc::clone(&volume.set)))
+    }
+
+    /// A VM gives it back soon, and goes on.
+    pub(super) fn goes(&self, vm: &str, name: &str) {
+        if let Ok(volume) = self.find(name) {
+            volume.now().uses.vm_ends(vm);
         }
     }
 

@@ -231,5 +231,5 @@ async fn a_vm_waits_for_one_that_ends_and_not_for_one_that_runs() {
         drop(lease);
     };
     let (ready, (), ()) = tokio::join!(volumes.ready("db"), volumes.given_back(), give_back);
-    assert_eq!(ready.expect("free").0, of("db", OnFork::Fork));
+    assert_eq!(ready.expect("free"), of("db", OnFork::Fork));
 }
