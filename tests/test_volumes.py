@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +138,8 @@ def test_a_read_only_volume_is_shared_by_many_vms_and_their_clones(
             vm.exec("mkdir -p /mnt && mount -o ro /dev/vdb /mnt", check=True)
             assert vm.exec("blockdev --getro /dev/vdb", check=True).stdout_text.strip() == "1"
             assert vm.inspect().disks[0].read_only
+            with pytest.raises(vmfork.Conflict, match="keeps its kind"):
+                client.volumes.detach(volume, vm, force=True)
         (clone,) = one.fork(1).raise_for_errors()
         assert clone.inspect().disks[0].volume == volume
         assert sorted(client.volumes.get(volume).vms) == sorted(["one", "two", clone.name])
@@ -232,12 +235,14 @@ def test_a_running_vm_gets_a_volume_and_gives_it_back(
             between.exec("umount /mnt", check=True)
             client.volumes.detach(volume, between)
             assert client.volumes.get(volume).vms == ()
+        files = _open_files(vm)
         for round_ in range(5):
             client.volumes.attach(volume, vm)
             eventually(lambda: _size(vm, "vdb") == 256 * MIB, 10, "it is back")
             vm.exec(f"{MOUNT} && echo {round_} >> /mnt/word && umount /mnt", check=True)
             client.volumes.detach(volume, vm)
             eventually(lambda: _size(vm, "vdb") == 512, 10, "it is gone")
+        assert _open_files(vm) <= files, "QEMU has closed what it does not use"
         client.volumes.attach(volume, vm)
         eventually(lambda: _size(vm, "vdb") == 256 * MIB, 10, "it is back")
         vm.exec(MOUNT, check=True)
@@ -268,7 +273,7 @@ def test_clones_can_attach_to_empty_disks_and_others_can_not(
             client.volumes.attach(volume, vm)
         vm.resume()
         client.volumes.set_on_fork(volume, vmfork.OnFork.READ_ONLY)
-        with pytest.raises(vmfork.Conflict, match="made for writing"):
+        with pytest.raises(vmfork.Conflict, match="keeps its kind"):
             client.volumes.attach(volume, vm)
         client.volumes.set_on_fork(volume, vmfork.OnFork.REFUSE)
         with pytest.raises(vmfork.Conflict, match="no empty disk"):
@@ -342,6 +347,11 @@ def _cold(vm: vmfork.VM, command: str) -> str:
 
 def _size(vm: vmfork.VM, device: str) -> int:
     return int(vm.exec(f"blockdev --getsize64 /dev/{device}", check=True).stdout_text)
+
+
+def _open_files(vm: vmfork.VM) -> int:
+    """How many QEMU has."""
+    return len(os.listdir(f"/proc/{vm.inspect().pid}/fd"))
 
 
 def _number(vm: vmfork.VM) -> int:

@@ -159,8 +159,8 @@ pub(crate) struct RawRun {
     /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
-    /// Writable disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
-    /// NAME=volume:VOLUME, or NAME=empty for a volume that comes later; repeat it for up to 7, or 6 with `--root overlay`
+    /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
+    /// NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6 with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
     pub(crate) disks: Vec<String>,
     /// What takes the writes to the root file system [default: tmpfs]

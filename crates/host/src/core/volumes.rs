@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use tokio::task::block_in_place;
 use tokio::time::timeout;
-use vmfork_api::{AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, ExecRequest, VmState};
+use vmfork_api::{
+    AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, ExecRequest, OnFork, VmState,
+};
 use vmfork_control::ExecOutput;
 use vmfork_guest_link::agent::LinkError;
 use vmfork_qemu::{NbdSocketError, QmpError};
@@ -39,7 +41,7 @@ enum Error {
     NoTurn,
     #[error("{}", no_slot(disk.as_deref()))]
     NoSlot { disk: Option<String> },
-    #[error("the volume `{volume}` is read-only, and the VM's drive was made for writing")]
+    #[error("the volume `{volume}` is read-only, and a drive keeps its kind while its VM runs")]
     ReadOnly { volume: String },
     #[error("VM `{vm}` does not have it")]
     NotHere { vm: String },
@@ -87,7 +89,7 @@ impl Error {
             ),
             Self::ReadOnly { volume } => (
                 ErrorCode::Conflict,
-                format!("start the VM with it: `--disk NAME=volume:{volume}`"),
+                format!("start a VM with it, `--disk NAME=volume:{volume}`, or end the VM"),
             ),
             Self::NotHere { .. } => {
                 (ErrorCode::Conflict, "`vmfork volume ls` shows which VM has it".to_owned())
@@ -171,7 +173,9 @@ impl Core {
     }
 
     async fn detach(&self, vm: &Arc<Vm>, volume: &str, force: bool) -> Result<(), Error> {
-        self.disks.volume(volume)?;
+        if self.disks.volume(volume)?.on_fork == OnFork::ReadOnly {
+            return Err(Error::ReadOnly { volume: volume.to_owned() });
+        }
         let turn = timeout(TURN_TIMEOUT, vm.forking.lock()).await;
         let between_freezes = turn.map_err(|_late| Error::NoTurn)?;
         let machine = running(vm)?;

@@ -91,10 +91,7 @@ impl Qmp {
         let fd = added.get("fd").and_then(Value::as_u64);
         let fd = LateFd { index, fd: fd.ok_or_else(|| not_understood("add-fd", &added))? };
         let new = format!("{}.{number}", node_name(index));
-        if let Err(error) = self.replace(index, &new, &fd, disk, size_bytes).await {
-            // Each step may fail because it was not reached.
-            let _back = self.point_drive(index, &old).await;
-            let _closed = self.ask("blockdev-del", Some(json!({"node-name": new}))).await;
+        if let Err(error) = self.replace(index, (&old, &new), &fd, disk, size_bytes).await {
             let _given_up = self.remove_fd(&fd).await;
             return Err(error);
         }
@@ -112,18 +109,30 @@ impl Qmp {
     async fn replace(
         &self,
         index: usize,
-        node: &str,
+        (old, new): (&str, &str),
         fd: &LateFd,
         disk: &NbdSocket,
         size_bytes: u64,
     ) -> Result<(), QmpError> {
         let path = format!("/proc/self/fd/{}", fd.fd);
-        let added = self.ask("blockdev-add", Some(disk.node(node, &path))).await;
+        let added = self.ask("blockdev-add", Some(disk.node(new, &path))).await;
         added.map_err(|error| unreachable_disk(index, disk, error))?;
-        self.point_drive(index, node).await?;
-        // To its own size: this is how the device is told that it changed.
-        let resize = json!({"node-name": node, "size": size_bytes});
-        self.ask("block_resize", Some(resize)).await.map(drop)
+        let told = match self.point_drive(index, new).await {
+            Ok(()) => {
+                // To its own size: this is how the device is told that it changed.
+                let resize = json!({"node-name": new, "size": size_bytes});
+                let told = self.ask("block_resize", Some(resize)).await.map(drop);
+                if told.is_err() {
+                    let _back = self.point_drive(index, old).await;
+                }
+                told
+            }
+            refused => refused,
+        };
+        if told.is_err() {
+            let _closed = self.ask("blockdev-del", Some(json!({"node-name": new}))).await;
+        }
+        told
     }
 
     /// The node behind a drive.

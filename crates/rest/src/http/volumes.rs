@@ -108,7 +108,7 @@ pub(super) async fn attach(
     Ok(Json(app.control.attach_volume(&name, request).await?))
 }
 
-/// Have a running VM give a volume back. What was written is on the host's medium when this answers.
+/// Have a running VM give a volume back. What was written is on the medium when this answers.
 #[utoipa::path(post, path = "/v1/volumes/{name}/detach", tag = "volumes",
     params(("name" = Name, Path, description = "The volume's name")),
     request_body = DetachRequest,
