@@ -194,6 +194,15 @@ impl Disk {
         self.now().layer.map().count(PageState::Written) * PAGE_BYTES
     }
 
+    /// What it has that is not zeros, in bytes, whichever layer holds it.
+    pub fn data_bytes(&self) -> u64 {
+        let now = self.now().clone();
+        let mut pages = 0;
+        let all = PageRange::first(now.size_bytes.div_ceil(PAGE_BYTES));
+        now.runs(all, &mut |run, zero| pages += if zero { 0 } else { run.len() });
+        pages * PAGE_BYTES
+    }
+
     /// What it did since it was opened.
     pub fn counts(&self) -> DiskCounts {
         self.counters.counts()
