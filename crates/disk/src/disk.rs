@@ -7,8 +7,9 @@
 //! ```
 //!
 //! Promises: a freeze is O(1). It copies nothing, and makes and unlinks no file, if the next layer
-//! exists. It waits for no read from below, unless [`BELOW_TRIES`] freezes overtake one write. A write of whole pages reads nothing. What is read of a part of the disk was written
-//! there last, or lies under it.
+//! exists. It waits for no read from below, unless several freezes overtake one write. A write of
+//! whole pages reads nothing. What is read of a part of the disk was written there last, or lies
+//! under it.
 //!
 //! Left to others: the protocol ([`crate::nbd`]); where an image's pages come from
 //! ([`crate::Lower`]); when a disk is frozen.
@@ -345,8 +346,8 @@ impl Disk {
         outcome
     }
 
-    /// Write a span. What lies below a page that is written in part is read before, so that a
-    /// freeze does not wait for it: a write that a freeze overtakes is one of the next layer.
+    /// Write a span. What lies below a page that is written in part is read first, while the disk
+    /// can be frozen. A write that a freeze overtakes goes to the next layer.
     ///
     /// # Errors
     /// The medium's, or it is full; what is written in part can't be had.
@@ -365,8 +366,8 @@ impl Disk {
         outcome
     }
 
-    /// The disk, which is not frozen as long as it is held, and what lies below the pages that a
-    /// change of `span` covers in part.
+    /// The disk, and what lies below the pages that a change of `span` covers in part. As long as
+    /// the disk is held, it is not frozen.
     fn with_below(&self, span: Span) -> io::Result<(RwLockReadGuard<'_, Now>, Below)> {
         let mut parts = Vec::new();
         by_page(span, &mut |piece| {
