@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the blocking client from the asyncio client, so that the two cannot drift apart.
 
-    generate_sync.py            write src/vmfork/_client.py and _snapshots.py
+    generate_sync.py            write src/vmfork/_client.py, _snapshots.py and _volumes.py
     generate_sync.py --check    exit 1, with a diff, if they are not what would be written
 
 It drops ``async`` and ``await``, and renames what has another name without them. ``unasync``, which
@@ -22,7 +22,11 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE / "src" / "vmfork"
 
 #: The source of each generated module.
-MODULES = {"_client.py": "_async_client.py", "_snapshots.py": "_async_snapshots.py"}
+MODULES = {
+    "_client.py": "_async_client.py",
+    "_snapshots.py": "_async_snapshots.py",
+    "_volumes.py": "_async_volumes.py",
+}
 
 #: Names in the asyncio client, and what stands for them in the other.
 NAMES = {
@@ -33,11 +37,13 @@ NAMES = {
     "AsyncSnapshots": "Snapshots",
     "AsyncStartResult": "StartResult",
     "AsyncVM": "VM",
+    "AsyncVolumes": "Volumes",
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",
     "_async_client": "_client",
     "_async_io": "_io",
     "_async_snapshots": "_snapshots",
+    "_async_volumes": "_volumes",
     "aclose": "close",
     "aiter_bytes": "iter_bytes",
     "aiter_text": "iter_text",
@@ -53,6 +59,9 @@ SENTENCES = {
     ),
     "``client.snapshots`` for asyncio, from which :mod:`._snapshots` is generated": (
         "``client.snapshots`` for code that blocks"
+    ),
+    "``client.volumes`` for asyncio, from which :mod:`._volumes` is generated": (
+        "``client.volumes`` for code that blocks"
     ),
     "For one event loop.": "Safe to use from several threads.",
 }

@@ -56,16 +56,23 @@ pub enum DiskSource {
         #[schema(value_type = HostPath)]
         path: String,
     },
+    /// Nothing yet: a volume can be attached while the VM runs.
+    Empty {},
+    /// A volume. What the VM writes to it stays when the VM ends.
+    Volume {
+        #[schema(value_type = Name)]
+        volume: String,
+    },
 }
 
-/// What a guest's flush waits for. No request or reply has it: disks end with their daemon.
+/// What a guest's flush waits for. No request or reply has it: it follows from what the disk is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Durability {
-    /// The daemon.
+    /// The daemon: of disks that end with their VM.
     #[default]
     Host,
-    /// The host's medium.
+    /// The host's medium: of volumes.
     Medium,
 }
 
@@ -88,6 +95,15 @@ pub struct Disk {
     pub written_bytes: u64,
     /// The guest's device: `/dev/vdb` is the first one beside the root.
     pub device: String,
+    /// The volume that it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume: Option<String>,
+    /// The guest can't write to it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
+    /// A volume can be attached to it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub empty: bool,
 }
 
 /// A disk on a host.
@@ -98,7 +114,7 @@ pub struct HostDisk {
     pub id: String,
     /// Unique in its VM; empty if it is damaged.
     pub name: String,
-    /// The VM that has it or had it; empty if the disk is damaged.
+    /// The VM that has it or had it; empty if the disk is damaged or a volume.
     pub vm: String,
     pub state: DiskState,
     pub size_bytes: u64,
@@ -119,12 +135,16 @@ pub enum DiskState {
     Left,
     /// Its files can't be read: it can be removed.
     Damaged,
+    /// It is a volume: `vmfork volume` says more of it, and removes it.
+    Volume,
 }
 
 /// A disk that can't be, as typed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DiskError {
-    #[error("disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE or NAME=file:PATH")]
+    #[error(
+        "disk `{text}`: it has the form NAME=blank:SIZE, NAME=image:IMAGE, NAME=file:PATH, NAME=volume:VOLUME or NAME=empty"
+    )]
     Form { text: String },
     #[error(
         "disk `{name}`: a name has 1 to {DISK_NAME_BYTES_MAX} of a-z 0-9 -, starting with a letter"
@@ -138,6 +158,8 @@ pub enum DiskError {
     NoOverlay,
     #[error("disk `{name}`: there are two of that name")]
     Twice { name: String },
+    #[error("disk `{name}`: another disk is the volume `{volume}` already")]
+    VolumeTwice { name: String, volume: String },
     #[error("disk `{name}`: `{size}` is no size; write it as 512M, 10G or 1T")]
     Size { name: String, size: String },
     #[error("disk `{name}`: use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
@@ -179,7 +201,14 @@ impl NewDisk {
                 DiskSource::File { path } if !path.starts_with('/') => {
                     return Err(DiskError::Path { name: name(), path: path.clone() });
                 }
-                DiskSource::File { .. } | DiskSource::Image { .. } => {}
+                DiskSource::Volume { volume } => {
+                    let earlier = disks.iter().take(index);
+                    if earlier.map(|disk| &disk.source).any(|source| *source == disk.source) {
+                        let volume = volume.clone();
+                        return Err(DiskError::VolumeTwice { name: name(), volume });
+                    }
+                }
+                DiskSource::File { .. } | DiskSource::Image { .. } | DiskSource::Empty {} => {}
             }
         }
         Ok(())
@@ -197,6 +226,9 @@ impl FromStr for NewDisk {
     fn from_str(text: &str) -> Result<Self, DiskError> {
         let form = || DiskError::Form { text: text.to_owned() };
         let (name, source) = text.split_once('=').ok_or_else(form)?;
+        if source == "empty" {
+            return Ok(Self { name: name.to_owned(), source: DiskSource::Empty {} });
+        }
         let (kind, value) = source.split_once(':').ok_or_else(form)?;
         if value.is_empty() {
             return Err(form());
@@ -208,6 +240,7 @@ impl FromStr for NewDisk {
             }
             "image" => DiskSource::Image { image: value.to_owned() },
             "file" => DiskSource::File { path: value.to_owned() },
+            "volume" => DiskSource::Volume { volume: value.to_owned() },
             _ => return Err(form()),
         };
         Ok(Self { name: name.to_owned(), source })
@@ -278,6 +311,8 @@ mod tests {
         assert_eq!(source("a=blank:2097152"), DiskSource::Blank { size_bytes: 2 << 20 });
         assert_eq!(source("a=image:default"), DiskSource::Image { image: "default".to_owned() });
         assert_eq!(source("a=file:/a=b:c"), DiskSource::File { path: "/a=b:c".to_owned() });
+        assert_eq!(source("a=volume:db"), DiskSource::Volume { volume: "db".to_owned() });
+        assert_eq!(source("a=empty"), DiskSource::Empty {});
     }
 
     #[test]
@@ -310,6 +345,9 @@ mod tests {
         assert_eq!(NewDisk::check(&many[..6], Some(Root::Overlay)), Ok(()));
         let twice = [disk("a"), disk("b"), disk("a")];
         assert_eq!(NewDisk::check(&twice, None), Err(DiskError::Twice { name: "a".to_owned() }));
+        let volume = |name: &str| format!("{name}=volume:db").parse::<NewDisk>().expect("a disk");
+        let refused = NewDisk::check(&[volume("a"), disk("b"), volume("c")], None);
+        assert!(refused.expect_err("one VM").to_string().contains("is the volume `db` already"));
     }
 
     #[test]

@@ -39,6 +39,13 @@
 //! | `POST /v1/snapshots/{name}/pull` | [`TransferRequest`] → [`Snapshot`] |
 //! | `GET /v1/snapshots/{name}/profile` | [`ProfileInfo`] |
 //! | `DELETE /v1/snapshots/{name}/profile` | forget it; 204 |
+//! | `GET /v1/volumes` | `Vec<`[`Volume`]`>` |
+//! | `POST /v1/volumes` | [`VolumeRequest`] → 201 [`Volume`] |
+//! | `GET /v1/volumes/{name}` | [`Volume`] |
+//! | `DELETE /v1/volumes/{name}` | 204, with all that it holds; 409 while a VM has it |
+//! | `PUT /v1/volumes/{name}/on-fork` | [`OnForkRequest`] → [`Volume`] |
+//! | `POST /v1/volumes/{name}/attach` | [`AttachRequest`] → [`Disk`] of a running VM |
+//! | `POST /v1/volumes/{name}/detach` | [`DetachRequest`] → [`Volume`] |
 //! | `GET /v1/cluster` | [`ClusterInfo`]: the hosts |
 //! | `POST /v1/cluster` | [`ClusterInitRequest`] → 201 [`ClusterInfo`]: make one |
 //! | `POST /v1/cluster/join` | [`ClusterJoinRequest`] → [`ClusterInfo`] |
@@ -63,6 +70,7 @@ mod snapshot;
 mod ttl;
 mod vm;
 mod vm_state;
+mod volume;
 
 pub use cluster::{
     ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
@@ -91,6 +99,10 @@ pub use snapshot::{
 pub use ttl::{TTL_MS_MAX, TTL_MS_MIN, Ttl, TtlReply, TtlRequest};
 pub use vm::{Accel, KillRequest, RunRequest, TreeNode, Vm, VmDetail};
 pub use vm_state::VmState;
+pub use volume::{
+    AttachRequest, DetachRequest, OnFork, OnForkRequest, VOLUMES_MAX, Volume, VolumeRequest,
+    VolumeSource,
+};
 
 /// The value of every top-level document's `schema` field under `--json`.
 pub const SCHEMA: &str = "vmfork/1";

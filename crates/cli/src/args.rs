@@ -92,6 +92,9 @@ pub(crate) enum RawCommand {
     /// Store VMs as snapshots, and manage snapshots
     #[command(subcommand)]
     Snapshot(RawSnapshot),
+    /// Manage volumes: disks that outlive their VMs
+    #[command(subcommand)]
+    Volume(RawVolume),
     /// Manage a cluster of hosts
     #[command(subcommand)]
     Cluster(RawCluster),
@@ -159,8 +162,8 @@ pub(crate) struct RawRun {
     /// Accelerator [default: KVM if it can run stock kernels, else TCG]
     #[arg(long, help_heading = OF_IMAGES)]
     pub(crate) accel: Option<RawAccel>,
-    /// Writable disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE or NAME=file:PATH; repeat
-    /// it for up to 7, or 6 with `--root overlay`
+    /// Disk: NAME=blank:SIZE (an empty ext4), NAME=image:IMAGE, NAME=file:PATH,
+    /// NAME=volume:VOLUME or NAME=empty; repeat it for up to 7, or 6 with `--root overlay`
     #[arg(long = "disk", value_name = "NAME=SOURCE", action = ArgAction::Append, help_heading = OF_IMAGES)]
     pub(crate) disks: Vec<String>,
     /// What takes the writes to the root file system [default: tmpfs]
@@ -637,6 +640,83 @@ pub(crate) struct RawSnapshotCreate {
     /// Time to record the pages that the VM touches first: 60, 60s, 2m; 0: off [default: 300s]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) record: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum RawVolume {
+    /// Create a volume
+    Create(RawVolumeCreate),
+    /// List the volumes
+    Ls(RawFilters),
+    /// Show everything about a volume
+    Inspect(RawVolumeName),
+    /// Change what a fork does with a volume that no VM has
+    Set {
+        /// Name of a volume
+        volume: String,
+        #[arg(long, value_name = "WHAT")]
+        on_fork: RawOnFork,
+    },
+    /// Give a running VM a volume, in the place of a disk that was started as NAME=empty
+    Attach {
+        /// Name or id of a running VM
+        vm: String,
+        /// Name of a volume
+        volume: String,
+        /// Name of an empty disk of the VM [default: the first one]
+        #[arg(long, value_name = "NAME")]
+        disk: Option<String>,
+    },
+    /// Take a volume from a running VM whose guest has unmounted it
+    Detach {
+        /// Name or id of a running VM
+        vm: String,
+        /// Name of a volume
+        volume: String,
+        /// Take it even if the guest uses it, or does not say
+        #[arg(long)]
+        force: bool,
+    },
+    /// Remove volumes, with all that they hold
+    Rm {
+        #[arg(required = true, value_name = "VOLUME")]
+        volumes: Vec<String>,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawVolumeName {
+    /// Name of a volume
+    pub(crate) volume: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RawVolumeCreate {
+    /// Name of the volume
+    #[arg(value_name = "VOLUME")]
+    pub(crate) name: String,
+    /// Size of an empty ext4 file system: 512M, 10G, 1T
+    #[arg(long, value_name = "SIZE", conflicts_with = "from", required_unless_present = "from")]
+    pub(crate) size: Option<String>,
+    /// Copy of image:IMAGE (the root file system of a guest image) or file:PATH (a raw file)
+    #[arg(long, value_name = "SOURCE")]
+    pub(crate) from: Option<String>,
+    /// What a fork does with the volume
+    #[arg(long, value_name = "WHAT", default_value = "fork")]
+    pub(crate) on_fork: RawOnFork,
+    /// Label of the volume; repeat it for several
+    #[arg(long = "label", value_name = "KEY=VALUE", action = ArgAction::Append)]
+    pub(crate) labels: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RawOnFork {
+    /// Each clone gets a disk of its own with the volume's content
+    Fork,
+    /// No VM can write to it; clones share it
+    ReadOnly,
+    /// A VM that has the volume can't be forked
+    Refuse,
 }
 
 #[derive(Debug, Subcommand)]

@@ -9,11 +9,12 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use vmfork_api::{
-    ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest, ClusterToken,
-    ClusterTokenRequest, DoctorReport, ErrorBody, ExecRequest, ForkReply, ForkRequest, HostDisk,
-    HostInfo, Image, KillRequest, ProfileInfo, RemovedSnapshots, RunRequest, Snapshot,
-    SnapshotDetail, SnapshotRequest, StartReply, StartRequest, TransferReply, TransferRequest,
-    TreeNode, TtlReply, TtlRequest, VerifyReply, Version, Vm, VmDetail,
+    AttachRequest, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
+    ClusterToken, ClusterTokenRequest, DetachRequest, Disk, DoctorReport, ErrorBody, ExecRequest,
+    ForkReply, ForkRequest, HostDisk, HostInfo, Image, KillRequest, OnForkRequest, ProfileInfo,
+    RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest, StartReply,
+    StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest, VerifyReply,
+    Version, Vm, VmDetail, Volume, VolumeRequest,
 };
 
 mod events;
@@ -28,7 +29,7 @@ pub type Answer<'a, T> = BoxFuture<'a, Result<T, ErrorBody>>;
 
 /// The operations of one host. `vm` is a name or an id. Dropping an answer's future gives the
 /// operation up and leaves nothing half-done.
-pub trait Control: SnapshotControl + DiskControl {
+pub trait Control: SnapshotControl + DiskControl + VolumeControl {
     /// Whether a VM of this name or id is on this host, running or ended.
     fn has_vm(&self, vm: &str) -> bool;
     fn version(&self) -> Answer<'_, Version>;
@@ -144,6 +145,21 @@ pub trait SnapshotControl: Send + Sync + 'static {
     -> Answer<'a, Snapshot>;
     fn snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ProfileInfo>;
     fn reset_snapshot_profile<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+}
+
+/// The operations on volumes, as [`Control`]. `name` is a volume's.
+pub trait VolumeControl: Send + Sync + 'static {
+    fn volumes(&self) -> Answer<'_, Vec<Volume>>;
+    fn create_volume(&self, request: VolumeRequest) -> Answer<'_, Volume>;
+    fn inspect_volume<'a>(&'a self, name: &'a str) -> Answer<'a, Volume>;
+    /// With all that it holds. No VM may have it.
+    fn remove_volume<'a>(&'a self, name: &'a str) -> Answer<'a, ()>;
+    /// What forks do with it. No VM may have it.
+    fn set_on_fork<'a>(&'a self, name: &'a str, request: OnForkRequest) -> Answer<'a, Volume>;
+    /// A running VM gets it, in the place of an empty disk. → that disk.
+    fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk>;
+    /// A running VM gives it back. What was written is on the medium then.
+    fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume>;
 }
 
 /// A VM that was ended.

@@ -7,8 +7,9 @@
 //! ```
 //!
 //! Promises: a freeze is O(1). It copies nothing, and makes and unlinks no file, if the next layer
-//! exists. A write of whole pages reads nothing. What is read of a part of the disk was written
-//! there last, or lies under it.
+//! exists. It waits for no read from below, unless several freezes overtake one write. A write of
+//! whole pages reads nothing. What is read of a part of the disk was written there last, or lies
+//! under it.
 //!
 //! Left to others: the protocol ([`crate::nbd`]); where an image's pages come from
 //! ([`crate::Lower`]); when a disk is frozen.
@@ -28,6 +29,9 @@ use crate::nbd::{Extent, Span};
 
 /// Pages that a trim decides on together.
 const STRETCH: u64 = crate::layer::CHUNK_PAGES;
+
+/// Freezes during one write, after which the next one waits for what the write reads.
+const BELOW_TRIES: u32 = 8;
 
 /// Where a disk's layers come from.
 pub(crate) trait Layers: Debug + Send + Sync {
@@ -191,6 +195,15 @@ impl Disk {
         self.now().layer.map().count(PageState::Written) * PAGE_BYTES
     }
 
+    /// What it has that is not zeros, in bytes, whichever layer holds it.
+    pub fn data_bytes(&self) -> u64 {
+        let now = self.now().clone();
+        let mut pages = 0;
+        let all = PageRange::first(now.size_bytes.div_ceil(PAGE_BYTES));
+        now.runs(all, &mut |run, zero| pages += if zero { 0 } else { run.len() });
+        pages * PAGE_BYTES
+    }
+
     /// What it did since it was opened.
     pub fn counts(&self) -> DiskCounts {
         self.counters.counts()
@@ -333,23 +346,47 @@ impl Disk {
         outcome
     }
 
-    /// Write a span.
+    /// Write a span. What lies below a page that is written in part is read first, while the disk
+    /// can be frozen. A write that a freeze overtakes goes to the next layer.
     ///
     /// # Errors
     /// The medium's, or it is full; what is written in part can't be had.
     pub fn write(&self, span: Span, bytes: &[u8]) -> io::Result<()> {
-        let now = self.now();
+        let (now, below) = self.with_below(span)?;
         let mut rest = bytes;
         let mut outcome = Ok(());
         let mut partial = false;
         by_page(span, &mut |piece| {
             partial |= matches!(piece, Piece::Part { .. });
             if outcome.is_ok() {
-                outcome = write_piece(&now, piece, &mut rest);
+                outcome = write_piece(&now, &below, piece, &mut rest);
             }
         });
         self.counters.partial_writes.add(u64::from(partial));
         outcome
+    }
+
+    /// The disk, and what lies below the pages that a change of `span` covers in part. As long as
+    /// the disk is held, it is not frozen.
+    fn with_below(&self, span: Span) -> io::Result<(RwLockReadGuard<'_, Now>, Below)> {
+        let mut parts = Vec::new();
+        by_page(span, &mut |piece| {
+            if let Piece::Part { page, .. } = piece {
+                parts.push(page);
+            }
+        });
+        let mut below = Below::default();
+        for _ in 0..BELOW_TRIES {
+            let now = self.now();
+            if parts.iter().all(|page| !below.lacks(&now, *page)) {
+                return Ok((now, below));
+            }
+            let seen = now.clone();
+            drop(now);
+            below = Below::read(&seen, &parts)?;
+        }
+        // What is missing is read with the disk held: a freeze waits for that once.
+        Ok((self.now(), below))
     }
 
     /// The whole pages of a span are zeros, and need no space. The edges stay as they are.
@@ -372,7 +409,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::write`].
     pub fn zero(&self, span: Span) -> io::Result<()> {
-        let now = self.now();
+        let (now, below) = self.with_below(span)?;
         let mut outcome = Ok(());
         by_page(span, &mut |piece| {
             if outcome.is_err() {
@@ -380,7 +417,7 @@ impl Disk {
             }
             outcome = match piece {
                 Piece::Whole(range) => now.zero(range),
-                Piece::Part { len, .. } => write_piece(&now, piece, &mut &vec![0; len][..]),
+                Piece::Part { len, .. } => write_piece(&now, &below, piece, &mut &vec![0; len][..]),
             };
         });
         outcome
@@ -456,7 +493,41 @@ fn read_piece(now: &Now, piece: Piece, rest: &mut &mut [u8]) -> io::Result<()> {
     }
 }
 
-fn write_piece(now: &Now, piece: Piece, rest: &mut &[u8]) -> io::Result<()> {
+/// What lies below pages, read while a freeze may come.
+#[derive(Debug, Default)]
+struct Below {
+    /// The own layer above, when it was read.
+    layer: Option<ImageId>,
+    pages: Vec<(PageIdx, Vec<u8>)>,
+}
+
+impl Below {
+    /// Those of `pages` that the own layer does not have.
+    fn read(now: &Now, pages: &[PageIdx]) -> io::Result<Self> {
+        let mut read = Vec::new();
+        for page in pages {
+            if now.layer.map().state(*page) == PageState::Absent {
+                let mut whole = vec![0; usize::try_from(PAGE_BYTES).unwrap_or(0)];
+                now.image.read(page.range(), &mut whole)?;
+                read.push((*page, whole));
+            }
+        }
+        Ok(Self { layer: Some(now.layer.id()), pages: read })
+    }
+
+    /// A layer lies on the same image as long as it is a disk's own.
+    fn get(&self, now: &Now, page: PageIdx) -> Option<&[u8]> {
+        let found = self.pages.iter().find(|(read, _)| *read == page);
+        found.filter(|_| self.layer == Some(now.layer.id())).map(|(_, whole)| &**whole)
+    }
+
+    /// No page becomes absent again: what a layer has is not read from below.
+    fn lacks(&self, now: &Now, page: PageIdx) -> bool {
+        now.layer.map().state(page) == PageState::Absent && self.get(now, page).is_none()
+    }
+}
+
+fn write_piece(now: &Now, below: &Below, piece: Piece, rest: &mut &[u8]) -> io::Result<()> {
     let mut next = |len: usize| {
         let (part, after) = rest.split_at_checked(len).ok_or(io::ErrorKind::InvalidInput)?;
         *rest = after;
@@ -469,7 +540,13 @@ fn write_piece(now: &Now, piece: Piece, rest: &mut &[u8]) -> io::Result<()> {
         }
         Piece::Part { page, at, len } => {
             let part = next(len)?;
-            let under = |whole: &mut [u8]| now.image.read(page.range(), whole);
+            let under = |whole: &mut [u8]| match below.get(now, page) {
+                Some(read) => {
+                    whole.copy_from_slice(read);
+                    Ok(())
+                }
+                None => now.image.read(page.range(), whole),
+            };
             now.layer.write_part(page, (at, part), under)
         }
     }

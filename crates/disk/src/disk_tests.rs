@@ -297,3 +297,81 @@ fn a_sync_ends_after_the_layers_that_another_one_took_are_synced() {
         assert!(end.recv_timeout(Duration::from_secs(10)).expect("it ends"), "durable");
     });
 }
+
+/// Each read of it begins with a word to the test, and waits for one from there.
+#[derive(Debug)]
+struct Slow {
+    begun: Mutex<std::sync::mpsc::Sender<()>>,
+    go_on: Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl OwnPages for Slow {
+    fn is_here(&self, _: PageRange) -> bool {
+        false
+    }
+
+    fn read(&self, _: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.begun.lock().expect("free").send(()).expect("heard");
+        let go_on = self.go_on.lock().expect("free");
+        go_on.recv_timeout(std::time::Duration::from_secs(20)).map_err(io::Error::other)?;
+        bytes.fill(7);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_freeze_does_not_wait_for_a_write_that_reads_from_below() {
+    use std::time::Duration;
+    let (_folder, store) = store();
+    let ((begun, begins), (go_on, gate)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let slow: Arc<dyn OwnPages> =
+        Arc::new(Slow { begun: Mutex::new(begun), go_on: Mutex::new(gate) });
+    let id = ImageId::new(7).expect("not 0");
+    let table = PageTable::uniform(2, Source::Image(id));
+    let image = DiskImage::from_table(id, 8192, table, BTreeMap::from([(id, slow)]));
+    let disk = create(&store, &image.expect("an image"));
+    let part = Span { offset_bytes: 512, len_bytes: 512 };
+    let soon = Duration::from_secs(10);
+    let image = std::thread::scope(|scope| {
+        let (disk, zeros) = (&disk, [0; 512]);
+        let write = scope.spawn(move || disk.write(part, &[9; 512]));
+        begins.recv_timeout(soon).expect("it reads from below");
+        let (frozen, freezes) = std::sync::mpsc::channel();
+        scope.spawn(move || frozen.send(disk.freeze().expect("frozen")));
+        let image = freezes.recv_timeout(Duration::from_secs(2));
+        go_on.send(()).expect("heard");
+        // Its layer is another one now, so what lies below is read again.
+        let again = begins.recv_timeout(soon);
+        go_on.send(()).expect("heard");
+        write.join().expect("no panic").expect("written");
+        again.expect("it reads what lies below the new layer");
+        // The page is in the layer now: nothing is read.
+        disk.write(Span { offset_bytes: 1024, len_bytes: 512 }, &zeros).expect("written");
+        image.expect("the freeze returned while the write waited")
+    });
+    assert_eq!(disk.layer_bytes(), 4096, "it is in the new layer");
+    assert_eq!(image.own().map(|own| own.map().count(PageState::Written)), Some(0));
+    let mut bytes = [0; 4096];
+    disk.read(Span { offset_bytes: 0, len_bytes: 4096 }, &mut bytes).expect("read");
+    assert_eq!([bytes[0], bytes[512], bytes[1024], bytes[1536]], [7, 9, 0, 7]);
+    go_on.send(()).expect("heard");
+    image.read(PageIdx(0).range(), &mut bytes).expect("read");
+    assert_eq!(bytes, [7; 4096], "the image has the old bytes");
+}
+
+#[test]
+fn a_write_keeps_what_another_has_written_of_its_page_before_the_freeze() {
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    let page = |offset_bytes: u64| Span { offset_bytes: 4096 + offset_bytes, len_bytes: 512 };
+    let (old, parts) = (disk.now().clone(), [PageIdx(1)]);
+    let below = Below::read(&old, &parts).expect("read");
+    assert!(!below.lacks(&disk.now(), PageIdx(1)));
+    disk.write(page(0), &[5; 512]).expect("written");
+    disk.freeze().expect("frozen");
+    assert!(below.lacks(&disk.now(), PageIdx(1)), "what it read is out of date");
+    disk.write(page(512), &[6; 512]).expect("written");
+    let mut bytes = [0; 1536];
+    disk.read(Span { offset_bytes: 4096, len_bytes: 1536 }, &mut bytes).expect("read");
+    assert_eq!([bytes[0], bytes[512], bytes[1024]], [5, 6, 1]);
+}

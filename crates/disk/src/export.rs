@@ -1,5 +1,6 @@
 //! A disk as what an NBD server serves.
 
+use std::fmt::Debug;
 use std::io;
 use std::sync::Arc;
 
@@ -22,11 +23,24 @@ pub enum Durability {
 pub struct DiskExport {
     disk: Arc<Disk>,
     durability: Durability,
+    read_only: bool,
+    _held: Option<Arc<dyn Debug + Send + Sync>>,
 }
 
 impl DiskExport {
     pub fn new(disk: Arc<Disk>, durability: Durability) -> Self {
-        Self { disk, durability }
+        Self { disk, durability, read_only: false, _held: None }
+    }
+
+    /// Clients may only read it.
+    pub fn read_only(disk: Arc<Disk>) -> Self {
+        Self { read_only: true, ..Self::new(disk, Durability::Host) }
+    }
+
+    /// `guard` is dropped after the last request that was carried out, when none can come any more.
+    #[must_use]
+    pub fn holding(self, guard: Arc<dyn Debug + Send + Sync>) -> Self {
+        Self { _held: Some(guard), ..self }
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
@@ -35,7 +49,8 @@ impl DiskExport {
 
     /// As clients see it, by this name.
     pub fn described(&self, name: impl Into<String>) -> Export {
-        Export { name: name.into(), size_bytes: self.disk.size_bytes(), read_only: false }
+        let (size_bytes, read_only) = (self.disk.size_bytes(), self.read_only);
+        Export { name: name.into(), size_bytes, read_only }
     }
 
     /// Counts an error. → what the client is told of it.

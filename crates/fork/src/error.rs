@@ -66,6 +66,9 @@ pub enum Error {
     /// This version of vmfork keeps disks on their host.
     #[error("it has disks, which this version of vmfork can neither store nor send to other hosts")]
     HasDisks,
+    /// The volume's own setting.
+    #[error("its disk `{disk}` is the volume `{volume}`, which no fork may have")]
+    Unforkable { disk: String, volume: String },
     /// The guest's agent does not fall silent.
     #[error(transparent)]
     Agent(#[from] LinkError),
@@ -244,6 +247,12 @@ impl Error {
             Self::HasDisks => (
                 ErrorCode::Conflict,
                 Some("fork it on its own host: `vmfork fork --place here`".to_owned()),
+            ),
+            Self::Unforkable { volume, .. } => (
+                ErrorCode::Conflict,
+                Some(format!(
+                    "start the VM without it; or, while no VM has it, `vmfork volume set {volume} --on-fork fork`"
+                )),
             ),
             Self::Qmp(_) => (ErrorCode::Qemu, Some(DOCTOR.to_owned())),
             Self::Freeze(error) => (error.code(), Some(DOCTOR.to_owned())),

@@ -18,6 +18,7 @@ use vmfork_api::{
 };
 use vmfork_host::admission::{ForkGrant, Loan};
 use vmfork_host::core::{Core, Reservation, start_machines};
+use vmfork_host::disks::MachineDisks;
 use vmfork_host::error::outcome;
 use vmfork_host::lifetime::{HeldLine, Lifetime};
 use vmfork_host::metrics::{Stage, ms};
@@ -227,6 +228,9 @@ async fn carry_out(
         false => turn(parent, fork.wanted()).await?,
     };
     let machine = running(parent)?;
+    if let Some((disk, volume)) = machine.disks().and_then(MachineDisks::unforkable) {
+        return Err(Error::Unforkable { disk, volume });
+    }
     core.metrics.forked();
     let plan = fork.plan(&machine, clones).await?;
     let grant = fork.admit(&plan.here).await?;
@@ -369,9 +373,11 @@ impl Fork {
         let Self { forker, parent, order, given_up, deadline, .. } = self;
         let Plan { away, job, reservation: _names, here, elsewhere } = plan;
         let lifetime = self.lifetime();
+        let disks = snapshot.disks.iter().map(|content| content.spec.clone());
+        let inherited = self.inherited.with_disks(disks);
         let brood = Brood {
             forker: Arc::clone(forker),
-            stem: Arc::new(Stem::of(parent, self.inherited.clone(), job.clone(), lifetime.clone())),
+            stem: Arc::new(Stem::of(parent, inherited, job.clone(), lifetime.clone())),
             snapshot: Arc::clone(snapshot),
             began: self.began,
             deadline: *deadline,

@@ -8,6 +8,7 @@
 //! |---|---|---|
 //! | [`DriveSlot::ReadOnly`] | an open file | itself |
 //! | [`DriveSlot::Disk`] | a folder with a socket | from the NBD server behind the socket |
+//! | [`DriveSlot::SharedDisk`] | the same | the same, and it can't be written |
 //!
 //! QEMU gets the folder and not a connection: when the server was away, QEMU connects again.
 
@@ -38,8 +39,8 @@ const RECONNECT_SECONDS: u64 = 3600;
 pub enum DriveContent {
     /// A file that is not written while the VM runs.
     ReadOnly(OwnedFd),
-    /// A writable disk. Of a bare guest's first drive, it has at least 516,096 bytes: the firmware
-    /// can't boot from a smaller one.
+    /// A disk with a server, writable unless it is [shared](NbdSocket::shared). Of a bare guest's
+    /// first drive, it has at least 516,096 bytes: the firmware can't boot from a smaller one.
     Disk(NbdSocket),
 }
 
@@ -48,6 +49,7 @@ impl DriveContent {
     pub fn slot(&self) -> DriveSlot {
         match self {
             Self::ReadOnly(_) => DriveSlot::ReadOnly,
+            Self::Disk(disk) if disk.is_shared => DriveSlot::SharedDisk,
             Self::Disk(_) => DriveSlot::Disk,
         }
     }
@@ -70,19 +72,7 @@ impl DriveContent {
                 "driver": "file", "node-name": name, "filename": path, "read-only": true,
                 "locking": "off",
             }),
-            // detect-zeroes: zeros that a guest writes take no space in the disk's layer, and do
-            // not pass through the socket.
-            Self::Disk(NbdSocket { socket, export, .. }) => json!({
-                "driver": "raw", "node-name": name, "discard": "unmap", "detect-zeroes": "unmap",
-                "file": {
-                    "driver": "nbd",
-                    "server": {"type": "unix", "path": format!("{path}/{socket}")},
-                    "export": export,
-                    "open-timeout": OPEN_SECONDS,
-                    "reconnect-delay": RECONNECT_SECONDS,
-                    "discard": "unmap",
-                },
-            }),
+            Self::Disk(disk) => disk.node(name, path),
         }
     }
 }
@@ -101,6 +91,7 @@ pub struct NbdSocket {
     folder: OwnedFd,
     socket: String,
     export: String,
+    is_shared: bool,
 }
 
 /// A socket that QEMU could not connect to.
@@ -139,7 +130,37 @@ impl NbdSocket {
         let path = format!("/proc/self/fd/{}", folder.as_fd().as_raw_fd());
         let folder = rustix::fs::open(path, flags, Mode::empty())
             .map_err(|errno| NbdSocketError::Folder(errno.into()))?;
-        Ok(Self { folder, socket: name, export })
+        Ok(Self { folder, socket: name, export, is_shared: false })
+    }
+
+    /// The guest can only read it.
+    #[must_use]
+    pub fn shared(self) -> Self {
+        Self { is_shared: true, ..self }
+    }
+
+    /// `path`: that of the folder inside QEMU.
+    pub(crate) fn node(&self, name: &str, path: &str) -> Value {
+        let Self { socket, export, .. } = self;
+        let server = json!({
+            "driver": "nbd",
+            "server": {"type": "unix", "path": format!("{path}/{socket}")},
+            "export": export,
+            "open-timeout": OPEN_SECONDS,
+            "reconnect-delay": RECONNECT_SECONDS,
+            "discard": "unmap",
+        });
+        match self.is_shared {
+            true => json!({
+                "driver": "raw", "node-name": name, "read-only": true, "file": server,
+            }),
+            // detect-zeroes: zeros that a guest writes take no space in the disk's layer, and do
+            // not pass through the socket.
+            false => json!({
+                "driver": "raw", "node-name": name, "discard": "unmap", "detect-zeroes": "unmap",
+                "file": server,
+            }),
+        }
     }
 
     /// The folder, without the right to list it.
@@ -278,6 +299,11 @@ mod tests {
         let node = drives.iter().nth(1).expect("the disk").node("n", "/proc/self/fd/9");
         assert_eq!(node["file"]["server"]["path"], "/proc/self/fd/9/disk");
         assert_eq!((&node["file"]["export"], &node["node-name"]), (&"data".into(), &"n".into()));
+        let disk = NbdSocket::new(&folder, "disk", "data").expect("possible").shared();
+        let drives = root.with_disks(vec![disk]);
+        assert_eq!(drives.slots(), [DriveSlot::ReadOnly, DriveSlot::SharedDisk]);
+        let node = drives.iter().nth(1).expect("the disk").node("n", "/proc/self/fd/9");
+        assert_eq!((&node["read-only"], &node["detect-zeroes"]), (&true.into(), &Value::Null));
     }
 
     #[test]

@@ -66,6 +66,8 @@ pub enum DriveSlot {
     /// The guest writes to it: a disk that an NBD server serves. The VM stops when a request
     /// fails, and [`Qmp::cont`](crate::Qmp::cont) repeats the request.
     Disk,
+    /// The same, of a disk that the guest can only read, and several guests may.
+    SharedDisk,
 }
 
 /// Most drives of one machine: as many PCI slots and fds are set aside.

@@ -13,8 +13,8 @@ use support::{Counter, SOON, binary, boot_sector, clone, memfd, unprivileged};
 use vmfork_disk::nbd::Span;
 use vmfork_qemu::qmp::{IoError, IoOperation, RunState, reopen_from_start};
 use vmfork_qemu::{
-    Accel, Binary, Boot, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape, StartError,
-    spawn,
+    Accel, Binary, Boot, DriveContent, DriveSlot, Drives, GuestKind, Launch, Qemu, QmpError, Shape,
+    StartError, spawn,
 };
 
 /// 2 MiB: the firmware boots from no less than a cylinder of 516,096 bytes.
@@ -234,6 +234,66 @@ async fn a_server_that_says_nothing_is_given_up() {
         }
         other => panic!("{other}"),
     }
+}
+
+/// A guest that counts writes twice to this disk. It waits while nothing that it prints is read.
+async fn goes_on(vm: &Qemu, counter: &mut Counter, disk: &TestDisk) {
+    let now = || disk.read(SECTOR_BYTES, 8);
+    for _ in 0..2 {
+        let (before, began) = (now(), Instant::now());
+        while now() == before {
+            assert!(began.elapsed() < SOON, "nothing is written to the disk");
+            if counter.next().is_none() {
+                panic!("{:?}: {}", vm.qmp.query_status().await, vm.process.last_words().await);
+            }
+        }
+    }
+}
+
+/// A drive of a VM gets another disk, and another. From then on all writes reach the new
+/// one alone. A disk without a server leaves it the one that it has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_drive_gets_other_disks_during_the_life_of_its_vm() {
+    let Some(writer) = Writer::new().await else { return };
+    let disk = writer.disk();
+    let _server = disk.serve();
+    let vm = writer.boot(&disk).await;
+    let mut counter = Counter::new(&vm);
+    counter.next().expect("the guest boots from its disk and writes to it");
+
+    let socket = |disk: &TestDisk| match disk.content() {
+        DriveContent::Disk(socket) => socket,
+        file => panic!("{file:?}"),
+    };
+    let size = disk.disk.size_bytes();
+    let absent = writer.disk();
+    let refused = vm.qmp.replace_disk(0, 1, &socket(&absent), size, None).await;
+    let refused = refused.expect_err("no server");
+    assert!(matches!(refused, QmpError::Disk { index: 0, .. }), "{refused}");
+    goes_on(&vm, &mut counter, &disk).await;
+
+    let mut earlier = None;
+    let mut last = disk;
+    let mut servers = Vec::new();
+    for number in 2..5 {
+        // The guest reads what it has written: both disks must have the same.
+        vm.qmp.stop().await.expect("stop");
+        let next = last.fork();
+        servers.push(next.serve());
+        let late = vm.qmp.replace_disk(0, number, &socket(&next), size, earlier).await;
+        earlier = Some(late.expect("replaced"));
+        let stays = count_on(&last);
+        vm.qmp.cont().await.expect("cont");
+        goes_on(&vm, &mut counter, &next).await;
+        assert_eq!(count_on(&last), stays, "nothing is written to the old disk any more");
+        assert!(count_on(&next) > stays, "it counts on");
+        last = next;
+    }
+    let nodes = vm.qmp.execute("query-named-block-nodes", None, SOON).await.expect("asked");
+    let nodes = nodes.as_array().expect("a list");
+    let named = nodes.iter().filter_map(|node| node["node-name"].as_str());
+    let ours: Vec<_> = named.filter(|name| !name.starts_with('#')).collect();
+    assert_eq!(ours, ["bound0.4"], "QEMU has closed the others");
 }
 
 /// A folder that QEMU's user may not search is an error before QEMU starts.

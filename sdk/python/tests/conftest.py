@@ -47,6 +47,7 @@ class FakeDaemon:
         self.files: dict[str, tuple[int, bytes]] = {}
         self.forks: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
+        self.volumes: dict[str, dict[str, Any]] = {}
         self.canned: list[Answer] = []
         self.labels: list[str] = []
         """What the last request filtered by."""
@@ -82,6 +83,8 @@ class FakeDaemon:
             return self._on_vm(one, method, found[2], query, content)
         if (method, path) == ("GET", "/v1/tree"):
             return reply(200, [])
+        if found := re.fullmatch(r"/v1/volumes(?:/([^/]+)(/on-fork|/attach|/detach)?)?", path):
+            return self._on_volumes(method, found[1], content, found[2])
         if (method, path) == ("GET", "/v1/snapshots"):
             return reply(200, list(self.snapshots.values()))
         if (method, path) == ("POST", "/v1/snapshots"):
@@ -99,6 +102,39 @@ class FakeDaemon:
                 return error(404, "not_found", f"no snapshot named `{found[1]}`")
             return self._on_snapshot(one, method, found[2], query, content)
         return error(404, "not_found", f"no route {method} {path}")
+
+    def _on_volumes(
+        self, method: str, name: str | None, content: Any, what: str | None
+    ) -> Answer:
+        if name is None and method == "GET":
+            return reply(200, list(self.volumes.values()))
+        if name is None:
+            if content["name"] in self.volumes:
+                return error(409, "conflict", f"create the volume `{content['name']}`")
+            volume = {
+                "name": content["name"],
+                "disk_id": "00000000000000ab",
+                "size_bytes": content["source"].get("size_bytes", 1 << 20),
+                "data_bytes": 4096,
+                "on_fork": content.get("on_fork", "fork"),
+                "vms": [],
+                "created_unix_ms": 1_700_000_000_000,
+                "labels": content.get("labels", {}),
+            }
+            self.volumes[content["name"]] = volume
+            return reply(201, volume)
+        if name not in self.volumes:
+            return error(404, "not_found", "a volume", cause=f"no volume named `{name}`")
+        match method:
+            case "POST" if what == "/attach":
+                disk = {"name": "data", "device": "/dev/vdb", "volume": name}
+                return reply(200, {**disk, "size_bytes": 1 << 30, "written_bytes": 0})
+            case "PUT":
+                self.volumes[name].update(content)
+            case "DELETE":
+                del self.volumes[name]
+                return 204, {}, b""
+        return reply(200, self.volumes[name])
 
     def keep(self, name: str, **more: Any) -> dict[str, Any]:
         snapshot = {

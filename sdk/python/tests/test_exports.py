@@ -44,6 +44,7 @@ def test_both_clients_offer_the_same() -> None:
         (vmfork.ForkResult, vmfork.AsyncForkResult),
         (vmfork.StartResult, vmfork.AsyncStartResult),
         (vmfork.Snapshots, vmfork.AsyncSnapshots),
+        (vmfork.Volumes, vmfork.AsyncVolumes),
     ]
     for blocking, asynchronous in pairs:
         ours, theirs = (

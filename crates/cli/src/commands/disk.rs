@@ -73,6 +73,7 @@ fn state(disk: &HostDisk) -> (&'static str, Tone) {
         DiskState::InUse => ("in use", Tone::Good),
         DiskState::Left => ("left", Tone::Plain),
         DiskState::Damaged => ("damaged", Tone::Bad),
+        DiskState::Volume => ("volume", Tone::Good),
     }
 }
 
@@ -174,7 +175,7 @@ async fn prune(global: &Global) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
     let mut answers = Vec::new();
     for disk in all(&client).await? {
-        if disk.state != DiskState::InUse {
+        if matches!(disk.state, DiskState::Left | DiskState::Damaged) {
             let removed = client.delete(Query::new(format!("/v1/disks/{}", disk.id))).await;
             answers.push((disk.id, removed.map(|()| None)));
         }

@@ -124,11 +124,18 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
     fields
 }
 
-/// `data at /dev/vdb, 10 GiB, 1.5 MiB written`.
+/// `data at /dev/vdb, 10 GiB, 1.5 MiB written, volume db`.
 fn disk_line(disk: &Disk) -> String {
-    let Disk { name, size_bytes, written_bytes, device } = disk;
-    let (size, written) = (format::size(*size_bytes), format::size(*written_bytes));
-    format!("{name} at {device}, {size}, {written} written")
+    let Disk { name, size_bytes, written_bytes, device, volume, read_only, empty } = disk;
+    if *empty {
+        return format!("{name} at {device}, empty");
+    }
+    let written = match read_only {
+        true => "read-only".to_owned(),
+        false => format!("{} written", format::size(*written_bytes)),
+    };
+    let volume = volume.as_ref().map(|volume| format!(", volume {volume}")).unwrap_or_default();
+    format!("{name} at {device}, {}, {written}{volume}", format::size(*size_bytes))
 }
 
 /// Whose memory is shared with whom.

@@ -27,6 +27,7 @@ mod top;
 mod tree;
 mod ttl;
 mod version;
+mod volume;
 
 use std::future::Future;
 
@@ -62,6 +63,7 @@ pub(crate) async fn dispatch(global: Global, command: Command) -> anyhow::Result
         Command::Image(action) => image::run(global, action).await,
         Command::Disk(action) => disk::run(global, action).await,
         Command::Snapshot(action) => snapshot::run(global, action).await,
+        Command::Volume(action) => volume::run(global, action).await,
         Command::Cluster(action) => cluster::run(global, action).await,
         Command::Daemon(action) => daemon::run(global, action).await,
         Command::Completion(shell) => completion::run(global, shell),

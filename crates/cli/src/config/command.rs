@@ -8,8 +8,8 @@ use std::time::Duration;
 use vmfork_api::{ExecRequest, ForkRequest, KillRequest, LabelFilter, TtlRequest, name_is_valid};
 
 use super::{
-    ClusterAction, DiskAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, cluster,
-    misuse, run, value,
+    ClusterAction, DiskAction, EventsConfig, ImageAction, RunConfig, SnapshotAction, VolumeAction,
+    cluster, misuse, run, value,
 };
 use crate::args::{
     RawCommand, RawCp, RawDaemon, RawExec, RawFork, RawGlobal, RawKill, RawPlace, RawTop, Shell,
@@ -42,6 +42,7 @@ pub(crate) enum Command {
     Image(ImageAction),
     Disk(DiskAction),
     Snapshot(SnapshotAction),
+    Volume(VolumeAction),
     Cluster(ClusterAction),
     Daemon(DaemonAction),
     Completion(Shell),
@@ -143,6 +144,7 @@ impl Command {
             RawCommand::Image(raw) => Self::Image(ImageAction::new(raw)?),
             RawCommand::Disk(raw) => Self::Disk(DiskAction::new(raw, global.json)?),
             RawCommand::Snapshot(raw) => Self::Snapshot(SnapshotAction::new(raw, global)?),
+            RawCommand::Volume(raw) => Self::Volume(VolumeAction::new(raw)?),
             RawCommand::Cluster(raw) => Self::Cluster(cluster::action(raw)?),
             RawCommand::Daemon(raw) => Self::Daemon(match raw {
                 RawDaemon::Start => DaemonAction::Start,

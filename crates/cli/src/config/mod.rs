@@ -10,6 +10,7 @@ mod image;
 mod run;
 mod snapshot;
 mod value;
+mod volume;
 
 pub(crate) use cluster::ClusterAction;
 pub(crate) use command::{
@@ -21,6 +22,7 @@ pub(crate) use global::{Endpoint, Environment, Global};
 pub(crate) use image::{BuildConfig, ImageAction, ImportConfig};
 pub(crate) use run::{BootConfig, RunConfig, StartConfig};
 pub(crate) use snapshot::SnapshotAction;
+pub(crate) use volume::VolumeAction;
 
 use crate::failure::Misuse;
 

@@ -69,14 +69,18 @@ pub(super) fn disks(texts: &[String], root: Option<Root>) -> Result<Vec<NewDisk>
         texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(refused)?;
     for disk in &mut disks {
         if let DiskSource::File { path } = &mut disk.source {
-            let absolute = std::path::absolute(&*path).ok();
-            if let Some(text) = absolute.and_then(|path| path.into_os_string().into_string().ok()) {
-                *path = text;
-            }
+            *path = absolute(path);
         }
     }
     NewDisk::check(&disks, root).map_err(refused)?;
     Ok(disks)
+}
+
+/// A path of the folder that the command is called in; as it is, if that can't be said.
+pub(super) fn absolute(path: &str) -> String {
+    let absolute = std::path::absolute(path).ok();
+    let text = absolute.and_then(|path| path.into_os_string().into_string().ok());
+    text.unwrap_or_else(|| path.to_owned())
 }
 
 /// The size of the root's own disk, if one is given.

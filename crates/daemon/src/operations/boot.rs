@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -170,14 +171,16 @@ fn wanted_disks(request: &RunRequest, files: &ImageFiles) -> Result<Vec<NewDisk>
 
 /// What they hold.
 async fn contents(core: &Core, disks: &[NewDisk]) -> Result<Vec<DiskContent>, RunError> {
-    let root_of = |image: &str| {
-        let files = open_image(core, image).map_err(HostError::from)?;
-        match &files.root {
-            Some(_) => Ok(files.root_path()),
-            None => Err(DiskError::NoRoot { image: image.to_owned() }.into()),
-        }
-    };
-    core.disks.contents(disks, root_of).await
+    core.disks.contents(disks, |image| root_of(core, image)).await
+}
+
+/// The file of an image's root file system.
+pub(super) fn root_of(core: &Core, image: &str) -> Result<PathBuf, RunError> {
+    let files = open_image(core, image).map_err(HostError::from)?;
+    match &files.root {
+        Some(_) => Ok(files.root_path()),
+        None => Err(DiskError::NoRoot { image: image.to_owned() }.into()),
+    }
 }
 
 /// Memory for it, if its user may have one more.

@@ -157,6 +157,7 @@ impl Control for Hub {
                     return Err(running.to_body(format!("remove `{}`", found.name())));
                 }
                 self.core.end(&found, End::killed("removed"));
+                self.core.disks.given_back().await;
             }
             self.core.registry.remove(&found.identity.id);
             self.core.forget_folder(&found.identity.id);
@@ -178,6 +179,7 @@ impl Control for Hub {
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
+            self.core.disks.given_back().await;
             Ok(Killed { vm: self.core.summary(&vm, false), missing })
         }
         .boxed()

@@ -33,7 +33,8 @@ impl DiskControl for Hub {
     fn export_disk<'a>(&'a self, id: &'a str) -> Answer<'a, DiskStream> {
         async move {
             let (message, of) = (format!("export disk {id}"), id.to_owned());
-            let content = self.on_disks(message.clone(), move |disks| disks.content(&of)).await?;
+            let content =
+                self.on_disks(message.clone(), move |disks| disks.content_of(&of)).await?;
             let size_bytes = content.spec.size_bytes;
             let (to, stream) = mpsc::channel(PIECES_MAX + 1);
             let runtime = Handle::current();

@@ -12,6 +12,7 @@ mod control;
 mod disks;
 mod error;
 mod snapshots;
+mod volumes;
 
 use std::sync::Arc;
 

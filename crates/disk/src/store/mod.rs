@@ -295,12 +295,13 @@ impl DiskStore {
         Ok(image)
     }
 
-    /// The disk that an earlier daemon left, with `layer` as its own layer: see [`Listing::disks`].
-    /// If that was made an image before, for an export, the disk gets a new layer on it. What it
-    /// lies on counts on `set`, too, unless that is open already.
+    /// The disk that an earlier daemon left, with `layer` as its newest: see [`Listing::disks`].
+    /// That is its own layer again, unless clones lie on it, or it was made an image for an
+    /// export. Then the disk gets a new layer on it. What it lies on counts on `set`, too, unless
+    /// that is open already.
     ///
     /// # Errors
-    /// As [`DiskStore::image`]; or another layer lies on it, so it is frozen.
+    /// As [`DiskStore::image`]; or a newer layer of the disk lies on it.
     pub fn reopen(
         &self,
         layer: ImageId,
@@ -311,12 +312,16 @@ impl DiskStore {
             return Err(StoreError::Busy(layer));
         }
         let above = found::used_above(&self.shared.layers, layer);
-        if let Some(by) = above.map_err(|source| self.shared.failed(source))? {
-            return Err(StoreError::Under { id: layer, by });
-        }
+        let above = above.map_err(|source| self.shared.failed(source))?;
         let (own, note) = self.shared.open_layer(layer, set)?;
         if note.merged {
             return Err(StoreError::Merged(layer));
+        }
+        if let Some(by) = above {
+            let of = found::read_note(&self.shared.folder(by)).ok().flatten();
+            if of.is_none_or(|above| above.disk_id == note.disk_id) {
+                return Err(StoreError::Under { id: layer, by });
+            }
         }
         let layers = DiskLayers {
             shared: Arc::clone(&self.shared),
@@ -328,8 +333,8 @@ impl DiskStore {
             base: note.base.clone(),
         };
         let size_bytes = note.size_bytes;
-        // Its table would be out of date after the first write.
-        if own.folder().path().join("table").exists() {
+        // Its table would be out of date after the first write, and so would clones.
+        if above.is_some() || own.folder().path().join("table").exists() {
             let image = self.image_for(layer, set, given)?;
             let own = layers.make_on(Some(layer), size_bytes, false)?;
             return Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)));
@@ -395,17 +400,30 @@ impl DiskStore {
         if self.shared.is_in_use(&id) || self.shared.live_layer(newest).is_some() {
             return Err(StoreError::Busy(id));
         }
-        self.shared.remove_but(&listing, &|disk| disk != id).map(drop)
+        self.shared.remove_but(&listing, Some(id)).map(drop)
     }
 
     /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
-    /// → how many layers.
+    /// → how many layers. From now on, the layers of disks that were opened again are removed like
+    /// others, when nothing names them any more; but not what a disk needs that was left.
     ///
     /// # Errors
     /// The folder can't be read, or a layer not be removed.
     pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
         let _none_is_made = self.shared.none_is_made();
-        self.shared.remove_but(&self.list()?, &|_| true)
+        let listing = self.list()?;
+        let removed = self.shared.remove_but(&listing, None)?;
+        if listing.bad.is_empty() {
+            let disks = listing.disks();
+            let left = disks.iter().filter(|disk| !self.shared.is_in_use(&disk.note.disk_id));
+            let needed = listing.needed_by(left.map(|disk| disk.id));
+            for id in listing.layers.keys().filter(|id| !needed.contains(id)) {
+                if let Some(layer) = self.shared.live_layer(*id) {
+                    layer.folder().this.set(false);
+                }
+            }
+        }
+        Ok(removed)
     }
 
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
@@ -457,23 +475,22 @@ impl Shared {
         open.contains_key(disk)
     }
 
-    /// Removes the layers that neither live nor are needed by a disk that is to stay.
-    fn remove_but(
-        &self,
-        listing: &Listing,
-        stays: &dyn Fn(ImageId) -> bool,
-    ) -> Result<u64, StoreError> {
+    /// Removes the layers that neither live nor are needed by a disk that is to stay: all but
+    /// `goes`. What a damaged layer needs is not known: while there is one, no more than layers of
+    /// that disk are removed.
+    fn remove_but(&self, listing: &Listing, goes: Option<ImageId>) -> Result<u64, StoreError> {
         let disks = listing.disks();
-        let heads = disks.iter().filter(|disk| stays(disk.note.disk_id)).map(|disk| disk.id);
-        let needed = listing.needed_by(heads);
+        let stay = disks.iter().filter(|disk| Some(disk.note.disk_id) != goes);
+        let needed = listing.needed_by(stay.map(|disk| disk.id));
         let mut removed = 0;
         // Those above first.
         let mut layers: Vec<_> = listing.layers.values().collect();
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
-        let gone = layers
-            .into_iter()
-            .filter(|layer| !needed.contains(&layer.id) && self.live_layer(layer.id).is_none());
-        let gone: Vec<&FoundLayer> = gone.collect();
+        let goes = |layer: &&FoundLayer| {
+            let known = listing.bad.is_empty() || Some(layer.note.disk_id) == goes;
+            known && !needed.contains(&layer.id) && self.live_layer(layer.id).is_none()
+        };
+        let gone: Vec<&FoundLayer> = layers.into_iter().filter(goes).collect();
         for layer in &gone {
             let path = self.folder(layer.id);
             crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;

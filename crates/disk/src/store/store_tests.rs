@@ -164,8 +164,8 @@ impl World {
         }
     }
 
-    /// The set's account has what is in the files of all layers that are open. Those that an earlier
-    /// daemon left stay when they are not.
+    /// The set's account has what is in the files of all layers that are open. Those that an
+    /// earlier daemon left stay when they are not.
     fn check_account(&self) {
         self.store.drain();
         let listing = self.store.list().expect("a list");
@@ -305,6 +305,36 @@ fn what_a_killed_daemon_left_is_found_exported_and_removed() {
     store.remove_disk(found.id).expect("removed");
     assert!(matches!(store.remove_disk(found.id), Err(StoreError::NoDisk(_))));
     assert!(store.list().expect("a list").layers.is_empty());
+}
+
+#[test]
+fn a_disk_on_whose_newest_layer_clones_lie_goes_on_beside_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    disk.write(span(1, 1), &[1; 4096]).expect("written");
+    let id = disk.layer();
+    let image = disk.freeze().expect("frozen");
+    let clone = store.create(&spec("clone", SIZE), &image).expect("a clone");
+    clone.write(span(1, 1), &[2; 4096]).expect("written");
+    let of_clone = clone.layer();
+    store.keep_all();
+    drop((disk, image, clone, store));
+    let store = open(folder.path());
+    let listing = store.list().expect("a list");
+    let newest = listing.disks().into_iter().find(|layer| layer.note.disk_id == id);
+    let newest = newest.expect("the disk").id;
+    let disk = store.reopen(newest, &DiskSet::new(None), &none).expect("the disk");
+    disk.write(span(2, 1), &[3; 4096]).expect("written");
+    let clone = store.reopen(of_clone, &DiskSet::new(None), &none).expect("the clone");
+    assert_eq!([now(&disk)[4096], now(&disk)[8192]], [1, 3]);
+    assert_eq!([now(&clone)[4096], now(&clone)[8192]], [2, 0]);
+    assert_eq!((disk.data_bytes(), clone.data_bytes()), (2 * 4096, 4096));
+    store.drain();
+    let listing = store.list().expect("a list");
+    let own = listing.layers.get(&disk.layer()).expect("its layer");
+    assert_eq!(own.note.disk_id, id, "the same disk");
 }
 
 #[test]
@@ -773,4 +803,36 @@ fn a_merge_that_fails_changes_nothing() {
         file.write_all_at(&bytes, 0).expect("written");
     }
     assert_eq!(now(&disk), model);
+}
+
+#[test]
+fn a_disk_that_goes_on_keeps_what_one_that_was_left_needs_of_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let volume = store.create(&spec("volume", SIZE), &blank).expect("a disk");
+    volume.write(span(0, 2), &[1; 8192]).expect("written");
+    let clone = store.create(&spec("clone", SIZE), &volume.freeze().expect("frozen"));
+    let clone = clone.expect("a clone");
+    clone.write(span(1, 1), &[2; 4096]).expect("written");
+    store.drain();
+    let (own, of_clone) = (volume.layer(), clone.layer());
+    store.keep_all();
+    drop((volume, clone, blank, store));
+
+    let store = open(folder.path());
+    let volume = store.reopen(own, &DiskSet::new(None), &none).expect("the volume");
+    store.remove_unneeded().expect("removed");
+    // Nothing of what the clone lies on shows any more.
+    volume.write(span(0, PAGES), &vec![3; 4096 * 24]).expect("written");
+    drop(volume.freeze().expect("frozen"));
+    store.drain();
+    drop(volume);
+    store.drain();
+    let [left] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    let image = store.image(of_clone, &none).expect("what the clone had");
+    assert_eq!([content(&image)[0], content(&image)[4096]], [1, 2]);
+    drop(image);
+    store.remove_disk(left.id).expect("removed");
+    assert_eq!(store.list().expect("a list"), Listing::default());
 }

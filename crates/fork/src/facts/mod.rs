@@ -306,7 +306,8 @@ mod tests {
     fn one_with_disks_is_refused_elsewhere() {
         let mut taken = facts();
         let name = "data".to_owned();
-        let disk = DiskSpec { name, size_bytes: 1 << 30, durability: Durability::Host };
+        let durability = Durability::Host;
+        let disk = DiskSpec { name, size_bytes: 1 << 30, durability, volume: None, empty: false };
         taken.inherited.spec.drives.push(DriveSpec::Disk(disk));
         let stored = serde_json::to_value(&taken).expect("plain");
         assert_eq!(stored["drives"][1]["role"], "disk");

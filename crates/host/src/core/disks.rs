@@ -3,6 +3,7 @@
 use vmfork_api::Disk;
 
 use super::Core;
+use crate::disks::MachineDisks;
 use crate::vm::Vm;
 
 impl Core {
@@ -11,21 +12,27 @@ impl Core {
     pub fn disks_of(&self, vm: &Vm) -> Vec<Disk> {
         let machine = vm.machine();
         let served = machine.as_ref().and_then(|machine| machine.disks());
-        let mut written = served.into_iter().flat_map(|disks| disks.written());
-        let disks = vm.identity.spec().disks();
+        let mut now = served.map(MachineDisks::written).unwrap_or_default().into_iter();
+        let disks =
+            vm.identity.spec().disks().map(|(drive, at_start)| {
+                (drive, now.next().unwrap_or_else(|| (at_start.clone(), 0)))
+            });
         disks
-            .map(|(drive, spec)| Disk {
-                name: spec.name.clone(),
-                size_bytes: spec.size_bytes,
-                written_bytes: written.next().map_or(0, |(_, bytes)| bytes),
+            .map(|(drive, (spec, written_bytes))| Disk {
+                size_bytes: if spec.empty { 0 } else { spec.size_bytes },
+                written_bytes,
                 device: device(drive),
+                read_only: spec.is_shared(),
+                empty: spec.empty,
+                volume: spec.volume.map(|volume| volume.name),
+                name: spec.name,
             })
             .collect()
     }
 }
 
 /// The name that Linux gives the drive of that number.
-fn device(drive: usize) -> String {
+pub(super) fn device(drive: usize) -> String {
     let letter = u8::try_from(drive).map_or('?', |drive| char::from(b'a'.saturating_add(drive)));
     format!("/dev/vd{letter}")
 }

@@ -23,6 +23,7 @@ mod registry;
 mod stalls;
 mod tally;
 mod tell;
+mod volumes;
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -350,7 +351,12 @@ impl Core {
     /// End a VM, once: the first reason stands.
     pub fn end(self: &Arc<Self>, vm: &Arc<Vm>, end: End) {
         self.count(vm);
-        if !vm.end(end.clone(), |end| self.tell_ended(vm, end)) {
+        let tell = |end: &End| {
+            // Before a client learns of its end, and asks for its volumes.
+            self.disks.vm_ends(vm.name());
+            self.tell_ended(vm, end);
+        };
+        if !vm.end(end.clone(), tell) {
             return;
         }
         self.tally.forget(vm);

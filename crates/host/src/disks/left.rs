@@ -5,10 +5,12 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
+use vmfork_api::disk::DISK_BYTES_MIN;
 use vmfork_api::{DiskState, Durability, HostDisk};
 use vmfork_disk::{BadLayer, Disk, DiskImage, DiskSet, DiskStore, FoundDisk, Lower, StoreError};
 use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 
+use super::volumes::NO_VM;
 use super::{DiskContent, DiskError, DiskSpec, HostDisks};
 
 /// What is read at a time, in bytes.
@@ -19,10 +21,10 @@ const PIECE_BYTES: u64 = 1 << 20;
 pub(super) struct Live(Mutex<BTreeMap<ImageId, Weak<Disk>>>);
 
 impl Live {
-    pub(super) fn add<'a>(&self, disks: impl Iterator<Item = &'a Arc<Disk>>) {
+    pub(super) fn add(&self, disks: &[Arc<Disk>]) {
         let mut live = self.live();
         live.retain(|_, disk| disk.strong_count() > 0);
-        live.extend(disks.map(|disk| (disk.id(), Arc::downgrade(disk))));
+        live.extend(disks.iter().map(|disk| (disk.id(), Arc::downgrade(disk))));
     }
 
     fn live(&self) -> MutexGuard<'_, BTreeMap<ImageId, Weak<Disk>>> {
@@ -37,7 +39,11 @@ impl Live {
 /// Removes what nothing needs, and says what earlier daemons left.
 pub(super) fn report(store: &DiskStore) -> Result<(), StoreError> {
     let removed = store.remove_unneeded()?;
-    let left = store.disks()?;
+    let mut left = store.disks()?;
+    left.retain(|disk| !disk.in_use);
+    for empty in left.extract_if(.., |disk| disk.size_bytes < DISK_BYTES_MIN) {
+        store.remove_disk(empty.id)?;
+    }
     if !left.is_empty() || removed > 0 {
         let written_bytes: u64 = left.iter().map(|disk| disk.written_bytes).sum();
         tracing::info!(
@@ -51,14 +57,16 @@ pub(super) fn report(store: &DiskStore) -> Result<(), StoreError> {
 }
 
 impl HostDisks {
-    /// All, those of VMs first.
+    /// All, those of VMs first, then volumes.
     ///
     /// # Errors
     /// Their folder can't be read.
     pub fn list(&self) -> Result<Vec<HostDisk>, DiskError> {
         let listing = self.store.list().map_err(DiskError::Left)?;
         let disks = self.store.disks().map_err(DiskError::Left)?;
-        let mut all: Vec<HostDisk> = disks.iter().map(shown).collect();
+        // Places for volumes have nothing on them.
+        let disks = disks.iter().filter(|disk| disk.size_bytes >= DISK_BYTES_MIN);
+        let mut all: Vec<HostDisk> = disks.map(shown).collect();
         all.extend(listing.bad.iter().map(shown_bad));
         all.sort_by(|a, b| order(a).cmp(&order(b)));
         Ok(all)
@@ -76,18 +84,21 @@ impl HostDisks {
     ///
     /// # Errors
     /// There is none of that ID, or it can't be read.
-    pub fn content(&self, id: &str) -> Result<DiskContent, DiskError> {
+    pub fn content_of(&self, id: &str) -> Result<DiskContent, DiskError> {
         let unknown = || DiskError::Unknown { id: id.to_owned() };
         let disk_id: ImageId = id.parse().map_err(|_no_id| unknown())?;
         let found = self.store.disks().map_err(DiskError::Left)?;
         let found = found.into_iter().find(|disk| disk.id == disk_id).ok_or_else(unknown)?;
-        let image = match self.live.get(disk_id) {
+        let open = self.live.get(disk_id).or_else(|| self.volumes.with_id(disk_id));
+        let image = match open {
             Some(disk) => disk.freeze().map_err(|error| DiskError::Left(error.into()))?,
             None => self.store.image(found.newest, &|_| None).map_err(DiskError::Left)?,
         };
         let (name, size_bytes) = (found.name, image.size_bytes());
-        let spec = DiskSpec { name, size_bytes, durability: Durability::default() };
-        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false })
+        let durability = Durability::default();
+        let spec = DiskSpec { name, size_bytes, durability, volume: None, empty: false };
+        let set = DiskSet::new(None);
+        Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
     }
 
     /// Removes a disk that no VM has.
@@ -97,6 +108,10 @@ impl HostDisks {
     pub fn remove(&self, id: &str) -> Result<(), DiskError> {
         let unknown = || DiskError::Unknown { id: id.to_owned() };
         let disk_id: ImageId = id.parse().map_err(|_no_id| unknown())?;
+        // Also one that can't be opened.
+        if self.find(id)?.state == DiskState::Volume {
+            return Err(DiskError::IsVolume);
+        }
         self.store.remove_disk(disk_id).map_err(|error| match error {
             StoreError::Busy(_) => DiskError::InUse,
             StoreError::NoDisk(_) => unknown(),
@@ -145,11 +160,16 @@ fn runs(image: &DiskImage) -> Vec<(PageRange, bool)> {
 }
 
 fn shown(disk: &FoundDisk) -> HostDisk {
+    let is_volume = disk.vm == NO_VM;
     HostDisk {
         id: disk.id.to_string(),
         name: disk.name.clone(),
-        vm: disk.vm.clone(),
-        state: if disk.in_use { DiskState::InUse } else { DiskState::Left },
+        vm: if is_volume { String::new() } else { disk.vm.clone() },
+        state: match disk.in_use {
+            _ if is_volume => DiskState::Volume,
+            true => DiskState::InUse,
+            false => DiskState::Left,
+        },
         size_bytes: disk.size_bytes,
         written_bytes: disk.written_bytes,
         reason: None,
@@ -173,8 +193,9 @@ fn shown_bad(layer: &BadLayer) -> HostDisk {
 fn order(disk: &HostDisk) -> (u8, &str, &str, &str) {
     let rank = match disk.state {
         DiskState::InUse => 0,
-        DiskState::Left => 1,
-        DiskState::Damaged => 2,
+        DiskState::Volume => 1,
+        DiskState::Left => 2,
+        DiskState::Damaged => 3,
     };
     (rank, &disk.vm, &disk.name, &disk.id)
 }

@@ -6,6 +6,8 @@
 //!                  └─────── freeze ─────────┘
 //! ```
 //!
+//! A disk that is a volume ([`volumes`]) is not made for the machine. It is lent to it.
+//!
 //! Promises: a machine's disks are served until they are dropped; then what only they have is gone.
 //! A socket can be opened by the user of its QEMU alone. A freeze makes no file.
 //!
@@ -16,20 +18,24 @@ mod base;
 mod blank;
 mod left;
 mod served;
+mod volumes;
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmfork_api::disk::DISK_BYTES_MIN;
-use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk};
+use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest};
 use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
-pub use self::served::MachineDisks;
+use self::served::Served;
+pub use self::served::{MachineDisks, NewlyServed, Offer};
+use self::volumes::Volumes;
+pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
@@ -37,15 +43,29 @@ use crate::error::DOCTOR;
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
 
+/// Size of an empty disk.
+const EMPTY_BYTES: u64 = 512;
+
 /// A writable disk, as the guest and its owner know it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSpec {
     /// Unique in its VM.
     pub name: String,
     pub size_bytes: u64,
-    /// Always the default, until disks outlive their daemon.
     #[serde(default)]
     pub durability: Durability,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume: Option<OfVolume>,
+    /// A volume can take its place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub empty: bool,
+}
+
+impl DiskSpec {
+    /// The guest can only read it, and other VMs may have it.
+    pub fn is_shared(&self) -> bool {
+        self.volume.as_ref().is_some_and(OfVolume::is_shared)
+    }
 }
 
 /// What a disk holds at one instant.
@@ -58,6 +78,8 @@ pub struct DiskContent {
     /// It descends from a file of a client's, which others may change. Files of guest images are
     /// replaced, and those of blank disks have no name: what was opened stays as it is.
     pub on_clients_file: bool,
+    /// Of a shared volume: it stays as it is until all clones have it, too.
+    pub lease: Option<Arc<VolumeLease>>,
 }
 
 /// A disk that a VM can't have.
@@ -88,12 +110,21 @@ pub enum DiskError {
     Unknown { id: String },
     #[error("a VM has it, or it is being exported")]
     InUse,
+    #[error("it is a volume")]
+    IsVolume,
     #[error("what an earlier daemon left of a disk")]
     Left(#[source] vmfork_disk::StoreError),
     #[error("make the files of a disk")]
     Layer(#[source] vmfork_disk::StoreError),
     #[error("serve a disk")]
     Serve(#[source] io::Error),
+    #[error(transparent)]
+    Volume(#[from] VolumeError),
+    #[error("the folder of volumes")]
+    Volumes(#[source] io::Error),
+    /// A request was dropped that would have been answered.
+    #[error("it was given up")]
+    GivenUp,
 }
 
 impl DiskError {
@@ -110,8 +141,9 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } | Self::InUse => ErrorCode::Conflict,
+            Self::Changed { .. } | Self::InUse | Self::IsVolume => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
+            Self::Volume(error) => error.code(),
             Self::Image(_)
             | Self::Left(_)
             | Self::File(_)
@@ -119,7 +151,9 @@ impl DiskError {
             | Self::Thread(_)
             | Self::Blank(_)
             | Self::Layer(_)
-            | Self::Serve(_) => ErrorCode::Host,
+            | Self::Serve(_)
+            | Self::Volumes(_)
+            | Self::GivenUp => ErrorCode::Host,
         }
     }
 
@@ -147,12 +181,15 @@ impl DiskError {
                 Some("its VMs may read wrong bytes: end them, and start them from the new file")
             }
             Self::Unknown { .. } => Some("`vmfork disk ls` lists them"),
+            Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
-            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) => {
+            Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
                 Some("is the disk of the state folder full?")
             }
+            Self::Volume(error) => Some(error.remedy()),
+            Self::GivenUp => None,
         }
     }
 }
@@ -170,6 +207,7 @@ pub struct HostDisks {
     store: Arc<DiskStore>,
     /// Those of VMs, by ID.
     live: left::Live,
+    volumes: Volumes,
     blanks: blank::Blanks,
     bases: base::Bases,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -185,11 +223,17 @@ impl HostDisks {
     pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
         let options = StoreOptions { floor_bytes: FLOOR_BYTES };
         let store = Arc::new(DiskStore::open(folder, options).map_err(DiskError::Layer)?);
-        left::report(&store).map_err(DiskError::Layer)?;
+        let (volumes, is_whole) =
+            Volumes::open(folder.join("volumes"), &store).map_err(DiskError::Volumes)?;
+        if is_whole {
+            left::report(&store).map_err(DiskError::Layer)?;
+        } else {
+            tracing::error!("no layer of an earlier daemon is removed: it may be of a volume");
+        }
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
-        Ok(Self { store, live: left::Live::default(), blanks, bases, sockets, next })
+        Ok(Self { store, live: left::Live::default(), volumes, blanks, bases, sockets, next })
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -203,27 +247,7 @@ impl HostDisks {
     ) -> Result<Vec<DiskContent>, E> {
         let mut contents = Vec::with_capacity(disks.len());
         for disk in disks {
-            let image = match &disk.source {
-                DiskSource::Blank { size_bytes } => {
-                    self.blanks.get(*size_bytes, &self.bases).await?
-                }
-                DiskSource::Image { image } => self.bases.keep(root_of(image)?).await?,
-                DiskSource::File { path } => {
-                    let opened = self.bases.open(path.into()).await;
-                    opened.map_err(|error| match error {
-                        DiskError::Image(error) => DiskError::File(error),
-                        error => error,
-                    })?
-                }
-            };
-            base::check_size(&image)?;
-            let spec = DiskSpec {
-                name: disk.name.clone(),
-                size_bytes: image.size_bytes(),
-                durability: Durability::default(),
-            };
-            let on_clients_file = matches!(disk.source, DiskSource::File { .. });
-            contents.push(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file });
+            contents.push(self.content(&disk.name, &disk.source, &root_of).await?);
         }
         Ok(contents)
     }
@@ -231,6 +255,163 @@ impl HostDisks {
     /// From now on, what VMs have on their disks stays when they end: for the next daemon.
     pub fn keep_all(&self) {
         self.store.keep_all();
+    }
+
+    async fn content<E: From<DiskError>>(
+        &self,
+        name: &str,
+        source: &DiskSource,
+        root_of: impl Fn(&str) -> Result<PathBuf, E>,
+    ) -> Result<DiskContent, E> {
+        let image = match source {
+            DiskSource::Blank { size_bytes } => self.blanks.get(*size_bytes, &self.bases).await?,
+            DiskSource::Image { image } => self.bases.keep(root_of(image)?).await?,
+            DiskSource::File { path } => {
+                let opened = self.bases.open(path.into()).await;
+                opened.map_err(|error| match error {
+                    DiskError::Image(error) => DiskError::File(error),
+                    error => error,
+                })?
+            }
+            DiskSource::Volume { volume } => {
+                let of = self.volumes.ready(volume).await.map_err(DiskError::Volume)?;
+                return Ok(self.volume_content(name, &of).map_err(DiskError::Volume)?);
+            }
+            DiskSource::Empty {} => return Ok(empty_content(name)?),
+        };
+        base::check_size(&image)?;
+        let spec = DiskSpec {
+            name: name.to_owned(),
+            size_bytes: image.size_bytes(),
+            durability: Durability::Host,
+            volume: None,
+            empty: false,
+        };
+        let on_clients_file = matches!(source, DiskSource::File { .. });
+        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
+    }
+
+    /// What a machine's disk is that is a volume. It is taken when the machine is given its disks.
+    fn volume_content(&self, name: &str, of: &OfVolume) -> Result<DiskContent, VolumeError> {
+        let (disk, set) = self.volumes.disk(&of.name)?;
+        let spec = DiskSpec {
+            name: name.to_owned(),
+            size_bytes: disk.size_bytes(),
+            durability: Durability::Medium,
+            volume: Some(of.clone()),
+            empty: false,
+        };
+        let image = disk.image();
+        Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
+    }
+
+    /// What a volume is, once a VM may have it. Waits for one that gives it back.
+    ///
+    /// # Errors
+    /// A VM has it, or it can't be used.
+    pub async fn volume_ready(&self, volume: &str) -> Result<OfVolume, VolumeError> {
+        self.volumes.ready(volume).await
+    }
+
+    /// A volume for the place of an empty disk of that name. Blocking.
+    ///
+    /// # Errors
+    /// Another VM has it.
+    pub fn serve_volume(
+        &self,
+        vm: &str,
+        name: &str,
+        of: &OfVolume,
+    ) -> Result<NewlyServed, DiskError> {
+        Ok(NewlyServed(self.serve(vm, &self.volume_content(name, of)?)?))
+    }
+
+    /// An empty disk for the place of a volume. Blocking.
+    ///
+    /// # Errors
+    /// No room, or no fd is left.
+    pub fn serve_empty(&self, vm: &str, name: &str) -> Result<NewlyServed, DiskError> {
+        Ok(NewlyServed(self.serve(vm, &empty_content(name)?)?))
+    }
+
+    /// A VM gives a volume back soon, and goes on.
+    pub fn volume_goes(&self, vm: &str, volume: &str) {
+        self.volumes.goes(vm, volume);
+    }
+
+    fn serve(&self, vm: &str, content: &DiskContent) -> Result<Served, DiskError> {
+        match &content.spec.volume {
+            Some(of) => Ok(Served::volume(content, self.volumes.take(vm, of)?)),
+            None => Served::create(content, vm, &self.store),
+        }
+    }
+
+    /// A new volume; `now_unix_ms` is the time. If this future is dropped, there is none.
+    ///
+    /// # Errors
+    /// As [`HostDisks::contents`]; or the name is taken, or there is no room.
+    pub async fn create_volume<E: From<DiskError>>(
+        self: &Arc<Self>,
+        request: VolumeRequest,
+        now_unix_ms: u64,
+        root_of: impl Fn(&str) -> Result<PathBuf, E>,
+    ) -> Result<Volume, E> {
+        self.volumes.check_new(&request.name).map_err(DiskError::Volume)?;
+        let source = DiskSource::from(request.source.clone());
+        let content = self.content(&request.name, &source, root_of).await?;
+        let (disks, given_up) = (Arc::clone(self), Arc::new(AtomicBool::new(false)));
+        let _on_drop = SetOnDrop(Arc::clone(&given_up));
+        let made = tokio::task::spawn_blocking(move || {
+            let Self { store, volumes, .. } = &*disks;
+            let made = volumes.create(store, &request, now_unix_ms, &content.image, &given_up)?;
+            // What its owner has changed meanwhile was copied in part.
+            check_base(&content).inspect_err(|_| {
+                if let Err(error) = volumes.remove(&request.name) {
+                    tracing::warn!(volume = request.name, %error, "remove a volume half-way");
+                }
+            })?;
+            Ok::<_, DiskError>(made)
+        });
+        Ok(made.await.map_err(|_panicked| DiskError::GivenUp)??)
+    }
+
+    /// All volumes, by name. Blocking.
+    pub fn volumes(&self) -> Vec<Volume> {
+        self.volumes.list()
+    }
+
+    /// One volume. Blocking.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub fn volume(&self, name: &str) -> Result<Volume, VolumeError> {
+        self.volumes.show(name)
+    }
+
+    /// Removes a volume, and all that it holds. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it.
+    pub fn remove_volume(&self, name: &str) -> Result<(), VolumeError> {
+        self.volumes.remove(name)
+    }
+
+    /// What forks do with a volume from now on. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it.
+    pub fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Volume, VolumeError> {
+        self.volumes.set_on_fork(name, on_fork)
+    }
+
+    /// A VM of that name has ended: it gives its volumes back soon.
+    pub fn vm_ends(&self, vm: &str) {
+        self.volumes.vm_ends(vm);
+    }
+
+    /// Waits until VMs that have ended have given their volumes back, with all that they wrote.
+    pub async fn given_back(&self) {
+        self.volumes.given_back().await;
     }
 
     /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
@@ -250,10 +431,42 @@ impl HostDisks {
         contents.iter().try_for_each(check_base)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let folder = self.sockets.join(number.to_string());
-        let disks = MachineDisks::start(&self.store, vm, uid, &folder, contents)?;
-        self.live.add(disks.disks());
+        let disks = contents.iter().map(|content| self.serve(vm, content));
+        let disks = disks.collect::<Result<_, DiskError>>()?;
+        let disks = MachineDisks::start(disks, uid, &folder)?;
+        self.live.add(&disks.all());
         Ok(Some(disks))
     }
+}
+
+/// Volumes stay when the daemon ends. The next one removes the layers of other disks.
+impl Drop for HostDisks {
+    fn drop(&mut self) {
+        if !self.volumes.is_empty() {
+            self.store.keep_all();
+        }
+    }
+}
+
+struct SetOnDrop(Arc<AtomicBool>);
+
+impl Drop for SetOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// An empty disk: one sector of zeros, since QEMU's device needs something.
+fn empty_content(name: &str) -> Result<DiskContent, DiskError> {
+    let image = DiskImage::blank(EMPTY_BYTES)?;
+    let spec = DiskSpec {
+        name: name.to_owned(),
+        size_bytes: EMPTY_BYTES,
+        durability: Durability::Host,
+        volume: None,
+        empty: true,
+    };
+    Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false, lease: None })
 }
 
 /// Whether the file that it is on still has its bytes, as far as `stat` tells.

@@ -6,71 +6,134 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
-use vmfork_api::Durability;
+use vmfork_api::{Durability, OnFork};
 use vmfork_disk::layer::LayerError;
 use vmfork_disk::{Disk, DiskExport, DiskServer, DiskSet, DiskStore};
-use vmfork_qemu::{NbdSocket, NbdSocketError};
+use vmfork_qemu::{LateFd, NbdSocket, NbdSocketError};
 
-use super::{DiskContent, DiskError, DiskSpec};
+use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease};
 use crate::state::DISK_SOCKET;
 
+/// How long a disk that was detached may take to carry out its last request.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Disks that one QEMU has. Dropping it ends their service, on a thread that may block; their files
-/// go with the last VM that needs them.
+/// go with the last VM that needs them. Volumes are given back.
 #[derive(Debug)]
 pub struct MachineDisks {
-    disks: Vec<Served>,
+    /// In the order of the drives. One may take another's place: see [`MachineDisks::offer`].
+    disks: Mutex<Vec<Served>>,
+    /// How often that was tried.
+    offers: AtomicU64,
     /// Until this is dropped.
     server: Option<DiskServer>,
     socket: Option<Socket>,
     folder: OwnedFd,
 }
 
+/// A disk that a machine has.
 #[derive(Debug)]
-struct Served {
+pub(super) struct Served {
     spec: DiskSpec,
     disk: Arc<Disk>,
     set: Arc<DiskSet>,
     on_clients_file: bool,
+    /// Of a volume.
+    lease: Option<Arc<VolumeLease>>,
+    /// What its server calls it.
+    export: String,
+    /// Of one that took another's place.
+    late: Option<LateFd>,
+}
+
+impl Served {
+    /// A disk of the machine's own. `vm` is for the notes on its files.
+    pub(super) fn create(
+        content: &DiskContent,
+        vm: &str,
+        store: &DiskStore,
+    ) -> Result<Self, DiskError> {
+        let DiskContent { spec, image, set, on_clients_file, .. } = content;
+        let (name, vm, set) = (spec.name.clone(), vm.to_owned(), Arc::clone(set));
+        let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
+        let disk = store.create(&new, image).map_err(DiskError::Layer)?;
+        let (spec, on_clients_file) = (spec.clone(), *on_clients_file);
+        let (disk, export) = (Arc::new(disk), spec.name.clone());
+        Ok(Self { spec, disk, set: new.set, on_clients_file, lease: None, export, late: None })
+    }
+
+    /// A volume.
+    pub(super) fn volume(content: &DiskContent, lease: VolumeLease) -> Self {
+        Self {
+            spec: content.spec.clone(),
+            disk: Arc::clone(lease.disk()),
+            set: Arc::clone(lease.set()),
+            on_clients_file: false,
+            lease: Some(Arc::new(lease)),
+            export: content.spec.name.clone(),
+            late: None,
+        }
+    }
+
+    fn socket(&self, folder: &OwnedFd) -> Result<NbdSocket, NbdSocketError> {
+        let socket = NbdSocket::new(folder, DISK_SOCKET, self.export.as_str())?;
+        Ok(if self.spec.is_shared() { socket.shared() } else { socket })
+    }
+
+    fn volume_name(&self) -> Option<&str> {
+        self.spec.volume.as_ref().map(|volume| volume.name.as_str())
+    }
+
+    fn export(&self) -> DiskExport {
+        let disk = Arc::clone(&self.disk);
+        let export = match (self.spec.is_shared(), self.spec.durability) {
+            (true, _) => DiskExport::read_only(disk),
+            (false, Durability::Host) => DiskExport::new(disk, vmfork_disk::Durability::Host),
+            (false, Durability::Medium) => DiskExport::new(disk, vmfork_disk::Durability::Medium),
+        };
+        match &self.lease {
+            // A request that takes long may go on after the server has ended.
+            Some(lease) => export.holding(Arc::<VolumeLease>::clone(lease)),
+            None => export,
+        }
+    }
+
+    /// What it holds, while the vCPUs stand still, as clones get it.
+    fn freeze(&self) -> Result<DiskContent, LayerError> {
+        let (spec, set) = (self.spec.clone(), Arc::clone(&self.set));
+        if spec.is_shared() {
+            let (image, lease) = (self.disk.image(), self.lease.clone());
+            return Ok(DiskContent { spec, image, set, on_clients_file: false, lease });
+        }
+        // The clones' disks are their own.
+        let spec = DiskSpec { volume: None, durability: Durability::Host, ..spec };
+        let (image, on_clients_file) = (self.disk.freeze()?, self.on_clients_file);
+        Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
+    }
 }
 
 impl MachineDisks {
-    pub(super) fn start(
-        store: &DiskStore,
-        vm: &str,
-        uid: u32,
-        folder: &Path,
-        contents: &[DiskContent],
-    ) -> Result<Self, DiskError> {
-        let disks = contents.iter().map(|DiskContent { spec, image, set, on_clients_file }| {
-            let (name, vm, set) = (spec.name.clone(), vm.to_owned(), Arc::clone(set));
-            let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
-            let disk = store.create(&new, image).map_err(DiskError::Layer)?;
-            Ok(Served {
-                spec: spec.clone(),
-                disk: Arc::new(disk),
-                set: Arc::clone(&new.set),
-                on_clients_file: *on_clients_file,
-            })
-        });
-        let disks: Vec<Served> = disks.collect::<Result<_, DiskError>>()?;
+    pub(super) fn start(disks: Vec<Served>, uid: u32, folder: &Path) -> Result<Self, DiskError> {
         let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
         let server = DiskServer::start(listener, uid).map_err(DiskError::Serve)?;
-        for Served { spec, disk, .. } in &disks {
-            let durability = match spec.durability {
-                Durability::Host => vmfork_disk::Durability::Host,
-                Durability::Medium => vmfork_disk::Durability::Medium,
-            };
-            let _names_differ =
-                server.add(&spec.name, DiskExport::new(Arc::clone(disk), durability));
+        for served in &disks {
+            let _names_differ = server.add(&served.export, served.export());
         }
-        Ok(Self { disks, server: Some(server), socket: Some(socket), folder })
+        let (disks, offers) = (Mutex::new(disks), AtomicU64::new(0));
+        Ok(Self { disks, offers, server: Some(server), socket: Some(socket), folder })
     }
 
-    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<Disk>> {
-        self.disks.iter().map(|served| &served.disk)
+    fn disks(&self) -> MutexGuard<'_, Vec<Served>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<Disk>> {
+        self.disks().iter().map(|served| Arc::clone(&served.disk)).collect()
     }
 
     /// Where QEMU finds each, in the order of its drives.
@@ -78,8 +141,7 @@ impl MachineDisks {
     /// # Errors
     /// No fd is left.
     pub fn sockets(&self) -> Result<Vec<NbdSocket>, NbdSocketError> {
-        let names = self.disks.iter().map(|served| served.spec.name.as_str());
-        names.map(|name| NbdSocket::new(&self.folder, DISK_SOCKET, name)).collect()
+        self.disks().iter().map(|served| served.socket(&self.folder)).collect()
     }
 
     /// What was acknowledged is on the medium, for those disks that promise it. Blocking, for as
@@ -89,7 +151,11 @@ impl MachineDisks {
     /// The medium's.
     pub fn sync(&self) -> io::Result<()> {
         let durable = |served: &&Served| served.spec.durability == Durability::Medium;
-        self.disks.iter().filter(durable).try_for_each(|served| served.disk.sync())
+        let disks = self.disks();
+        let durable = disks.iter().filter(durable).map(|served| Arc::clone(&served.disk));
+        let durable: Vec<Arc<Disk>> = durable.collect();
+        drop(disks);
+        durable.iter().try_for_each(|disk| disk.sync())
     }
 
     /// What all hold now, while the vCPUs stand still. Takes microseconds: makes no file.
@@ -97,16 +163,110 @@ impl MachineDisks {
     /// # Errors
     /// A disk has no layer to go on with.
     pub fn freeze(&self) -> Result<Vec<DiskContent>, LayerError> {
-        let freeze = |Served { spec, disk, set, on_clients_file }: &Served| {
-            let (image, on_clients_file) = (disk.freeze()?, *on_clients_file);
-            Ok(DiskContent { spec: spec.clone(), image, set: Arc::clone(set), on_clients_file })
-        };
-        self.disks.iter().map(freeze).collect()
+        self.disks().iter().map(Served::freeze).collect()
+    }
+
+    /// A volume that keeps its VM from being forked: the disk's name, and the volume's.
+    pub fn unforkable(&self) -> Option<(String, String)> {
+        self.disks().iter().find_map(|Served { spec, .. }| match &spec.volume {
+            Some(OfVolume { name, on_fork: OnFork::Refuse }) => {
+                Some((spec.name.clone(), name.clone()))
+            }
+            _ => None,
+        })
     }
 
     /// For people: each disk, and the bytes that were written to it since the last freeze.
-    pub fn written(&self) -> impl Iterator<Item = (&DiskSpec, u64)> {
-        self.disks.iter().map(|served| (&served.spec, served.disk.layer_bytes()))
+    pub fn written(&self) -> Vec<(DiskSpec, u64)> {
+        let disks = self.disks();
+        disks.iter().map(|served| (served.spec.clone(), served.disk.layer_bytes())).collect()
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.disks().len()
+    }
+
+    /// The empty disk of that name, or the first one; and its name.
+    pub fn empty(&self, name: Option<&str>) -> Option<(usize, String)> {
+        let wanted = |served: &Served| name.is_none_or(|name| served.spec.name == name);
+        self.find(|served| served.spec.empty && wanted(served))
+    }
+
+    /// The disk that is a volume, and its name.
+    pub fn of_volume(&self, volume: &str) -> Option<(usize, String)> {
+        self.find(|served| served.volume_name() == Some(volume))
+    }
+
+    fn find(&self, wanted: impl Fn(&Served) -> bool) -> Option<(usize, String)> {
+        let disks = self.disks();
+        let (at, served) = disks.iter().enumerate().find(|(_, served)| wanted(served))?;
+        Some((at, served.spec.name.clone()))
+    }
+
+    /// Serves another disk, for the place of the one with that index. QEMU is told next.
+    ///
+    /// # Errors
+    /// No fd is left.
+    pub fn offer(&self, index: usize, disk: NewlyServed) -> Result<Offer<'_>, NbdSocketError> {
+        let NewlyServed(mut served) = disk;
+        // Names of disks have no dot.
+        let number = self.offers.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        served.export = format!("{}.{number}", served.spec.name);
+        let socket = served.socket(&self.folder)?;
+        if let Some(server) = &self.server {
+            server.add(&served.export, served.export());
+        }
+        let earlier = self.disks().get(index).and_then(|served| served.late.clone());
+        Ok(Offer { disks: self, index, number, socket, served, earlier })
+    }
+
+    /// Blocking, for as long as a request that is being carried out takes, but not longer than
+    /// [`END_TIMEOUT`]. After that the disk is let go when the request has ended.
+    fn end(&self, served: Served) {
+        let Some(server) = &self.server else { return };
+        if !server.remove(&served.export, END_TIMEOUT) {
+            let disk = &served.spec.name;
+            tracing::warn!(disk, "a request of a disk that was detached still waits");
+        }
+    }
+}
+
+/// A disk that no server has yet.
+#[derive(Debug)]
+pub struct NewlyServed(pub(super) Served);
+
+/// A disk that is to take the place of another.
+#[derive(Debug)]
+pub struct Offer<'a> {
+    disks: &'a MachineDisks,
+    index: usize,
+    /// No other offer of the machine has it.
+    pub number: u64,
+    pub socket: NbdSocket,
+    served: Served,
+    /// Of the disk whose place it takes.
+    pub earlier: Option<LateFd>,
+}
+
+impl Offer<'_> {
+    pub fn size_bytes(&self) -> u64 {
+        self.served.spec.size_bytes
+    }
+
+    /// QEMU has it, and has closed the other one, which ends. Blocking.
+    pub fn accepted(self, late: LateFd) {
+        let Self { disks, index, mut served, .. } = self;
+        served.late = Some(late);
+        let old = disks.disks().get_mut(index).map(|place| std::mem::replace(place, served));
+        if let Some(old) = old {
+            disks.end(old);
+        }
+    }
+
+    /// QEMU has refused it. Blocking.
+    pub fn withdrawn(self) {
+        self.disks.end(self.served);
     }
 }
 
@@ -114,7 +274,8 @@ impl MachineDisks {
 /// runtime may wait for that.
 impl Drop for MachineDisks {
     fn drop(&mut self) {
-        let (disks, server) = (std::mem::take(&mut self.disks), self.server.take());
+        let disks = std::mem::take(&mut *self.disks());
+        let server = self.server.take();
         let socket = self.socket.take();
         let end = move || {
             drop(server);

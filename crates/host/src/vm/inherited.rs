@@ -30,6 +30,20 @@ impl Inherited {
         let labels = self.labels.with(own)?;
         Ok(Self { labels, ..self.clone() })
     }
+
+    /// The same with these disks, in the order of the others: a clone's are not its parent's.
+    #[must_use]
+    pub fn with_disks(&self, disks: impl IntoIterator<Item = DiskSpec>) -> Self {
+        let mut inherited = self.clone();
+        let slots = inherited.spec.drives.iter_mut().filter_map(|drive| match drive {
+            DriveSpec::Root { .. } => None,
+            DriveSpec::Disk(disk) => Some(disk),
+        });
+        for (slot, disk) in slots.zip(disks) {
+            *slot = disk;
+        }
+        inherited
+    }
 }
 
 /// The machine that the guest knows, whichever QEMU plays it.
@@ -58,7 +72,7 @@ pub enum DriveSpec {
         /// BLAKE3 of its bytes, in hex.
         blake3: String,
     },
-    /// A writable disk. Its bytes go with the VM.
+    /// A disk. Its bytes go with the VM, unless it is a volume.
     Disk(DiskSpec),
 }
 
@@ -67,6 +81,7 @@ impl DriveSpec {
     pub fn slot(&self) -> DriveSlot {
         match self {
             Self::Root { .. } => DriveSlot::ReadOnly,
+            Self::Disk(disk) if disk.is_shared() => DriveSlot::SharedDisk,
             Self::Disk(_) => DriveSlot::Disk,
         }
     }
@@ -81,7 +96,7 @@ impl MachineSpec {
         })
     }
 
-    /// The writable disks, each with the number of its drive.
+    /// The disks, each with the number of its drive.
     pub fn disks(&self) -> impl Iterator<Item = (usize, &DiskSpec)> {
         self.drives.iter().enumerate().filter_map(|(index, drive)| match drive {
             DriveSpec::Root { .. } => None,

@@ -17,9 +17,12 @@ use super::client::ANSWER_TIMEOUT;
 use super::status::not_understood;
 use super::{Qmp, QmpError};
 use crate::drives::{DriveContent, Drives, NbdSocket};
+use crate::shape::DRIVES_MAX;
 
 /// Above the one of [`Qmp::prepare_devices`]; each drive has the next.
 const FD_SET_FIRST: usize = 16;
+/// Of disks that take the place of others: above those.
+const LATE_FD_SET_FIRST: usize = FD_SET_FIRST + DRIVES_MAX as usize;
 
 impl Qmp {
     /// Put content into the drives of a QEMU that was started with
@@ -65,30 +68,127 @@ impl Qmp {
         let path = format!("/proc/self/fd/{number}");
         let add_node = self.ask("blockdev-add", Some(drive.node(&node_name(index), &path)));
         let (opened, bound) = tokio::join!(biased; add_node, self.set_drive(index));
-        match opened {
-            Err(QmpError::Refused { desc, .. }) => Err(QmpError::Disk {
-                index,
-                socket: disk.socket().to_owned(),
-                export: disk.export().to_owned(),
-                desc,
-            }),
-            opened => opened.map(drop).and(bound),
+        opened.map_err(|error| unreachable_disk(index, disk, error)).and(bound)
+    }
+
+    /// Put another disk behind a drive of kind [`DriveSlot::Disk`](crate::DriveSlot::Disk) while
+    /// the VM runs, and tell the guest its size. What the guest asked of the old disk before is
+    /// carried out there; QEMU has closed it afterwards. → what to give as `earlier` when the drive
+    /// gets its next disk. `number`: one that the drive has not had yet.
+    ///
+    /// # Errors
+    /// As [`Qmp::bind_drives`]. The drive has the disk that it had.
+    pub async fn replace_disk(
+        &self,
+        index: usize,
+        number: u64,
+        disk: &NbdSocket,
+        size_bytes: u64,
+        earlier: Option<LateFd>,
+    ) -> Result<LateFd, QmpError> {
+        let old = self.drive(index).await?;
+        let added = self.add_fd_to(LATE_FD_SET_FIRST.saturating_add(index), disk.folder()).await?;
+        let fd = added.get("fd").and_then(Value::as_u64);
+        let fd = LateFd { index, fd: fd.ok_or_else(|| not_understood("add-fd", &added))? };
+        let new = format!("{}.{number}", node_name(index));
+        if let Err(error) = self.replace(index, (&old, &new), &fd, disk, size_bytes).await {
+            let _given_up = self.remove_fd(&fd).await;
+            return Err(error);
         }
+        if let Err(error) = self.ask("blockdev-del", Some(json!({"node-name": old}))).await {
+            tracing::warn!(node = old, %error, "QEMU keeps a disk open that no drive has");
+        }
+        if let Some(earlier) = earlier
+            && let Err(error) = self.remove_fd(&earlier).await
+        {
+            tracing::debug!(%error, "QEMU keeps the folder of a disk open");
+        }
+        Ok(fd)
+    }
+
+    async fn replace(
+        &self,
+        index: usize,
+        (old, new): (&str, &str),
+        fd: &LateFd,
+        disk: &NbdSocket,
+        size_bytes: u64,
+    ) -> Result<(), QmpError> {
+        let path = format!("/proc/self/fd/{}", fd.fd);
+        let added = self.ask("blockdev-add", Some(disk.node(new, &path))).await;
+        added.map_err(|error| unreachable_disk(index, disk, error))?;
+        let told = match self.point_drive(index, new).await {
+            Ok(()) => {
+                // To its own size: this is how the device is told that it changed.
+                let resize = json!({"node-name": new, "size": size_bytes});
+                let told = self.ask("block_resize", Some(resize)).await.map(drop);
+                if told.is_err() {
+                    let _back = self.point_drive(index, old).await;
+                }
+                told
+            }
+            refused => refused,
+        };
+        if told.is_err() {
+            let _closed = self.ask("blockdev-del", Some(json!({"node-name": new}))).await;
+        }
+        told
+    }
+
+    /// The node behind a drive.
+    async fn drive(&self, index: usize) -> Result<String, QmpError> {
+        let drive = json!({"path": device(index), "property": "drive"});
+        let found = self.ask("qom-get", Some(drive)).await?;
+        let node = found.as_str().map(ToOwned::to_owned);
+        node.ok_or_else(|| not_understood("qom-get", &found))
     }
 
     async fn add_fd(&self, index: usize, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
-        let set = json!({"fdset-id": fd_set(index)});
+        self.add_fd_to(fd_set(index), fd).await
+    }
+
+    async fn add_fd_to(&self, set: usize, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
+        let set = json!({"fdset-id": set});
         self.execute_with_fd("add-fd", Some(set), fd, ANSWER_TIMEOUT).await
     }
 
+    async fn remove_fd(&self, fd: &LateFd) -> Result<(), QmpError> {
+        let set = LATE_FD_SET_FIRST.saturating_add(fd.index);
+        self.ask("remove-fd", Some(json!({"fdset-id": set, "fd": fd.fd}))).await.map(drop)
+    }
+
     async fn set_drive(&self, index: usize) -> Result<(), QmpError> {
-        let drive = json!({
-            "path": format!("/machine/peripheral/disk{index}"),
-            "property": "drive",
-            "value": node_name(index),
-        });
+        self.point_drive(index, &node_name(index)).await
+    }
+
+    async fn point_drive(&self, index: usize, node: &str) -> Result<(), QmpError> {
+        let drive = json!({"path": device(index), "property": "drive", "value": node});
         self.ask("qom-set", Some(drive)).await.map(drop)
     }
+}
+
+/// The folder of a disk's socket, as QEMU has it open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LateFd {
+    index: usize,
+    fd: u64,
+}
+
+/// A node of a disk that QEMU refuses: it does not reach its server.
+fn unreachable_disk(index: usize, disk: &NbdSocket, error: QmpError) -> QmpError {
+    match error {
+        QmpError::Refused { desc, .. } => QmpError::Disk {
+            index,
+            socket: disk.socket().to_owned(),
+            export: disk.export().to_owned(),
+            desc,
+        },
+        error => error,
+    }
+}
+
+fn device(index: usize) -> String {
+    format!("/machine/peripheral/disk{index}")
 }
 
 fn fd_set(index: usize) -> usize {

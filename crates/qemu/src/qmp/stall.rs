@@ -55,10 +55,11 @@ impl IoError {
     }
 }
 
-/// The drive whose node it is: `drive3` of a VM that has booted, `bound3` of a clone.
+/// The drive whose node it is: `drive3` of a VM that has booted, `bound3` of a clone, `bound3.1` of
+/// a disk that took another's place.
 fn drive_of(node: &str) -> Option<usize> {
     let index = node.strip_prefix("drive").or_else(|| node.strip_prefix("bound"))?;
-    index.parse().ok()
+    index.split_once('.').map_or(index, |(index, _)| index).parse().ok()
 }
 
 /// What an event makes of a VM's stall. → whether it changes. The first error stands: others that
@@ -99,6 +100,7 @@ mod tests {
         assert!(found.no_space && found.stops);
         assert_eq!(found.reason, "No space left on device");
         assert_eq!(IoError::of(&error("drive0", "stop")).expect("one").drive, Some(0));
+        assert_eq!(IoError::of(&error("bound2.17", "stop")).expect("one").drive, Some(2));
         for node in ["", "#block123", "bound", "boundless"] {
             assert_eq!(IoError::of(&error(node, "stop")).expect("one").drive, None, "{node}");
         }

@@ -189,6 +189,8 @@ fn drive_address(index: u8) -> u8 {
 /// Of a drive that the guest writes to. The VM stops on an error, so that the request can be
 /// repeated. 4 KiB is the page of a disk's layer: a smaller write would have to read the rest.
 const WRITABLE: &str = ",werror=stop,rerror=stop,physical_block_size=4096,discard=on";
+/// Of one that has a server, too, and that the guest can only read.
+const SHARED: &str = ",rerror=stop,physical_block_size=4096";
 
 /// A drive without content has a placeholder.
 fn drives(line: &mut Line, shape: &Shape, contents: &Drives) {
@@ -198,6 +200,7 @@ fn drives(line: &mut Line, shape: &Shape, contents: &Drives) {
         let (read_only, writable) = match slot {
             DriveSlot::ReadOnly => ("on", ""),
             DriveSlot::Disk => ("off", WRITABLE),
+            DriveSlot::SharedDisk => ("on", SHARED),
         };
         let node = match contents.next() {
             Some(content) => content.node(&name, &Slot::Drive(index).path()).to_string(),
@@ -298,6 +301,10 @@ mod tests {
             DriveSlot::ReadOnly => DriveContent::ReadOnly(folder().into()),
             DriveSlot::Disk => {
                 DriveContent::Disk(NbdSocket::new(folder(), "s,ock", "e").expect("possible"))
+            }
+            DriveSlot::SharedDisk => {
+                let socket = NbdSocket::new(folder(), "s,ock", "e").expect("possible");
+                DriveContent::Disk(socket.shared())
             }
         });
         Drives::new(GuestKind::Linux, contents.collect()).expect("open")

@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use vmfork_api::{
-    DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX, NewDisk,
-    RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, disk, name_is_valid,
+    AttachRequest, DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX,
+    NewDisk, RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, VolumeRequest,
+    VolumeSource, disk, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -21,7 +22,7 @@ const ID_DIGITS: usize = 16;
 
 type Checked = Result<(), ErrorBody>;
 
-/// `what` is "VM", "image" or "snapshot".
+/// `what` is "VM", "image", "snapshot" or "volume".
 pub(super) fn name(what: &str, name: &str) -> Checked {
     if name_is_valid(name) {
         return Ok(());
@@ -90,11 +91,31 @@ pub(super) fn run(request: &RunRequest) -> Checked {
         .map_err(|error| bad_request(error.to_string()))?;
     NewDisk::check(&request.disks, request.root).map_err(|error| bad_request(error.to_string()))?;
     for disk in &request.disks {
-        if let DiskSource::Image { image } = &disk.source {
-            name("image", image)?;
+        match &disk.source {
+            DiskSource::Image { image } => name("image", image)?,
+            DiskSource::Volume { volume } => name("volume", volume)?,
+            DiskSource::Blank { .. } | DiskSource::File { .. } | DiskSource::Empty {} => {}
         }
     }
     timeout("boot_timeout_ms", request.boot_timeout_ms)
+}
+
+pub(super) fn volume(request: &VolumeRequest) -> Checked {
+    name("volume", &request.name)?;
+    if let VolumeSource::Image { image } = &request.source {
+        name("image", image)?;
+    }
+    request.check().map_err(|error| bad_request(error.to_string()))
+}
+
+pub(super) fn attach(request: &AttachRequest) -> Checked {
+    name("VM", &request.vm)?;
+    match &request.disk {
+        Some(disk) if !disk::disk_name_is_valid(disk) => {
+            Err(bad_request(format!("`{}` can't be the name of a disk", disk.escape_debug())))
+        }
+        _ => Ok(()),
+    }
 }
 
 pub(super) fn fork(request: &ForkRequest) -> Checked {

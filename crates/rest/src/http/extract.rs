@@ -71,6 +71,10 @@ pub(super) struct SnapshotName(pub(super) String);
 #[derive(Debug)]
 pub(super) struct DiskRef(pub(super) String);
 
+/// `{name}` of the path: a volume's.
+#[derive(Debug)]
+pub(super) struct VolumeName(pub(super) String);
+
 async fn bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
     Bytes::from_request(request, state).await.map_err(|rejection| {
         let status = rejection.status();
@@ -242,6 +246,16 @@ impl<S: Send + Sync> FromRequestParts<S> for DiskRef {
         let id = path_part(parts, state).await?;
         check::disk_id(&id)?;
         Ok(Self(id))
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for VolumeName {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let name = path_part(parts, state).await?;
+        check::name("volume", &name)?;
+        Ok(Self(name))
     }
 }
 

@@ -33,6 +33,7 @@ mod logs;
 mod server;
 mod snapshots;
 mod vms;
+mod volumes;
 mod ws;
 
 use std::fmt;
@@ -154,6 +155,7 @@ impl App {
         (name = "vms", description = "Virtual machines: run, fork, inspect, end"),
         (name = "disks", description = "Disks: what VMs wrote, also after they ended"),
         (name = "snapshots", description = "Stored snapshots: take, start, keep, move"),
+        (name = "volumes", description = "Disks that outlive the virtual machines that have them"),
         (name = "guest", description = "Inside a virtual machine: programs, files, console"),
         (name = "cluster", description = "The hosts that fork onto each other"),
         (name = "host", description = "This host: state, checks, images, events, metrics"),
@@ -196,6 +198,11 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(snapshots::push))
         .routes(routes!(snapshots::pull))
         .routes(routes!(snapshots::profile, snapshots::reset_profile))
+        .routes(routes!(volumes::list, volumes::create))
+        .routes(routes!(volumes::inspect, volumes::remove))
+        .routes(routes!(volumes::set_on_fork))
+        .routes(routes!(volumes::attach))
+        .routes(routes!(volumes::detach))
         .routes(routes!(cluster::show, cluster::init))
         .routes(routes!(cluster::join))
         .routes(routes!(cluster::token))

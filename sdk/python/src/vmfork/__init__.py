@@ -16,6 +16,7 @@
 
 from ._async_client import AsyncClient, AsyncForkResult, AsyncStartResult, AsyncVM
 from ._async_snapshots import AsyncSnapshots
+from ._async_volumes import AsyncVolumes
 from ._client import VM, Client, ForkResult, StartResult
 from ._config import Timeout
 from ._errors import (
@@ -95,6 +96,8 @@ from ._snapshot_models import (
     VerifyReply,
 )
 from ._snapshots import Snapshots
+from ._volume_models import OnFork, VolumeInfo
+from ._volumes import Volumes
 from ._warnings import HostsMissing
 
 __version__ = "0.1.0"
@@ -108,6 +111,7 @@ __all__ = [
     "AsyncSnapshots",
     "AsyncStartResult",
     "AsyncVM",
+    "AsyncVolumes",
     "BadRequest",
     "BytesBetweenHosts",
     "BytesBySource",
@@ -148,6 +152,7 @@ __all__ = [
     "NewDisk",
     "NoCapacity",
     "NotFound",
+    "OnFork",
     "PageLost",
     "PoolInfo",
     "Prefetch",
@@ -180,5 +185,7 @@ __all__ = [
     "VmInfo",
     "VmState",
     "VmforkError",
+    "VolumeInfo",
+    "Volumes",
     "__version__",
 ]

@@ -18,6 +18,7 @@ import httpx
 from . import _async_io as sdk_io
 from . import _protocol as protocol
 from ._async_snapshots import AsyncSnapshots
+from ._async_volumes import AsyncVolumes
 from ._config import Endpoint, Timeout, find_endpoint
 from ._errors import (
     Conflict,
@@ -97,6 +98,11 @@ class AsyncClient:
     def snapshots(self) -> AsyncSnapshots:
         """The stored snapshots: VMs that are kept, and what they are started from."""
         return AsyncSnapshots(self)
+
+    @property
+    def volumes(self) -> AsyncVolumes:
+        """The volumes: disks that outlive their VMs."""
+        return AsyncVolumes(self)
 
     async def run(
         self,

@@ -19,6 +19,7 @@ import httpx
 from . import _io as sdk_io
 from . import _protocol as protocol
 from ._snapshots import Snapshots
+from ._volumes import Volumes
 from ._config import Endpoint, Timeout, find_endpoint
 from ._errors import (
     Conflict,
@@ -98,6 +99,11 @@ class Client:
     def snapshots(self) -> Snapshots:
         """The stored snapshots: VMs that are kept, and what they are started from."""
         return Snapshots(self)
+
+    @property
+    def volumes(self) -> Volumes:
+        """The volumes: disks that outlive their VMs."""
+        return Volumes(self)
 
     def run(
         self,

@@ -256,6 +256,11 @@ class Disk:
     """What was written since the VM's start or its last fork."""
     device: str
     """The guest's device: ``/dev/vdb`` is the first one beside the root."""
+    volume: str | None = None
+    """The volume that it is."""
+    read_only: bool = False
+    empty: bool = False
+    """A volume can be attached to it."""
 
 
 class DiskState(_Word):
@@ -302,7 +307,7 @@ class VmDetail(VmInfo):
     ttl: Ttl | None = None
     """When it ends by itself; ``None``: never."""
     disks: tuple[Disk, ...] = ()
-    """Its writable disks, in the order of the guest's devices."""
+    """Its disks beside the root, in the order of the guest's devices."""
     keeper_pid: int | None = None
     """The process that keeps frozen pages beside QEMU, while there is one."""
 

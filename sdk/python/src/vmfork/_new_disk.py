@@ -10,9 +10,10 @@ __all__ = ["NewDisk"]
 
 @dataclass(frozen=True, slots=True)
 class NewDisk:
-    """A writable disk that a VM is to have, made by :meth:`blank`, :meth:`image` or :meth:`file`.
+    """A disk that a VM is to have; each method makes another kind.
 
-    Clones get it as it is in the instant of the fork; what a VM writes is its own.
+    Clones get it as it is in the instant of the fork; what a VM writes is its own. A volume says
+    itself what a fork does with it.
     """
 
     name: str
@@ -32,6 +33,16 @@ class NewDisk:
     def file(cls, name: str, path: str) -> NewDisk:
         """A raw file on the daemon's host, by its absolute path. It must not change meanwhile."""
         return cls(name, {"type": "file", "path": path})
+
+    @classmethod
+    def volume(cls, name: str, volume: str) -> NewDisk:
+        """A volume, which no other VM may have, unless it is read-only. It outlives the VM."""
+        return cls(name, {"type": "volume", "volume": volume})
+
+    @classmethod
+    def empty(cls, name: str) -> NewDisk:
+        """Nothing yet: a volume can be attached to it while the VM runs."""
+        return cls(name, {"type": "empty"})
 
     def _json(self) -> dict[str, object]:
         return {"name": self.name, "source": dict(self.source)}

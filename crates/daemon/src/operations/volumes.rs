@@ -1,0 +1,63 @@
+//! [`VolumeControl`] on the real host.
+
+use futures_util::FutureExt;
+use tokio::task::block_in_place;
+use vmfork_api::{AttachRequest, DetachRequest, Disk, OnForkRequest, Volume, VolumeRequest};
+
+use super::Hub;
+use super::boot::root_of;
+use vmfork_control::{Answer, VolumeControl};
+use vmfork_host::vm::now_unix_ms;
+
+impl VolumeControl for Hub {
+    fn volumes(&self) -> Answer<'_, Vec<Volume>> {
+        async { Ok(block_in_place(|| self.core.disks.volumes())) }.boxed()
+    }
+
+    fn create_volume(&self, request: VolumeRequest) -> Answer<'_, Volume> {
+        async move {
+            let message = format!("create the volume `{}`", request.name);
+            let core = &self.core;
+            let root_of = |image: &str| root_of(core, image);
+            let made = core.disks.create_volume(request, now_unix_ms(), root_of).await;
+            made.map_err(|error| error.to_body(message))
+        }
+        .boxed()
+    }
+
+    fn inspect_volume<'a>(&'a self, name: &'a str) -> Answer<'a, Volume> {
+        async move {
+            block_in_place(|| self.core.disks.volume(name))
+                .map_err(|error| error.to_body(format!("inspect the volume `{name}`")))
+        }
+        .boxed()
+    }
+
+    fn remove_volume<'a>(&'a self, name: &'a str) -> Answer<'a, ()> {
+        async move {
+            block_in_place(|| self.core.disks.remove_volume(name))
+                .map_err(|error| error.to_body(format!("remove the volume `{name}`")))
+        }
+        .boxed()
+    }
+
+    fn set_on_fork<'a>(&'a self, name: &'a str, request: OnForkRequest) -> Answer<'a, Volume> {
+        async move {
+            block_in_place(|| self.core.disks.set_on_fork(name, request.on_fork))
+                .map_err(|error| error.to_body(format!("change the volume `{name}`")))
+        }
+        .boxed()
+    }
+
+    fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk> {
+        self.core.attach_volume(name.to_owned(), request).boxed()
+    }
+
+    fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume> {
+        async move {
+            self.core.detach_volume(name.to_owned(), request).await?;
+            self.inspect_volume(name).await
+        }
+        .boxed()
+    }
+}

@@ -1,0 +1,471 @@
+//! Volumes: disks that outlive their VMs and this daemon.
+//!
+//! ```text
+//!   create ─► NAME.json ─► Volume (its Disk stays open) ──take──► VolumeLease, of one VM
+//!                                        ▲                             │
+//!                                        └──── sync, then give back ───┘
+//! ```
+//!
+//! A volume is a disk on zeros: all that it holds is in its own layers. Its disk is open for as
+//! long as the daemon runs, so a layer that it needs is never removed. The next daemon finds it by
+//! the disk's ID, which the record has and each layer's note.
+//!
+//! Promises: one VM can write to a volume at a time. A lease ends after the last request of its VM
+//! has been carried out, and what was written is on the medium then. A record is durable before a
+//! volume can be used, and gone before its layers are.
+//!
+//! Left to others: which VM has ended; QEMU's drives.
+
+mod error;
+mod fill;
+mod record;
+mod uses;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout_at};
+use vmfork_api::{OnFork, VOLUMES_MAX, Volume as Shown, VolumeRequest};
+use vmfork_disk::{Disk, DiskImage, DiskSet, DiskSpec, DiskStore};
+use vmfork_image::ImageId;
+
+pub use self::error::VolumeError;
+use self::record::Record;
+use self::uses::{Taken, Uses};
+use crate::error::chain;
+
+/// How long a VM that has ended may take to give a volume back: the medium may be slow.
+const GIVE_BACK_WAIT: Duration = Duration::from_secs(30);
+/// What the notes of its layers say of its VM.
+pub(super) const NO_VM: &str = "(a volume)";
+
+/// What a VM's disk is, if it is a volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfVolume {
+    pub name: String,
+    pub on_fork: OnFork,
+}
+
+impl OfVolume {
+    /// Many VMs may have it, and none can write to it.
+    pub fn is_shared(&self) -> bool {
+        self.on_fork == OnFork::ReadOnly
+    }
+}
+
+#[derive(Debug)]
+struct Volume {
+    /// `None`: see `Now::reason`.
+    disk: Option<Arc<Disk>>,
+    set: Arc<DiskSet>,
+    now: Mutex<Now>,
+}
+
+#[derive(Debug)]
+struct Now {
+    record: Record,
+    uses: Uses,
+    /// Why no VM can have it.
+    reason: Option<String>,
+    removed: bool,
+}
+
+impl Volume {
+    fn new(record: Record, disk: Result<Arc<Disk>, String>, set: Arc<DiskSet>) -> Arc<Self> {
+        let (disk, reason) = match disk {
+            Ok(disk) => (Some(disk), None),
+            Err(reason) => (None, Some(reason)),
+        };
+        let now = Mutex::new(Now { record, uses: Uses::default(), reason, removed: false });
+        Arc::new(Self { disk, set, now })
+    }
+
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn show(&self) -> Shown {
+        let data_bytes = self.disk.as_ref().map_or(0, |disk| disk.data_bytes());
+        let now = self.now();
+        let Record { name, on_fork, created_unix_ms, labels, .. } = now.record.clone();
+        Shown {
+            name,
+            disk_id: now.record.disk_id().map_or_else(String::new, |id| id.to_string()),
+            size_bytes: match &self.disk {
+                Some(disk) => disk.size_bytes(),
+                None => now.record.size_bytes,
+            },
+            data_bytes,
+            on_fork,
+            vms: now.uses.vms(),
+            created_unix_ms,
+            labels,
+            reason: now.reason.clone(),
+        }
+    }
+}
+
+impl Now {
+    /// Its disk, if a VM can have it as a volume of that kind.
+    fn usable(&self, disk: Option<&Arc<Disk>>) -> Result<Arc<Disk>, VolumeError> {
+        let name = || self.record.name.clone();
+        match (disk, &self.reason) {
+            _ if self.removed => Err(VolumeError::Missing { name: name() }),
+            (Some(disk), None) => Ok(Arc::clone(disk)),
+            (_, reason) => {
+                let reason = reason.clone().unwrap_or_default();
+                Err(VolumeError::Broken { name: name(), reason })
+            }
+        }
+    }
+
+    fn taken(&self, Taken { vm, ends }: Taken) -> VolumeError {
+        let volume = self.record.name.clone();
+        match ends {
+            true => VolumeError::GivenBack { volume, vm },
+            false => VolumeError::InUse { volume, vm },
+        }
+    }
+}
+
+/// A volume that a VM has. It is given back when this is dropped. Dropping it waits for the medium.
+#[derive(Debug)]
+pub struct VolumeLease {
+    volume: Arc<Volume>,
+    disk: Arc<Disk>,
+    is_shared: bool,
+    number: u64,
+    changed: Arc<Notify>,
+}
+
+impl VolumeLease {
+    pub(super) fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    pub(super) fn set(&self) -> &Arc<DiskSet> {
+        &self.volume.set
+    }
+}
+
+impl Drop for VolumeLease {
+    fn drop(&mut self) {
+        let synced = if self.is_shared { Ok(()) } else { self.disk.sync() };
+        let mut now = self.volume.now();
+        if let Err(error) = synced {
+            tracing::error!(volume = now.record.name, %error, "what was written to a volume last may be lost");
+            now.reason = Some(format!("what was written last may not be on the medium: {error}"));
+        }
+        now.uses.give_back(self.number);
+        drop(now);
+        self.changed.notify_waiters();
+    }
+}
+
+/// Its name is taken while a volume is being made.
+struct Making<'a> {
+    volumes: &'a Volumes,
+    name: String,
+}
+
+impl Drop for Making<'_> {
+    fn drop(&mut self) {
+        self.volumes.state().making.remove(&self.name);
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    all: BTreeMap<String, Arc<Volume>>,
+    making: BTreeSet<String>,
+}
+
+impl State {
+    fn check_new(&self, name: &str) -> Result<(), VolumeError> {
+        if self.all.contains_key(name) || self.making.contains(name) {
+            return Err(VolumeError::NameTaken { name: name.to_owned() });
+        }
+        if self.all.len() + self.making.len() >= VOLUMES_MAX {
+            return Err(VolumeError::Many);
+        }
+        Ok(())
+    }
+}
+
+/// The volumes of a host.
+#[derive(Debug)]
+pub(super) struct Volumes {
+    folder: PathBuf,
+    state: Mutex<State>,
+    changed: Arc<Notify>,
+}
+
+impl Volumes {
+    /// Those that earlier daemons left. → and whether all that is in their layers is known: if not,
+    /// none may be removed.
+    ///
+    /// # Errors
+    /// The folder can't be read or made.
+    pub(super) fn open(folder: PathBuf, store: &DiskStore) -> io::Result<(Self, bool)> {
+        std::fs::create_dir_all(&folder)?;
+        let (records, bad) = record::read_all(&folder)?;
+        let mut is_whole = bad.is_empty();
+        for bad in bad {
+            let path = bad.path.display();
+            tracing::error!(%path, reason = bad.reason, "the record of a volume can't be read");
+        }
+        let mut state = State::default();
+        // None is the rule, and the list is a look at each layer.
+        let listing = match records.is_empty() {
+            true => None,
+            false => Some(store.list().map_err(io::Error::other)?),
+        };
+        for record in records {
+            let set = DiskSet::new(None);
+            let newest = listing.iter().flat_map(|listing| listing.disks());
+            let newest = newest
+                .filter(|layer| record.disk_id() == Some(layer.note.disk_id))
+                .map(|layer| layer.id)
+                .next();
+            let disk = match newest {
+                Some(layer) => {
+                    let opened = store.reopen(layer, &set, &|_| None);
+                    opened.map(Arc::new).map_err(|error| chain(&error))
+                }
+                None => Err("none of its layers is there".to_owned()),
+            };
+            if let Err(reason) = &disk {
+                is_whole = false;
+                tracing::error!(volume = record.name, reason, "a volume can't be opened");
+            }
+            let name = record.name.clone();
+            state.all.insert(name, Volume::new(record, disk, set));
+        }
+        let (state, changed) = (Mutex::new(state), Arc::default());
+        Ok((Self { folder, state, changed }, is_whole))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk of that ID, if it is a volume's and open.
+    pub(super) fn with_id(&self, id: ImageId) -> Option<Arc<Disk>> {
+        let state = self.state();
+        let mut disks = state.all.values().filter_map(|volume| volume.disk.as_ref());
+        disks.find(|disk| disk.id() == id).cloned()
+    }
+
+    fn find(&self, name: &str) -> Result<Arc<Volume>, VolumeError> {
+        let found = self.state().all.get(name).cloned();
+        found.ok_or_else(|| VolumeError::Missing { name: name.to_owned() })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.state().all.is_empty()
+    }
+
+    /// All, by name. Blocking.
+    pub(super) fn list(&self) -> Vec<Shown> {
+        let all: Vec<_> = self.state().all.values().cloned().collect();
+        all.iter().map(|volume| volume.show()).collect()
+    }
+
+    /// Blocking.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub(super) fn show(&self, name: &str) -> Result<Shown, VolumeError> {
+        Ok(self.find(name)?.show())
+    }
+
+    /// Whether there may be one more, of that name.
+    ///
+    /// # Errors
+    /// There may not.
+    pub(super) fn check_new(&self, name: &str) -> Result<(), VolumeError> {
+        self.state().check_new(name)
+    }
+
+    fn begin(&self, name: &str) -> Result<Making<'_>, VolumeError> {
+        let mut state = self.state();
+        state.check_new(name)?;
+        state.making.insert(name.to_owned());
+        Ok(Making { volumes: self, name: name.to_owned() })
+    }
+
+    /// A new volume with the content of an image. Blocking, for as long as copying takes.
+    ///
+    /// # Errors
+    /// The name is taken; the host has no room. Nothing is left of it then.
+    pub(super) fn create(
+        &self,
+        store: &DiskStore,
+        request: &VolumeRequest,
+        created_unix_ms: u64,
+        content: &DiskImage,
+        given_up: &AtomicBool,
+    ) -> Result<Shown, VolumeError> {
+        let name = &request.name;
+        let _making = self.begin(name)?;
+        let fill = |source| VolumeError::Fill { name: name.clone(), source };
+        let (size_bytes, set) = (content.size_bytes(), DiskSet::new(None));
+        let zeros = DiskImage::blank(size_bytes).map_err(|error| fill(io::Error::other(error)))?;
+        let (vm, set_of_disk) = (NO_VM.to_owned(), Arc::clone(&set));
+        let spec = DiskSpec { name: name.clone(), vm, size_bytes, set: set_of_disk };
+        let disk = store.create(&spec, &zeros).map_err(|error| fill(io::Error::other(error)))?;
+        fill::copy(content, &disk, given_up).and_then(|()| disk.sync()).map_err(fill)?;
+        if given_up.load(Ordering::Relaxed) {
+            return Err(fill(io::ErrorKind::Interrupted.into()));
+        }
+        // A disk has the ID of its first layer.
+        let record = Record {
+            on_fork: request.on_fork,
+            created_unix_ms,
+            labels: request.labels.clone(),
+            ..Record::new(name.clone(), disk.layer(), size_bytes)
+        };
+        self.write(&record)?;
+        let volume = Volume::new(record, Ok(Arc::new(disk)), set);
+        self.state().all.insert(name.clone(), Arc::clone(&volume));
+        Ok(volume.show())
+    }
+
+    fn write(&self, record: &Record) -> Result<(), VolumeError> {
+        let failed = |source| VolumeError::Record { name: record.name.clone(), source };
+        record::write(&self.folder, record).map_err(failed)
+    }
+
+    /// Removes a volume that no VM has. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it, or its record can't be removed.
+    pub(super) fn remove(&self, name: &str) -> Result<(), VolumeError> {
+        let volume = self.find(name)?;
+        let mut now = volume.now();
+        now.uses.free(false).map_err(|taken| now.taken(taken))?;
+        if now.removed {
+            return Err(VolumeError::Missing { name: name.to_owned() });
+        }
+        // First: without its record, the next daemon removes what is left of its layers.
+        record::remove(&self.folder, name)
+            .map_err(|source| VolumeError::Record { name: name.to_owned(), source })?;
+        now.removed = true;
+        drop(now);
+        self.state().all.remove(name);
+        Ok(())
+    }
+
+    /// What forks do with it from now on. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it, or it can't be written down.
+    pub(super) fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Shown, VolumeError> {
+        let volume = self.find(name)?;
+        let mut now = volume.now();
+        now.usable(volume.disk.as_ref())?;
+        if now.record.on_fork != on_fork {
+            now.uses.free(false).map_err(|taken| now.taken(taken))?;
+            let record = Record { on_fork, ..now.record.clone() };
+            self.write(&record)?;
+            now.record = record;
+        }
+        drop(now);
+        Ok(volume.show())
+    }
+
+    /// What it is, once a VM may have it. Waits for one that has ended to give it back.
+    ///
+    /// # Errors
+    /// A VM has it, or it can't be used.
+    pub(super) async fn ready(&self, name: &str) -> Result<OfVolume, VolumeError> {
+        let until = Instant::now() + GIVE_BACK_WAIT;
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            let error = {
+                let volume = self.find(name)?;
+                let now = volume.now();
+                now.usable(volume.disk.as_ref())?;
+                let of = OfVolume { name: name.to_owned(), on_fork: now.record.on_fork };
+                match now.uses.free(of.is_shared()) {
+                    Ok(()) => return Ok(of),
+                    Err(taken) => now.taken(taken),
+                }
+            };
+            let is_soon = matches!(error, VolumeError::GivenBack { .. });
+            if !is_soon || timeout_at(until, changed).await.is_err() {
+                return Err(error);
+            }
+        }
+    }
+
+    /// Its disk, and what counts its bytes.
+    ///
+    /// # Errors
+    /// It can't be used.
+    pub(super) fn disk(&self, name: &str) -> Result<(Arc<Disk>, Arc<DiskSet>), VolumeError> {
+        let volume = self.find(name)?;
+        let disk = volume.now().usable(volume.disk.as_ref())?;
+        Ok((disk, Arc::clone(&volume.set)))
+    }
+
+    /// A VM gives it back soon, and goes on.
+    pub(super) fn goes(&self, vm: &str, name: &str) {
+        if let Ok(volume) = self.find(name) {
+            volume.now().uses.vm_ends(vm);
+        }
+    }
+
+    /// A VM gets it.
+    ///
+    /// # Errors
+    /// Another has it, it can't be used, or it is not `of` that kind any more.
+    pub(super) fn take(&self, vm: &str, of: &OfVolume) -> Result<VolumeLease, VolumeError> {
+        let volume = self.find(&of.name)?;
+        let mut now = volume.now();
+        let disk = now.usable(volume.disk.as_ref())?;
+        if now.record.on_fork != of.on_fork {
+            return Err(VolumeError::Changed { name: of.name.clone() });
+        }
+        let is_shared = of.is_shared();
+        let number = match now.uses.take(vm, is_shared) {
+            Ok(number) => number,
+            Err(taken) => return Err(now.taken(taken)),
+        };
+        drop(now);
+        Ok(VolumeLease { volume, disk, is_shared, number, changed: Arc::clone(&self.changed) })
+    }
+
+    /// A VM has ended: what it had is given back soon.
+    pub(super) fn vm_ends(&self, vm: &str) {
+        for volume in self.state().all.values() {
+            volume.now().uses.vm_ends(vm);
+        }
+    }
+
+    /// Waits until VMs that have ended have given back what they had.
+    pub(super) async fn given_back(&self) {
+        let until = Instant::now() + GIVE_BACK_WAIT;
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            let ending = self.state().all.values().any(|volume| volume.now().uses.is_ending());
+            if !ending || timeout_at(until, changed).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;
