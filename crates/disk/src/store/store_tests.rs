@@ -712,9 +712,8 @@ fn a_merged_layer_is_no_disk_and_without_it_no_table_is_stored() {
     store.remove_unneeded().expect("removed");
     assert!(store.list().expect("a list").layers.contains_key(&id), "a table names it");
     assert_eq!(now(&disk), model);
-    let id = disk.id();
     drop(disk);
-    store.remove_disk(id).expect("removed");
+    store.drain();
     assert!(store.list().expect("a list").layers.is_empty());
 }
 
