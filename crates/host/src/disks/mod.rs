@@ -362,6 +362,11 @@ impl HostDisks {
         self.volumes.list()
     }
 
+    /// How many volumes there are.
+    pub fn volume_count(&self) -> usize {
+        self.volumes.count()
+    }
+
     /// One volume. Blocking.
     ///
     /// # Errors
@@ -422,7 +427,7 @@ impl HostDisks {
 /// Volumes stay when the daemon ends. The next one removes the layers of other disks.
 impl Drop for HostDisks {
     fn drop(&mut self) {
-        if !self.volumes.is_empty() {
+        if self.volumes.count() > 0 {
             self.store.keep_all();
         }
     }
