@@ -323,8 +323,19 @@ fn a_disk_on_whose_newest_layer_clones_lie_goes_on_beside_them() {
     drop((disk, image, clone, store));
     let store = open(folder.path());
     let listing = store.list().expect("a list");
+    // As if it had been killed before it wrote down that the next layer is in use.
+    let next = listing.layers.values().filter(|layer| layer.note.disk_id == id && layer.id != id);
+    let mut next: Vec<_> = next.map(|layer| (layer.note.number, layer.id)).collect();
+    next.sort_unstable();
+    for (_, layer) in next.into_iter().rev() {
+        store.remove(layer).expect("removed");
+    }
+    let listing = store.list().expect("a list");
     let newest = listing.disks().into_iter().find(|layer| layer.note.disk_id == id);
     let newest = newest.expect("the disk").id;
+    assert_eq!(newest, id, "that on which the clone lies");
+    let table = folder.path().join("layers").join(newest.to_string()).join("table");
+    let _not_written_either = std::fs::remove_file(table);
     let disk = store.reopen(newest, &DiskSet::new(None), &none).expect("the disk");
     disk.write(span(2, 1), &[3; 4096]).expect("written");
     let clone = store.reopen(of_clone, &DiskSet::new(None), &none).expect("the clone");

@@ -267,8 +267,8 @@ impl Volumes {
         found.ok_or_else(|| VolumeError::Missing { name: name.to_owned() })
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.state().all.is_empty()
+    pub(super) fn count(&self) -> usize {
+        self.state().all.len()
     }
 
     /// All, by name. Blocking.
