@@ -328,11 +328,10 @@ fn a_disk_on_whose_newest_layer_clones_lie_goes_on_beside_them() {
     let mut next: Vec<_> = next.map(|layer| (layer.note.number, layer.id)).collect();
     next.sort_unstable();
     for (_, layer) in next.into_iter().rev() {
-        store.remove(layer).expect("removed");
+        std::fs::remove_dir_all(store.shared.folder(layer)).expect("removed");
     }
     let listing = store.list().expect("a list");
-    let newest = listing.disks().into_iter().find(|layer| layer.note.disk_id == id);
-    let newest = newest.expect("the disk").id;
+    let newest = listing.newest_of(id).expect("the disk").id;
     assert_eq!(newest, id, "that on which the clone lies");
     let table = folder.path().join("layers").join(newest.to_string()).join("table");
     let _not_written_either = std::fs::remove_file(table);

@@ -444,7 +444,7 @@ impl HostDisks {
     }
 }
 
-/// Volumes stay when the daemon ends. The next one removes the layers of other disks.
+/// Volumes stay, however the daemon ends.
 impl Drop for HostDisks {
     fn drop(&mut self) {
         if self.volumes.count() > 0 {

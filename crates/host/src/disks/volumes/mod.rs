@@ -228,14 +228,11 @@ impl Volumes {
         };
         for record in records {
             let set = DiskSet::new(None);
-            let newest = listing.iter().flat_map(|listing| listing.disks());
-            let newest = newest
-                .filter(|layer| record.disk_id() == Some(layer.note.disk_id))
-                .map(|layer| layer.id)
-                .next();
+            let newest = listing.as_ref().zip(record.disk_id());
+            let newest = newest.and_then(|(listing, id)| listing.newest_of(id));
             let disk = match newest {
                 Some(layer) => {
-                    let opened = store.reopen(layer, &set, &|_| None);
+                    let opened = store.reopen(layer.id, &set, &|_| None);
                     opened.map(Arc::new).map_err(|error| chain(&error))
                 }
                 None => Err("none of its layers is there".to_owned()),
