@@ -198,6 +198,12 @@ def test_what_was_durable_is_there_after_the_daemon_was_killed(
         daemon.stop()
         daemon.start()
         assert client.volumes.get("db").disk_id == known.disk_id
+        # The clone's disk lies on the volume's layers, and outlives its daemon, too.
+        (left,) = [disk for disk in client.disks() if disk.state is vmfork.DiskState.LEFT]
+        assert (left.vm, left.name) == (clone.name, "data")
+        with pytest.raises(vmfork.Conflict, match="volume"):
+            client.remove_disk(known.disk_id)
+        client.remove_disk(left.id)
         client.volumes.remove("db")
         eventually(lambda: _held(daemon) < MIB, 10, "its space is free")
         assert client.volumes.list() == []

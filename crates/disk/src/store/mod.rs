@@ -405,25 +405,13 @@ impl DiskStore {
 
     /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
     /// → how many layers. From now on, the layers of disks that were opened again are removed like
-    /// others, when nothing names them any more; but not what a disk needs that was left.
+    /// others, when nothing names them any more. What a disk needs that was left stays.
     ///
     /// # Errors
     /// The folder can't be read, or a layer not be removed.
     pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
         let _none_is_made = self.shared.none_is_made();
-        let listing = self.list()?;
-        let removed = self.shared.remove_but(&listing, None)?;
-        if listing.bad.is_empty() {
-            let disks = listing.disks();
-            let left = disks.iter().filter(|disk| !self.shared.is_in_use(&disk.note.disk_id));
-            let needed = listing.needed_by(left.map(|disk| disk.id));
-            for id in listing.layers.keys().filter(|id| !needed.contains(id)) {
-                if let Some(layer) = self.shared.live_layer(*id) {
-                    layer.folder().this.set(false);
-                }
-            }
-        }
-        Ok(removed)
+        self.shared.remove_but(&self.list()?, None)
     }
 
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
@@ -486,22 +474,41 @@ impl Shared {
         // Those above first.
         let mut layers: Vec<_> = listing.layers.values().collect();
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
-        let goes = |layer: &&FoundLayer| {
+        let is_gone = |layer: &&FoundLayer| {
             let known = listing.bad.is_empty() || Some(layer.note.disk_id) == goes;
             known && !needed.contains(&layer.id) && self.live_layer(layer.id).is_none()
         };
-        let gone: Vec<&FoundLayer> = layers.into_iter().filter(goes).collect();
+        let gone: Vec<&FoundLayer> = layers.into_iter().filter(is_gone).collect();
         for layer in &gone {
             let path = self.folder(layer.id);
             crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;
             self.removed.add(1);
             removed += 1;
         }
+        self.release(listing, goes);
         let stay =
             listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
         let notes = stay.map(|layer| &layer.note);
         self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
         Ok(removed)
+    }
+
+    /// Live layers that no left disk needs, but for the one that goes, end with their last name.
+    fn release(&self, listing: &Listing, goes: Option<ImageId>) {
+        if !listing.bad.is_empty() {
+            return;
+        }
+        let disks = listing.disks();
+        let left = disks.iter().filter(|disk| {
+            let id = disk.note.disk_id;
+            Some(id) != goes && !self.is_in_use(&id)
+        });
+        let needed = listing.needed_by(left.map(|disk| disk.id));
+        for id in listing.layers.keys().filter(|id| !needed.contains(id)) {
+            if let Some(layer) = self.live_layer(*id) {
+                layer.folder().this.set(false);
+            }
+        }
     }
 
     fn failed(&self, source: io::Error) -> StoreError {
