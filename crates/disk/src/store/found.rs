@@ -73,6 +73,12 @@ impl Listing {
         Some(self.above(newest.id).and_then(|_| self.in_advance(newest)).unwrap_or(newest))
     }
 
+    /// Whether the disk's newest layer may be a damaged one, so that this one has an older content.
+    /// A frozen layer has another one above it, unless it was read for an export.
+    pub fn is_suspect(&self, newest: &FoundLayer) -> bool {
+        newest.note.frozen && !self.bad.is_empty()
+    }
+
     /// The disk's next layer, made in advance.
     fn in_advance(&self, frozen: &FoundLayer) -> Option<&FoundLayer> {
         self.layers.values().find(|layer| {

@@ -126,6 +126,8 @@ pub struct FoundDisk {
     pub written_bytes: u64,
     /// [`DiskStore::create`] or [`DiskStore::reopen`] gave it, and it was not dropped yet.
     pub in_use: bool,
+    /// See [`Listing::is_suspect`].
+    pub is_suspect: bool,
 }
 
 /// What a store did since it was opened.
@@ -341,7 +343,7 @@ impl DiskStore {
         }
         let image = match self.shared.chain(note.on, Some(layer), set, given)? {
             Some(image) => image,
-            None => base_image(&note.base, given)?,
+            None => self.shared.base_image(&note.base, given)?,
         };
         self.shared.settle_later(image.clone());
         Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
@@ -374,6 +376,7 @@ impl DiskStore {
                 size_bytes: newest.note.size_bytes,
                 written_bytes: layers.map(|layer| layer.written_bytes).sum(),
                 in_use: self.shared.is_in_use(&newest.note.disk_id),
+                is_suspect: listing.is_suspect(newest),
             }
         });
         Ok(found.collect())
@@ -391,6 +394,9 @@ impl DiskStore {
         let listing = self.list()?;
         let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
         if listing.bad.iter().any(damaged) {
+            if self.shared.is_in_use(&id) || self.shared.live_layer(id).is_some() {
+                return Err(StoreError::Busy(id));
+            }
             let path = self.shared.folder(id);
             return crate::layer::remove_layer(&path).map_err(|source| self.shared.failed(source));
         }
@@ -489,7 +495,10 @@ impl Shared {
         let stay =
             listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
         let notes = stay.map(|layer| &layer.note);
-        self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        // A note that can't be read may name one.
+        if listing.bad.is_empty() {
+            self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        }
         Ok(removed)
     }
 
@@ -504,7 +513,11 @@ impl Shared {
             Some(id) != goes && !self.is_in_use(&id)
         });
         let needed = listing.needed_by(left.map(|disk| disk.id));
-        for id in listing.layers.keys().filter(|id| !needed.contains(id)) {
+        // The table that names a merged layer may not be stored yet.
+        let is_named = |id: &ImageId| listing.layers.values().any(|layer| layer.names.contains(id));
+        let settled = |layer: &&FoundLayer| !layer.note.merged || is_named(&layer.id);
+        let layers = listing.layers.values().filter(settled);
+        for id in layers.map(|layer| &layer.id).filter(|id| !needed.contains(id)) {
             if let Some(layer) = self.live_layer(*id) {
                 layer.folder().this.set(false);
             }
@@ -647,7 +660,7 @@ impl Shared {
         let mut image = loop {
             let Some(id) = at else {
                 let Some(base) = &base else { return Ok(None) };
-                break base_image(base, given)?;
+                break self.base_image(base, given)?;
             };
             if let Some(image) = self.live_image(id) {
                 break image;
@@ -676,6 +689,26 @@ impl Shared {
         Ok(Some(image))
     }
 
+    /// A base, by what a note says of it.
+    fn base_image(
+        &self,
+        note: &BaseNote,
+        given: &dyn Fn(ImageId) -> Option<DiskImage>,
+    ) -> Result<DiskImage, StoreError> {
+        match &note.kind {
+            BaseKind::Blank => Ok(DiskImage::blank_as(note.id, note.size_bytes)),
+            BaseKind::Given => given(note.id).ok_or(StoreError::Base(note.id)),
+            BaseKind::Raw { path, stamp } => {
+                let path = self.bases.now_at(path);
+                let file = RawFile::open(&path).map_err(ImageError::Raw)?;
+                if file.stamp() != *stamp {
+                    return Err(ImageError::Raw(RawError::Changed { path }).into());
+                }
+                Ok(DiskImage::raw_as(note.id, file)?)
+            }
+        }
+    }
+
     /// The image of a layer whose table is stored.
     fn by_table(
         &self,
@@ -686,7 +719,7 @@ impl Shared {
     ) -> Result<Option<DiskImage>, StoreError> {
         let path = layer.folder().path().join("table");
         let Some(table) = read_table(&path)? else { return Ok(None) };
-        let base = base_image(&note.base, given)?;
+        let base = self.base_image(&note.base, given)?;
         let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
             base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
         for (id, _) in table.owners().iter() {
@@ -700,25 +733,6 @@ impl Shared {
         let (own, base) = (Arc::clone(layer), base.base().clone());
         let owner = |id| owners.get(&id).cloned();
         Ok(Some(DiskImage::with_table(own, base, note.size_bytes, table, owner)?))
-    }
-}
-
-/// A base, by what a note says of it.
-fn base_image(
-    note: &BaseNote,
-    given: &dyn Fn(ImageId) -> Option<DiskImage>,
-) -> Result<DiskImage, StoreError> {
-    match &note.kind {
-        BaseKind::Blank => Ok(DiskImage::blank_as(note.id, note.size_bytes)),
-        BaseKind::Given => given(note.id).ok_or(StoreError::Base(note.id)),
-        BaseKind::Raw { path, stamp } => {
-            let file = RawFile::open(path).map_err(ImageError::Raw)?;
-            if file.stamp() != *stamp {
-                let path = path.clone();
-                return Err(ImageError::Raw(RawError::Changed { path }).into());
-            }
-            Ok(DiskImage::raw_as(note.id, file)?)
-        }
     }
 }
 

@@ -845,3 +845,53 @@ fn a_disk_that_goes_on_keeps_what_one_that_was_left_needs_of_it() {
     store.remove_disk(left.id).expect("removed");
     assert_eq!(store.list().expect("a list"), Listing::default());
 }
+
+#[test]
+fn a_layer_that_can_not_be_read_keeps_bases_and_moving_the_store_does_not_lose_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, model) = raw(folder.path());
+    let root = folder.path().join("store");
+    let store = open(&root);
+    let base = store.base(&path).expect("a base");
+    let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
+    let own = disk.layer();
+    store.drain();
+    let note = root.join("layers").join(own.to_string()).join("note");
+    let text = std::fs::read(&note).expect("a note");
+    std::fs::write(&note, "{").expect("damaged");
+    assert!(matches!(store.remove_disk(own), Err(StoreError::Busy(_))), "it is in use");
+    store.keep_all();
+    drop((disk, base, store));
+    std::fs::remove_file(&path).expect("gone");
+
+    let store = open(&root);
+    store.remove_unneeded().expect("removed");
+    std::fs::write(&note, text).expect("repaired");
+    drop(store);
+    let moved = folder.path().join("moved");
+    std::fs::rename(&root, &moved).expect("moved");
+    let store = open(&moved);
+    store.remove_unneeded().expect("removed");
+    let image = store.image(own, &none).expect("what it had");
+    assert_eq!(content(&image), model);
+}
+
+#[test]
+fn a_disk_whose_newest_layer_can_not_be_read_is_suspect() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    disk.write(span(0, 1), &[1; 4096]).expect("written");
+    drop(disk.freeze().expect("frozen"));
+    disk.write(span(0, 1), &[2; 4096]).expect("written");
+    let own = disk.layer();
+    store.drain();
+    store.keep_all();
+    drop((disk, store));
+    let store = open(folder.path());
+    assert!(!store.disks().expect("a list")[0].is_suspect);
+    std::fs::write(store.shared.folder(own).join("note"), "{").expect("damaged");
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    assert!(found.is_suspect, "it has an older content");
+}

@@ -6,7 +6,7 @@
 //!                  └─────── freeze ─────────┘
 //! ```
 //!
-//! A disk that is a volume ([`volumes`]) is not made for the machine. It is lent to it.
+//! A disk that is a volume (`volumes`) is not made for the machine. It is lent to it.
 //!
 //! Promises: a machine's disks are served until they are dropped; then what only they have is gone.
 //! A socket can be opened by the user of its QEMU alone. A freeze makes no file.
@@ -112,6 +112,8 @@ pub enum DiskError {
     InUse,
     #[error("it is a volume")]
     IsVolume,
+    #[error("it may be of a volume that can't be opened")]
+    MayBeVolumes,
     #[error("what an earlier daemon left of a disk")]
     Left(#[source] vmfork_disk::StoreError),
     #[error("make the files of a disk")]
@@ -141,7 +143,9 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } | Self::InUse | Self::IsVolume => ErrorCode::Conflict,
+            Self::Changed { .. } | Self::InUse | Self::IsVolume | Self::MayBeVolumes => {
+                ErrorCode::Conflict
+            }
             Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Volume(error) => error.code(),
             Self::Image(_)
@@ -181,6 +185,7 @@ impl DiskError {
                 Some("its VMs may read wrong bytes: end them, and start them from the new file")
             }
             Self::Unknown { .. } => Some("`vmfork disk ls` lists them"),
+            Self::MayBeVolumes => Some("`vmfork volume ls` says which: repair or remove it first"),
             Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),

@@ -231,6 +231,9 @@ impl Volumes {
             let newest = listing.as_ref().zip(record.disk_id());
             let newest = newest.and_then(|(listing, id)| listing.newest_of(id));
             let disk = match newest {
+                Some(layer) if listing.as_ref().is_some_and(|all| all.is_suspect(layer)) => {
+                    Err("a layer that can't be read may be its newest".to_owned())
+                }
                 Some(layer) => {
                     let opened = store.reopen(layer.id, &set, &|_| None);
                     opened.map(Arc::new).map_err(|error| chain(&error))
