@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import vmfork
 
+from harness import metrics
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually
@@ -196,6 +198,12 @@ def test_what_was_durable_is_there_after_the_daemon_was_killed(
         daemon.stop()
         daemon.start()
         assert client.volumes.get("db").disk_id == known.disk_id
+        # The clone's disk lies on the volume's layers, and outlives its daemon, too.
+        (left,) = [disk for disk in client.disks() if disk.state is vmfork.DiskState.LEFT]
+        assert (left.vm, left.name) == (clone.name, "data")
+        with pytest.raises(vmfork.Conflict, match="volume"):
+            client.remove_disk(known.disk_id)
+        client.remove_disk(left.id)
         client.volumes.remove("db")
         eventually(lambda: _held(daemon) < MIB, 10, "its space is free")
         assert client.volumes.list() == []
@@ -311,6 +319,35 @@ def test_a_volume_holds_a_copy_of_an_image_or_of_a_file(
     assert "4 MiB, 1 MiB of it used" in cli.text("volume", "inspect", "of-a-file")
     cli.text("volume", "rm", "of-a-file", "of-an-image")
     assert client.volumes.list() == []
+
+
+def test_a_volume_that_finds_no_room_leaves_nothing(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon()
+    daemon.start().stop()
+    folder = daemon.state / "disks"
+    # Disks leave 1 GiB to the host.
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1080m", "vmfork-test", folder]
+    subprocess.run(mount, timeout=30, check=True)
+    try:
+        daemon.start()
+        file = tmp_path / "data.raw"
+        file.write_bytes(os.urandom(96 * MIB))
+        with daemon.client() as client:
+            with pytest.raises(vmfork.HostError, match="is to keep") as refused:
+                client.volumes.create("large", file=str(file))
+            assert "full" in (refused.value.remedy or "")
+            assert client.volumes.list() == []
+            eventually(lambda: _held(daemon) < MIB, 10, "what was copied is gone")
+            os.truncate(file, 8 * MIB)
+            # How much is free is looked at every 100 ms.
+            time.sleep(0.5)
+            assert client.volumes.create("large", file=str(file)).data_bytes == 8 * MIB
+            assert metrics.read(daemon).value("vmfork_volumes") == 1
+        daemon.stop()
+    finally:
+        subprocess.run(["umount", "--lazy", folder], timeout=30, check=True)
 
 
 def test_what_can_not_be_is_refused_with_what_to_do(

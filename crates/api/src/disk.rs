@@ -8,7 +8,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::schema::{ClosedDiskSource, DiskId, DiskName, HostPath, Name};
+use crate::schema::{Closed, DiskId, DiskName, HostPath, Name};
 
 /// Most disks of one VM, beside its root. That of an overlay is one of them.
 pub const DISKS_MAX: usize = 7;
@@ -64,6 +64,9 @@ pub enum DiskSource {
         volume: String,
     },
 }
+
+/// For the API's document.
+type ClosedDiskSource = Closed<DiskSource>;
 
 /// What a guest's flush waits for. No request or reply has it: it follows from what the disk is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

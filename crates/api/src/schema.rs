@@ -2,14 +2,13 @@
 //! checks. These types exist for their schemas only; nothing makes values of them.
 
 use std::borrow::Cow;
+use std::marker::PhantomData;
 
 use utoipa::openapi::schema::{
     AdditionalProperties, ArrayBuilder, ObjectBuilder, Schema, SchemaType, Type,
 };
 use utoipa::openapi::{Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
-
-use crate::disk::DiskSource;
 
 /// A string that matches a pattern (ECMA-262), as a component of the document.
 macro_rules! text {
@@ -101,13 +100,14 @@ fn string(pattern: &str, description: &str) -> ObjectBuilder {
         .description(Some(description))
 }
 
-/// [`DiskSource`], whose derived schema allows fields that it has not.
+/// An enum whose variants have no other fields than theirs: the schema that is derived does not say
+/// so.
 #[derive(Debug)]
-pub enum ClosedDiskSource {}
+pub struct Closed<T>(PhantomData<T>);
 
-impl PartialSchema for ClosedDiskSource {
+impl<T: PartialSchema> PartialSchema for Closed<T> {
     fn schema() -> RefOr<Schema> {
-        let mut schema = DiskSource::schema();
+        let mut schema = T::schema();
         if let RefOr::T(Schema::OneOf(one_of)) = &mut schema {
             for variant in &mut one_of.items {
                 if let RefOr::T(Schema::Object(object)) = variant {
@@ -120,13 +120,13 @@ impl PartialSchema for ClosedDiskSource {
     }
 }
 
-impl ToSchema for ClosedDiskSource {
+impl<T: ToSchema> ToSchema for Closed<T> {
     fn name() -> Cow<'static, str> {
-        DiskSource::name()
+        T::name()
     }
 
     fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
-        schemas.push((HostPath::name().into(), HostPath::schema()));
+        T::schemas(schemas);
     }
 }
 

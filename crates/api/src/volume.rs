@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::disk::{DISK_BYTES_MAX, DISK_BYTES_MIN, DiskSource};
-use crate::schema::{DiskName, Name, Plain};
+use crate::schema::{Closed, DiskName, HostPath, Name};
 use crate::{DiskError, Labels};
 
 /// Most volumes of one host. Each has a few open files.
@@ -26,6 +26,9 @@ pub enum OnFork {
     Refuse,
 }
 
+/// For the API's document.
+type ClosedVolumeSource = Closed<VolumeSource>;
+
 /// A volume that is to be made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -33,6 +36,7 @@ pub struct VolumeRequest {
     #[schema(value_type = Name)]
     pub name: String,
     /// What it holds at first.
+    #[schema(value_type = ClosedVolumeSource)]
     pub source: VolumeSource,
     /// Default: `fork`.
     #[serde(default)]
@@ -58,8 +62,7 @@ pub enum VolumeSource {
     },
     /// A raw file on the daemon's host.
     File {
-        /// Absolute.
-        #[schema(value_type = Plain)]
+        #[schema(value_type = HostPath)]
         path: String,
     },
 }

@@ -112,6 +112,7 @@ where
     let cgroups = memory_limits();
     let disks =
         HostDisks::open(&state.disks(), state.sockets()).context("open the disks of VMs")?;
+    let disks = Arc::new(disks);
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
@@ -124,7 +125,7 @@ where
         metrics: Arc::clone(&metrics),
         admission: Admission::new(policy, Box::new(ProcProbe)),
         cgroups,
-        disks: Arc::new(disks),
+        disks: Arc::clone(&disks),
         snapshots,
         holder: Arc::clone(&holder),
     };
@@ -154,6 +155,8 @@ where
     tell(notify.as_deref(), "READY=1");
 
     let ending = end().await;
+    // Also if a second signal ends it at once: the next daemon gives them back.
+    disks.keep_all();
     tracing::info!(ending.why, ending.successor, "ending");
     tell(notify.as_deref(), "STOPPING=1");
     holder.part(ending).await;

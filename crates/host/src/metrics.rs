@@ -335,6 +335,7 @@ pub struct Metrics {
     requests: Family<RequestLabel, Counter>,
     vms: Family<StateLabel, Gauge>,
     snapshots: Gauge,
+    volumes: Gauge,
     cache: Gauge<u64, AtomicU64>,
     pool_waiting: Gauge,
     admissible: Gauge<u64, AtomicU64>,
@@ -426,6 +427,7 @@ impl Metrics {
             requests: metric!("http_requests", "REST requests, by route and status"),
             vms: metric!("vms", "VMs, by state"),
             snapshots: metric!("snapshots", "Snapshots that are held"),
+            volumes: metric!("volumes", "Volumes of this host"),
             cache: metric!("cache", "In the caches of all images", Bytes),
             pool_waiting: metric!("pool_waiting", "QEMUs that wait, over all shapes"),
             admissible: metric!("memory_admissible", "What may still be handed out to VMs", Bytes),
@@ -561,6 +563,10 @@ impl Metrics {
         let state = snake_case(&state);
         let count = i64::try_from(count).unwrap_or(i64::MAX);
         self.vms.get_or_create(&StateLabel { state }).set(count);
+    }
+
+    pub fn set_volumes(&self, count: usize) {
+        self.volumes.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
     pub fn set_snapshots(&self, count: usize) {

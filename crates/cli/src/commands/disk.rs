@@ -175,7 +175,7 @@ async fn prune(global: &Global) -> anyhow::Result<Exit> {
     let client = reach(global).await?;
     let mut answers = Vec::new();
     for disk in all(&client).await? {
-        if matches!(disk.state, DiskState::Left | DiskState::Damaged) {
+        if disk.state == DiskState::Left {
             let removed = client.delete(Query::new(format!("/v1/disks/{}", disk.id))).await;
             answers.push((disk.id, removed.map(|()| None)));
         }

@@ -179,7 +179,6 @@ impl Control for Hub {
             } else {
                 self.core.kill_all(&[Arc::clone(&vm)], grace).await;
             }
-            self.core.disks.given_back().await;
             Ok(Killed { vm: self.core.summary(&vm, false), missing })
         }
         .boxed()

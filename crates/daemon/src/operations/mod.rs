@@ -89,8 +89,6 @@ impl Hub {
     /// End all VMs, in no particular order, and what is being written.
     pub async fn stop(&self) {
         self.library.snapshots.stop();
-        // The next daemon gives them back.
-        self.core.disks.keep_all();
         self.core.stop().await;
     }
 }

@@ -77,14 +77,21 @@ impl Bases {
         DiskImage::raw_as(id, RawFile::open(&path)?.holding(name))
     }
 
+    /// Where a base is that a note says was at `path`: the store may have moved since.
+    pub(super) fn now_at(&self, path: &Path) -> PathBuf {
+        let is_ours = path.parent().and_then(Path::file_name) == self.folder.file_name();
+        let here = path.file_name().filter(|_| is_ours).map(|name| self.folder.join(name));
+        here.filter(|here| here.exists()).unwrap_or_else(|| path.to_owned())
+    }
+
     /// Removes the names that an earlier daemon left and that no note has.
     pub(super) fn remove_unnamed<'a>(
         &self,
         notes: impl Iterator<Item = &'a Note>,
     ) -> io::Result<()> {
-        let named: BTreeSet<&Path> = notes
+        let named: BTreeSet<PathBuf> = notes
             .filter_map(|note| match &note.base.kind {
-                BaseKind::Raw { path, .. } => Some(path.as_path()),
+                BaseKind::Raw { path, .. } => Some(self.now_at(path)),
                 BaseKind::Blank | BaseKind::Given => None,
             })
             .collect();
@@ -92,7 +99,7 @@ impl Bases {
         for entry in std::fs::read_dir(&self.folder)? {
             let path = entry?.path();
             let lives = live.get(&path).is_some_and(|name| name.strong_count() > 0);
-            if !lives && !named.contains(path.as_path()) {
+            if !lives && !named.contains(&path) {
                 unlink(&path);
             }
         }

@@ -58,15 +58,33 @@ impl Listing {
         }
         // What others lie on was frozen, whatever its note says. If that was not written down in
         // full, what was made in advance is in use.
-        let in_advance = |frozen: &FoundLayer| {
-            let mut layers = self.layers.values();
-            layers.find(|layer| is_unused(layer) && layer.note.on == Some(frozen.id))
-        };
         let current = newest.into_values().filter_map(|layer| match self.above(layer.id) {
-            Some(_) => in_advance(layer),
+            Some(_) => self.in_advance(layer),
             None => Some(layer),
         });
         current.collect()
+    }
+
+    /// The newest layer of a disk that has not ended, whatever lies on it.
+    pub fn newest_of(&self, disk: ImageId) -> Option<&FoundLayer> {
+        let own = |layer: &&FoundLayer| layer.note.disk_id == disk && !layer.note.merged;
+        let layers = self.layers.values().filter(own);
+        let newest = layers.max_by_key(|layer| (!is_unused(layer), layer.note.number))?;
+        Some(self.above(newest.id).and_then(|_| self.in_advance(newest)).unwrap_or(newest))
+    }
+
+    /// Whether the disk's newest layer may be a damaged one, so that this one has an older content.
+    /// A frozen layer has another one above it, unless it was read for an export.
+    pub fn is_suspect(&self, newest: &FoundLayer) -> bool {
+        newest.note.frozen && !self.bad.is_empty()
+    }
+
+    /// The disk's next layer, made in advance.
+    fn in_advance(&self, frozen: &FoundLayer) -> Option<&FoundLayer> {
+        self.layers.values().find(|layer| {
+            let (note, of) = (&layer.note, &frozen.note);
+            is_unused(layer) && note.disk_id == of.disk_id && note.on == Some(frozen.id)
+        })
     }
 
     /// These layers and all that they need under them.

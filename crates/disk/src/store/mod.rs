@@ -126,6 +126,8 @@ pub struct FoundDisk {
     pub written_bytes: u64,
     /// [`DiskStore::create`] or [`DiskStore::reopen`] gave it, and it was not dropped yet.
     pub in_use: bool,
+    /// See [`Listing::is_suspect`].
+    pub is_suspect: bool,
 }
 
 /// What a store did since it was opened.
@@ -341,7 +343,7 @@ impl DiskStore {
         }
         let image = match self.shared.chain(note.on, Some(layer), set, given)? {
             Some(image) => image,
-            None => base_image(&note.base, given)?,
+            None => self.shared.base_image(&note.base, given)?,
         };
         self.shared.settle_later(image.clone());
         Ok(Disk::new(size_bytes, own, image, self.shared.opened(layers)))
@@ -374,6 +376,7 @@ impl DiskStore {
                 size_bytes: newest.note.size_bytes,
                 written_bytes: layers.map(|layer| layer.written_bytes).sum(),
                 in_use: self.shared.is_in_use(&newest.note.disk_id),
+                is_suspect: listing.is_suspect(newest),
             }
         });
         Ok(found.collect())
@@ -391,6 +394,9 @@ impl DiskStore {
         let listing = self.list()?;
         let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
         if listing.bad.iter().any(damaged) {
+            if self.shared.is_in_use(&id) || self.shared.live_layer(id).is_some() {
+                return Err(StoreError::Busy(id));
+            }
             let path = self.shared.folder(id);
             return crate::layer::remove_layer(&path).map_err(|source| self.shared.failed(source));
         }
@@ -405,25 +411,13 @@ impl DiskStore {
 
     /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
     /// → how many layers. From now on, the layers of disks that were opened again are removed like
-    /// others, when nothing names them any more; but not what a disk needs that was left.
+    /// others, when nothing names them any more. What a disk needs that was left stays.
     ///
     /// # Errors
     /// The folder can't be read, or a layer not be removed.
     pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
         let _none_is_made = self.shared.none_is_made();
-        let listing = self.list()?;
-        let removed = self.shared.remove_but(&listing, None)?;
-        if listing.bad.is_empty() {
-            let disks = listing.disks();
-            let left = disks.iter().filter(|disk| !self.shared.is_in_use(&disk.note.disk_id));
-            let needed = listing.needed_by(left.map(|disk| disk.id));
-            for id in listing.layers.keys().filter(|id| !needed.contains(id)) {
-                if let Some(layer) = self.shared.live_layer(*id) {
-                    layer.folder().this.set(false);
-                }
-            }
-        }
-        Ok(removed)
+        self.shared.remove_but(&self.list()?, None)
     }
 
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
@@ -486,22 +480,48 @@ impl Shared {
         // Those above first.
         let mut layers: Vec<_> = listing.layers.values().collect();
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
-        let goes = |layer: &&FoundLayer| {
+        let is_gone = |layer: &&FoundLayer| {
             let known = listing.bad.is_empty() || Some(layer.note.disk_id) == goes;
             known && !needed.contains(&layer.id) && self.live_layer(layer.id).is_none()
         };
-        let gone: Vec<&FoundLayer> = layers.into_iter().filter(goes).collect();
+        let gone: Vec<&FoundLayer> = layers.into_iter().filter(is_gone).collect();
         for layer in &gone {
             let path = self.folder(layer.id);
             crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;
             self.removed.add(1);
             removed += 1;
         }
+        self.release(listing, goes);
         let stay =
             listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
         let notes = stay.map(|layer| &layer.note);
-        self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        // A note that can't be read may name one.
+        if listing.bad.is_empty() {
+            self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
+        }
         Ok(removed)
+    }
+
+    /// Live layers that no left disk needs, but for the one that goes, end with their last name.
+    fn release(&self, listing: &Listing, goes: Option<ImageId>) {
+        if !listing.bad.is_empty() {
+            return;
+        }
+        let disks = listing.disks();
+        let left = disks.iter().filter(|disk| {
+            let id = disk.note.disk_id;
+            Some(id) != goes && !self.is_in_use(&id)
+        });
+        let needed = listing.needed_by(left.map(|disk| disk.id));
+        // The table that names a merged layer may not be stored yet.
+        let is_named = |id: &ImageId| listing.layers.values().any(|layer| layer.names.contains(id));
+        let settled = |layer: &&FoundLayer| !layer.note.merged || is_named(&layer.id);
+        let layers = listing.layers.values().filter(settled);
+        for id in layers.map(|layer| &layer.id).filter(|id| !needed.contains(id)) {
+            if let Some(layer) = self.live_layer(*id) {
+                layer.folder().this.set(false);
+            }
+        }
     }
 
     fn failed(&self, source: io::Error) -> StoreError {
@@ -640,7 +660,7 @@ impl Shared {
         let mut image = loop {
             let Some(id) = at else {
                 let Some(base) = &base else { return Ok(None) };
-                break base_image(base, given)?;
+                break self.base_image(base, given)?;
             };
             if let Some(image) = self.live_image(id) {
                 break image;
@@ -669,6 +689,26 @@ impl Shared {
         Ok(Some(image))
     }
 
+    /// A base, by what a note says of it.
+    fn base_image(
+        &self,
+        note: &BaseNote,
+        given: &dyn Fn(ImageId) -> Option<DiskImage>,
+    ) -> Result<DiskImage, StoreError> {
+        match &note.kind {
+            BaseKind::Blank => Ok(DiskImage::blank_as(note.id, note.size_bytes)),
+            BaseKind::Given => given(note.id).ok_or(StoreError::Base(note.id)),
+            BaseKind::Raw { path, stamp } => {
+                let path = self.bases.now_at(path);
+                let file = RawFile::open(&path).map_err(ImageError::Raw)?;
+                if file.stamp() != *stamp {
+                    return Err(ImageError::Raw(RawError::Changed { path }).into());
+                }
+                Ok(DiskImage::raw_as(note.id, file)?)
+            }
+        }
+    }
+
     /// The image of a layer whose table is stored.
     fn by_table(
         &self,
@@ -679,7 +719,7 @@ impl Shared {
     ) -> Result<Option<DiskImage>, StoreError> {
         let path = layer.folder().path().join("table");
         let Some(table) = read_table(&path)? else { return Ok(None) };
-        let base = base_image(&note.base, given)?;
+        let base = self.base_image(&note.base, given)?;
         let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
             base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
         for (id, _) in table.owners().iter() {
@@ -693,25 +733,6 @@ impl Shared {
         let (own, base) = (Arc::clone(layer), base.base().clone());
         let owner = |id| owners.get(&id).cloned();
         Ok(Some(DiskImage::with_table(own, base, note.size_bytes, table, owner)?))
-    }
-}
-
-/// A base, by what a note says of it.
-fn base_image(
-    note: &BaseNote,
-    given: &dyn Fn(ImageId) -> Option<DiskImage>,
-) -> Result<DiskImage, StoreError> {
-    match &note.kind {
-        BaseKind::Blank => Ok(DiskImage::blank_as(note.id, note.size_bytes)),
-        BaseKind::Given => given(note.id).ok_or(StoreError::Base(note.id)),
-        BaseKind::Raw { path, stamp } => {
-            let file = RawFile::open(path).map_err(ImageError::Raw)?;
-            if file.stamp() != *stamp {
-                let path = path.clone();
-                return Err(ImageError::Raw(RawError::Changed { path }).into());
-            }
-            Ok(DiskImage::raw_as(note.id, file)?)
-        }
     }
 }
 

@@ -323,8 +323,18 @@ fn a_disk_on_whose_newest_layer_clones_lie_goes_on_beside_them() {
     drop((disk, image, clone, store));
     let store = open(folder.path());
     let listing = store.list().expect("a list");
-    let newest = listing.disks().into_iter().find(|layer| layer.note.disk_id == id);
-    let newest = newest.expect("the disk").id;
+    // As if it had been killed before it wrote down that the next layer is in use.
+    let next = listing.layers.values().filter(|layer| layer.note.disk_id == id && layer.id != id);
+    let mut next: Vec<_> = next.map(|layer| (layer.note.number, layer.id)).collect();
+    next.sort_unstable();
+    for (_, layer) in next.into_iter().rev() {
+        std::fs::remove_dir_all(store.shared.folder(layer)).expect("removed");
+    }
+    let listing = store.list().expect("a list");
+    let newest = listing.newest_of(id).expect("the disk").id;
+    assert_eq!(newest, id, "that on which the clone lies");
+    let table = folder.path().join("layers").join(newest.to_string()).join("table");
+    let _not_written_either = std::fs::remove_file(table);
     let disk = store.reopen(newest, &DiskSet::new(None), &none).expect("the disk");
     disk.write(span(2, 1), &[3; 4096]).expect("written");
     let clone = store.reopen(of_clone, &DiskSet::new(None), &none).expect("the clone");
@@ -712,9 +722,8 @@ fn a_merged_layer_is_no_disk_and_without_it_no_table_is_stored() {
     store.remove_unneeded().expect("removed");
     assert!(store.list().expect("a list").layers.contains_key(&id), "a table names it");
     assert_eq!(now(&disk), model);
-    let id = disk.id();
     drop(disk);
-    store.remove_disk(id).expect("removed");
+    store.drain();
     assert!(store.list().expect("a list").layers.is_empty());
 }
 
@@ -835,4 +844,54 @@ fn a_disk_that_goes_on_keeps_what_one_that_was_left_needs_of_it() {
     drop(image);
     store.remove_disk(left.id).expect("removed");
     assert_eq!(store.list().expect("a list"), Listing::default());
+}
+
+#[test]
+fn a_layer_that_can_not_be_read_keeps_bases_and_moving_the_store_does_not_lose_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, model) = raw(folder.path());
+    let root = folder.path().join("store");
+    let store = open(&root);
+    let base = store.base(&path).expect("a base");
+    let disk = store.create(&spec("data", SIZE), &base).expect("a disk");
+    let own = disk.layer();
+    store.drain();
+    let note = root.join("layers").join(own.to_string()).join("note");
+    let text = std::fs::read(&note).expect("a note");
+    std::fs::write(&note, "{").expect("damaged");
+    assert!(matches!(store.remove_disk(own), Err(StoreError::Busy(_))), "it is in use");
+    store.keep_all();
+    drop((disk, base, store));
+    std::fs::remove_file(&path).expect("gone");
+
+    let store = open(&root);
+    store.remove_unneeded().expect("removed");
+    std::fs::write(&note, text).expect("repaired");
+    drop(store);
+    let moved = folder.path().join("moved");
+    std::fs::rename(&root, &moved).expect("moved");
+    let store = open(&moved);
+    store.remove_unneeded().expect("removed");
+    let image = store.image(own, &none).expect("what it had");
+    assert_eq!(content(&image), model);
+}
+
+#[test]
+fn a_disk_whose_newest_layer_can_not_be_read_is_suspect() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    disk.write(span(0, 1), &[1; 4096]).expect("written");
+    drop(disk.freeze().expect("frozen"));
+    disk.write(span(0, 1), &[2; 4096]).expect("written");
+    let own = disk.layer();
+    store.drain();
+    store.keep_all();
+    drop((disk, store));
+    let store = open(folder.path());
+    assert!(!store.disks().expect("a list")[0].is_suspect);
+    std::fs::write(store.shared.folder(own).join("note"), "{").expect("damaged");
+    let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
+    assert!(found.is_suspect, "it has an older content");
 }

@@ -35,7 +35,7 @@ async fn power_off(vm: &Arc<Vm>, grace: Duration) {
 }
 
 impl Core {
-    /// End VMs, and wait until their QEMUs are gone.
+    /// End VMs, and wait until their QEMUs are gone, and their volumes are given back.
     pub async fn kill_all(self: &Arc<Self>, victims: &[Arc<Vm>], grace: Duration) {
         if !grace.is_zero() {
             let all = victims.iter().map(|victim| power_off(victim, grace));
@@ -48,6 +48,7 @@ impl Core {
         });
         let exits: Vec<_> = exits.collect();
         let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
+        self.disks.given_back().await;
     }
 
     /// End a VM and all that descends from it on this host, also what is being forked from any of

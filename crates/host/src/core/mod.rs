@@ -227,6 +227,7 @@ impl Core {
         {
             tracing::warn!("cgroups of VMs are left; the next daemon removes them");
         }
+        self.disks.given_back().await;
     }
 
     /// Whether prefetch must pause because memory is short.
@@ -420,6 +421,7 @@ impl Core {
             metrics.set_vms(state, all.iter().filter(|vm| vm.state() == state).count());
         }
         metrics.set_snapshots(self.snapshots());
+        metrics.set_volumes(self.disks.volume_count());
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());
         metrics.set_admissible_bytes(self.admission.admissible_bytes());

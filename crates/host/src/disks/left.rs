@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
 use vmfork_api::disk::DISK_BYTES_MIN;
-use vmfork_api::{DiskState, Durability, HostDisk};
+use vmfork_api::{DiskState, Durability, HostDisk, Volume};
 use vmfork_disk::{BadLayer, Disk, DiskImage, DiskSet, DiskStore, FoundDisk, Lower, StoreError};
 use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 
@@ -41,8 +41,10 @@ pub(super) fn report(store: &DiskStore) -> Result<(), StoreError> {
     let removed = store.remove_unneeded()?;
     let mut left = store.disks()?;
     left.retain(|disk| !disk.in_use);
-    for empty in left.extract_if(.., |disk| disk.size_bytes < DISK_BYTES_MIN) {
-        store.remove_disk(empty.id)?;
+    // Places for volumes, and volumes that were not finished: those that are have been opened.
+    let nothing = |disk: &mut FoundDisk| disk.size_bytes < DISK_BYTES_MIN || disk.vm == NO_VM;
+    for disk in left.extract_if(.., nothing) {
+        store.remove_disk(disk.id)?;
     }
     if !left.is_empty() || removed > 0 {
         let written_bytes: u64 = left.iter().map(|disk| disk.written_bytes).sum();
@@ -109,8 +111,13 @@ impl HostDisks {
         let unknown = || DiskError::Unknown { id: id.to_owned() };
         let disk_id: ImageId = id.parse().map_err(|_no_id| unknown())?;
         // Also one that can't be opened.
-        if self.find(id)?.state == DiskState::Volume {
-            return Err(DiskError::IsVolume);
+        let is_broken = |volume: &Volume| volume.reason.is_some();
+        match self.find(id)?.state {
+            DiskState::Volume => return Err(DiskError::IsVolume),
+            DiskState::Damaged if self.volumes.list().iter().any(is_broken) => {
+                return Err(DiskError::MayBeVolumes);
+            }
+            _ => {}
         }
         self.store.remove_disk(disk_id).map_err(|error| match error {
             StoreError::Busy(_) => DiskError::InUse,
@@ -161,6 +168,7 @@ fn runs(image: &DiskImage) -> Vec<(PageRange, bool)> {
 
 fn shown(disk: &FoundDisk) -> HostDisk {
     let is_volume = disk.vm == NO_VM;
+    let suspect = disk.is_suspect && !disk.in_use;
     HostDisk {
         id: disk.id.to_string(),
         name: disk.name.clone(),
@@ -168,11 +176,12 @@ fn shown(disk: &FoundDisk) -> HostDisk {
         state: match disk.in_use {
             _ if is_volume => DiskState::Volume,
             true => DiskState::InUse,
+            false if disk.is_suspect => DiskState::Damaged,
             false => DiskState::Left,
         },
         size_bytes: disk.size_bytes,
         written_bytes: disk.written_bytes,
-        reason: None,
+        reason: suspect.then(|| "a layer that can't be read may be its newest".to_owned()),
     }
 }
 

@@ -6,7 +6,7 @@
 //!                  └─────── freeze ─────────┘
 //! ```
 //!
-//! A disk that is a volume ([`volumes`]) is not made for the machine. It is lent to it.
+//! A disk that is a volume (`volumes`) is not made for the machine. It is lent to it.
 //!
 //! Promises: a machine's disks are served until they are dropped; then what only they have is gone.
 //! A socket can be opened by the user of its QEMU alone. A freeze makes no file.
@@ -112,6 +112,8 @@ pub enum DiskError {
     InUse,
     #[error("it is a volume")]
     IsVolume,
+    #[error("it may be of a volume that can't be opened")]
+    MayBeVolumes,
     #[error("what an earlier daemon left of a disk")]
     Left(#[source] vmfork_disk::StoreError),
     #[error("make the files of a disk")]
@@ -141,7 +143,9 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } | Self::InUse | Self::IsVolume => ErrorCode::Conflict,
+            Self::Changed { .. } | Self::InUse | Self::IsVolume | Self::MayBeVolumes => {
+                ErrorCode::Conflict
+            }
             Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Volume(error) => error.code(),
             Self::Image(_)
@@ -181,6 +185,7 @@ impl DiskError {
                 Some("its VMs may read wrong bytes: end them, and start them from the new file")
             }
             Self::Unknown { .. } => Some("`vmfork disk ls` lists them"),
+            Self::MayBeVolumes => Some("`vmfork volume ls` says which: repair or remove it first"),
             Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
@@ -380,6 +385,11 @@ impl HostDisks {
         self.volumes.list()
     }
 
+    /// How many volumes there are.
+    pub fn volume_count(&self) -> usize {
+        self.volumes.count()
+    }
+
     /// One volume. Blocking.
     ///
     /// # Errors
@@ -439,10 +449,10 @@ impl HostDisks {
     }
 }
 
-/// Volumes stay when the daemon ends. The next one removes the layers of other disks.
+/// Volumes stay, however the daemon ends.
 impl Drop for HostDisks {
     fn drop(&mut self) {
-        if !self.volumes.is_empty() {
+        if self.volumes.count() > 0 {
             self.store.keep_all();
         }
     }
@@ -494,7 +504,7 @@ mod tests {
 
     struct Setup {
         folder: tempfile::TempDir,
-        disks: HostDisks,
+        disks: Arc<HostDisks>,
     }
 
     fn setup() -> Setup {
@@ -504,7 +514,7 @@ mod tests {
         // What an earlier daemon could not remove.
         fs::create_dir(sockets.join("7")).expect("made");
         let disks = HostDisks::open(&folder.path().join("disks"), sockets).expect("room");
-        Setup { folder, disks }
+        Setup { folder, disks: Arc::new(disks) }
     }
 
     impl Setup {
@@ -566,6 +576,43 @@ mod tests {
         let frozen = first.expect("disks").freeze().expect("frozen");
         let refused = setup.disks.attach("web-2", uid, &frozen).expect_err("refused, too");
         assert!(matches!(refused, DiskError::Changed { .. }), "{refused}");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_machine_has_a_volume_until_it_is_dropped() {
+        let setup = setup();
+        let (disks, uid) = (&setup.disks, rustix::process::getuid().as_raw());
+        let root_of = |_: &str| -> Result<PathBuf, DiskError> { panic!("no image is named") };
+        let source = vmfork_api::VolumeSource::Blank { size_bytes: DISK_BYTES_MIN };
+        let (on_fork, labels) = (OnFork::Fork, vmfork_api::Labels::default());
+        let request = VolumeRequest { name: "db".to_owned(), source, on_fork, labels };
+        let made = disks.create_volume(request.clone(), 7, root_of).await.expect("room");
+        assert_eq!((made.size_bytes, made.created_unix_ms), (DISK_BYTES_MIN, 7));
+        let twice = disks.create_volume(request, 7, root_of).await.expect_err("taken");
+        assert_eq!(twice.code(), ErrorCode::Conflict);
+        let wanted = ["data=volume:db", "late=empty"].map(|disk| disk.parse().expect("a disk"));
+        let contents = disks.contents(&wanted, root_of).await.expect("free");
+        let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
+        assert_eq!(disks.volume("db").expect("there").vms, ["web"]);
+        let [(data, _), (late, _)] = machine.written().try_into().expect("two");
+        assert_eq!((data.durability, late.durability), (Durability::Medium, Durability::Host));
+        assert_eq!(machine.of_volume("db"), Some((0, "data".to_owned())));
+        assert_eq!(machine.empty(None), Some((1, "late".to_owned())));
+        let refused = disks.attach("other", uid, &contents).expect_err("one VM has it");
+        assert_eq!(refused.to_string(), "VM `web` has the volume `db`");
+
+        let [of_clone, late] = machine.freeze().expect("frozen").try_into().expect("two");
+        assert_eq!((of_clone.spec.volume.as_ref(), of_clone.spec.empty), (None, false));
+        assert_eq!(of_clone.spec.durability, Durability::Host);
+        assert!(late.spec.empty, "a clone may attach to it");
+        let clone = disks.attach("web.1", uid, &[of_clone, late]).expect("served");
+        assert_eq!(disks.volume("db").expect("there").vms, ["web"]);
+        disks.vm_ends("web");
+        drop(machine);
+        disks.given_back().await;
+        assert_eq!(disks.volume("db").expect("there").vms, [""; 0]);
+        disks.remove_volume("db").expect("free");
+        assert!(clone.is_some_and(|clone| clone.freeze().is_ok()), "it has what it needs");
     }
 
     #[tokio::test]

@@ -228,14 +228,14 @@ impl Volumes {
         };
         for record in records {
             let set = DiskSet::new(None);
-            let newest = listing.iter().flat_map(|listing| listing.disks());
-            let newest = newest
-                .filter(|layer| record.disk_id() == Some(layer.note.disk_id))
-                .map(|layer| layer.id)
-                .next();
+            let newest = listing.as_ref().zip(record.disk_id());
+            let newest = newest.and_then(|(listing, id)| listing.newest_of(id));
             let disk = match newest {
+                Some(layer) if listing.as_ref().is_some_and(|all| all.is_suspect(layer)) => {
+                    Err("a layer that can't be read may be its newest".to_owned())
+                }
                 Some(layer) => {
-                    let opened = store.reopen(layer, &set, &|_| None);
+                    let opened = store.reopen(layer.id, &set, &|_| None);
                     opened.map(Arc::new).map_err(|error| chain(&error))
                 }
                 None => Err("none of its layers is there".to_owned()),
@@ -267,8 +267,8 @@ impl Volumes {
         found.ok_or_else(|| VolumeError::Missing { name: name.to_owned() })
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.state().all.is_empty()
+    pub(super) fn count(&self) -> usize {
+        self.state().all.len()
     }
 
     /// All, by name. Blocking.
