@@ -1,6 +1,6 @@
 //! Which frozen layers are copied into one.
 //!
-//! A parent that is frozen on and on leaves a layer each time, of which fewer and fewer pages show.
+//! A parent that is frozen on and on leaves a layer each time. Fewer and fewer of its pages show.
 //! Layers of about the same size are merged when there are too many. Layers that show less than
 //! half of what they hold are written again when that wastes too much.
 //!

@@ -13,13 +13,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmfork_image::{PageIdx, PageRange};
 
-/// Pages of which one word has the bits.
+/// Pages whose bits are in one word.
 const WORD_PAGES: u64 = 32;
-/// Pages of which one byte has the bits.
+/// Pages whose bits are in one byte.
 const BYTE_PAGES: u64 = 4;
 /// Bytes of a map that are allocated together, in memory and as a rule in a file.
 pub(super) const CHUNK_BYTES: u64 = 4096;
-/// Pages of which one chunk has the bits: 64 MiB.
+/// Pages whose bits are in one chunk: 64 MiB.
 pub(crate) const CHUNK_PAGES: u64 = CHUNK_BYTES * BYTE_PAGES;
 const CHUNK_WORDS: u64 = CHUNK_BYTES / 8;
 /// The lower bit of each page.

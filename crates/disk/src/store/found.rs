@@ -46,7 +46,7 @@ impl Listing {
     /// counts if nothing else is left of its disk, or if all else is frozen. It may be in use and
     /// empty: a disk has the same bytes with and without it.
     ///
-    /// A disk that has ended, of which another one needs a frozen layer, is none.
+    /// A disk that has ended is not listed, although others may need its frozen layers.
     pub fn disks(&self) -> Vec<&FoundLayer> {
         let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
         let rank = |layer: &FoundLayer| (!is_unused(layer), layer.note.number);

@@ -364,7 +364,11 @@ impl DiskStore {
     /// # Errors
     /// The folder can't be read.
     pub fn disks(&self) -> Result<Vec<FoundDisk>, StoreError> {
-        let listing = self.list()?;
+        Ok(self.disks_in(&self.list()?))
+    }
+
+    /// The disks of a listing, as [`DiskStore::disks`].
+    pub fn disks_in(&self, listing: &Listing) -> Vec<FoundDisk> {
         let found = listing.disks().into_iter().map(|newest| {
             let own = |layer: &&FoundLayer| layer.note.disk_id == newest.note.disk_id;
             let layers = listing.layers.values().filter(own);
@@ -379,7 +383,7 @@ impl DiskStore {
                 is_suspect: listing.is_suspect(newest),
             }
         });
-        Ok(found.collect())
+        found.collect()
     }
 
     /// Removes a disk that an earlier daemon left, and what only it needs; or the damaged layer of

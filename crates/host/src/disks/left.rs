@@ -65,7 +65,7 @@ impl HostDisks {
     /// Their folder can't be read.
     pub fn list(&self) -> Result<Vec<HostDisk>, DiskError> {
         let listing = self.store.list().map_err(DiskError::Left)?;
-        let disks = self.store.disks().map_err(DiskError::Left)?;
+        let disks = self.store.disks_in(&listing);
         // Places for volumes have nothing on them.
         let disks = disks.iter().filter(|disk| disk.size_bytes >= DISK_BYTES_MIN);
         let mut all: Vec<HostDisk> = disks.map(shown).collect();
