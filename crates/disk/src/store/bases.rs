@@ -99,7 +99,8 @@ impl Bases {
         for entry in std::fs::read_dir(&self.folder)? {
             let path = entry?.path();
             let lives = live.get(&path).is_some_and(|name| name.strong_count() > 0);
-            if !lives && !named.contains(&path) {
+            // A disk that ends with the daemon, and is newer than these notes, keeps its name.
+            if !lives && !named.contains(&path) && !self.keep.get() {
                 unlink(&path);
             }
         }

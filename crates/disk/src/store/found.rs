@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use vmfork_image::{ImageId, PAGE_BYTES};
 
+use super::images::read_table;
 use super::note::{NOTE_BYTES_MAX, Note, VERSION};
-use super::read_table;
 use crate::layer::{LayerFiles, PageState, remove_layer};
 
 /// A layer on disk.

@@ -1,9 +1,10 @@
 //! The layers of one disk: made, grown, written down.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 
 use vmfork_image::{ImageId, PAGE_BYTES};
 
@@ -38,7 +39,7 @@ impl DiskLayers {
         spare: bool,
     ) -> Result<Arc<StoredLayer>, LayerError> {
         let id = new_id().map_err(LayerError::Name)?;
-        let _made = self.shared.making.read().unwrap_or_else(PoisonError::into_inner);
+        let _making = self.shared.being_made(id);
         let path = self.shared.folder(id);
         let failed = |source| LayerError::File { path: path.clone(), source };
         super::make_folders(&path).map_err(failed)?;
@@ -64,6 +65,33 @@ impl DiskLayers {
         let charge = Charge::new(Arc::clone(&self.set), Arc::clone(&self.shared.floor), 0);
         let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
         Ok(self.shared.register(layer))
+    }
+}
+
+/// A layer is being made until this is dropped. By then it is registered, or its folder goes.
+pub(super) struct BeingMade<'a> {
+    shared: &'a Shared,
+    id: ImageId,
+}
+
+impl Shared {
+    pub(super) fn being_made(&self, id: ImageId) -> BeingMade<'_> {
+        self.making().insert(id);
+        BeingMade { shared: self, id }
+    }
+
+    pub(super) fn is_being_made(&self, id: ImageId) -> bool {
+        self.making().contains(&id)
+    }
+
+    fn making(&self) -> MutexGuard<'_, BTreeSet<ImageId>> {
+        self.making.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for BeingMade<'_> {
+    fn drop(&mut self) {
+        self.shared.making().remove(&self.id);
     }
 }
 

@@ -112,6 +112,7 @@ impl Shared {
         pages: &[(PageRange, &Arc<dyn OwnPages>)],
     ) -> Result<Arc<StoredLayer>, LayerError> {
         let id = new_id().map_err(LayerError::Name)?;
+        let _making = self.being_made(id);
         let path = self.folder(id);
         let failed = |source| LayerError::File { path: path.clone(), source };
         let note =
@@ -136,8 +137,6 @@ impl Shared {
                 rest = rest.from_page(part.end());
             }
         }
-        // If unused layers were removed meanwhile, so was this one's folder, and there is no note.
-        let _made = self.making.read().unwrap_or_else(PoisonError::into_inner);
         // A table that stays names layers that stay.
         layer.folder().this.set(own.folder().this.get());
         write_note(&path, &note, false).map_err(failed)?;

@@ -26,20 +26,21 @@
 
 mod bases;
 mod found;
+mod images;
 mod layers;
 mod merge;
 mod note;
+mod removal;
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use vmfork_image::{ImageId, PAGE_BYTES, PageTable, wire};
+use vmfork_image::{ImageId, PAGE_BYTES};
 
 use self::bases::Bases;
 pub use self::found::{BadLayer, FoundLayer, Listing};
@@ -50,15 +51,9 @@ use crate::background::Background;
 use crate::counters::Counter;
 use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
-use crate::layer::{Keep, LayerError, LayerFiles, LayerFolder, PageState, StoredLayer};
-use crate::lower::OwnPages;
+use crate::layer::{Keep, LayerError, StoredLayer};
 use crate::merging::MergeLimits;
-use crate::raw::{RawError, RawFile};
-use crate::space::{Charge, DiskSet, Floor};
-
-/// Largest table that is read: a disk of 16 TiB.
-const LIMITS: wire::Limits =
-    wire::Limits { pages_max: 1 << 32, names_max: 1 << 16, runs_max: 1 << 26 };
+use crate::space::{DiskSet, Floor};
 
 /// How a store is used.
 #[derive(Debug, Clone, Copy)]
@@ -164,8 +159,10 @@ struct Shared {
     images: Mutex<BTreeMap<ImageId, WeakImage>>,
     limits: MergeLimits,
     merged: Mutex<MergedLayers>,
-    /// Held for reading while a layer is made.
-    making: RwLock<()>,
+    /// Layers that are being made: not in use yet, and not to be removed.
+    making: Mutex<BTreeSet<ImageId>>,
+    /// Held while layers are removed.
+    removing: Mutex<()>,
     made: Counter,
     removed: Arc<Counter>,
     tables: Counter,
@@ -226,7 +223,8 @@ impl DiskStore {
             images: Mutex::default(),
             limits,
             merged: Mutex::default(),
-            making: RwLock::default(),
+            making: Mutex::default(),
+            removing: Mutex::default(),
             made: Counter::default(),
             removed: Arc::default(),
             tables: Counter::default(),
@@ -386,44 +384,6 @@ impl DiskStore {
         found.collect()
     }
 
-    /// Removes a disk that an earlier daemon left, and what only it needs; or the damaged layer of
-    /// that ID.
-    ///
-    /// # Errors
-    /// It is in use, or there is none.
-    pub fn remove_disk(&self, id: ImageId) -> Result<(), StoreError> {
-        // What was read a moment ago may have work left.
-        self.drain();
-        let _none_is_made = self.shared.none_is_made();
-        let listing = self.list()?;
-        let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
-        if listing.bad.iter().any(damaged) {
-            if self.shared.is_in_use(&id) || self.shared.live_layer(id).is_some() {
-                return Err(StoreError::Busy(id));
-            }
-            let path = self.shared.folder(id);
-            return crate::layer::remove_layer(&path).map_err(|source| self.shared.failed(source));
-        }
-        let newest = listing.disks().into_iter().find(|newest| newest.note.disk_id == id);
-        let newest = newest.ok_or(StoreError::NoDisk(id))?.id;
-        // It may be read, too.
-        if self.shared.is_in_use(&id) || self.shared.live_layer(newest).is_some() {
-            return Err(StoreError::Busy(id));
-        }
-        self.shared.remove_but(&listing, Some(id)).map(drop)
-    }
-
-    /// Removes what no disk needs: layers made in advance, and those of disks that had ended.
-    /// → how many layers. From now on, the layers of disks that were opened again are removed like
-    /// others, when nothing names them any more. What a disk needs that was left stays.
-    ///
-    /// # Errors
-    /// The folder can't be read, or a layer not be removed.
-    pub fn remove_unneeded(&self) -> Result<u64, StoreError> {
-        let _none_is_made = self.shared.none_is_made();
-        self.shared.remove_but(&self.list()?, None)
-    }
-
     /// From now on, no layer is removed when it is dropped: the next daemon opens them.
     pub fn keep_all(&self) {
         self.shared.keep.set(true);
@@ -461,71 +421,11 @@ impl Drop for DiskStore {
 }
 
 impl Shared {
-    /// A layer that is being made is not in use yet.
-    fn none_is_made(&self) -> RwLockWriteGuard<'_, ()> {
-        self.making.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether a disk is open.
     fn is_in_use(&self, disk: &ImageId) -> bool {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain(|_, disk| disk.strong_count() > 0);
         open.contains_key(disk)
-    }
-
-    /// Removes the layers that neither live nor are needed by a disk that is to stay: all but
-    /// `goes`. What a damaged layer needs is not known: while there is one, no more than layers of
-    /// that disk are removed.
-    fn remove_but(&self, listing: &Listing, goes: Option<ImageId>) -> Result<u64, StoreError> {
-        let disks = listing.disks();
-        let stay = disks.iter().filter(|disk| Some(disk.note.disk_id) != goes);
-        let needed = listing.needed_by(stay.map(|disk| disk.id));
-        let mut removed = 0;
-        // Those above first.
-        let mut layers: Vec<_> = listing.layers.values().collect();
-        layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
-        let is_gone = |layer: &&FoundLayer| {
-            let known = listing.bad.is_empty() || Some(layer.note.disk_id) == goes;
-            known && !needed.contains(&layer.id) && self.live_layer(layer.id).is_none()
-        };
-        let gone: Vec<&FoundLayer> = layers.into_iter().filter(is_gone).collect();
-        for layer in &gone {
-            let path = self.folder(layer.id);
-            crate::layer::remove_layer(&path).map_err(|source| self.failed(source))?;
-            self.removed.add(1);
-            removed += 1;
-        }
-        self.release(listing, goes);
-        let stay =
-            listing.layers.values().filter(|layer| !gone.iter().any(|one| one.id == layer.id));
-        let notes = stay.map(|layer| &layer.note);
-        // A note that can't be read may name one.
-        if listing.bad.is_empty() {
-            self.bases.remove_unnamed(notes).map_err(|source| self.failed(source))?;
-        }
-        Ok(removed)
-    }
-
-    /// Live layers that no left disk needs, but for the one that goes, end with their last name.
-    fn release(&self, listing: &Listing, goes: Option<ImageId>) {
-        if !listing.bad.is_empty() {
-            return;
-        }
-        let disks = listing.disks();
-        let left = disks.iter().filter(|disk| {
-            let id = disk.note.disk_id;
-            Some(id) != goes && !self.is_in_use(&id)
-        });
-        let needed = listing.needed_by(left.map(|disk| disk.id));
-        // The table that names a merged layer may not be stored yet.
-        let is_named = |id: &ImageId| listing.layers.values().any(|layer| layer.names.contains(id));
-        let settled = |layer: &&FoundLayer| !layer.note.merged || is_named(&layer.id);
-        let layers = listing.layers.values().filter(settled);
-        for id in layers.map(|layer| &layer.id).filter(|id| !needed.contains(id)) {
-            if let Some(layer) = self.live_layer(*id) {
-                layer.folder().this.set(false);
-            }
-        }
     }
 
     fn failed(&self, source: io::Error) -> StoreError {
@@ -574,183 +474,6 @@ impl Shared {
         let images = self.images.lock().unwrap_or_else(PoisonError::into_inner);
         images.get(&id).and_then(WeakImage::get)
     }
-
-    /// The page table of an image and of those below it is derived and written down, oldest first.
-    fn settle_later(self: &Arc<Self>, image: DiskImage) {
-        let shared = Arc::downgrade(self);
-        self.work.put(Box::new(move || {
-            let Some(shared) = shared.upgrade() else { return };
-            let mut merged = Vec::new();
-            image.flatten_by(&mut |image, flat| shared.merge(image, flat, &mut merged));
-            let durable = merged.iter().any(|layer| layer.is_durable());
-            image.each_linked(&mut |image| shared.store_table(image, durable));
-            // The layers that they replace are off the account by now, if nothing else names them.
-            merged.iter().for_each(|layer| layer.count_copies());
-        }));
-    }
-
-    /// Without its table on disk, an image keeps what lies below.
-    ///
-    /// Nothing waits for the medium, unless a layer below is durable. Then a guest was told so, and
-    /// that layer may be removed only after this one is durable, too. `durable`: so is a layer that
-    /// others were merged into.
-    fn store_table(&self, image: &DiskImage, durable: bool) {
-        let (Some(own), Some(table)) = (image.own(), image.table()) else { return };
-        let Some(lower) = image.lower() else { return };
-        let stored = || -> io::Result<()> {
-            // From now on it is an image: see `reopen`.
-            layers::change_note(own, |note| note.frozen = true)?;
-            if durable || lower.own().is_some_and(|lower| lower.is_durable()) {
-                own.sync()?;
-            }
-            let name = |id: ImageId| wire::ImageName { host: 0, image: id.get() };
-            let bytes = wire::encode(table, name);
-            let _writing = own.folder().writing();
-            let path = own.folder().path();
-            crate::layer::write_atomically(path, "table", &bytes, own.is_durable())
-        };
-        match stored() {
-            Ok(()) => {
-                self.tables.add(1);
-                image.settle();
-            }
-            Err(error) => tracing::warn!(image = %image.id(), %error, "a table is not stored"),
-        }
-    }
-
-    /// An earlier daemon's layer, which stays on disk until the caller decides.
-    fn open_layer(
-        &self,
-        id: ImageId,
-        set: &Arc<DiskSet>,
-    ) -> Result<(Arc<StoredLayer>, Note), StoreError> {
-        let path = self.folder(id);
-        let note = match found::read_note(&path) {
-            Ok(Some(note)) => note,
-            Ok(None) => return Err(StoreError::Missing(id)),
-            Err(reason) => return Err(StoreError::Damaged { path, reason }),
-        };
-        if let Some(layer) = self.live_layer(id) {
-            return Ok((layer, note));
-        }
-        let files = LayerFiles::open(&path)?;
-        if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
-            let reason = format!("its map is too short for {} bytes", note.size_bytes);
-            return Err(StoreError::Damaged { path, reason });
-        }
-        let pages = files.map().count(PageState::Written);
-        let charge = Charge::new(Arc::clone(set), Arc::clone(&self.floor), pages);
-        let folder = LayerFolder::new(path, Arc::clone(&self.keep), Arc::clone(&self.rubbish));
-        folder.this.set(true);
-        // It may be durable.
-        self.rely_on_merged();
-        let layer = StoredLayer::new((id, note.disk_id), files, folder, charge);
-        Ok((self.register(layer), note))
-    }
-
-    /// The image whose newest layer is `top`; `None`: there is none. `above`: a layer that lies on
-    /// it.
-    fn chain(
-        &self,
-        top: Option<ImageId>,
-        above: Option<ImageId>,
-        set: &Arc<DiskSet>,
-        given: &dyn Fn(ImageId) -> Option<DiskImage>,
-    ) -> Result<Option<DiskImage>, StoreError> {
-        let mut seen: BTreeSet<ImageId> = above.into_iter().collect();
-        let mut open: Vec<(Arc<StoredLayer>, u64)> = Vec::new();
-        let mut at = top;
-        let mut base = None;
-        let mut image = loop {
-            let Some(id) = at else {
-                let Some(base) = &base else { return Ok(None) };
-                break self.base_image(base, given)?;
-            };
-            if let Some(image) = self.live_image(id) {
-                break image;
-            }
-            if !seen.insert(id) {
-                let reason = format!("layer {id} lies on itself");
-                return Err(StoreError::Damaged { path: self.folder(id), reason });
-            }
-            let (layer, note) = self.open_layer(id, set)?;
-            if note.merged {
-                return Err(StoreError::Merged(id));
-            }
-            if !layer.folder().this.get() && !note.frozen {
-                return Err(StoreError::Busy(id));
-            }
-            if let Some(image) = self.by_table(&layer, &note, set, given)? {
-                break image;
-            }
-            open.push((layer, note.size_bytes));
-            (at, base) = (note.on, Some(note.base));
-        };
-        while let Some((layer, size_bytes)) = open.pop() {
-            image = DiskImage::frozen(layer, image, size_bytes);
-        }
-        self.remember(&image);
-        Ok(Some(image))
-    }
-
-    /// A base, by what a note says of it.
-    fn base_image(
-        &self,
-        note: &BaseNote,
-        given: &dyn Fn(ImageId) -> Option<DiskImage>,
-    ) -> Result<DiskImage, StoreError> {
-        match &note.kind {
-            BaseKind::Blank => Ok(DiskImage::blank_as(note.id, note.size_bytes)),
-            BaseKind::Given => given(note.id).ok_or(StoreError::Base(note.id)),
-            BaseKind::Raw { path, stamp } => {
-                let path = self.bases.now_at(path);
-                let file = RawFile::open(&path).map_err(ImageError::Raw)?;
-                if file.stamp() != *stamp {
-                    return Err(ImageError::Raw(RawError::Changed { path }).into());
-                }
-                Ok(DiskImage::raw_as(note.id, file)?)
-            }
-        }
-    }
-
-    /// The image of a layer whose table is stored.
-    fn by_table(
-        &self,
-        layer: &Arc<StoredLayer>,
-        note: &Note,
-        set: &Arc<DiskSet>,
-        given: &dyn Fn(ImageId) -> Option<DiskImage>,
-    ) -> Result<Option<DiskImage>, StoreError> {
-        let path = layer.folder().path().join("table");
-        let Some(table) = read_table(&path)? else { return Ok(None) };
-        let base = self.base_image(&note.base, given)?;
-        let mut owners: BTreeMap<ImageId, Arc<dyn OwnPages>> =
-            base.owners().map(|(id, own)| (id, Arc::clone(own))).collect();
-        for (id, _) in table.owners().iter() {
-            if id == layer.id() {
-                owners.insert(id, Arc::<StoredLayer>::clone(layer));
-            } else if let Entry::Vacant(place) = owners.entry(id) {
-                let (own, _) = self.open_layer(id, set)?;
-                place.insert(own);
-            }
-        }
-        let (own, base) = (Arc::clone(layer), base.base().clone());
-        let owner = |id| owners.get(&id).cloned();
-        Ok(Some(DiskImage::with_table(own, base, note.size_bytes, table, owner)?))
-    }
-}
-
-/// `None`: there is none.
-fn read_table(path: &Path) -> Result<Option<PageTable>, StoreError> {
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(StoreError::Folder { path: path.to_owned(), source }),
-    };
-    let damaged = |reason| StoreError::Damaged { path: path.to_owned(), reason };
-    let coded = wire::decode(&bytes, LIMITS).map_err(|flaw| damaged(flaw.to_string()))?;
-    let table = coded.to_table(|name| ImageId::new(name.image));
-    Ok(Some(table.map_err(|name| damaged(format!("no image is called {name}")))?))
 }
 
 fn make_folders(layers: &Path) -> io::Result<()> {

@@ -5,6 +5,7 @@ use super::*;
 use crate::lower::Lower;
 use crate::merging::LAYERS_MAX;
 use crate::nbd::Span;
+use crate::raw::RawError;
 
 const PAGES: u64 = 24;
 const SIZE: u64 = PAGES * 4096;
