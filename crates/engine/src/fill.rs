@@ -16,7 +16,7 @@ use std::time::Duration;
 use vmfork_image::{Origin, PageIdx, PageRange};
 use vmfork_policy::{Fetch, Reason};
 
-use crate::host_image::{HostImage, PageLost};
+use crate::host_image::{Brought, HostImage, PageLost};
 
 /// How long a background fill waits for another engine that brings the same pages.
 const OTHERS_WAIT: Duration = Duration::from_secs(2);
@@ -48,7 +48,7 @@ pub(crate) fn fill(
     }
     buffer.resize(usize::try_from(range.byte_len()).unwrap_or(0), 0);
     let first = fetch.first.filter(|page| range.len() >= SPLIT_PAGES_MIN && range.contains(*page));
-    let origin = match (fetch.reason, first) {
+    let brought = match (fetch.reason, first) {
         (Reason::Demand, Some(page)) => {
             owner.read_owned_first(range, page, buffer, &mut |bytes| {
                 if put(image, owner, page.range(), Origin::Peer, bytes).is_ok() {
@@ -59,7 +59,7 @@ pub(crate) fn fill(
         (Reason::Demand, None) => owner.read_owned(range, buffer)?,
         (Reason::Background(_), _) => owner.read_owned_ahead(range, buffer)?,
     };
-    store(image, owner, fetch, origin, buffer)
+    store(image, owner, fetch, brought, buffer)
 }
 
 /// The same for several background fetches of one owner. `done` is called once for each, with its
@@ -92,10 +92,11 @@ pub(crate) fn fill_together(
             later.push((place, image, *fetch));
         }
     }
-    let mut each = |at, came: Result<&[u8], PageLost>| {
+    let mut each = |at: usize, came: Result<&[u8], PageLost>| {
         let Some(&(place, image, fetch)) = places.get(at) else { return };
         let Some(origin) = source else { return };
-        let outcome = match came.and_then(|bytes| store(image, owner, fetch, origin, bytes)) {
+        let brought = Brought { origin, pages: fetch.range.len() };
+        let outcome = match came.and_then(|bytes| store(image, owner, fetch, brought, bytes)) {
             // Another answer was first.
             Err(_) if is_there(image, owner, fetch) => Ok(()),
             outcome => outcome,
@@ -123,7 +124,7 @@ fn is_there(image: &HostImage, owner: &HostImage, fetch: Fetch) -> bool {
         return false;
     }
     image.cache().presence().set(range);
-    count(image, owner, fetch, Origin::Cache);
+    count(image, owner, fetch, Brought { origin: Origin::Cache, pages: 0 });
     true
 }
 
@@ -132,15 +133,15 @@ fn store(
     image: &HostImage,
     owner: &HostImage,
     fetch: Fetch,
-    origin: Origin,
+    brought: Brought,
     bytes: &[u8],
 ) -> Result<(), PageLost> {
     let range = fetch.range;
     if image.cache().presence().count(range) == range.len() {
         return Ok(()); // another answer was first
     }
-    put(image, owner, range, origin, bytes)?;
-    count(image, owner, fetch, origin);
+    put(image, owner, range, brought.origin, bytes)?;
+    count(image, owner, fetch, brought);
     Ok(())
 }
 
@@ -161,16 +162,21 @@ fn put(
     })
 }
 
-fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, origin: Origin) {
-    let bytes = fetch.range.byte_len();
-    let counter = match origin {
+/// Each page is counted where it was: part of a range may have been in the owner's cache.
+fn count(image: &HostImage, owner: &HostImage, fetch: Fetch, brought: Brought) {
+    let bytes = PageRange::first(brought.pages).byte_len();
+    let of_relative = &image.counters.from_image_bytes;
+    let counter = match brought.origin {
         Origin::Chunk => &image.counters.from_stored_bytes,
         Origin::Peer => &image.counters.from_peer_bytes,
         _ if std::ptr::eq(image, owner) => &image.counters.from_frozen_bytes,
-        _ => &image.counters.from_image_bytes,
+        _ => of_relative,
     };
     counter.add(bytes);
-    if origin == Origin::Peer && fetch.reason != Reason::Demand {
+    if brought.origin == Origin::Peer && fetch.reason != Reason::Demand {
         image.counters.from_peer_ahead_bytes.add(bytes);
+    }
+    if !std::ptr::eq(image, owner) {
+        of_relative.add(fetch.range.byte_len() - bytes);
     }
 }

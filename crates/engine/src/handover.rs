@@ -14,14 +14,14 @@
 //! The model: `RUSTFLAGS="--cfg loom" cargo test -p vmfork-engine --lib loom --target-dir
 //! target/loom`
 
-use vmfork_image::{Origin, PageIdx, PageRange};
+use vmfork_image::{PageIdx, PageRange};
 
 use crate::presence::Presence;
 
 /// Read `range` piece by piece: `from_cache` runs whose pages are present, `from_original` runs
 /// whose pages are not. A failure of `from_original` counts only if the page is still absent
 /// afterwards. `lasts`: originals are never given back, so that what was read of them is good. →
-/// the farther origin of the two that were used.
+/// how many pages were read from originals.
 ///
 /// Bounded: each turn either reads a run or finds a page present that was absent, and present pages
 /// stay so.
@@ -34,9 +34,9 @@ pub(crate) fn read<E>(
     lasts: bool,
     mut from_cache: impl FnMut(PageRange) -> Result<(), E>,
     mut from_original: impl FnMut(PageRange) -> Result<(), E>,
-) -> Result<Origin, (PageIdx, E)> {
+) -> Result<u64, (PageIdx, E)> {
     let mut at = range.start();
-    let mut origin = Origin::Cache;
+    let mut originals = 0;
     while at < range.end() {
         let (run, present) = presence.run(range.from_page(at));
         if present {
@@ -46,7 +46,7 @@ pub(crate) fn read<E>(
         }
         let outcome = from_original(run);
         if lasts && outcome.is_ok() {
-            origin = Origin::Frozen;
+            originals += run.len();
             at = run.end();
             continue;
         }
@@ -55,10 +55,10 @@ pub(crate) fn read<E>(
             continue; // drained meanwhile: take it from the cache
         }
         outcome.map_err(|error| (at, error))?;
-        origin = Origin::Frozen;
+        originals += after.len();
         at = after.end();
     }
-    Ok(origin)
+    Ok(originals)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -74,7 +74,7 @@ mod tests {
         let presence = Presence::new(8);
         presence.set(range(2, 3));
         let (mut cached, mut originals) = (Vec::new(), Vec::new());
-        let origin = read::<()>(
+        let count = read::<()>(
             &presence,
             range(1, 6),
             false,
@@ -87,7 +87,7 @@ mod tests {
                 Ok(())
             },
         );
-        assert_eq!(origin, Ok(Origin::Frozen));
+        assert_eq!(count, Ok(3));
         assert_eq!(cached, [range(2, 3)]);
         assert_eq!(originals, [range(1, 1), range(5, 2)]);
     }
@@ -96,7 +96,7 @@ mod tests {
     fn an_original_that_was_given_back_meanwhile_is_read_from_the_cache() {
         let presence = Presence::new(4);
         let mut cached = Vec::new();
-        let origin = read(
+        let count = read(
             &presence,
             range(0, 4),
             false,
@@ -109,7 +109,7 @@ mod tests {
                 if run.start() < PageIdx(2) { Err("unmapped") } else { Ok(()) }
             },
         );
-        assert_eq!(origin, Ok(Origin::Frozen));
+        assert_eq!(count, Ok(2));
         assert_eq!(cached, [range(0, 2)]);
     }
 

@@ -31,6 +31,15 @@ pub struct PageLost {
     pub reason: String,
 }
 
+/// Where pages of an image came from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Brought {
+    /// The farthest place that was used.
+    pub(crate) origin: Origin,
+    /// How many pages came from there. The others were in the image's cache.
+    pub(crate) pages: u64,
+}
+
 /// A run of pages by which a stored image differs from its base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredRun {
@@ -451,7 +460,7 @@ impl HostImage {
         &self,
         range: PageRange,
         bytes: &mut [u8],
-    ) -> Result<Origin, PageLost> {
+    ) -> Result<Brought, PageLost> {
         self.read_owned_by(range, bytes, |stored, run, part| stored.read(run, part))
     }
 
@@ -465,7 +474,7 @@ impl HostImage {
         page: PageIdx,
         bytes: &mut [u8],
         came: &mut dyn FnMut(&[u8]),
-    ) -> Result<Origin, PageLost> {
+    ) -> Result<Brought, PageLost> {
         let came = RefCell::new(came);
         self.read_owned_by(range, bytes, |stored, run, part| match run.contains(page) {
             true => stored.read_first(run, page, part, &mut **came.borrow_mut()),
@@ -481,7 +490,7 @@ impl HostImage {
         &self,
         range: PageRange,
         bytes: &mut [u8],
-    ) -> Result<Origin, PageLost> {
+    ) -> Result<Brought, PageLost> {
         self.read_owned_by(range, bytes, |stored, run, part| stored.read_ahead(run, part))
     }
 
@@ -490,7 +499,7 @@ impl HostImage {
         range: PageRange,
         bytes: &mut [u8],
         read: impl Fn(&dyn PageSource, PageRange, &mut [u8]) -> io::Result<()>,
-    ) -> Result<Origin, PageLost> {
+    ) -> Result<Brought, PageLost> {
         if bytes.len() as u64 != range.byte_len() {
             return Err(self.lost(range.start(), "buffer of another size".to_owned()));
         }
@@ -501,7 +510,7 @@ impl HostImage {
             let (from, len) = from.and_then(|from| len.map(|len| (from, len))).unwrap_or((0, 0));
             read(&mut bytes.borrow_mut()[from..from + len])
         };
-        let origin = handover::read(
+        let pages = handover::read(
             self.cache.presence(),
             range,
             self.stored.is_some(),
@@ -520,10 +529,8 @@ impl HostImage {
             },
         )
         .map_err(|(page, reason)| self.lost(page, reason))?;
-        Ok(match &self.stored {
-            Some(stored) if origin == Origin::Frozen => stored.origin(),
-            _ => origin,
-        })
+        let original = self.stored.as_ref().map_or(Origin::Frozen, |stored| stored.origin());
+        Ok(Brought { origin: if pages == 0 { Origin::Cache } else { original }, pages })
     }
 
     /// Several of them, all where the image is read from. `done` is called for each once, with its

@@ -8,7 +8,7 @@ use vmfork_image::{
 };
 
 use crate::homes::Homes;
-use crate::host_image::{Ancestors, HostImage, OpenError, PageLost};
+use crate::host_image::{Ancestors, Brought, HostImage, OpenError, PageLost};
 
 /// All of an image that isn't bytes.
 #[derive(Debug, Clone)]
@@ -99,7 +99,7 @@ impl HostImage {
             true => self.cache().presence().absent(range),
             false => Vec::new(),
         };
-        let origin = self.read_owned(range, bytes)?;
+        let Brought { origin, .. } = self.read_owned(range, bytes)?;
         self.counters().lent_bytes.add(range.byte_len());
         let came = match origin {
             Origin::Peer => &self.counters().from_peer_bytes,

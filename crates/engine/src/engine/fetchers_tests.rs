@@ -414,3 +414,18 @@ fn what_a_vm_may_have_read_stays_as_it_is() {
         assert!(bytes.iter().all(|byte| *byte == expected), "page {page}");
     }
 }
+
+#[test]
+fn pages_that_are_here_already_are_not_counted_as_brought() {
+    let source = Arc::new(Hangs::default());
+    let (fetchers, image, heard) = of(&source);
+    image.keep(PageRange::first(6), &[1; 6 * 4096]);
+    let (range, from) = (PageRange::first(16), Source::Image(image.id()));
+    let fetch = Fetch { range, source: from, reason: Reason::Demand, first: None, again: false };
+    let (to, owner) = (Arc::clone(&image), Arc::clone(&image));
+    fetchers.submit(Job { image: to, owner, fetch, wakers: Vec::new() }).expect("a thread");
+    heard.recv_timeout(LONG).expect("told of all").outcome.expect("read");
+    assert_eq!(image.cache().presence().count(range), 16);
+    assert_eq!(image.counters().from_peer_bytes.get(), 10 * 4096);
+    assert_eq!(image.counters().from_image_bytes.get(), 0);
+}
