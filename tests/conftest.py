@@ -23,6 +23,7 @@ import fcntl
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,10 @@ from harness.cli import Cli  # noqa: E402
 from harness.cluster import Cluster, cluster_of  # noqa: E402
 from harness.daemon import Daemon  # noqa: E402
 from harness.waits import LimitExceeded, limit  # noqa: E402
+
+# A shell starts what runs in the background with SIGINT ignored, and programs inherit that. Tests
+# type Ctrl-C at what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LIMIT_DEFAULT_S = 180.0
 LIMIT_SETUP_S = 1500.0  # the image may have to be built
