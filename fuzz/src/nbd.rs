@@ -70,21 +70,20 @@ fn reply(request: &Request, export: &Export, agreed: Agreed) {
             let extents: Vec<_> =
                 extents.into_iter().filter(|extent| extent.len_bytes > 0).collect();
             let mut filled = 0;
-            let fill = |part: Span, bytes: &mut [u8]| {
-                assert_eq!(part.len_bytes as usize, bytes.len());
-                filled += bytes.len();
+            let fill = |part: Span, out: &mut Out| {
+                filled += out.space(part.len_bytes as usize).len();
                 Ok::<_, ()>(())
             };
             replies.read(&mut out, cookie, (span, whole), &extents, fill).expect("it is filled");
             assert_eq!(filled as u64, rest);
-            assert!(out.pending().len() as u64 >= rest);
-            assert!(out.pending().len() <= span.len_bytes as usize + 64);
+            assert!(out.leading_bytes().len() as u64 >= rest);
+            assert!(out.leading_bytes().len() <= span.len_bytes as usize + 64);
         }
         Ok(Command::Write { span, .. }) => {
             within(span);
             assert!(!export.read_only && request.payload_bytes == span.len_bytes);
             Replies::done(&mut out, cookie);
-            assert_eq!(out.pending()[8..], cookie.to_be_bytes());
+            assert_eq!(out.leading_bytes()[8..], cookie.to_be_bytes());
         }
         Ok(Command::Trim { span, .. } | Command::WriteZeroes { span, .. }) => {
             within(span);
@@ -95,13 +94,13 @@ fn reply(request: &Request, export: &Export, agreed: Agreed) {
             assert!(agreed.allocation);
             let extent = Extent { len_bytes: u64::from(span.len_bytes), zero: true };
             Replies::status(&mut out, cookie, &vec![extent; 10_000]);
-            assert!(out.pending().len() <= 24 + 8 * 8192);
+            assert!(out.leading_bytes().len() <= 24 + 8 * 8192);
         }
         Ok(Command::Flush | Command::Disconnect) => {}
         Err(error) => {
             assert_ne!(error, NbdError::Io);
             replies.failed(&mut out, cookie, error, false);
-            assert_eq!(out.pending().len(), 16);
+            assert_eq!(out.leading_bytes().len(), 16);
         }
     }
 }

@@ -15,6 +15,7 @@
 //! ([`crate::Lower`]); when a disk is frozen.
 
 use std::fmt::Debug;
+use std::fs::File;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
 
@@ -24,14 +25,17 @@ use crate::background::Job;
 use crate::counters::{DiskCounters, DiskCounts};
 use crate::image::DiskImage;
 use crate::layer::{LayerError, PageState, StoredLayer};
-use crate::lower::{Lower, split_mut};
-use crate::nbd::{Extent, Span};
+use crate::lower::{Lower, OwnPages, split_mut};
+use crate::nbd::{Extent, FilePart, Span};
 
 /// Pages that a trim decides on together.
 const STRETCH: u64 = crate::layer::CHUNK_PAGES;
 
 /// Freezes during one write, after which the next one waits for what the write reads.
 const BELOW_TRIES: u32 = 8;
+/// A part of a file that is shorter is sent sooner from memory: each costs a system call, and wakes
+/// the client.
+const PART_BYTES_MIN: u32 = 32 << 10;
 
 /// Where a disk's layers come from.
 pub(crate) trait Layers: Debug + Send + Sync {
@@ -107,6 +111,16 @@ impl Lower for Now {
     fn is_here(&self, range: PageRange) -> bool {
         let mut runs = self.layer.map().runs(range);
         runs.all(|(run, state)| state != PageState::Absent || self.image.is_here(run))
+    }
+
+    fn files(&self, range: PageRange, found: &mut dyn FnMut(PageRange, Option<&Arc<File>>)) {
+        for (run, state) in self.layer.map().runs(range) {
+            match state {
+                PageState::Absent => self.image.files(run, found),
+                PageState::Written => found(run, self.layer.file()),
+                PageState::Zero => {}
+            }
+        }
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
@@ -344,6 +358,30 @@ impl Disk {
             }
         });
         outcome
+    }
+
+    /// Where the bytes of a span are, none of which are zeros: parts of the store's own files.
+    /// `None` if some are elsewhere, or if the parts are shorter than [`PART_BYTES_MIN`] on
+    /// average.
+    pub(crate) fn files(&self, span: Span) -> Option<Vec<FilePart>> {
+        let parts_max = span.len_bytes / PART_BYTES_MIN;
+        if parts_max == 0 {
+            return None;
+        }
+        let mut parts: Vec<FilePart> = Vec::new();
+        let (mut at, mut all) = (span.offset_bytes, true);
+        self.now().files(cover(span), &mut |run, file| {
+            let from = run.byte_offset().max(span.offset_bytes);
+            let to = run.end().byte_offset().min(span.end());
+            let Some(file) = file.filter(|_| from == at && parts.len() < parts_max as usize) else {
+                all = false;
+                return;
+            };
+            let len_bytes = usize::try_from(to.saturating_sub(from)).unwrap_or(0);
+            parts.push(FilePart { file: Arc::clone(file), offset_bytes: from, len_bytes });
+            at = to;
+        });
+        (all && at == span.end()).then_some(parts)
     }
 
     /// Write a span. What lies below a page that is written in part is read first, while the disk

@@ -61,7 +61,7 @@ enum Step {
 
 fn span() -> impl Strategy<Value = Span> {
     let sectors = SIZE / 512;
-    (0..sectors, 1_u64..60).prop_map(move |(at, len)| {
+    (0..sectors, 1_u64..160).prop_map(move |(at, len)| {
         let len_bytes = u32::try_from(len.min(sectors - at) * 512).expect("small");
         Span { offset_bytes: at * 512, len_bytes }
     })
@@ -103,10 +103,52 @@ fn content(disk: &Disk) -> Vec<u8> {
     for Extent { len_bytes, zero } in disk.extents(all) {
         let to = from + usize::try_from(len_bytes).expect("small");
         assert!(!zero || bytes[from..to].iter().all(|byte| *byte == 0), "{from}..{to}");
+        let len_bytes = u32::try_from(len_bytes).expect("small");
+        let part = Span { offset_bytes: from as u64, len_bytes };
+        if let Some(sent) = (!zero).then(|| from_files(disk, part)).flatten() {
+            assert_eq!(sent, bytes[from..to]);
+        }
         from = to;
     }
     assert_eq!(from, bytes.len());
     bytes
+}
+
+/// What is sent of a span by its files.
+fn from_files(disk: &Disk, span: Span) -> Option<Vec<u8>> {
+    use std::os::unix::fs::FileExt;
+    let mut all = Vec::new();
+    for FilePart { file, offset_bytes, len_bytes } in disk.files(span)? {
+        let mut bytes = vec![0; len_bytes];
+        file.read_exact_at(&mut bytes, offset_bytes).expect("read");
+        all.extend(bytes);
+    }
+    Some(all)
+}
+
+#[test]
+fn large_reads_of_the_stores_own_layers_are_sent_from_their_files() {
+    let (_folder, store) = store();
+    let pages = |from: u64, count: u64| {
+        let len_bytes = u32::try_from(count * 4096).expect("small");
+        Span { offset_bytes: from * 4096, len_bytes }
+    };
+    let disk = create(&store, &DiskImage::blank(SIZE).expect("an image"));
+    disk.write(pages(0, 32), &[1; 32 * 4096]).expect("written");
+    drop(disk.freeze().expect("frozen"));
+    disk.write(pages(16, 8), &[2; 8 * 4096]).expect("written");
+    let mut model = [1; 32 * 4096];
+    model[16 * 4096..24 * 4096].fill(2);
+    let parts = |disk: &Disk, span| disk.files(span).map(|parts| parts.len());
+    assert_eq!(parts(&disk, pages(0, 32)), Some(3));
+    assert_eq!(from_files(&disk, pages(0, 32)).expect("files"), model);
+    let within = Span { offset_bytes: 512, len_bytes: 32 * 4096 - 1024 };
+    assert_eq!(from_files(&disk, within).expect("files"), model[512..32 * 4096 - 512]);
+    assert_eq!(parts(&disk, pages(0, 7)), None, "too short");
+    assert_eq!(parts(&disk, pages(12, 12)), None, "too short on average");
+    assert_eq!(parts(&disk, pages(24, 16)), None, "zeros are in no file");
+    let other = create(&store, &image());
+    assert_eq!(parts(&other, pages(4, 8)), None, "files of others may be cut");
 }
 
 proptest! {

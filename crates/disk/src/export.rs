@@ -3,9 +3,10 @@
 use std::fmt::Debug;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::disk::Disk;
-use crate::nbd::{Command, Export, Extent, NbdError, Span, Target};
+use crate::nbd::{Command, Export, Extent, FilePart, NbdError, Span, Target};
 
 /// What "durable" means to a guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -24,12 +25,15 @@ pub struct DiskExport {
     disk: Arc<Disk>,
     durability: Durability,
     read_only: bool,
+    /// A file could not be sent: its error is found by a read, and told to the client.
+    reads_only: AtomicBool,
     _held: Option<Arc<dyn Debug + Send + Sync>>,
 }
 
 impl DiskExport {
     pub fn new(disk: Arc<Disk>, durability: Durability) -> Self {
-        Self { disk, durability, read_only: false, _held: None }
+        let reads_only = AtomicBool::new(false);
+        Self { disk, durability, read_only: false, reads_only, _held: None }
     }
 
     /// Clients may only read it.
@@ -112,6 +116,15 @@ impl Target for DiskExport {
 
     fn read(&self, span: Span, bytes: &mut [u8]) -> Result<(), NbdError> {
         self.disk.read(span, bytes).map_err(|error| self.failed(&error, span.offset_bytes))
+    }
+
+    fn files(&self, span: Span) -> Option<Vec<FilePart>> {
+        if self.reads_only.load(Ordering::Relaxed) { None } else { self.disk.files(span) }
+    }
+
+    fn file_failed(&self, error: &io::Error) {
+        self.reads_only.store(true, Ordering::Relaxed);
+        tracing::warn!(%error, "a part of a disk can't be sent: it is read from now on");
     }
 
     fn change(&self, command: &Command, bytes: &[u8]) -> Result<(), NbdError> {

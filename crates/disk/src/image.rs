@@ -16,6 +16,7 @@
 //! Left to others: where layers are kept ([`crate::DiskStore`]); when to derive.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -380,6 +381,14 @@ impl Lower for DiskImage {
             }
         });
         here
+    }
+
+    fn files(&self, range: PageRange, found: &mut dyn FnMut(PageRange, Option<&Arc<File>>)) {
+        self.visit(range, &mut |run, place| {
+            if let Place::Pages(own) = place {
+                found(run, own.file());
+            }
+        });
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {

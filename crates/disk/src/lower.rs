@@ -1,7 +1,9 @@
 //! What a disk reads from.
 
 use std::fmt::Debug;
+use std::fs::File;
 use std::io;
+use std::sync::Arc;
 
 use vmfork_image::PageRange;
 
@@ -12,6 +14,10 @@ pub trait Lower: Debug + Send + Sync {
 
     /// Whether pages can be read at once, without waiting for another host or a store.
     fn is_here(&self, range: PageRange) -> bool;
+
+    /// Calls `found` with each run of `range` that is not zeros, in order, and the file that has
+    /// it, as [`OwnPages::file`].
+    fn files(&self, range: PageRange, found: &mut dyn FnMut(PageRange, Option<&Arc<File>>));
 
     /// Read whole pages, zeros too. May take as long as a network does.
     ///
@@ -24,6 +30,11 @@ pub trait Lower: Debug + Send + Sync {
 pub trait OwnPages: Debug + Send + Sync {
     /// Whether they can be read at once, without waiting for another host or a store.
     fn is_here(&self, range: PageRange) -> bool;
+
+    /// A file of the store's own that has page p at p × 4096, and is not cut while it is used.
+    fn file(&self) -> Option<&Arc<File>> {
+        None
+    }
 
     /// Read a run of them. May take as long as a network does, but has a bound.
     ///

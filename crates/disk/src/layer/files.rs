@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use vmfork_image::{PAGE_BYTES, PAGES_MAX, PageIdx, PageRange};
@@ -84,7 +84,7 @@ struct Stopped {
 /// The files of one layer, and its map.
 #[derive(Debug)]
 pub struct LayerFiles {
-    data: File,
+    data: Arc<File>,
     map_file: File,
     map: LayerMap,
     /// Who changes states of a stretch holds its lock, so that the file has what memory has.
@@ -105,7 +105,7 @@ impl LayerFiles {
         map_file.set_len(HEAD_BYTES + LayerMap::byte_len(pages)).map_err(failed)?;
         let head = [&MAGIC[..], &VERSION.to_le_bytes(), &0_u32.to_le_bytes(), &pages.to_le_bytes()];
         map_file.write_all_at(&head.concat(), 0).map_err(failed)?;
-        Ok(Self::with(data, map_file, LayerMap::new(pages)))
+        Ok(Self::with(Arc::new(data), map_file, LayerMap::new(pages)))
     }
 
     /// Files that an earlier daemon left.
@@ -147,7 +147,7 @@ impl LayerFiles {
                 .map_err(|source| LayerError::Map { path: path.clone(), source })?;
             at = next;
         }
-        Ok(Self::with(data, map_file, map))
+        Ok(Self::with(Arc::new(data), map_file, map))
     }
 
     /// The same files with more pages, which are absent. Nothing may be written meanwhile.
@@ -159,20 +159,25 @@ impl LayerFiles {
     /// The medium's, or it is full.
     pub fn grown(&self, pages: u64) -> io::Result<Self> {
         let pages = pages.max(self.map.pages());
-        let (data, map_file) = (self.data.try_clone()?, self.map_file.try_clone()?);
+        let (data, map_file) = (Arc::clone(&self.data), self.map_file.try_clone()?);
         data.set_len(pages * PAGE_BYTES)?;
         map_file.set_len(HEAD_BYTES + LayerMap::byte_len(pages))?;
         map_file.write_all_at(&pages.to_le_bytes(), 16)?;
         Ok(Self::with(data, map_file, self.map.grown(pages)))
     }
 
-    fn with(data: File, map_file: File, map: LayerMap) -> Self {
+    fn with(data: Arc<File>, map_file: File, map: LayerMap) -> Self {
         Self { data, map_file, map, stripes: std::array::from_fn(|_| Mutex::default()) }
     }
 
     /// The states of its pages.
     pub fn map(&self) -> &LayerMap {
         &self.map
+    }
+
+    /// Page p is at p × 4096, if it is written. The file is never cut.
+    pub(super) fn data(&self) -> &Arc<File> {
+        &self.data
     }
 
     /// Read pages that are written.
@@ -301,7 +306,8 @@ impl LayerFiles {
     /// Another file in place of the data's, or of the map's: one that fails.
     #[cfg(test)]
     pub(super) fn swap(&mut self, of_map: bool, file: &mut File) {
-        std::mem::swap(if of_map { &mut self.map_file } else { &mut self.data }, file);
+        let data = Arc::get_mut(&mut self.data).expect("no reply is being sent");
+        std::mem::swap(if of_map { &mut self.map_file } else { data }, file);
     }
 }
 

@@ -191,6 +191,10 @@ impl OwnPages for StoredLayer {
         true
     }
 
+    fn file(&self) -> Option<&Arc<File>> {
+        Some(self.files.data())
+    }
+
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
         self.files.read(range.byte_offset(), bytes)
     }

@@ -15,7 +15,7 @@ mod serve;
 mod wire;
 mod workers;
 
-pub use buffer::Out;
+pub use buffer::{FilePart, Out};
 pub use handshake::{Agreed, Export, Flaw, Handshake, OPTION_BYTES_MAX, Step};
 pub use pulse::Pulse;
 pub use request::{BLOCK_BYTES_MAX, Command, Extent, NbdError, Replies, Request, Span};

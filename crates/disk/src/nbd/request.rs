@@ -192,7 +192,7 @@ impl Replies {
     }
 
     /// Of a read of `extents`, which follow each other from `span` on. `fill` gets each run that is
-    /// not zeros, and the place for its bytes, and fills all of it.
+    /// not zeros, and puts all its bytes into the reply.
     ///
     /// # Errors
     /// Those of `fill`. A part of the reply is in `out` then.
@@ -202,7 +202,7 @@ impl Replies {
         cookie: u64,
         (span, whole): (Span, bool),
         extents: &[Extent],
-        mut fill: impl FnMut(Span, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(Span, &mut Out) -> Result<(), E>,
     ) -> Result<(), E> {
         if !self.0.structured {
             out.put(&wire::simple_reply(0, cookie));
@@ -225,11 +225,10 @@ impl Replies {
                 if !one {
                     data_head(out, flags, cookie, part);
                 }
-                let place = out.space(len_bytes as usize);
                 if extent.zero {
-                    place.fill(0);
+                    out.space(len_bytes as usize).fill(0);
                 } else {
-                    fill(part, place)?;
+                    fill(part, out)?;
                 }
             }
             offset_bytes = part.end();

@@ -89,14 +89,13 @@ fn read(structured: bool, whole: bool) -> Vec<u8> {
     // What was there before is never sent.
     out.space(1 << 14).fill(0xdd);
     out.gone(1 << 14);
-    let sent = replies.read::<()>(&mut out, 7, (span, whole), &extents, |part, bytes| {
+    let sent = replies.read::<()>(&mut out, 7, (span, whole), &extents, |part, out| {
         let byte = u8::try_from((part.offset_bytes - 8192) / 512 + 1).expect("small");
-        bytes.fill(byte);
-        assert_eq!(bytes.len(), part.len_bytes as usize);
+        out.space(part.len_bytes as usize).fill(byte);
         Ok(())
     });
     sent.expect("read");
-    out.pending().to_vec()
+    out.leading_bytes().to_vec()
 }
 
 #[test]
@@ -120,7 +119,7 @@ fn an_error_has_the_form_of_what_it_answers() {
     let failed = |replies: Replies, error, reads| {
         let mut out = Out::default();
         replies.failed(&mut out, 7, error, reads);
-        out.into_bytes()
+        out.leading_bytes().to_vec()
     };
     assert_eq!(failed(replies, NbdError::Io, true).len(), 26);
     assert_eq!(failed(replies, NbdError::NoSpace, false), wire::simple_reply(28, 7));

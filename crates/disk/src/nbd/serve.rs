@@ -13,7 +13,8 @@
 //! no other. When [`serve`] returns, no request is being carried out any more.
 //!
 //! A hit takes four system calls: `poll`, `recv`, `pread` or `pwrite`, `send`. Its bytes are read
-//! into the reply, or written from where they came.
+//! into the reply, or written from where they came. Those of a large read go from the file to the
+//! socket by `sendfile`, and are copied once, by the client.
 //!
 //! Left to others: who may connect; what is read and written ([`Target`](super::Target)).
 
@@ -27,7 +28,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvFlags, SendFlags};
 
-use super::buffer::{Inbox, Out};
+use super::buffer::{FilePart, Inbox, Next, Out};
 use super::handshake::{Agreed, Export, Flaw, Handshake, Step};
 use super::pulse::Pulse;
 use super::request::{Command, Replies, Request};
@@ -77,12 +78,13 @@ pub fn serve(socket: &UnixStream, exports: &dyn Exports, pulse: &Pulse) -> Resul
     socket.set_nonblocking(true)?;
     let outbox = Arc::new(Outbox::new()?);
     let (inbox, out) = (Inbox::default(), Out::default());
-    let mut connection = Connection { socket, pulse, outbox, inbox, out };
+    let mut connection = Connection { socket, pulse, outbox, inbox, out, target: None };
     let list = exports.list();
     let Some((reply, export, agreed)) = connection.handshake(&list)? else { return Ok(()) };
     let held = || ServeError::Held(export.name.clone());
     let target = exports.claim(export).ok_or_else(held)?;
     connection.out.put(&reply);
+    connection.target = Some(Arc::clone(&target));
     let job = Job { target, replies: Replies(agreed) };
     let mut workers = Workers::new(job, Arc::clone(&connection.outbox));
     connection.requests(export, agreed, &mut workers)
@@ -94,6 +96,8 @@ struct Connection<'a> {
     outbox: Arc<Outbox>,
     inbox: Inbox,
     out: Out,
+    /// Once it is chosen.
+    target: Option<Arc<dyn Target>>,
 }
 
 /// The last reply of a handshake, which export, and what was agreed.
@@ -174,7 +178,7 @@ impl Connection<'_> {
                     Err(error) => job.replies.failed(&mut self.out, cookie, error, false),
                 }
                 self.inbox.take(len);
-                if self.out.pending().len() >= SENT_AT_ONCE {
+                if self.out.pending_bytes() >= SENT_AT_ONCE {
                     self.flush()?;
                 }
             }
@@ -187,7 +191,7 @@ impl Connection<'_> {
                 Look::Replies => {
                     for reply in self.outbox.take() {
                         waiting -= 1;
-                        self.out.put(&reply);
+                        self.out.append(reply);
                     }
                 }
                 Look::Stop | Look::End => return Ok(()),
@@ -196,7 +200,7 @@ impl Connection<'_> {
     }
 
     fn has_room(&self, waiting: usize) -> bool {
-        waiting < REQUESTS_MAX && self.out.pending().len() < QUEUED_BYTES_MAX
+        waiting < REQUESTS_MAX && self.out.pending_bytes() < QUEUED_BYTES_MAX
     }
 
     /// Wait until something can be done, and read what came if more is `wanted`.
@@ -206,7 +210,7 @@ impl Connection<'_> {
         at_most: Option<Duration>,
     ) -> Result<Look, ServeError> {
         let mut flags = if wanted.is_some() { PollFlags::IN } else { PollFlags::empty() };
-        flags.set(PollFlags::OUT, !self.out.pending().is_empty());
+        flags.set(PollFlags::OUT, self.out.pending_bytes() > 0);
         let mut fds = [
             PollFd::from_borrowed_fd(self.pulse.fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.outbox.bell.as_fd(), PollFlags::IN),
@@ -253,19 +257,51 @@ impl Connection<'_> {
         }
     }
 
-    /// Send what the socket takes.
+    /// Send what the socket takes. A part of a file goes from the host's page cache into the socket
+    /// without a copy.
     fn flush(&mut self) -> io::Result<()> {
-        while !self.out.pending().is_empty() {
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match rustix::net::send(self.socket, self.out.pending(), flags) {
-                Ok(len) => self.out.gone(len),
+        loop {
+            let sent = match self.out.next() {
+                Next::Nothing => return Ok(()),
+                Next::Bytes(bytes) => {
+                    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                    let sent = rustix::net::send(self.socket, bytes, flags);
+                    sent.map(|len| self.out.gone(len))
+                }
+                Next::File(part) => {
+                    let FilePart { file, offset_bytes, len_bytes } = part;
+                    match rustix::fs::sendfile(self.socket, file, Some(offset_bytes), *len_bytes) {
+                        Ok(len) if len > 0 => {
+                            *len_bytes = len_bytes.saturating_sub(len);
+                            Ok(())
+                        }
+                        Err(errno) if is_of_socket(errno) => Err(errno),
+                        // The reply has begun. The client makes a new connection, and asks again.
+                        failed => return Err(self.file_failed(failed.err())),
+                    }
+                }
+            };
+            match sent {
+                Ok(()) | Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
-                Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(())
     }
+
+    fn file_failed(&self, errno: Option<rustix::io::Errno>) -> io::Error {
+        let error = errno.map_or(io::ErrorKind::UnexpectedEof.into(), io::Error::from);
+        if let Some(target) = &self.target {
+            target.file_failed(&error);
+        }
+        error
+    }
+}
+
+/// Whether the error says something of the client's end, and not of a file.
+fn is_of_socket(errno: rustix::io::Errno) -> bool {
+    use rustix::io::Errno;
+    matches!(errno, Errno::AGAIN | Errno::INTR | Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN)
 }
 
 #[cfg(test)]

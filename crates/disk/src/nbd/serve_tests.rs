@@ -1,5 +1,7 @@
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Condvar, Mutex};
 
@@ -19,10 +21,17 @@ struct Bytes {
     opened: Condvar,
     waits: Mutex<bool>,
     begun: Condvar,
+    /// Reads come from it.
+    file: Option<Arc<File>>,
+    failed: AtomicBool,
 }
 
 impl Bytes {
     fn new() -> Arc<Self> {
+        Self::with(None)
+    }
+
+    fn with(file: Option<Arc<File>>) -> Arc<Self> {
         let bytes = Mutex::new(vec![0; usize::try_from(SIZE).expect("small")]);
         Arc::new(Self {
             bytes,
@@ -30,6 +39,8 @@ impl Bytes {
             opened: Condvar::new(),
             waits: Mutex::new(false),
             begun: Condvar::new(),
+            file,
+            failed: AtomicBool::new(false),
         })
     }
 
@@ -68,6 +79,16 @@ impl Target for Bytes {
         }
         bytes.copy_from_slice(&self.bytes.lock().expect("lock")[place(span)]);
         Ok(())
+    }
+
+    fn files(&self, span: Span) -> Option<Vec<FilePart>> {
+        let file = self.file.clone().filter(|_| !self.failed.load(Ordering::Relaxed))?;
+        let Span { offset_bytes, len_bytes } = span;
+        Some(vec![FilePart { file, offset_bytes, len_bytes: len_bytes as usize }])
+    }
+
+    fn file_failed(&self, _: &io::Error) {
+        self.failed.store(true, Ordering::Relaxed);
     }
 
     fn change(&self, command: &Command, bytes: &[u8]) -> Result<(), NbdError> {
@@ -242,6 +263,54 @@ fn a_client_that_takes_no_replies_is_not_read_any_more_and_gets_all_of_them_late
         assert_eq!(error, 0);
         left.remove(&cookie).expect("once");
     }
+}
+
+/// A file in memory in which each 512 bytes have their number.
+fn numbered(len: u64) -> Arc<File> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    let mut file = File::from(rustix::fs::memfd_create("bytes", flags).expect("a file"));
+    for sector in 0..len / 512 {
+        file.write_all(&[sector.to_le_bytes(); 64].concat()).expect("written");
+    }
+    Arc::new(file)
+}
+
+#[test]
+fn bytes_of_files_come_in_order_with_others_however_slowly_they_are_taken() {
+    let target = Bytes::with(Some(numbered(SIZE)));
+    target.open();
+    let mut client = Client::connected(&target);
+    // Some are answered by workers: those of the second half.
+    let span = |cookie: u64| (cookie * 37 % 40 * 16384, 256 << 10);
+    for cookie in 0..40 {
+        client.ask(command::READ, cookie, span(cookie), &[]);
+        client.ask(command::WRITE, 100 + cookie, (0, 512), &[1; 512]);
+    }
+    let mut bytes = vec![0; 256 << 10];
+    for _ in 0..80 {
+        let mut head = [0; 16];
+        client.socket.read_exact(&mut head).expect("an answer");
+        let cookie = u64::from_be_bytes(head[8..].try_into().expect("eight"));
+        if cookie < 100 {
+            client.socket.read_exact(&mut bytes).expect("its bytes");
+            for (number, sector) in bytes.chunks_exact(512).enumerate() {
+                let expected = span(cookie).0 / 512 + number as u64;
+                assert_eq!(sector[504..], expected.to_le_bytes(), "{cookie}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_file_that_can_not_be_sent_ends_the_connection_and_is_read_from_then_on() {
+    let target = Bytes::with(Some(numbered(8192)));
+    let mut client = Client::connected(&target);
+    client.ask(command::READ, 1, (4096, 8192), &[]);
+    assert!(matches!(client.outcome(), Err(ServeError::Socket(_))));
+    // As on a new connection.
+    let mut client = Client::connected(&target);
+    client.ask(command::READ, 1, (4096, 8192), &[]);
+    assert_eq!(client.answer(&mut [0; 8192]), (0, 1));
 }
 
 #[test]

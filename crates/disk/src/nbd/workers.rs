@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::buffer::Out;
+use super::buffer::{FilePart, Out};
 use super::request::{Command, Extent, NbdError, Replies, Span};
 
 /// Most workers of one client: what QEMU can have in flight.
@@ -37,6 +37,18 @@ pub trait Target: Debug + Send + Sync {
     /// What the client is told.
     fn read(&self, span: Span, bytes: &mut [u8]) -> Result<(), NbdError>;
 
+    /// The files in which the bytes of a span are that are not zeros, if they are best sent from
+    /// there. `None`: [`Target::read`] gives them.
+    fn files(&self, span: Span) -> Option<Vec<FilePart>> {
+        let _read = span;
+        None
+    }
+
+    /// A part that [`Target::files`] gave can't be sent.
+    fn file_failed(&self, error: &io::Error) {
+        tracing::warn!(%error, "a file can't be sent");
+    }
+
     /// Carry out what changes the export, or makes it durable. `bytes` is what a write writes.
     ///
     /// # Errors
@@ -48,7 +60,7 @@ pub trait Target: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) bell: OwnedFd,
-    done: Mutex<Vec<Vec<u8>>>,
+    done: Mutex<Vec<Out>>,
 }
 
 impl Outbox {
@@ -57,17 +69,17 @@ impl Outbox {
         Ok(Self { bell, done: Mutex::default() })
     }
 
-    fn done(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+    fn done(&self) -> MutexGuard<'_, Vec<Out>> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn put(&self, reply: Vec<u8>) {
+    fn put(&self, reply: Out) {
         self.done().push(reply);
         // It can only be full of rings that were not heard yet.
         let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
-    pub(super) fn take(&self) -> Vec<Vec<u8>> {
+    pub(super) fn take(&self) -> Vec<Out> {
         let _heard = rustix::io::read(&self.bell, &mut [0; 8]);
         std::mem::take(&mut self.done())
     }
@@ -84,7 +96,7 @@ impl Job {
     /// The reply goes to `out`.
     pub(super) fn carry_out(&self, command: &Command, payload: &[u8], cookie: u64, out: &mut Out) {
         let reads = matches!(command, Command::Read { .. } | Command::BlockStatus { .. });
-        let before = out.pending().len();
+        let before = out.filled();
         let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             self.try_to(command, payload, cookie, out)
         }));
@@ -106,7 +118,13 @@ impl Job {
             Command::Read { span, whole } => {
                 self.target.reads(span);
                 let extents = self.target.extents(span);
-                let fill = |span: Span, bytes: &mut [u8]| self.target.read(span, bytes);
+                let fill = |span: Span, out: &mut Out| match self.target.files(span) {
+                    Some(parts) => {
+                        parts.into_iter().for_each(|part| out.put_file(part));
+                        Ok(())
+                    }
+                    None => self.target.read(span, out.space(span.len_bytes as usize)),
+                };
                 self.replies.read(out, cookie, (span, whole), &extents, fill)
             }
             Command::BlockStatus { span, one } => {
@@ -214,10 +232,10 @@ impl Drop for Workers {
     }
 }
 
-fn carry_out(job: &Job, work: &Work) -> Vec<u8> {
+fn carry_out(job: &Job, work: &Work) -> Out {
     let mut out = Out::default();
     job.carry_out(&work.command, &work.payload, work.cookie, &mut out);
-    out.into_bytes()
+    out
 }
 
 fn worker(job: &Job, queue: &Queue) {
