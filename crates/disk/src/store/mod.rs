@@ -29,6 +29,7 @@ mod found;
 mod layers;
 mod merge;
 mod note;
+mod totals;
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,7 +48,7 @@ use self::layers::DiskLayers;
 use self::merge::MergedLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
 use crate::background::Background;
-use crate::counters::Counter;
+use crate::counters::{Counter, Totals};
 use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
 use crate::layer::{Keep, LayerError, LayerFiles, LayerFolder, PageState, StoredLayer};
@@ -104,6 +105,8 @@ pub enum StoreError {
     Under { id: ImageId, by: ImageId },
     #[error("`{}` is damaged: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
+    #[error("`{}` {reason}", path.display())]
+    Unread { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
     #[error(
@@ -171,6 +174,7 @@ struct Shared {
     tables: Counter,
     merges: Counter,
     merged_pages: Counter,
+    totals: Totals,
 }
 
 /// The layers of a host.
@@ -232,6 +236,7 @@ impl DiskStore {
             tables: Counter::default(),
             merges: Counter::default(),
             merged_pages: Counter::default(),
+            totals: Totals::default(),
             layers: layers.clone(),
         });
         let removed = found::remove_half_made(&layers).map_err(failed)?;
@@ -390,12 +395,17 @@ impl DiskStore {
     /// that ID.
     ///
     /// # Errors
-    /// It is in use, or there is none.
+    /// It is in use, or there is none. A layer can't be read now: it may be whole, and may need
+    /// those of this disk.
     pub fn remove_disk(&self, id: ImageId) -> Result<(), StoreError> {
         // What was read a moment ago may have work left.
         self.drain();
         let _none_is_made = self.shared.none_is_made();
         let listing = self.list()?;
+        if let Some(BadLayer { folder, reason, .. }) = listing.bad.iter().find(|bad| bad.unread) {
+            let (path, reason) = (folder.clone(), reason.clone());
+            return Err(StoreError::Unread { path, reason });
+        }
         let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
         if listing.bad.iter().any(damaged) {
             if self.shared.is_in_use(&id) || self.shared.live_layer(id).is_some() {
@@ -628,7 +638,10 @@ impl Shared {
         let note = match found::read_note(&path) {
             Ok(Some(note)) => note,
             Ok(None) => return Err(StoreError::Missing(id)),
-            Err(reason) => return Err(StoreError::Damaged { path, reason }),
+            Err(found::Flaw::Damaged(reason)) => {
+                return Err(StoreError::Damaged { path, reason });
+            }
+            Err(found::Flaw::Unread(reason)) => return Err(StoreError::Unread { path, reason }),
         };
         if let Some(layer) = self.live_layer(id) {
             return Ok((layer, note));
