@@ -157,7 +157,7 @@ impl Control for Hub {
                     return Err(running.to_body(format!("remove `{}`", found.name())));
                 }
                 self.core.end(&found, End::killed("removed"));
-                self.core.disks.given_back().await;
+                self.core.disks.given_back(&[found.name()]).await;
             }
             self.core.registry.remove(&found.identity.id);
             self.core.forget_folder(&found.identity.id);

@@ -227,7 +227,7 @@ impl Core {
         {
             tracing::warn!("cgroups of VMs are left; the next daemon removes them");
         }
-        self.disks.given_back().await;
+        self.disks.all_given_back().await;
     }
 
     /// Whether prefetch must pause because memory is short.

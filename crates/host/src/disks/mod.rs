@@ -368,14 +368,10 @@ impl HostDisks {
         let _on_drop = SetOnDrop(Arc::clone(&given_up));
         let made = tokio::task::spawn_blocking(move || {
             let Self { store, volumes, .. } = &*disks;
-            let made = volumes.create(store, &request, now_unix_ms, &content.image, &given_up)?;
+            let filled = volumes.fill(store, &request, now_unix_ms, &content.image, &given_up)?;
             // What its owner has changed meanwhile was copied in part.
-            check_base(&content).inspect_err(|_| {
-                if let Err(error) = volumes.remove(&request.name) {
-                    tracing::warn!(volume = request.name, %error, "remove a volume half-way");
-                }
-            })?;
-            Ok::<_, DiskError>(made)
+            check_base(&content)?;
+            Ok::<_, DiskError>(filled.publish()?)
         });
         Ok(made.await.map_err(|_panicked| DiskError::GivenUp)??)
     }
@@ -409,6 +405,14 @@ impl HostDisks {
     /// What forks do with a volume from now on. Blocking.
     ///
     /// # Errors
+    /// What forks do with a volume.
+    ///
+    /// # Errors
+    /// There is none of that name, or it can't be used.
+    pub fn on_fork(&self, volume: &str) -> Result<OnFork, VolumeError> {
+        self.volumes.on_fork(volume)
+    }
+
     /// A VM has it.
     pub fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Volume, VolumeError> {
         self.volumes.set_on_fork(name, on_fork)
@@ -419,9 +423,15 @@ impl HostDisks {
         self.volumes.vm_ends(vm);
     }
 
-    /// Waits until VMs that have ended have given their volumes back, with all that they wrote.
-    pub async fn given_back(&self) {
-        self.volumes.given_back().await;
+    /// Waits until those of these VMs that have ended have given their volumes back, with all that
+    /// they wrote.
+    pub async fn given_back(&self, vms: &[&str]) {
+        self.volumes.given_back(|vm| vms.contains(&vm)).await;
+    }
+
+    /// The same, of all VMs.
+    pub async fn all_given_back(&self) {
+        self.volumes.given_back(|_| true).await;
     }
 
     /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
@@ -609,7 +619,7 @@ mod tests {
         assert_eq!(disks.volume("db").expect("there").vms, ["web"]);
         disks.vm_ends("web");
         drop(machine);
-        disks.given_back().await;
+        disks.given_back(&["web"]).await;
         assert_eq!(disks.volume("db").expect("there").vms, [""; 0]);
         disks.remove_volume("db").expect("free");
         assert!(clone.is_some_and(|clone| clone.freeze().is_ok()), "it has what it needs");
