@@ -16,6 +16,7 @@
 
 mod base;
 mod blank;
+mod health;
 mod left;
 mod served;
 mod volumes;
@@ -32,6 +33,7 @@ use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, Vol
 use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
+pub use self::health::DiskHealth;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
 use self::volumes::Volumes;
@@ -39,6 +41,7 @@ pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
+use crate::metrics::Metrics;
 
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
@@ -188,6 +191,9 @@ impl DiskError {
             Self::MayBeVolumes => Some("`vmfork volume ls` says which: repair or remove it first"),
             Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
+            Self::Left(vmfork_disk::StoreError::Unread { .. }) => {
+                Some("try again; if its medium has failed for good, move that folder away")
+            }
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
             Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
@@ -376,6 +382,11 @@ impl HostDisks {
         Ok(made.await.map_err(|_panicked| DiskError::GivenUp)??)
     }
 
+    /// Have the metrics know what disks have done and hold.
+    pub(crate) fn count(&self, metrics: &Metrics) {
+        metrics.set_disks(&self.store.totals(), self.store.layer_bytes());
+    }
+
     /// All volumes, by name. Blocking.
     pub fn volumes(&self) -> Vec<Volume> {
         self.volumes.list()
@@ -394,6 +405,14 @@ impl HostDisks {
         self.volumes.show(name)
     }
 
+    /// What forks do with a volume.
+    ///
+    /// # Errors
+    /// There is none of that name, or it can't be used.
+    pub fn on_fork(&self, volume: &str) -> Result<OnFork, VolumeError> {
+        self.volumes.on_fork(volume)
+    }
+
     /// Removes a volume, and all that it holds. Blocking.
     ///
     /// # Errors
@@ -405,14 +424,6 @@ impl HostDisks {
     /// What forks do with a volume from now on. Blocking.
     ///
     /// # Errors
-    /// What forks do with a volume.
-    ///
-    /// # Errors
-    /// There is none of that name, or it can't be used.
-    pub fn on_fork(&self, volume: &str) -> Result<OnFork, VolumeError> {
-        self.volumes.on_fork(volume)
-    }
-
     /// A VM has it.
     pub fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Volume, VolumeError> {
         self.volumes.set_on_fork(name, on_fork)
