@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import vmfork
 
-from harness import places
+from harness import metrics, places
 from harness.cli import Cli
 from harness.daemon import Daemon
 from harness.waits import eventually, stays
@@ -73,6 +73,26 @@ def test_a_blank_disk_is_an_empty_file_system(vm: vmfork.VM, cli: Cli) -> None:
     written = vm.inspect().disks[0].written_bytes
     assert 8 * MIB <= written < 16 * MIB
     assert "data at /dev/vdb, 256 MiB" in cli.text("inspect", vm.name)
+
+
+def test_what_a_disk_did_is_told(vm: vmfork.VM, cli: Cli, daemon: Daemon) -> None:
+    """By `inspect` for each disk, by the metrics for all. The metrics keep what ended VMs did."""
+    before, at_start = metrics.read(daemon), vm.inspect().disks[1].activity
+    vm.exec("dd if=/dev/urandom of=/dev/vdc bs=64k count=64 oflag=direct", check=True)
+    vm.exec("dd if=/dev/vdc of=/dev/null bs=64k count=32 iflag=direct", check=True)
+    vm.exec("dd if=/dev/urandom of=/dev/vdc bs=512 count=3 oflag=direct conv=notrunc", check=True)
+    now = vm.inspect().disks[1].activity
+    written, read = now.written_bytes - at_start.written_bytes, now.read_bytes - at_start.read_bytes
+    assert (written, now.writes - at_start.writes) == (4 * MIB + 1536, 64 + 3)
+    assert read >= 2 * MIB and now.reads - at_start.reads >= 32 and now.errors == 0
+    assert f"{now.writes} writes (" in cli.text("inspect", vm.name).replace(",", "")
+    vm.remove(force=True)
+    counted = metrics.Between(before, metrics.read(daemon))
+    assert counted.value("vmfork_disk_written_bytes_total") >= written
+    assert counted.value("vmfork_disk_partial_writes_total") >= 3
+    assert counted.value("vmfork_disk_request_seconds_count", op="write") == counted.value("vmfork_disk_writes_total")
+    assert 0 < counted.quantile(0.5, "vmfork_disk_request_seconds", op="read") < 1
+    assert counted.value("vmfork_disk_errors_total") == 0
 
 
 def test_a_clone_has_its_parents_files_and_writes_its_own(vm: vmfork.VM) -> None:
@@ -189,12 +209,19 @@ def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
                 eventually(lambda: client.vm("full").info.state == vmfork.VmState.STALLED, 60, "it stalls")
                 stays(lambda: client.vm("full").info.state == vmfork.VmState.STALLED, 4, "stalled, tries or not")
                 assert "disk `data` has no space" in (client.vm("full").info.reason or "")
+                (data,) = client.vm("full").inspect().disks
+                assert data.activity.errors > 0 and (data.stalled_ms or 0) >= 4000
+                assert metrics.read(daemon).value("vmfork_disk_stalled_vms", reason="no_space") == 1
+                check = _check(daemon, "disk_space")
+                assert check.status is vmfork.CheckStatus.FAILED and "stall" in check.detail
                 for refused in (lambda: vm.exec("true"), lambda: vm.fork(1), vm.pause):
                     with pytest.raises(vmfork.Conflict, match="stalled"):
                         refused()
                 _mount("tmpfs", folder, "remount,size=1400m")
                 eventually(lambda: client.vm("full").info.state == vmfork.VmState.RUNNING, 40, "it goes on")
                 wanted = filled.result(200).stdout_text.split()[0]
+                assert metrics.read(daemon).value("vmfork_disk_stalled_vms") == 0
+                assert client.vm("full").inspect().disks[0].stalled_ms is None
             with vm.fork(1) as (clone,):
                 for member in (vm, clone):
                     assert _cold(member, "sha256sum < /mnt/data/file").split()[0] == wanted
@@ -235,6 +262,7 @@ def test_what_was_written_is_there_after_the_daemon(
         ("db", "data", "left"),
         (clone.name, "data", "left"),
     ]
+    assert "2 left by VMs of earlier daemons" in _check(daemon, "left_disks").detail
     for name, end in (("db", "200000\n"), (clone.name, "more\n")):
         cli("disk", "export", f"{name}/data", str(file))
         assert _rows(file).endswith(end)
@@ -247,8 +275,16 @@ def test_what_was_written_is_there_after_the_daemon(
     assert "there is no disk `db/data`" in cli("disk", "inspect", "db/data", code=1).stderr.decode()
     cli("disk", "prune")
     assert cli.json("disk", "ls")["disks"] == []
+    assert _check(daemon, "left_disks").status is vmfork.CheckStatus.OK
     assert _held(daemon) < MIB
     assert not list((daemon.state / "sockets").iterdir())
+
+
+def _check(daemon: Daemon, name: str) -> vmfork.Check:
+    """What `doctor` reports of one thing."""
+    with daemon.client() as client:
+        (check,) = [check for check in client.doctor().checks if check.name == name]
+    return check
 
 
 def _rows(disk: Path) -> str:

@@ -11,8 +11,8 @@ from harness import guests, programs
 from harness.freepages import wait_until_reported
 
 MIB = 1 << 20
-#: 4 % of 1 GiB. What a clone reads of its kernel and programs is in it, which does not grow with
-#: what it fills: on an idle host 2 to 10 MiB, and up to 25 MiB where the drain has no time.
+#: 4 % of 1 GiB. A clone reads its kernel and programs, too, and that does not grow with what it
+#: fills. It was seen to be 2 to 10 MiB on an idle host, and up to 25 MiB on a busy one.
 FETCHED_BYTES_MAX = 0.04 * 1024 * MIB
 
 

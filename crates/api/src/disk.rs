@@ -107,6 +107,27 @@ pub struct Disk {
     /// A volume can be attached to it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub empty: bool,
+    /// What the VM has asked of it. All 0 once the VM has ended.
+    #[serde(default)]
+    pub activity: DiskActivity,
+    /// How long it has kept the VM from running, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stalled_ms: Option<u64>,
+}
+
+/// What a VM has asked of a disk since it has it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct DiskActivity {
+    pub reads: u64,
+    pub read_bytes: u64,
+    pub writes: u64,
+    pub written_bytes: u64,
+    pub flushes: u64,
+    /// Trims and writes of zeros.
+    pub trims: u64,
+    /// Requests that failed, each time that they were tried.
+    pub errors: u64,
 }
 
 /// A disk on a host.

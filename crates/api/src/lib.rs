@@ -76,7 +76,9 @@ pub use cluster::{
     ClusterHost, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
     ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
 };
-pub use disk::{Disk, DiskError, DiskSource, DiskState, Durability, HostDisk, NewDisk, Root};
+pub use disk::{
+    Disk, DiskActivity, DiskError, DiskSource, DiskState, Durability, HostDisk, NewDisk, Root,
+};
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     Event, EventClone, EventFilter, EventHost, EventKind, EventSnapshot, EventVm, GapCause,

@@ -20,6 +20,7 @@ use crate::config::find_program;
 use crate::holder::HolderStatus;
 use vmfork_host::admission::Admission;
 use vmfork_host::config::Config;
+use vmfork_host::disks::DiskHealth;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -32,17 +33,19 @@ const FILES_MIN: u64 = 4096;
 /// The smallest guest that does something.
 const MEMORY_BYTES_MIN: u64 = 256 * MIB;
 
-/// Look at everything. `cgroup` is what [`vmfork_host::cgroup::Cgroups::detect`] found at start.
+/// Look at everything. `cgroup` is what [`vmfork_host::cgroup::Cgroups::detect`] found at start,
+/// and `disks` what [`vmfork_host::disks::HostDisks::health`] finds.
 pub async fn examine(
     config: &Config,
     admission: &Admission,
     cgroup: Result<(), String>,
+    disks: Result<DiskHealth, String>,
     holding: HolderStatus,
 ) -> DoctorReport {
     let qemu = qemu(probe::find(Some(&config.qemu)).await);
     let path = std::env::var_os("PATH");
     let host = admission.host();
-    let checks = vec![
+    let mut checks = vec![
         privileges(geteuid().is_root()),
         kernel(&read("/proc/sys/kernel/osrelease")),
         userfaultfd(&open_userfaultfd()),
@@ -63,6 +66,10 @@ pub async fn examine(
         holder(holding),
         mmdebstrap(find_program(Path::new("mmdebstrap"), path.as_deref()).is_some()),
     ];
+    match &disks {
+        Ok(health) => checks.extend([left_disks(health), broken_disks(health), floor(health)]),
+        Err(error) => checks.push(no_disks(error)),
+    }
     DoctorReport { schema: SCHEMA.to_owned(), checks }
 }
 
@@ -377,6 +384,70 @@ fn disk(state: &Path, free: &io::Result<u64>) -> Check {
     }
 }
 
+fn left_disks(health: &DiskHealth) -> Check {
+    let name = "left_disks";
+    let DiskHealth { left, left_bytes, .. } = health;
+    if *left == 0 {
+        return ok(name, "no VM of an earlier daemon has left a disk");
+    }
+    warning(
+        name,
+        format!("{left} left by VMs of earlier daemons, with {:.1} GiB", gib(*left_bytes)),
+        "`vmfork disk ls` lists them; `vmfork disk export` saves one; `vmfork disk prune` removes all",
+    )
+}
+
+fn broken_disks(health: &DiskHealth) -> Check {
+    let name = "damaged_disks";
+    let DiskHealth { damaged, broken_volumes, .. } = health;
+    let all = [("disk", damaged), ("volume", broken_volumes)];
+    let named = all.into_iter().filter(|(_, names)| !names.is_empty());
+    let named: Vec<String> = named.map(|(what, names)| counted(what, names)).collect();
+    if named.is_empty() {
+        return ok(name, "all disks and volumes can be read");
+    }
+    warning(
+        name,
+        format!("can't be used: {}", named.join("; ")),
+        "`vmfork disk ls` and `vmfork volume ls` tell why; `rm` of both removes what is lost",
+    )
+}
+
+/// Names that are shown of many.
+const SHOWN: usize = 4;
+
+fn counted(what: &str, names: &[String]) -> String {
+    let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    let more = if names.len() > SHOWN { ", …" } else { "" };
+    let plural = if names.len() == 1 { "" } else { "s" };
+    format!("{} {what}{plural} ({shown}{more})", names.len())
+}
+
+fn floor(health: &DiskHealth) -> Check {
+    let name = "disk_space";
+    let remedy = "make room: `vmfork disk prune`, `vmfork image rm`, `vmfork snapshot rm`";
+    let floor = health.floor_bytes / MIB;
+    match &health.free_bytes {
+        Ok(free) if *free >= health.floor_bytes => {
+            ok(name, format!("{:.1} GiB free for disks, which leave {floor} MiB", gib(*free)))
+        }
+        Ok(free) => failure(
+            name,
+            format!(
+                "{} MiB free, and disks leave {floor} to the host: VMs that write to theirs stall",
+                free / MIB
+            ),
+            remedy,
+        ),
+        Err(error) => failure(name, format!("the file system of disks: {error}"), remedy),
+    }
+}
+
+fn no_disks(error: &str) -> Check {
+    let detail = format!("disks can't be listed: {error}");
+    failure("disk_space", detail, "is the medium of the state folder there? The log has more")
+}
+
 #[expect(clippy::cast_precision_loss, reason = "for people, to one digit")]
 fn gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
@@ -399,6 +470,29 @@ mod tests {
 
     fn statuses(checks: &[Check]) -> Vec<CheckStatus> {
         checks.iter().map(|check| check.status).collect()
+    }
+
+    /// Of a host with this much free space, and this many disks that were left.
+    fn health(free_bytes: u64, left: usize) -> DiskHealth {
+        DiskHealth {
+            left,
+            left_bytes: 3 * GIB / 2,
+            damaged: Vec::new(),
+            broken_volumes: Vec::new(),
+            free_bytes: Ok(free_bytes),
+            floor_bytes: GIB,
+        }
+    }
+
+    #[test]
+    fn of_many_damaged_disks_a_few_are_named() {
+        let damaged = (0..6).map(|id| id.to_string()).collect();
+        let broken_volumes = vec!["db".to_owned()];
+        let check = broken_disks(&DiskHealth { damaged, broken_volumes, ..health(0, 0) });
+        let wanted = "can't be used: 6 disks (0, 1, 2, 3, …); 1 volume (db)";
+        assert_eq!(check.detail, wanted);
+        let check = left_disks(&health(0, 2));
+        assert_eq!(check.detail, "2 left by VMs of earlier daemons, with 1.5 GiB");
     }
 
     #[test]
@@ -441,6 +535,11 @@ mod tests {
             disk(Path::new("/"), &Ok(0)),
             disk(Path::new("/"), &Ok(GIB)),
             mmdebstrap(false),
+            left_disks(&health(0, 1)),
+            broken_disks(&DiskHealth { damaged: vec!["a".into()], ..health(0, 0) }),
+            broken_disks(&DiskHealth { broken_volumes: vec!["db".into()], ..health(0, 0) }),
+            floor(&health(GIB - 1, 0)),
+            no_disks("…"),
         ];
         for check in checks {
             assert_ne!(check.status, CheckStatus::Ok, "{check:?}");
@@ -464,6 +563,9 @@ mod tests {
             vcpus(128, 1),
             disk(Path::new("/"), &Ok(3 * GIB)),
             cgroups(Ok(())),
+            left_disks(&health(0, 0)),
+            broken_disks(&health(0, 0)),
+            floor(&health(GIB, 7)),
         ];
         for check in checks {
             assert_eq!((check.status, &check.remedy), (CheckStatus::Ok, &None), "{check:?}");

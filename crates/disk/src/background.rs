@@ -25,6 +25,9 @@ struct State {
     jobs: VecDeque<Job>,
     busy: bool,
     ends: bool,
+    /// How many were put, and how many of them have ended.
+    put: u64,
+    ended: u64,
 }
 
 impl Queue {
@@ -65,14 +68,16 @@ impl Background {
             return;
         }
         state.jobs.push_back(job);
+        state.put += 1;
         drop(state);
         self.queue.changed.notify_all();
     }
 
-    /// Waits until all jobs so far have ended.
+    /// Waits until all jobs so far have ended, and for none that is put later.
     pub(crate) fn drain(&self) {
         let mut state = self.queue.state();
-        while state.busy || !state.jobs.is_empty() {
+        let until = state.put;
+        while state.ended < until {
             state = self.queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -82,6 +87,7 @@ impl Background {
     pub(crate) fn abandon(&self) {
         let mut state = self.queue.state();
         let undone = std::mem::take(&mut state.jobs);
+        state.ended += undone.len() as u64;
         while state.busy {
             state = self.queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -120,11 +126,46 @@ fn work(queue: &Queue) {
             }
             state = queue.state();
             state.busy = false;
+            state.ended += 1;
             queue.changed.notify_all();
         } else if state.ends {
             return;
         } else {
             state = queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_drain_waits_for_what_there_is_and_not_for_what_comes() {
+        let background = Arc::new(Background::start("test").expect("a thread"));
+        let (done, is_done) = channel();
+        let (go, goes) = channel::<()>();
+        let (begun, is_begun) = channel();
+        background.put(Box::new(move || done.send(()).expect("it waits")));
+        let theirs = Arc::downgrade(&background);
+        background.put(Box::new(move || {
+            // The queue is never empty while this runs, and after it.
+            let background = theirs.upgrade().expect("it lives");
+            background.put(Box::new(move || {
+                begun.send(()).expect("it waits");
+                goes.recv_timeout(LONG).expect("told");
+            }));
+        }));
+        background.drain();
+        is_done.try_recv().expect("carried out");
+        is_begun.recv_timeout(LONG).expect("the last one is under way");
+        go.send(()).expect("it waits");
+        background.drain();
+        drop(background);
     }
 }

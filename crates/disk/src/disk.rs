@@ -59,6 +59,9 @@ pub(crate) trait Layers: Debug + Send + Sync {
     /// Done in the background, soon: the next freeze waits for it.
     fn soon(&self, job: Job);
 
+    /// Of one more disk.
+    fn counters(&self) -> Arc<DiskCounters>;
+
     /// Merged layers survive the host, those that are made from now on too.
     fn sync_merged(&self) -> io::Result<()>;
 }
@@ -156,7 +159,7 @@ pub struct Disk {
     unsynced: Mutex<Vec<Weak<StoredLayer>>>,
     /// Held for a whole sync: the next one must not end before the layers of this one are synced.
     syncing: Mutex<()>,
-    counters: DiskCounters,
+    counters: Arc<DiskCounters>,
 }
 
 fn lock(spare: &Mutex<Spare>) -> MutexGuard<'_, Spare> {
@@ -173,13 +176,14 @@ impl Disk {
     ) -> Self {
         let spare = Arc::new(Mutex::new(Spare { on: layer.id(), size_bytes, layer: None }));
         let now = RwLock::new(Now { layer, image, size_bytes });
+        let counters = layers.counters();
         let disk = Self {
             now,
             spare,
             layers,
             unsynced: Mutex::default(),
             syncing: Mutex::default(),
-            counters: DiskCounters::default(),
+            counters,
         };
         disk.prepare();
         disk

@@ -4,7 +4,9 @@ use std::fmt::Debug;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use crate::counters::Operation;
 use crate::disk::Disk;
 use crate::nbd::{Command, Export, Extent, FilePart, NbdError, Span, Target};
 
@@ -96,6 +98,12 @@ impl Target for DiskExport {
     fn reads(&self, span: Span) {
         self.disk.counters().reads.add(1);
         self.disk.counters().read_bytes.add(u64::from(span.len_bytes));
+    }
+
+    fn took(&self, command: &Command, took: Duration) {
+        if let Some(operation) = Operation::of(command) {
+            self.disk.counters().took(operation, took);
+        }
     }
 
     fn is_quick(&self, command: &Command) -> bool {

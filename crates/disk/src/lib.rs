@@ -29,7 +29,7 @@ mod server;
 mod space;
 mod store;
 
-pub use counters::DiskCounts;
+pub use counters::{DiskCounts, DiskTotals, Operation, RequestTimes};
 pub use disk::Disk;
 pub use export::{DiskExport, Durability};
 pub use image::{Base, DiskImage, ImageError};

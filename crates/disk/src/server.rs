@@ -71,9 +71,20 @@ struct Served {
     export: Arc<DiskExport>,
     holder: Mutex<Option<Arc<Pulse>>>,
     freed: Condvar,
+    /// A connection has it or had it.
+    was_claimed: AtomicBool,
 }
 
 impl Served {
+    fn new(export: DiskExport) -> Self {
+        Self {
+            export: Arc::new(export),
+            holder: Mutex::default(),
+            freed: Condvar::new(),
+            was_claimed: AtomicBool::new(false),
+        }
+    }
+
     fn holder(&self) -> MutexGuard<'_, Option<Arc<Pulse>>> {
         self.holder.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -133,11 +144,26 @@ impl DiskServer {
     /// # Errors
     /// The socket, or there are no more threads or descriptors.
     pub fn start(listener: impl Into<OwnedFd>, uid: u32) -> io::Result<Self> {
+        Self::start_with(listener, uid, [])
+    }
+
+    /// The same, with disks from the first client on; of two with one name, the last. Clients of
+    /// an earlier server may be waiting in the socket's backlog. One that does not find its disk
+    /// gives up for a second or more.
+    ///
+    /// # Errors
+    /// As [`DiskServer::start`].
+    pub fn start_with(
+        listener: impl Into<OwnedFd>,
+        uid: u32,
+        disks: impl IntoIterator<Item = (String, DiskExport)>,
+    ) -> io::Result<Self> {
         let listener = UnixListener::from(listener.into());
         listener.set_nonblocking(true)?;
+        let disks = disks.into_iter().map(|(name, export)| (name, Arc::new(Served::new(export))));
         let shared = Arc::new(Shared {
             uid,
-            disks: Mutex::default(),
+            disks: Mutex::new(disks.collect()),
             ends: AtomicBool::new(false),
             pulse: Pulse::new()?,
             counters: Counters::default(),
@@ -153,11 +179,9 @@ impl DiskServer {
 
     /// Clients may get this disk by this name from now on. → whether there was none of that name.
     pub fn add(&self, name: &str, export: DiskExport) -> bool {
-        let served =
-            Served { export: Arc::new(export), holder: Mutex::default(), freed: Condvar::new() };
         match self.shared.disks().entry(name.to_owned()) {
             std::collections::btree_map::Entry::Vacant(free) => {
-                free.insert(Arc::new(served));
+                free.insert(Arc::new(Served::new(export)));
                 true
             }
             std::collections::btree_map::Entry::Occupied(_) => false,
@@ -362,6 +386,9 @@ impl Exports for Client {
         let mut holder = served.free(Instant::now() + CLAIM_TIMEOUT, ends, stopped)?;
         *holder = Some(Arc::clone(&self.pulse));
         drop(holder);
+        if served.was_claimed.swap(true, Ordering::Relaxed) {
+            served.export.disk().counters().reconnects.add(1);
+        }
         let target = Arc::clone(&served.export);
         *self.has() = Some(served);
         Some(target)

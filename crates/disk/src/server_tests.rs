@@ -221,3 +221,26 @@ fn other_server(folder: &Path) -> DiskServer {
     let listener = UnixListener::bind(folder.join("other")).expect("a socket");
     DiskServer::start(listener, me()).expect("a server")
 }
+
+#[test]
+fn a_client_that_waits_in_the_backlog_finds_its_disk() {
+    let setup = Setup::new(me(), &["data"]);
+    let path = setup.folder.path().join("held");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    // The server before has ended, and the holder has its socket.
+    let waiting = std::thread::spawn(move || {
+        let mut socket = client(&path);
+        let ask = [&3_u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 1, 0, 0, 0, 4], b"data"];
+        socket.write_all(&ask.concat()).expect("taken");
+        let mut told = [0; 18 + 10];
+        socket.read_exact(&mut told).map(|()| (told, socket))
+    });
+    let export = DiskExport::new(Arc::clone(&setup.disks[0]), Durability::Host);
+    let server = DiskServer::start_with(listener, me(), [("data".to_owned(), export)]);
+    let server = server.expect("a server");
+    let waited = waiting.join().expect("no panic");
+    let (told, _client) = waited.expect("it finds the disk");
+    assert_eq!(told[18..26], SIZE.to_be_bytes());
+    assert!(server.is_connected("data"));
+    assert_eq!(setup.disks[0].counts().reconnects, 0, "the first one to this server");
+}

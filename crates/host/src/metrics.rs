@@ -23,6 +23,8 @@ use prometheus_client::registry::{Registry, Unit};
 use vmfork_api::{ErrorCode, VmState};
 use vmfork_engine::Times;
 
+use self::disks::Disks;
+pub use self::disks::StallReason;
 pub use self::multicast::{GroupEvent, GroupPages, Multicast};
 use self::multicast::{GroupEventLabel, GroupPagesLabel};
 
@@ -192,7 +194,7 @@ macro_rules! label_value {
     )*};
 }
 label_value!(Stage, FaultKind, Source, Sourced, Place, Side, Role, EndReason);
-label_value!(GroupPages, GroupEvent);
+label_value!(GroupPages, GroupEvent, StallReason);
 
 fn snake_case(variant: &impl Debug) -> String {
     let mut out = String::new();
@@ -336,6 +338,7 @@ pub struct Metrics {
     vms: Family<StateLabel, Gauge>,
     snapshots: Gauge,
     volumes: Gauge,
+    disks: Disks,
     cache: Gauge<u64, AtomicU64>,
     pool_waiting: Gauge,
     admissible: Gauge<u64, AtomicU64>,
@@ -428,6 +431,7 @@ impl Metrics {
             vms: metric!("vms", "VMs, by state"),
             snapshots: metric!("snapshots", "Snapshots that are held"),
             volumes: metric!("volumes", "Volumes of this host"),
+            disks: Disks::register(&mut registry),
             cache: metric!("cache", "In the caches of all images", Bytes),
             pool_waiting: metric!("pool_waiting", "QEMUs that wait, over all shapes"),
             admissible: metric!("memory_admissible", "What may still be handed out to VMs", Bytes),
@@ -591,6 +595,7 @@ impl Metrics {
     }
 }
 
+mod disks;
 mod multicast;
 #[cfg(test)]
 mod tests;

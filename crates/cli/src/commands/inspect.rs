@@ -1,6 +1,6 @@
 //! `vmfork inspect`: one VM, with where its memory is.
 
-use vmfork_api::{BytesBetweenHosts, CacheInfo, Disk, MemoryInfo, VmDetail};
+use vmfork_api::{BytesBetweenHosts, CacheInfo, Disk, DiskActivity, MemoryInfo, VmDetail};
 
 use super::run::accel_word;
 use crate::client::Query;
@@ -126,7 +126,7 @@ fn identity(detail: &VmDetail) -> Vec<(&'static str, String)> {
 
 /// `data at /dev/vdb, 10 GiB, 1.5 MiB written, volume db`.
 fn disk_line(disk: &Disk) -> String {
-    let Disk { name, size_bytes, written_bytes, device, volume, read_only, empty } = disk;
+    let Disk { name, size_bytes, written_bytes, device, volume, read_only, empty, .. } = disk;
     if *empty {
         return format!("{name} at {device}, empty");
     }
@@ -135,7 +135,26 @@ fn disk_line(disk: &Disk) -> String {
         false => format!("{} written", format::size(*written_bytes)),
     };
     let volume = volume.as_ref().map(|volume| format!(", volume {volume}")).unwrap_or_default();
-    format!("{name} at {device}, {}, {written}{volume}", format::size(*size_bytes))
+    let size = format::size(*size_bytes);
+    format!("{name} at {device}, {size}, {written}{volume}{}", asked(disk))
+}
+
+/// `; 812 reads (37 MiB), 5,120 writes (20 MiB), 3 failed; stalled for 12 s`.
+fn asked(disk: &Disk) -> String {
+    let DiskActivity { reads, read_bytes, writes, written_bytes, errors, .. } = disk.activity;
+    let mut text = String::new();
+    if reads + writes > 0 {
+        let (read, written) = (format::size(read_bytes), format::size(written_bytes));
+        let (reads, writes) = (format::plural(reads, "read"), format::plural(writes, "write"));
+        text += &format!("; {reads} ({read}), {writes} ({written})");
+    }
+    if errors > 0 {
+        text += &format!(", {} failed", format::count(errors));
+    }
+    if let Some(stalled_ms) = disk.stalled_ms {
+        text += &format!("; stalled for {} s", stalled_ms / 1000);
+    }
+    text
 }
 
 /// Whose memory is shared with whom.
@@ -242,4 +261,34 @@ fn store(memory: &MemoryInfo) -> [(&'static str, String); 2] {
 pub(super) fn section(indent: &str, fields: &[(&str, String)]) -> String {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
     fields.iter().map(|(name, value)| format!("{indent}{name:width$}  {value}\n")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_told_with_what_was_asked_of_it() {
+        let mut disk = Disk {
+            name: "data".to_owned(),
+            size_bytes: 10 << 30,
+            written_bytes: 3 << 20,
+            device: "/dev/vdb".to_owned(),
+            volume: Some("db".to_owned()),
+            read_only: false,
+            empty: false,
+            activity: DiskActivity::default(),
+            stalled_ms: None,
+        };
+        let quiet = "data at /dev/vdb, 10 GiB, 3 MiB written, volume db";
+        assert_eq!(disk_line(&disk), quiet);
+        let (read_bytes, written_bytes) = (5 << 20, 4096);
+        disk.activity =
+            DiskActivity { reads: 1200, read_bytes, writes: 1, written_bytes, ..disk.activity };
+        let busy = format!("{quiet}; 1,200 reads (5 MiB), 1 write (4 KiB)");
+        assert_eq!(disk_line(&disk), busy);
+        disk.activity.errors = 3;
+        disk.stalled_ms = Some(12_700);
+        assert_eq!(disk_line(&disk), format!("{busy}, 3 failed; stalled for 12 s"));
+    }
 }

@@ -52,7 +52,9 @@ impl Control for Hub {
             let cgroup = cgroup.map(drop).map_err(|error| chain(&error));
             let (config, admission) = (&self.core.config, &self.core.admission);
             let holder = self.holder.status().await;
-            Ok(crate::doctor::examine(config, admission, cgroup, holder).await)
+            let disks = tokio::task::block_in_place(|| self.core.disks.health());
+            let disks = disks.map_err(|error| chain(&error));
+            Ok(crate::doctor::examine(config, admission, cgroup, disks, holder).await)
         }
         .boxed()
     }
@@ -157,7 +159,7 @@ impl Control for Hub {
                     return Err(running.to_body(format!("remove `{}`", found.name())));
                 }
                 self.core.end(&found, End::killed("removed"));
-                self.core.disks.given_back().await;
+                self.core.disks.given_back(&[found.name()]).await;
             }
             self.core.registry.remove(&found.identity.id);
             self.core.forget_folder(&found.identity.id);

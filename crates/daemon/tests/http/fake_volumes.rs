@@ -2,8 +2,8 @@
 
 use futures_util::FutureExt;
 use vmfork_api::{
-    AttachRequest, DetachRequest, Disk, ErrorBody, ErrorCode, Labels, OnFork, OnForkRequest,
-    Volume, VolumeRequest,
+    AttachRequest, DetachRequest, Disk, DiskActivity, ErrorBody, ErrorCode, Labels, OnFork,
+    OnForkRequest, Volume, VolumeRequest,
 };
 use vmfork_control::{Answer, VolumeControl};
 
@@ -69,6 +69,8 @@ impl VolumeControl for Fake {
                 volume: Some(volume.name),
                 read_only: false,
                 empty: false,
+                activity: DiskActivity::default(),
+                stalled_ms: None,
             })
         }
         .boxed()

@@ -33,7 +33,7 @@ use super::handshake::{Agreed, Export, Flaw, Handshake, Step};
 use super::pulse::Pulse;
 use super::request::{Command, Replies, Request};
 use super::wire::REQUEST_BYTES;
-use super::workers::{Job, Outbox, Target, Work, Workers};
+use super::workers::{Asked, Job, Outbox, Target, Work, Workers};
 
 /// Most requests of a client that wait. QEMU's client sends 16.
 const REQUESTS_MAX: usize = 64;
@@ -156,6 +156,7 @@ impl Connection<'_> {
         let mut head: Option<Request> = None;
         let mut waiting = 0;
         loop {
+            let since = Instant::now();
             while self.has_room(waiting) {
                 let Some(request) = head else {
                     let Some(bytes) = self.inbox.front(REQUEST_BYTES) else { break };
@@ -171,10 +172,14 @@ impl Connection<'_> {
                 match request.command {
                     Ok(Command::Disconnect) => return Ok(()),
                     Ok(command) if !job.target.is_quick(&command) => {
-                        workers.put(Work { command, payload: payload.to_vec(), cookie });
+                        let payload = payload.to_vec();
+                        workers.put(Work { command, payload, cookie, since });
                         waiting += 1;
                     }
-                    Ok(command) => job.carry_out(&command, payload, cookie, &mut self.out),
+                    Ok(command) => {
+                        let asked = Asked { command: &command, payload, cookie, since };
+                        job.carry_out(asked, &mut self.out);
+                    }
                     Err(error) => job.replies.failed(&mut self.out, cookie, error, false),
                 }
                 self.inbox.take(len);

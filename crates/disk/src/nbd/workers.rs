@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -26,6 +27,11 @@ pub trait Target: Debug + Send + Sync {
     /// A client reads a span: for counters.
     fn reads(&self, span: Span) {
         let _uncounted = span;
+    }
+
+    /// The reply to a command was made so long after the command had come: for counters.
+    fn took(&self, command: &Command, took: Duration) {
+        let _uncounted = (command, took);
     }
 
     /// Whether the command can be carried out at once.
@@ -85,6 +91,16 @@ impl Outbox {
     }
 }
 
+/// A request that is carried out.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) command: &'a Command,
+    pub(super) payload: &'a [u8],
+    pub(super) cookie: u64,
+    /// When it had come as a whole.
+    pub(super) since: Instant,
+}
+
 /// How requests of one client are carried out.
 #[derive(Debug, Clone)]
 pub(super) struct Job {
@@ -94,7 +110,8 @@ pub(super) struct Job {
 
 impl Job {
     /// The reply goes to `out`.
-    pub(super) fn carry_out(&self, command: &Command, payload: &[u8], cookie: u64, out: &mut Out) {
+    pub(super) fn carry_out(&self, asked: Asked<'_>, out: &mut Out) {
+        let Asked { command, payload, cookie, since } = asked;
         let reads = matches!(command, Command::Read { .. } | Command::BlockStatus { .. });
         let before = out.filled();
         let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -105,6 +122,7 @@ impl Job {
             out.cut(before);
             self.replies.failed(out, cookie, error, reads);
         }
+        self.target.took(command, since.elapsed());
     }
 
     fn try_to(
@@ -149,6 +167,7 @@ pub(super) struct Work {
     pub(super) command: Command,
     pub(super) payload: Vec<u8>,
     pub(super) cookie: u64,
+    pub(super) since: Instant,
 }
 
 /// Threads that may wait for pages, started when they are needed.
@@ -234,7 +253,9 @@ impl Drop for Workers {
 
 fn carry_out(job: &Job, work: &Work) -> Out {
     let mut out = Out::default();
-    job.carry_out(&work.command, &work.payload, work.cookie, &mut out);
+    let Work { command, payload, cookie, since } = work;
+    let asked = Asked { command, payload, cookie: *cookie, since: *since };
+    job.carry_out(asked, &mut out);
     out
 }
 

@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 
 use vmfork_image::{ImageId, PAGE_BYTES};
 
+use super::StoreError;
 use super::images::read_table;
 use super::note::{NOTE_BYTES_MAX, Note, VERSION};
-use crate::layer::{LayerFiles, PageState, remove_layer};
+use crate::layer::{LayerError, LayerFiles, PageState, remove_layer};
 
 /// A layer on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,11 +28,61 @@ pub struct FoundLayer {
     pub has_table: bool,
 }
 
-/// A folder that is no layer any more.
+/// A folder that is no layer any more, or that can't be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadLayer {
     pub folder: PathBuf,
     pub reason: String,
+    /// It could not be read now, and may be whole: the process has no fd left, or the medium fails.
+    pub unread: bool,
+}
+
+/// Why a folder can't be used as a layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Flaw {
+    /// It can't be read now, and may be whole.
+    Unread(String),
+    Damaged(String),
+}
+
+impl Flaw {
+    /// Of an error at `what`.
+    fn of(what: &str, error: &io::Error) -> Self {
+        match error.kind() {
+            // It was read, and this is what it is.
+            io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => {
+                Self::Damaged(format!("{what}: {error}"))
+            }
+            _ => Self::Unread(format!("could not be read now: {what}: {error}")),
+        }
+    }
+
+    fn of_layer(error: &LayerError) -> Self {
+        match error {
+            LayerError::File { path, source } => Self::of(&file_name(path), source),
+            LayerError::Map { source, .. } => Self::Damaged(format!("{error}: {source}")),
+            _ => Self::Damaged(error.to_string()),
+        }
+    }
+
+    fn of_table(error: &StoreError) -> Self {
+        match error {
+            StoreError::Folder { path, source } => Self::of(&file_name(path), source),
+            _ => Self::Damaged(error.to_string()),
+        }
+    }
+
+    /// As an error of reading.
+    pub(super) fn into_io(self) -> io::Error {
+        match self {
+            Self::Unread(reason) => io::Error::other(reason),
+            Self::Damaged(reason) => io::Error::new(io::ErrorKind::InvalidData, reason),
+        }
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// What is in a store.
@@ -131,28 +182,38 @@ fn id_of(name: &OsStr) -> Option<ImageId> {
 }
 
 /// A layer in use that lies on `id`, or whose table names it.
+///
+/// # Errors
+/// The folder can't be read, or what a layer in it lies on.
 pub(super) fn used_above(layers: &Path, id: ImageId) -> io::Result<Option<ImageId>> {
     // A table that names a layer is stored after that layer's note says that it is frozen.
-    let own = read_note(&layers.join(id.to_string()));
-    let may_be_named = own.is_ok_and(|note| note.is_some_and(|note| note.frozen));
+    let own = known(read_note(&layers.join(id.to_string())))?;
+    let may_be_named = own.is_some_and(|note| note.frozen);
     for above in ids(layers)?.into_iter().filter(|above| *above != id) {
         let path = layers.join(above.to_string());
-        // One that is damaged is reported by `list`.
-        let Ok(Some(note)) = read_note(&path) else { continue };
+        let Some(note) = known(read_note(&path))? else { continue };
         let unused = || {
             note.spare
                 && !note.frozen
                 && LayerFiles::open(&path).is_ok_and(|files| is_empty(&files))
         };
-        let names = || {
-            let table = read_table(&path.join("table"));
-            table.is_ok_and(|table| table.is_some_and(|table| table.owners().get(id) > 0))
-        };
-        if (note.on == Some(id) && !unused()) || (may_be_named && names()) {
+        let table = || known(read_table(&path.join("table")).map_err(|e| Flaw::of_table(&e)));
+        if (note.on == Some(id) && !unused())
+            || (may_be_named && table()?.is_some_and(|table| table.owners().get(id) > 0))
+        {
             return Ok(Some(above));
         }
     }
     Ok(None)
+}
+
+/// One that is damaged is reported by `list`: it names nothing. One that can't be read may.
+fn known<T>(found: Result<Option<T>, Flaw>) -> io::Result<Option<T>> {
+    match found {
+        Ok(found) => Ok(found),
+        Err(Flaw::Damaged(_)) => Ok(None),
+        Err(flaw @ Flaw::Unread(_)) => Err(flaw.into_io()),
+    }
 }
 
 /// Removes folders without a note. → how many.
@@ -184,21 +245,22 @@ fn is_empty(files: &LayerFiles) -> bool {
 /// `None`: there is none.
 ///
 /// # Errors
-/// Why it is no note.
-pub(super) fn read_note(folder: &Path) -> Result<Option<Note>, String> {
+/// Why it is no note, or can't be read.
+pub(super) fn read_note(folder: &Path) -> Result<Option<Note>, Flaw> {
+    let failed = |error: io::Error| Flaw::of("its note", &error);
     let file = match File::open(folder.join("note")) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(format!("its note: {error}")),
+        Err(error) => return Err(failed(error)),
     };
     let mut bytes = Vec::new();
-    file.take(NOTE_BYTES_MAX)
-        .read_to_end(&mut bytes)
-        .map_err(|error| format!("its note: {error}"))?;
-    let note: Note =
-        serde_json::from_slice(&bytes).map_err(|error| format!("its note: {error}"))?;
+    file.take(NOTE_BYTES_MAX).read_to_end(&mut bytes).map_err(failed)?;
+    let note: Note = serde_json::from_slice(&bytes)
+        .map_err(|error| Flaw::Damaged(format!("its note: {error}")))?;
     if note.version != VERSION {
-        return Err(format!("its note has version {}, this vmfork reads {VERSION}", note.version));
+        let version = note.version;
+        let reason = format!("its note has version {version}, this vmfork reads {VERSION}");
+        return Err(Flaw::Damaged(reason));
     }
     Ok(Some(note))
 }
@@ -209,30 +271,33 @@ pub(super) fn list(layers: &Path) -> io::Result<Listing> {
         let entry = entry?;
         let folder = entry.path();
         let Some(id) = id_of(&entry.file_name()) else {
-            listing.bad.push(BadLayer { folder, reason: "its name is no layer's".to_owned() });
+            let reason = "its name is no layer's".to_owned();
+            listing.bad.push(BadLayer { folder, reason, unread: false });
             continue;
         };
         match look(id, &folder) {
             Ok(Some(layer)) => drop(listing.layers.insert(id, layer)),
             // It is being made, or being removed.
             Ok(None) => {}
-            Err(reason) => listing.bad.push(BadLayer { folder, reason }),
+            Err(Flaw::Damaged(reason)) => {
+                listing.bad.push(BadLayer { folder, reason, unread: false });
+            }
+            Err(Flaw::Unread(reason)) => {
+                listing.bad.push(BadLayer { folder, reason, unread: true });
+            }
         }
     }
     Ok(listing)
 }
 
-fn look(id: ImageId, folder: &Path) -> Result<Option<FoundLayer>, String> {
+fn look(id: ImageId, folder: &Path) -> Result<Option<FoundLayer>, Flaw> {
     let Some(note) = read_note(folder)? else { return Ok(None) };
-    let chain = |error: &dyn std::error::Error| match error.source() {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
-    };
-    let files = LayerFiles::open(folder).map_err(|error| chain(&error))?;
+    let files = LayerFiles::open(folder).map_err(|error| Flaw::of_layer(&error))?;
     if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {
-        return Err(format!("its map is too short for {} bytes", note.size_bytes));
+        let reason = format!("its map is too short for {} bytes", note.size_bytes);
+        return Err(Flaw::Damaged(reason));
     }
-    let table = read_table(&folder.join("table")).map_err(|error| chain(&error))?;
+    let table = read_table(&folder.join("table")).map_err(|error| Flaw::of_table(&error))?;
     let bytes = |state| files.map().count(state) * PAGE_BYTES;
     let owners = table.iter().flat_map(|table| table.owners().iter().map(|(id, _)| id));
     Ok(Some(FoundLayer {

@@ -77,7 +77,10 @@ impl Shared {
         let note = match found::read_note(&path) {
             Ok(Some(note)) => note,
             Ok(None) => return Err(StoreError::Missing(id)),
-            Err(reason) => return Err(StoreError::Damaged { path, reason }),
+            Err(found::Flaw::Damaged(reason)) => {
+                return Err(StoreError::Damaged { path, reason });
+            }
+            Err(found::Flaw::Unread(reason)) => return Err(StoreError::Unread { path, reason }),
         };
         if let Some(layer) = self.live_layer(id) {
             return Ok((layer, note));

@@ -11,6 +11,7 @@ use vmfork_image::{ImageId, PAGE_BYTES};
 use super::note::{BaseNote, Note, VERSION};
 use super::{Shared, found};
 use crate::background::Job;
+use crate::counters::DiskCounters;
 use crate::disk::Layers;
 use crate::image::{DiskImage, new_id};
 use crate::layer::{LayerError, LayerFiles, LayerFolder, StoredLayer, write_atomically};
@@ -143,6 +144,10 @@ impl Layers for DiskLayers {
         self.shared.spares.put(job);
     }
 
+    fn counters(&self) -> Arc<DiskCounters> {
+        self.shared.totals.open()
+    }
+
     fn sync_merged(&self) -> io::Result<()> {
         self.shared.sync_merged()
     }
@@ -159,7 +164,7 @@ pub(super) fn change_note(layer: &StoredLayer, change: impl FnOnce(&mut Note)) -
     // A growth and a freeze may both change it.
     let _writing = layer.folder().writing();
     let folder = layer.folder().path();
-    let note = found::read_note(folder).map_err(io::Error::other)?;
+    let note = found::read_note(folder).map_err(found::Flaw::into_io)?;
     let old = note.ok_or(io::ErrorKind::NotFound)?;
     let mut new = old.clone();
     change(&mut new);

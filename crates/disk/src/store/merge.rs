@@ -115,8 +115,7 @@ impl Shared {
         let _making = self.being_made(id);
         let path = self.folder(id);
         let failed = |source| LayerError::File { path: path.clone(), source };
-        let note =
-            found::read_note(own.folder().path()).map_err(|e| failed(io::Error::other(e)))?;
+        let note = found::read_note(own.folder().path()).map_err(|flaw| failed(flaw.into_io()))?;
         let mut note = note.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
         (note.on, note.frozen, note.spare, note.merged) = (None, true, false, true);
         super::make_folders(&path).map_err(failed)?;

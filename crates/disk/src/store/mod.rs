@@ -31,6 +31,7 @@ mod layers;
 mod merge;
 mod note;
 mod removal;
+mod totals;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -48,7 +49,7 @@ use self::layers::DiskLayers;
 use self::merge::MergedLayers;
 pub use self::note::{BaseKind, BaseNote, Note};
 use crate::background::Background;
-use crate::counters::Counter;
+use crate::counters::{Counter, Totals};
 use crate::disk::Disk;
 use crate::image::{DiskImage, ImageError, WeakImage};
 use crate::layer::{Keep, LayerError, StoredLayer};
@@ -99,6 +100,8 @@ pub enum StoreError {
     Under { id: ImageId, by: ImageId },
     #[error("`{}` is damaged: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
+    #[error("`{}` {reason}", path.display())]
+    Unread { path: PathBuf, reason: String },
     #[error("the base {0} of the disk is not known here")]
     Base(ImageId),
     #[error(
@@ -168,6 +171,7 @@ struct Shared {
     tables: Counter,
     merges: Counter,
     merged_pages: Counter,
+    totals: Totals,
 }
 
 /// The layers of a host.
@@ -230,6 +234,7 @@ impl DiskStore {
             tables: Counter::default(),
             merges: Counter::default(),
             merged_pages: Counter::default(),
+            totals: Totals::default(),
             layers: layers.clone(),
         });
         let removed = found::remove_half_made(&layers).map_err(failed)?;

@@ -18,12 +18,17 @@ impl DiskStore {
     /// that ID.
     ///
     /// # Errors
-    /// It is in use, or there is none.
+    /// It is in use, or there is none. A layer can't be read now: it may be whole, and may need
+    /// those of this disk.
     pub fn remove_disk(&self, id: ImageId) -> Result<(), StoreError> {
         // What was read a moment ago may have work left.
         self.drain();
         let _removing = self.shared.removing();
         let listing = self.list()?;
+        if let Some(BadLayer { folder, reason, .. }) = listing.bad.iter().find(|bad| bad.unread) {
+            let (path, reason) = (folder.clone(), reason.clone());
+            return Err(StoreError::Unread { path, reason });
+        }
         let damaged = |bad: &BadLayer| bad.folder == self.shared.folder(id);
         if listing.bad.iter().any(damaged) {
             if self.shared.is_in_use(&id) || self.shared.live_layer(id).is_some() {

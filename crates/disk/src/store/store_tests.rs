@@ -896,3 +896,48 @@ fn a_disk_whose_newest_layer_can_not_be_read_is_suspect() {
     let [found] = &store.disks().expect("a list")[..] else { panic!("one disk") };
     assert!(found.is_suspect, "it has an older content");
 }
+
+#[test]
+fn a_layer_that_can_not_be_read_now_is_no_reason_to_remove_anything() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = open(folder.path());
+    let blank = DiskImage::blank(SIZE).expect("an image");
+    let disk = store.create(&spec("data", SIZE), &blank).expect("a disk");
+    disk.write(span(1, 1), &[1; 4096]).expect("room");
+    let image = disk.freeze().expect("frozen");
+    disk.write(span(1, 1), &[2; 4096]).expect("room");
+    let clone = store.create(&spec("clone", SIZE), &image).expect("a clone");
+    clone.write(span(2, 1), &[3; 4096]).expect("room");
+    let wanted = now(&clone);
+    let (of_disk, of_clone) = (disk.id(), clone.id());
+    store.keep_all();
+    drop((disk, image, clone, store));
+    // As with EMFILE or EIO: it is there, and reading it fails.
+    let note = folder.path().join("layers").join(of_clone.to_string()).join("note");
+    let aside = folder.path().join("aside");
+    std::fs::rename(&note, &aside).expect("renamed");
+    std::fs::create_dir(&note).expect("made");
+    let store = open(folder.path());
+    let listing = store.list().expect("a list");
+    let [bad] = &listing.bad[..] else { panic!("{:?}", listing.bad) };
+    assert!(bad.unread && bad.reason.contains("could not be read now"), "{bad:?}");
+    store.remove_unneeded().expect("nothing is");
+    for id in [of_disk, of_clone] {
+        let refused = store.remove_disk(id).expect_err("the clone may need it");
+        assert!(matches!(refused, StoreError::Unread { .. }), "{refused}");
+    }
+    let opened = store.image(of_clone, &none).expect_err("not now");
+    assert!(matches!(opened, StoreError::Unread { .. }), "{opened}");
+    let newest = listing.newest_of(of_disk).expect("listed").id;
+    assert!(store.reopen(newest, &DiskSet::new(None), &none).is_err(), "one may lie on it");
+    assert_eq!(store.list().expect("a list"), listing, "nothing is removed");
+    drop(store);
+    std::fs::remove_dir(&note).expect("removed");
+    std::fs::rename(&aside, &note).expect("renamed");
+    let store = open(folder.path());
+    assert_eq!(store.disks().expect("a list").len(), 2, "it is whole");
+    store.remove_disk(of_disk).expect("removed");
+    let left = store.disks().expect("a list");
+    let image = store.image(left[0].newest, &none).expect("whole");
+    assert!(content(&image) == wanted);
+}

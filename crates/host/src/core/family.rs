@@ -48,7 +48,8 @@ impl Core {
         });
         let exits: Vec<_> = exits.collect();
         let _gone = tokio::time::timeout(KILL_TIMEOUT, futures_util::future::join_all(exits)).await;
-        self.disks.given_back().await;
+        let names: Vec<&str> = victims.iter().map(|victim| victim.name()).collect();
+        self.disks.given_back(&names).await;
     }
 
     /// End a VM and all that descends from it on this host, also what is being forked from any of

@@ -227,7 +227,7 @@ impl Core {
         {
             tracing::warn!("cgroups of VMs are left; the next daemon removes them");
         }
-        self.disks.given_back().await;
+        self.disks.all_given_back().await;
     }
 
     /// Whether prefetch must pause because memory is short.
@@ -422,6 +422,8 @@ impl Core {
         }
         metrics.set_snapshots(self.snapshots());
         metrics.set_volumes(self.disks.volume_count());
+        self.disks.count(metrics);
+        stalls::count(&all, metrics);
         metrics.set_cache_bytes(self.cache_bytes());
         metrics.set_pool_waiting(self.pool_waiting());
         metrics.set_admissible_bytes(self.admission.admissible_bytes());

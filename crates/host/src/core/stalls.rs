@@ -10,14 +10,16 @@
 //! stalled until it has run for a while.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch::Receiver;
 use tokio::time::{sleep, timeout};
+use vmfork_api::VmState;
 use vmfork_qemu::qmp::IoError;
 
-use crate::vm::Vm;
+use crate::metrics::{Metrics, StallReason};
 use crate::vm::machine::Machine;
+use crate::vm::{Stall, Vm};
 
 /// How long until a stalled VM is tried again; longer after each failure.
 const RETRY_MIN: Duration = Duration::from_millis(500);
@@ -34,9 +36,10 @@ pub(super) fn watch(vm: &Arc<Vm>, machine: &Arc<Machine>) {
     let mut stall = machine.qmp.stall();
     tokio::spawn(async move {
         while let Some(error) = next(&mut stall).await {
-            let reason = reason(&vm, &error);
+            let (reason, since) = (reason(&vm, &error), Instant::now());
             tracing::warn!(vm = vm.name(), reason, "stalled");
-            vm.set_stalled(Some(reason));
+            let IoError { no_space, drive, .. } = error;
+            vm.set_stalled(Some(Stall { reason, no_space, drive, since }));
             let mut wait = RETRY_MIN;
             loop {
                 sleep(wait).await;
@@ -81,4 +84,13 @@ fn reason(vm: &Vm, error: &IoError) -> String {
         true => format!("disk `{name}` has no space on the host"),
         false => format!("disk `{name}`: {}", error.reason),
     }
+}
+
+/// Have the metrics know how many VMs are stalled now.
+pub(super) fn count(vms: &[Arc<Vm>], metrics: &Metrics) {
+    let stalled = vms.iter().filter(|vm| vm.state() == VmState::Stalled);
+    let stalls: Vec<Stall> = stalled.filter_map(|vm| vm.stall()).collect();
+    let full = stalls.iter().filter(|stall| stall.no_space).count();
+    metrics.set_stalled(StallReason::NoSpace, full);
+    metrics.set_stalled(StallReason::Error, stalls.len() - full);
 }

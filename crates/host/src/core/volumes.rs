@@ -173,7 +173,7 @@ impl Core {
     }
 
     async fn detach(&self, vm: &Arc<Vm>, volume: &str, force: bool) -> Result<(), Error> {
-        if self.disks.volume(volume)?.on_fork == OnFork::ReadOnly {
+        if self.disks.on_fork(volume)? == OnFork::ReadOnly {
             return Err(Error::ReadOnly { volume: volume.to_owned() });
         }
         let turn = timeout(TURN_TIMEOUT, vm.forking.lock()).await;

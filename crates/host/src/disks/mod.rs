@@ -16,6 +16,7 @@
 
 mod base;
 mod blank;
+mod health;
 mod left;
 mod served;
 mod volumes;
@@ -32,6 +33,7 @@ use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, Vol
 use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
+pub use self::health::DiskHealth;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
 use self::volumes::Volumes;
@@ -39,6 +41,7 @@ pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
+use crate::metrics::Metrics;
 
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
@@ -188,6 +191,9 @@ impl DiskError {
             Self::MayBeVolumes => Some("`vmfork volume ls` says which: repair or remove it first"),
             Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
+            Self::Left(vmfork_disk::StoreError::Unread { .. }) => {
+                Some("try again; if its medium has failed for good, move that folder away")
+            }
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
             Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
@@ -368,16 +374,17 @@ impl HostDisks {
         let _on_drop = SetOnDrop(Arc::clone(&given_up));
         let made = tokio::task::spawn_blocking(move || {
             let Self { store, volumes, .. } = &*disks;
-            let made = volumes.create(store, &request, now_unix_ms, &content.image, &given_up)?;
+            let filled = volumes.fill(store, &request, now_unix_ms, &content.image, &given_up)?;
             // What its owner has changed meanwhile was copied in part.
-            check_base(&content).inspect_err(|_| {
-                if let Err(error) = volumes.remove(&request.name) {
-                    tracing::warn!(volume = request.name, %error, "remove a volume half-way");
-                }
-            })?;
-            Ok::<_, DiskError>(made)
+            check_base(&content)?;
+            Ok::<_, DiskError>(filled.publish()?)
         });
         Ok(made.await.map_err(|_panicked| DiskError::GivenUp)??)
+    }
+
+    /// Have the metrics know what disks have done and hold.
+    pub(crate) fn count(&self, metrics: &Metrics) {
+        metrics.set_disks(&self.store.totals(), self.store.layer_bytes());
     }
 
     /// All volumes, by name. Blocking.
@@ -396,6 +403,14 @@ impl HostDisks {
     /// There is none of that name.
     pub fn volume(&self, name: &str) -> Result<Volume, VolumeError> {
         self.volumes.show(name)
+    }
+
+    /// What forks do with a volume.
+    ///
+    /// # Errors
+    /// There is none of that name, or it can't be used.
+    pub fn on_fork(&self, volume: &str) -> Result<OnFork, VolumeError> {
+        self.volumes.on_fork(volume)
     }
 
     /// Removes a volume, and all that it holds. Blocking.
@@ -419,9 +434,15 @@ impl HostDisks {
         self.volumes.vm_ends(vm);
     }
 
-    /// Waits until VMs that have ended have given their volumes back, with all that they wrote.
-    pub async fn given_back(&self) {
-        self.volumes.given_back().await;
+    /// Waits until those of these VMs that have ended have given their volumes back, with all that
+    /// they wrote.
+    pub async fn given_back(&self, vms: &[&str]) {
+        self.volumes.given_back(|vm| vms.contains(&vm)).await;
+    }
+
+    /// The same, of all VMs.
+    pub async fn all_given_back(&self) {
+        self.volumes.given_back(|_| true).await;
     }
 
     /// Disks with these contents, for the QEMU of one user. `vm` is for the notes on their files.
@@ -609,7 +630,7 @@ mod tests {
         assert_eq!(disks.volume("db").expect("there").vms, ["web"]);
         disks.vm_ends("web");
         drop(machine);
-        disks.given_back().await;
+        disks.given_back(&["web"]).await;
         assert_eq!(disks.volume("db").expect("there").vms, [""; 0]);
         disks.remove_volume("db").expect("free");
         assert!(clone.is_some_and(|clone| clone.freeze().is_ok()), "it has what it needs");

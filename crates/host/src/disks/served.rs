@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags};
 use vmfork_api::{Durability, OnFork};
 use vmfork_disk::layer::LayerError;
-use vmfork_disk::{Disk, DiskExport, DiskServer, DiskSet, DiskStore};
+use vmfork_disk::{Disk, DiskCounts, DiskExport, DiskServer, DiskSet, DiskStore};
 use vmfork_qemu::{LateFd, NbdSocket, NbdSocketError};
 
 use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease};
@@ -49,6 +49,8 @@ pub(super) struct Served {
     export: String,
     /// Of one that took another's place.
     late: Option<LateFd>,
+    /// What it had done before its machine had it: a volume may have served others.
+    before: DiskCounts,
 }
 
 impl Served {
@@ -63,14 +65,16 @@ impl Served {
         let new = vmfork_disk::DiskSpec { name, vm, size_bytes: spec.size_bytes, set };
         let disk = store.create(&new, image).map_err(DiskError::Layer)?;
         let (spec, on_clients_file) = (spec.clone(), *on_clients_file);
-        let (disk, export) = (Arc::new(disk), spec.name.clone());
-        Ok(Self { spec, disk, set: new.set, on_clients_file, lease: None, export, late: None })
+        let (disk, export, before) = (Arc::new(disk), spec.name.clone(), DiskCounts::default());
+        let (set, lease, late) = (new.set, None, None);
+        Ok(Self { spec, disk, set, on_clients_file, lease, export, late, before })
     }
 
     /// A volume.
     pub(super) fn volume(content: &DiskContent, lease: VolumeLease) -> Self {
         Self {
             spec: content.spec.clone(),
+            before: lease.disk().counts(),
             disk: Arc::clone(lease.disk()),
             set: Arc::clone(lease.set()),
             on_clients_file: false,
@@ -120,10 +124,8 @@ impl Served {
 impl MachineDisks {
     pub(super) fn start(disks: Vec<Served>, uid: u32, folder: &Path) -> Result<Self, DiskError> {
         let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
-        let server = DiskServer::start(listener, uid).map_err(DiskError::Serve)?;
-        for served in &disks {
-            let _names_differ = server.add(&served.export, served.export());
-        }
+        let exports = disks.iter().map(|served| (served.export.clone(), served.export()));
+        let server = DiskServer::start_with(listener, uid, exports).map_err(DiskError::Serve)?;
         let (disks, offers) = (Mutex::new(disks), AtomicU64::new(0));
         Ok(Self { disks, offers, server: Some(server), socket: Some(socket), folder })
     }
@@ -180,6 +182,12 @@ impl MachineDisks {
     pub fn written(&self) -> Vec<(DiskSpec, u64)> {
         let disks = self.disks();
         disks.iter().map(|served| (served.spec.clone(), served.disk.layer_bytes())).collect()
+    }
+
+    /// What the machine has asked of each.
+    pub fn counts(&self) -> Vec<DiskCounts> {
+        let disks = self.disks();
+        disks.iter().map(|served| served.disk.counts().since(&served.before)).collect()
     }
 
     /// How many there are.

@@ -55,3 +55,60 @@ fn each_thing_said_is_in_the_text() {
     }
     assert!(text.ends_with("# EOF\n"));
 }
+
+#[test]
+fn what_disks_did_is_in_the_text() {
+    use vmfork_disk::nbd::Span;
+    use vmfork_disk::{
+        DiskExport, DiskImage, DiskServer, DiskSet, DiskSpec, DiskStore, Durability, StoreOptions,
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = StoreOptions { floor_bytes: 0 };
+    let store = DiskStore::open(&folder.path().join("disks"), options).expect("a store");
+    let blank = DiskImage::blank(1 << 20).expect("an image");
+    let (name, vm, set) = ("data".to_owned(), "web".to_owned(), DiskSet::new(None));
+    let spec = DiskSpec { name, vm, size_bytes: 1 << 20, set };
+    let disk = Arc::new(store.create(&spec, &blank).expect("a disk"));
+    disk.write(Span { offset_bytes: 512, len_bytes: 4096 }, &[1; 4096]).expect("room");
+    let metrics = Metrics::new();
+    metrics.set_disks(&store.totals(), store.layer_bytes());
+    metrics.set_stalled(StallReason::NoSpace, 1);
+    let listener = std::os::unix::net::UnixListener::bind(folder.path().join("s"));
+    let uid = rustix::process::geteuid().as_raw();
+    let server = DiskServer::start(listener.expect("a socket"), uid).expect("a server");
+    assert!(server.add("data", DiskExport::new(disk, Durability::Host)));
+    read_a_page(&folder.path().join("s"));
+    drop(server);
+    metrics.set_disks(&store.totals(), store.layer_bytes());
+    // What disks did stays; what they hold does not.
+    metrics.set_disks(&store.totals(), store.layer_bytes());
+    let text = metrics.text();
+    for line in [
+        "vmfork_disk_reads_total 1",
+        "vmfork_disk_read_bytes_total 4096",
+        "vmfork_disk_writes_total 0",
+        "vmfork_disk_partial_writes_total 1",
+        "vmfork_disk_reconnects_total 0",
+        r#"vmfork_disk_errors_total{reason="no_space"} 0"#,
+        r#"vmfork_disk_request_seconds_count{op="read"} 1"#,
+        r#"vmfork_disk_request_seconds_count{op="flush"} 0"#,
+        "vmfork_disk_layer_bytes 0",
+        r#"vmfork_disk_stalled_vms{reason="no_space"} 1"#,
+    ] {
+        assert!(text.lines().any(|l| l == line), "no `{line}` in\n{text}");
+    }
+}
+
+/// As a client of the old style, which needs no more than its name.
+fn read_a_page(socket: &std::path::Path) {
+    use std::io::{Read, Write};
+    let mut socket = std::os::unix::net::UnixStream::connect(socket).expect("a server");
+    socket.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+    // No zeros after the size.
+    let hello = [&3_u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 1, 0, 0, 0, 4], b"data"];
+    socket.write_all(&hello.concat()).expect("taken");
+    socket.read_exact(&mut [0; 18 + 10]).expect("its size");
+    let read = [&0x2560_9513_u32.to_be_bytes()[..], &[0; 4], &[0; 8], &[0; 8], &[0, 0, 16, 0]];
+    socket.write_all(&read.concat()).expect("taken");
+    socket.read_exact(&mut [0; 16 + 4096]).expect("a page");
+}

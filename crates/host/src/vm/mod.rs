@@ -139,6 +139,18 @@ pub trait LastLook: std::fmt::Debug + Send + Sync {
     fn last_look(&self, view: Option<ViewId>);
 }
 
+/// Why a disk keeps a VM from running.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Stall {
+    /// For people.
+    pub(crate) reason: String,
+    /// Its host is full, or its quota is reached.
+    pub(crate) no_space: bool,
+    /// Of the disk, if QEMU named it.
+    pub(crate) drive: Option<usize>,
+    pub(crate) since: Instant,
+}
+
 /// What changes.
 #[derive(Debug, Default)]
 struct Live {
@@ -154,8 +166,7 @@ struct Live {
     runs: Option<Instant>,
     ready: Option<Duration>,
     frozen: bool,
-    /// Why a disk keeps it from running.
-    stalled: Option<String>,
+    stalled: Option<Stall>,
 }
 
 /// A VM of this host, running or ended.
@@ -393,11 +404,15 @@ impl Vm {
 
     /// Which of its disks has stopped it, and why.
     pub fn why_stalled(&self) -> Option<String> {
+        self.stall().map(|stall| stall.reason)
+    }
+
+    pub(crate) fn stall(&self) -> Option<Stall> {
         self.live().stalled.clone()
     }
 
-    pub fn set_stalled(&self, reason: Option<String>) {
-        self.live().stalled = reason;
+    pub(crate) fn set_stalled(&self, stall: Option<Stall>) {
+        self.live().stalled = stall;
     }
 
     /// How it ended, if it has.

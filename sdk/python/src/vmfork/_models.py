@@ -247,6 +247,21 @@ class Root(_Word):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskActivity:
+    """What a VM has asked of a disk since it has it."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    flushes: int = 0
+    trims: int = 0
+    """Trims and writes of zeros."""
+    errors: int = 0
+    """Requests that failed, each time that they were tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     """A disk of a VM."""
 
@@ -261,6 +276,10 @@ class Disk:
     read_only: bool = False
     empty: bool = False
     """A volume can be attached to it."""
+    activity: DiskActivity = DiskActivity()
+    """What the VM has asked of it. All 0 once the VM has ended."""
+    stalled_ms: int | None = None
+    """How long it has kept the VM from running."""
 
 
 class DiskState(_Word):

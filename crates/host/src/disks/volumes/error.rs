@@ -21,6 +21,8 @@ pub enum VolumeError {
     GivenBack { volume: String, vm: String },
     #[error("the volume `{name}` has become one of another kind meanwhile")]
     Changed { name: String },
+    #[error("the record of the volume `{name}` is being written")]
+    Changes { name: String },
     #[error("the volume `{name}` can't be used: {reason}")]
     Broken { name: String, reason: String },
     #[error("write down the volume `{name}`")]
@@ -36,6 +38,7 @@ impl VolumeError {
             Self::NameTaken { .. }
             | Self::InUse { .. }
             | Self::GivenBack { .. }
+            | Self::Changes { .. }
             | Self::Changed { .. } => ErrorCode::Conflict,
             Self::Many => ErrorCode::NoCapacity,
             Self::Broken { .. } | Self::Record { .. } | Self::Fill { .. } => ErrorCode::Host,
@@ -50,7 +53,7 @@ impl VolumeError {
             Self::Many => "`vmfork volume rm` those that are not needed",
             Self::InUse { .. } => "end that VM first, or `vmfork volume detach` it",
             Self::GivenBack { .. } => "try again in a moment; is the host's disk very slow?",
-            Self::Changed { .. } => "try again",
+            Self::Changed { .. } | Self::Changes { .. } => "try again",
             Self::Broken { .. } => {
                 "the daemon's log has more; after a restart of the daemon it may be usable again"
             }

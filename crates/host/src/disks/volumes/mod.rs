@@ -64,12 +64,17 @@ struct Volume {
     /// `None`: see `Now::reason`.
     disk: Option<Arc<Disk>>,
     set: Arc<DiskSet>,
+    /// Held while its record is changed, for as long as the medium takes.
+    turn: Mutex<()>,
+    /// Never held while the medium is waited for: an async thread may want it.
     now: Mutex<Now>,
 }
 
 #[derive(Debug)]
 struct Now {
     record: Record,
+    /// The record on the medium is being changed: no VM gets it meanwhile.
+    changes: bool,
     uses: Uses,
     /// Why no VM can have it.
     reason: Option<String>,
@@ -82,8 +87,24 @@ impl Volume {
             Ok(disk) => (Some(disk), None),
             Err(reason) => (None, Some(reason)),
         };
-        let now = Mutex::new(Now { record, uses: Uses::default(), reason, removed: false });
-        Arc::new(Self { disk, set, now })
+        let uses = Uses::default();
+        let now = Mutex::new(Now { record, changes: false, uses, reason, removed: false });
+        Arc::new(Self { disk, set, turn: Mutex::default(), now })
+    }
+
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// No VM gets it until what is returned is dropped.
+    ///
+    /// # Errors
+    /// A VM has it.
+    fn close<'a>(&'a self, _turn: &MutexGuard<'a, ()>) -> Result<Closed<'a>, VolumeError> {
+        let mut now = self.now();
+        now.uses.free(false).map_err(|taken| now.taken(taken))?;
+        now.changes = true;
+        Ok(Closed(self))
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
@@ -111,12 +132,22 @@ impl Volume {
     }
 }
 
+/// A volume that no VM gets.
+struct Closed<'a>(&'a Volume);
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        self.0.now().changes = false;
+    }
+}
+
 impl Now {
     /// Its disk, if a VM can have it as a volume of that kind.
     fn usable(&self, disk: Option<&Arc<Disk>>) -> Result<Arc<Disk>, VolumeError> {
         let name = || self.record.name.clone();
         match (disk, &self.reason) {
             _ if self.removed => Err(VolumeError::Missing { name: name() }),
+            _ if self.changes => Err(VolumeError::Changes { name: name() }),
             (Some(disk), None) => Ok(Arc::clone(disk)),
             (_, reason) => {
                 let reason = reason.clone().unwrap_or_default();
@@ -177,6 +208,29 @@ struct Making<'a> {
 impl Drop for Making<'_> {
     fn drop(&mut self) {
         self.volumes.state().making.remove(&self.name);
+    }
+}
+
+/// A volume that is whole, and that no VM and no daemon knows of yet. If it is dropped, nothing is
+/// left of it.
+pub(super) struct Filled<'a> {
+    making: Making<'a>,
+    record: Record,
+    disk: Disk,
+    set: Arc<DiskSet>,
+}
+
+impl Filled<'_> {
+    /// From now on it is there. Blocking.
+    ///
+    /// # Errors
+    /// Its record can't be written.
+    pub(super) fn publish(self) -> Result<Shown, VolumeError> {
+        let Self { making, record, disk, set } = self;
+        making.volumes.write(&record)?;
+        let volume = Volume::new(record, Ok(Arc::new(disk)), set);
+        making.volumes.state().all.insert(making.name.clone(), Arc::clone(&volume));
+        Ok(volume.show())
     }
 }
 
@@ -304,16 +358,16 @@ impl Volumes {
     ///
     /// # Errors
     /// The name is taken; the host has no room. Nothing is left of it then.
-    pub(super) fn create(
+    pub(super) fn fill(
         &self,
         store: &DiskStore,
         request: &VolumeRequest,
         created_unix_ms: u64,
         content: &DiskImage,
         given_up: &AtomicBool,
-    ) -> Result<Shown, VolumeError> {
+    ) -> Result<Filled<'_>, VolumeError> {
         let name = &request.name;
-        let _making = self.begin(name)?;
+        let making = self.begin(name)?;
         let fill = |source| VolumeError::Fill { name: name.clone(), source };
         let (size_bytes, set) = (content.size_bytes(), DiskSet::new(None));
         let zeros = DiskImage::blank(size_bytes).map_err(|error| fill(io::Error::other(error)))?;
@@ -331,10 +385,7 @@ impl Volumes {
             labels: request.labels.clone(),
             ..Record::new(name.clone(), disk.layer(), size_bytes)
         };
-        self.write(&record)?;
-        let volume = Volume::new(record, Ok(Arc::new(disk)), set);
-        self.state().all.insert(name.clone(), Arc::clone(&volume));
-        Ok(volume.show())
+        Ok(Filled { making, record, disk, set })
     }
 
     fn write(&self, record: &Record) -> Result<(), VolumeError> {
@@ -348,16 +399,15 @@ impl Volumes {
     /// A VM has it, or its record can't be removed.
     pub(super) fn remove(&self, name: &str) -> Result<(), VolumeError> {
         let volume = self.find(name)?;
-        let mut now = volume.now();
-        now.uses.free(false).map_err(|taken| now.taken(taken))?;
-        if now.removed {
+        let turn = volume.turn();
+        if volume.now().removed {
             return Err(VolumeError::Missing { name: name.to_owned() });
         }
+        let _closed = volume.close(&turn)?;
         // First: without its record, the next daemon removes what is left of its layers.
         record::remove(&self.folder, name)
             .map_err(|source| VolumeError::Record { name: name.to_owned(), source })?;
-        now.removed = true;
-        drop(now);
+        volume.now().removed = true;
         self.state().all.remove(name);
         Ok(())
     }
@@ -368,16 +418,26 @@ impl Volumes {
     /// A VM has it, or it can't be written down.
     pub(super) fn set_on_fork(&self, name: &str, on_fork: OnFork) -> Result<Shown, VolumeError> {
         let volume = self.find(name)?;
-        let mut now = volume.now();
-        now.usable(volume.disk.as_ref())?;
-        if now.record.on_fork != on_fork {
-            now.uses.free(false).map_err(|taken| now.taken(taken))?;
-            let record = Record { on_fork, ..now.record.clone() };
+        let turn = volume.turn();
+        if self.on_fork(name)? != on_fork {
+            let _closed = volume.close(&turn)?;
+            let record = Record { on_fork, ..volume.now().record.clone() };
             self.write(&record)?;
-            now.record = record;
+            volume.now().record = record;
         }
-        drop(now);
+        drop(turn);
         Ok(volume.show())
+    }
+
+    /// What forks do with it.
+    ///
+    /// # Errors
+    /// It can't be used.
+    pub(super) fn on_fork(&self, name: &str) -> Result<OnFork, VolumeError> {
+        let volume = self.find(name)?;
+        let now = volume.now();
+        now.usable(volume.disk.as_ref())?;
+        Ok(now.record.on_fork)
     }
 
     /// What it is, once a VM may have it. Waits for one that has ended to give it back.
@@ -451,14 +511,17 @@ impl Volumes {
         }
     }
 
-    /// Waits until VMs that have ended have given back what they had.
-    pub(super) async fn given_back(&self) {
+    /// Waits until those VMs that have ended have given back what they had.
+    pub(super) async fn given_back(&self, is_one: impl Fn(&str) -> bool) {
         let until = Instant::now() + GIVE_BACK_WAIT;
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
             changed.as_mut().enable();
-            let ending = self.state().all.values().any(|volume| volume.now().uses.is_ending());
+            let ending = {
+                let state = self.state();
+                state.all.values().any(|volume| volume.now().uses.is_ending(&is_one))
+            };
             if !ending || timeout_at(until, changed).await.is_err() {
                 return;
             }

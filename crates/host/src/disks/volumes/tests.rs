@@ -57,7 +57,8 @@ impl Life {
     fn create(&self, name: &str, on_fork: OnFork, content: &DiskImage) -> Shown {
         let go_on = AtomicBool::new(false);
         let request = request(name, on_fork);
-        self.volumes.create(&self.store, &request, 7, content, &go_on).expect("room")
+        let filled = self.volumes.fill(&self.store, &request, 7, content, &go_on).expect("room");
+        filled.publish().expect("room")
     }
 
     fn layers(&self) -> usize {
@@ -162,7 +163,8 @@ fn no_name_is_taken_twice_and_what_is_given_up_leaves_nothing() {
     let create = |name: &str, given_up: bool| {
         let given_up = AtomicBool::new(given_up);
         let request = request(name, OnFork::Fork);
-        life.volumes.create(&life.store, &request, 7, &zeros(), &given_up)
+        let filled = life.volumes.fill(&life.store, &request, 7, &zeros(), &given_up);
+        filled.and_then(Filled::publish)
     };
     assert!(matches!(create("db", false), Err(VolumeError::NameTaken { .. })));
     let layers = life.layers();
@@ -223,13 +225,52 @@ async fn a_vm_waits_for_one_that_ends_and_not_for_one_that_runs() {
     let volumes = &life.volumes;
     let lease = volumes.take("web", &of("db", OnFork::Fork)).expect("free");
     assert!(matches!(volumes.ready("db").await, Err(VolumeError::InUse { .. })));
-    volumes.given_back().await;
+    volumes.given_back(|_| true).await;
     volumes.vm_ends("web");
+    // Of others, nothing is awaited.
+    volumes.given_back(|vm| vm == "db").await;
+    assert_eq!(volumes.show("db").expect("there").vms, ["web"]);
     let give_back = async {
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(volumes.show("db").expect("there").vms, ["web"], "not yet");
         drop(lease);
     };
-    let (ready, (), ()) = tokio::join!(volumes.ready("db"), volumes.given_back(), give_back);
+    let (ready, (), ()) =
+        tokio::join!(volumes.ready("db"), volumes.given_back(|_| true), give_back);
     assert_eq!(ready.expect("free"), of("db", OnFork::Fork));
+}
+
+#[test]
+fn a_volume_that_is_not_published_is_not_there_and_leaves_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let life = Life::begin(folder.path());
+    let (request, go_on) = (request("db", OnFork::Fork), AtomicBool::new(false));
+    let filled = life.volumes.fill(&life.store, &request, 7, &zeros(), &go_on).expect("room");
+    assert_eq!(life.volumes.list(), []);
+    assert!(!folder.path().join("volumes/db.json").exists());
+    let taken = life.volumes.check_new("db").expect_err("its name is taken");
+    assert!(matches!(taken, VolumeError::NameTaken { .. }), "{taken}");
+    drop(filled);
+    assert_eq!(life.layers(), 0);
+    life.create("db", OnFork::Fork, &zeros());
+}
+
+#[test]
+fn a_vm_ends_while_a_record_is_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let life = Life::begin(folder.path());
+    life.create("db", OnFork::Fork, &zeros());
+    let volume = life.volumes.find("db").expect("there");
+    let turn = volume.turn();
+    let closed = volume.close(&turn).expect("free");
+    // The medium takes long, and the thread that says this must not wait.
+    life.volumes.vm_ends("web");
+    let refused = life.volumes.take("web", &of("db", OnFork::Fork)).expect_err("not now");
+    assert!(matches!(refused, VolumeError::Changes { .. }), "{refused}");
+    drop(closed);
+    drop(turn);
+    let lease = life.volumes.take("web", &of("db", OnFork::Fork)).expect("free");
+    let refused = volume.close(&volume.turn()).map(drop).expect_err("a VM has it");
+    assert!(matches!(refused, VolumeError::InUse { .. }), "{refused}");
+    drop(lease);
 }

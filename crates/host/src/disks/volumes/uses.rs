@@ -65,9 +65,9 @@ impl Uses {
         self.all.retain(|one| one.number != number);
     }
 
-    /// Whether it is being given back.
-    pub(super) fn is_ending(&self) -> bool {
-        self.all.iter().any(|one| one.ends)
+    /// Whether it is being given back by one of these VMs.
+    pub(super) fn is_ending(&self, is_one: impl Fn(&str) -> bool) -> bool {
+        self.all.iter().any(|one| one.ends && is_one(&one.vm))
     }
 
     /// The VMs that have it, each once, in the order in which they got it.
@@ -94,9 +94,10 @@ mod tests {
         assert_eq!(uses.take("db", false), Err(taken.clone()));
         assert_eq!(uses.take("web", false), Err(taken.clone()), "nor twice for one VM");
         uses.vm_ends("db");
-        assert!(!uses.is_ending());
+        assert!(!uses.is_ending(|_| true));
         uses.vm_ends("web");
-        assert!(uses.is_ending());
+        assert!(uses.is_ending(|_| true) && uses.is_ending(|vm| vm == "web"));
+        assert!(!uses.is_ending(|vm| vm == "db"), "it has none");
         assert_eq!(uses.free(false), Err(Taken { ends: true, ..taken }));
         uses.give_back(web + 1);
         assert_eq!(uses.vms(), ["web"]);
