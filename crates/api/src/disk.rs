@@ -109,6 +109,27 @@ pub struct Disk {
     pub empty: bool,
 }
 
+/// How large a disk or a volume is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeRequest {
+    /// A multiple of 4096, and not less than it has.
+    #[schema(minimum = 1_048_576, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
+    pub size_bytes: u64,
+}
+
+impl ResizeRequest {
+    /// Whether a disk can be that large.
+    ///
+    /// # Errors
+    /// It can't.
+    pub fn check(self) -> Result<(), DiskError> {
+        let Self { size_bytes } = self;
+        let fits = (DISK_BYTES_MIN..=DISK_BYTES_MAX).contains(&size_bytes);
+        if fits && size_bytes.is_multiple_of(4096) { Ok(()) } else { Err(DiskError::NewRange) }
+    }
+}
+
 /// A disk on a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostDisk {
@@ -167,6 +188,8 @@ pub enum DiskError {
     Size { name: String, size: String },
     #[error("disk `{name}`: use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
     Range { name: String },
+    #[error("use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
+    NewRange,
     #[error("disk `{name}`: `{path}` is no absolute path")]
     Path { name: String, path: String },
     #[error("{count} disks: a VM can have {max} beside its root{}", overlay(*max))]
@@ -364,6 +387,15 @@ mod tests {
         }
         let root: NewDisk = "root=blank:1G".parse().expect("a disk");
         assert_eq!(NewDisk::check(&[root], None), Err(DiskError::Reserved));
+    }
+
+    #[test]
+    fn a_new_size_is_one_that_a_disk_can_have() {
+        let check = |size_bytes| ResizeRequest { size_bytes }.check();
+        assert_eq!((check(1 << 20), check(2 << 40), check(4096 * 257)), (Ok(()), Ok(()), Ok(())));
+        for odd in [0, 4096, (1 << 20) + 512, (2 << 40) + 4096, u64::MAX] {
+            assert_eq!(check(odd), Err(DiskError::NewRange), "{odd}");
+        }
     }
 
     #[test]

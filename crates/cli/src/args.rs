@@ -489,6 +489,14 @@ pub(crate) enum RawDisk {
         /// A path, or - for standard output
         file: String,
     },
+    /// Make the disk of a running VM larger
+    ///
+    /// The guest sees the new size at once. `resize2fs` in the guest grows its file system.
+    Resize {
+        disk: String,
+        /// Its new size: 512M, 10G, 1T
+        size: String,
+    },
     /// Remove disks that no VM has
     Rm {
         #[arg(required = true, value_name = "DISK")]
@@ -676,6 +684,13 @@ pub(crate) enum RawVolume {
         /// Take it even if the guest uses it, or does not say
         #[arg(long)]
         force: bool,
+    },
+    /// Make a volume larger, whether a running VM has it or none
+    Resize {
+        /// Name of a volume
+        volume: String,
+        /// Its new size: 512M, 10G, 1T
+        size: String,
     },
     /// Remove volumes, with all that they hold
     Rm {

@@ -29,7 +29,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use vmfork_api::disk::DISK_BYTES_MIN;
 use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest};
-use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
+use vmfork_disk::{Base, Disk, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
 use self::served::Served;
@@ -112,6 +112,12 @@ pub enum DiskError {
     InUse,
     #[error("it is a volume")]
     IsVolume,
+    #[error("it has {now} bytes, which are more than {size_bytes}: a disk only grows")]
+    Shrinks { size_bytes: u64, now: u64 },
+    #[error("no VM has it")]
+    NoVm,
+    #[error("several VMs may read it, so it keeps its size")]
+    Shared,
     #[error("it may be of a volume that can't be opened")]
     MayBeVolumes,
     #[error("what an earlier daemon left of a disk")]
@@ -143,9 +149,13 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } | Self::InUse | Self::IsVolume | Self::MayBeVolumes => {
-                ErrorCode::Conflict
-            }
+            Self::Changed { .. }
+            | Self::InUse
+            | Self::IsVolume
+            | Self::MayBeVolumes
+            | Self::Shrinks { .. }
+            | Self::NoVm
+            | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Volume(error) => error.code(),
             Self::Image(_)
@@ -188,6 +198,9 @@ impl DiskError {
             Self::MayBeVolumes => Some("`vmfork volume ls` says which: repair or remove it first"),
             Self::IsVolume => Some("`vmfork volume rm` removes it"),
             Self::InUse => Some("end the VM: its disk goes with it"),
+            Self::Shrinks { .. } => Some("copy the files to a smaller disk"),
+            Self::NoVm => Some("`vmfork disk export` it: `truncate -s SIZE FILE` grows the file"),
+            Self::Shared => Some("end the VMs that have it first"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
             Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
@@ -414,6 +427,17 @@ impl HostDisks {
         self.volumes.set_on_fork(name, on_fork)
     }
 
+    /// The volume of that disk gets larger, while no VM has it. What was written is on the medium
+    /// then, and so is the new size. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it, or it would be smaller.
+    pub fn grow_volume(&self, id: &str, size_bytes: u64) -> Result<(), DiskError> {
+        let unknown = || DiskError::Unknown { id: id.to_owned() };
+        let id = id.parse().map_err(|_no_id| unknown())?;
+        self.volumes.grow(id, |disk| grow(disk, size_bytes)).ok_or_else(unknown)?
+    }
+
     /// A VM of that name has ended: it gives its volumes back soon.
     pub fn vm_ends(&self, vm: &str) {
         self.volumes.vm_ends(vm);
@@ -456,6 +480,14 @@ impl Drop for HostDisks {
             self.store.keep_all();
         }
     }
+}
+
+/// A disk gets larger; none gets smaller.
+fn grow(disk: &Disk, size_bytes: u64) -> Result<(), DiskError> {
+    disk.grow(size_bytes).map_err(|error| match error {
+        LayerError::Size { size_bytes, now } => DiskError::Shrinks { size_bytes, now },
+        error => DiskError::Layer(error.into()),
+    })
 }
 
 struct SetOnDrop(Arc<AtomicBool>);
@@ -613,6 +645,67 @@ mod tests {
         assert_eq!(disks.volume("db").expect("there").vms, [""; 0]);
         disks.remove_volume("db").expect("free");
         assert!(clone.is_some_and(|clone| clone.freeze().is_ok()), "it has what it needs");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_disk_that_has_grown_says_so_and_clones_have_its_new_size() {
+        let setup = setup();
+        let (disks, uid) = (&setup.disks, rustix::process::getuid().as_raw());
+        let contents = setup.of_size(DISK_BYTES_MIN).await.expect("a disk");
+        let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
+        let id = disks.list().expect("a list").pop().expect("one").id;
+        let (index, _) = machine.with_id(id.parse().expect("an ID")).expect("it has it");
+        let larger = machine.grow(index, 2 * DISK_BYTES_MIN).expect("grown");
+        let offer = machine.offer(index, larger).expect("fds");
+        assert_eq!(offer.size_bytes(), 2 * DISK_BYTES_MIN);
+        // QEMU does not take it: the disk has its new size all the same.
+        offer.withdrawn();
+        let sizes = |machine: &MachineDisks| {
+            let written = machine.written().into_iter();
+            written.map(|(spec, _)| spec.size_bytes).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(&machine), [2 * DISK_BYTES_MIN]);
+        assert_eq!(disks.find(&id).expect("there").size_bytes, 2 * DISK_BYTES_MIN);
+        drop(machine.grow(index, 2 * DISK_BYTES_MIN).expect("the same again"));
+        let refused = machine.grow(index, DISK_BYTES_MIN).map(drop).expect_err("smaller");
+        assert!(refused.to_string().contains("2097152 bytes, which are more than 1048576"));
+        assert_eq!(refused.code(), ErrorCode::Conflict);
+        assert!(refused.remedy().is_some_and(|remedy| remedy.contains("a smaller disk")));
+        let frozen = machine.freeze().expect("frozen");
+        let clone = disks.attach("web.1", uid, &frozen).expect("served").expect("disks");
+        assert_eq!(sizes(&clone), [2 * DISK_BYTES_MIN]);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_volume_grows_while_no_vm_has_it_and_with_the_one_that_has_it() {
+        let setup = setup();
+        let (disks, uid) = (&setup.disks, rustix::process::getuid().as_raw());
+        let root_of = |_: &str| -> Result<PathBuf, DiskError> { panic!("no image is named") };
+        let make = async |name: &str, on_fork| {
+            let source = vmfork_api::VolumeSource::Blank { size_bytes: DISK_BYTES_MIN };
+            let (name, labels) = (name.to_owned(), vmfork_api::Labels::default());
+            let request = VolumeRequest { name, source, on_fork, labels };
+            disks.create_volume(request, 7, root_of).await.expect("room").disk_id
+        };
+        let (db, set) = (make("db", OnFork::Fork).await, make("set", OnFork::ReadOnly).await);
+        let size = |name: &str| disks.volume(name).expect("there").size_bytes / DISK_BYTES_MIN;
+        let wanted = ["data=volume:db", "set=volume:set"].map(|disk| disk.parse().expect("a disk"));
+        let contents = disks.contents(&wanted, root_of).await.expect("free");
+        disks.grow_volume(&db, 2 * DISK_BYTES_MIN).expect("no VM has it");
+        let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
+        let shown = machine.written().first().map(|(spec, _)| spec.size_bytes);
+        assert_eq!((shown, size("db")), (Some(2 * DISK_BYTES_MIN), 2), "as it is served");
+        for id in [&db, &set] {
+            let refused = disks.grow_volume(id, 3 * DISK_BYTES_MIN).expect_err("a VM has it");
+            assert!(refused.to_string().starts_with("VM `web` has the volume"), "{refused}");
+        }
+        drop(machine.grow(0, 3 * DISK_BYTES_MIN).expect("its own VM's"));
+        let refused =
+            machine.grow(1, 3 * DISK_BYTES_MIN).map(drop).expect_err("others may have it");
+        assert!(matches!(refused, DiskError::Shared), "{refused}");
+        assert_eq!((size("db"), size("set")), (3, 1));
+        let unknown = disks.grow_volume("1f", 1 << 30).expect_err("no volume");
+        assert_eq!(unknown.code(), ErrorCode::NotFound);
     }
 
     #[tokio::test]

@@ -380,6 +380,25 @@ impl Volumes {
         Ok(volume.show())
     }
 
+    /// Makes the volume with that disk larger by `grow`, while no VM has it. `None`: there is none.
+    /// Blocking.
+    pub(super) fn grow<E: From<VolumeError>>(
+        &self,
+        id: ImageId,
+        grow: impl FnOnce(&Disk) -> Result<(), E>,
+    ) -> Option<Result<(), E>> {
+        let all: Vec<_> = self.state().all.values().cloned().collect();
+        let has = |volume: &&Arc<Volume>| volume.now().record.disk_id() == Some(id);
+        let volume = all.iter().find(has)?;
+        // No VM gets it meanwhile.
+        let now = volume.now();
+        let free = now.usable(volume.disk.as_ref()).and_then(|disk| {
+            now.uses.free(false).map_err(|taken| now.taken(taken))?;
+            Ok(disk)
+        });
+        Some(free.map_err(E::from).and_then(|disk| grow(&disk)))
+    }
+
     /// What it is, once a VM may have it. Waits for one that has ended to give it back.
     ///
     /// # Errors

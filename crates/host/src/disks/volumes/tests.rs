@@ -233,3 +233,24 @@ async fn a_vm_waits_for_one_that_ends_and_not_for_one_that_runs() {
     let (ready, (), ()) = tokio::join!(volumes.ready("db"), volumes.given_back(), give_back);
     assert_eq!(ready.expect("free"), of("db", OnFork::Fork));
 }
+
+#[test]
+fn the_next_daemon_finds_a_volume_with_the_size_that_it_has_grown_to() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let life = Life::begin(folder.path());
+    let made = life.create("db", OnFork::Fork, &zeros());
+    let id = made.disk_id.parse().expect("an ID");
+    let grown = life.volumes.grow(id, |disk| -> Result<(), VolumeError> {
+        write(disk, 3, 7);
+        disk.freeze().map(drop).expect("frozen");
+        disk.grow(2 * SIZE).expect("grown");
+        Ok(())
+    });
+    assert!(grown.is_some_and(|grown| grown.is_ok()));
+    life.killed();
+    let life = Life::begin(folder.path());
+    let found = life.volumes.show("db").expect("there");
+    assert_eq!((found.size_bytes, found.reason), (2 * SIZE, None));
+    let (disk, _) = life.volumes.disk("db").expect("whole");
+    assert_eq!((read(&disk, 3), read(&disk, SIZE / 4096 + 5)), (7, 0));
+}
