@@ -43,6 +43,7 @@ def vm(client: vmfork.Client, image: str) -> Iterator[vmfork.VM]:
         yield vm
 
 
+@pytest.mark.limit(400)
 def test_a_disk_grows_under_a_file_system_in_use(
     client: vmfork.Client, vm: vmfork.VM, cli: Cli
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_disk_does_not_shrink_and_needs_a_vm_that_runs(
         client.resize_disk("1f", 128 * MIB)
 
 
+@pytest.mark.limit(300)
 def test_a_volume_grows_with_and_without_a_vm(
     make_daemon: Callable[..., Daemon], image: str
 ) -> None:

@@ -79,14 +79,25 @@ pub enum Durability {
     Medium,
 }
 
-/// What takes the writes to a VM's root file system, which is read-only and shared.
+/// What takes the writes to a VM's root file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Root {
-    /// A disk named `root`.
+    /// A disk named `root`, over the image's root, which is read-only and shared.
     Overlay,
-    /// The guest's memory: quick, and bounded by it.
+    /// The same with the guest's memory: quick, and bounded by it.
     Tmpfs,
+    /// The root itself: a disk named `root`, which begins with the image's.
+    Disk,
+}
+
+/// The disk that a VM's root file system has of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RootDisk {
+    /// Takes what is written.
+    Overlay { size_bytes: u64 },
+    /// Is the root. `None`: as large as the image's.
+    Whole { size_bytes: Option<u64> },
 }
 
 /// A disk of a VM.
@@ -178,7 +189,7 @@ pub enum DiskError {
     Reserved,
     #[error("the root's disk: use a size of 64 MiB to 2 TiB, in steps of 4096 bytes")]
     RootRange,
-    #[error("a size of the root's disk is for root `overlay` only")]
+    #[error("a size of the root's disk is for root `overlay` and `disk` only")]
     NoOverlay,
     #[error("disk `{name}`: there are two of that name")]
     Twice { name: String },
@@ -277,20 +288,18 @@ impl FromStr for NewDisk {
 ///
 /// # Errors
 /// It can't have that.
-pub fn root_disk(root: Option<Root>, bytes: Option<u64>) -> Result<Option<u64>, DiskError> {
-    match (root.unwrap_or(Root::Tmpfs), bytes) {
-        (Root::Tmpfs, Some(_)) => Err(DiskError::NoOverlay),
-        (Root::Tmpfs, None) => Ok(None),
-        (Root::Overlay, bytes) => {
-            let bytes = bytes.unwrap_or(ROOT_BYTES_DEFAULT);
-            let fits = (ROOT_BYTES_MIN..=DISK_BYTES_MAX).contains(&bytes);
-            if fits && bytes.is_multiple_of(4096) {
-                Ok(Some(bytes))
-            } else {
-                Err(DiskError::RootRange)
-            }
+pub fn root_disk(root: Option<Root>, bytes: Option<u64>) -> Result<Option<RootDisk>, DiskError> {
+    let range = ROOT_BYTES_MIN..=DISK_BYTES_MAX;
+    let fits = |bytes: u64| range.contains(&bytes) && bytes.is_multiple_of(4096);
+    let disk = match root.unwrap_or(Root::Tmpfs) {
+        Root::Tmpfs if bytes.is_some() => return Err(DiskError::NoOverlay),
+        Root::Tmpfs => None,
+        Root::Overlay => {
+            Some(RootDisk::Overlay { size_bytes: bytes.unwrap_or(ROOT_BYTES_DEFAULT) })
         }
-    }
+        Root::Disk => Some(RootDisk::Whole { size_bytes: bytes }),
+    };
+    if bytes.is_none_or(fits) { Ok(disk) } else { Err(DiskError::RootRange) }
 }
 
 /// Whether `name` may name a disk of a VM.
@@ -365,6 +374,7 @@ mod tests {
         let many: Vec<_> = (0..8).map(|index| disk(&format!("d{index}"))).collect();
         assert_eq!(NewDisk::check(&many, None), Err(DiskError::Many { count: 8, max: 7 }));
         assert_eq!(NewDisk::check(&many[..7], Some(Root::Tmpfs)), Ok(()));
+        assert_eq!(NewDisk::check(&many[..7], Some(Root::Disk)), Ok(()), "in the root's place");
         let refused = NewDisk::check(&many[..7], Some(Root::Overlay)).expect_err("one too many");
         let says = "7 disks: a VM can have 6 beside its root and its overlay";
         assert_eq!(refused.to_string(), says);
@@ -377,13 +387,20 @@ mod tests {
     }
 
     #[test]
-    fn only_an_overlay_has_a_disk_of_its_own() {
+    fn a_tmpfs_has_no_disk_of_its_own() {
         assert_eq!(root_disk(None, None), Ok(None));
-        assert_eq!(root_disk(Some(Root::Overlay), None), Ok(Some(10 << 30)));
-        assert_eq!(root_disk(Some(Root::Overlay), Some(64 << 20)), Ok(Some(64 << 20)));
+        let overlay = |size_bytes| Ok(Some(RootDisk::Overlay { size_bytes }));
+        assert_eq!(root_disk(Some(Root::Overlay), None), overlay(10 << 30));
+        assert_eq!(root_disk(Some(Root::Overlay), Some(64 << 20)), overlay(64 << 20));
+        for size_bytes in [None, Some(64 << 20)] {
+            let whole = Ok(Some(RootDisk::Whole { size_bytes }));
+            assert_eq!(root_disk(Some(Root::Disk), size_bytes), whole);
+        }
         assert_eq!(root_disk(None, Some(1 << 30)), Err(DiskError::NoOverlay));
         for odd in [1 << 20, (1 << 30) + 1, 3 << 40] {
-            assert_eq!(root_disk(Some(Root::Overlay), Some(odd)), Err(DiskError::RootRange));
+            for root in [Root::Overlay, Root::Disk] {
+                assert_eq!(root_disk(Some(root), Some(odd)), Err(DiskError::RootRange));
+            }
         }
         let root: NewDisk = "root=blank:1G".parse().expect("a disk");
         assert_eq!(NewDisk::check(&[root], None), Err(DiskError::Reserved));

@@ -123,10 +123,12 @@ pub(crate) enum RawAccel {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RawRoot {
-    /// A disk of the VM's own
+    /// A disk of the VM's own, over the image's root
     Overlay,
-    /// The guest's memory
+    /// The guest's memory, over the image's root
     Tmpfs,
+    /// The root itself: a disk of the VM's own, which begins with the image's
+    Disk,
 }
 
 #[derive(Debug, Args)]
@@ -169,7 +171,7 @@ pub(crate) struct RawRun {
     /// What takes the writes to the root file system [default: tmpfs]
     #[arg(long, value_name = "WHAT", help_heading = OF_IMAGES)]
     pub(crate) root: Option<RawRoot>,
-    /// Size of the overlay's disk [default: 10G]
+    /// Size of that disk [default: 10G for an overlay, else the image's]
     #[arg(long, value_name = "SIZE", help_heading = OF_IMAGES)]
     pub(crate) root_size: Option<String>,
     /// Number of VMs [default: number of names, or 1]

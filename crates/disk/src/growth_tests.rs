@@ -17,7 +17,7 @@ enum Step {
     Write(u64, u64, u8),
     Trim(u64, u64),
     Freeze,
-    /// By so many sectors.
+    /// By this number of sectors.
     Grow(u64),
     /// The daemon ends without removing anything, and the next one opens the disk.
     Restart,

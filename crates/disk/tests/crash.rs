@@ -100,7 +100,7 @@ fn child_merges() {
     }
 }
 
-/// How large the disk is after so many steps of a child that grows it.
+/// How large the disk is after `steps` of a child that grows it.
 fn grown(steps: u64) -> u64 {
     SIZE + steps / 5 * 3 * 512
 }

@@ -18,7 +18,7 @@ use crate::format;
 use crate::printer::{Field, Level};
 use crate::start::reach;
 
-/// How long a disk may take to be attached, detached or resized: a fork in progress, and slow media.
+/// How long a disk may take to be attached, detached or resized: a fork in progress, slow media.
 pub(super) const USE: Duration = Duration::from_secs(150);
 
 #[derive(Serialize)]

@@ -101,7 +101,8 @@ pub(super) fn root_bytes(root: Option<Root>, text: Option<&str>) -> Result<Optio
         return misuse(format!("--root-size {text}: not a size; write it as 512M, 10G or 1T"));
     };
     let checked = disk::root_disk(root, Some(bytes));
-    checked.or_else(|error| misuse(format!("--root-size {text}: {error}")))
+    checked.or_else(|error| misuse(format!("--root-size {text}: {error}")))?;
+    Ok(Some(bytes))
 }
 
 /// `KEY` or `KEY=VALUE` each.

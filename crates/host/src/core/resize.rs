@@ -21,7 +21,7 @@ impl Core {
     /// this future is dropped. Clones that are made afterwards have the new size.
     ///
     /// # Errors
-    /// It would be smaller, nobody can write to it, or its VM does not run.
+    /// It would be smaller, several VMs may read it, or its VM does not run.
     pub async fn resize_disk(
         self: &Arc<Self>,
         id: String,

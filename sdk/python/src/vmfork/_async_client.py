@@ -192,8 +192,9 @@ class AsyncClient:
         return await self._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
 
     async def resize_disk(self, id: str, size_bytes: int) -> HostDisk:
-        """Make the disk of a running VM larger; its guest is told. :class:`Conflict` if it has more.
+        """Make the disk of a running VM larger; its guest is told.
 
+        :class:`Conflict` if it has more than that, or if its VM does not run.
         The file system stays as it is: ``resize2fs`` in the guest grows it.
         """
         return await self._send(protocol.resize_disk(id, size_bytes, self._timeout))
