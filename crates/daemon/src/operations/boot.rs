@@ -97,7 +97,8 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
             .await?;
     // After its admission: one that is refused makes no files.
     let disks = contents(core, root, &disks).await;
-    let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    let mut disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    core.disks.count_on(user, &mut disks);
     let identity = Identity {
         family: id.clone(),
         user,

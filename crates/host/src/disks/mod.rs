@@ -14,6 +14,7 @@
 //! Left to others: layers and the protocol (`vmfork-disk`), QEMU's drives (`vmfork-qemu`), when a
 //! machine is frozen.
 
+mod accounts;
 mod base;
 mod blank;
 mod left;
@@ -39,6 +40,7 @@ pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
+use crate::quotas::{DiskBounds, User};
 
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
@@ -226,6 +228,7 @@ pub struct HostDisks {
     /// Those of VMs, by ID.
     live: left::Live,
     volumes: Volumes,
+    accounts: accounts::Accounts,
     blanks: blank::Blanks,
     bases: base::Bases,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -241,8 +244,10 @@ impl HostDisks {
     pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
         let options = StoreOptions { floor_bytes: FLOOR_BYTES };
         let store = Arc::new(DiskStore::open(folder, options).map_err(DiskError::Layer)?);
-        let (volumes, is_whole) =
-            Volumes::open(folder.join("volumes"), &store).map_err(DiskError::Volumes)?;
+        let accounts = accounts::Accounts::new();
+        let of_volume = || accounts.of_host();
+        let volumes = Volumes::open(folder.join("volumes"), &store, &of_volume);
+        let (volumes, is_whole) = volumes.map_err(DiskError::Volumes)?;
         if is_whole {
             left::report(&store).map_err(DiskError::Layer)?;
         } else {
@@ -251,7 +256,29 @@ impl HostDisks {
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
-        Ok(Self { store, live: left::Live::default(), volumes, blanks, bases, sockets, next })
+        let live = left::Live::default();
+        Ok(Self { store, live, volumes, accounts, blanks, bases, sockets, next })
+    }
+
+    /// With bounds for what all disks hold, and for those of each user.
+    ///
+    /// # Errors
+    /// What earlier daemons left can't be counted.
+    pub fn limited(
+        mut self,
+        host_bytes: Option<u64>,
+        users: DiskBounds,
+    ) -> Result<Self, DiskError> {
+        self.accounts.bound(host_bytes, users);
+        self.accounts.count_left(&self.store).map_err(DiskError::Left)?;
+        Ok(self)
+    }
+
+    /// What a user's VM that boots is to have counts on the user, but for volumes.
+    pub fn count_on(&self, user: User, contents: &mut [DiskContent]) {
+        for content in contents.iter_mut().filter(|content| content.spec.volume.is_none()) {
+            content.set = self.accounts.of_user(user);
+        }
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -306,7 +333,8 @@ impl HostDisks {
             empty: false,
         };
         let on_clients_file = matches!(source, DiskSource::File { .. });
-        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
+        let set = self.accounts.of_host();
+        Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
     }
 
     /// What a machine's disk is that is a volume. It is taken when the machine is given its disks.
@@ -380,8 +408,10 @@ impl HostDisks {
         let (disks, given_up) = (Arc::clone(self), Arc::new(AtomicBool::new(false)));
         let _on_drop = SetOnDrop(Arc::clone(&given_up));
         let made = tokio::task::spawn_blocking(move || {
-            let Self { store, volumes, .. } = &*disks;
-            let made = volumes.create(store, &request, now_unix_ms, &content.image, &given_up)?;
+            let Self { store, volumes, accounts, .. } = &*disks;
+            let set = accounts.of_host();
+            let content_of = (&content.image, set);
+            let made = volumes.create(store, &request, now_unix_ms, content_of, &given_up)?;
             // What its owner has changed meanwhile was copied in part.
             check_base(&content).inspect_err(|_| {
                 if let Err(error) = volumes.remove(&request.name) {
@@ -706,6 +736,56 @@ mod tests {
         assert_eq!((size("db"), size("set")), (3, 1));
         let unknown = disks.grow_volume("1f", 1 << 30).expect_err("no volume");
         assert_eq!(unknown.code(), ErrorCode::NotFound);
+    }
+
+    #[tokio::test]
+    async fn disks_of_a_user_and_of_the_host_have_bounds() {
+        const MIB: u64 = 1 << 20;
+        let folder = tempfile::tempdir().expect("a folder");
+        let (root, sockets) = (folder.path().join("disks"), folder.path().join("sockets"));
+        fs::create_dir(&sockets).expect("made");
+        let bounds = DiskBounds { default_bytes: Some(2 * MIB), ..DiskBounds::default() };
+        let open = || {
+            let disks = HostDisks::open(&root, sockets.clone()).expect("room");
+            disks.limited(Some(3 * MIB), bounds.clone()).expect("counted")
+        };
+        let path = folder.path().join("base");
+        File::create(&path).expect("made").set_len(8 * MIB).expect("sized");
+        let uid = rustix::process::getuid().as_raw();
+        let begin = async |disks: &HostDisks, user: u32, vm: &str| {
+            let disk = format!("data=file:{}", path.display()).parse().expect("a disk");
+            let root_of = |_: &str| -> Result<PathBuf, DiskError> { panic!("no image is named") };
+            let mut contents = disks.contents(&[disk], root_of).await.expect("a disk");
+            disks.count_on(User::Uid(user), &mut contents);
+            disks.attach(vm, uid, &contents).expect("served").expect("disks")
+        };
+        // → how many MiB fit.
+        let fill = |machine: &MachineDisks| {
+            let [disk] = machine.all().try_into().expect("one");
+            let span =
+                |at: u64| vmfork_disk::nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
+            (0..8).take_while(|at| disk.write(span(*at), &vec![7; 1 << 20]).is_ok()).count()
+        };
+        let disks = open();
+        let (one, two) = (begin(&disks, 7, "one").await, begin(&disks, 7, "two").await);
+        assert_eq!((fill(&one), fill(&two)), (2, 0), "both are the user's");
+        let says = two.refusal(0).unwrap_or_default();
+        assert_eq!(says, "2097152 of 2097152 bytes of the disk quota of user 7 are used");
+        let other = begin(&disks, 8, "other").await;
+        assert_eq!(fill(&other), 1);
+        let says = other.refusal(0).unwrap_or_default();
+        assert_eq!(says, "3145728 of 3145728 bytes of the host's disk quota are used");
+        disks.keep_all();
+        // Not of the runtime: there it would go on in the background.
+        let end = std::thread::spawn(move || drop((one, two, other, disks)));
+        end.join().expect("ended");
+        // What an earlier daemon left counts on the host, until it is removed.
+        let disks = open();
+        let late = begin(&disks, 7, "late").await;
+        assert_eq!(fill(&late), 0);
+        let left = disks.list().expect("a list").into_iter().find(|disk| disk.vm == "one");
+        disks.remove(&left.expect("left").id).expect("removed");
+        assert_eq!(fill(&late), 2);
     }
 
     #[tokio::test]

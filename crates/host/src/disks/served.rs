@@ -199,6 +199,11 @@ impl MachineDisks {
         disks.iter().map(|served| (served.spec.clone(), served.disk.layer_bytes())).collect()
     }
 
+    /// Which quota a write to the disk with that index would have passed just now.
+    pub fn refusal(&self, index: usize) -> Option<String> {
+        self.disks().get(index)?.set.refusal()
+    }
+
     /// How many there are.
     pub fn count(&self) -> usize {
         self.disks().len()

@@ -42,7 +42,8 @@ struct Life {
 impl Life {
     fn begin(folder: &Path) -> Self {
         let store = DiskStore::open(folder, StoreOptions { floor_bytes: 0 }).expect("the folder");
-        let (volumes, is_whole) = Volumes::open(folder.join("volumes"), &store).expect("room");
+        let (volumes, is_whole) =
+            Volumes::open(folder.join("volumes"), &store, &|| DiskSet::new(None)).expect("room");
         if is_whole {
             store.remove_unneeded().expect("removed");
         }
@@ -57,6 +58,7 @@ impl Life {
     fn create(&self, name: &str, on_fork: OnFork, content: &DiskImage) -> Shown {
         let go_on = AtomicBool::new(false);
         let request = request(name, on_fork);
+        let content = (content, DiskSet::new(None));
         self.volumes.create(&self.store, &request, 7, content, &go_on).expect("room")
     }
 
