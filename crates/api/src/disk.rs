@@ -322,7 +322,9 @@ pub fn parse_size(text: &str) -> Option<u64> {
         "t" | "tb" | "tib" => 40,
         _ => return None,
     };
-    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+    // `+1G` is more than there is, elsewhere: not here.
+    let digits = number.bytes().all(|byte| byte.is_ascii_digit());
+    number.parse::<u64>().ok().filter(|_| digits)?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
@@ -359,7 +361,7 @@ mod tests {
         for name in ["", "A", "1a", "a b", "a_b", &"a".repeat(33)] {
             assert!(refused(&format!("{name}=blank:1G")).contains("a name has 1 to 32"), "{name}");
         }
-        for size in ["x", "1X", "-1G", "1.5G", "99999999999G"] {
+        for size in ["x", "1X", "-1G", "+1G", "1.5G", "99999999999G"] {
             assert!(refused(&format!("a=blank:{size}")).contains("is no size"), "{size}");
         }
         for size in ["0", "512K", "3T", "1048577"] {

@@ -379,8 +379,8 @@ mod tests {
 
     #[test]
     fn quotas_are_read_from_several_flags() {
-        let config = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
-        let quotas = config.expect("well-formed").host.quotas;
+        let read = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
+        let quotas = read.expect("well-formed").host.quotas;
         assert_eq!((quotas.of("7").vms, quotas.of("9").room.vcpus), (2, 4));
         assert_eq!(quotas.of("8").room.memory_bytes, 1 << 30);
         let of_disks = config(&["--disk-quota", "2T", "--quota", "default=disk:10G"]);

@@ -164,7 +164,7 @@ fn no_name_is_taken_twice_and_what_is_given_up_leaves_nothing() {
     let create = |name: &str, given_up: bool| {
         let given_up = AtomicBool::new(given_up);
         let request = request(name, OnFork::Fork);
-        life.volumes.create(&life.store, &request, 7, &zeros(), &given_up)
+        life.volumes.create(&life.store, &request, 7, (&zeros(), DiskSet::new(None)), &given_up)
     };
     assert!(matches!(create("db", false), Err(VolumeError::NameTaken { .. })));
     let layers = life.layers();
