@@ -19,7 +19,7 @@ def is_expected_to_pass(body: object) -> bool:
             ipaddress.IPv6Address(address[1:].split("]")[0])
         except ValueError:
             return False  # the pattern has the characters of an address only
-    if body.get("root_bytes") is not None and body.get("root") != "overlay":
+    if body.get("root_bytes") is not None and body.get("root") not in ("overlay", "disk"):
         return False  # a tmpfs has no disk
     disks = body.get("disks")
     if isinstance(disks, list):

@@ -12,6 +12,9 @@ pub(crate) struct Cmdline {
     /// `vmfork.upper=PATH`: the device of an ext4 file system that takes writes to the root.
     /// Default: none, a tmpfs takes them.
     pub(crate) upper: Option<String>,
+    /// `vmfork.rw=PATH`: the root file system's device, which takes the writes itself. It goes
+    /// before `vmfork.root` and `vmfork.upper`.
+    pub(crate) writable: Option<String>,
     /// `vmfork.reporting_order=N`: smallest free block, 2^N pages, that the guest reports to the
     /// host.
     pub(crate) reporting_order: Option<u32>,
@@ -33,6 +36,7 @@ impl Cmdline {
                 "vmfork.root" => out.root = path(),
                 "vmfork.rootfstype" => out.root_type = Some(value.to_owned()),
                 "vmfork.upper" => out.upper = path(),
+                "vmfork.rw" => out.writable = path(),
                 "vmfork.reporting_order" => out.reporting_order = value.parse().ok(),
                 _ => {}
             }
@@ -51,5 +55,8 @@ mod tests {
             "console=ttyS0 vmfork.init=/sbin/init quiet vmfork.reporting_order=x vmfork.root=vda",
         );
         assert_eq!(line, Cmdline { init: Some("/sbin/init".into()), ..Cmdline::default() });
+        let line = Cmdline::parse("root=/dev/vda ro vmfork.root=/dev/vdc rw vmfork.rw=/dev/vda");
+        let (root, writable) = (Some("/dev/vdc".into()), Some("/dev/vda".into()));
+        assert_eq!(line, Cmdline { root, writable, ..Cmdline::default() });
     }
 }

@@ -3,10 +3,12 @@
 //! ```text
 //!   /modules/order ─► modules ─► /dev/vda (ro) ─┬─► overlay ─► / ─► the agent, or vmfork.init
 //!                          tmpfs or vmfork.upper ┘
+//!                       vmfork.rw (rw) ────────────────────► /
 //! ```
 //!
 //! The root file system is shared by all VMs and never written. What a guest writes is in a tmpfs,
-//! that is, in its memory, or on a disk of its own. A fork captures both. The tmpfs may fill
+//! that is, in its memory, or on a disk of its own. A fork captures both. Or the root is a disk of
+//! the guest's own, which is written itself. The tmpfs may fill
 //! memory: what doesn't fit gets `ENOSPC`. The agent needs no file in the root: it has its program
 //! open.
 //!
@@ -107,10 +109,18 @@ fn load_modules() {
     }
 }
 
-/// The root device, read-only, below what takes writes: at `/newroot`.
+/// At `/newroot`: the root device, read-only, below what takes writes; or one that takes them.
 fn make_root(cmdline: &Cmdline) -> Result<(), String> {
-    let device = cmdline.root.as_deref().unwrap_or("/dev/vda");
     let kind = cmdline.root_type.as_deref().unwrap_or("ext4");
+    if let Some(device) = cmdline.writable.as_deref() {
+        wait_for(device)?;
+        make_folder("/newroot")?;
+        // Others may not know the option.
+        let options = (kind == "ext4").then_some(c"discard");
+        return mount(device, "/newroot", kind, MountFlags::NOATIME, options)
+            .map_err(said(format!("mount {device} ({kind})")));
+    }
+    let device = cmdline.root.as_deref().unwrap_or("/dev/vda");
     wait_for(device)?;
     for folder in ["/lower", "/rw", "/newroot"] {
         make_folder(folder)?;

@@ -79,14 +79,25 @@ pub enum Durability {
     Medium,
 }
 
-/// What takes the writes to a VM's root file system, which is read-only and shared.
+/// What takes the writes to a VM's root file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Root {
-    /// A disk named `root`.
+    /// A disk named `root`, over the image's root, which is read-only and shared.
     Overlay,
-    /// The guest's memory: quick, and bounded by it.
+    /// The same with the guest's memory: quick, and bounded by it.
     Tmpfs,
+    /// The root itself: a disk named `root`, which begins with the image's.
+    Disk,
+}
+
+/// The disk that a VM's root file system has of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RootDisk {
+    /// Takes what is written.
+    Overlay { size_bytes: u64 },
+    /// Is the root. `None`: as large as the image's.
+    Whole { size_bytes: Option<u64> },
 }
 
 /// A disk of a VM.
@@ -128,6 +139,27 @@ pub struct DiskActivity {
     pub trims: u64,
     /// Requests that failed, each time that they were tried.
     pub errors: u64,
+}
+
+/// How large a disk or a volume is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeRequest {
+    /// A multiple of 4096, and not less than it has.
+    #[schema(minimum = 1_048_576, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
+    pub size_bytes: u64,
+}
+
+impl ResizeRequest {
+    /// Whether a disk can be that large.
+    ///
+    /// # Errors
+    /// It can't.
+    pub fn check(self) -> Result<(), DiskError> {
+        let Self { size_bytes } = self;
+        let fits = (DISK_BYTES_MIN..=DISK_BYTES_MAX).contains(&size_bytes);
+        if fits && size_bytes.is_multiple_of(4096) { Ok(()) } else { Err(DiskError::NewRange) }
+    }
 }
 
 /// A disk on a host.
@@ -178,7 +210,7 @@ pub enum DiskError {
     Reserved,
     #[error("the root's disk: use a size of 64 MiB to 2 TiB, in steps of 4096 bytes")]
     RootRange,
-    #[error("a size of the root's disk is for root `overlay` only")]
+    #[error("a size of the root's disk is for root `overlay` and `disk` only")]
     NoOverlay,
     #[error("disk `{name}`: there are two of that name")]
     Twice { name: String },
@@ -188,6 +220,8 @@ pub enum DiskError {
     Size { name: String, size: String },
     #[error("disk `{name}`: use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
     Range { name: String },
+    #[error("use a size of 1 MiB to 2 TiB, in steps of 4096 bytes")]
+    NewRange,
     #[error("disk `{name}`: `{path}` is no absolute path")]
     Path { name: String, path: String },
     #[error("{count} disks: a VM can have {max} beside its root{}", overlay(*max))]
@@ -275,20 +309,18 @@ impl FromStr for NewDisk {
 ///
 /// # Errors
 /// It can't have that.
-pub fn root_disk(root: Option<Root>, bytes: Option<u64>) -> Result<Option<u64>, DiskError> {
-    match (root.unwrap_or(Root::Tmpfs), bytes) {
-        (Root::Tmpfs, Some(_)) => Err(DiskError::NoOverlay),
-        (Root::Tmpfs, None) => Ok(None),
-        (Root::Overlay, bytes) => {
-            let bytes = bytes.unwrap_or(ROOT_BYTES_DEFAULT);
-            let fits = (ROOT_BYTES_MIN..=DISK_BYTES_MAX).contains(&bytes);
-            if fits && bytes.is_multiple_of(4096) {
-                Ok(Some(bytes))
-            } else {
-                Err(DiskError::RootRange)
-            }
+pub fn root_disk(root: Option<Root>, bytes: Option<u64>) -> Result<Option<RootDisk>, DiskError> {
+    let range = ROOT_BYTES_MIN..=DISK_BYTES_MAX;
+    let fits = |bytes: u64| range.contains(&bytes) && bytes.is_multiple_of(4096);
+    let disk = match root.unwrap_or(Root::Tmpfs) {
+        Root::Tmpfs if bytes.is_some() => return Err(DiskError::NoOverlay),
+        Root::Tmpfs => None,
+        Root::Overlay => {
+            Some(RootDisk::Overlay { size_bytes: bytes.unwrap_or(ROOT_BYTES_DEFAULT) })
         }
-    }
+        Root::Disk => Some(RootDisk::Whole { size_bytes: bytes }),
+    };
+    if bytes.is_none_or(fits) { Ok(disk) } else { Err(DiskError::RootRange) }
 }
 
 /// Whether `name` may name a disk of a VM.
@@ -311,7 +343,9 @@ pub fn parse_size(text: &str) -> Option<u64> {
         "t" | "tb" | "tib" => 40,
         _ => return None,
     };
-    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+    // `+1G` is more than there is, elsewhere: not here.
+    let digits = number.bytes().all(|byte| byte.is_ascii_digit());
+    number.parse::<u64>().ok().filter(|_| digits)?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
@@ -348,7 +382,7 @@ mod tests {
         for name in ["", "A", "1a", "a b", "a_b", &"a".repeat(33)] {
             assert!(refused(&format!("{name}=blank:1G")).contains("a name has 1 to 32"), "{name}");
         }
-        for size in ["x", "1X", "-1G", "1.5G", "99999999999G"] {
+        for size in ["x", "1X", "-1G", "+1G", "1.5G", "99999999999G"] {
             assert!(refused(&format!("a=blank:{size}")).contains("is no size"), "{size}");
         }
         for size in ["0", "512K", "3T", "1048577"] {
@@ -363,6 +397,7 @@ mod tests {
         let many: Vec<_> = (0..8).map(|index| disk(&format!("d{index}"))).collect();
         assert_eq!(NewDisk::check(&many, None), Err(DiskError::Many { count: 8, max: 7 }));
         assert_eq!(NewDisk::check(&many[..7], Some(Root::Tmpfs)), Ok(()));
+        assert_eq!(NewDisk::check(&many[..7], Some(Root::Disk)), Ok(()), "in the root's place");
         let refused = NewDisk::check(&many[..7], Some(Root::Overlay)).expect_err("one too many");
         let says = "7 disks: a VM can have 6 beside its root and its overlay";
         assert_eq!(refused.to_string(), says);
@@ -375,16 +410,32 @@ mod tests {
     }
 
     #[test]
-    fn only_an_overlay_has_a_disk_of_its_own() {
+    fn a_tmpfs_has_no_disk_of_its_own() {
         assert_eq!(root_disk(None, None), Ok(None));
-        assert_eq!(root_disk(Some(Root::Overlay), None), Ok(Some(10 << 30)));
-        assert_eq!(root_disk(Some(Root::Overlay), Some(64 << 20)), Ok(Some(64 << 20)));
+        let overlay = |size_bytes| Ok(Some(RootDisk::Overlay { size_bytes }));
+        assert_eq!(root_disk(Some(Root::Overlay), None), overlay(10 << 30));
+        assert_eq!(root_disk(Some(Root::Overlay), Some(64 << 20)), overlay(64 << 20));
+        for size_bytes in [None, Some(64 << 20)] {
+            let whole = Ok(Some(RootDisk::Whole { size_bytes }));
+            assert_eq!(root_disk(Some(Root::Disk), size_bytes), whole);
+        }
         assert_eq!(root_disk(None, Some(1 << 30)), Err(DiskError::NoOverlay));
         for odd in [1 << 20, (1 << 30) + 1, 3 << 40] {
-            assert_eq!(root_disk(Some(Root::Overlay), Some(odd)), Err(DiskError::RootRange));
+            for root in [Root::Overlay, Root::Disk] {
+                assert_eq!(root_disk(Some(root), Some(odd)), Err(DiskError::RootRange));
+            }
         }
         let root: NewDisk = "root=blank:1G".parse().expect("a disk");
         assert_eq!(NewDisk::check(&[root], None), Err(DiskError::Reserved));
+    }
+
+    #[test]
+    fn a_new_size_is_one_that_a_disk_can_have() {
+        let check = |size_bytes| ResizeRequest { size_bytes }.check();
+        assert_eq!((check(1 << 20), check(2 << 40), check(4096 * 257)), (Ok(()), Ok(()), Ok(())));
+        for odd in [0, 4096, (1 << 20) + 512, (2 << 40) + 4096, u64::MAX] {
+            assert_eq!(check(odd), Err(DiskError::NewRange), "{odd}");
+        }
     }
 
     #[test]

@@ -46,6 +46,7 @@
 //! | `PUT /v1/volumes/{name}/on-fork` | [`OnForkRequest`] → [`Volume`] |
 //! | `POST /v1/volumes/{name}/attach` | [`AttachRequest`] → [`Disk`] of a running VM |
 //! | `POST /v1/volumes/{name}/detach` | [`DetachRequest`] → [`Volume`] |
+//! | `POST /v1/volumes/{name}/resize` | [`ResizeRequest`] → [`Volume`] |
 //! | `GET /v1/cluster` | [`ClusterInfo`]: the hosts |
 //! | `POST /v1/cluster` | [`ClusterInitRequest`] → 201 [`ClusterInfo`]: make one |
 //! | `POST /v1/cluster/join` | [`ClusterJoinRequest`] → [`ClusterInfo`] |
@@ -77,7 +78,8 @@ pub use cluster::{
     ClusterToken, ClusterTokenRequest, HostLiveness, HostState,
 };
 pub use disk::{
-    Disk, DiskActivity, DiskError, DiskSource, DiskState, Durability, HostDisk, NewDisk, Root,
+    Disk, DiskActivity, DiskError, DiskSource, DiskState, Durability, HostDisk, NewDisk,
+    ResizeRequest, Root,
 };
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{

@@ -54,7 +54,8 @@ pub struct RunRequest {
     /// What takes the writes to the root file system; default: `tmpfs`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<Root>,
-    /// Size of the disk of `overlay`; default 10 GiB. Only what is written takes space on the host.
+    /// Size of the disk of `overlay`, by default 10 GiB, or of `disk`, by default that of the
+    /// image's root and no less. Only what is written takes space on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 67_108_864, maximum = 2_199_023_255_552_u64, multiple_of = 4096)]
     pub root_bytes: Option<u64>,

@@ -123,10 +123,12 @@ pub(crate) enum RawAccel {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RawRoot {
-    /// A disk of the VM's own
+    /// A disk of the VM's own, over the image's root
     Overlay,
-    /// The guest's memory
+    /// The guest's memory, over the image's root
     Tmpfs,
+    /// The root itself: a disk of the VM's own, which begins with the image's
+    Disk,
 }
 
 #[derive(Debug, Args)]
@@ -169,7 +171,7 @@ pub(crate) struct RawRun {
     /// What takes the writes to the root file system [default: tmpfs]
     #[arg(long, value_name = "WHAT", help_heading = OF_IMAGES)]
     pub(crate) root: Option<RawRoot>,
-    /// Size of the overlay's disk [default: 10G]
+    /// Size of that disk [default: 10G for an overlay, else the image's]
     #[arg(long, value_name = "SIZE", help_heading = OF_IMAGES)]
     pub(crate) root_size: Option<String>,
     /// Number of VMs [default: number of names, or 1]
@@ -489,6 +491,14 @@ pub(crate) enum RawDisk {
         /// A path, or - for standard output
         file: String,
     },
+    /// Make the disk of a running VM larger
+    ///
+    /// The guest sees the new size at once. `resize2fs` in the guest grows its file system.
+    Resize {
+        disk: String,
+        /// Its new size: 512M, 10G, 1T
+        size: String,
+    },
     /// Remove disks that no VM has
     Rm {
         #[arg(required = true, value_name = "DISK")]
@@ -676,6 +686,13 @@ pub(crate) enum RawVolume {
         /// Take it even if the guest uses it, or does not say
         #[arg(long)]
         force: bool,
+    },
+    /// Make a volume larger, whether a running VM has it or none
+    Resize {
+        /// Name of a volume
+        volume: String,
+        /// Its new size: 512M, 10G, 1T
+        size: String,
     },
     /// Remove volumes, with all that they hold
     Rm {

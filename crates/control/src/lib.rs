@@ -12,9 +12,9 @@ use vmfork_api::{
     AttachRequest, ClusterHostRequest, ClusterInfo, ClusterInitRequest, ClusterJoinRequest,
     ClusterToken, ClusterTokenRequest, DetachRequest, Disk, DoctorReport, ErrorBody, ExecRequest,
     ForkReply, ForkRequest, HostDisk, HostInfo, Image, KillRequest, OnForkRequest, ProfileInfo,
-    RemovedSnapshots, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest, StartReply,
-    StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest, VerifyReply,
-    Version, Vm, VmDetail, Volume, VolumeRequest,
+    RemovedSnapshots, ResizeRequest, RunRequest, Snapshot, SnapshotDetail, SnapshotRequest,
+    StartReply, StartRequest, TransferReply, TransferRequest, TreeNode, TtlReply, TtlRequest,
+    VerifyReply, Version, Vm, VmDetail, Volume, VolumeRequest,
 };
 
 mod events;
@@ -103,6 +103,8 @@ pub trait DiskControl: Send + Sync + 'static {
     fn export_disk<'a>(&'a self, id: &'a str) -> Answer<'a, DiskStream>;
     /// Remove one that is not in use.
     fn remove_disk<'a>(&'a self, id: &'a str) -> Answer<'a, ()>;
+    /// Make one larger that a running VM has, or a volume.
+    fn resize_disk<'a>(&'a self, id: &'a str, request: ResizeRequest) -> Answer<'a, HostDisk>;
 }
 
 /// All bytes of a disk.
@@ -160,6 +162,8 @@ pub trait VolumeControl: Send + Sync + 'static {
     fn attach_volume<'a>(&'a self, name: &'a str, request: AttachRequest) -> Answer<'a, Disk>;
     /// A running VM gives it back. What was written is on the medium then.
     fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume>;
+    /// Make it larger, whether a running VM has it or none.
+    fn resize_volume<'a>(&'a self, name: &'a str, request: ResizeRequest) -> Answer<'a, Volume>;
 }
 
 /// A VM that was ended.

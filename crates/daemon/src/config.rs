@@ -105,13 +105,19 @@ pub struct Flags {
           value_parser = clap::value_parser!(u32).range(1..))]
     pub vcpus_per_core: u32,
 
+    /// Most bytes that all disks and volumes of this host may hold: 500G, 2T. In any case, 1 GiB
+    /// of their file system stays free [default: no bound]
+    #[arg(long, value_name = "SIZE", env = "VMFORK_DISK_QUOTA")]
+    pub disk_quota: Option<String>,
+
     /// Placement in the cluster of clones that guests of this host fork by tickets
     #[arg(long, value_name = "HOW", env = "VMFORK_TICKET_PLACE", value_enum, default_value_t)]
     pub ticket_place: TicketPlace,
 
-    /// Limits of a user over all hosts: `USER=vms:N,memory:SIZE,cores:N`, each part optional. USER
-    /// is a name, a number, `token` (clients over TCP) or `default` (all others). For several
-    /// users, repeat it or separate them with `;`
+    /// Limits of a user over all hosts, and of its disks on this one:
+    /// `USER=vms:N,memory:SIZE,cores:N,disk:SIZE`, each part optional. USER is a name, a number,
+    /// `token` (clients over TCP) or `default` (all others). For several users, repeat it or
+    /// separate them with `;`
     #[arg(long, value_name = "USER=LIMITS", env = "VMFORK_QUOTA", value_delimiter = ';')]
     pub quota: Vec<String>,
 
@@ -201,6 +207,8 @@ pub enum ConfigError {
     SlurmNode { text: String },
     #[error(transparent)]
     Quota(#[from] QuotaError),
+    #[error("--disk-quota {text}: not a size; write it as 512M, 100G or 2T")]
+    DiskQuota { text: String },
     #[error("cannot find the working folder, to which paths are relative")]
     WorkingFolder(#[source] io::Error),
     #[error("cannot find the path of vmforkd; set --libdir")]
@@ -242,6 +250,10 @@ impl Flags {
             .memory_reserve_mib
             .checked_mul(1 << 20)
             .ok_or(ConfigError::Reserve { mib: self.memory_reserve_mib })?;
+        let disk_quota_bytes = match self.disk_quota {
+            Some(text) => Some(quotas::size(&text).ok_or(ConfigError::DiskQuota { text })?),
+            None => None,
+        };
         if let Err(source) = EnvFilter::try_new(&self.log_level) {
             return Err(ConfigError::LogFilter { filter: self.log_level, source });
         }
@@ -250,6 +262,7 @@ impl Flags {
             None => libdir_beside(&std::env::current_exe().map_err(ConfigError::Executable)?),
         };
         let qemu = self.qemu.unwrap_or_else(|| PathBuf::from(QEMU_DEFAULT));
+        let (bounds, disk_bounds) = quotas::bounds(&self.quota)?;
         let host = vmfork_host::config::Config {
             state,
             libdir,
@@ -263,7 +276,9 @@ impl Flags {
             family_memory_percent: self.family_memory_percent,
             family_vcpus_percent: self.family_vcpus_percent,
             vcpus_per_core: self.vcpus_per_core,
-            quotas: quotas::bounds(&self.quota)?,
+            quotas: bounds,
+            disk_quota_bytes,
+            disk_bounds,
         };
         let peers = vmfork_peers::Settings {
             page_transfer: self.page_transfer,
@@ -364,13 +379,21 @@ mod tests {
 
     #[test]
     fn quotas_are_read_from_several_flags() {
-        let config = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
-        let quotas = config.expect("well-formed").host.quotas;
+        let read = config(&["--quota", "7=vms:2", "--quota", "default=cores:4;8=memory:1G"]);
+        let quotas = read.expect("well-formed").host.quotas;
         assert_eq!((quotas.of("7").vms, quotas.of("9").room.vcpus), (2, 4));
         assert_eq!(quotas.of("8").room.memory_bytes, 1 << 30);
+        let of_disks = config(&["--disk-quota", "2T", "--quota", "default=disk:10G"]);
+        let host = of_disks.expect("well-formed").host;
+        assert_eq!(host.disk_quota_bytes, Some(2 << 40));
+        assert_eq!(host.disk_bounds.default_bytes, Some(10 << 30));
+        assert_eq!(
+            refusal(&["--disk-quota", "10"]),
+            "--disk-quota 10: not a size; write it as 512M, 100G or 2T"
+        );
         assert_eq!(
             refusal(&["--quota", "7"]),
-            "--quota 7: it has the form USER=vms:N,memory:SIZE,cores:N"
+            "--quota 7: it has the form USER=vms:N,memory:SIZE,cores:N,disk:SIZE"
         );
     }
 

@@ -110,8 +110,10 @@ where
     let (state, recovery) = State::open(&config.host.state)?;
     log_recovery(&recovery);
     let cgroups = memory_limits();
-    let disks =
-        HostDisks::open(&state.disks(), state.sockets()).context("open the disks of VMs")?;
+    let disks = HostDisks::open(&state.disks(), state.sockets());
+    let quotas = (config.host.disk_quota_bytes, config.host.disk_bounds.clone());
+    let disks = disks.and_then(|disks| disks.limited(quotas.0, quotas.1));
+    let disks = disks.context("open the disks of VMs")?;
     let disks = Arc::new(disks);
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
     // Behind the cgroups, which want us to be alone in ours.

@@ -303,6 +303,9 @@ impl Disk {
         if size_bytes < now.size_bytes || !size_bytes.is_multiple_of(512) {
             return Err(LayerError::Size { size_bytes, now: now.size_bytes });
         }
+        if size_bytes == now.size_bytes {
+            return Ok(());
+        }
         now.layer = self.layers.grow(&now.layer, size_bytes)?;
         now.size_bytes = size_bytes;
         let old = std::mem::replace(
@@ -597,3 +600,7 @@ fn write_piece(now: &Now, below: &Below, piece: Piece, rest: &mut &[u8]) -> io::
 #[cfg(test)]
 #[path = "disk_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "growth_tests.rs"]
+mod growth_tests;

@@ -1,9 +1,13 @@
 //! Who may write how much: a quota for a set of disks, and a floor of free space on the host.
 //!
-//! Promises: a write that would pass either fails as `StorageFull` before it changes anything.
+//! ```text
+//!   a family's disks ──► a user's ──► the host's      each set may have a quota
+//! ```
+//!
+//! Promises: a write that would pass one of them fails as `StorageFull` before it changes anything.
 //! Pages that a layer has already need no new space, so a full host still takes writes to them.
 //!
-//! Left to others: which disks are a set (those of one VM, of one user).
+//! Left to others: which disks are a set, and within which others it is.
 
 use std::fs::File;
 use std::io;
@@ -19,6 +23,8 @@ use crate::counters::Counter;
 const UNSEEN_BYTES_MAX: u64 = 16 << 20;
 /// How long a look at the free space counts: others fill the host, too.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// A write that was refused longer ago is no reason for what stands still now.
+const REFUSAL_FRESH: Duration = Duration::from_secs(10);
 
 /// The free space of a file system, which is to stay above a floor.
 #[derive(Debug)]
@@ -96,18 +102,76 @@ impl Floor {
 /// Not counted: what disks lie on, and maps, notes and tables.
 ///
 /// A freeze needs nothing of a quota, and a merge neither.
+///
+/// What a set counts, those count that it is [within](DiskSet::within).
 #[derive(Debug)]
 pub struct DiskSet {
+    /// For people.
+    name: String,
+    within: Option<Arc<Self>>,
     /// The largest number: no quota.
     quota_bytes: AtomicU64,
     used: AtomicU64,
+    /// What is no layer of the set.
+    others_bytes: AtomicU64,
+    /// Of the last write that was refused: when, and by which quota. `None`: by none.
+    refused: Mutex<Option<(Instant, String)>>,
 }
 
 impl DiskSet {
     /// `None`: no quota.
     pub fn new(quota_bytes: Option<u64>) -> Arc<Self> {
-        let quota_bytes = AtomicU64::new(quota_bytes.unwrap_or(u64::MAX));
-        Arc::new(Self { quota_bytes, used: AtomicU64::new(0) })
+        Self::named("the disks' quota", quota_bytes, None)
+    }
+
+    /// A set with its own quota, whose bytes count on `within`, too. `name` is for people, as in
+    /// "1 of 1 bytes of NAME are used".
+    pub fn named(
+        name: impl Into<String>,
+        quota_bytes: Option<u64>,
+        within: Option<Arc<Self>>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            name: name.into(),
+            within,
+            quota_bytes: AtomicU64::new(quota_bytes.unwrap_or(u64::MAX)),
+            used: AtomicU64::new(0),
+            others_bytes: AtomicU64::new(0),
+            refused: Mutex::default(),
+        })
+    }
+
+    /// A set without a quota of its own, whose bytes count on `other`, too.
+    pub fn within(other: &Arc<Self>) -> Arc<Self> {
+        Self::named("the disks' quota", None, Some(Arc::clone(other)))
+    }
+
+    /// Whether what it counts counts on `other`, too.
+    pub fn is_within(&self, other: &Self) -> bool {
+        let mut sets = self.and_above();
+        sets.any(|set| std::ptr::eq(set, other))
+    }
+
+    /// It, and those that it is within.
+    fn and_above(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |set| set.within.as_deref())
+    }
+
+    /// Counts bytes that are in no layer of the set, in the place of what was said before.
+    pub fn set_others_bytes(&self, bytes: u64) {
+        self.others_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Which quota a write to a disk of this set would have passed just now.
+    pub fn refusal(&self) -> Option<String> {
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = refused.as_ref().filter(|(at, _)| at.elapsed() < REFUSAL_FRESH);
+        fresh.map(|(_, text)| text.clone())
+    }
+
+    fn refuse(&self, by: Option<String>) {
+        let refused = by.map(|text| (Instant::now(), text));
+        *self.refused.lock().unwrap_or_else(PoisonError::into_inner) = refused;
     }
 
     /// What its layers may hold, in bytes. `None`: no quota.
@@ -121,24 +185,49 @@ impl DiskSet {
         self.quota_bytes.store(quota_bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// What its layers hold, in bytes. May be more than the quota.
+    /// What is counted, in bytes. May be more than the quota.
     pub fn used_bytes(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+        let (used, others) = (&self.used, &self.others_bytes);
+        used.load(Ordering::Relaxed).saturating_add(others.load(Ordering::Relaxed))
     }
 
-    fn take(&self, bytes: u64) -> io::Result<()> {
-        let quota = self.quota_bytes.load(Ordering::Relaxed);
-        let more = |used: u64| used.checked_add(bytes).filter(|used| *used <= quota);
-        match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(()),
-            Err(used) => {
-                let text = format!("{used} of {quota} bytes of the disks' quota are used");
-                Err(io::Error::new(io::ErrorKind::StorageFull, text))
+    /// On this set and those that it is within, or on none.
+    ///
+    /// # Errors
+    /// Which quota that would pass.
+    fn take(&self, bytes: u64) -> Result<(), String> {
+        for set in self.and_above() {
+            if let Err(text) = set.take_here(bytes) {
+                let before = self.and_above().take_while(|below| !std::ptr::eq(*below, set));
+                before.for_each(|below| below.give_here(bytes));
+                return Err(text);
             }
+        }
+        Ok(())
+    }
+
+    fn take_here(&self, bytes: u64) -> Result<(), String> {
+        let quota = self.quota_bytes.load(Ordering::Relaxed);
+        let may = quota.saturating_sub(self.others_bytes.load(Ordering::Relaxed));
+        let more = |used: u64| used.checked_add(bytes).filter(|used| *used <= may);
+        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        taken.map(drop).map_err(|_used| {
+            format!("{} of {quota} bytes of {} are used", self.used_bytes(), self.name)
+        })
+    }
+
+    /// Whatever the quotas are.
+    fn add(&self, bytes: u64) {
+        for set in self.and_above() {
+            set.used.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
     fn give(&self, bytes: u64) {
+        self.and_above().for_each(|set| set.give_here(bytes));
+    }
+
+    fn give_here(&self, bytes: u64) {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
@@ -154,7 +243,7 @@ pub(crate) struct Charge {
 impl Charge {
     /// Of a layer that holds `pages`, which are counted whatever the quota is.
     pub(crate) fn new(set: Arc<DiskSet>, floor: Arc<Floor>, pages: u64) -> Self {
-        set.used.fetch_add(pages * PAGE_BYTES, Ordering::Relaxed);
+        set.add(pages * PAGE_BYTES);
         Self { set, floor, pages: AtomicU64::new(pages) }
     }
 
@@ -168,9 +257,13 @@ impl Charge {
         if pages == 0 {
             return Ok(());
         }
-        self.set.take(pages * PAGE_BYTES)?;
+        if let Err(text) = self.set.take(pages * PAGE_BYTES) {
+            self.set.refuse(Some(text.clone()));
+            return Err(io::Error::new(io::ErrorKind::StorageFull, text));
+        }
         if let Err(error) = self.floor.take(pages * PAGE_BYTES) {
             self.set.give(pages * PAGE_BYTES);
+            self.set.refuse(None);
             return Err(error);
         }
         self.pages.fetch_add(pages, Ordering::Relaxed);
@@ -187,7 +280,7 @@ impl Charge {
 
     /// Counts pages whatever the quota is.
     pub(crate) fn add(&self, pages: u64) {
-        self.set.used.fetch_add(pages * PAGE_BYTES, Ordering::Relaxed);
+        self.set.add(pages * PAGE_BYTES);
         self.pages.fetch_add(pages, Ordering::Relaxed);
     }
 
@@ -247,6 +340,43 @@ mod tests {
         charge.take(1).expect_err("full");
         set.set_quota_bytes(None);
         charge.take(1).expect("no quota");
+    }
+
+    #[test]
+    fn a_set_within_others_needs_room_in_all_of_them() {
+        let host = DiskSet::named("the host's disk quota", Some(20 * PAGE_BYTES), None);
+        let user =
+            |name: &str| DiskSet::named(name, Some(12 * PAGE_BYTES), Some(Arc::clone(&host)));
+        let (ann, bob) = (user("ann's disk quota"), user("bob's disk quota"));
+        let charge = |of: &Arc<DiskSet>| {
+            let set = DiskSet::within(of);
+            (Charge::new(Arc::clone(&set), floor(0), 0), set)
+        };
+        let ((one, set), (two, other)) = (charge(&ann), charge(&bob));
+        assert!(set.is_within(&ann) && set.is_within(&host) && !set.is_within(&bob));
+        one.take(12).expect("it fits");
+        assert_eq!(one.take(1).expect_err("full").kind(), io::ErrorKind::StorageFull);
+        let by = |set: &DiskSet| set.refusal().unwrap_or_default();
+        assert_eq!(by(&set), "49152 of 49152 bytes of ann's disk quota are used");
+        assert_eq!(other.refusal(), None, "that is another family's");
+        two.take(8).expect("it fits");
+        two.take(1).expect_err("the host is full");
+        assert_eq!(by(&other), "81920 of 81920 bytes of the host's disk quota are used");
+        let used = |set: &DiskSet| set.used_bytes() / PAGE_BYTES;
+        assert_eq!((used(&set), used(&bob), used(&host)), (12, 8, 20), "a refusal takes nothing");
+        // What is no layer of a set fills it as well.
+        one.give(4);
+        host.set_others_bytes(3 * PAGE_BYTES);
+        two.take(2).expect_err("the host is full");
+        two.take(1).expect("it fits");
+        host.set_others_bytes(0);
+        two.take(3).expect("it fits");
+        drop((one, two));
+        assert_eq!((used(&ann), used(&bob), used(&host)), (0, 0, 0));
+        // A floor is no quota.
+        let tight = Charge::new(Arc::clone(&set), floor(u64::MAX), 0);
+        tight.take(1).expect_err("full");
+        assert_eq!(set.refusal(), None);
     }
 
     #[test]

@@ -100,6 +100,43 @@ fn child_merges() {
     }
 }
 
+/// How large the disk is after `steps` of a child that grows it.
+fn grown(steps: u64) -> u64 {
+    SIZE + steps / 5 * 3 * 512
+}
+
+/// As [`step`], anywhere on a disk that has grown.
+fn grown_step(number: u64) -> (Span, u8) {
+    let (span, byte) = step(number);
+    let sectors = grown(number) / 512;
+    let len = u64::from(span.len_bytes / 512);
+    let at = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (sectors - len);
+    (Span { offset_bytes: at * 512, ..span }, byte)
+}
+
+/// Grows the disk after each fifth step, until it is killed.
+#[test]
+#[ignore = "the work of another test"]
+fn child_grows() {
+    let folder = folder();
+    let store = open(&folder.join("store"), 0);
+    let disk = create(&store);
+    let log = std::fs::File::create(folder.join("log")).expect("a file");
+    for number in 0.. {
+        log.write_all_at(&u64::to_le_bytes(number + 1), 8).expect("written");
+        let (span, byte) = grown_step(number);
+        disk.write(span, &vec![byte; span.len_bytes as usize]).expect("written");
+        if number % 7 == 6 {
+            drop(disk.freeze().expect("frozen"));
+        }
+        disk.grow(grown(number + 1)).expect("grown");
+        log.write_all_at(&u64::to_le_bytes(number + 1), 0).expect("written");
+        if number == 40 {
+            eprintln!("ready");
+        }
+    }
+}
+
 fn again(test: &str, folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", test, "--ignored", "--nocapture"]).env(FOLDER, folder);
@@ -128,19 +165,62 @@ fn a_kill_while_layers_are_merged_loses_nothing() {
     assert!(steps > 100 * ROUNDS, "they did something: {steps} steps");
 }
 
+#[test]
+fn a_kill_while_a_disk_grows_leaves_the_old_size_or_the_new() {
+    let mut steps = 0;
+    for round in 0..ROUNDS {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (done, begun) = kill("child_grows", folder.path(), round);
+        let store = open(&folder.path().join("store"), 0);
+        let listing = store.list().expect("a list");
+        assert!(listing.bad.is_empty(), "{:?}", listing.bad);
+        let heads = listing.disks();
+        assert_eq!(heads.len(), 1, "{heads:?}");
+        let disk = store.reopen(heads[0].id, &DiskSet::new(None), &none).expect("the disk");
+        let size_bytes = disk.size_bytes();
+        assert_eq!(heads[0].note.size_bytes, size_bytes, "note and disk agree");
+        let sizes = [grown(done), grown(begun)];
+        assert!(sizes.contains(&size_bytes), "{size_bytes} is none of {sizes:?}, round {round}");
+        let all = Span { offset_bytes: 0, len_bytes: u32::try_from(size_bytes).expect("small") };
+        let mut found = vec![0xaa; all.len_bytes as usize];
+        disk.read(all, &mut found).expect("read");
+        let mut model = vec![0; found.len()];
+        for number in 0..done {
+            let (span, byte) = grown_step(number);
+            let at = usize::try_from(span.offset_bytes).expect("small");
+            model[at..at + span.len_bytes as usize].fill(byte);
+        }
+        // Of the step that was not acknowledged, each sector is old or new.
+        let (next, byte) = grown_step(done);
+        let next = next.offset_bytes / 512..next.end() / 512;
+        for (at, (found, old)) in found.chunks(512).zip(model.chunks(512)).enumerate() {
+            let is_new = begun > done && next.contains(&(at as u64)) && found == [byte; 512];
+            assert!(found == old || is_new, "sector {at} after {done} steps, round {round}");
+        }
+        steps += done;
+    }
+    assert!(steps > 40 * ROUNDS, "they did something: {steps} steps");
+}
+
+/// Runs a child, and kills it at a moment. → the steps that it had done, and those begun.
+fn kill(test: &str, folder: &Path, round: u64) -> (u64, u64) {
+    let mut child = again(test, folder).spawn().expect("a child");
+    until_ready(&mut child, Duration::from_micros(round * round * 1500));
+    child.kill().expect("killed");
+    child.wait().expect("ended");
+    let log = std::fs::read(folder.join("log")).expect("a log");
+    let word = |at: usize| u64::from_le_bytes(log[at..at + 8].try_into().expect("eight"));
+    let (done, begun) = (word(0), word(8));
+    assert!(begun == done || begun == done + 1);
+    (done, begun)
+}
+
 /// → steps that were acknowledged and found.
 fn killed_at_random(test: &str) -> u64 {
     let mut steps = 0;
     for round in 0..ROUNDS {
         let folder = tempfile::tempdir().expect("a folder");
-        let mut child = again(test, folder.path()).spawn().expect("a child");
-        until_ready(&mut child, Duration::from_micros(round * round * 1500));
-        child.kill().expect("killed");
-        child.wait().expect("ended");
-        let log = std::fs::read(folder.path().join("log")).expect("a log");
-        let word = |at: usize| u64::from_le_bytes(log[at..at + 8].try_into().expect("eight"));
-        let (done, begun) = (word(0), word(8));
-        assert!(begun == done || begun == done + 1);
+        let (done, begun) = kill(test, folder.path(), round);
         let store = open(&folder.path().join("store"), 0);
         let listing = store.list().expect("a list");
         assert!(listing.bad.is_empty(), "{:?}", listing.bad);

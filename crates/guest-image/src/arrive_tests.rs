@@ -27,6 +27,7 @@ fn described(name: &str, files: &[(&str, &[u8])]) -> Metadata {
         default_memory_mib: 512,
         vmgenid: None,
         root_overlay: false,
+        root_disk: false,
         input_hash: None,
         tree_hash: None,
         files: files.iter().map(|(name, content)| ((*name).to_owned(), info(content))).collect(),

@@ -168,6 +168,7 @@ fn assemble(
         default_memory_mib: spec.default_memory_mib,
         vmgenid,
         root_overlay: true,
+        root_disk: true,
         input_hash: Some(input_hash),
         tree_hash: Some(tree_hash),
         files,

@@ -122,6 +122,7 @@ pub fn import(
         default_memory_mib: options.default_memory_mib,
         vmgenid: None,
         root_overlay: false,
+        root_disk: false,
         input_hash: None,
         tree_hash: None,
         files,

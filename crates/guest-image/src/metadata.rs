@@ -40,6 +40,10 @@ pub struct Metadata {
     /// that disk. Absent in images that were built before it did.
     #[serde(default, skip_serializing_if = "is_false")]
     pub root_overlay: bool,
+    /// Whether its initrd's agent knows `vmfork.rw=DEVICE`: the root is a disk that is written
+    /// itself. Absent in images that were built before it did, and in imported ones.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub root_disk: bool,
     /// Hash over everything that went in; equal hashes mean that a build has nothing to do.
     /// Absent in imported images.
     pub input_hash: Option<String>,
@@ -82,6 +86,13 @@ impl Metadata {
     pub(crate) fn boots(&self) -> bool {
         let has = |name| self.files.contains_key(name);
         has(KERNEL_FILE) || (has(ROOT_FILE) && !has(INITRD_FILE))
+    }
+
+    /// Whether its kernel mounts a root of the VM's own for writing. Those who import an image
+    /// answer for it: its own initrd follows the kernel's command line, or does not.
+    #[must_use]
+    pub fn takes_root_disk(&self) -> bool {
+        self.root_disk || self.input_hash.is_none()
     }
 
     /// The form in which the REST API lists it; `vms` is for the daemon to fill in.

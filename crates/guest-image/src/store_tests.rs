@@ -23,6 +23,7 @@ fn metadata(name: &str, kernel: &[u8]) -> Metadata {
         default_memory_mib: 512,
         vmgenid: None,
         root_overlay: false,
+        root_disk: false,
         input_hash: None,
         tree_hash: None,
         files: BTreeMap::from([(KERNEL_FILE.to_owned(), info)]),

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use vmfork_cluster::allocate::Bounds;
 
+use crate::quotas::DiskBounds;
+
 /// Number of user ids from the base on, one per running VM.
 pub const QEMU_UIDS: u32 = 65_536;
 
@@ -36,6 +38,10 @@ pub struct Config {
     pub vcpus_per_core: u32,
     /// Limits of users over all hosts.
     pub quotas: Bounds,
+    /// What all disks of this host may hold. `None`: as much as its file system.
+    pub disk_quota_bytes: Option<u64>,
+    /// What those of each user may hold, on this host.
+    pub disk_bounds: DiskBounds,
 }
 
 impl Config {

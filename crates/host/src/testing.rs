@@ -16,6 +16,7 @@ use crate::config::Config;
 use crate::core::{Core, Keeper, Parts};
 use crate::disks::HostDisks;
 use crate::metrics::Metrics;
+use crate::quotas::DiskBounds;
 use crate::state::State;
 pub use crate::vm::fake::machine;
 use crate::vm::{Identity, Origin, Vm, test_identity};
@@ -121,5 +122,7 @@ pub fn config(folder: &Path) -> Config {
         family_vcpus_percent: 100,
         vcpus_per_core: 64,
         quotas: Bounds::default(),
+        disk_quota_bytes: None,
+        disk_bounds: DiskBounds::default(),
     }
 }

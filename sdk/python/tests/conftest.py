@@ -83,7 +83,7 @@ class FakeDaemon:
             return self._on_vm(one, method, found[2], query, content)
         if (method, path) == ("GET", "/v1/tree"):
             return reply(200, [])
-        if found := re.fullmatch(r"/v1/volumes(?:/([^/]+)(/on-fork|/attach|/detach)?)?", path):
+        if found := re.fullmatch(r"/v1/volumes(?:/([^/]+)(/on-fork|/attach|/detach|/resize)?)?", path):
             return self._on_volumes(method, found[1], content, found[2])
         if (method, path) == ("GET", "/v1/snapshots"):
             return reply(200, list(self.snapshots.values()))
@@ -129,6 +129,10 @@ class FakeDaemon:
             case "POST" if what == "/attach":
                 disk = {"name": "data", "device": "/dev/vdb", "volume": name}
                 return reply(200, {**disk, "size_bytes": 1 << 30, "written_bytes": 0})
+            case "POST" if what == "/resize":
+                if content["size_bytes"] < self.volumes[name]["size_bytes"]:
+                    return error(409, "conflict", f"resize the volume `{name}`")
+                self.volumes[name].update(content)
             case "PUT":
                 self.volumes[name].update(content)
             case "DELETE":

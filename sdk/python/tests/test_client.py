@@ -307,7 +307,7 @@ def test_disks_go_out_and_come_back(client: vmfork.Client, daemon: FakeDaemon) -
     assert not {"disks", "root", "root_bytes"} & set(daemon.asked[-1][3])
 
 
-def test_disks_of_a_host_are_listed_exported_and_removed(
+def test_disks_of_a_host_are_listed_exported_resized_and_removed(
     client: vmfork.Client, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
     disk = {
@@ -319,6 +319,7 @@ def test_disks_of_a_host_are_listed_exported_and_removed(
         reply(200, [disk]),
         reply(200, disk | {"state": "damaged", "reason": "its note"}),
         (200, {"content-type": "application/octet-stream"}, content),
+        reply(200, disk | {"size_bytes": 1 << 21}),
         reply(204, None),
     ]
     assert client.disks()[0].state is vmfork.DiskState.LEFT
@@ -327,11 +328,14 @@ def test_disks_of_a_host_are_listed_exported_and_removed(
     assert client.export_disk("d15c", file) == 1 << 20
     assert file.read_bytes() == content
     assert file.stat().st_mode & 0o777 == 0o600
+    assert client.resize_disk("d15c", 1 << 21).size_bytes == 1 << 21
+    assert daemon.asked[-1][3] == {"size_bytes": 1 << 21}
     client.remove_disk("d15c")
     paths = [(method, path) for method, path, _, _ in daemon.asked]
     assert paths == [
         ("GET", "/v1/disks"),
         ("GET", "/v1/disks/d15c"),
         ("GET", "/v1/disks/d15c/content"),
+        ("POST", "/v1/disks/d15c/resize"),
         ("DELETE", "/v1/disks/d15c"),
     ]

@@ -80,10 +80,19 @@ def test_a_running_vm_gets_a_volume_and_gives_it_back(
     assert daemon.asked[-1][3] == {"vm": "web", "force": True}
 
 
+def test_a_volume_grows_and_does_not_shrink(client: vmfork.Client, daemon: FakeDaemon) -> None:
+    client.volumes.create("db", size_bytes=1 << 30)
+    assert client.volumes.resize("db", 4 << 30).size_bytes == 4 << 30
+    assert daemon.asked[-1][1:] == ("/v1/volumes/db/resize", {}, {"size_bytes": 4 << 30})
+    with pytest.raises(vmfork.Conflict):
+        client.volumes.resize("db", 1 << 30)
+
+
 def test_asyncio_asks_the_same(transport: httpx.MockTransport, daemon: FakeDaemon) -> None:
     async def go() -> None:
         async with vmfork.AsyncClient(transport=transport) as client:
             await client.volumes.create("db", size_bytes=1 << 30)
+            assert (await client.volumes.resize("db", 2 << 30)).size_bytes == 2 << 30
             assert [one.name for one in await client.volumes.list()] == ["db"]
             await client.volumes.remove("db")
 

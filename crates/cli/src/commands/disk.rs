@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use anyhow::anyhow;
 use hyper::Method;
 use serde::Serialize;
-use vmfork_api::{DiskState, HostDisk};
+use vmfork_api::{DiskState, HostDisk, ResizeRequest};
 
 use super::inspect::section;
 use super::kill;
 use super::streams::{IDLE_BOUND, copy, copy_to_file};
+use super::volume::USE;
 use crate::client::{Client, Query, empty};
 use crate::config::{DiskAction, DiskName, Global};
 use crate::failure::{Exit, HintExt as _, Misuse};
@@ -38,6 +39,7 @@ pub(super) async fn run(global: &Global, action: DiskAction) -> anyhow::Result<E
         DiskAction::Ls => list(global).await,
         DiskAction::Inspect { disk } => inspect(global, &disk).await,
         DiskAction::Export { disk, to } => export(global, &disk, to).await,
+        DiskAction::Resize { disk, request } => resize(global, &disk, request).await,
         DiskAction::Rm { disks } => remove(global, disks).await,
         DiskAction::Prune => prune(global).await,
     }
@@ -62,7 +64,8 @@ async fn find(client: &Client<'_>, named: &DiskName) -> anyhow::Result<HostDisk>
     let count = found.len();
     match (found.pop(), count) {
         (Some(disk), 1) => Ok(disk),
-        (None, _) => Err(anyhow!("there is no disk `{named}`")).hint("`vmfork disk ls` lists them"),
+        (None, _) => Err(anyhow!("there is no disk `{named}`"))
+            .hint("`vmfork disk ls` lists them; one that is a volume has the volume's name"),
         (Some(_), count) => Err(anyhow!("{count} disks are called `{named}`"))
             .hint("use the ID that `vmfork disk ls` prints"),
     }
@@ -154,6 +157,20 @@ async fn export(global: &Global, named: &DiskName, to: Option<PathBuf>) -> anyho
     } else {
         let size = format::size(size_bytes);
         global.printer.note(&format!("Exported `{named}` to {} ({size})", to.display()));
+    }
+    Ok(Exit::Done)
+}
+
+async fn resize(global: &Global, named: &DiskName, request: ResizeRequest) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let disk = find(&client, named).await?;
+    let route = Query::new(format!("/v1/disks/{}/resize", disk.id));
+    let disk: HostDisk = client.post(route, &request, USE).await?;
+    if global.printer.json {
+        global.printer.with_schema(&disk)?;
+    } else {
+        let (size, after) = (format::size(disk.size_bytes), "`resize2fs` in the guest");
+        global.printer.note(&format!("`{named}` has {size} now; {after} grows its file system"));
     }
     Ok(Exit::Done)
 }

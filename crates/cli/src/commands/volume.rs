@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 use vmfork_api::{
-    AttachRequest, DetachRequest, Disk, LabelFilter, OnFork, OnForkRequest, Volume, VolumeRequest,
+    AttachRequest, DetachRequest, Disk, LabelFilter, OnFork, OnForkRequest, ResizeRequest, Volume,
+    VolumeRequest,
 };
 
 use super::inspect::section;
@@ -17,8 +18,8 @@ use crate::format;
 use crate::printer::{Field, Level};
 use crate::start::reach;
 
-/// How long a volume may take to be attached or detached: a fork in progress, and slow media.
-const USE: Duration = Duration::from_secs(150);
+/// How long a disk may take to be attached, detached or resized: a fork in progress, slow media.
+pub(super) const USE: Duration = Duration::from_secs(150);
 
 #[derive(Serialize)]
 struct Volumes {
@@ -33,6 +34,7 @@ pub(super) async fn run(global: &Global, action: VolumeAction) -> anyhow::Result
         VolumeAction::Set { name, request } => set(global, &name, &request).await,
         VolumeAction::Attach { name, request } => attach(global, &name, &request).await,
         VolumeAction::Detach { name, request } => detach(global, &name, &request).await,
+        VolumeAction::Resize { name, request } => resize(global, &name, request).await,
         VolumeAction::Rm { names } => remove(global, names).await,
     }
 }
@@ -174,6 +176,18 @@ async fn detach(global: &Global, name: &str, request: &DetachRequest) -> anyhow:
         global.printer.with_schema(&volume)?;
     } else {
         global.printer.note(&format!("Detached `{name}` from `{}`", request.vm));
+    }
+    Ok(Exit::Done)
+}
+
+async fn resize(global: &Global, name: &str, request: ResizeRequest) -> anyhow::Result<Exit> {
+    let client = reach(global).await?;
+    let volume: Volume = client.post(route(name, "/resize"), &request, USE).await?;
+    if global.printer.json {
+        global.printer.with_schema(&volume)?;
+    } else {
+        let (size, after) = (format::size(volume.size_bytes), "`resize2fs` in the guest");
+        global.printer.note(&format!("`{name}` has {size} now; {after} grows its file system"));
     }
     Ok(Exit::Done)
 }

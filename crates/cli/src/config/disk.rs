@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use vmfork_api::name_is_valid;
+use vmfork_api::{ResizeRequest, name_is_valid};
 
-use super::misuse;
+use super::{misuse, value};
 use crate::args::RawDisk;
 use crate::failure::Misuse;
 
@@ -18,6 +18,10 @@ pub(crate) enum DiskAction {
     Export {
         disk: DiskName,
         to: Option<PathBuf>,
+    },
+    Resize {
+        disk: DiskName,
+        request: ResizeRequest,
     },
     Rm {
         disks: Vec<DiskName>,
@@ -65,6 +69,10 @@ impl DiskAction {
             RawDisk::Ls => Self::Ls,
             RawDisk::Prune => Self::Prune,
             RawDisk::Inspect { disk } => Self::Inspect { disk: DiskName::new(&disk)? },
+            RawDisk::Resize { disk, size } => {
+                let request = value::new_size("disk resize", &size)?;
+                Self::Resize { disk: DiskName::new(&disk)?, request }
+            }
             RawDisk::Rm { disks } => {
                 let disks = disks.iter().map(|disk| DiskName::new(disk));
                 Self::Rm { disks: disks.collect::<Result<_, _>>()? }
@@ -88,6 +96,20 @@ impl DiskAction {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_size_is_read_as_it_is_typed() {
+        let resize = |size: &str| {
+            let (disk, size) = ("web/data".to_owned(), size.to_owned());
+            DiskAction::new(RawDisk::Resize { disk, size }, false)
+        };
+        let Ok(DiskAction::Resize { disk, request }) = resize("20G") else { panic!("a size") };
+        assert_eq!((disk.to_string(), request.size_bytes), ("web/data".to_owned(), 20 << 30));
+        for (odd, cause) in [("+1G", "not a size"), ("1K", "1 MiB to 2 TiB"), ("", "not a size")] {
+            let refused = resize(odd).map(drop).expect_err("refused").to_string();
+            assert!(refused.contains(cause), "{odd}: {refused}");
+        }
+    }
 
     #[test]
     fn a_disk_is_named_by_its_vm_or_its_id() {

@@ -122,6 +122,7 @@ fn boot(name: &str, raw: &RawRun) -> Result<BootConfig, Misuse> {
     let root = raw.root.map(|root| match root {
         RawRoot::Overlay => Root::Overlay,
         RawRoot::Tmpfs => Root::Tmpfs,
+        RawRoot::Disk => Root::Disk,
     });
     let request = RunRequest {
         image: name.to_owned(),

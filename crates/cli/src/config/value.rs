@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use vmfork_api::{
-    DiskSource, LabelError, LabelFilter, Labels, NAME_BYTES_MAX, NewDisk, Root, TTL_MS_MAX,
-    TTL_MS_MIN, disk, name_is_valid,
+    DiskSource, LabelError, LabelFilter, Labels, NAME_BYTES_MAX, NewDisk, ResizeRequest, Root,
+    TTL_MS_MAX, TTL_MS_MIN, disk, name_is_valid,
 };
 
 use super::misuse;
@@ -83,6 +83,17 @@ pub(super) fn absolute(path: &str) -> String {
     text.unwrap_or_else(|| path.to_owned())
 }
 
+/// The size that a disk is to have from now on. `what` is the command.
+pub(super) fn new_size(what: &str, text: &str) -> Result<ResizeRequest, Misuse> {
+    let Some(size_bytes) = disk::parse_size(text) else {
+        let text = crate::format::printable(text);
+        return misuse(format!("{what} {text}: not a size; write it as 512M, 10G or 1T"));
+    };
+    let request = ResizeRequest { size_bytes };
+    request.check().map_err(|error| Misuse(format!("{what} {text}: {error}")))?;
+    Ok(request)
+}
+
 /// The size of the root's own disk, if one is given.
 pub(super) fn root_bytes(root: Option<Root>, text: Option<&str>) -> Result<Option<u64>, Misuse> {
     let Some(text) = text else { return Ok(None) };
@@ -90,7 +101,8 @@ pub(super) fn root_bytes(root: Option<Root>, text: Option<&str>) -> Result<Optio
         return misuse(format!("--root-size {text}: not a size; write it as 512M, 10G or 1T"));
     };
     let checked = disk::root_disk(root, Some(bytes));
-    checked.or_else(|error| misuse(format!("--root-size {text}: {error}")))
+    checked.or_else(|error| misuse(format!("--root-size {text}: {error}")))?;
+    Ok(Some(bytes))
 }
 
 /// `KEY` or `KEY=VALUE` each.

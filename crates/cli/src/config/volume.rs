@@ -1,8 +1,8 @@
 //! What `vmfork volume` is to do.
 
 use vmfork_api::{
-    AttachRequest, DetachRequest, LabelFilter, OnFork, OnForkRequest, VolumeRequest, VolumeSource,
-    disk,
+    AttachRequest, DetachRequest, LabelFilter, OnFork, OnForkRequest, ResizeRequest, VolumeRequest,
+    VolumeSource, disk,
 };
 
 use super::{misuse, value};
@@ -17,6 +17,7 @@ pub(crate) enum VolumeAction {
     Set { name: String, request: OnForkRequest },
     Attach { name: String, request: AttachRequest },
     Detach { name: String, request: DetachRequest },
+    Resize { name: String, request: ResizeRequest },
     Rm { names: Vec<String> },
 }
 
@@ -41,6 +42,10 @@ impl VolumeAction {
             RawVolume::Detach { vm, volume, force } => {
                 let request = DetachRequest { vm: value::name(vm, "VM's name")?, force };
                 Self::Detach { name: name(volume)?, request }
+            }
+            RawVolume::Resize { volume, size } => {
+                let request = value::new_size("volume resize", &size)?;
+                Self::Resize { name: name(volume)?, request }
             }
             RawVolume::Rm { volumes } => {
                 Self::Rm { names: volumes.into_iter().map(name).collect::<Result<_, _>>()? }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmfork_agent_proto::Firstboot;
-use vmfork_api::disk::{ROOT_NAME, root_disk};
+use vmfork_api::disk::{ROOT_NAME, RootDisk, root_disk};
 use vmfork_api::{DiskSource, ErrorBody, NewDisk, RunRequest};
 use vmfork_cluster::Room;
-use vmfork_guest_image::ImageFiles;
+use vmfork_guest_image::{ImageFiles, Metadata};
 use vmfork_qemu::probe::{self, KvmFacts};
 use vmfork_qemu::{Accel, AccelChoice, Boot, DriveContent, Drives, GuestKind, Shape};
 
@@ -88,15 +88,17 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         error.to_body(format!("run `{}`", request.name.as_ref().unwrap_or(&request.image)))
     })?;
     let message = format!("run `{name}`");
-    let disks = wanted_disks(&request, &files).map_err(|error| error.to_body(message.as_str()))?;
+    let wanted = wanted_disks(&request, &files.metadata);
+    let (root, disks) = wanted.map_err(|error| error.to_body(message.as_str()))?;
     let memory_bytes = memory_mib << 20;
     let id = random_hex::<8>();
     let lease =
         admit(core, BootAsk { name: &name, family: &id, user, ram_bytes: memory_bytes, cpus })
             .await?;
     // After its admission: one that is refused makes no files.
-    let disks = contents(core, &disks).await;
-    let disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    let disks = contents(core, root, &disks).await;
+    let mut disks = disks.map_err(|error| error.to_body(message.as_str()))?;
+    core.disks.count_on(user, &mut disks);
     let identity = Identity {
         family: id.clone(),
         user,
@@ -107,7 +109,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
         inherited: Inherited {
             spec: MachineSpec {
                 image: request.image,
-                drives: drives(&files, &disks),
+                drives: drives(&files.metadata, root, &disks),
                 nics: 0,
                 memory_bytes,
                 cpus,
@@ -129,7 +131,7 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
     tracing::info!(vm = name, image = vm.identity.spec().image, memory_mib, cpus, accel = %choice.accel, reason = choice.reason, "VM starts");
     let guard = EndOnDrop { core, vm: &vm, armed: true };
     let timeout = request.boot_timeout_ms.map(Duration::from_millis);
-    let outcome = bring_up(&hub.forker, &vm, (files, disks), &choice, timeout).await;
+    let outcome = bring_up(&hub.forker, &vm, (files, root, disks), &choice, timeout).await;
     guard.disarm();
     match outcome {
         Ok(()) => {
@@ -147,31 +149,65 @@ pub(super) async fn run(hub: &Hub, user: User, request: RunRequest) -> Result<Ar
 }
 
 /// Of a VM that boots from these.
-fn drives(files: &ImageFiles, disks: &[DiskContent]) -> Vec<DriveSpec> {
-    let root = files.metadata.root_blake3().map(ToOwned::to_owned);
+fn drives(of: &Metadata, root: Option<RootDisk>, disks: &[DiskContent]) -> Vec<DriveSpec> {
+    let is_whole = matches!(root, Some(RootDisk::Whole { .. }));
+    let root = of.root_blake3().filter(|_| !is_whole).map(ToOwned::to_owned);
     let root = root.map(|blake3| DriveSpec::Root { blake3 });
     let disks = disks.iter().map(|disk| DriveSpec::Disk(disk.spec.clone()));
     root.into_iter().chain(disks).collect()
 }
 
-/// The disks that a VM is to have.
-fn wanted_disks(request: &RunRequest, files: &ImageFiles) -> Result<Vec<NewDisk>, RunError> {
-    let root = match root_disk(request.root, request.root_bytes)? {
-        Some(_) if !files.metadata.root_overlay => {
-            return Err(RunError::NoOverlay { image: request.image.clone() });
+/// The disks that a VM is to have, and which of them is the root's.
+fn wanted_disks(
+    request: &RunRequest,
+    of: &Metadata,
+) -> Result<(Option<RootDisk>, Vec<NewDisk>), RunError> {
+    let image = || request.image.clone();
+    let root = root_disk(request.root, request.root_bytes)?;
+    let source = match root {
+        Some(RootDisk::Overlay { .. }) if !of.root_overlay => {
+            return Err(RunError::NoOverlay { image: image() });
         }
-        Some(size_bytes) => {
-            Some(NewDisk { name: ROOT_NAME.to_owned(), source: DiskSource::Blank { size_bytes } })
+        Some(RootDisk::Whole { .. }) if !of.takes_root_disk() => {
+            return Err(RunError::NoRootDisk { image: image() });
         }
+        Some(RootDisk::Overlay { size_bytes }) => Some(DiskSource::Blank { size_bytes }),
+        Some(RootDisk::Whole { .. }) => Some(DiskSource::Image { image: image() }),
         None => None,
     };
+    let disk = source.map(|source| NewDisk { name: ROOT_NAME.to_owned(), source });
     // The root's comes first: the initrd knows it by its number.
-    Ok(root.into_iter().chain(request.disks.iter().cloned()).collect())
+    Ok((root, disk.into_iter().chain(request.disks.iter().cloned()).collect()))
 }
 
 /// What they hold.
-async fn contents(core: &Core, disks: &[NewDisk]) -> Result<Vec<DiskContent>, RunError> {
-    core.disks.contents(disks, |image| root_of(core, image)).await
+async fn contents(
+    core: &Core,
+    root: Option<RootDisk>,
+    disks: &[NewDisk],
+) -> Result<Vec<DiskContent>, RunError> {
+    let mut contents = core.disks.contents(disks, |image| root_of(core, image)).await?;
+    if let (Some(RootDisk::Whole { size_bytes: Some(size_bytes) }), Some(whole)) =
+        (root, contents.first_mut())
+    {
+        let image_bytes = whole.image.size_bytes();
+        if size_bytes < image_bytes {
+            return Err(RunError::SmallRoot { size_bytes, image_bytes });
+        }
+        // Beyond the image it has zeros.
+        whole.spec.size_bytes = size_bytes;
+    }
+    Ok(contents)
+}
+
+/// What the kernel's command line says of a root with a disk of its own.
+fn words(root: Option<RootDisk>) -> &'static str {
+    match root {
+        None => "",
+        Some(RootDisk::Overlay { .. }) => " vmfork.upper=/dev/vdb",
+        // `rw` is for kernels and initrds that are not ours. Of `ro` and `rw`, the last one holds.
+        Some(RootDisk::Whole { .. }) => " rw vmfork.rw=/dev/vda",
+    }
 }
 
 /// The file of an image's root file system.
@@ -246,14 +282,18 @@ fn check_size(memory_mib: u64, cpus: u32) -> Result<(), SizeError> {
 async fn bring_up(
     forker: &Arc<Forker>,
     vm: &Arc<Vm>,
-    (files, disks): (ImageFiles, Vec<DiskContent>),
+    (files, root_disk, disks): (ImageFiles, Option<RootDisk>, Vec<DiskContent>),
     choice: &AccelChoice,
     timeout: Option<Duration>,
 ) -> Result<(), RunError> {
     let core = &forker.core;
     let patience = Patience::new(timeout);
     let guest = if files.kernel.is_some() { GuestKind::Linux } else { GuestKind::Bare };
-    let root = files.root.map(|root| DriveContent::ReadOnly(root.into()));
+    let root = match root_disk {
+        Some(RootDisk::Whole { .. }) => None,
+        Some(RootDisk::Overlay { .. }) | None => files.root,
+    };
+    let root = root.map(|root| DriveContent::ReadOnly(root.into()));
     let drives = Drives::new(guest, root.into_iter().collect()).map_err(RunError::Drives)?;
     let shape = Shape::new(
         vm.identity.spec().memory_bytes,
@@ -264,9 +304,7 @@ async fn bring_up(
     )?;
     let shape = if files.metadata.vmgenid == Some(false) { shape.without_vmgenid() } else { shape };
     let mut append = OsString::from(&files.metadata.cmdline);
-    if disks.first().is_some_and(|disk| disk.spec.name == ROOT_NAME) {
-        append.push(" vmfork.upper=/dev/vdb");
-    }
+    append.push(words(root_disk));
     let boot = match files.kernel {
         Some(kernel) => {
             Boot::Kernel { kernel: kernel.into(), initrd: files.initrd.map(Into::into), append }

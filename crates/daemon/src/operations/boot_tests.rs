@@ -102,3 +102,46 @@ async fn a_name_that_another_host_has_is_not_taken() {
     assert_eq!(name(Some("other")).expect("free").0.names(), ["other"]);
     assert_eq!(name(None).expect("free").1, "debian-2");
 }
+
+fn metadata(more: &serde_json::Value) -> Metadata {
+    let mut metadata = serde_json::json!({
+        "schema": "", "name": "web", "created_unix_ms": 0, "origin": "", "kernel_version": "",
+        "cmdline": "", "packages": [], "agent": true, "default_memory_mib": 512,
+        "input_hash": null, "tree_hash": null,
+        "files": {"root.img": {"size_bytes": 1 << 20, "blake3": "ab12"}},
+    });
+    for (key, value) in more.as_object().expect("an object") {
+        metadata[key] = value.clone();
+    }
+    serde_json::from_value(metadata).expect("an image")
+}
+
+#[test]
+fn a_root_on_a_disk_takes_the_place_of_the_images() {
+    let request = |root: &str| -> RunRequest {
+        let disk = serde_json::json!({"name": "data", "source": {"type": "empty"}});
+        let request = serde_json::json!({"image": "web", "disks": [disk], "root": root});
+        serde_json::from_value(request).expect("a request")
+    };
+    let old = metadata(&serde_json::json!({"input_hash": "1f"}));
+    let built = serde_json::json!({"input_hash": "1f", "root_overlay": true, "root_disk": true});
+    let (built, imported) = (metadata(&built), metadata(&serde_json::json!({})));
+    for of in [&built, &imported] {
+        let (root, disks) = wanted_disks(&request("disk"), of).expect("it can");
+        assert_eq!(root, Some(RootDisk::Whole { size_bytes: None }));
+        let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
+        assert_eq!(names, ["root", "data"]);
+        assert_eq!(disks[0].source, DiskSource::Image { image: "web".to_owned() });
+        assert_eq!(drives(of, root, &[]), [], "the image's own is no drive");
+        assert_eq!(words(root), " rw vmfork.rw=/dev/vda");
+    }
+    let (root, _) = wanted_disks(&request("overlay"), &built).expect("it can");
+    assert_eq!(drives(&built, root, &[]), [DriveSpec::Root { blake3: "ab12".to_owned() }]);
+    assert_eq!(words(root), " vmfork.upper=/dev/vdb");
+    for (of, root) in [(&old, "disk"), (&old, "overlay"), (&imported, "overlay")] {
+        let refused = wanted_disks(&request(root), of).expect_err("it can't").to_body("run it");
+        assert!(refused.remedy.is_some_and(|remedy| remedy.contains("image build")), "{root}");
+    }
+    let (root, _) = wanted_disks(&request("tmpfs"), &imported).expect("it can");
+    assert_eq!((root, words(root)), (None, ""));
+}

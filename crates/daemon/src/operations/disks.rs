@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures_util::FutureExt as _;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
-use vmfork_api::{ErrorBody, ErrorCode, HostDisk};
+use vmfork_api::{ErrorBody, ErrorCode, HostDisk, ResizeRequest};
 use vmfork_control::{Answer, DiskControl, DiskStream};
 use vmfork_host::disks::{DiskContent, DiskError, HostDisks};
 use vmfork_host::error::chain;
@@ -47,6 +47,14 @@ impl DiskControl for Hub {
     fn remove_disk<'a>(&'a self, id: &'a str) -> Answer<'a, ()> {
         let of = id.to_owned();
         self.on_disks(format!("remove disk {id}"), move |disks| disks.remove(&of)).boxed()
+    }
+
+    fn resize_disk<'a>(&'a self, id: &'a str, request: ResizeRequest) -> Answer<'a, HostDisk> {
+        async move {
+            self.core.resize_disk(id.to_owned(), request.size_bytes).await?;
+            self.inspect_disk(id).await
+        }
+        .boxed()
     }
 }
 

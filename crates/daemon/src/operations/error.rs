@@ -60,6 +60,11 @@ pub(super) enum RunError {
     /// Its initrd would use a tmpfs.
     #[error("the guest image `{image}` can't write its root to a disk")]
     NoOverlay { image: String },
+    /// Its initrd would mount an overlay.
+    #[error("the guest image `{image}` can't have a root on a disk")]
+    NoRootDisk { image: String },
+    #[error("a root of {size_bytes} bytes is smaller than the image's, which has {image_bytes}")]
+    SmallRoot { size_bytes: u64, image_bytes: u64 },
     /// The image of a disk does not open.
     #[error(transparent)]
     Host(#[from] HostError),
@@ -177,8 +182,15 @@ impl RunError {
                 (ErrorCode::Host, Some(remedy.to_owned()))
             }
             Self::Size(_) | Self::Disks(_) => (ErrorCode::BadRequest, None),
-            Self::NoOverlay { .. } => {
+            Self::SmallRoot { .. } => {
+                (ErrorCode::BadRequest, Some("leave --root-size out, or give more".to_owned()))
+            }
+            Self::NoRootDisk { .. } => {
                 let remedy = "build the image again: `vmfork image build`; or leave --root out";
+                (ErrorCode::BadRequest, Some(remedy.to_owned()))
+            }
+            Self::NoOverlay { .. } => {
+                let remedy = "build the image again: `vmfork image build`; an imported one takes `--root disk`";
                 (ErrorCode::BadRequest, Some(remedy.to_owned()))
             }
             Self::Disk(error) => (error.code(), error.remedy().map(ToOwned::to_owned)),

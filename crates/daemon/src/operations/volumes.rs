@@ -2,7 +2,9 @@
 
 use futures_util::FutureExt;
 use tokio::task::block_in_place;
-use vmfork_api::{AttachRequest, DetachRequest, Disk, OnForkRequest, Volume, VolumeRequest};
+use vmfork_api::{
+    AttachRequest, DetachRequest, Disk, OnForkRequest, ResizeRequest, Volume, VolumeRequest,
+};
 
 use super::Hub;
 use super::boot::root_of;
@@ -56,6 +58,14 @@ impl VolumeControl for Hub {
     fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume> {
         async move {
             self.core.detach_volume(name.to_owned(), request).await?;
+            self.inspect_volume(name).await
+        }
+        .boxed()
+    }
+
+    fn resize_volume<'a>(&'a self, name: &'a str, request: ResizeRequest) -> Answer<'a, Volume> {
+        async move {
+            self.core.resize_volume(name, request.size_bytes).await?;
             self.inspect_volume(name).await
         }
         .boxed()

@@ -5,8 +5,8 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use vmfork_api::{
     Accel, DiskState, ErrorBody, ErrorCode, HostDisk, Labels, ProfileInfo, Progress,
-    RemovedSnapshots, SCHEMA, Snapshot, SnapshotDetail, SnapshotRequest, SnapshotState, StartReply,
-    StartRequest, TransferReply, TransferRequest, VerifyReply,
+    RemovedSnapshots, ResizeRequest, SCHEMA, Snapshot, SnapshotDetail, SnapshotRequest,
+    SnapshotState, StartReply, StartRequest, TransferReply, TransferRequest, VerifyReply,
 };
 use vmfork_control::{Answer, ByteStream, DiskControl, DiskStream, SnapshotControl};
 use vmfork_host::quotas::User;
@@ -72,6 +72,12 @@ impl DiskControl for Fake {
     fn remove_disk<'a>(&'a self, id: &'a str) -> Answer<'a, ()> {
         self.note(format!("remove disk {id}"));
         async move { Ok(()) }.boxed()
+    }
+
+    fn resize_disk<'a>(&'a self, id: &'a str, request: ResizeRequest) -> Answer<'a, HostDisk> {
+        let ResizeRequest { size_bytes } = request;
+        self.note(format!("resize disk {id} {size_bytes}"));
+        async move { Ok(HostDisk { size_bytes, ..disk(id) }) }.boxed()
     }
 }
 

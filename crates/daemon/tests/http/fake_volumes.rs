@@ -3,7 +3,7 @@
 use futures_util::FutureExt;
 use vmfork_api::{
     AttachRequest, DetachRequest, Disk, DiskActivity, ErrorBody, ErrorCode, Labels, OnFork,
-    OnForkRequest, Volume, VolumeRequest,
+    OnForkRequest, ResizeRequest, Volume, VolumeRequest,
 };
 use vmfork_control::{Answer, VolumeControl};
 
@@ -79,5 +79,15 @@ impl VolumeControl for Fake {
     fn detach_volume<'a>(&'a self, name: &'a str, request: DetachRequest) -> Answer<'a, Volume> {
         let call = format!("detach {name} from {} {}", request.vm, request.force);
         async move { self.about_volume(call, name, OnFork::Fork) }.boxed()
+    }
+
+    fn resize_volume<'a>(&'a self, name: &'a str, request: ResizeRequest) -> Answer<'a, Volume> {
+        let ResizeRequest { size_bytes } = request;
+        async move {
+            let call = format!("resize volume {name} {size_bytes}");
+            let volume = self.about_volume(call, name, OnFork::Fork)?;
+            Ok(Volume { size_bytes, ..volume })
+        }
+        .boxed()
     }
 }

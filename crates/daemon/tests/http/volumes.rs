@@ -27,6 +27,9 @@ async fn volumes_are_made_looked_at_changed_and_removed() {
     let reply = daemon.post("/v1/volumes/db/detach", &json!({"vm": "web"})).await;
     assert_eq!((reply.status.as_u16(), &reply.json()["name"]), (200, &json!("db")));
     assert_eq!(daemon.fake.last_call(), "detach db from web false");
+    let reply = daemon.post("/v1/volumes/db/resize", &json!({"size_bytes": 4_u64 << 30})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["size_bytes"]), (200, &json!(4_u64 << 30)));
+    assert_eq!(daemon.fake.last_call(), "resize volume db 4294967296");
     assert_eq!(daemon.send("DELETE", "/v1/volumes/db", "").await.status, 204);
     assert_eq!(daemon.fake.last_call(), "remove volume db");
 }
@@ -53,6 +56,9 @@ async fn what_can_be_no_volume_is_refused() {
         ("attach", json!({"vm": "web", "force": true})),
         ("detach", json!({"vm": ""})),
         ("detach", json!({})),
+        ("resize", json!({"size_bytes": 1_048_577})),
+        ("resize", json!({"size_bytes": 3_u64 << 40})),
+        ("resize", json!({"size_bytes": "4G"})),
     ] {
         let reply = daemon.post(&format!("/v1/volumes/db/{way}"), &request).await;
         assert_eq!(reply.status, 400, "{way} {request}");
@@ -62,4 +68,16 @@ async fn what_can_be_no_volume_is_refused() {
     reply.refused(400, ErrorCode::BadRequest, "can't be the name of a volume");
     let reply = daemon.send("DELETE", "/v1/volumes/%2e%2e", "").await;
     reply.refused(400, ErrorCode::BadRequest, "can't be the name of a volume");
+}
+
+#[tokio::test]
+async fn a_disk_is_resized_by_its_id() {
+    let daemon = Daemon::start().await;
+    let reply = daemon.post("/v1/disks/d15c/resize", &json!({"size_bytes": 1 << 30})).await;
+    assert_eq!((reply.status.as_u16(), &reply.json()["size_bytes"]), (200, &json!(1 << 30)));
+    assert_eq!(daemon.fake.last_call(), "resize disk d15c 1073741824");
+    let odd = daemon.post("/v1/disks/d15c/resize", &json!({"size_bytes": 0})).await;
+    odd.refused(400, ErrorCode::BadRequest, "1 MiB to 2 TiB");
+    let shrink = json!({"size_bytes": 1 << 30, "shrink": true});
+    assert_eq!(daemon.post("/v1/disks/d15c/resize", &shrink).await.status, 400);
 }

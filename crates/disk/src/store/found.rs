@@ -100,7 +100,6 @@ impl Listing {
     /// A disk that has ended is not listed, although others may need its frozen layers.
     pub fn disks(&self) -> Vec<&FoundLayer> {
         let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
-        let rank = |layer: &FoundLayer| (!is_unused(layer), layer.note.number);
         for layer in self.layers.values().filter(|layer| !layer.note.merged) {
             let best = newest.entry(layer.note.disk_id).or_insert(layer);
             if rank(layer) > rank(best) {
@@ -120,7 +119,7 @@ impl Listing {
     pub fn newest_of(&self, disk: ImageId) -> Option<&FoundLayer> {
         let own = |layer: &&FoundLayer| layer.note.disk_id == disk && !layer.note.merged;
         let layers = self.layers.values().filter(own);
-        let newest = layers.max_by_key(|layer| (!is_unused(layer), layer.note.number))?;
+        let newest = layers.max_by_key(|layer| rank(layer))?;
         Some(self.above(newest.id).and_then(|_| self.in_advance(newest)).unwrap_or(newest))
     }
 
@@ -130,12 +129,13 @@ impl Listing {
         newest.note.frozen && !self.bad.is_empty()
     }
 
-    /// The disk's next layer, made in advance.
+    /// The disk's next layer, made in advance. One that was made before the disk grew may be left.
     fn in_advance(&self, frozen: &FoundLayer) -> Option<&FoundLayer> {
-        self.layers.values().find(|layer| {
+        let next = self.layers.values().filter(|layer| {
             let (note, of) = (&layer.note, &frozen.note);
             is_unused(layer) && note.disk_id == of.disk_id && note.on == Some(frozen.id)
-        })
+        });
+        next.max_by_key(|layer| rank(layer))
     }
 
     /// These layers and all that they need under them.
@@ -159,6 +159,11 @@ impl Listing {
         };
         self.layers.values().find(needs).map(|layer| layer.id)
     }
+}
+
+/// The newest layer of a disk has the highest. A disk only grows.
+fn rank(layer: &FoundLayer) -> (bool, u64, u64) {
+    (!is_unused(layer), layer.note.size_bytes, layer.note.number)
 }
 
 /// It was made in advance, and not used.

@@ -111,11 +111,19 @@ impl Layers for DiskLayers {
     }
 
     fn grow(&self, layer: &StoredLayer, size_bytes: u64) -> Result<Arc<StoredLayer>, LayerError> {
+        let failed = |source| LayerError::File { path: layer.folder().path().to_owned(), source };
         let grown = layer.grown(size_bytes)?;
-        // The files first: a note may say less than there is, never more.
-        change_note(layer, |note| note.size_bytes = size_bytes).map_err(|source| {
-            LayerError::File { path: layer.folder().path().to_owned(), source }
-        })?;
+        // The files first: a note may say less than there is, never more. Also after a crash of
+        // the host, if the note survives that.
+        if layer.is_durable() {
+            grown.sync().map_err(failed)?;
+        }
+        let changed = change_note(layer, |note| {
+            // The disk has it: else an older layer with the old size would pass for its newest.
+            note.spare = false;
+            note.size_bytes = size_bytes;
+        });
+        changed.map_err(failed)?;
         Ok(self.shared.register(grown))
     }
 

@@ -24,6 +24,7 @@
 //!
 //! Left to others: which VM a disk is of; which layers of an earlier daemon are wanted.
 
+mod account;
 mod bases;
 mod found;
 mod images;

@@ -20,6 +20,7 @@ mod lifetimes;
 mod machines;
 mod quotas;
 mod registry;
+mod resize;
 mod stalls;
 mod tally;
 mod tell;

@@ -36,7 +36,8 @@ pub(super) fn watch(vm: &Arc<Vm>, machine: &Arc<Machine>) {
     let mut stall = machine.qmp.stall();
     tokio::spawn(async move {
         while let Some(error) = next(&mut stall).await {
-            let (reason, since) = (reason(&vm, &error), Instant::now());
+            let refusal = weak.upgrade().and_then(|machine| refusal(&machine, &error));
+            let (reason, since) = (reason(&vm, &error, refusal), Instant::now());
             tracing::warn!(vm = vm.name(), reason, "stalled");
             let IoError { no_space, drive, .. } = error;
             vm.set_stalled(Some(Stall { reason, no_space, drive, since }));
@@ -75,14 +76,22 @@ async fn try_again(vm: &Vm, machine: &Machine) {
     }
 }
 
+/// Which quota keeps the disk from writing. The other disks are before those of the machine's own.
+fn refusal(machine: &Machine, error: &IoError) -> Option<String> {
+    let disks = machine.disks().filter(|_| error.no_space)?;
+    let before = machine.shape.drives.len().checked_sub(disks.count())?;
+    disks.refusal(error.drive?.checked_sub(before)?)
+}
+
 /// For people: which disk, and why.
-fn reason(vm: &Vm, error: &IoError) -> String {
+fn reason(vm: &Vm, error: &IoError, refusal: Option<String>) -> String {
     let mut disks = vm.identity.spec().disks();
     let disk = disks.find(|(drive, _)| Some(*drive) == error.drive);
     let name = disk.map_or("?", |(_, disk)| disk.name.as_str());
-    match error.no_space {
-        true => format!("disk `{name}` has no space on the host"),
-        false => format!("disk `{name}`: {}", error.reason),
+    match (refusal, error.no_space) {
+        (Some(refusal), _) => format!("disk `{name}`: {refusal}"),
+        (None, true) => format!("disk `{name}` has no space on the host"),
+        (None, false) => format!("disk `{name}`: {}", error.reason),
     }
 }
 

@@ -23,16 +23,16 @@ use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
 /// How long a freeze in progress is waited for.
-const TURN_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const TURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the guest may take to say whether it uses a disk.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Ends with 0 if the guest uses the block device `$1`: mounted, swapped to, or under another one.
 const IN_USE: &str = r#"grep -qs "^$1" /proc/mounts /proc/swaps && exit 0
 [ -n "$(ls "/sys/block/${1#/dev/}/holders" 2>/dev/null)" ]"#;
 
-/// A volume that a running VM does not get, or does not give back.
+/// A running VM does not get another disk in the place of one, or does not give it back.
 #[derive(Debug, thiserror::Error)]
-enum Error {
+pub(super) enum Error {
     #[error(transparent)]
     Vm(#[from] VmError),
     #[error("it is {}, not running", word(*state))]
@@ -76,7 +76,7 @@ fn no_slot(disk: Option<&str>) -> String {
 }
 
 impl Error {
-    fn to_body(&self, message: String) -> ErrorBody {
+    pub(super) fn to_body(&self, message: String) -> ErrorBody {
         let (code, remedy) = match self {
             Self::Vm(error) => return error.clone().into(),
             Self::State { vm, .. } => {
@@ -200,7 +200,7 @@ fn drive(machine: &Machine, index: usize) -> usize {
     machine.shape.drives.len().saturating_sub(disks).saturating_add(index)
 }
 
-fn running(vm: &Vm) -> Result<Arc<Machine>, Error> {
+pub(super) fn running(vm: &Vm) -> Result<Arc<Machine>, Error> {
     let machine = vm.running_machine()?;
     match vm.state() {
         VmState::Running => Ok(machine),
@@ -209,7 +209,7 @@ fn running(vm: &Vm) -> Result<Arc<Machine>, Error> {
 }
 
 /// `replaced` is called when QEMU has let go of the old disk, before that ends.
-async fn replace(
+pub(super) async fn replace(
     machine: &Machine,
     index: usize,
     disk: NewlyServed,

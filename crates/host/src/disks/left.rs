@@ -123,7 +123,8 @@ impl HostDisks {
             StoreError::Busy(_) => DiskError::InUse,
             StoreError::NoDisk(_) => unknown(),
             error => DiskError::Left(error),
-        })
+        })?;
+        self.accounts.count_left(&self.store).map_err(DiskError::Left)
     }
 }
 

@@ -14,6 +14,7 @@
 //! Left to others: layers and the protocol (`vmfork-disk`), QEMU's drives (`vmfork-qemu`), when a
 //! machine is frozen.
 
+mod accounts;
 mod base;
 mod blank;
 mod health;
@@ -30,7 +31,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use vmfork_api::disk::DISK_BYTES_MIN;
 use vmfork_api::{DiskSource, Durability, ErrorCode, NewDisk, OnFork, Volume, VolumeRequest};
-use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
+use vmfork_disk::{Base, Disk, DiskImage, DiskSet, DiskStore, ImageError, RawError, StoreOptions};
 
 pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
@@ -42,6 +43,7 @@ pub use vmfork_disk::layer::LayerError;
 
 use crate::error::DOCTOR;
 use crate::metrics::Metrics;
+use crate::quotas::{DiskBounds, User};
 
 /// Free space that disks leave to the host.
 const FLOOR_BYTES: u64 = 1 << 30;
@@ -115,6 +117,12 @@ pub enum DiskError {
     InUse,
     #[error("it is a volume")]
     IsVolume,
+    #[error("it has {now} bytes, which are more than {size_bytes}: a disk only grows")]
+    Shrinks { size_bytes: u64, now: u64 },
+    #[error("no VM has it")]
+    NoVm,
+    #[error("several VMs may read it, so it keeps its size")]
+    Shared,
     #[error("it may be of a volume that can't be opened")]
     MayBeVolumes,
     #[error("what an earlier daemon left of a disk")]
@@ -146,9 +154,13 @@ impl DiskError {
             | Self::Range { .. }
             | Self::Size { .. }
             | Self::NoRoot { .. } => ErrorCode::BadRequest,
-            Self::Changed { .. } | Self::InUse | Self::IsVolume | Self::MayBeVolumes => {
-                ErrorCode::Conflict
-            }
+            Self::Changed { .. }
+            | Self::InUse
+            | Self::IsVolume
+            | Self::MayBeVolumes
+            | Self::Shrinks { .. }
+            | Self::NoVm
+            | Self::Shared => ErrorCode::Conflict,
             Self::Unknown { .. } => ErrorCode::NotFound,
             Self::Volume(error) => error.code(),
             Self::Image(_)
@@ -194,6 +206,9 @@ impl DiskError {
             Self::Left(vmfork_disk::StoreError::Unread { .. }) => {
                 Some("try again; if its medium has failed for good, move that folder away")
             }
+            Self::Shrinks { .. } => Some("copy the files to a smaller disk"),
+            Self::NoVm => Some("`vmfork disk export` it: `truncate -s SIZE FILE` grows the file"),
+            Self::Shared => Some("end the VMs that have it first"),
             Self::Left(_) => Some("`vmfork disk rm` removes what can't be read any more"),
             Self::Blank(BlankError::Run(_)) => Some("`apt-get install e2fsprogs`"),
             Self::Blank(_) | Self::Layer(_) | Self::Serve(_) | Self::Volumes(_) => {
@@ -219,6 +234,7 @@ pub struct HostDisks {
     /// Those of VMs, by ID.
     live: left::Live,
     volumes: Volumes,
+    accounts: accounts::Accounts,
     blanks: blank::Blanks,
     bases: base::Bases,
     /// Each QEMU's sockets are in a folder of its own here.
@@ -234,8 +250,10 @@ impl HostDisks {
     pub fn open(folder: &Path, sockets: PathBuf) -> Result<Self, DiskError> {
         let options = StoreOptions { floor_bytes: FLOOR_BYTES };
         let store = Arc::new(DiskStore::open(folder, options).map_err(DiskError::Layer)?);
-        let (volumes, is_whole) =
-            Volumes::open(folder.join("volumes"), &store).map_err(DiskError::Volumes)?;
+        let accounts = accounts::Accounts::new();
+        let of_volume = || accounts.of_host();
+        let volumes = Volumes::open(folder.join("volumes"), &store, &of_volume);
+        let (volumes, is_whole) = volumes.map_err(DiskError::Volumes)?;
         if is_whole {
             left::report(&store).map_err(DiskError::Layer)?;
         } else {
@@ -244,7 +262,29 @@ impl HostDisks {
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
-        Ok(Self { store, live: left::Live::default(), volumes, blanks, bases, sockets, next })
+        let live = left::Live::default();
+        Ok(Self { store, live, volumes, accounts, blanks, bases, sockets, next })
+    }
+
+    /// With bounds for what all disks hold, and for those of each user.
+    ///
+    /// # Errors
+    /// What earlier daemons left can't be counted.
+    pub fn limited(
+        mut self,
+        host_bytes: Option<u64>,
+        users: DiskBounds,
+    ) -> Result<Self, DiskError> {
+        self.accounts.bound(host_bytes, users);
+        self.accounts.count_left(&self.store).map_err(DiskError::Left)?;
+        Ok(self)
+    }
+
+    /// What a user's VM that boots is to have counts on the user, but for volumes.
+    pub fn count_on(&self, user: User, contents: &mut [DiskContent]) {
+        for content in contents.iter_mut().filter(|content| content.spec.volume.is_none()) {
+            content.set = self.accounts.of_user(user);
+        }
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -299,7 +339,8 @@ impl HostDisks {
             empty: false,
         };
         let on_clients_file = matches!(source, DiskSource::File { .. });
-        Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
+        let set = self.accounts.of_host();
+        Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
     }
 
     /// What a machine's disk is that is a volume. It is taken when the machine is given its disks.
@@ -373,8 +414,9 @@ impl HostDisks {
         let (disks, given_up) = (Arc::clone(self), Arc::new(AtomicBool::new(false)));
         let _on_drop = SetOnDrop(Arc::clone(&given_up));
         let made = tokio::task::spawn_blocking(move || {
-            let Self { store, volumes, .. } = &*disks;
-            let filled = volumes.fill(store, &request, now_unix_ms, &content.image, &given_up)?;
+            let Self { store, volumes, accounts, .. } = &*disks;
+            let content_of = (&content.image, accounts.of_host());
+            let filled = volumes.fill(store, &request, now_unix_ms, content_of, &given_up)?;
             // What its owner has changed meanwhile was copied in part.
             check_base(&content)?;
             Ok::<_, DiskError>(filled.publish()?)
@@ -429,6 +471,17 @@ impl HostDisks {
         self.volumes.set_on_fork(name, on_fork)
     }
 
+    /// The volume of that disk gets larger, while no VM has it. What was written is on the medium
+    /// then, and so is the new size. Blocking.
+    ///
+    /// # Errors
+    /// A VM has it, or it would be smaller.
+    pub fn grow_volume(&self, id: &str, size_bytes: u64) -> Result<(), DiskError> {
+        let unknown = || DiskError::Unknown { id: id.to_owned() };
+        let id = id.parse().map_err(|_no_id| unknown())?;
+        self.volumes.grow(id, |disk| grow(disk, size_bytes)).ok_or_else(unknown)?
+    }
+
     /// A VM of that name has ended: it gives its volumes back soon.
     pub fn vm_ends(&self, vm: &str) {
         self.volumes.vm_ends(vm);
@@ -477,6 +530,14 @@ impl Drop for HostDisks {
             self.store.keep_all();
         }
     }
+}
+
+/// A disk gets larger; none gets smaller.
+fn grow(disk: &Disk, size_bytes: u64) -> Result<(), DiskError> {
+    disk.grow(size_bytes).map_err(|error| match error {
+        LayerError::Size { size_bytes, now } => DiskError::Shrinks { size_bytes, now },
+        error => DiskError::Layer(error.into()),
+    })
 }
 
 struct SetOnDrop(Arc<AtomicBool>);
@@ -634,6 +695,117 @@ mod tests {
         assert_eq!(disks.volume("db").expect("there").vms, [""; 0]);
         disks.remove_volume("db").expect("free");
         assert!(clone.is_some_and(|clone| clone.freeze().is_ok()), "it has what it needs");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_disk_that_has_grown_says_so_and_clones_have_its_new_size() {
+        let setup = setup();
+        let (disks, uid) = (&setup.disks, rustix::process::getuid().as_raw());
+        let contents = setup.of_size(DISK_BYTES_MIN).await.expect("a disk");
+        let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
+        let id = disks.list().expect("a list").pop().expect("one").id;
+        let (index, _) = machine.with_id(id.parse().expect("an ID")).expect("it has it");
+        let larger = machine.grow(index, 2 * DISK_BYTES_MIN).expect("grown");
+        let offer = machine.offer(index, larger).expect("fds");
+        assert_eq!(offer.size_bytes(), 2 * DISK_BYTES_MIN);
+        // QEMU does not take it: the disk has its new size all the same.
+        offer.withdrawn();
+        let sizes = |machine: &MachineDisks| {
+            let written = machine.written().into_iter();
+            written.map(|(spec, _)| spec.size_bytes).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(&machine), [2 * DISK_BYTES_MIN]);
+        assert_eq!(disks.find(&id).expect("there").size_bytes, 2 * DISK_BYTES_MIN);
+        drop(machine.grow(index, 2 * DISK_BYTES_MIN).expect("the same again"));
+        let refused = machine.grow(index, DISK_BYTES_MIN).map(drop).expect_err("smaller");
+        assert!(refused.to_string().contains("2097152 bytes, which are more than 1048576"));
+        assert_eq!(refused.code(), ErrorCode::Conflict);
+        assert!(refused.remedy().is_some_and(|remedy| remedy.contains("a smaller disk")));
+        let frozen = machine.freeze().expect("frozen");
+        let clone = disks.attach("web.1", uid, &frozen).expect("served").expect("disks");
+        assert_eq!(sizes(&clone), [2 * DISK_BYTES_MIN]);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_volume_grows_while_no_vm_has_it_and_with_the_one_that_has_it() {
+        let setup = setup();
+        let (disks, uid) = (&setup.disks, rustix::process::getuid().as_raw());
+        let root_of = |_: &str| -> Result<PathBuf, DiskError> { panic!("no image is named") };
+        let make = async |name: &str, on_fork| {
+            let source = vmfork_api::VolumeSource::Blank { size_bytes: DISK_BYTES_MIN };
+            let (name, labels) = (name.to_owned(), vmfork_api::Labels::default());
+            let request = VolumeRequest { name, source, on_fork, labels };
+            disks.create_volume(request, 7, root_of).await.expect("room").disk_id
+        };
+        let (db, set) = (make("db", OnFork::Fork).await, make("set", OnFork::ReadOnly).await);
+        let size = |name: &str| disks.volume(name).expect("there").size_bytes / DISK_BYTES_MIN;
+        let wanted = ["data=volume:db", "set=volume:set"].map(|disk| disk.parse().expect("a disk"));
+        let contents = disks.contents(&wanted, root_of).await.expect("free");
+        disks.grow_volume(&db, 2 * DISK_BYTES_MIN).expect("no VM has it");
+        let machine = disks.attach("web", uid, &contents).expect("served").expect("disks");
+        let shown = machine.written().first().map(|(spec, _)| spec.size_bytes);
+        assert_eq!((shown, size("db")), (Some(2 * DISK_BYTES_MIN), 2), "as it is served");
+        for id in [&db, &set] {
+            let refused = disks.grow_volume(id, 3 * DISK_BYTES_MIN).expect_err("a VM has it");
+            assert!(refused.to_string().starts_with("VM `web` has the volume"), "{refused}");
+        }
+        drop(machine.grow(0, 3 * DISK_BYTES_MIN).expect("its own VM's"));
+        let refused =
+            machine.grow(1, 3 * DISK_BYTES_MIN).map(drop).expect_err("others may have it");
+        assert!(matches!(refused, DiskError::Shared), "{refused}");
+        assert_eq!((size("db"), size("set")), (3, 1));
+        let unknown = disks.grow_volume("1f", 1 << 30).expect_err("no volume");
+        assert_eq!(unknown.code(), ErrorCode::NotFound);
+    }
+
+    #[tokio::test]
+    async fn disks_of_a_user_and_of_the_host_have_bounds() {
+        const MIB: u64 = 1 << 20;
+        let folder = tempfile::tempdir().expect("a folder");
+        let (root, sockets) = (folder.path().join("disks"), folder.path().join("sockets"));
+        fs::create_dir(&sockets).expect("made");
+        let bounds = DiskBounds { default_bytes: Some(2 * MIB), ..DiskBounds::default() };
+        let open = || {
+            let disks = HostDisks::open(&root, sockets.clone()).expect("room");
+            disks.limited(Some(3 * MIB), bounds.clone()).expect("counted")
+        };
+        let path = folder.path().join("base");
+        File::create(&path).expect("made").set_len(8 * MIB).expect("sized");
+        let uid = rustix::process::getuid().as_raw();
+        let begin = async |disks: &HostDisks, user: u32, vm: &str| {
+            let disk = format!("data=file:{}", path.display()).parse().expect("a disk");
+            let root_of = |_: &str| -> Result<PathBuf, DiskError> { panic!("no image is named") };
+            let mut contents = disks.contents(&[disk], root_of).await.expect("a disk");
+            disks.count_on(User::Uid(user), &mut contents);
+            disks.attach(vm, uid, &contents).expect("served").expect("disks")
+        };
+        // → how many MiB fit.
+        let fill = |machine: &MachineDisks| {
+            let [disk] = machine.all().try_into().expect("one");
+            let span =
+                |at: u64| vmfork_disk::nbd::Span { offset_bytes: at * MIB, len_bytes: 1 << 20 };
+            (0..8).take_while(|at| disk.write(span(*at), &vec![7; 1 << 20]).is_ok()).count()
+        };
+        let disks = open();
+        let (one, two) = (begin(&disks, 7, "one").await, begin(&disks, 7, "two").await);
+        assert_eq!((fill(&one), fill(&two)), (2, 0), "both are the user's");
+        let says = two.refusal(0).unwrap_or_default();
+        assert_eq!(says, "2097152 of 2097152 bytes of the disk quota of user 7 are used");
+        let other = begin(&disks, 8, "other").await;
+        assert_eq!(fill(&other), 1);
+        let says = other.refusal(0).unwrap_or_default();
+        assert_eq!(says, "3145728 of 3145728 bytes of the host's disk quota are used");
+        disks.keep_all();
+        // Not of the runtime: there it would go on in the background.
+        let end = std::thread::spawn(move || drop((one, two, other, disks)));
+        end.join().expect("ended");
+        // What an earlier daemon left counts on the host, until it is removed.
+        let disks = open();
+        let late = begin(&disks, 7, "late").await;
+        assert_eq!(fill(&late), 0);
+        let left = disks.list().expect("a list").into_iter().find(|disk| disk.vm == "one");
+        disks.remove(&left.expect("left").id).expect("removed");
+        assert_eq!(fill(&late), 2);
     }
 
     #[tokio::test]

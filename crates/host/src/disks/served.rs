@@ -14,9 +14,10 @@ use rustix::fs::{Mode, OFlags};
 use vmfork_api::{Durability, OnFork};
 use vmfork_disk::layer::LayerError;
 use vmfork_disk::{Disk, DiskCounts, DiskExport, DiskServer, DiskSet, DiskStore};
+use vmfork_image::ImageId;
 use vmfork_qemu::{LateFd, NbdSocket, NbdSocketError};
 
-use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease};
+use super::{DiskContent, DiskError, DiskSpec, OfVolume, VolumeLease, grow};
 use crate::state::DISK_SOCKET;
 
 /// How long a disk that was detached may take to carry out its last request.
@@ -72,8 +73,10 @@ impl Served {
 
     /// A volume.
     pub(super) fn volume(content: &DiskContent, lease: VolumeLease) -> Self {
+        // It may have grown since it was asked for.
+        let size_bytes = lease.disk().size_bytes();
         Self {
-            spec: content.spec.clone(),
+            spec: DiskSpec { size_bytes, ..content.spec.clone() },
             before: lease.disk().counts(),
             disk: Arc::clone(lease.disk()),
             set: Arc::clone(lease.set()),
@@ -87,6 +90,20 @@ impl Served {
     fn socket(&self, folder: &OwnedFd) -> Result<NbdSocket, NbdSocketError> {
         let socket = NbdSocket::new(folder, DISK_SOCKET, self.export.as_str())?;
         Ok(if self.spec.is_shared() { socket.shared() } else { socket })
+    }
+
+    /// The same disk, for another connection.
+    fn again(&self) -> Self {
+        Self {
+            spec: self.spec.clone(),
+            disk: Arc::clone(&self.disk),
+            set: Arc::clone(&self.set),
+            on_clients_file: self.on_clients_file,
+            lease: self.lease.clone(),
+            export: String::new(),
+            late: None,
+            before: self.before,
+        }
     }
 
     fn volume_name(&self) -> Option<&str> {
@@ -115,8 +132,9 @@ impl Served {
             return Ok(DiskContent { spec, image, set, on_clients_file: false, lease });
         }
         // The clones' disks are their own.
-        let spec = DiskSpec { volume: None, durability: Durability::Host, ..spec };
         let (image, on_clients_file) = (self.disk.freeze()?, self.on_clients_file);
+        let (size_bytes, durability) = (image.size_bytes(), Durability::Host);
+        let spec = DiskSpec { volume: None, durability, size_bytes, ..spec };
         Ok(DiskContent { spec, image, set, on_clients_file, lease: None })
     }
 }
@@ -190,9 +208,42 @@ impl MachineDisks {
         disks.iter().map(|served| served.disk.counts().since(&served.before)).collect()
     }
 
+    /// Which quota a write to the disk with that index would have passed just now.
+    pub fn refusal(&self, index: usize) -> Option<String> {
+        self.disks().get(index)?.set.refusal()
+    }
+
     /// How many there are.
     pub fn count(&self) -> usize {
         self.disks().len()
+    }
+
+    /// The disk of that ID, and its name.
+    pub fn with_id(&self, id: ImageId) -> Option<(usize, String)> {
+        self.find(|served| served.disk.id() == id)
+    }
+
+    /// The disk with that index gets larger. → the disk again, for its own place: QEMU sees the new
+    /// size at its next connection. No freeze may come between. Blocking.
+    ///
+    /// # Errors
+    /// It would be smaller, other VMs have it, or the medium fails. It has its old size.
+    pub fn grow(&self, index: usize, size_bytes: u64) -> Result<NewlyServed, DiskError> {
+        let found = self.disks().get(index).map(Served::again);
+        let mut served = found.ok_or(DiskError::NoVm)?;
+        if served.spec.is_shared() {
+            return Err(DiskError::Shared);
+        }
+        if served.spec.durability == Durability::Medium {
+            // Before requests wait for the growth: little is left for it to sync.
+            served.disk.sync().map_err(DiskError::Serve)?;
+        }
+        grow(&served.disk, size_bytes)?;
+        served.spec.size_bytes = size_bytes;
+        if let Some(place) = self.disks().get_mut(index) {
+            place.spec.size_bytes = size_bytes;
+        }
+        Ok(NewlyServed(served))
     }
 
     /// The empty disk of that name, or the first one; and its name.

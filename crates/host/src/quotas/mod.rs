@@ -5,11 +5,27 @@
 
 mod parse;
 
+use std::collections::BTreeMap;
+
 use vmfork_cluster::allocate::Amount;
 
-pub use self::parse::{QuotaError, bounds};
+pub use self::parse::{QuotaError, bounds, size};
 use crate::error::{Error, Refusal};
 pub use vmfork_control::User;
+
+/// What the disks of each user's VMs may hold on this host, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DiskBounds {
+    /// Of all that are not in `users`. `None`: no bound.
+    pub default_bytes: Option<u64>,
+    pub users: BTreeMap<User, Option<u64>>,
+}
+
+impl DiskBounds {
+    pub fn of(&self, user: User) -> Option<u64> {
+        self.users.get(&user).copied().unwrap_or(self.default_bytes)
+    }
+}
 
 /// What a quota leaves of what is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,18 +1,20 @@
-//! `--quota USER=vms:N,memory:SIZE,cores:N`.
+//! `--quota USER=vms:N,memory:SIZE,cores:N,disk:SIZE`.
 
 use std::fs;
 use std::io;
 
 use vmfork_cluster::allocate::{Amount, Bounds};
 
-use super::User;
+use super::{DiskBounds, User};
 
 /// A quota that can't be. The text names the flag.
 #[derive(Debug, thiserror::Error)]
 pub enum QuotaError {
-    #[error("--quota {text}: it has the form USER=vms:N,memory:SIZE,cores:N")]
+    #[error("--quota {text}: it has the form USER=vms:N,memory:SIZE,cores:N,disk:SIZE")]
     Form { text: String },
-    #[error("--quota {text}: `{what}` is none of vms:N, memory:SIZE (like 8G or 512M) and cores:N")]
+    #[error(
+        "--quota {text}: `{what}` is none of vms:N, memory:SIZE (like 8G or 512M), cores:N and disk:SIZE"
+    )]
     Part { text: String, what: String },
     #[error("--quota {text}: {what} is there twice")]
     Twice { text: String, what: String },
@@ -28,36 +30,42 @@ pub enum QuotaError {
     },
 }
 
-/// What each of `flags` says, together.
+/// What each of `flags` says, together: of all hosts, and of the disks of this one.
 ///
 /// # Errors
 /// One of them says nothing, or two the same.
-pub fn bounds(flags: &[String]) -> Result<Bounds, QuotaError> {
+pub fn bounds(flags: &[String]) -> Result<(Bounds, DiskBounds), QuotaError> {
     bounds_by(flags, || fs::read_to_string("/etc/passwd"))
+}
+
+/// `10G`, as in a flag.
+pub fn size(text: &str) -> Option<u64> {
+    bytes(text)
 }
 
 fn bounds_by(
     flags: &[String],
     passwd: impl Fn() -> io::Result<String>,
-) -> Result<Bounds, QuotaError> {
-    let mut bounds = Bounds::default();
+) -> Result<(Bounds, DiskBounds), QuotaError> {
+    let (mut bounds, mut disks) = (Bounds::default(), DiskBounds::default());
     let mut has_default = false;
     for text in flags {
         let (user, parts) =
             text.split_once('=').ok_or_else(|| QuotaError::Form { text: text.clone() })?;
-        let amount = amount(text, parts)?;
+        let (amount, disk_bytes) = amount(text, parts)?;
         let before = if user == "default" {
-            bounds.default = amount;
+            (bounds.default, disks.default_bytes) = (amount, disk_bytes);
             std::mem::replace(&mut has_default, true)
         } else {
             let user = find(text, user, &passwd)?;
+            disks.users.insert(user, disk_bytes);
             bounds.users.insert(user.to_string(), amount).is_some()
         };
         if before {
             return Err(QuotaError::Twice { text: text.clone(), what: format!("user `{user}`") });
         }
     }
-    Ok(bounds)
+    Ok((bounds, disks))
 }
 
 fn find(
@@ -80,8 +88,9 @@ fn find(
     uid.map(User::Uid).ok_or_else(|| QuotaError::NoUser { text: text.to_owned() })
 }
 
-fn amount(text: &str, parts: &str) -> Result<Amount, QuotaError> {
-    let mut amount = Amount::ALL;
+/// → and what its disks may hold.
+fn amount(text: &str, parts: &str) -> Result<(Amount, Option<u64>), QuotaError> {
+    let (mut amount, mut disk_bytes) = (Amount::ALL, None);
     let mut seen = Vec::new();
     for part in parts.split(',') {
         let bad = || QuotaError::Part { text: text.to_owned(), what: part.to_owned() };
@@ -90,6 +99,7 @@ fn amount(text: &str, parts: &str) -> Result<Amount, QuotaError> {
             "vms" => amount.vms = value.parse().map_err(|_| bad())?,
             "memory" => amount.room.memory_bytes = bytes(value).ok_or_else(bad)?,
             "cores" => amount.room.vcpus = value.parse().map_err(|_| bad())?,
+            "disk" => disk_bytes = Some(bytes(value).ok_or_else(bad)?),
             _ => return Err(bad()),
         }
         if seen.contains(&what) {
@@ -97,7 +107,7 @@ fn amount(text: &str, parts: &str) -> Result<Amount, QuotaError> {
         }
         seen.push(what);
     }
-    Ok(amount)
+    Ok((amount, disk_bytes))
 }
 
 /// With M, G or T, in powers of 1024.
@@ -122,7 +132,19 @@ mod tests {
         let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let passwd =
             || Ok("root:x:0:0::/:/bin/sh\nann:x:1000:100::/home/ann:\nbroken\n".to_owned());
-        bounds_by(&flags, passwd).map_err(|error| error.to_string())
+        let read = bounds_by(&flags, passwd).map(|(bounds, _)| bounds);
+        read.map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn disks_have_bounds_of_their_own() {
+        let flags = ["7=vms:2,disk:5G", "8=cores:1", "default=disk:512M"].map(ToOwned::to_owned);
+        let (bounds, disks) = bounds_by(&flags, || Ok(String::new())).expect("well-formed");
+        assert_eq!(disks.of(User::Uid(7)), Some(5 << 30));
+        assert_eq!(disks.of(User::Uid(8)), None, "its own entry says nothing of disks");
+        assert_eq!(disks.of(User::Token), Some(512 << 20));
+        assert_eq!((bounds.of("7").vms, bounds.of("9")), (2, Amount::ALL));
+        assert_eq!(DiskBounds::default().of(User::Token), None);
     }
 
     #[test]

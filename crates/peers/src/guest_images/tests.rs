@@ -50,6 +50,7 @@ impl Host {
             default_memory_mib: 512,
             vmgenid: Some(true),
             root_overlay: true,
+            root_disk: true,
             input_hash: None,
             tree_hash: None,
             files: BTreeMap::from(files.map(|(name, content)| (name.to_owned(), info(content)))),

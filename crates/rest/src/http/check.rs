@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use vmfork_api::{
     AttachRequest, DiskSource, ErrorBody, ExecRequest, ForkRequest, KillRequest, NAME_BYTES_MAX,
-    NewDisk, RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN, VolumeRequest,
-    VolumeSource, disk, name_is_valid,
+    NewDisk, ResizeRequest, RunRequest, SnapshotRequest, StartRequest, TTL_MS_MAX, TTL_MS_MIN,
+    VolumeRequest, VolumeSource, disk, name_is_valid,
 };
 
 use super::error::bad_request;
@@ -105,6 +105,10 @@ pub(super) fn volume(request: &VolumeRequest) -> Checked {
     if let VolumeSource::Image { image } = &request.source {
         name("image", image)?;
     }
+    request.check().map_err(|error| bad_request(error.to_string()))
+}
+
+pub(super) fn resize(request: ResizeRequest) -> Checked {
     request.check().map_err(|error| bad_request(error.to_string()))
 }
 

@@ -4,11 +4,12 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use vmfork_api::schema::DiskId;
-use vmfork_api::{ErrorBody, HostDisk};
+use vmfork_api::{ErrorBody, HostDisk, ResizeRequest};
 
 use super::App;
+use super::check;
 use super::error::ApiError;
-use super::extract::DiskRef;
+use super::extract::{Body, DiskRef};
 use super::files::body_of;
 
 const SIZE: HeaderName = HeaderName::from_static("x-vmfork-size");
@@ -70,4 +71,23 @@ pub(super) async fn content(
         (SIZE, disk.size_bytes.to_string()),
     ];
     Ok((headers, body_of(disk.content).await?).into_response())
+}
+
+/// Make the disk of a running VM larger, or a volume. The guest is told its new size.
+#[utoipa::path(post, path = "/v1/disks/{id}/resize", tag = "disks",
+    params(("id" = DiskId, Path, description = "The disk's ID")),
+    request_body = ResizeRequest,
+    responses(
+        (status = 200, body = HostDisk),
+        (status = 409, description = "It is larger, no VM has it, or its VM does not run", body = ErrorBody),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn resize(
+    State(app): State<App>,
+    DiskRef(id): DiskRef,
+    Body(request): Body<ResizeRequest>,
+) -> Result<Json<HostDisk>, ApiError> {
+    check::resize(request)?;
+    Ok(Json(app.control.resize_disk(&id, request).await?))
 }

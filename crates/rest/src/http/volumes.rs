@@ -4,7 +4,8 @@ use axum::http::StatusCode;
 use vmfork_api::labels::match_all;
 use vmfork_api::schema::Name;
 use vmfork_api::{
-    AttachRequest, DetachRequest, Disk, ErrorBody, OnForkRequest, Volume, VolumeRequest,
+    AttachRequest, DetachRequest, Disk, ErrorBody, OnForkRequest, ResizeRequest, Volume,
+    VolumeRequest,
 };
 
 use super::App;
@@ -125,4 +126,23 @@ pub(super) async fn detach(
 ) -> Result<Json<Volume>, ApiError> {
     check::name("VM", &request.vm)?;
     Ok(Json(app.control.detach_volume(&name, request).await?))
+}
+
+/// Make a volume larger, whether a running VM has it or none. A VM's guest is told its new size.
+#[utoipa::path(post, path = "/v1/volumes/{name}/resize", tag = "volumes",
+    params(("name" = Name, Path, description = "The volume's name")),
+    request_body = ResizeRequest,
+    responses(
+        (status = 200, body = Volume),
+        (status = 409, description = "It is larger, several VMs have it, or its VM does not run", body = ErrorBody),
+        (status = "default", body = ErrorBody)
+    )
+)]
+pub(super) async fn resize(
+    State(app): State<App>,
+    VolumeName(name): VolumeName,
+    Body(request): Body<ResizeRequest>,
+) -> Result<Json<Volume>, ApiError> {
+    check::resize(request)?;
+    Ok(Json(app.control.resize_volume(&name, request).await?))
 }

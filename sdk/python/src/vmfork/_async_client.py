@@ -191,6 +191,14 @@ class AsyncClient:
         call = protocol.export_disk(id, self._timeout)
         return await self._download(call, Path(target), lambda _: protocol.EXPORT_MODE)
 
+    async def resize_disk(self, id: str, size_bytes: int) -> HostDisk:
+        """Make the disk of a running VM larger; its guest is told.
+
+        :class:`Conflict` if it has more than that, or if its VM does not run.
+        The file system stays as it is: ``resize2fs`` in the guest grows it.
+        """
+        return await self._send(protocol.resize_disk(id, size_bytes, self._timeout))
+
     async def remove_disk(self, id: str) -> None:
         """Delete a disk; :class:`Conflict` while a VM has it."""
         await self._send(protocol.remove_disk(id, self._timeout))

@@ -87,6 +87,14 @@ class AsyncVolumes:
         call = protocol.detach(name, ref, force=force, timeout=self._client.timeout)
         return await self._client._send(call)
 
+    async def resize(self, name: str, size_bytes: int) -> VolumeInfo:
+        """Make it larger, whether a running VM has it or none.
+
+        :class:`Conflict` if it has more than that, or if several VMs may read it.
+        The file system stays as it is: ``resize2fs`` in the guest grows it.
+        """
+        return await self._client._send(protocol.resize(name, size_bytes, self._client.timeout))
+
     async def remove(self, name: str) -> None:
         """Delete it, with all that it holds; :class:`Conflict` while a VM has it."""
         await self._client._send(protocol.remove(name, self._client.timeout))

@@ -237,12 +237,14 @@ class TtlReply:
 
 
 class Root(_Word):
-    """What takes the writes to a VM's root file system, which is read-only and shared."""
+    """What takes the writes to a VM's root file system."""
 
     OVERLAY = "overlay"
-    """A disk named ``root``."""
+    """A disk named ``root``, over the image's root, which is read-only and shared."""
     TMPFS = "tmpfs"
-    """The guest's memory: quick, and bounded by it."""
+    """The same with the guest's memory: quick, and bounded by it."""
+    DISK = "disk"
+    """The root itself: a disk named ``root``, which begins with the image's."""
     UNKNOWN = "unknown"
 
 

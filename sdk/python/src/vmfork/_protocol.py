@@ -47,6 +47,9 @@ API = "/v1"
 #: waits at most 10 s each for the agent, the stop, and the continuation after a failed stop.
 PAUSE_S = 105.0
 
+#: How long a disk may take to be attached, detached or resized: a fork in progress, and slow media.
+USE_S = 150.0
+
 #: How much of a file is read and sent at a time.
 PIECE_BYTES = 256 * 1024
 
@@ -125,6 +128,17 @@ def inspect_disk(id: str, timeout: Timeout) -> Call[HostDisk]:
 
 def remove_disk(id: str, timeout: Timeout) -> Call[None]:
     return Call(f"remove disk {id}", "DELETE", _disk(id), _nothing, timeout.request_s)
+
+
+def resize_disk(id: str, size_bytes: int, timeout: Timeout) -> Call[HostDisk]:
+    return Call(
+        f"resize disk {id}",
+        "POST",
+        f"{_disk(id)}/resize",
+        _model(HostDisk),
+        USE_S + timeout.slack_s,
+        json_body={"size_bytes": size_bytes},
+    )
 
 
 def export_disk(id: str, timeout: Timeout) -> Call[bytes]:

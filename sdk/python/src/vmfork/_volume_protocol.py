@@ -8,6 +8,7 @@ from ._config import Timeout
 from ._models import Disk
 from ._protocol import (
     API,
+    USE_S,
     Call,
     _labels,
     _model,
@@ -18,10 +19,6 @@ from ._protocol import (
     label_query,
 )
 from ._volume_models import VolumeInfo
-
-#: How long a volume may take to be attached or detached: a fork in progress, and slow media.
-USE_S = 150.0
-
 
 def volumes(labels: Mapping[str, str | None] | None, timeout: Timeout) -> Call[list[VolumeInfo]]:
     (path, query) = (f"{API}/volumes", label_query(labels))
@@ -97,6 +94,17 @@ def detach(name: str, vm: str, *, force: bool, timeout: Timeout) -> Call[VolumeI
         USE_S + timeout.slack_s,
         json_body={"vm": vm, "force": force},
         vm=vm,
+    )
+
+
+def resize(name: str, size_bytes: int, timeout: Timeout) -> Call[VolumeInfo]:
+    return Call(
+        f"resize volume `{name}`",
+        "POST",
+        f"{_path(name)}/resize",
+        _model(VolumeInfo),
+        USE_S + timeout.slack_s,
+        json_body={"size_bytes": size_bytes},
     )
 
 

@@ -88,6 +88,14 @@ class Volumes:
         call = protocol.detach(name, ref, force=force, timeout=self._client.timeout)
         return self._client._send(call)
 
+    def resize(self, name: str, size_bytes: int) -> VolumeInfo:
+        """Make it larger, whether a running VM has it or none.
+
+        :class:`Conflict` if it has more than that, or if several VMs may read it.
+        The file system stays as it is: ``resize2fs`` in the guest grows it.
+        """
+        return self._client._send(protocol.resize(name, size_bytes, self._client.timeout))
+
     def remove(self, name: str) -> None:
         """Delete it, with all that it holds; :class:`Conflict` while a VM has it."""
         self._client._send(protocol.remove(name, self._client.timeout))

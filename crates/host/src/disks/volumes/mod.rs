@@ -261,12 +261,16 @@ pub(super) struct Volumes {
 }
 
 impl Volumes {
-    /// Those that earlier daemons left. → and whether all that is in their layers is known: if not,
-    /// none may be removed.
+    /// Those that earlier daemons left, each on a set that `set` makes. → and whether all that is
+    /// in their layers is known: if not, none may be removed.
     ///
     /// # Errors
     /// The folder can't be read or made.
-    pub(super) fn open(folder: PathBuf, store: &DiskStore) -> io::Result<(Self, bool)> {
+    pub(super) fn open(
+        folder: PathBuf,
+        store: &DiskStore,
+        set: &dyn Fn() -> Arc<DiskSet>,
+    ) -> io::Result<(Self, bool)> {
         std::fs::create_dir_all(&folder)?;
         let (records, bad) = record::read_all(&folder)?;
         let mut is_whole = bad.is_empty();
@@ -281,7 +285,7 @@ impl Volumes {
             false => Some(store.list().map_err(io::Error::other)?),
         };
         for record in records {
-            let set = DiskSet::new(None);
+            let set = set();
             let newest = listing.as_ref().zip(record.disk_id());
             let newest = newest.and_then(|(listing, id)| listing.newest_of(id));
             let disk = match newest {
@@ -354,7 +358,7 @@ impl Volumes {
         Ok(Making { volumes: self, name: name.to_owned() })
     }
 
-    /// A new volume with the content of an image. Blocking, for as long as copying takes.
+    /// A new volume on `set`, with the content of an image. Blocking, for as long as copying takes.
     ///
     /// # Errors
     /// The name is taken; the host has no room. Nothing is left of it then.
@@ -363,13 +367,13 @@ impl Volumes {
         store: &DiskStore,
         request: &VolumeRequest,
         created_unix_ms: u64,
-        content: &DiskImage,
+        (content, set): (&DiskImage, Arc<DiskSet>),
         given_up: &AtomicBool,
     ) -> Result<Filled<'_>, VolumeError> {
         let name = &request.name;
         let making = self.begin(name)?;
         let fill = |source| VolumeError::Fill { name: name.clone(), source };
-        let (size_bytes, set) = (content.size_bytes(), DiskSet::new(None));
+        let size_bytes = content.size_bytes();
         let zeros = DiskImage::blank(size_bytes).map_err(|error| fill(io::Error::other(error)))?;
         let (vm, set_of_disk) = (NO_VM.to_owned(), Arc::clone(&set));
         let spec = DiskSpec { name: name.clone(), vm, size_bytes, set: set_of_disk };
@@ -438,6 +442,25 @@ impl Volumes {
         let now = volume.now();
         now.usable(volume.disk.as_ref())?;
         Ok(now.record.on_fork)
+    }
+
+    /// Makes the volume with that disk larger by `grow`, while no VM has it. `None`: there is none.
+    /// Blocking.
+    pub(super) fn grow<E: From<VolumeError>>(
+        &self,
+        id: ImageId,
+        grow: impl FnOnce(&Disk) -> Result<(), E>,
+    ) -> Option<Result<(), E>> {
+        let all: Vec<_> = self.state().all.values().cloned().collect();
+        let has = |volume: &Arc<Volume>| volume.now().record.disk_id() == Some(id);
+        let volume = all.into_iter().find(has)?;
+        let grown = || {
+            let turn = volume.turn();
+            let disk = volume.now().usable(volume.disk.as_ref())?;
+            let _closed = volume.close(&turn)?;
+            grow(&disk)
+        };
+        Some(grown())
     }
 
     /// What it is, once a VM may have it. Waits for one that has ended to give it back.

@@ -42,7 +42,8 @@ struct Life {
 impl Life {
     fn begin(folder: &Path) -> Self {
         let store = DiskStore::open(folder, StoreOptions { floor_bytes: 0 }).expect("the folder");
-        let (volumes, is_whole) = Volumes::open(folder.join("volumes"), &store).expect("room");
+        let (volumes, is_whole) =
+            Volumes::open(folder.join("volumes"), &store, &|| DiskSet::new(None)).expect("room");
         if is_whole {
             store.remove_unneeded().expect("removed");
         }
@@ -57,6 +58,7 @@ impl Life {
     fn create(&self, name: &str, on_fork: OnFork, content: &DiskImage) -> Shown {
         let go_on = AtomicBool::new(false);
         let request = request(name, on_fork);
+        let content = (content, DiskSet::new(None));
         let filled = self.volumes.fill(&self.store, &request, 7, content, &go_on).expect("room");
         filled.publish().expect("room")
     }
@@ -163,7 +165,8 @@ fn no_name_is_taken_twice_and_what_is_given_up_leaves_nothing() {
     let create = |name: &str, given_up: bool| {
         let given_up = AtomicBool::new(given_up);
         let request = request(name, OnFork::Fork);
-        let filled = life.volumes.fill(&life.store, &request, 7, &zeros(), &given_up);
+        let content = (&zeros(), DiskSet::new(None));
+        let filled = life.volumes.fill(&life.store, &request, 7, content, &given_up);
         filled.and_then(Filled::publish)
     };
     assert!(matches!(create("db", false), Err(VolumeError::NameTaken { .. })));
@@ -245,7 +248,8 @@ fn a_volume_that_is_not_published_is_not_there_and_leaves_nothing() {
     let folder = tempfile::tempdir().expect("a folder");
     let life = Life::begin(folder.path());
     let (request, go_on) = (request("db", OnFork::Fork), AtomicBool::new(false));
-    let filled = life.volumes.fill(&life.store, &request, 7, &zeros(), &go_on).expect("room");
+    let content = (&zeros(), DiskSet::new(None));
+    let filled = life.volumes.fill(&life.store, &request, 7, content, &go_on).expect("room");
     assert_eq!(life.volumes.list(), []);
     assert!(!folder.path().join("volumes/db.json").exists());
     let taken = life.volumes.check_new("db").expect_err("its name is taken");
@@ -273,4 +277,25 @@ fn a_vm_ends_while_a_record_is_written() {
     let refused = volume.close(&volume.turn()).map(drop).expect_err("a VM has it");
     assert!(matches!(refused, VolumeError::InUse { .. }), "{refused}");
     drop(lease);
+}
+
+#[test]
+fn the_next_daemon_finds_a_volume_with_the_size_that_it_has_grown_to() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let life = Life::begin(folder.path());
+    let made = life.create("db", OnFork::Fork, &zeros());
+    let id = made.disk_id.parse().expect("an ID");
+    let grown = life.volumes.grow(id, |disk| -> Result<(), VolumeError> {
+        write(disk, 3, 7);
+        disk.freeze().map(drop).expect("frozen");
+        disk.grow(2 * SIZE).expect("grown");
+        Ok(())
+    });
+    assert!(grown.is_some_and(|grown| grown.is_ok()));
+    life.killed();
+    let life = Life::begin(folder.path());
+    let found = life.volumes.show("db").expect("there");
+    assert_eq!((found.size_bytes, found.reason), (2 * SIZE, None));
+    let (disk, _) = life.volumes.disk("db").expect("whole");
+    assert_eq!((read(&disk, 3), read(&disk, SIZE / 4096 + 5)), (7, 0));
 }
