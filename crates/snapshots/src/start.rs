@@ -196,7 +196,7 @@ impl Start<'_> {
             lead: opened.lead.clone(),
             engine: Arc::clone(&opened.engine),
             drives,
-            disks: Vec::new(),
+            disks: opened.disks.clone(),
             inheritance: facts.inheritance.clone(),
             fork: facts.fork,
             lease: Some(lease),

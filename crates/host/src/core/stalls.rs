@@ -16,6 +16,7 @@ use tokio::sync::watch::Receiver;
 use tokio::time::{sleep, timeout};
 use vmfork_qemu::qmp::IoError;
 
+use crate::disks::MachineDisks;
 use crate::vm::Vm;
 use crate::vm::machine::Machine;
 
@@ -34,7 +35,10 @@ pub(super) fn watch(vm: &Arc<Vm>, machine: &Arc<Machine>) {
     let mut stall = machine.qmp.stall();
     tokio::spawn(async move {
         while let Some(error) = next(&mut stall).await {
-            let reason = reason(&vm, &error);
+            let machine = weak.upgrade();
+            let disks = machine.as_ref().and_then(|machine| machine.disks());
+            let reason = reason(&vm, &error, disks);
+            drop(machine);
             tracing::warn!(vm = vm.name(), reason, "stalled");
             vm.set_stalled(Some(reason));
             let mut wait = RETRY_MIN;
@@ -73,12 +77,16 @@ async fn try_again(vm: &Vm, machine: &Machine) {
 }
 
 /// For people: which disk, and why.
-fn reason(vm: &Vm, error: &IoError) -> String {
+fn reason(vm: &Vm, error: &IoError, served: Option<&MachineDisks>) -> String {
     let mut disks = vm.identity.spec().disks();
     let disk = disks.find(|(drive, _)| Some(*drive) == error.drive);
     let name = disk.map_or("?", |(_, disk)| disk.name.as_str());
     match error.no_space {
         true => format!("disk `{name}` has no space on the host"),
-        false => format!("disk `{name}`: {}", error.reason),
+        // The daemon's own words say more than QEMU's.
+        false => match served.and_then(|served| served.problem(name)) {
+            Some(problem) => format!("disk `{name}`: {problem}"),
+            None => format!("disk `{name}`: {}", error.reason),
+        },
     }
 }

@@ -18,6 +18,7 @@ mod base;
 mod blank;
 mod left;
 mod served;
+mod stored;
 mod volumes;
 
 use std::io;
@@ -34,6 +35,7 @@ use vmfork_disk::{Base, DiskImage, DiskSet, DiskStore, ImageError, RawError, Sto
 pub use self::blank::BlankError;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
+pub use self::stored::{OnBase, StoredBases};
 use self::volumes::Volumes;
 pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
@@ -59,12 +61,15 @@ pub struct DiskSpec {
     /// A volume can take its place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub empty: bool,
+    /// It was a volume that VMs share, and is the stored content of that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
 }
 
 impl DiskSpec {
-    /// The guest can only read it, and other VMs may have it.
+    /// The guest can only read it. If it is a volume, other VMs may have it.
     pub fn is_shared(&self) -> bool {
-        self.volume.as_ref().is_some_and(OfVolume::is_shared)
+        self.read_only || self.volume.as_ref().is_some_and(OfVolume::is_shared)
     }
 }
 
@@ -215,6 +220,7 @@ pub struct HostDisks {
     volumes: Volumes,
     blanks: blank::Blanks,
     bases: base::Bases,
+    stored: stored::Known,
     /// Each QEMU's sockets are in a folder of its own here.
     sockets: PathBuf,
     next: AtomicU64,
@@ -238,7 +244,8 @@ impl HostDisks {
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
-        Ok(Self { store, live: left::Live::default(), volumes, blanks, bases, sockets, next })
+        let (live, stored) = (left::Live::default(), stored::Known::default());
+        Ok(Self { store, live, volumes, blanks, bases, stored, sockets, next })
     }
 
     /// What the disks of a VM that boots hold. `root_of` knows the file of an image's root.
@@ -291,6 +298,7 @@ impl HostDisks {
             durability: Durability::Host,
             volume: None,
             empty: false,
+            read_only: false,
         };
         let on_clients_file = matches!(source, DiskSource::File { .. });
         Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file, lease: None })
@@ -305,6 +313,7 @@ impl HostDisks {
             durability: Durability::Medium,
             volume: Some(of.clone()),
             empty: false,
+            read_only: false,
         };
         let image = disk.image();
         Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
@@ -475,6 +484,7 @@ fn empty_content(name: &str) -> Result<DiskContent, DiskError> {
         durability: Durability::Host,
         volume: None,
         empty: true,
+        read_only: false,
     };
     Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false, lease: None })
 }
