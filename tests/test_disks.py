@@ -323,12 +323,6 @@ def test_what_is_no_disk_is_refused(cli: Cli, tmp_path: Path, image: str) -> Non
     assert not [line for line in cli.text("ps", "--all").splitlines() if "never" in line]
 
 
-def test_disks_are_not_stored_yet(vm: vmfork.VM, client: vmfork.Client) -> None:
-    with pytest.raises(vmfork.Conflict, match="disks"):
-        client.snapshots.create(vm.name, "with-disks")
-    assert "with-disks" not in [snapshot.name for snapshot in client.snapshots.list()]
-
-
 def test_disks_end_with_their_last_vm(daemon: Daemon, client: vmfork.Client, image: str) -> None:
     held, sockets = _held(daemon), len(list((daemon.state / "sockets").iterdir()))
     vm = client.run(image, name="brief", disks=[vmfork.NewDisk.blank("data", 64 * MIB)])

@@ -23,7 +23,8 @@ pub struct SnapshotRequest {
     /// Store all that is not zero, even if the VM was started from a stored snapshot.
     #[serde(default)]
     pub full: bool,
-    /// Store zero pages like any others. Of use only to measure what leaving them out is worth.
+    /// Store zero pages of the memory like any others. Of use only to measure what leaving them out
+    /// is worth.
     #[serde(default)]
     pub keep_zero_pages: bool,
     /// How long to record at most which pages the VM touches after the snapshot, in ms; default
@@ -147,12 +148,15 @@ pub struct Snapshot {
     /// The guest image that its VM booted from.
     pub image: String,
     pub memory_mib: u64,
+    /// Size of its disks together, in bytes.
+    #[serde(default)]
+    pub disk_bytes: u64,
     pub cpus: u32,
     pub accel: Accel,
     /// The snapshot that it differs from, if it is a delta.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
-    /// Guest memory whose bytes are stored with it; the rest is its base's, or zero.
+    /// Memory and disks whose bytes are stored with it; the rest is its base's, or zero.
     pub own_bytes: u64,
     /// What that takes in the store, compressed; pages that others have stored already are not
     /// counted.

@@ -116,6 +116,7 @@ where
     let disks = disks.context("open the disks of VMs")?;
     let disks = Arc::new(disks);
     let snapshots = Arc::new(Snapshots::new(&config.host.state.join("snapshots"))?);
+    disks.know_stored(Arc::<Snapshots>::clone(&snapshots));
     // Behind the cgroups, which want us to be alone in ours.
     let holder = Arc::new(Holding::begin(&config, state.root()));
     let listeners = listen(&config, &holder).await.inspect_err(|_| holder.give_up())?;

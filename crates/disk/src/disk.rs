@@ -18,6 +18,7 @@ use std::fmt::Debug;
 use std::fs::File;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, PAGE_BYTES, PageIdx, PageRange};
 
@@ -160,6 +161,7 @@ pub struct Disk {
     /// Held for a whole sync: the next one must not end before the layers of this one are synced.
     syncing: Mutex<()>,
     counters: Arc<DiskCounters>,
+    problem: Mutex<Option<(Instant, String)>>,
 }
 
 fn lock(spare: &Mutex<Spare>) -> MutexGuard<'_, Spare> {
@@ -184,6 +186,7 @@ impl Disk {
             unsynced: Mutex::default(),
             syncing: Mutex::default(),
             counters,
+            problem: Mutex::default(),
         };
         disk.prepare();
         disk
@@ -229,6 +232,17 @@ impl Disk {
 
     pub(crate) fn counters(&self) -> &DiskCounters {
         &self.counters
+    }
+
+    /// Why a request failed within the last `within`, and at which page.
+    pub fn problem(&self, within: Duration) -> Option<String> {
+        let problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        problem.as_ref().filter(|(at, _)| at.elapsed() < within).map(|(_, text)| text.clone())
+    }
+
+    pub(crate) fn has_problem(&self, text: String) {
+        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        *problem = Some((Instant::now(), text));
     }
 
     fn now(&self) -> RwLockReadGuard<'_, Now> {

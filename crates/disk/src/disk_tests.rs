@@ -417,3 +417,47 @@ fn a_write_keeps_what_another_has_written_of_its_page_before_the_freeze() {
     disk.read(Span { offset_bytes: 4096, len_bytes: 1536 }, &mut bytes).expect("read");
     assert_eq!([bytes[0], bytes[512], bytes[1024]], [5, 6, 1]);
 }
+
+/// Pages that can't be had.
+#[derive(Debug)]
+struct Broken;
+
+impl OwnPages for Broken {
+    fn is_here(&self, _: PageRange) -> bool {
+        false
+    }
+
+    fn read(&self, range: PageRange, _: &mut [u8]) -> io::Result<()> {
+        Err(io::Error::other(format!("pages {range} are damaged")))
+    }
+}
+
+#[test]
+fn a_request_that_failed_says_why_and_at_which_page_for_a_while() {
+    use crate::export::{DiskExport, Durability};
+    use crate::nbd::Target;
+    let (_folder, store) = store();
+    let id = ImageId::new(77).expect("not 0");
+    let table = PageTable::uniform(64, Source::Image(id));
+    let owners = [(id, Arc::new(Broken) as Arc<dyn OwnPages>)].into();
+    let image = DiskImage::from_table(id, 64 * 4096, table, owners).expect("an image");
+    let disk = Arc::new(create(&store, &image));
+    let export = DiskExport::new(Arc::clone(&disk), Durability::Host);
+    assert_eq!(disk.problem(Duration::MAX), None);
+    let span = Span { offset_bytes: 5 * 4096, len_bytes: 4096 };
+    export.read(span, &mut [0; 4096]).expect_err("damaged");
+    let problem = disk.problem(Duration::MAX).expect("it failed");
+    assert_eq!(problem, "a request at page 5: pages 5+1 are damaged");
+    assert_eq!(disk.problem(Duration::ZERO), None, "too long ago");
+}
+
+#[test]
+fn a_table_is_there_soon_after_a_freeze_and_is_the_images() {
+    let (_folder, store) = store();
+    let disk = create(&store, &image());
+    let span = Span { offset_bytes: 3 * 4096, len_bytes: 4096 };
+    disk.write(span, &[7; 4096]).expect("written");
+    let frozen = disk.freeze().expect("frozen");
+    let table = frozen.table_soon().expect("every page has an owner");
+    assert_eq!(table.lookup(PageIdx(3)), Source::Image(frozen.id()));
+}

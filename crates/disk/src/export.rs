@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use vmfork_image::PageIdx;
+
 use crate::counters::Operation;
 use crate::disk::Disk;
 use crate::nbd::{Command, Export, Extent, FilePart, NbdError, Span, Target};
@@ -69,7 +71,10 @@ impl DiskExport {
             // A guest that meets a full host may try many times a second.
             tracing::debug!(offset_bytes, %error, "a disk has no space");
         } else {
-            tracing::warn!(offset_bytes, %error, "a disk can't be read or written");
+            let error = chain(error);
+            let page = PageIdx::of_byte(offset_bytes);
+            tracing::warn!(%page, error, "a disk can't be read or written");
+            self.disk.has_problem(format!("a request at page {page}: {error}"));
         }
         told
     }
@@ -80,6 +85,17 @@ impl DiskExport {
             _ => Ok(()),
         }
     }
+}
+
+/// An error with all its causes.
+fn chain(error: &io::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
 }
 
 /// What a client is told of an error.

@@ -19,13 +19,17 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use vmfork_image::{ImageId, PAGE_BYTES, PageRange, PageTable, Source};
 
 use crate::layer::{PageState, StoredLayer};
 use crate::lower::{Lower, OwnPages, split_mut};
 use crate::raw::{RawError, RawFile};
+
+/// How long the background may take for a table: it may be merging layers first.
+const TABLE_WAIT: Duration = Duration::from_secs(5);
 
 /// An image that can't be made.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +74,8 @@ struct Inner {
     flat: OnceLock<Flat>,
     /// Until it is flat, and its table is stored.
     lower: Mutex<Option<DiskImage>>,
+    /// `flat` was set.
+    derived: Condvar,
 }
 
 /// What a flat image reads by.
@@ -158,14 +164,16 @@ impl DiskImage {
 
     fn flat(id: ImageId, size_bytes: u64, base: Base, flat: Flat) -> Self {
         let (flat, lower) = (OnceLock::from(flat), Mutex::new(None));
-        Self(Arc::new(Inner { id, size_bytes, base, own: None, flat, lower }))
+        let derived = Condvar::new();
+        Self(Arc::new(Inner { id, size_bytes, base, own: None, flat, lower, derived }))
     }
 
     /// What a disk is whose own layer ends here. O(1).
     pub(crate) fn frozen(own: Arc<StoredLayer>, lower: Self, size_bytes: u64) -> Self {
         let (id, base) = (own.id(), lower.0.base.clone());
         let (flat, lower) = (OnceLock::new(), Mutex::new(Some(lower)));
-        Self(Arc::new(Inner { id, size_bytes, base, own: Some(own), flat, lower }))
+        let (own, derived) = (Some(own), Condvar::new());
+        Self(Arc::new(Inner { id, size_bytes, base, own, flat, lower, derived }))
     }
 
     /// The same, with the table that an earlier daemon stored.
@@ -181,8 +189,9 @@ impl DiskImage {
         }
         let owners = named(&table, owner).map_err(ImageError::Owner)?;
         let flat = OnceLock::from(Flat { table, owners });
-        let (id, lower) = (own.id(), Mutex::new(None));
-        Ok(Self(Arc::new(Inner { id, size_bytes, base, own: Some(own), flat, lower })))
+        let (id, lower, derived) = (own.id(), Mutex::new(None), Condvar::new());
+        let own = Some(own);
+        Ok(Self(Arc::new(Inner { id, size_bytes, base, own, flat, lower, derived })))
     }
 
     pub fn id(&self) -> ImageId {
@@ -211,6 +220,24 @@ impl DiskImage {
         self.0.flat.get().map(|flat| &flat.table)
     }
 
+    /// Its page table, which is derived in the background after a freeze. Waits for that, and
+    /// derives it itself after 5 s. `None`: pages have no owner, which is an error of this crate.
+    pub fn table_soon(&self) -> Option<&PageTable> {
+        let until = Instant::now() + TABLE_WAIT;
+        let mut slot = self.lower_slot();
+        while self.table().is_none() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.0.derived.wait_timeout(slot, left);
+            slot = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(slot);
+        self.flatten();
+        self.table()
+    }
+
     /// The own pages of the images that its table names, once it is flat.
     pub fn owners(&self) -> impl Iterator<Item = (ImageId, &Arc<dyn OwnPages>)> {
         self.0
@@ -232,6 +259,9 @@ impl DiskImage {
             if let Some(flat) = image.derive() {
                 // Another thread may have been quicker.
                 let _same_bytes = image.0.flat.set(edit(image, flat));
+                // A waiter has looked after this lock, or is woken.
+                drop(image.lower_slot());
+                image.0.derived.notify_all();
             }
         });
     }

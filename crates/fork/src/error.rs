@@ -64,7 +64,7 @@ pub enum Error {
     #[error("the guest's agent did not fall silent before the VM was paused")]
     Unquiet { vm: String },
     /// This version of vmfork keeps disks on their host.
-    #[error("it has disks, which this version of vmfork can neither store nor send to other hosts")]
+    #[error("it has disks, which this version of vmfork can't send to other hosts")]
     HasDisks,
     /// The volume's own setting.
     #[error("its disk `{disk}` is the volume `{volume}`, which no fork may have")]

@@ -163,7 +163,7 @@ fn a_host_that_is_unlike_what_a_vm_needs_is_a_conflict_that_names_both() {
         (
             Error::HasDisks,
             ErrorCode::Conflict,
-            "it has disks, which this version of vmfork can neither store nor send to other hosts",
+            "it has disks, which this version of vmfork can't send to other hosts",
             Some("fork it on its own host: `vmfork fork --place here`"),
         ),
         (

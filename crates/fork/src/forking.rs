@@ -168,6 +168,17 @@ async fn awake_turn<'a>(
     }
 }
 
+/// Whether its volumes let it be frozen.
+///
+/// # Errors
+/// One of them does not.
+fn check_volumes(machine: &Machine) -> Result<(), Error> {
+    match machine.disks().and_then(MachineDisks::unforkable) {
+        Some((disk, volume)) => Err(Error::Unforkable { disk, volume }),
+        None => Ok(()),
+    }
+}
+
 /// Whether all clones stay on this host, because disks do.
 ///
 /// # Errors
@@ -228,9 +239,7 @@ async fn carry_out(
         false => turn(parent, fork.wanted()).await?,
     };
     let machine = running(parent)?;
-    if let Some((disk, volume)) = machine.disks().and_then(MachineDisks::unforkable) {
-        return Err(Error::Unforkable { disk, volume });
-    }
+    check_volumes(&machine)?;
     core.metrics.forked();
     let plan = fork.plan(&machine, clones).await?;
     let grant = fork.admit(&plan.here).await?;
@@ -520,6 +529,7 @@ async fn freeze_within(
     let wanted = freeze::Wanted { message, began, deadline, given_up: &given_up };
     let _one_at_a_time = turn(parent, wanted).await?;
     let machine = running(parent)?;
+    check_volumes(&machine)?;
     let identity = &parent.identity;
     let lease = core.admission.snapshot(&identity.family, identity.spec().memory_bytes)?;
     let _no_refill = core.hold_pool();

@@ -7,6 +7,7 @@ use vmfork_api::{Compression, ErrorBody, SnapshotRequest};
 use vmfork_image::{BLOCK_PAGES, BlockIdx, PAGE_BYTES, PageRange, PageTable, Source};
 use vmfork_store::{Descriptor, Draft, Extent, ImageDraft, Role, SnapshotId, StoreError};
 
+use crate::disks::{self, FrozenDisk};
 use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
 use crate::opened::Base;
@@ -42,15 +43,13 @@ pub async fn create(
     let name = request.name.clone();
     let message = format!("take snapshot `{name}` of `{}`", vm.name());
     let failed = |error: SnapshotError| error.to_body(&message);
-    if vm.identity.spec().disks().next().is_some() {
-        return Err(failed(vmfork_fork::Error::HasDisks.into()));
-    }
     let inherited = vm.identity.inherited.with_labels(&request.labels);
     let inherited = inherited.map_err(|error| failed(error.into()))?;
     let placed = library.snapshots.place(&name, Doing::Write).map_err(failed)?;
     let frozen = vmfork_fork::freeze_only(&library.core, &vm, FREEZE_TIMEOUT).await?;
     let facts = facts_of(&vm, &frozen).await.map_err(failed)?;
-    let facts = Facts { inherited, ..facts };
+    let mut facts = Facts { inherited, ..facts };
+    disks::put_specs(&mut facts.inherited.spec, &frozen.snapshot.disks);
     let base = match request.full || request.keep_zero_pages {
         true => None,
         false => library.snapshots.usable_base(&vm),
@@ -137,6 +136,7 @@ fn write(
 ) -> Result<Descriptor, SnapshotError> {
     let Order { request, id, table, facts, base, frozen } = order;
     let image = frozen.snapshot.engine.image();
+    let disks = FrozenDisk::all(&frozen.snapshot.disks)?;
     let draft = Draft {
         name: request.name,
         id: Some(id),
@@ -145,11 +145,16 @@ fn write(
         vm: serde_json::to_value(&facts)
             .map_err(|source| SnapshotError::Facts { name: under_way.name.clone(), source })?,
     };
-    // Memory is the one image that is asked for.
-    let read = |_: &Role, range: PageRange, bytes: &mut [u8]| {
-        image.read(range, bytes).map_err(std::io::Error::other)
+    let disk_of = |role: &Role| disks.iter().find(|disk| disk.role == *role);
+    let read = |role: &Role, range: PageRange, bytes: &mut [u8]| match disk_of(role) {
+        Some(disk) => disk.read(range, bytes),
+        None => image.read(range, bytes).map_err(std::io::Error::other),
     };
     let store = &library.snapshots.store;
+    let compression = match request.compression.unwrap_or(Compression::Zstd) {
+        Compression::None => vmfork_store::Compression::None,
+        Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
+    };
     let memory_on = |base: Option<&Base>| ImageDraft {
         role: Role::Memory,
         bytes: image.pages() * PAGE_BYTES,
@@ -158,14 +163,15 @@ fn write(
             true => vec![(table.range(), Extent::Own)],
             false => difference(&table, base.map(|base| &base.table)),
         },
-        compression: match request.compression.unwrap_or(Compression::Zstd) {
-            Compression::None => vmfork_store::Compression::None,
-            Compression::Zstd => vmfork_store::Compression::Zstd { level: ZSTD_LEVEL },
-        },
+        compression,
         chunk_pages: CHUNK_PAGES,
         keep_zero_pages: request.keep_zero_pages,
     };
-    let on = |base: Option<&Base>| Draft { images: vec![memory_on(base)], ..draft.clone() };
+    let on = |base: Option<&Base>| {
+        let disks = disks.iter().map(|disk| disk_draft(disk, base, compression));
+        let images = std::iter::once(memory_on(base)).chain(disks).collect();
+        Draft { images, ..draft.clone() }
+    };
     let mut written = store.create(on(base.as_deref()), &read, &under_way.work);
     if let (Some(base), Err(error)) = (&base, &written)
         && is_of_the_base(error)
@@ -185,8 +191,27 @@ fn write(
         "snapshot stored"
     );
     let name = descriptor.name.clone();
-    vm.add_provenance(Arc::new(Base { name, id, table }));
+    let disks = disks.into_iter().map(|disk| (disk.name().to_owned(), disk.table)).collect();
+    vm.add_provenance(Arc::new(Base { name, id, table, disks }));
     Ok(descriptor)
+}
+
+/// What a disk is to become: a delta, if there is a base that has it in that size.
+fn disk_draft(
+    disk: &FrozenDisk,
+    base: Option<&Base>,
+    compression: vmfork_store::Compression,
+) -> ImageDraft {
+    let on = base.and_then(|base| base.disk(&disk.role, &disk.table));
+    ImageDraft {
+        role: disk.role.clone(),
+        bytes: disk.image.size_bytes(),
+        extents: difference(&disk.table, on.as_ref().map(|(_, table)| *table)),
+        base: on.map(|(base, _)| base),
+        compression,
+        chunk_pages: CHUNK_PAGES,
+        keep_zero_pages: false,
+    }
 }
 
 /// The runs of pages that have another source by `table` than by `base` (without one: than zero).

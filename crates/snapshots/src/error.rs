@@ -6,9 +6,12 @@
 use tokio::task::JoinError;
 use vmfork_api::labels::LabelError;
 use vmfork_api::{ErrorBody, ErrorCode};
+use vmfork_disk::ImageError;
 use vmfork_engine::{EngineError, OpenError, PageLost};
+use vmfork_host::disks::{DiskError, LayerError};
+use vmfork_image::TableError;
 use vmfork_qemu::QmpError;
-use vmfork_store::{Role, StoreError};
+use vmfork_store::{Role, RoleError, StoreError};
 
 use vmfork_fork::state::StateError;
 use vmfork_fork::{Error as ForkError, Unlike};
@@ -30,14 +33,29 @@ pub enum SnapshotError {
     },
     #[error("`{name}` says {said} bytes of memory, its page table has {pages} pages")]
     Size { name: String, said: u64, pages: u64 },
-    #[error("`{name}` has an image of role `{role}`, which no VM of this version can be given")]
+    #[error("`{name}` has an image of role `{role}`, which its VM has no place for")]
     OtherImage { name: String, role: Role },
+    #[error("`{name}` has no image of {bytes} bytes for its VM's disk `{disk}`")]
+    NoDisk { name: String, disk: String, bytes: u64 },
+    /// As [`vmfork_host::disks::HostDisks::on_bases`] finds them.
+    #[error("it is needed by {}", disk_list(disks))]
+    DisksNeedIt { disks: Vec<String> },
     #[error("its image has no page table")]
     NoTable,
     #[error("it is a chain of no snapshots")]
     Empty,
     #[error("open its memory")]
     Image(#[from] OpenError),
+    #[error("its disks")]
+    Disk(#[from] ImageError),
+    #[error("its disks")]
+    DiskName(#[from] RoleError),
+    #[error("its disks")]
+    Table(#[source] TableError),
+    #[error("its disks")]
+    Layer(#[from] LayerError),
+    #[error("its disks")]
+    Disks(#[from] DiskError),
     #[error("serve its memory")]
     Engine(#[from] EngineError),
     #[error("its device state")]
@@ -122,7 +140,7 @@ impl SnapshotError {
                 (ErrorCode::BadRequest, error.remedy())
             }
             Self::S3(error) => (ErrorCode::Host, error.remedy()),
-            Self::Facts { name, .. } | Self::Size { name, .. } => (
+            Self::Facts { name, .. } | Self::Size { name, .. } | Self::NoDisk { name, .. } => (
                 ErrorCode::Conflict,
                 Some(format!(
                     "it was made by another version of vmfork, or tampered with: `vmfork snapshot verify {name}`"
@@ -131,10 +149,18 @@ impl SnapshotError {
             Self::OtherImage { .. } => (
                 ErrorCode::Conflict,
                 Some(
-                    "start it with a version of vmfork that knows its disks, or start another snapshot"
+                    "start it with the version of vmfork that wrote it, or start another snapshot"
                         .to_owned(),
                 ),
             ),
+            Self::DisksNeedIt { .. } => (
+                ErrorCode::Conflict,
+                Some(
+                    "end their VMs; `vmfork disk ls` lists what is left of disks, and `vmfork disk rm` removes it"
+                        .to_owned(),
+                ),
+            ),
+            Self::Disks(error) => (error.code(), error.remedy().map(str::to_owned)),
             Self::Empty | Self::Ended => (ErrorCode::Conflict, Some(DOCTOR.to_owned())),
             Self::Location { .. } => (ErrorCode::BadRequest, Some(PLACE.to_owned())),
             Self::NoFolder { .. } => (ErrorCode::NotFound, Some(PLACE.to_owned())),
@@ -164,10 +190,27 @@ impl SnapshotError {
             | Self::State(_)
             | Self::Stream { .. }
             | Self::Profile(_)
+            | Self::Disk(_)
+            | Self::DiskName(_)
+            | Self::Table(_)
+            | Self::Layer(_)
             | Self::NotSealed { .. }
             | Self::NoTable => (ErrorCode::Host, Some(DOCTOR.to_owned())),
         };
         ErrorBody { code, message: message.into(), cause: Some(chain(self)), remedy }
+    }
+}
+
+/// The first of a few disks, and how many more there are.
+fn disk_list(disks: &[String]) -> String {
+    const SHOWN_MAX: usize = 5;
+    let shown: Vec<_> = disks.iter().take(SHOWN_MAX).map(|disk| format!("`{disk}`")).collect();
+    let shown = shown.join(", ");
+    match disks.len() {
+        0 => "disks of VMs that are being started".to_owned(),
+        1 => format!("the disk {shown}"),
+        count if count <= SHOWN_MAX => format!("the disks {shown}"),
+        count => format!("the disks {shown} and {} more", count - SHOWN_MAX),
     }
 }
 

@@ -101,6 +101,16 @@ fn what_is_stored_wrongly_or_nowhere_says_so() {
         SnapshotError::OtherImage { name: warm(), role: "disk:data".parse().expect("a role") };
     let body = other.to_body("do it");
     assert_eq!(body.code, ErrorCode::Conflict);
+    let disks = |count: u32| (0..count).map(|number| format!("vm{number}/data")).collect();
+    for (count, says) in [
+        (0, "it is needed by disks of VMs that are being started"),
+        (1, "it is needed by the disk `vm0/data`"),
+        (2, "it is needed by the disks `vm0/data`, `vm1/data`"),
+        (7, "`vm3/data`, `vm4/data` and 2 more"),
+    ] {
+        let error = SnapshotError::DisksNeedIt { disks: disks(count) };
+        assert!(error.to_string().ends_with(says), "{error}");
+    }
     assert!(body.remedy.is_some_and(|remedy| remedy.contains("another snapshot")));
 }
 

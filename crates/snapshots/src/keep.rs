@@ -1,8 +1,8 @@
 //! Looking after what is stored: remove, verify, flatten.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
 
 use vmfork_api::{ErrorBody, RemovedSnapshots, Snapshot, VerifyReply};
 use vmfork_store::{SnapshotId, StoreError, Work};
@@ -11,9 +11,13 @@ use crate::error::SnapshotError;
 use crate::library::{Library, Snapshots};
 use crate::turns::Change;
 use crate::work::{CancelOnDrop, blocking};
+use vmfork_host::disks::OnBase;
 
 /// How long a pull is waited for that has been given up: a request to a store may take longer.
 const PULL_ENDS: Duration = Duration::from_secs(5);
+/// How long the disks of VMs that have ended may take to go.
+const DISKS_END: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Remove a snapshot; `cascade`: those that are deltas of it, too. VMs that were started from it go
 /// on: what they have not read yet stays in the store until they have ended. One that is being
@@ -38,7 +42,13 @@ async fn remove_all(
     let was_under_way = library.snapshots.give_up(name).await;
     let ids = {
         let (library, name) = (Arc::clone(library), name.to_owned());
-        blocking(move || Ok(library.snapshots.to_remove(&name, cascade)?)).await?
+        blocking(move || {
+            let ids = library.snapshots.to_remove(&name, cascade)?;
+            // No pull is ended for what is refused then.
+            ids.iter().try_for_each(|ids| library.when_disks_are_free(ids).map(drop))?;
+            Ok(ids)
+        })
+        .await?
     };
     let Some(ids) = ids else {
         if was_under_way {
@@ -55,6 +65,7 @@ async fn remove_all(
     let (library, name) = (Arc::clone(library), name.to_owned());
     blocking(move || {
         let tell = library.tell();
+        let _none_begins = library.when_disks_are_free(&ids)?;
         let removed = library.snapshots.store.remove_telling(&name, cascade, &mut |name| {
             tell.removed(name);
         })?;
@@ -63,6 +74,46 @@ async fn remove_all(
         Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
     })
     .await
+}
+
+impl Library {
+    /// Wait until disks that end soon have ended. As long as the answer lives, no disk begins to
+    /// read from a snapshot. `None`: these snapshots have no disks.
+    ///
+    /// A disk that reads from one of them outlives its VM, if the daemon ends first. What it lacks
+    /// would be lost with the snapshot.
+    ///
+    /// # Errors
+    /// Disks need one of these.
+    fn when_disks_are_free(
+        &self,
+        ids: &BTreeSet<SnapshotId>,
+    ) -> Result<Option<MutexGuard<'_, ()>>, SnapshotError> {
+        let snapshots = &self.snapshots;
+        let bases = snapshots.disk_ids(ids)?;
+        if bases.is_empty() {
+            return Ok(None);
+        }
+        let until = Instant::now() + DISKS_END;
+        loop {
+            let gate = snapshots.keep_for_disks();
+            let opened = snapshots.all_opened();
+            let is_open = opened.iter().any(|it| it.has_disks() && ids.contains(&it.id));
+            drop(opened);
+            let on = self.core.disks.on_bases(&bases)?;
+            if !is_open && on.is_empty() {
+                return Ok(Some(gate));
+            }
+            let live = self.core.registry.live();
+            let stays = |disk: &OnBase| !disk.in_use || live.iter().any(|vm| vm.name() == disk.vm);
+            if on.iter().any(stays) || Instant::now() >= until {
+                let name = |disk: &OnBase| format!("{}/{}", disk.vm, disk.name);
+                return Err(SnapshotError::DisksNeedIt { disks: on.iter().map(name).collect() });
+            }
+            drop(gate);
+            snapshots.runtime.block_on(tokio::time::sleep(LOOK_EVERY));
+        }
+    }
 }
 
 impl Snapshots {

@@ -11,6 +11,7 @@
 //! | [`start`], [`prefetch`] | VMs started from one; what is fetched before they ask |
 //! | [`transfer`], [`keep`] | export, import, push, pull; remove, verify, flatten |
 //! | `query` | what is known of them |
+//! | `disks` | disks of VMs, written and read |
 //! | `opening`, `placing` | opening one; keeping a name while it is written or pulled |
 //! | [`library`] | the store, what is open of it, and the host |
 //! | `opened`, `under_way`, `turns`, `collect`, `work`, `location` | the parts of that |
@@ -24,6 +25,7 @@
 
 mod collect;
 pub mod create;
+mod disks;
 mod error;
 pub mod keep;
 pub mod library;

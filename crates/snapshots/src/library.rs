@@ -42,6 +42,8 @@ pub struct Snapshots {
     pub(crate) recordings: Arc<Recordings>,
     works: Works,
     pub(crate) turns: Turns,
+    /// Held while a snapshot with disks is opened or removed: see `keep_for_disks`.
+    pub(crate) disk_gate: Mutex<()>,
     pub(crate) collector: Arc<Collector>,
     /// For stores that are reached over a network.
     pub(crate) runtime: Handle,
@@ -75,6 +77,7 @@ impl Snapshots {
             recordings: Arc::default(),
             works: Works::default(),
             turns: Turns::default(),
+            disk_gate: Mutex::default(),
             collector: Collector::new(&store, &runtime),
             runtime,
             store,

@@ -1,7 +1,7 @@
 //! A stored snapshot that VMs are started from: its image with an engine, its device state in
 //! memory.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,6 +13,7 @@ use vmfork_store::{BaseRef, Blobs, Role, SnapshotId};
 
 use vmfork_fork::facts::Facts;
 use vmfork_host::admission::{Admission, Lease};
+use vmfork_host::disks::DiskContent;
 use vmfork_host::error::Refusal;
 use vmfork_host::vm::CameOf;
 use vmfork_host::vm::machine::Lead;
@@ -22,8 +23,12 @@ use vmfork_host::vm::machine::Lead;
 pub struct Opened {
     /// Its name may become another one's while this is open.
     pub id: SnapshotId,
-    /// Its own, and those of the snapshots that it is a delta on.
+    /// Its own, and those of the snapshots that its memory is a delta on.
     chain: Vec<SnapshotId>,
+    /// The same of its disks. Empty: it has none.
+    disk_chain: BTreeSet<SnapshotId>,
+    /// What its VMs' disks hold at first.
+    pub(super) disks: Vec<DiskContent>,
     pub(super) facts: Facts,
     pub(super) engine: Arc<Engine>,
     /// The device state, as QEMU reads it.
@@ -67,10 +72,12 @@ impl Drop for WorkingSetClaim {
 }
 
 impl Opened {
-    /// Open from now on. `id` and `chain`: its own, and those of all that it is a delta on.
-    /// `state`: the device state, and what its stream begins with.
+    /// Open from now on. `id` and `chain`: its own, and those of all that its memory is a delta on.
+    /// `disks`: with those that they are deltas on. `state`: the device state, and what its stream
+    /// begins with.
     pub(super) fn new(
         (id, chain): (SnapshotId, Vec<SnapshotId>),
+        (disks, disk_chain): (Vec<DiskContent>, BTreeSet<SnapshotId>),
         facts: Facts,
         engine: Arc<Engine>,
         (state, lead): (OwnedFd, Option<Lead>),
@@ -78,6 +85,8 @@ impl Opened {
         Self {
             id,
             chain,
+            disk_chain,
+            disks,
             facts,
             engine,
             state,
@@ -144,14 +153,23 @@ impl Opened {
 
     /// Whether its VMs may still need pages of the snapshot `id`, which it is or is a delta on.
     pub(super) fn needs(&self, id: SnapshotId) -> bool {
-        self.chain.contains(&id) && self.engine.image().missing_pages() > 0
+        self.disk_chain.contains(&id)
+            || (self.chain.contains(&id) && self.engine.image().missing_pages() > 0)
+    }
+
+    /// Whether its VMs have disks, which read from it as long as they are there.
+    pub(super) fn has_disks(&self) -> bool {
+        !self.disks.is_empty()
     }
 
     /// What the next snapshot of a VM that descends from this one is a delta of. `name` is what it
     /// is called now.
     pub(super) fn base(&self, name: &str) -> Option<Base> {
         let table = self.engine.image().table()?.clone();
-        Some(Base { name: name.to_owned(), id: self.id, table })
+        let disks = self.disks.iter().filter_map(|content| {
+            Some((content.spec.name.clone(), content.image.table()?.clone()))
+        });
+        Some(Base { name: name.to_owned(), id: self.id, table, disks: disks.collect() })
     }
 }
 
@@ -162,9 +180,18 @@ pub struct Base {
     pub(super) id: SnapshotId,
     /// Of its image, while that was in memory: whose bytes it stored.
     pub(super) table: PageTable,
+    /// The same of its disks, by name.
+    pub(super) disks: BTreeMap<String, PageTable>,
 }
 
 impl Base {
+    /// Its disk of that name, for the store, if it has as many pages as `table`.
+    pub(super) fn disk(&self, role: &Role, table: &PageTable) -> Option<(BaseRef, &PageTable)> {
+        let Role::Disk(name) = role else { return None };
+        let base = self.disks.get(name.as_str()).filter(|base| base.pages() == table.pages())?;
+        Some((BaseRef { name: self.name.clone(), id: self.id, role: role.clone() }, base))
+    }
+
     /// Its memory, for the store.
     pub(super) fn memory(&self) -> BaseRef {
         BaseRef { name: self.name.clone(), id: self.id, role: Role::Memory }

@@ -1,12 +1,19 @@
 //! Opening stored snapshots: what of them is open is found, and the rest is read from the store.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use vmfork_disk::{DiskImage, DiskSet};
 use vmfork_engine::{Engine, EngineOptions, HostImage, StoredRun};
+use vmfork_fork::facts::Facts;
 use vmfork_host::core::Core;
-use vmfork_store::{Blobs, Descriptor, Extent, Role, SourceOptions, StoredImage};
+use vmfork_host::disks::{DiskContent, StoredBases};
+use vmfork_image::ImageId;
+use vmfork_store::{
+    Blobs, Descriptor, Extent, Role, SnapshotId, SourceOptions, Stored, StoredImage, StoredPages,
+};
 
+use crate::disks;
 use crate::error::SnapshotError;
 use crate::library::Snapshots;
 use crate::location::blobs_at;
@@ -25,11 +32,16 @@ impl Snapshots {
         let chain = self.store.open_chain(name, &Role::Memory)?;
         let stored = top(&chain)?.stored();
         let id = stored.descriptor().id;
-        refuse_disks(stored.descriptor())?;
         if let Some(opened) = self.open_ones().snapshots.get(&id).and_then(Weak::upgrade) {
             return Ok(opened);
         }
         let facts = self.facts(stored)?;
+        check_roles(stored.descriptor(), &facts)?;
+        let kept = facts.spec().disks().next().map(|_| self.keep_for_disks());
+        if kept.is_some() && self.store.descriptor(name)?.id != id {
+            return Err(self.not_found(name));
+        }
+        let disks = self.open_disks(stored, &facts)?;
         let remotes = self.remotes(&chain)?;
         let state = stored.state()?;
         let (lead, state) =
@@ -47,9 +59,76 @@ impl Snapshots {
         let engine = Arc::new(engine);
         core.add_engine(&engine);
         let chain = chain.iter().map(|image| image.stored().descriptor().id).collect();
-        let opened = Arc::new(Opened::new((id, chain), facts, engine, (state, lead)));
+        let opened = Arc::new(Opened::new((id, chain), disks, facts, engine, (state, lead)));
         open.snapshots.insert(id, Arc::downgrade(&opened));
+        drop((open, kept));
         Ok(opened)
+    }
+
+    /// While this is held, no snapshot with disks is removed, and none is opened by another.
+    pub(super) fn keep_for_disks(&self) -> MutexGuard<'_, ()> {
+        self.disk_gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the disks of its VMs hold, and which snapshots they read from.
+    fn open_disks(
+        &self,
+        stored: &Arc<Stored>,
+        facts: &Facts,
+    ) -> Result<(Vec<DiskContent>, BTreeSet<SnapshotId>), SnapshotError> {
+        let (mut contents, mut snapshots) = (Vec::new(), BTreeSet::new());
+        for (_, spec) in facts.spec().disks() {
+            let none = || SnapshotError::NoDisk {
+                name: stored.descriptor().name.clone(),
+                disk: spec.name.clone(),
+                bytes: spec.size_bytes,
+            };
+            let role = Role::Disk(spec.name.parse().map_err(|_no_device| none())?);
+            let chain = self.store.open_chain_of(stored.image(&role).map_err(|_none| none())?)?;
+            let image = self.disk_of(&chain)?;
+            if image.size_bytes() != spec.size_bytes || spec.volume.is_some() {
+                return Err(none());
+            }
+            snapshots.extend(chain.iter().map(|image| image.stored().descriptor().id));
+            let (spec, set) = (spec.clone(), DiskSet::new(None));
+            contents.push(DiskContent { spec, image, set, on_clients_file: false, lease: None });
+        }
+        Ok((contents, snapshots))
+    }
+
+    /// The disk that is the first of a chain.
+    fn disk_of(&self, chain: &[StoredImage]) -> Result<DiskImage, SnapshotError> {
+        let remotes = self.remotes(chain)?;
+        let layers = chain.iter().map(|stored| self.source_of(stored, &remotes)).collect();
+        disks::image_of(chain, layers)
+    }
+
+    /// A disk of a stored snapshot, by what layers that lie on it say.
+    fn disk_by_id(&self, id: ImageId) -> Result<Option<DiskImage>, SnapshotError> {
+        for (name, descriptor) in self.store.list()? {
+            let Ok(descriptor) = descriptor else { continue };
+            let images = descriptor.images.iter();
+            let mut roles = images.map(|image| &image.role).filter(|role| **role != Role::Memory);
+            if let Some(role) = roles.find(|role| disks::image_id(descriptor.id, role) == id) {
+                return Ok(Some(self.disk_of(&self.store.open_chain(&name, role)?)?));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The IDs by which layers name the disks of these snapshots.
+    pub(super) fn disk_ids(
+        &self,
+        snapshots: &BTreeSet<SnapshotId>,
+    ) -> Result<BTreeSet<ImageId>, SnapshotError> {
+        let all = self.store.list()?.into_iter().filter_map(|(_, descriptor)| descriptor.ok());
+        let these = all.filter(|descriptor| snapshots.contains(&descriptor.id));
+        let ids = these.flat_map(|descriptor| {
+            let roles = descriptor.images.into_iter().map(|image| image.role);
+            let disks = roles.filter(|role| *role != Role::Memory);
+            disks.map(move |role| disks::image_id(descriptor.id, &role))
+        });
+        Ok(ids.collect())
     }
 
     pub(super) fn all_opened(&self) -> Vec<Arc<Opened>> {
@@ -127,14 +206,28 @@ impl Snapshots {
         remotes: &Remotes,
         base: Option<&Arc<HostImage>>,
     ) -> Result<Arc<HostImage>, SnapshotError> {
-        let remote = stored.stored().origin().and_then(|origin| remotes.get(origin)).cloned();
-        let source = stored.source(SourceOptions { hot: Arc::clone(&self.hot), remote });
+        let source = self.source_of(stored, remotes);
         let runs = stored.extents().map(|(range, extent)| match extent {
             Extent::Own => StoredRun::Own(range),
             Extent::Zero => StoredRun::Zero(range),
         });
         let pages = stored.image().pages();
         Ok(HostImage::stored(core.next_image(), pages, runs, base, source)?)
+    }
+
+    fn source_of(&self, stored: &StoredImage, remotes: &Remotes) -> Arc<StoredPages> {
+        let remote = stored.stored().origin().and_then(|origin| remotes.get(origin)).cloned();
+        stored.source(SourceOptions { hot: Arc::clone(&self.hot), remote })
+    }
+}
+
+impl StoredBases for Snapshots {
+    fn image(&self, id: ImageId) -> Option<DiskImage> {
+        self.disk_by_id(id).unwrap_or_else(|error| {
+            let error = vmfork_host::error::chain(&error);
+            tracing::warn!(%id, error, "a stored disk that a disk lies on can't be opened");
+            None
+        })
     }
 }
 
@@ -143,8 +236,12 @@ fn top(chain: &[StoredImage]) -> Result<&StoredImage, SnapshotError> {
 }
 
 /// A VM without its disks, or with others, is not the one that was stored.
-fn refuse_disks(descriptor: &Descriptor) -> Result<(), SnapshotError> {
-    match descriptor.images.iter().find(|image| image.role != Role::Memory) {
+fn check_roles(descriptor: &Descriptor, facts: &Facts) -> Result<(), SnapshotError> {
+    let is_known = |role: &Role| match role {
+        Role::Memory => true,
+        Role::Disk(name) => facts.spec().disks().any(|(_, disk)| disk.name == name.as_str()),
+    };
+    match descriptor.images.iter().find(|image| !is_known(&image.role)) {
         None => Ok(()),
         Some(image) => Err(SnapshotError::OtherImage {
             name: descriptor.name.clone(),
@@ -282,13 +379,21 @@ mod tests {
         for (name, roles, says, remedy) in [
             ("disk", &["disk:data"][..], "has no image of role `memory`", "snapshot inspect disk"),
             ("both", &["memory", "disk:data"], "an image of role `disk:data`", "another snapshot"),
+            ("less", &["memory"], "no image of 4096 bytes for its VM's disk `data`", "verify less"),
+            ("size", &["memory", "disk:data"], "no image of 4096 bytes", "verify size"),
         ] {
+            let mut facts = Facts::of_a_test(PAGES * PAGE_BYTES);
+            if matches!(name, "less" | "size") {
+                let disk = r#"{"role": "disk", "name": "data", "size_bytes": 4096}"#;
+                let disk = serde_json::from_str(disk).expect("a disk");
+                facts.inherited.spec.drives.push(disk);
+            }
             let draft = Draft {
                 name: name.to_owned(),
                 id: None,
                 images: roles.iter().copied().map(image).collect(),
                 state: b"state".to_vec(),
-                vm: serde_json::to_value(Facts::of_a_test(PAGES * PAGE_BYTES)).expect("plain"),
+                vm: serde_json::to_value(&facts).expect("plain"),
             };
             let none = |_: &Role, _: PageRange, _: &mut [u8]| Err(io::Error::other("no page"));
             snapshots.store.create(draft, &none, &Work::new(1)).expect("created");

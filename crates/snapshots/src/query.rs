@@ -78,6 +78,7 @@ impl Snapshots {
         Snapshot {
             image: facts.spec().image.clone(),
             memory_mib: facts.spec().memory_bytes >> 20,
+            disk_bytes: facts.spec().disks().map(|(_, disk)| disk.size_bytes).sum(),
             cpus: facts.spec().cpus,
             accel: facts.spec().accel,
             labels: facts.inherited.labels.clone(),
@@ -89,6 +90,7 @@ impl Snapshots {
     fn of_descriptor(&self, core: &Core, descriptor: &Descriptor) -> Snapshot {
         let counts = descriptor.counts();
         let memory_bytes = descriptor.image(&Role::Memory).map_or(0, |image| image.bytes);
+        let disks = descriptor.images.iter().filter(|image| image.role != Role::Memory);
         let remote = self.store.origin(&descriptor.name).ok().flatten();
         let facts: Option<Facts> = serde_json::from_value(descriptor.vm.clone()).ok();
         let (reason, progress) = self.pull_of(descriptor, remote.as_deref());
@@ -102,6 +104,7 @@ impl Snapshots {
             created_unix_ms: descriptor.created_unix_ms,
             image: facts.as_ref().map(|facts| facts.spec().image.clone()).unwrap_or_default(),
             memory_mib: memory_bytes >> 20,
+            disk_bytes: disks.map(|image| image.bytes).sum(),
             cpus: facts.as_ref().map_or(0, |facts| facts.spec().cpus),
             accel: facts.as_ref().map_or(vmfork_api::Accel::Tcg, |facts| facts.spec().accel),
             labels: facts.as_ref().map(|facts| facts.inherited.labels.clone()).unwrap_or_default(),
@@ -240,6 +243,7 @@ fn blank(name: &str, state: SnapshotState) -> Snapshot {
         created_unix_ms: 0,
         image: String::new(),
         memory_mib: 0,
+        disk_bytes: 0,
         cpus: 0,
         accel: vmfork_api::Accel::Tcg,
         base: None,

@@ -191,12 +191,14 @@ impl Start<'_> {
         lease: Lease,
     ) -> Result<Snapshot, SnapshotError> {
         let facts = &opened.facts;
+        let mut disks = opened.disks.clone();
+        self.library.core.disks.count_on(self.user, &mut disks);
         Ok(Snapshot {
             state: opened.state.try_clone().map_err(StateError::Memory)?,
             lead: opened.lead.clone(),
             engine: Arc::clone(&opened.engine),
             drives,
-            disks: Vec::new(),
+            disks,
             inheritance: facts.inheritance.clone(),
             fork: facts.fork,
             lease: Some(lease),

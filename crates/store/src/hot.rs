@@ -91,6 +91,11 @@ impl HotChunks {
         self.state.lock().bytes
     }
 
+    /// Whether a chunk is kept right now.
+    pub(crate) fn has(&self, hash: &Hash) -> bool {
+        matches!(self.state.lock().chunks.get(hash), Some(Slot::Loaded { .. }))
+    }
+
     /// The chunk's content, and whether it was there. `keep`: it will be wanted again.
     ///
     /// Who waits for a thread that then fails loads it itself: each waits at most once for every

@@ -46,6 +46,23 @@ impl StoredPages {
         &self.image
     }
 
+    /// Whether all of `range` can be read without a file or a network: its chunks are in memory,
+    /// decompressed. They may go at any time.
+    pub fn is_hot(&self, range: PageRange) -> bool {
+        let table = self.image.table();
+        let chunk_pages = table.chunk_pages();
+        let mut rest = range;
+        while !rest.is_empty() {
+            let piece = rest.truncate(chunk_pages - rest.start().0 % chunk_pages);
+            let window = table.window_of(piece.start());
+            if !window.is_some_and(|window| self.options.hot.has(&window.hash)) {
+                return false;
+            }
+            rest = rest.from_page(piece.end());
+        }
+        true
+    }
+
     fn store(&self) -> &Store {
         self.image.stored().store()
     }

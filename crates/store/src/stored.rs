@@ -55,7 +55,16 @@ impl Store {
     /// As `open`, of any of them; no image of that role; a base that isn't there, is another
     /// snapshot by that name, or doesn't fit.
     pub fn open_chain(&self, name: &str, role: &Role) -> Result<Vec<StoredImage>, StoreError> {
-        let mut chain = vec![self.open(name)?.image(role)?];
+        self.open_chain_of(self.open(name)?.image(role)?)
+    }
+
+    /// The same of an image that is open.
+    ///
+    /// # Errors
+    /// As `open_chain`, of what it is a delta on.
+    pub fn open_chain_of(&self, image: StoredImage) -> Result<Vec<StoredImage>, StoreError> {
+        let name = image.stored().descriptor.name.clone();
+        let mut chain = vec![image];
         while let Some(top) = chain.last()
             && let Some(base) = top.base().cloned()
         {
@@ -63,7 +72,7 @@ impl Store {
             let wrong = |why: String| base_error(&top.stored().descriptor.name, &base, why);
             check_base(&base, &below.descriptor, top.image().pages()).map_err(wrong)?;
             if chain.len() >= CHAIN_MAX {
-                return Err(StoreError::DeepChain { name: name.to_owned(), most: CHAIN_MAX });
+                return Err(StoreError::DeepChain { name, most: CHAIN_MAX });
             }
             chain.push(below.image(&base.role)?);
         }

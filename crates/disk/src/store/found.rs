@@ -97,7 +97,8 @@ impl Listing {
     /// counts if nothing else is left of its disk, or if all else is frozen. It may be in use and
     /// empty: a disk has the same bytes with and without it.
     ///
-    /// A disk that has ended is not listed, although others may need its frozen layers.
+    /// A disk that has ended is not listed, although others may need its frozen layers. Nor is one
+    /// that was made in advance on a layer that is damaged or has gone: it holds nothing.
     pub fn disks(&self) -> Vec<&FoundLayer> {
         let mut newest: BTreeMap<ImageId, &FoundLayer> = BTreeMap::new();
         for layer in self.layers.values().filter(|layer| !layer.note.merged) {
@@ -112,7 +113,10 @@ impl Listing {
             Some(_) => self.in_advance(layer),
             None => Some(layer),
         });
-        current.collect()
+        let holds = |layer: &&FoundLayer| {
+            !is_unused(layer) || layer.note.on.is_none_or(|on| self.layers.contains_key(&on))
+        };
+        current.filter(holds).collect()
     }
 
     /// The newest layer of a disk that has not ended, whatever lies on it.

@@ -103,7 +103,9 @@ pub enum StoreError {
     Damaged { path: PathBuf, reason: String },
     #[error("`{}` {reason}", path.display())]
     Unread { path: PathBuf, reason: String },
-    #[error("the base {0} of the disk is not known here")]
+    #[error(
+        "the disk {0} that it began with was in a stored snapshot, which is not in the store any more"
+    )]
     Base(ImageId),
     #[error(
         "layer {0} has pages of several layers, and is no disk's: `vmfork disk ls` lists disks"

@@ -139,14 +139,22 @@ impl Facts {
         choice.map(drop).map_err(|NoKvm { reason }| Unlike::NoKvm { reason })
     }
 
-    /// Whether this version of vmfork can connect what its guest has beside its root.
+    /// Whether its guest has no disks: other hosts do not send them.
     ///
     /// # Errors
-    /// It can't: the guest has disks or network cards.
-    pub fn check_devices(&self) -> Result<(), Unlike> {
-        if self.spec().disks().next().is_some() {
-            return Err(Unlike::Disks);
+    /// It has.
+    pub fn check_no_disks(&self) -> Result<(), Unlike> {
+        match self.spec().disks().next() {
+            Some(_) => Err(Unlike::Disks),
+            None => Ok(()),
         }
+    }
+
+    /// Whether this version of vmfork can connect what its guest has beside its drives.
+    ///
+    /// # Errors
+    /// It can't: the guest has network cards.
+    pub fn check_devices(&self) -> Result<(), Unlike> {
         match self.spec().nics {
             0 => Ok(()),
             count => Err(Unlike::Nics { count }),
@@ -303,16 +311,19 @@ mod tests {
     }
 
     #[test]
-    fn one_with_disks_is_refused_elsewhere() {
+    fn one_with_disks_is_refused_on_other_hosts() {
         let mut taken = facts();
         let name = "data".to_owned();
         let durability = Durability::Host;
-        let disk = DiskSpec { name, size_bytes: 1 << 30, durability, volume: None, empty: false };
+        let (size_bytes, empty, read_only) = (1 << 30, false, false);
+        let disk = DiskSpec { name, size_bytes, durability, volume: None, empty, read_only };
         taken.inherited.spec.drives.push(DriveSpec::Disk(disk));
         let stored = serde_json::to_value(&taken).expect("plain");
         assert_eq!(stored["drives"][1]["role"], "disk");
         assert_eq!(serde_json::from_value::<Facts>(stored).expect("the same"), taken);
-        let refused = crate::Error::from(taken.check_devices().expect_err("refused"));
+        taken.check_devices().expect("drives are not devices beside them");
+        facts().check_no_disks().expect("none");
+        let refused = crate::Error::from(taken.check_no_disks().expect_err("refused"));
         assert!(refused.to_body("start it").remedy.is_some(), "{refused}");
     }
 

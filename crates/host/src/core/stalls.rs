@@ -17,6 +17,7 @@ use tokio::time::{sleep, timeout};
 use vmfork_api::VmState;
 use vmfork_qemu::qmp::IoError;
 
+use crate::disks::MachineDisks;
 use crate::metrics::{Metrics, StallReason};
 use crate::vm::machine::Machine;
 use crate::vm::{Stall, Vm};
@@ -36,8 +37,10 @@ pub(super) fn watch(vm: &Arc<Vm>, machine: &Arc<Machine>) {
     let mut stall = machine.qmp.stall();
     tokio::spawn(async move {
         while let Some(error) = next(&mut stall).await {
-            let refusal = weak.upgrade().and_then(|machine| refusal(&machine, &error));
-            let (reason, since) = (reason(&vm, &error, refusal), Instant::now());
+            let machine = weak.upgrade();
+            let disks = machine.as_ref().and_then(|machine| machine.disks());
+            let (reason, since) = (reason(&vm, &error, disks), Instant::now());
+            drop(machine);
             tracing::warn!(vm = vm.name(), reason, "stalled");
             let IoError { no_space, drive, .. } = error;
             vm.set_stalled(Some(Stall { reason, no_space, drive, since }));
@@ -76,20 +79,18 @@ async fn try_again(vm: &Vm, machine: &Machine) {
     }
 }
 
-/// Which quota keeps the disk from writing. The other disks are before those of the machine's own.
-fn refusal(machine: &Machine, error: &IoError) -> Option<String> {
-    let disks = machine.disks().filter(|_| error.no_space)?;
-    let before = machine.shape.drives.len().checked_sub(disks.count())?;
-    disks.refusal(error.drive?.checked_sub(before)?)
-}
-
 /// For people: which disk, and why.
-fn reason(vm: &Vm, error: &IoError, refusal: Option<String>) -> String {
+fn reason(vm: &Vm, error: &IoError, served: Option<&MachineDisks>) -> String {
     let mut disks = vm.identity.spec().disks();
     let disk = disks.find(|(drive, _)| Some(*drive) == error.drive);
     let name = disk.map_or("?", |(_, disk)| disk.name.as_str());
-    match (refusal, error.no_space) {
-        (Some(refusal), _) => format!("disk `{name}`: {refusal}"),
+    // The daemon's own words say more than QEMU's.
+    let known = served.and_then(|served| match error.no_space {
+        true => served.refusal(name),
+        false => served.problem(name),
+    });
+    match (known, error.no_space) {
+        (Some(known), _) => format!("disk `{name}`: {known}"),
         (None, true) => format!("disk `{name}` has no space on the host"),
         (None, false) => format!("disk `{name}`: {}", error.reason),
     }

@@ -94,11 +94,15 @@ impl HostDisks {
         let open = self.live.get(disk_id).or_else(|| self.volumes.with_id(disk_id));
         let image = match open {
             Some(disk) => disk.freeze().map_err(|error| DiskError::Left(error.into()))?,
-            None => self.store.image(found.newest, &|_| None).map_err(DiskError::Left)?,
+            None => {
+                let stored = |id| self.stored.image(id);
+                self.store.image(found.newest, &stored).map_err(DiskError::Left)?
+            }
         };
         let (name, size_bytes) = (found.name, image.size_bytes());
         let durability = Durability::default();
-        let spec = DiskSpec { name, size_bytes, durability, volume: None, empty: false };
+        let (empty, read_only) = (false, false);
+        let spec = DiskSpec { name, size_bytes, durability, volume: None, empty, read_only };
         let set = DiskSet::new(None);
         Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
     }

@@ -20,6 +20,7 @@ mod blank;
 mod health;
 mod left;
 mod served;
+mod stored;
 mod volumes;
 
 use std::io;
@@ -37,6 +38,7 @@ pub use self::blank::BlankError;
 pub use self::health::DiskHealth;
 use self::served::Served;
 pub use self::served::{MachineDisks, NewlyServed, Offer};
+pub use self::stored::{OnBase, StoredBases};
 use self::volumes::Volumes;
 pub use self::volumes::{OfVolume, VolumeError, VolumeLease};
 pub use vmfork_disk::layer::LayerError;
@@ -64,12 +66,15 @@ pub struct DiskSpec {
     /// A volume can take its place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub empty: bool,
+    /// It was a volume that VMs share, and is the stored content of that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
 }
 
 impl DiskSpec {
-    /// The guest can only read it, and other VMs may have it.
+    /// The guest can only read it. If it is a volume, other VMs may have it.
     pub fn is_shared(&self) -> bool {
-        self.volume.as_ref().is_some_and(OfVolume::is_shared)
+        self.read_only || self.volume.as_ref().is_some_and(OfVolume::is_shared)
     }
 }
 
@@ -237,6 +242,7 @@ pub struct HostDisks {
     accounts: accounts::Accounts,
     blanks: blank::Blanks,
     bases: base::Bases,
+    stored: stored::Known,
     /// Each QEMU's sockets are in a folder of its own here.
     sockets: PathBuf,
     next: AtomicU64,
@@ -262,8 +268,8 @@ impl HostDisks {
         let blanks = blank::Blanks::open(folder.join("blank"))?;
         let next = AtomicU64::new(first_free(&sockets).map_err(DiskError::Serve)?);
         let bases = base::Bases::new(Arc::clone(&store));
-        let live = left::Live::default();
-        Ok(Self { store, live, volumes, accounts, blanks, bases, sockets, next })
+        let (live, stored) = (left::Live::default(), stored::Known::default());
+        Ok(Self { store, live, volumes, accounts, blanks, bases, stored, sockets, next })
     }
 
     /// With bounds for what all disks hold, and for those of each user.
@@ -337,6 +343,7 @@ impl HostDisks {
             durability: Durability::Host,
             volume: None,
             empty: false,
+            read_only: false,
         };
         let on_clients_file = matches!(source, DiskSource::File { .. });
         let set = self.accounts.of_host();
@@ -352,6 +359,7 @@ impl HostDisks {
             durability: Durability::Medium,
             volume: Some(of.clone()),
             empty: false,
+            read_only: false,
         };
         let image = disk.image();
         Ok(DiskContent { spec, image, set, on_clients_file: false, lease: None })
@@ -557,6 +565,7 @@ fn empty_content(name: &str) -> Result<DiskContent, DiskError> {
         durability: Durability::Host,
         volume: None,
         empty: true,
+        read_only: false,
     };
     Ok(DiskContent { spec, image, set: DiskSet::new(None), on_clients_file: false, lease: None })
 }
@@ -789,11 +798,11 @@ mod tests {
         let disks = open();
         let (one, two) = (begin(&disks, 7, "one").await, begin(&disks, 7, "two").await);
         assert_eq!((fill(&one), fill(&two)), (2, 0), "both are the user's");
-        let says = two.refusal(0).unwrap_or_default();
+        let says = two.refusal("data").unwrap_or_default();
         assert_eq!(says, "2097152 of 2097152 bytes of the disk quota of user 7 are used");
         let other = begin(&disks, 8, "other").await;
         assert_eq!(fill(&other), 1);
-        let says = other.refusal(0).unwrap_or_default();
+        let says = other.refusal("data").unwrap_or_default();
         assert_eq!(says, "3145728 of 3145728 bytes of the host's disk quota are used");
         disks.keep_all();
         // Not of the runtime: there it would go on in the background.

@@ -23,6 +23,10 @@ use crate::state::DISK_SOCKET;
 /// How long a disk that was detached may take to carry out its last request.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long ago a request may have failed that a VM is stalled by. A stalled VM tries again after
+/// 10 s at most.
+const PROBLEM_FRESH: Duration = Duration::from_secs(15);
+
 /// Disks that one QEMU has. Dropping it ends their service, on a thread that may block; their files
 /// go with the last VM that needs them. Volumes are given back.
 #[derive(Debug)]
@@ -208,9 +212,17 @@ impl MachineDisks {
         disks.iter().map(|served| served.disk.counts().since(&served.before)).collect()
     }
 
-    /// Which quota a write to the disk with that index would have passed just now.
-    pub fn refusal(&self, index: usize) -> Option<String> {
-        self.disks().get(index)?.set.refusal()
+    /// Which quota a write to the disk of that name would have passed just now.
+    pub fn refusal(&self, name: &str) -> Option<String> {
+        let disks = self.disks();
+        disks.iter().find(|served| served.spec.name == name)?.set.refusal()
+    }
+
+    /// Why a request of the disk of that name failed a moment ago, and at which page.
+    pub fn problem(&self, name: &str) -> Option<String> {
+        let disks = self.disks();
+        let served = disks.iter().find(|served| served.spec.name == name)?;
+        served.disk.problem(PROBLEM_FRESH)
     }
 
     /// How many there are.

@@ -171,6 +171,7 @@ async fn check_host(core: &Core, facts: &Facts) -> Result<(Shape, Drives), Remot
     let unlike = RemoteForkError::Unlike;
     facts.check_accel(&KvmFacts::gather()).map_err(|error| unlike(error.into()))?;
     host::check_qemu(core, facts).await.map_err(unlike)?;
+    facts.check_no_disks().map_err(|error| unlike(error.into()))?;
     host::shape_and_drives(core, facts).map_err(unlike)
 }
 

@@ -96,7 +96,9 @@ class SnapshotInfo:
     base: str | None = None
     """The snapshot that it differs from, if it is a delta."""
     own_bytes: int = 0
-    """Guest memory whose bytes are stored with it; the rest is its base's, or zero."""
+    """Memory and disks whose bytes are stored with it; the rest is its base's, or zero."""
+    disk_bytes: int = 0
+    """Size of its disks together."""
     stored_bytes: int = 0
     """What that takes in the store, compressed, without what others have stored already."""
     shared_bytes: int = 0

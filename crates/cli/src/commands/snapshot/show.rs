@@ -53,15 +53,17 @@ pub(super) fn state(snapshot: &Snapshot) -> String {
     format!("{word} {percent}%")
 }
 
-/// `210 MiB of 512 MiB as 64 MiB, 12.5 % of its memory`.
+/// `210 MiB of 512 MiB as 64 MiB, 12.5 % of its memory`, with the disks' sizes if there are any.
 pub(super) fn stored(snapshot: &Snapshot) -> String {
     let memory_bytes = snapshot.memory_mib.saturating_mul(1 << 20);
+    let all_bytes = memory_bytes.saturating_add(snapshot.disk_bytes);
+    let of_what = if snapshot.disk_bytes == 0 { "memory" } else { "memory and disks" };
     let mut text = format!(
-        "{} of {} as {}, {} of its memory",
+        "{} of {} as {}, {} of its {of_what}",
         format::size(snapshot.own_bytes),
-        format::size(memory_bytes),
+        format::size(all_bytes),
         format::size(snapshot.stored_bytes),
-        format::percent(snapshot.stored_bytes, memory_bytes)
+        format::percent(snapshot.stored_bytes, all_bytes)
     );
     if snapshot.shared_bytes != 0 {
         let shared = format::size(snapshot.shared_bytes);
@@ -204,6 +206,7 @@ pub(super) mod tests {
                 created_unix_ms: 0,
                 image: "debian".to_owned(),
                 memory_mib: 512,
+                disk_bytes: 0,
                 cpus: 1,
                 accel: Accel::Tcg,
                 base: None,
@@ -259,6 +262,13 @@ pub(super) mod tests {
             "210 MiB of 512 MiB as 64 MiB, 12.5 % of its memory; 5 MiB more were in the store \
              already; the rest is as in `cold`"
         );
+        snapshot.disk_bytes = 512 << 20;
+        let text = stored(&snapshot);
+        assert!(
+            text.starts_with("210 MiB of 1 GiB as 64 MiB, 6.3 % of its memory and disks;"),
+            "{text}"
+        );
+        snapshot.disk_bytes = 0;
         // What is damaged has no memory that is known.
         snapshot.memory_mib = 0;
         assert!(stored(&snapshot).contains("- of its memory"));

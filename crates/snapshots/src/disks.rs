@@ -1,0 +1,181 @@
+//! Disks of stored snapshots.
+//!
+//! ```text
+//!   create  DiskContent ─► FrozenDisk ─► an image of role disk:NAME
+//!   open    its chain, each a delta on the next ─► StoredDisk ─► DiskImage ─► VMs' disks
+//! ```
+//!
+//! A stored disk is one image of disks, with one ID, however long its chain is. What lies on it
+//! finds its bytes by that ID: after a restart, and after the snapshot was flattened. It is read
+//! page by page from the chunks of the store, by threads that may wait.
+//!
+//! Promises: what is read was verified. As long as a disk may read from it, its chunks stay.
+//!
+//! Left to others: layers (`vmfork-disk`), which files a chunk is in (`vmfork-store`).
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use vmfork_disk::{DiskImage, Lower, OwnPages};
+use vmfork_host::disks::{DiskContent, DiskSpec};
+use vmfork_host::error::chain;
+use vmfork_host::vm::{DriveSpec, MachineSpec};
+use vmfork_image::{ImageId, PageRange, PageSource, PageTable, Source};
+use vmfork_store::{Extent, Role, SnapshotId, StoredImage, StoredPages};
+
+use crate::error::SnapshotError;
+
+/// What a disk of a stored snapshot is called among the images of disks, in each daemon's life.
+pub(super) fn image_id(snapshot: SnapshotId, role: &Role) -> ImageId {
+    let hash = blake3::hash(format!("{snapshot} {role}").as_bytes());
+    let mut word = [0; 8];
+    word.copy_from_slice(&hash.as_bytes()[..8]);
+    ImageId::new(u64::from_le_bytes(word)).unwrap_or(ImageId::from(std::num::NonZeroU64::MIN))
+}
+
+/// A disk of a VM that was frozen, to be stored.
+#[derive(Debug)]
+pub(super) struct FrozenDisk {
+    pub(super) role: Role,
+    pub(super) image: DiskImage,
+    pub(super) table: PageTable,
+    content: DiskContent,
+}
+
+impl FrozenDisk {
+    /// All disks of a VM. Blocking: waits for page tables.
+    ///
+    /// # Errors
+    /// A shared volume can't be frozen, or there is no table.
+    pub(super) fn all(contents: &[DiskContent]) -> Result<Vec<Self>, SnapshotError> {
+        let one = |content: &DiskContent| {
+            let image = content.whole()?;
+            let table = image.table_soon().ok_or(SnapshotError::NoTable)?.clone();
+            let role = Role::Disk(content.spec.name.parse()?);
+            Ok(Self { role, image, table, content: content.clone() })
+        };
+        contents.iter().map(one).collect()
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.content.spec.name
+    }
+
+    /// Pages as they were at the freeze.
+    ///
+    /// # Errors
+    /// They can't be read; or a client's file has changed, so that they may be others.
+    pub(super) fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        self.image.read(range, bytes)?;
+        self.content.check_base().map_err(io::Error::other)
+    }
+}
+
+/// The disks of VMs that are started from a snapshot, in place of those that its VM had.
+pub(super) fn put_specs(spec: &mut MachineSpec, contents: &[DiskContent]) {
+    let mut stored = contents.iter().map(|content| DiskSpec {
+        size_bytes: content.image.size_bytes(),
+        ..content.stored_spec()
+    });
+    for drive in &mut spec.drives {
+        if let DriveSpec::Disk(disk) = drive
+            && let Some(stored) = stored.next()
+        {
+            *disk = stored;
+        }
+    }
+}
+
+/// The content of a stored disk.
+///
+/// # Errors
+/// Its tables do not fit each other.
+pub(super) fn image_of(
+    chain: &[StoredImage],
+    layers: Vec<Arc<StoredPages>>,
+) -> Result<DiskImage, SnapshotError> {
+    let top = chain.first().ok_or(SnapshotError::Empty)?;
+    let (snapshot, role) = (top.stored().descriptor(), &top.image().role);
+    let id = image_id(snapshot.id, role);
+    let disk = StoredDisk::new(snapshot.name.clone(), chain, layers)?;
+    let zeros = PageTable::uniform(disk.table.pages(), Source::Zero);
+    let data = disk.table.runs(disk.table.range());
+    let data = data.filter(|(_, source)| *source != Source::Zero);
+    let table = zeros.derive(data.map(|(run, _)| (run, Source::Image(id))));
+    let table = table.map_err(SnapshotError::Table)?;
+    let own: Arc<dyn OwnPages> = Arc::new(disk);
+    Ok(DiskImage::from_table(id, top.image().bytes, table, BTreeMap::from([(id, own)]))?)
+}
+
+/// Where the pages of a stored disk are.
+#[derive(Debug)]
+struct StoredDisk {
+    /// The snapshot and the disk, for messages.
+    snapshot: String,
+    role: Role,
+    /// Whose own each page is, as a number in `layers`, from 1 on.
+    table: PageTable,
+    /// The disk itself first, then what it is a delta on.
+    layers: Vec<Arc<StoredPages>>,
+}
+
+impl StoredDisk {
+    fn new(
+        snapshot: String,
+        chain: &[StoredImage],
+        layers: Vec<Arc<StoredPages>>,
+    ) -> Result<Self, SnapshotError> {
+        let top = chain.first().ok_or(SnapshotError::Empty)?.image();
+        let mut table = PageTable::uniform(top.pages(), Source::Zero);
+        for (number, image) in (1..).zip(chain).collect::<Vec<_>>().into_iter().rev() {
+            let own = ImageId::new(number).ok_or(SnapshotError::Empty)?;
+            let runs = image.extents().map(|(run, extent)| match extent {
+                Extent::Own => (run, Source::Image(own)),
+                Extent::Zero => (run, Source::Zero),
+            });
+            table = table.derive(runs).map_err(SnapshotError::Table)?;
+        }
+        Ok(Self { snapshot, role: top.role.clone(), table, layers })
+    }
+
+    /// `None`: zeros.
+    fn layer(&self, source: Source) -> Option<&StoredPages> {
+        let number = usize::try_from(source.image()?.get()).ok()?;
+        self.layers.get(number.checked_sub(1)?).map(|layer| &**layer)
+    }
+}
+
+impl OwnPages for StoredDisk {
+    fn is_here(&self, range: PageRange) -> bool {
+        let mut runs = self.table.runs(range);
+        runs.all(|(run, source)| self.layer(source).is_none_or(|layer| layer.is_hot(run)))
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> io::Result<()> {
+        let mut rest = bytes;
+        for (run, source) in self.table.runs(range) {
+            let len = usize::try_from(run.byte_len()).unwrap_or(usize::MAX);
+            let parts = std::mem::take(&mut rest).split_at_mut_checked(len);
+            let (part, after) = parts.ok_or(io::ErrorKind::InvalidInput)?;
+            rest = after;
+            match self.layer(source) {
+                Some(layer) => layer.read(run, part).map_err(|error| self.failed(run, &error))?,
+                None => part.fill(0),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl StoredDisk {
+    fn failed(&self, run: PageRange, error: &io::Error) -> io::Error {
+        let Self { snapshot, role, .. } = self;
+        let text = format!("pages {run} of `{role}` of snapshot `{snapshot}`: {}", chain(error));
+        io::Error::new(error.kind(), text)
+    }
+}
+
+#[cfg(test)]
+#[path = "disks_tests.rs"]
+mod tests;
