@@ -6,8 +6,10 @@ use vmfork_disk::nbd::{
 };
 
 fn exports() -> [Export; 2] {
-    let export =
-        |name: &str, size_bytes, read_only| Export { name: name.to_owned(), size_bytes, read_only };
+    let export = |name: &str, size_bytes, read_only: bool| {
+        let (name, flushes) = (name.to_owned(), !read_only);
+        Export { name, size_bytes, read_only, flushes }
+    };
     [export("root", 1 << 30, false), export("data", 4096 + 512, true)]
 }
 

@@ -134,6 +134,7 @@ pub struct DiskActivity {
     pub read_bytes: u64,
     pub writes: u64,
     pub written_bytes: u64,
+    /// Of a volume. QEMU carries out those of other disks: there is nothing to wait for.
     pub flushes: u64,
     /// Trims and writes of zeros.
     pub trims: u64,

@@ -58,7 +58,8 @@ impl DiskExport {
     /// As clients see it, by this name.
     pub fn described(&self, name: impl Into<String>) -> Export {
         let (size_bytes, read_only) = (self.disk.size_bytes(), self.read_only);
-        Export { name: name.into(), size_bytes, read_only }
+        let flushes = self.durability == Durability::Medium;
+        Export { name: name.into(), size_bytes, read_only, flushes }
     }
 
     /// Counts an error. → what the client is told of it.

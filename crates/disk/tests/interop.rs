@@ -5,7 +5,7 @@ mod tools;
 use std::os::unix::fs::MetadataExt;
 
 use tools::{Served, run, text, try_run};
-use vmfork_disk::DiskImage;
+use vmfork_disk::{DiskImage, Durability};
 
 const MIB: u64 = 1 << 20;
 
@@ -45,7 +45,7 @@ fn qemu_img_finds_size_and_holes_and_copies_out_sparse() {
 fn qemu_io_writes_zeroes_discards_and_reads_what_a_freeze_left() {
     let served = Served::new();
     let blank = DiskImage::blank(16 * MIB).expect("an image");
-    let disk = served.add("data", &blank, 16 * MIB);
+    let disk = served.add_as("data", &blank, 16 * MIB, Durability::Medium);
     let uri = served.uri("data");
     let write = ["-c", "write -P 1 0 8M", "-c", "write -z 1M 1M", "-c", "discard 2M 1M"];
     let tell = ["-c", "write -z -u 3M 4K", "-c", "write -f -P 2 4M 64K", "-c", "flush"];
@@ -82,6 +82,11 @@ fn qemu_io_writes_zeroes_discards_and_reads_what_a_freeze_left() {
     same("data", "read -P 9 0 1M");
     served.store.drain();
     same("clone", "read -P 1 0 1M");
+    // Of an ordinary disk nothing is flushed: see `Durability::Host`.
+    let clone = served.add("own", &image, 16 * MIB);
+    ask(&["-f", "raw", "-c", "write -f -P 3 0 4K", "-c", "flush"], &served.uri("own"))
+        .expect("done");
+    assert_eq!((clone.counts().writes, clone.counts().flushes), (1, 0));
     let counts = disk.counts();
     assert!(counts.trims >= 3 && counts.flushes > 0 && counts.errors == 0, "{counts:?}");
 }
@@ -114,11 +119,17 @@ fn libnbd_finds_each_disk_and_copies_it() {
     let blank = DiskImage::blank(8 * MIB).expect("an image");
     served.add("root", &blank, 8 * MIB);
     let disk = served.add("data", &blank, 8 * MIB);
+    served.add_as("volume", &blank, 8 * MIB, Durability::Medium);
     let Some(listed) = run("nbdinfo", &["--list", &served.uri("")]) else { return };
     assert!(listed.contains("root") && listed.contains("data"), "{listed}");
-    let told = run("nbdinfo", &[&served.uri("data")]).expect("told");
-    for wanted in ["export-size: 8388608", "can_trim: true", "can_fua: true", "base:allocation"] {
-        assert!(told.contains(wanted), "{wanted}: {told}");
+    for (name, flush, fua) in [
+        ("data", "can_flush: false", "can_fua: false"),
+        ("volume", "can_flush: true", "can_fua: true"),
+    ] {
+        let told = run("nbdinfo", &[&served.uri(name)]).expect("told");
+        for wanted in ["export-size: 8388608", "can_trim: true", flush, fua, "base:allocation"] {
+            assert!(told.contains(wanted), "{wanted}: {told}");
+        }
     }
     let refused = try_run("nbdinfo", &[&served.uri("other")]).expect("it is there");
     assert!(!refused.status.success());

@@ -27,12 +27,16 @@ pub struct Export {
     pub name: String,
     pub size_bytes: u64,
     pub read_only: bool,
+    /// A flush makes writes more durable than they are when they are answered. If not, none is
+    /// offered, and clients need not ask for any.
+    pub flushes: bool,
 }
 
 impl Export {
     fn flags(&self) -> u16 {
-        let writable = can::FLUSH | can::FUA | can::TRIM | can::WRITE_ZEROES | can::FAST_ZERO;
-        can::HAS_FLAGS | if self.read_only { can::READ_ONLY } else { writable }
+        let writable = can::TRIM | can::WRITE_ZEROES | can::FAST_ZERO;
+        let flushes = if self.flushes { can::FLUSH | can::FUA } else { 0 };
+        can::HAS_FLAGS | if self.read_only { can::READ_ONLY } else { writable | flushes }
     }
 }
 

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn export() -> Export {
-    Export { name: "root".to_owned(), size_bytes: 1 << 30, read_only: false }
+    Export { name: "root".to_owned(), size_bytes: 1 << 30, read_only: false, flushes: true }
 }
 
 fn option(number: u32, content: &[u8]) -> Vec<u8> {
@@ -123,6 +123,12 @@ fn the_old_form_tells_size_and_flags_alone() {
 fn a_read_only_export_offers_nothing_that_writes() {
     let export = Export { read_only: true, ..export() };
     assert_eq!(export.flags(), can::HAS_FLAGS | can::READ_ONLY);
+}
+
+#[test]
+fn a_flush_that_would_do_nothing_is_not_offered() {
+    let offered = |flushes| Export { flushes, ..export() }.flags() & (can::FLUSH | can::FUA);
+    assert_eq!((offered(true), offered(false)), (can::FLUSH | can::FUA, 0));
 }
 
 #[test]

@@ -28,10 +28,20 @@ impl Served {
 
     /// A disk on an image, served by its name.
     pub(crate) fn add(&self, name: &str, on: &DiskImage, size_bytes: u64) -> Arc<Disk> {
+        self.add_as(name, on, size_bytes, Durability::Host)
+    }
+
+    pub(crate) fn add_as(
+        &self,
+        name: &str,
+        on: &DiskImage,
+        size_bytes: u64,
+        durability: Durability,
+    ) -> Arc<Disk> {
         let (vm, set) = ("test".to_owned(), DiskSet::new(None));
         let spec = DiskSpec { name: name.to_owned(), vm, size_bytes, set };
         let disk = Arc::new(self.store.create(&spec, on).expect("a disk"));
-        assert!(self.server.add(name, DiskExport::new(Arc::clone(&disk), Durability::Host)));
+        assert!(self.server.add(name, DiskExport::new(Arc::clone(&disk), durability)));
         disk
     }
 

@@ -257,6 +257,7 @@ class DiskActivity:
     writes: int = 0
     written_bytes: int = 0
     flushes: int = 0
+    """Of a volume. QEMU carries out those of other disks: there is nothing to wait for."""
     trims: int = 0
     """Trims and writes of zeros."""
     errors: int = 0
