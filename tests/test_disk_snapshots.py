@@ -111,7 +111,7 @@ def test_vms_of_a_snapshot_have_the_disks_of_its_instant(own: Daemon, image: str
         cli("disk", "export", "warm.2/data", str(file))
         assert _file(file, "/file7").strip() == "warm.2"
         with pytest.raises(vmfork.Conflict, match="needed by the disk"):
-            client.snapshots.remove("second", cascade=True)
+            client.snapshots.remove("warm", cascade=True)
         for name in ("warm", "second"):
             # Disks that were left have the names that its VMs would get.
             [member] = client.snapshots.start(name, names=[f"again-{name}"]).raise_for_errors()
@@ -162,7 +162,7 @@ def test_a_damaged_disk_stalls_its_vm_until_it_is_mended(own: Daemon, image: str
         hurt.write_bytes(whole)
         eventually(lambda: client.vm("hurt.1").info.state == vmfork.VmState.RUNNING, 40, "it goes on")
         eventually(lambda: member.exec("test -e /run/done").exit_code == 0, 30, "it has read all")
-        assert int(member.exec("grep -o 'a mark that is on the disk' /run/read | wc -l", check=True).stdout_text) == 40000
+        assert int(member.exec("grep -ao 'a mark that is on the disk' /run/read | wc -l", check=True).stdout_text) == 40000
 
 
 def test_disks_are_pushed_and_pulled(own: Daemon, image: str, tmp_path: Path) -> None:
@@ -194,11 +194,13 @@ def test_disks_are_pushed_and_pulled(own: Daemon, image: str, tmp_path: Path) ->
 def test_a_volume_says_whether_it_is_stored(client: vmfork.Client, image: str) -> None:
     """A read-only volume's content is in the snapshot. One that refuses forks is in none."""
     client.volumes.create("shared", size_bytes=16 * MIB, on_fork=vmfork.OnFork.READ_ONLY)
+    client.volumes.resize("shared", 24 * MIB)
     client.volumes.create("never", size_bytes=16 * MIB, on_fork=vmfork.OnFork.REFUSE)
     try:
         disks = [vmfork.NewDisk.volume("shared", "shared")]
         with client.run(image, name="reader", memory_mib=256, disks=disks) as vm:
             wanted = vm.exec("sha256sum /dev/vdb", check=True).stdout_text
+            assert vm.exec("blockdev --getsize64 /dev/vdb", check=True).stdout_text == f"{24 * MIB}\n"
             client.snapshots.create("reader", "reader", wait=True, record_s=0)
         client.volumes.remove("shared")
         [member] = _started(client, "reader", 1)

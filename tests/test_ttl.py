@@ -193,7 +193,7 @@ def test_a_bound_set_during_a_fork_reaches_clones_that_begin_after_their_parents
     h1 = cluster.clients[1]
     # Past the freeze, the clone waits for its QEMU: no VM of the family is on its host.
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(10):
+        for _ in range(40):
             forking, qemus = _fork_into_stopped_qemus(cluster, web, pool)
             if qemus:
                 break

@@ -423,12 +423,15 @@ fn counted(what: &str, names: &[String]) -> String {
     format!("{} {what}{plural} ({shown}{more})", names.len())
 }
 
+/// With less than this above the floor, the next large write of a guest stalls its VM.
+const ROOM: u64 = 16 * MIB;
+
 fn floor(health: &DiskHealth) -> Check {
     let name = "disk_space";
     let remedy = "make room: `vmfork disk prune`, `vmfork image rm`, `vmfork snapshot rm`";
     let floor = health.floor_bytes / MIB;
     match &health.free_bytes {
-        Ok(free) if *free >= health.floor_bytes => {
+        Ok(free) if *free >= health.floor_bytes + ROOM => {
             ok(name, format!("{:.1} GiB free for disks, which leave {floor} MiB", gib(*free)))
         }
         Ok(free) => failure(
@@ -538,7 +541,7 @@ mod tests {
             left_disks(&health(0, 1)),
             broken_disks(&DiskHealth { damaged: vec!["a".into()], ..health(0, 0) }),
             broken_disks(&DiskHealth { broken_volumes: vec!["db".into()], ..health(0, 0) }),
-            floor(&health(GIB - 1, 0)),
+            floor(&health(GIB + ROOM - 1, 0)),
             no_disks("…"),
         ];
         for check in checks {
@@ -565,7 +568,7 @@ mod tests {
             cgroups(Ok(())),
             left_disks(&health(0, 0)),
             broken_disks(&health(0, 0)),
-            floor(&health(GIB, 7)),
+            floor(&health(GIB + ROOM, 7)),
         ];
         for check in checks {
             assert_eq!((check.status, &check.remedy), (CheckStatus::Ok, &None), "{check:?}");

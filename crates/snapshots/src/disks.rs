@@ -74,10 +74,9 @@ impl FrozenDisk {
 
 /// The disks of VMs that are started from a snapshot, in place of those that its VM had.
 pub(super) fn put_specs(spec: &mut MachineSpec, contents: &[DiskContent]) {
-    let mut stored = contents.iter().map(|content| DiskSpec {
-        size_bytes: content.image.size_bytes(),
-        ..content.stored_spec()
-    });
+    let mut stored = contents
+        .iter()
+        .map(|content| DiskSpec { size_bytes: content.stored_bytes(), ..content.stored_spec() });
     for drive in &mut spec.drives {
         if let DriveSpec::Disk(disk) = drive
             && let Some(stored) = stored.next()

@@ -3,7 +3,7 @@
 //! A layer's note has the ID of what its disk began with. An ID of a stored disk is the same for
 //! each daemon, so the store of snapshots finds it again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 
@@ -49,24 +49,42 @@ impl HostDisks {
     /// notes.
     ///
     /// # Errors
-    /// Their folder can't be read.
+    /// Their folder can't be read, or a layer in it: that may be of such a disk.
     pub fn on_bases(&self, bases: &BTreeSet<ImageId>) -> Result<BTreeSet<OnBase>, DiskError> {
-        let listing = self.store.list().map_err(DiskError::Left)?;
-        let found = self.store.disks_in(&listing);
-        let left: BTreeMap<ImageId, bool> = found.iter().map(|it| (it.id, !it.in_use)).collect();
+        let look = || -> Result<_, DiskError> {
+            let listing = self.store.list().map_err(DiskError::Left)?;
+            let found = self.store.disks_in(&listing);
+            let left: BTreeSet<ImageId> =
+                found.iter().filter(|it| !it.in_use).map(|it| it.id).collect();
+            Ok((listing, left))
+        };
+        let (_, left_before) = look()?;
+        // One that has ended a moment ago is not in use, and its files may still be there.
+        self.store.drain();
+        let (listing, left) = look()?;
+        if let Some(bad) = listing.bad.iter().find(|bad| bad.unread) {
+            let (path, reason) = (bad.folder.clone(), bad.reason.clone());
+            return Err(DiskError::Left(vmfork_disk::StoreError::Unread { path, reason }));
+        }
+        let is_left = |id| left_before.contains(id) && left.contains(id);
         let is_on = |kind: &BaseKind, id| *kind == BaseKind::Given && bases.contains(&id);
         let layers = listing.layers.values().map(|layer| &layer.note);
         let on = layers.filter(|note| is_on(&note.base.kind, note.base.id)).map(|note| OnBase {
             vm: note.vm.clone(),
             name: note.disk.clone(),
             // A layer of a disk that has ended is there for a clone, or goes soon.
-            in_use: !left.get(&note.disk_id).copied().unwrap_or(false),
+            in_use: !is_left(&note.disk_id),
         });
         Ok(on.collect())
     }
 }
 
 impl DiskContent {
+    /// How large it is as it is stored: a shared volume may have grown above its image.
+    pub fn stored_bytes(&self) -> u64 {
+        self.lease.as_ref().map_or(self.image.size_bytes(), |lease| lease.disk().size_bytes())
+    }
+
     /// As it is stored: the content of a shared volume is in its own layer, too.
     ///
     /// # Errors
