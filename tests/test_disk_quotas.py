@@ -43,6 +43,8 @@ def _whole(vm: vmfork.VM, filled: Future[vmfork.ExecResult]) -> None:
     assert "I/O error" not in vm.exec("dmesg", check=True).stdout_text
 
 
+# `make test` has a user's quota, which stalls VMs in the same way.
+@pytest.mark.soak
 @pytest.mark.limit(300)
 def test_a_hosts_quota_stalls_a_vm_until_another_has_gone(
     make_daemon: Callable[..., Daemon], image: str

@@ -61,7 +61,7 @@ def test_a_disk_grows_under_a_file_system_in_use(
     assert listed.size_bytes == 256 * MIB
     vm.exec("resize2fs /dev/vdb", check=True, timeout_s=120)
     # More than it had room for.
-    vm.exec("head -c 120M /dev/urandom > /mnt/large && sync", check=True, timeout_s=120)
+    vm.exec("head -c 48M /dev/urandom > /mnt/large && sync", check=True, timeout_s=120)
     large = vm.exec("sha256sum < /mnt/large", check=True, timeout_s=60).stdout_text
 
     # Again, and a fork at the same time: one waits for the other.

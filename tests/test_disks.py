@@ -232,7 +232,7 @@ def test_a_full_host_stalls_a_vm_that_goes_on_with_all_its_bytes(
         subprocess.run(["umount", "--lazy", folder], timeout=30, check=True)
 
 
-@pytest.mark.parametrize("ending", ["killed", "told to end"])
+@pytest.mark.parametrize("ending", ["killed", pytest.param("told to end", marks=pytest.mark.soak)])
 def test_what_was_written_is_there_after_the_daemon(
     make_daemon: Callable[..., Daemon], image: str, tmp_path: Path, ending: str
 ) -> None:

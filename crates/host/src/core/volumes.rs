@@ -165,7 +165,8 @@ impl Core {
         let machine = running(vm)?;
         let empty = machine.disks().and_then(|disks| disks.empty(slot.as_deref()));
         let (index, name) = empty.ok_or(Error::NoSlot { disk: slot })?;
-        let disk = block_in_place(|| self.disks.serve_volume(vm.name(), &name, &of))?;
+        let disk =
+            block_in_place(|| self.disks.serve_volume((vm.identity.user, vm.name()), &name, &of))?;
         replace(&machine, index, disk, || {}).await?;
         tracing::info!(vm = vm.name(), volume, disk = name, "volume attached");
         let disk = self.disks_of(vm).into_iter().nth(index);

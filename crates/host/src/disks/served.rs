@@ -83,7 +83,7 @@ impl Served {
             spec: DiskSpec { size_bytes, ..content.spec.clone() },
             before: lease.disk().counts(),
             disk: Arc::clone(lease.disk()),
-            set: Arc::clone(lease.set()),
+            set: Arc::clone(&content.set),
             on_clients_file: false,
             lease: Some(Arc::new(lease)),
             export: content.spec.name.clone(),
@@ -215,7 +215,8 @@ impl MachineDisks {
     /// Which quota a write to the disk of that name would have passed just now.
     pub fn refusal(&self, name: &str) -> Option<String> {
         let disks = self.disks();
-        disks.iter().find(|served| served.spec.name == name)?.set.refusal()
+        let served = disks.iter().find(|served| served.spec.name == name)?;
+        served.lease.as_ref().map_or(&served.set, |lease| lease.set()).refusal()
     }
 
     /// Why a request of the disk of that name failed a moment ago, and at which page.

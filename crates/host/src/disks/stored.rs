@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 
 use vmfork_disk::layer::LayerError;
-use vmfork_disk::{BaseKind, DiskImage};
+use vmfork_disk::{BaseKind, DiskImage, StoreError};
 use vmfork_image::ImageId;
 
 use super::{DiskContent, DiskError, DiskSpec, HostDisks};
@@ -51,29 +51,33 @@ impl HostDisks {
     /// # Errors
     /// Their folder can't be read, or a layer in it: that may be of such a disk.
     pub fn on_bases(&self, bases: &BTreeSet<ImageId>) -> Result<BTreeSet<OnBase>, DiskError> {
-        let look = || -> Result<_, DiskError> {
-            let listing = self.store.list().map_err(DiskError::Left)?;
-            let found = self.store.disks_in(&listing);
-            let left: BTreeSet<ImageId> =
-                found.iter().filter(|it| !it.in_use).map(|it| it.id).collect();
-            Ok((listing, left))
-        };
-        let (_, left_before) = look()?;
-        // One that has ended a moment ago is not in use, and its files may still be there.
+        let on = self.look_for(bases)?;
+        if on.iter().all(|disk| disk.in_use) {
+            return Ok(on);
+        }
+        // A disk that has ended a moment ago is not in use, and its files may still be there.
         self.store.drain();
-        let (listing, left) = look()?;
+        let was_left = |disk: &OnBase| on.contains(&OnBase { in_use: false, ..disk.clone() });
+        let again = self.look_for(bases)?.into_iter();
+        Ok(again.map(|disk| OnBase { in_use: disk.in_use || !was_left(&disk), ..disk }).collect())
+    }
+
+    fn look_for(&self, bases: &BTreeSet<ImageId>) -> Result<BTreeSet<OnBase>, DiskError> {
+        let listing = self.store.list().map_err(DiskError::Left)?;
         if let Some(bad) = listing.bad.iter().find(|bad| bad.unread) {
             let (path, reason) = (bad.folder.clone(), bad.reason.clone());
-            return Err(DiskError::Left(vmfork_disk::StoreError::Unread { path, reason }));
+            return Err(DiskError::Left(StoreError::Unread { path, reason }));
         }
-        let is_left = |id| left_before.contains(id) && left.contains(id);
+        let found = self.store.disks_in(&listing);
+        let left: BTreeSet<ImageId> =
+            found.iter().filter(|it| !it.in_use).map(|it| it.id).collect();
         let is_on = |kind: &BaseKind, id| *kind == BaseKind::Given && bases.contains(&id);
         let layers = listing.layers.values().map(|layer| &layer.note);
         let on = layers.filter(|note| is_on(&note.base.kind, note.base.id)).map(|note| OnBase {
             vm: note.vm.clone(),
             name: note.disk.clone(),
             // A layer of a disk that has ended is there for a clone, or goes soon.
-            in_use: !is_left(&note.disk_id),
+            in_use: !left.contains(&note.disk_id),
         });
         Ok(on.collect())
     }
@@ -114,5 +118,47 @@ impl DiskContent {
     /// It has changed.
     pub fn check_base(&self) -> Result<(), DiskError> {
         super::check_base(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use vmfork_disk::DiskSet;
+    use vmfork_disk::nbd::Span;
+    use vmfork_image::{PageTable, Source};
+
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    #[test]
+    fn a_disk_that_has_just_ended_is_not_left_and_one_that_can_not_be_read_may_be() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let sockets = folder.path().join("sockets");
+        std::fs::create_dir(&sockets).expect("made");
+        let disks = HostDisks::open(&folder.path().join("disks"), sockets).expect("room");
+        let id = ImageId::new(77).expect("not 0");
+        let table = PageTable::uniform(SIZE / 4096, Source::Zero);
+        let stored = DiskImage::from_table(id, SIZE, table, BTreeMap::new()).expect("an image");
+        let bases = BTreeSet::from([id]);
+        for _ in 0..20 {
+            let (name, vm, set) = ("data".to_owned(), "web".to_owned(), DiskSet::new(None));
+            let spec = vmfork_disk::DiskSpec { name, vm, size_bytes: SIZE, set };
+            let disk = disks.store.create(&spec, &stored).expect("room");
+            disk.write(Span { offset_bytes: 0, len_bytes: 4096 }, &[1; 4096]).expect("room");
+            let on = disks.on_bases(&bases).expect("readable");
+            assert!(on.len() == 1 && on.iter().all(|disk| disk.in_use), "{on:?}");
+            drop(disk);
+            let on = disks.on_bases(&bases).expect("readable");
+            assert!(on.iter().all(|disk| disk.in_use), "it ends: {on:?}");
+        }
+        // As with EMFILE or EIO: it is there, and reading it fails.
+        let other = ImageId::new(78).expect("not 0").to_string();
+        let note = folder.path().join("disks/layers").join(other).join("note");
+        std::fs::create_dir_all(note).expect("made");
+        let refused = disks.on_bases(&bases).expect_err("it may need the snapshot");
+        let DiskError::Left(StoreError::Unread { .. }) = refused else { panic!("{refused}") };
     }
 }

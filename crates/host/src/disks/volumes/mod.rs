@@ -490,14 +490,13 @@ impl Volumes {
         }
     }
 
-    /// Its disk, and what counts its bytes.
+    /// Its disk.
     ///
     /// # Errors
     /// It can't be used.
-    pub(super) fn disk(&self, name: &str) -> Result<(Arc<Disk>, Arc<DiskSet>), VolumeError> {
+    pub(super) fn disk(&self, name: &str) -> Result<Arc<Disk>, VolumeError> {
         let volume = self.find(name)?;
-        let disk = volume.now().usable(volume.disk.as_ref())?;
-        Ok((disk, Arc::clone(&volume.set)))
+        volume.now().usable(volume.disk.as_ref())
     }
 
     /// A VM gives it back soon, and goes on.

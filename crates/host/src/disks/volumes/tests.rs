@@ -296,6 +296,6 @@ fn the_next_daemon_finds_a_volume_with_the_size_that_it_has_grown_to() {
     let life = Life::begin(folder.path());
     let found = life.volumes.show("db").expect("there");
     assert_eq!((found.size_bytes, found.reason), (2 * SIZE, None));
-    let (disk, _) = life.volumes.disk("db").expect("whole");
+    let disk = life.volumes.disk("db").expect("whole");
     assert_eq!((read(&disk, 3), read(&disk, SIZE / 4096 + 5)), (7, 0));
 }
