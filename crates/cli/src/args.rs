@@ -86,7 +86,7 @@ pub(crate) enum RawCommand {
     /// Build, list, import and remove guest images
     #[command(subcommand)]
     Image(RawImage),
-    /// List, export and remove disks
+    /// List, resize, export and remove disks
     #[command(subcommand)]
     Disk(RawDisk),
     /// Store VMs as snapshots, and manage snapshots
@@ -475,18 +475,21 @@ pub(crate) enum RawImage {
     Import(RawImageImport),
 }
 
-/// DISK: VM/NAME, or an ID that `vmfork disk ls` prints.
 #[derive(Debug, Subcommand)]
 pub(crate) enum RawDisk {
     /// List the disks of this host, also those that VMs of an earlier daemon left
     Ls,
     /// Show everything about a disk
-    Inspect { disk: String },
+    Inspect {
+        /// VM/NAME, or an ID that `vmfork disk ls` prints
+        disk: String,
+    },
     /// Write all bytes of a disk to a raw file
     ///
     /// A disk of a running VM is as after a power cut. `vmfork exec VM sync` brings what the guest
     /// has cached to its disks first.
     Export {
+        /// VM/NAME, or an ID that `vmfork disk ls` prints
         disk: String,
         /// A path, or - for standard output
         file: String,
@@ -495,12 +498,14 @@ pub(crate) enum RawDisk {
     ///
     /// The guest sees the new size at once. `resize2fs` in the guest grows its file system.
     Resize {
+        /// VM/NAME, or an ID that `vmfork disk ls` prints
         disk: String,
         /// Its new size: 512M, 10G, 1T
         size: String,
     },
     /// Remove disks that no VM has
     Rm {
+        /// VM/NAME, or an ID that `vmfork disk ls` prints
         #[arg(required = true, value_name = "DISK")]
         disks: Vec<String>,
     },
