@@ -344,7 +344,7 @@ impl Worker {
         self.drain.is_held_up = false;
         match outcome {
             Ok(()) => {
-                self.wake_waiting(image, range, from, None);
+                // Before the waiters run: a VM that has read a page finds it counted.
                 match fetch.reason {
                     Reason::Demand => image.counters.demand_bytes.add(range.byte_len()),
                     Reason::Background(drain::NAME) => {
@@ -355,6 +355,7 @@ impl Worker {
                         image.counters.prefetched_bytes.add(range.byte_len());
                     }
                 }
+                self.wake_waiting(image, range, from, None);
             }
             Err(lost) => {
                 let Some(scheduler) = self.scheduler_of(image.id()) else { return };
