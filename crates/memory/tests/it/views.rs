@@ -2,7 +2,7 @@
 //! `Vec` of pages says, whatever was frozen, cloned, dropped and drained in between.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::common::{FakeVm, PAGE_BYTES, clone_of, freeze, needs_userfaultfd};
 use vmfork_engine::{Engine, ViewCounters};
@@ -40,13 +40,10 @@ fn a_page_is_fetched_once_however_many_read_it() {
         assert_eq!(clone.receive(), "ok");
     }
     let counters = &snapshot.image().counters();
-    let filled = || counters.demand_bytes.get() + counters.drained_bytes.get();
     // The engine counts a page after it is in the cache, where all clones read it.
-    let until = Instant::now() + Duration::from_secs(10);
-    while filled() < 4096 * PAGE_BYTES && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    assert_eq!(filled(), 4096 * PAGE_BYTES);
+    assert!(snapshot.wait_drained(Duration::from_secs(10)));
+    let filled = counters.demand_bytes.get() + counters.drained_bytes.get();
+    assert_eq!(filled, 4096 * PAGE_BYTES);
 }
 
 #[test]
