@@ -203,6 +203,8 @@ fn unpack(to: &Path, from: ChannelReader, printer: &Printer) -> std::io::Result<
             printer.warn(&format!("skipped `{name}`: it is neither a file, a folder nor a link"));
         }
     }
+    // The guest's tar pads the archive's end. Unread, that looks as if unpacking had failed.
+    std::io::copy(&mut archive.into_inner(), &mut std::io::sink())?;
     Ok(())
 }
 
@@ -225,6 +227,25 @@ mod tests {
         header.set_mode(mode);
         header.set_size(len);
         header
+    }
+
+    #[test]
+    fn an_archive_is_read_to_its_end_with_the_padding() {
+        let mut bytes = tar::Builder::new(Vec::new()).into_inner().unwrap();
+        bytes.resize(10_240, 0);
+        let (tx, rx) = mpsc::channel(2);
+        tx.try_send(Bytes::from(bytes)).expect("room for two");
+        tx.try_send(Bytes::from(vec![0; 10_240])).expect("room for two");
+        let to = tempfile::tempdir().unwrap();
+        let printer = Printer::new(false, Level::Quiet, false, false);
+        let unpacking =
+            std::thread::spawn(move || unpack(to.path(), ChannelReader::new(rx), &printer));
+        // Both are taken, and a third is waited for.
+        tx.blocking_send(Bytes::from(vec![0; 10_240])).expect("it still reads");
+        tx.blocking_send(Bytes::from(vec![0; 10_240])).expect("it still reads");
+        tx.blocking_send(Bytes::from(vec![0; 10_240])).expect("it still reads");
+        drop(tx);
+        unpacking.join().unwrap().unwrap();
     }
 
     #[test]
