@@ -33,6 +33,6 @@ pub mod spawn;
 
 pub use drives::{DriveContent, Drives, NbdSocket, NbdSocketError};
 pub use probe::{AccelChoice, Binary, Version};
-pub use qmp::{LateFd, Qmp, QmpError};
+pub use qmp::{LateFd, NotReplaced, Qmp, QmpError};
 pub use shape::{Accel, DriveSlot, GuestKind, Machine, Shape};
 pub use spawn::{AGENT_DEVICE, Boot, Launch, Process, Qemu, RunAs, ShimFds, StartError};

@@ -269,7 +269,8 @@ async fn a_drive_gets_other_disks_during_the_life_of_its_vm() {
     let absent = writer.disk();
     let refused = vm.qmp.replace_disk(0, 1, &socket(&absent), size, None).await;
     let refused = refused.expect_err("no server");
-    assert!(matches!(refused, QmpError::Disk { index: 0, .. }), "{refused}");
+    assert!(matches!(refused.error, QmpError::Disk { index: 0, .. }), "{refused:?}");
+    assert!(refused.has_old, "QEMU said so: {refused:?}");
     goes_on(&vm, &mut counter, &disk).await;
 
     let mut earlier = None;

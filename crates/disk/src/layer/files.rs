@@ -153,15 +153,16 @@ impl LayerFiles {
     /// The same files with more pages, which are absent. Nothing may be written meanwhile.
     ///
     /// The data grows first, then the map, then what the map's head says: whenever the daemon is
-    /// killed, the head says what is there.
+    /// killed, the head says what is there. Nothing is cut, as an earlier growth may have failed
+    /// after the head said more.
     ///
     /// # Errors
     /// The medium's, or it is full.
     pub fn grown(&self, pages: u64) -> io::Result<Self> {
         let pages = pages.max(self.map.pages());
         let (data, map_file) = (Arc::clone(&self.data), self.map_file.try_clone()?);
-        data.set_len(pages * PAGE_BYTES)?;
-        map_file.set_len(HEAD_BYTES + LayerMap::byte_len(pages))?;
+        lengthen(&data, pages * PAGE_BYTES)?;
+        lengthen(&map_file, HEAD_BYTES + LayerMap::byte_len(pages))?;
         map_file.write_all_at(&pages.to_le_bytes(), 16)?;
         Ok(Self::with(data, map_file, self.map.grown(pages)))
     }
@@ -318,6 +319,11 @@ fn open(folder: &Path, name: &str, flags: OFlags) -> Result<(File, PathBuf), Lay
         Ok(file) => Ok((file.into(), path)),
         Err(error) => Err(LayerError::File { path, source: error.into() }),
     }
+}
+
+/// Never cuts it.
+fn lengthen(file: &File, bytes: u64) -> io::Result<()> {
+    if file.metadata()?.len() < bytes { file.set_len(bytes) } else { Ok(()) }
 }
 
 #[cfg(test)]

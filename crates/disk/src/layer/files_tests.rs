@@ -175,6 +175,19 @@ fn parts_of_one_page_by_two_threads_are_both_there() {
 }
 
 #[test]
+fn a_smaller_growth_after_a_larger_one_cuts_no_file() {
+    let folder = tempfile::tempdir().expect("folder");
+    let small = LayerFiles::create(folder.path(), PAGES).expect("made");
+    // The note of the larger one was not written: the disk has the layer that it had.
+    drop(small.grown(PAGES * 40).expect("grown"));
+    let long = |name| std::fs::metadata(folder.path().join(name)).expect("there").len();
+    let (data, map) = (long("data"), long("map"));
+    small.grown(PAGES * 2).expect("grown");
+    assert_eq!((long("data"), long("map")), (data, map));
+    LayerFiles::open(folder.path()).expect("opens");
+}
+
+#[test]
 fn a_layer_that_has_grown_has_what_it_had_and_says_so_after_a_restart() {
     let folder = tempfile::tempdir().expect("a folder");
     let small = LayerFiles::create(folder.path(), PAGES).expect("a layer");

@@ -299,7 +299,11 @@ pub(super) fn list(layers: &Path) -> io::Result<Listing> {
     Ok(listing)
 }
 
-fn look(id: ImageId, folder: &Path) -> Result<Option<FoundLayer>, Flaw> {
+/// `None`: there is no layer any more, or not yet.
+///
+/// # Errors
+/// It is damaged, or can't be read now.
+pub(super) fn look(id: ImageId, folder: &Path) -> Result<Option<FoundLayer>, Flaw> {
     let Some(note) = read_note(folder)? else { return Ok(None) };
     let files = LayerFiles::open(folder).map_err(|error| Flaw::of_layer(&error))?;
     if files.map().pages() < note.size_bytes.div_ceil(PAGE_BYTES) {

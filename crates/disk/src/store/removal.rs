@@ -10,7 +10,7 @@ use std::sync::{MutexGuard, PoisonError};
 
 use vmfork_image::ImageId;
 
-use super::found::{BadLayer, FoundLayer, Listing};
+use super::found::{BadLayer, FoundLayer, Listing, look};
 use super::{DiskStore, Shared, StoreError};
 
 impl DiskStore {
@@ -83,7 +83,12 @@ impl Shared {
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.note.number));
         let is_gone = |layer: &&FoundLayer| {
             let known = listing.bad.is_empty() || Some(layer.note.disk_id) == goes;
-            known && !needed.contains(&layer.id) && self.is_unused(layer.id)
+            // Not what a disk that ended since we listed has made its newest.
+            let is_listed = || {
+                let now = look(layer.id, &self.folder(layer.id));
+                now.is_ok_and(|now| now.as_ref() == Some(*layer))
+            };
+            known && !needed.contains(&layer.id) && self.is_unused(layer.id) && is_listed()
         };
         let gone: Vec<&FoundLayer> = layers.into_iter().filter(is_gone).collect();
         for layer in &gone {

@@ -13,7 +13,7 @@ use vmfork_api::{
 };
 use vmfork_control::ExecOutput;
 use vmfork_guest_link::agent::LinkError;
-use vmfork_qemu::{NbdSocketError, QmpError};
+use vmfork_qemu::{NbdSocketError, NotReplaced, QmpError};
 
 use super::Core;
 use super::disks::device;
@@ -227,8 +227,12 @@ pub(super) async fn replace(
             offer.accepted(late);
             Ok(())
         }
-        Err(error) => {
+        Err(NotReplaced { error, has_old: true }) => {
             offer.withdrawn();
+            Err(error.into())
+        }
+        Err(NotReplaced { error, has_old: false }) => {
+            offer.undecided();
             Err(error.into())
         }
     })

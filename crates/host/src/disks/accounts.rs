@@ -17,13 +17,20 @@ pub(super) struct Accounts {
     bounds: DiskBounds,
     /// Of users that have disks.
     users: Mutex<BTreeMap<User, Weak<DiskSet>>>,
+    /// Held while what is left is counted, so that the last count is the one that is kept.
+    counting: Mutex<()>,
 }
 
 impl Accounts {
     /// Without a bound.
     pub(super) fn new() -> Self {
         let host = DiskSet::named("the host's disk quota", None, None);
-        Self { host, bounds: DiskBounds::default(), users: Mutex::default() }
+        Self {
+            host,
+            bounds: DiskBounds::default(),
+            users: Mutex::default(),
+            counting: Mutex::default(),
+        }
     }
 
     pub(super) fn bound(&mut self, host_bytes: Option<u64>, users: DiskBounds) {
@@ -60,6 +67,7 @@ impl Accounts {
     /// Their folder can't be read.
     pub(super) fn count_left(&self, store: &DiskStore) -> Result<(), StoreError> {
         if self.host.quota_bytes().is_some() {
+            let _counting = self.counting.lock().unwrap_or_else(PoisonError::into_inner);
             self.host.set_others_bytes(store.uncounted_bytes(&self.host)?);
         }
         Ok(())

@@ -33,6 +33,8 @@ const PROBLEM_FRESH: Duration = Duration::from_secs(15);
 pub struct MachineDisks {
     /// In the order of the drives. One may take another's place: see [`MachineDisks::offer`].
     disks: Mutex<Vec<Served>>,
+    /// Of which QEMU does not say whether it uses them.
+    undecided: Mutex<Vec<Served>>,
     /// How often that was tried.
     offers: AtomicU64,
     /// Until this is dropped.
@@ -148,8 +150,14 @@ impl MachineDisks {
         let (socket, folder, listener) = Socket::make(folder, uid).map_err(DiskError::Serve)?;
         let exports = disks.iter().map(|served| (served.export.clone(), served.export()));
         let server = DiskServer::start_with(listener, uid, exports).map_err(DiskError::Serve)?;
-        let (disks, offers) = (Mutex::new(disks), AtomicU64::new(0));
-        Ok(Self { disks, offers, server: Some(server), socket: Some(socket), folder })
+        Ok(Self {
+            disks: Mutex::new(disks),
+            undecided: Mutex::default(),
+            offers: AtomicU64::new(0),
+            server: Some(server),
+            socket: Some(socket),
+            folder,
+        })
     }
 
     fn disks(&self) -> MutexGuard<'_, Vec<Served>> {
@@ -336,6 +344,13 @@ impl Offer<'_> {
         }
     }
 
+    /// QEMU does not say whether it has it: both are served until the VM ends.
+    pub fn undecided(self) {
+        let Self { disks, served, .. } = self;
+        tracing::warn!(export = served.export, "QEMU may use a disk that it was given late");
+        disks.undecided.lock().unwrap_or_else(PoisonError::into_inner).push(served);
+    }
+
     /// QEMU has refused it. Blocking.
     pub fn withdrawn(self) {
         self.disks.end(self.served);
@@ -346,7 +361,8 @@ impl Offer<'_> {
 /// runtime may wait for that.
 impl Drop for MachineDisks {
     fn drop(&mut self) {
-        let disks = std::mem::take(&mut *self.disks());
+        let mut disks = std::mem::take(&mut *self.disks());
+        disks.append(self.undecided.get_mut().unwrap_or_else(PoisonError::into_inner));
         let server = self.server.take();
         let socket = self.socket.take();
         let end = move || {

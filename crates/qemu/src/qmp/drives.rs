@@ -77,7 +77,7 @@ impl Qmp {
     /// gets its next disk. `number`: one that the drive has not had yet.
     ///
     /// # Errors
-    /// As [`Qmp::bind_drives`]. The drive has the disk that it had.
+    /// As [`Qmp::bind_drives`], and which disk the drive has then.
     pub async fn replace_disk(
         &self,
         index: usize,
@@ -85,15 +85,16 @@ impl Qmp {
         disk: &NbdSocket,
         size_bytes: u64,
         earlier: Option<LateFd>,
-    ) -> Result<LateFd, QmpError> {
-        let old = self.drive(index).await?;
-        let added = self.add_fd_to(LATE_FD_SET_FIRST.saturating_add(index), disk.folder()).await?;
-        let fd = added.get("fd").and_then(Value::as_u64);
-        let fd = LateFd { index, fd: fd.ok_or_else(|| not_understood("add-fd", &added))? };
+    ) -> Result<LateFd, NotReplaced> {
+        let (old, fd) = self.prepare_replacement(index, disk).await.map_err(NotReplaced::at_all)?;
         let new = format!("{}.{number}", node_name(index));
         if let Err(error) = self.replace(index, (&old, &new), &fd, disk, size_bytes).await {
-            let _given_up = self.remove_fd(&fd).await;
-            return Err(error);
+            // What QEMU did not answer in time it may have done later: it answers in order.
+            let has_old = self.drive(index).await.is_ok_and(|node| node == old);
+            if has_old {
+                let _given_up = self.remove_fd(&fd).await;
+            }
+            return Err(NotReplaced { error, has_old });
         }
         if let Err(error) = self.ask("blockdev-del", Some(json!({"node-name": old}))).await {
             tracing::warn!(node = old, %error, "QEMU keeps a disk open that no drive has");
@@ -106,6 +107,19 @@ impl Qmp {
         Ok(fd)
     }
 
+    /// The node that the drive has, and the fd of the next one's folder.
+    async fn prepare_replacement(
+        &self,
+        index: usize,
+        disk: &NbdSocket,
+    ) -> Result<(String, LateFd), QmpError> {
+        let old = self.drive(index).await?;
+        let added = self.add_fd_to(LATE_FD_SET_FIRST.saturating_add(index), disk.folder()).await?;
+        let fd = added.get("fd").and_then(Value::as_u64);
+        let fd = fd.ok_or_else(|| not_understood("add-fd", &added))?;
+        Ok((old, LateFd { index, fd }))
+    }
+
     async fn replace(
         &self,
         index: usize,
@@ -115,22 +129,28 @@ impl Qmp {
         size_bytes: u64,
     ) -> Result<(), QmpError> {
         let path = format!("/proc/self/fd/{}", fd.fd);
-        let added = self.ask("blockdev-add", Some(disk.node(new, &path))).await;
-        added.map_err(|error| unreachable_disk(index, disk, error))?;
-        let told = match self.point_drive(index, new).await {
-            Ok(()) => {
-                // To its own size: this is how the device is told that it changed.
-                let resize = json!({"node-name": new, "size": size_bytes});
-                let told = self.ask("block_resize", Some(resize)).await.map(drop);
-                if told.is_err() {
-                    let _back = self.point_drive(index, old).await;
-                }
-                told
+        let delete_new = || self.ask("blockdev-del", Some(json!({"node-name": new})));
+        if let Err(error) = self.ask("blockdev-add", Some(disk.node(new, &path))).await {
+            if !matches!(error, QmpError::Refused { .. }) {
+                let _closed = delete_new().await;
             }
-            refused => refused,
-        };
+            return Err(unreachable_disk(index, disk, error));
+        }
+        let mut told = self.point_drive(index, new).await;
+        if told.is_err() && self.drive(index).await? == new {
+            // Only its answer was late.
+            told = Ok(());
+        }
+        if told.is_ok() {
+            // To its own size: this is how the device is told that it changed.
+            let resize = json!({"node-name": new, "size": size_bytes});
+            told = self.ask("block_resize", Some(resize)).await.map(drop);
+            if told.is_err() {
+                let _back = self.point_drive(index, old).await;
+            }
+        }
         if told.is_err() {
-            let _closed = self.ask("blockdev-del", Some(json!({"node-name": new}))).await;
+            let _closed = delete_new().await;
         }
         told
     }
@@ -172,6 +192,21 @@ impl Qmp {
 pub struct LateFd {
     index: usize,
     fd: u64,
+}
+
+/// A drive did not get another disk.
+#[derive(Debug)]
+pub struct NotReplaced {
+    pub error: QmpError,
+    /// Whether the drive has the disk that it had. Otherwise it has the new one, or QEMU does not
+    /// say which, and may use either from now on.
+    pub has_old: bool,
+}
+
+impl NotReplaced {
+    fn at_all(error: QmpError) -> Self {
+        Self { error, has_old: true }
+    }
 }
 
 /// A node of a disk that QEMU refuses: it does not reach its server.

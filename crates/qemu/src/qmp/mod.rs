@@ -25,7 +25,7 @@ pub mod wire;
 
 pub use client::Qmp;
 pub use devices::PreparedDevices;
-pub use drives::LateFd;
+pub use drives::{LateFd, NotReplaced};
 pub use migration::{PreparedState, reopen_from_start};
 pub use stall::{IoError, IoOperation};
 pub use status::{RunState, Status};
