@@ -223,6 +223,7 @@ fn store_code(error: &StoreError) -> ErrorCode {
         | StoreError::Busy { .. }
         | StoreError::Dependants { .. }
         | StoreError::UnknownDependants { .. }
+        | StoreError::Changed { .. }
         | StoreError::Base { .. }
         | StoreError::DeepChain { .. }
         | StoreError::Incomplete { .. }

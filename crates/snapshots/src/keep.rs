@@ -18,6 +18,8 @@ const PULL_ENDS: Duration = Duration::from_secs(5);
 /// How long the disks of VMs that have ended may take to go.
 const DISKS_END: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How often a removal begins again because deltas have been made meanwhile.
+const ATTEMPTS_MAX: u32 = 8;
 
 /// Remove a snapshot; `cascade`: those that are deltas of it, too. VMs that were started from it go
 /// on: what they have not read yet stays in the store until they have ended. One that is being
@@ -40,22 +42,39 @@ async fn remove_all(
     cascade: bool,
 ) -> Result<RemovedSnapshots, SnapshotError> {
     let was_under_way = library.snapshots.give_up(name).await;
-    let ids = {
-        let (library, name) = (Arc::clone(library), name.to_owned());
-        blocking(move || {
-            let ids = library.snapshots.to_remove(&name, cascade)?;
-            // No pull is ended for what is refused then.
-            ids.iter().try_for_each(|ids| library.when_disks_are_free(ids).map(drop))?;
-            Ok(ids)
-        })
-        .await?
-    };
-    let Some(ids) = ids else {
-        if was_under_way {
-            return Ok(RemovedSnapshots { names: vec![name.to_owned()], freed_bytes: 0 });
+    for _attempt in 0..ATTEMPTS_MAX {
+        let ids = {
+            let (library, name) = (Arc::clone(library), name.to_owned());
+            blocking(move || {
+                let ids = library.snapshots.to_remove(&name, cascade)?;
+                // No pull is ended for what is refused then.
+                ids.iter().try_for_each(|ids| library.when_disks_are_free(ids).map(drop))?;
+                Ok(ids)
+            })
+            .await?
+        };
+        let Some(ids) = ids else {
+            if was_under_way {
+                return Ok(RemovedSnapshots { names: vec![name.to_owned()], freed_bytes: 0 });
+            }
+            return Err(library.snapshots.not_found(name));
+        };
+        match remove_these(library, name, cascade, ids).await {
+            // A delta that was made meanwhile: its disks were not asked for.
+            Err(SnapshotError::Store(StoreError::Changed { .. })) => {}
+            done => return done,
         }
-        return Err(library.snapshots.not_found(name));
-    };
+    }
+    Err(StoreError::Changed { name: name.to_owned() }.into())
+}
+
+/// Remove a snapshot and its deltas, if these are all.
+async fn remove_these(
+    library: &Arc<Library>,
+    name: &str,
+    cascade: bool,
+    ids: BTreeSet<SnapshotId>,
+) -> Result<RemovedSnapshots, SnapshotError> {
     library.snapshots.end_pulls(&ids).await;
     let work = library.snapshots.work();
     let mut turns = Vec::new();
@@ -66,9 +85,9 @@ async fn remove_all(
     blocking(move || {
         let tell = library.tell();
         let _none_begins = library.when_disks_are_free(&ids)?;
-        let removed = library.snapshots.store.remove_telling(&name, cascade, &mut |name| {
-            tell.removed(name);
-        })?;
+        let store = &library.snapshots.store;
+        let may_go = |id| ids.contains(&id);
+        let removed = store.remove_if(&name, cascade, &may_go, &mut |name| tell.removed(name))?;
         library.snapshots.pulls().retain(|id, _| !ids.contains(id));
         drop(turns);
         Ok(RemovedSnapshots { names: removed.names, freed_bytes: removed.freed_bytes })
@@ -151,7 +170,15 @@ impl Snapshots {
         if !all.iter().any(|(other, _)| other == name) {
             return Ok(None);
         }
-        let readable: Vec<_> = all.into_iter().filter_map(|(_, other)| other.ok()).collect();
+        let mut readable = Vec::new();
+        for (_, descriptor) in all {
+            match descriptor {
+                Ok(descriptor) => readable.push(descriptor),
+                Err(error) if error.is_damage() => {}
+                // It can be read another time, and disks may need it.
+                Err(error) => return Err(error),
+            }
+        }
         let mut ids = BTreeSet::new();
         let mut names = vec![name.to_owned()];
         while let Some(of) = names.pop() {

@@ -6,6 +6,7 @@ use std::fmt::Debug;
 use std::io::{self, Read};
 
 pub use folder::Folder;
+use rustix::io::Errno;
 
 /// A place for byte strings by key. Calls block, and each has a bound in time. Every error names
 /// key and place.
@@ -124,6 +125,8 @@ pub enum Failure {
     NoPlace,
     /// No server answers, or not in time.
     Unreachable,
+    /// This process has no more open files or memory.
+    Exhausted,
     Other,
 }
 
@@ -143,6 +146,14 @@ impl BlobError {
                     io::ErrorKind::ReadOnlyFilesystem => Failure::ReadOnly,
                     io::ErrorKind::NotADirectory => Failure::NoPlace,
                     io::ErrorKind::TimedOut => Failure::Unreachable,
+                    io::ErrorKind::OutOfMemory => Failure::Exhausted,
+                    _ if matches!(
+                        Errno::from_io_error(&source),
+                        Some(Errno::MFILE | Errno::NFILE)
+                    ) =>
+                    {
+                        Failure::Exhausted
+                    }
                     _ => Failure::Other,
                 };
                 Self::Failed { action, key, place, why, source: Box::new(source) }
@@ -165,6 +176,7 @@ impl BlobError {
             Failure::ReadOnly => format!("{place} can't be written: use another store"),
             Failure::NoPlace => format!("check that {place} exists"),
             Failure::Unreachable => format!("check the address and that {place} can be reached"),
+            Failure::Exhausted => "end some VMs, or give the daemon more open files".to_owned(),
             Failure::Other => return None,
         })
     }

@@ -47,6 +47,8 @@ pub enum StoreError {
     Dependants { name: String, dependants: Vec<String> },
     #[error("{} can't be read, and snapshot `{name}` may be needed", descriptors_text(unreadable))]
     UnknownDependants { name: String, unreadable: Vec<String> },
+    #[error("snapshot `{name}` appeared, or was replaced, in the meantime")]
+    Changed { name: String },
     #[error("the base of snapshot `{name}`, `{base}`, is {why}")]
     Base { name: String, base: String, why: String },
     #[error("snapshot `{name}` is a delta on more than {most} others")]
@@ -109,7 +111,7 @@ impl StoreError {
 
     /// Whether one file is not as it should be, is of a version that is not known, or can't be
     /// read though the store can.
-    pub(crate) fn is_damage(&self) -> bool {
+    pub fn is_damage(&self) -> bool {
         matches!(
             self,
             Self::Damaged(_)
@@ -172,6 +174,7 @@ impl StoreError {
                 "restore or remove {} first, or remove `{name}` all the same with `vmfork snapshot rm --cascade {name}`",
                 quoted(unreadable).join(", ")
             )),
+            Self::Changed { .. } => Some("try again".into()),
             Self::Base { base, .. } => Some(format!("restore, pull or import `{base}`")),
             Self::DeepChain { name, .. } => {
                 Some(format!("make it whole with `vmfork snapshot flatten {name}`"))

@@ -6,7 +6,7 @@ use blake3::Hash;
 
 use crate::error::StoreError;
 use crate::files::read_descriptor;
-use crate::format::descriptor::Descriptor;
+use crate::format::descriptor::{Descriptor, SnapshotId};
 use crate::names::{
     CHUNKS, DESCRIPTOR, ORIGIN, PROFILE, SNAPSHOTS, STATE, WORKING_SET, chunk_key, chunk_of,
     is_of_an_attempt, snapshot_key, snapshot_of,
@@ -48,18 +48,20 @@ impl Store {
     /// there are snapshots of which it can't be told whether they are its deltas. One of these, or
     /// a delta on it, is being written.
     pub fn remove(&self, name: &str, cascade: bool) -> Result<Removed, StoreError> {
-        self.remove_telling(name, cascade, &mut |_| ())
+        self.remove_if(name, cascade, &|_| true, &mut |_| ())
     }
 
-    /// The same. `gone` is called with the name of each snapshot once it is not in the store any
-    /// more, also if what follows fails.
+    /// The same, if each of those that would be removed `may_go`; else nothing is removed. One
+    /// whose descriptor is damaged is not asked for. `gone` is called with the name of each
+    /// snapshot once it is not in the store any more, also if what follows fails.
     ///
     /// # Errors
-    /// As [`Store::remove`].
-    pub fn remove_telling(
+    /// As [`Store::remove`], and [`StoreError::Changed`] names one that may not go.
+    pub fn remove_if(
         &self,
         name: &str,
         cascade: bool,
+        may_go: &dyn Fn(SnapshotId) -> bool,
         gone: &mut dyn FnMut(&str),
     ) -> Result<Removed, StoreError> {
         check_name(name)?;
@@ -87,6 +89,10 @@ impl Store {
             if !unreadable.is_empty() && !cascade {
                 let name = name.to_owned();
                 return Err(StoreError::UnknownDependants { name, unreadable });
+            }
+            let may_not = |one: &&Descriptor| removed.names.contains(&one.name) && !may_go(one.id);
+            if let Some(other) = references.all_descriptors().find(may_not) {
+                return Err(StoreError::Changed { name: other.name.clone() });
             }
             inner.check_not_written(&removed.names)?;
             for name in &removed.names {

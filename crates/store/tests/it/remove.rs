@@ -40,6 +40,20 @@ fn removing_what_others_need_is_refused_and_names_them() {
 }
 
 #[test]
+fn what_may_not_go_keeps_all_of_a_cascade() {
+    let (memory, store, _) = family();
+    let before = memory.copy();
+    let b = store.open("b").expect("opens").descriptor().id;
+    let mut gone = Vec::new();
+    let mut tell = |name: &str| gone.push(name.to_owned());
+    let error = store.remove_if("base", true, &|id| id != b, &mut tell).expect_err("not `b`");
+    assert!(matches!(&error, StoreError::Changed { name } if name == "b"), "{error}");
+    assert_eq!(memory.copy(), before);
+    store.remove_if("base", true, &|_| true, &mut tell).expect("removed");
+    assert_eq!(gone, ["b", "a", "base"]);
+}
+
+#[test]
 fn a_base_stays_though_its_delta_is_damaged() {
     let (memory, _, _) = family();
     let change = |key: &str, change: &dyn Fn(&mut Vec<u8>)| {
